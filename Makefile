@@ -1,0 +1,42 @@
+# Everything runs from .venv, which `make setup` builds and every other verb keeps up to date.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+# Some virtual machines advertise AMX without offering its tiles, and there a bfloat16 matmul dies
+# with SIGILL. Keeping oneDNN to AVX-512 costs little and works everywhere.
+test train: export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test check format docs
+
+help:  ## Show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## Build or refresh .venv
+
+# Torch goes first and pinned, so that nothing later chooses a build of its own.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $@
+
+train: setup  ## Train on the digits with compressed gradients
+	$(BIN)/gradwire train $(ARGS)
+
+test: setup  ## Run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup  ## Check format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup  ## Rewrite the code in the one format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: setup  ## Regenerate docs/codecs.md from the registry
+	$(BIN)/gradwire codecs --markdown > docs/codecs.md

@@ -1,0 +1,52 @@
+"""Agreement: before anything is sent, all ranks must mean the same thing by it.
+
+Every rank shows what it attached: package and wire-format version, spec, model. What is wrong on one rank, be it only a
+typing error in a spec, is raised on all of them.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import torch
+
+from gradwire.core.asks import Gather
+from gradwire.core.payload import Payload
+from gradwire.links.link import Link
+from gradwire.version import VERSION, WIRE_FORMAT
+
+_REMEDY = {
+    "version": "install the same gradwire everywhere",
+    "format": "install the same gradwire everywhere",
+    "spec": "attach with the same spec, rules and seed everywhere",
+    "model": "build the same model, with the same parameters trainable, everywhere",
+}
+
+
+def agree(link: Link, spec: str, model: Mapping[str, object], device: torch.device, error: str | None = None) -> None:
+    """Compare notes with all ranks.
+
+    Raises:
+        ValueError: Some rank failed to attach, or attached something else.
+    """
+    described = json.dumps(list(model.items()), default=str).encode()
+    mine = {
+        "version": VERSION,
+        "format": WIRE_FORMAT,
+        "spec": spec,
+        "model": f"{len(model)} parameters, fingerprint {hashlib.sha256(described).hexdigest()[:12]}",
+        "error": error,
+    }
+    note = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
+    (payloads,) = link.answer([Gather(Payload(note))])
+    notes = [json.loads(bytes(payload.data.tolist()).rstrip(b"\0")) for payload in payloads]
+    for rank, other in enumerate(notes):
+        if other["error"]:
+            where = "" if error == other["error"] else f"rank {rank} could not attach: "
+            raise ValueError(where + other["error"])
+    for rank, other in enumerate(notes):
+        for field, remedy in _REMEDY.items():
+            if other[field] != notes[0][field]:
+                raise ValueError(
+                    f"rank {rank} has another {field} than rank 0: {other[field]!r}, not {notes[0][field]!r}; {remedy}"
+                )

@@ -1,0 +1,81 @@
+"""The doors: one call that makes a model, or an optimizer, send few bytes."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire.adapters.ddp import attach, find_ddp
+from gradwire.adapters.model import refuse_sparse, trainable
+from gradwire.adapters.wire import Wire
+from gradwire.links.collectives import Traffic
+from gradwire.links.link import Link
+from gradwire.links.torch import connect
+from gradwire.sync.method import Spec
+from gradwire.sync.plan import LAUNCH_BYTES, Rule
+
+
+def compress(
+    model: nn.Module,
+    spec: Spec,
+    *,
+    feedback: str | None = None,
+    exchange: str | None = None,
+    granularity: str = "layer",
+    rules: Sequence[Rule] = (),
+    bundle: str | None = "fp16",
+    scaler: torch.amp.GradScaler | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    seed: int = 0,
+    launch_mb: float = LAUNCH_BYTES / 2**20,
+    link: Link | None = None,
+) -> Wire:
+    """Compress a model's gradients.
+
+    A `DistributedDataParallel` model gets a communication hook and needs no further call. Any other model gets the
+    parameters and buffers of rank 0, and its loop calls the returned wire between ``backward()`` and ``step()``.
+
+    Args:
+        model: The model, wrapped in DDP or not.
+        spec: A codec such as ``"topk(0.01) | sign"``, a preset such as ``"dgc(0.001)"``, or a table of codecs by step.
+        feedback: ``"none"``, ``"residual"``, ...; by default what the spec needs.
+        exchange: ``"allgather"``, ``"two_way"``, ...; by default the one that fits and sends least.
+        granularity: What the codec sees as one vector: each ``"layer"``, a ``"bucket"``, or the whole ``"model"``.
+        rules: Exceptions, tried in order before the spec.
+        bundle: The codec of 1-D tensors (biases, norms), which travel together; None treats them like the others.
+        scaler: The loop's GradScaler, if it has one.
+        process_group: The group to train over; by default the whole world, or DDP's.
+        seed: Of all random bits; equal on all ranks.
+        launch_mb: Megabytes of gradients that travel together under DDP.
+        link: Who moves the bytes, if not torch.distributed.
+
+    Returns:
+        A handle: ``report()``, ``state_dict()``, ``set(...)``, ``off()``; callable in plain loops.
+    """
+    ddp = find_ddp(model)
+    group = ddp.process_group if ddp is not None else process_group
+    inner = ddp.module if ddp is not None else model
+    refuse_sparse(inner)
+    wire = Wire(
+        trainable(inner.named_parameters()),
+        link or connect(group),
+        spec,
+        feedback=feedback,
+        exchange=exchange,
+        granularity=granularity,
+        rules=rules,
+        bundle=bundle,
+        scaler=scaler,
+        seed=seed,
+        launch_bytes=int(launch_mb * 2**20),
+        hooked=ddp is not None,
+    )
+    if ddp is not None:
+        attach(wire, ddp)
+    else:
+        with torch.no_grad():
+            for tensor in (*inner.parameters(), *inner.buffers()):
+                wire.link.broadcast_(tensor)
+    wire.link.traffic = Traffic()  # the account begins with the first step
+    return wire

@@ -1,0 +1,67 @@
+"""Ferry: one thread that carries messages while the training goes on.
+
+With the `delayed` exchange, a step hands back the mean of the step before, so that its own messages may travel behind
+the next forward and backward pass. One thread, in order: ranks would otherwise meet in the wrong collective.
+"""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradwire.sync.drive import drive
+from gradwire.sync.session import Verdict
+
+if TYPE_CHECKING:
+    from gradwire.adapters.wire import Wire
+
+T = TypeVar("T")
+
+
+class Ferry:
+    """At most one crossing at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._thread: ThreadPoolExecutor | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._crossing: Future[Verdict] | None = None
+
+    def swap(self, wire: "Wire", grads: Mapping[str, Tensor | None], scale: float) -> Verdict:
+        """Send today's gradients off, and hand back what was agreed on yesterday's."""
+        self.land(wire)
+        yesterday = {}
+        for lane, memory in zip(wire.session.plan.lanes, wire.session.memories, strict=True):
+            for (name, place), shape in zip(lane.slices.items(), lane.tensors.shapes, strict=True):
+                yesterday[name] = memory["pending"][place].view(shape).clone()
+        luggage = {name: None if g is None else g.detach().clone() for name, g in grads.items()}
+        self._crossing = self.board(lambda: self._cross(wire, luggage, scale))
+        return Verdict(yesterday, skipped=False)
+
+    def board(self, work: Callable[[], T]) -> "Future[T]":
+        """Do some work on the thread, after all that was boarded before."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "gradwire-ferry")
+        ready = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+        return self._thread.submit(self._work, work, ready)
+
+    def _work(self, work: Callable[[], T], ready: "torch.cuda.Event | None") -> T:
+        if ready is None:
+            return work()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            return work()
+
+    def land(self, wire: "Wire") -> None:
+        """Wait until nothing is under way."""
+        crossing, self._crossing = self._crossing, None
+        if crossing is not None and crossing.result().skipped:
+            for memory in wire.session.memories:
+                memory["pending"].zero_()  # it was handed out already
+
+    def _cross(self, wire: "Wire", grads: Mapping[str, Tensor | None], scale: float) -> Verdict:
+        return drive(wire.session.run(grads, 1.0 / scale), wire.link, wire.clock)

@@ -1,0 +1,194 @@
+"""The optimizer's door, Horovod-style: wrap an optimizer, and its ``step()`` synchronizes first."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from gradwire.adapters.model import trainable
+from gradwire.adapters.wire import Wire
+from gradwire.feedback import MomentumCorrection
+from gradwire.links.collectives import Traffic
+from gradwire.links.link import Link
+from gradwire.links.torch import connect
+from gradwire.sync.method import Spec
+from gradwire.sync.plan import LAUNCH_BYTES, Rule
+
+
+class DistributedOptimizer(Optimizer):
+    """A real optimizer: schedulers and GradScaler take it as they take the one inside; groups and state are shared.
+
+    Attributes:
+        wire: The handle; ``wire.report()`` and the rest.
+    """
+
+    # GradScaler then leaves unscaling and skipping to us: a skip must be decided by all ranks together.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        spec: Spec,
+        *,
+        feedback: str | None = None,
+        exchange: str | None = None,
+        granularity: str = "layer",
+        rules: Sequence[Rule] = (),
+        bundle: str | None = "fp16",
+        scaler: torch.amp.GradScaler | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        link: Link | None = None,
+    ) -> None:
+        named = list(named_parameters)
+        self.inner = optimizer
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
+        self.wire = Wire(
+            trainable(named),
+            link or connect(process_group),
+            spec,
+            feedback=feedback,
+            exchange=exchange,
+            granularity=granularity,
+            rules=rules,
+            bundle=bundle,
+            seed=seed,
+            launch_bytes=LAUNCH_BYTES,
+        )
+        self._scaler = scaler
+        refuse_second_momentum(optimizer, self.wire)
+        _check_covered(optimizer, self.wire)
+        with torch.no_grad():
+            for _, p in named:
+                self.wire.link.broadcast_(p)
+        self.wire.link.traffic = Traffic()  # the account begins with the first step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Synchronize, then let the inner optimizer step; under a GradScaler, skip on all ranks or none."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._synchronize():
+            self.inner.step()
+        return loss
+
+    def _synchronize(self) -> bool:
+        scale = getattr(self, "grad_scale", None)
+        if getattr(self, "found_inf", None) is None:
+            self.wire()
+            return True
+        if scale is not None:
+            self._unscale_(scale)
+        before = self.wire.skipped
+        self.wire()
+        if self.wire.skipped == before:
+            return True
+        if self._scaler is not None:
+            # A rank whose own gradients were fine must back off as well, or the ranks' scales drift apart.
+            for found in self._scaler._found_inf_per_device(self).values():
+                found.fill_(1.0)
+        return False
+
+    def _unscale_(self, scale: torch.Tensor) -> None:
+        inverse = scale.double().reciprocal().float()
+        for p in self.wire.parameters.values():
+            if p.grad is not None:
+                p.grad.mul_(inverse.to(p.grad.device))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state; the wire's is `wire.state_dict()`."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "wire"):
+            raise ValueError("a wrapped optimizer cannot grow: add the parameters first, then wrap it")
+        super().add_param_group(param_group)
+
+
+def refuse_second_momentum(optimizer: Optimizer, wire: Wire) -> None:
+    """Momentum before compression and again after it is not what anybody wants."""
+    corrected = any(
+        isinstance(lane.feedback, MomentumCorrection) and lane.feedback.momentum > 0 for lane in wire.session.plan.lanes
+    )
+    if isinstance(optimizer, SGD) or not corrected:
+        return
+    for group in optimizer.param_groups:
+        if group.get("momentum") or "betas" in group:
+            raise ValueError(
+                f"{type(optimizer).__name__} has momentum of its own, and momentum correction applies it before "
+                "compression; build the optimizer with momentum=0, or use gradwire.SGD"
+            )
+
+
+def _check_covered(optimizer: Optimizer, wire: Wire) -> None:
+    known = {id(p) for p in wire.parameters.values()}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.requires_grad and id(p) not in known:
+                raise ValueError(
+                    f"the optimizer holds a parameter of shape {tuple(p.shape)} that named_parameters does not name; "
+                    "pass model.named_parameters() of the same model"
+                )
+
+
+class SGD(Optimizer):
+    """SGD for updates that carry momentum already, as `momentum_correction` hands them out.
+
+    Weight decay stays local and uncompressed. It has a momentum buffer of its own, so that it is as strong as in
+    momentum SGD: with ``d = momentum * d + weight_decay * p``, a step is ``p -= lr * (update + d)``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(params, defaults)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Apply the updates that lie in ``p.grad``."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad + self._decay(p, group), alpha=-group["lr"])
+        return loss
+
+    def _decay(self, p: nn.Parameter, group: dict[str, Any]) -> torch.Tensor | float:
+        if not group["weight_decay"]:
+            return 0.0
+        today: torch.Tensor = group["weight_decay"] * p
+        buffer = self.state[p].get("decay")
+        buffer = today if buffer is None else group["momentum"] * buffer + today
+        self.state[p]["decay"] = buffer
+        return today + group["momentum"] * buffer if group["nesterov"] else buffer

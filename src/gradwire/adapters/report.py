@@ -1,0 +1,106 @@
+"""Report: what crossed the wire, what it would have been, and where the time went."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gradwire.links.collectives import Traffic
+from gradwire.sync.drive import Clock
+
+
+@dataclass(frozen=True)
+class Report:
+    """A snapshot of one rank's account.
+
+    Attributes:
+        steps: Steps taken.
+        skipped: Steps dropped because some rank's gradient was not finite.
+        sent: Bytes that this rank put on the wire, padding and agreements included.
+        received: Bytes that it took off the wire.
+        collectives: How many collectives carried them.
+        payload: Bytes that it encoded.
+        dense: Bytes of the same gradients in float32, as encoded.
+        world: Number of ranks.
+        encode_seconds: Host time until the first message of a step was ready.
+        wire_seconds: Host time inside collectives.
+        decode_seconds: Host time from the first answer to the update, less the wire.
+        rules: Encoded and dense bytes by rule.
+    """
+
+    steps: int
+    skipped: int
+    sent: float
+    received: float
+    collectives: int
+    payload: int
+    dense: int
+    world: int
+    encode_seconds: float
+    wire_seconds: float
+    decode_seconds: float
+    rules: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def sent_per_step(self) -> float:
+        return self.sent / max(1, self.steps)
+
+    @property
+    def received_per_step(self) -> float:
+        return self.received / max(1, self.steps)
+
+    @property
+    def payload_ratio(self) -> float:
+        """Float32 gradient bytes over bytes encoded."""
+        return self.dense / self.payload if self.payload else float("inf")
+
+    @property
+    def wire_ratio(self) -> float:
+        """Bytes that a float32 ring all-reduce sends, over bytes sent."""
+        ring = 2 * (self.world - 1) / self.world * self.dense
+        return ring / self.sent if self.sent else float("inf")
+
+    @property
+    def wire_ratio_bf16(self) -> float:
+        """The same against bfloat16, which is what dense training should be compared with."""
+        return self.wire_ratio / 2
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.steps} steps ({self.skipped} skipped), world of {self.world}",
+            f"sent      {_bytes(self.sent)} ({_bytes(self.sent_per_step)} per step) in {self.collectives} collectives",
+            f"received  {_bytes(self.received)} ({_bytes(self.received_per_step)} per step)",
+            f"payload   {_bytes(self.payload)}, {self.payload_ratio:.1f}x smaller than float32",
+            f"wire      {self.wire_ratio:.1f}x less than a fp32 ring all-reduce, {self.wire_ratio_bf16:.1f}x than bf16",
+            f"seconds   encode {self.encode_seconds:.3f}, wire {self.wire_seconds:.3f}, "
+            f"decode {self.decode_seconds:.3f}",
+        ]
+        for label, (payload, dense) in self.rules.items():
+            lines.append(f"  rule {label:12} {_bytes(payload)}, {dense / payload if payload else float('inf'):.1f}x")
+        return "\n".join(lines)
+
+
+def summarize(
+    steps: int, skipped: int, world: int, traffic: Traffic, clock: Clock, rules: Mapping[str, tuple[int, int]]
+) -> Report:
+    """Put the accounts together."""
+    return Report(
+        steps=steps,
+        skipped=skipped,
+        sent=traffic.sent,
+        received=traffic.received,
+        collectives=traffic.collectives,
+        payload=sum(payload for payload, _ in rules.values()),
+        dense=sum(dense for _, dense in rules.values()),
+        world=world,
+        encode_seconds=clock.encode,
+        wire_seconds=clock.wire,
+        decode_seconds=clock.decode,
+        rules=rules,
+    )
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000 or unit == "GB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
+        n /= 1000
+    raise AssertionError

@@ -1,0 +1,60 @@
+"""Virtual workers: N replicas in one process, synchronized in lockstep by the same code as real ones."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.adapters.model import refuse_sparse, trainable
+from gradwire.adapters.wire import Wire
+from gradwire.links.collectives import Collective
+from gradwire.links.link import Link
+from gradwire.sync.lockstep import Lockstep
+from gradwire.sync.method import Spec
+
+
+class Seat(Link):
+    """One rank's place in a lockstep group. The group answers for all ranks at once, so a seat moves nothing itself."""
+
+    def __init__(self, group: Lockstep, rank: int) -> None:
+        self.group = group
+        self.rank, self.world = rank, group.world
+
+    @property
+    def traffic(self) -> Any:  # type: ignore[override]
+        return self.group.traffic[self.rank]
+
+    def move(self, collective: Collective) -> Tensor:
+        raise AssertionError("a lockstep group moves bytes for all its ranks together")
+
+    def answer(self, asks: Sequence[Any]) -> list[Any]:
+        # Only agreements at attach come this way; all seats are taken by one caller, who agrees with himself.
+        return self.group.echo(asks)
+
+
+class VirtualWorkers:
+    """Wires of N replicas. Call it after all of them have run ``backward()``."""
+
+    def __init__(self, models: Sequence[nn.Module], spec: Spec, **options: Any) -> None:
+        self.group = Lockstep(len(models))
+        self.wires = []
+        for rank, model in enumerate(models):
+            refuse_sparse(model)
+            self.wires.append(Wire(trainable(model.named_parameters()), Seat(self.group, rank), spec, **options))
+        with torch.no_grad():
+            for model in models[1:]:
+                model.load_state_dict(models[0].state_dict())
+
+    def __call__(self) -> None:
+        """One synchronization of all replicas."""
+        grads = [{name: p.grad for name, p in wire.parameters.items()} for wire in self.wires]
+        talks = [wire.session.run(grad) for wire, grad in zip(self.wires, grads, strict=True)]
+        for wire, verdict in zip(self.wires, self.group.drive(talks), strict=True):
+            wire.account()
+            wire.write_(verdict)
+
+
+def lockstep(models: Sequence[nn.Module], spec: Spec, **options: Any) -> VirtualWorkers:
+    """Compress the gradients of N replicas in this process; options as for `compress`. Replicas start as the first."""
+    return VirtualWorkers(models, spec, **options)

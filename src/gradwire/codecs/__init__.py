@@ -1,0 +1,9 @@
+"""Tensors to few bytes, and back."""
+
+from gradwire.codecs.codec import Codec, codec
+from gradwire.codecs.indices import *  # noqa: F403
+from gradwire.codecs.quantizers import *  # noqa: F403
+from gradwire.codecs.selectors import *  # noqa: F403
+from gradwire.codecs.transforms import *  # noqa: F403
+
+__all__ = ["Codec", "codec"]

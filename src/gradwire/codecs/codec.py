@@ -1,0 +1,298 @@
+"""Codec: ``transform? | selector? | quantizer | index coder``, the one way a vector becomes bytes.
+
+Wire, in this order and with no padding between the parts:
+
+    count     uint32, little-endian; only when the length of the message is not known beforehand
+    indices   by the index coder; absent when nothing was selected or receivers can redraw the choice
+    values    by the quantizer
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.indices import Rice
+from gradwire.codecs.quantizers import FP32
+from gradwire.codecs.stage import (
+    IndexCoder,
+    Memory,
+    Quantizer,
+    Selector,
+    Sent,
+    Signal,
+    Stage,
+    Transform,
+)
+from gradwire.core.keys import Key
+from gradwire.core.payload import Malformed, Payload, as_bytes, from_bytes
+from gradwire.core.segments import Segments
+from gradwire.core.spec import parse
+from gradwire.core.traits import Traits
+from gradwire.kernels import groups
+
+_ORDER = (Transform, Selector, Quantizer, IndexCoder)
+_WORDS = ("transform", "selector", "quantizer", "index coder")
+_COUNT_BYTES = 4
+
+
+class Encoded(NamedTuple):
+    """A message, what the group will hear in it, and the lane's memory after saying it."""
+
+    payload: Payload
+    sent: Sent
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A chain of stages with every slot filled."""
+
+    transform: Transform | None
+    selector: Selector | None
+    quantizer: Quantizer
+    indices: IndexCoder | None  # None when no index ever travels
+
+    @classmethod
+    def of(cls, stages: Sequence[Stage]) -> "Codec":
+        """Fill the slots in order; what is left out gets its default: fp32 values, Rice-coded indices."""
+        slots = [_slot(stage) for stage in stages]
+        for (i, left), right in zip(enumerate(slots), slots[1:], strict=False):
+            if left >= right:
+                raise ValueError(_refusal(stages[i], stages[i + 1], left, right))
+        found = dict(zip(slots, stages, strict=True))
+        selector, coder = found.get(1), found.get(3)
+        travels = isinstance(selector, Selector) and not selector.redrawn
+        if coder is not None and not travels:
+            raise ValueError(
+                f"{coder} has no indices to code: "
+                f"{'all ranks can redraw ' + str(selector) if selector else 'every entry is sent'}; "
+                f"leave {coder} out"
+            )
+        if 0 in found and isinstance(selector, Selector) and selector.memories:
+            raise ValueError(
+                f"{selector} remembers coordinates, which {found[0]} mixes anew at every step; drop one of them"
+            )
+        slot: Any = found.get  # the order above has put each stage where its type belongs
+        return cls(slot(0), slot(1), slot(2, FP32()), slot(3) or (Rice() if travels else None))
+
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages as one would write them: defaults left out, but never all of them."""
+        quantizer = None if self.selector and self.quantizer == FP32() else self.quantizer
+        indices = None if self.indices == Rice() else self.indices
+        return tuple(s for s in (self.transform, self.selector, quantizer, indices) if s)
+
+    def __str__(self) -> str:
+        return " | ".join(map(str, self.stages()))
+
+    def __or__(self, stage: Stage) -> "Codec":
+        return Codec.of((*self.stages(), stage))
+
+    @property
+    def traits(self) -> Traits:
+        quantizer = self.quantizer.traits
+        selector = self.selector.traits if self.selector else Traits(True, True, True, True)
+        return Traits(
+            linear=quantizer.linear and selector.linear,
+            unbiased=quantizer.unbiased and selector.unbiased,
+            contraction=quantizer.contraction and selector.contraction,
+            lossless=quantizer.lossless and self.selector is None and self.transform is None,
+            fixed=(self.selector is None or self.selector.fixed) and (self.indices is None or self.indices.fixed),
+        )
+
+    @property
+    def memories(self) -> tuple[str, ...]:
+        return self.selector.memories if self.selector else ()
+
+    def size(self, segments: Segments) -> int:
+        """The most bytes a message for this buffer may take; exact when the codec is `fixed`."""
+        table = self._table(segments)
+        if self.selector is None:
+            return self.quantizer.size(table.lengths)
+        most = tuple(map(self.selector.capacity, table.lengths))
+        index_bytes = self.indices.size(sum(most), table.total) if self.indices else 0
+        return self._header_bytes + index_bytes + self.quantizer.size(most)
+
+    def encode(self, signal: Signal, key: Key) -> Encoded:
+        """Say ``signal.target`` in few bytes."""
+        moved = self._move(signal, key)
+        table = moved.segments
+        if self.selector is None:
+            indices, values, lengths = None, moved.target, table.lengths_on(moved.target.device)
+            memory = signal.memory
+        else:
+            indices = self._choose(self.selector, moved, key)
+            lengths = _counts(indices, table)
+            values = moved.target[indices] * self._gains(lengths, table)
+            memory = self.selector.remember(moved, indices)
+        body = self.quantizer.encode(values, lengths, table.names, key)
+        payload = Payload(torch.cat([*self._preamble(indices, table), body]))
+        heard = self.quantizer.decode(body, lengths, table.names, key)
+        return Encoded(payload, self._sent(indices, heard, signal.segments, key), memory)
+
+    def total(self, payloads: Iterable[Payload], segments: Segments, keys: Iterable[Key]) -> Tensor:
+        """The sum of several ranks' messages, added in the order given. -> float32[segments.total]."""
+        out: Tensor | None = None
+        key = None
+        for payload, key in zip(payloads, keys, strict=True):
+            heard = self._read(payload, segments, key)
+            if out is None:
+                out = heard.values.new_zeros(self._table(segments).total)
+            if heard.indices is None:
+                out += heard.values
+            else:
+                out.index_add_(0, heard.indices, heard.values)  # distinct within one message
+        assert out is not None and key is not None
+        return self._back(out, segments, key)
+
+    def decode(self, payload: Payload, segments: Segments, key: Key) -> Tensor:
+        """One message as a dense vector. ``key`` is the sender's.
+
+        Raises:
+            Malformed: The message is not one that a healthy sender writes.
+        """
+        return self.total([payload], segments, [key])
+
+    def summand(self, payload: Payload) -> Tensor:
+        """A linear codec's message as numbers that may be added across ranks."""
+        return from_bytes(payload.data, self.quantizer.dtype)  # type: ignore[attr-defined]
+
+    def expand(self, values: Tensor, segments: Segments, key: Key) -> Tensor:
+        """A sum of summands, or their mean, as a dense float32 vector."""
+        table = self._table(segments)
+        if self.selector is None:
+            return self._back(values, segments, key)
+        empty = Signal(values, values, {}, table)
+        out = values.new_zeros(table.total)
+        out[self.selector.select(empty, key)] = values
+        return self._back(out, segments, key)
+
+    # -- the parts of a message ------------------------------------------------------------------------------------
+
+    @property
+    def _header_bytes(self) -> int:
+        return 0 if self.indices is None or self.traits.fixed else _COUNT_BYTES
+
+    def _table(self, segments: Segments) -> Segments:
+        return self.transform.widen(segments) if self.transform else segments
+
+    def _move(self, signal: Signal, key: Key) -> Signal:
+        if self.transform is None:
+            return signal
+        grad = self.transform.forward(signal.grad, signal.segments, key)
+        target = self.transform.forward(signal.target, signal.segments, key)
+        return signal._replace(grad=grad, target=target, segments=self._table(signal.segments))
+
+    def _back(self, y: Tensor, segments: Segments, key: Key) -> Tensor:
+        return self.transform.inverse(y, segments, key) if self.transform else y
+
+    def _choose(self, selector: Selector, moved: Signal, key: Key) -> Tensor:
+        indices = selector.select(moved, key)
+        return self.indices.fit(indices, moved.segments.total, key) if self.indices else indices
+
+    def _gains(self, lengths: Tensor, table: Segments) -> Tensor:
+        assert self.selector is not None
+        gains = [self.selector.gain(n) for n in table.lengths]
+        return groups.spread(torch.tensor(gains, device=lengths.device), lengths)
+
+    def _preamble(self, indices: Tensor | None, table: Segments) -> list[Tensor]:
+        if indices is None or self.indices is None:
+            return []
+        coded = self.indices.encode(indices, table.total)
+        if not self._header_bytes:
+            return [coded]
+        count = torch.tensor([indices.numel()], dtype=torch.int64, device=indices.device)
+        return [as_bytes(count)[:_COUNT_BYTES], coded]
+
+    def _sent(self, indices: Tensor | None, heard: Tensor, segments: Segments, key: Key) -> Sent:
+        if self.transform is None:
+            return Sent(indices, heard)
+        y = heard
+        if indices is not None:
+            y = heard.new_zeros(self._table(segments).total)
+            y[indices] = heard
+        # In the original basis nothing was left out, so nothing counts as selected there.
+        return Sent(None, self._back(y, segments, key))
+
+    def _read(self, payload: Payload, segments: Segments, key: Key) -> Sent:
+        table = self._table(segments)
+        indices, taken = self._read_indices(payload.data, table, key)
+        if indices is None:
+            lengths, counts = table.lengths_on(payload.data.device), table.lengths
+        else:
+            lengths = _counts(indices, table)
+            counts = tuple(lengths.tolist())
+        stop = taken + self.quantizer.size(counts)
+        if stop > payload.nbytes:
+            raise Malformed(
+                f"a message of {payload.nbytes} bytes ends before its values do ({stop} bytes); "
+                "was it cut, or written by another version?"
+            )
+        body = payload.data[taken:stop]
+        return Sent(indices, self.quantizer.decode(body, lengths, table.names, key))
+
+    def _read_indices(self, data: Tensor, table: Segments, key: Key) -> tuple[Tensor | None, int]:
+        if self.selector is None:
+            return None, 0
+        if self.indices is None:
+            empty = data.new_zeros(0)
+            return self.selector.select(Signal(empty, empty, {}, table), key), 0
+        most = sum(map(self.selector.capacity, table.lengths))
+        count = most
+        if self._header_bytes:
+            if data.numel() < _COUNT_BYTES:
+                raise Malformed(f"a message of {data.numel()} bytes is too short for its count")
+            count = int.from_bytes(bytes(data[:_COUNT_BYTES].tolist()), "little")
+        if count > most:
+            raise Malformed(f"a message claims {count} entries where at most {most} may be sent")
+        indices, taken = self.indices.decode(data[self._header_bytes :], count, table.total)
+        _check(indices, table.total)
+        return indices, self._header_bytes + taken
+
+
+def codec(spec: "str | Stage | Codec") -> Codec:
+    """A codec from its text, a lone stage, or itself."""
+    made = parse(spec) if isinstance(spec, str) else spec
+    if isinstance(made, Stage):
+        return Codec.of((made,))
+    if not isinstance(made, Codec):
+        raise ValueError(f"{spec!r} is no codec but a {getattr(made, 'kind', type(made).__name__)}")
+    return made
+
+
+def join(left: Stage, right: "Stage | Codec") -> Codec:
+    """``left | right``."""
+    return Codec.of((left, *(right.stages() if isinstance(right, Codec) else (right,))))
+
+
+def _slot(stage: Stage) -> int:
+    for slot, kind in enumerate(_ORDER):
+        if isinstance(stage, kind):
+            return slot
+    kind_name = getattr(stage, "kind", type(stage).__name__)
+    raise ValueError(f"{stage} is a {kind_name}, which has no place in a chain of codec stages")
+
+
+def _refusal(left: Stage, right: Stage, a: int, b: int) -> str:
+    verb = "cannot follow another" if a == b else f"cannot follow the {_WORDS[a]}"
+    order = "transform | selector | quantizer | index coder"
+    return f"{left} | {right}: a {_WORDS[b]} {verb} {left if a != b else _WORDS[a]}; the order is {order}"
+
+
+def _counts(indices: Tensor, table: Segments) -> Tensor:
+    """How many of the rising positions lie in each segment."""
+    return torch.searchsorted(indices, table.offsets_on(indices.device)).diff()
+
+
+def _check(indices: Tensor, n: int) -> None:
+    """A corrupted message may not write outside the buffer, nor twice at one place."""
+    if indices.numel() == 0:
+        return
+    rising = bool((indices.diff() > 0).all()) and int(indices[0]) >= 0 and int(indices[-1]) < n
+    if not rising:
+        raise Malformed(
+            f"a message names positions that do not rise from 0 to {n - 1}; "
+            "it was damaged on the way, or comes from another model"
+        )

@@ -1,0 +1,49 @@
+"""Bitmap: one bit for each element, set where a value is sent.
+
+Paper:    none; the plain answer for dense supports, best when about half of all is sent.
+Formula:  bit_i = 1 if i is sent, else 0
+Wire:     bits   bit i is bit i mod 8 of byte i div 8; zeros fill the last byte
+          total  ceil(n / 8) bytes, however many positions are sent
+Traits:   exact; fixed length.
+Differs:  no paper to differ from.
+Spec:     bitmap
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from gradwire.codecs.stage import IndexCoder
+from gradwire.core.payload import Malformed
+from gradwire.core.registry import register
+from gradwire.kernels.rice import find_bits, set_bits
+
+
+@register("bitmap", kind="indices")
+@dataclass(frozen=True)
+class Bitmap(IndexCoder):
+    """A set as a row of bits: smaller than int32 when more than one in 32 is sent."""
+
+    examples: ClassVar[tuple[str, ...]] = ("bitmap",)
+
+    def size(self, count: int, n: int) -> int:
+        del count
+        return (n + 7) // 8
+
+    def encode(self, indices: Tensor, n: int) -> Tensor:
+        return set_bits(indices, n)
+
+    def decode(self, data: Tensor, count: int, n: int) -> tuple[Tensor, int]:
+        size = self.size(count, n)
+        if data.numel() < size:
+            raise Malformed(
+                f"a bitmap of {n} elements takes {size} bytes but only {data.numel()} are left; "
+                "the message was cut short"
+            )
+        indices = find_bits(data[:size])
+        if indices.numel() != count:
+            raise Malformed(
+                f"the bitmap names {indices.numel()} positions where {count} were promised; the message was damaged"
+            )
+        return indices, size

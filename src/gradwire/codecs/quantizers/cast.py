@@ -1,0 +1,87 @@
+"""Casts: send each value in a float format, 32 or 16 bits wide.
+
+Paper:    Micikevicius et al., "Mixed precision training", ICLR 2018.
+          https://arxiv.org/abs/1710.03740
+Formula:  C(x)_i = the nearest number of the format to x_i, clamped to +-max of the format
+Wire:     values   float32, float16 or bfloat16[m], little-endian
+          total    4m bytes (fp32) or 2m bytes (fp16, bf16)
+Traits:   linear; contraction |x_i - C(x)_i| <= |x_i|; fp32 is also lossless and unbiased
+Differs:  finite values beyond the format's range saturate instead of turning into infinity;
+          infinities and NaN pass through, so that a broken gradient is still seen as broken.
+Spec:     fp32, fp16, bf16
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.stage import Quantizer
+from gradwire.core.keys import Key
+from gradwire.core.payload import as_bytes, from_bytes
+from gradwire.core.registry import register
+from gradwire.core.traits import Traits
+
+
+class Cast(Quantizer):
+    """A payload that *is* the values in ``dtype``, so payloads may be added as they stand."""
+
+    dtype: ClassVar[torch.dtype]
+
+    def size(self, lengths: tuple[int, ...]) -> int:
+        return sum(lengths) * self.dtype.itemsize
+
+    def encode(self, values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
+        del lengths, names, key
+        return as_bytes(_saturate(values, self.dtype))
+
+    def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
+        del lengths, names, key
+        return from_bytes(data, self.dtype).float()
+
+
+@register("fp32", kind="quantizer")
+@dataclass(frozen=True)
+class FP32(Cast):
+    """Values as they are."""
+
+    examples: ClassVar[tuple[str, ...]] = ("fp32",)
+    dtype: ClassVar[torch.dtype] = torch.float32
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(linear=True, unbiased=True, contraction=True, lossless=True)
+
+
+@register("fp16", kind="quantizer")
+@dataclass(frozen=True)
+class FP16(Cast):
+    """Half precision: 11 significant bits, at most 65504."""
+
+    examples: ClassVar[tuple[str, ...]] = ("fp16",)
+    dtype: ClassVar[torch.dtype] = torch.float16
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(linear=True, contraction=True)
+
+
+@register("bf16", kind="quantizer")
+@dataclass(frozen=True)
+class BF16(Cast):
+    """The upper half of a float32: 8 significant bits, the same range."""
+
+    examples: ClassVar[tuple[str, ...]] = ("bf16",)
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(linear=True, contraction=True)
+
+
+def _saturate(values: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == values.dtype:
+        return values.clone()  # a payload never shares memory with what it was made of
+    most = torch.finfo(dtype).max
+    return torch.where(values.isinf(), values, values.clamp(-most, most)).to(dtype)

@@ -1,0 +1,108 @@
+"""QSGD: stochastic rounding to evenly spaced levels of the l2 norm.
+
+Paper:    Alistarh et al., "QSGD: communication-efficient SGD via gradient quantization and
+          encoding", NeurIPS 2017. https://arxiv.org/abs/1610.02132, section 3.1
+          Koloskova et al., "Decentralized stochastic optimization and gossip algorithms with
+          compressed communication", ICML 2019. https://arxiv.org/abs/1902.00340 (biased)
+Formula:  C(x)_i = norm * sign(x_i) * q_i / levels;  q_i = floor(levels * |x_i| / norm + u_i)
+          biased: C(x) / (1 + omega);  omega = min(b / levels^2, sqrt(b) / levels), b values
+Wire:     norms    float32[buckets]
+          codes    ceil(log2(2 * levels + 1)) bits each, sign * q + levels
+          total    4 * buckets + ceil(m * bits / 8) bytes
+Traits:   unbiased, E|x - C(x)|^2 <= omega |x|^2, so a contraction when bucket < levels^2;
+          biased: contraction E|x - C(x)|^2 <= omega / (1 + omega) |x|^2
+Differs:  codes have a fixed width instead of Elias coding, so that sizes are known beforehand.
+          A norm beyond float32 is clamped to its largest number, which stays unbiased.
+Spec:     qsgd, qsgd(levels=7, bucket=None), qsgd(biased=True)
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.stage import Quantizer
+from gradwire.core.keys import Key
+from gradwire.core.payload import as_bytes, from_bytes
+from gradwire.core.registry import register
+from gradwire.core.traits import Traits
+from gradwire.kernels.bits import pack, packed_bytes, unpack
+from gradwire.kernels.groups import blocks, num_blocks, spread, total
+from gradwire.kernels.philox import uniform
+
+_MOST_LEVELS = 65535  # beyond that, 24 random bits no longer resolve the fraction
+
+
+@register("qsgd", kind="quantizer")
+@dataclass(frozen=True)
+class QSGD(Quantizer):
+    """More ``levels``: more bits, less noise. A smaller ``bucket``: more norms, less noise."""
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "qsgd",
+        "qsgd(levels=7, bucket=None)",
+        "qsgd(biased=True)",
+    )
+    levels: int = 127
+    bucket: int | None = 512
+    biased: bool = False
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.levels, int) and 1 <= self.levels <= _MOST_LEVELS):
+            raise ValueError(
+                f"qsgd cannot use {self.levels!r} levels; "
+                f"choose a whole number from 1 to {_MOST_LEVELS}, for example 127"
+            )
+        if self.bucket is not None and not (isinstance(self.bucket, int) and self.bucket >= 1):
+            raise ValueError(
+                f"qsgd cannot cut buckets of {self.bucket!r} values; "
+                "choose a positive whole number, for example 512, or None for whole segments"
+            )
+
+    @property
+    def bits(self) -> int:
+        """The width of a code: it has 2 * levels + 1 values."""
+        return (2 * self.levels).bit_length()
+
+    def size(self, lengths: tuple[int, ...]) -> int:
+        codes = packed_bytes(sum(lengths), self.bits)
+        return 4 * num_blocks(lengths, self.bucket) + codes
+
+    def encode(self, values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
+        buckets = blocks(lengths, self.bucket)
+        norms = _norms(values, buckets)
+        level = values.abs() / spread(norms.where(norms != 0, 1.0), buckets) * self.levels
+        low = level.floor()
+        # floor(level + u) in other words; the sum itself could round up past the last level.
+        q = low + (uniform(key.fold("quantize"), names, lengths) < level - low)
+        codes = (values.sign() * q).int() + self.levels
+        return torch.cat((as_bytes(norms), pack(codes, self.bits)))
+
+    def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
+        del names, key
+        buckets = blocks(lengths, self.bucket)
+        head = 4 * buckets.numel()
+        norms = from_bytes(data[:head], torch.float32).double() / (1 + self._shrink(buckets))
+        scales = spread(norms.float(), buckets)
+        codes = unpack(data[head:], self.bits, scales.numel()) - self.levels
+        return scales * (codes / self.levels)
+
+    def _shrink(self, buckets: Tensor) -> Tensor:
+        return _omega(buckets, self.levels) if self.biased else torch.zeros_like(buckets)
+
+    @property
+    def traits(self) -> Traits:
+        quiet = self.bucket is not None and self.bucket < self.levels**2  # omega < 1
+        return Traits(unbiased=not self.biased, contraction=self.biased or quiet)
+
+
+def _omega(lengths: Tensor, levels: int) -> Tensor:
+    b = lengths.double()
+    return torch.minimum(b / levels**2, b.sqrt() / levels)
+
+
+def _norms(values: Tensor, buckets: Tensor) -> Tensor:
+    norms = total(values.double().square(), buckets).sqrt()
+    # Only an infinite input has an infinite norm in float64, and that one should be heard.
+    return norms.clamp(max=torch.finfo(torch.float32).max).where(norms.isfinite(), norms).float()

@@ -1,0 +1,64 @@
+"""Sign: one bit per value, and one scale for all of them.
+
+Paper:    Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression
+          schemes", ICML 2019. https://arxiv.org/abs/1901.09847, Algorithm 1
+Formula:  C(x)_i = s if x_i >= 0, else -s;  s = |x|_1 / m (mean) or |x|_2 / sqrt(m) (norm)
+Wire:     scales   float32[segments]
+          signs    1 bit each, 1 for x >= 0
+          total    4 * segments + ceil(m / 8) bytes
+Traits:   biased; contraction for the mean: |x - C(x)|^2 = |x|^2 - |x|_1^2 / m
+Differs:  zero has a sign, plus, since one bit cannot say otherwise. The scale "norm", which keeps
+          the length of x but may lose more than it says, is an addition.
+Spec:     sign, sign(scale='norm')
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.stage import Quantizer
+from gradwire.core.keys import Key
+from gradwire.core.payload import as_bytes, from_bytes
+from gradwire.core.registry import register
+from gradwire.core.traits import Traits
+from gradwire.kernels.bits import pack, packed_bytes, unpack
+from gradwire.kernels.groups import mean, spread, total
+
+
+@register("sign", kind="quantizer")
+@dataclass(frozen=True)
+class Sign(Quantizer):
+    """Signs times one magnitude per segment: the ``mean``, or the one that keeps the ``norm``."""
+
+    examples: ClassVar[tuple[str, ...]] = ("sign", "sign(scale='norm')")
+    scale: str = "mean"
+
+    def __post_init__(self) -> None:
+        if self.scale not in ("mean", "norm"):
+            raise ValueError(f"sign knows no scale called {self.scale!r}; choose scale='mean' or scale='norm'")
+
+    def size(self, lengths: tuple[int, ...]) -> int:
+        return 4 * len(lengths) + packed_bytes(sum(lengths), 1)
+
+    def encode(self, values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
+        del names, key
+        return torch.cat((as_bytes(self._scales(values, lengths)), pack(values >= 0, 1)))
+
+    def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
+        del names, key
+        head = 4 * lengths.numel()
+        scales = spread(from_bytes(data[:head], torch.float32), lengths)
+        positive = unpack(data[head:], 1, scales.numel()) == 1
+        return torch.where(positive, scales, -scales)
+
+    def _scales(self, values: Tensor, lengths: Tensor) -> Tensor:
+        if self.scale == "mean":
+            return mean(values.abs(), lengths)
+        # Squared in float64, where no float32 overflows.
+        return (total(values.double().square(), lengths) / lengths.clamp(min=1)).sqrt().float()
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(contraction=self.scale == "mean")

@@ -1,0 +1,67 @@
+"""Chunk top-k: keep the k largest entries of every chunk.
+
+Paper:    Chen et al., "ScaleCom: scalable sparsified gradient compression for
+          communication-efficient distributed training", NeurIPS 2020.
+          https://arxiv.org/abs/2104.11125
+Formula:  C(x)_i = x_i if |x_i| is among the k largest of its chunk, else 0
+Wire:     indices  min(k, length) per chunk, as the index coder packs them
+          values   as many, as the quantizer packs them
+Traits:   contraction, |x - C(x)|^2 <= (1 - k/chunk) |x|^2; fixed
+Differs:  only the chunk-wise choice is the paper's: each rank chooses for itself, where there one
+          leader chooses for all. Ties fall as torch.topk lets them.
+Spec:     chunk_topk(4), chunk_topk(1, chunk=64)
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.stage import Selector, Signal
+from gradwire.core.keys import Key
+from gradwire.core.registry import register
+from gradwire.core.traits import Traits
+from gradwire.kernels.groups import blocks
+from gradwire.kernels.select import is_count
+
+
+@register("chunk_topk", kind="selector")
+@dataclass(frozen=True)
+class ChunkTopK(Selector):
+    """The largest entries of each chunk of consecutive entries; the last of a segment is shorter.
+
+    Attributes:
+        k: How many entries a chunk sends.
+        chunk: The length of a chunk.
+    """
+
+    k: int
+    chunk: int = 4096
+
+    examples: ClassVar[tuple[str, ...]] = ("chunk_topk(4)", "chunk_topk(2, chunk=8)")
+
+    def __post_init__(self) -> None:
+        if not (is_count(self.k) and is_count(self.chunk) and self.k <= self.chunk):
+            raise ValueError(
+                f"chunk_topk({self.k!r}, chunk={self.chunk!r}) keeps k entries of each chunk, "
+                "which must be whole numbers, 1 <= k <= chunk; write chunk_topk(4, chunk=4096)"
+            )
+
+    def capacity(self, n: int) -> int:
+        return n // self.chunk * self.k + min(self.k, n % self.chunk)
+
+    def select(self, signal: Signal, key: Key) -> Tensor:
+        del key
+        size = signal.target.abs()
+        lengths = blocks(signal.segments.lengths_on(size.device), self.chunk)
+        column = torch.arange(self.chunk, device=size.device)
+        at = (lengths.cumsum(0) - lengths)[:, None] + column  # [chunks, chunk]
+        inside = column < lengths[:, None]
+        rows = torch.where(inside, size[at.clamp(max=size.numel() - 1)], -1.0)
+        best = rows.topk(self.k, dim=1, sorted=False)
+        return at.gather(1, best.indices)[best.values >= 0].sort().values
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(contraction=True)

@@ -1,0 +1,60 @@
+"""Top-k: keep the k entries of largest magnitude.
+
+Paper:    Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017.
+          https://arxiv.org/abs/1704.05021
+Formula:  C(x)_i = x_i if |x_i| is among the k largest of its segment, else 0;
+          k = max(1, round(ratio * n))
+Wire:     indices  k per segment, as the index coder packs them
+          values   k per segment, as the quantizer packs them
+Traits:   contraction, |x - C(x)|^2 <= (1 - k/n) |x|^2; fixed
+Differs:  the paper drops by one threshold for all layers or one per layer, which may be sampled;
+          here k is exact in every segment, and of entries of equal magnitude the first wins.
+Spec:     topk(0.01)
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from gradwire.codecs.stage import Selector, Signal
+from gradwire.core.keys import Key
+from gradwire.core.registry import register
+from gradwire.core.traits import Traits
+from gradwire.kernels.select import each, is_share, share, top
+
+
+@register("topk", kind="selector")
+@dataclass(frozen=True)
+class TopK(Selector):
+    """The largest entries of each segment.
+
+    Attributes:
+        ratio: The share of a segment's entries that is sent, in (0, 1].
+    """
+
+    ratio: float
+
+    examples: ClassVar[tuple[str, ...]] = ("topk(0.01)", "topk(0.3)", "topk(1)")
+
+    def __post_init__(self) -> None:
+        if not is_share(self.ratio):
+            raise ValueError(
+                f"topk({self.ratio!r}) keeps a share of the entries, which must be in (0, 1]; "
+                "write topk(0.01) for one percent"
+            )
+
+    def capacity(self, n: int) -> int:
+        return share(self.ratio, n)
+
+    def select(self, signal: Signal, key: Key) -> Tensor:
+        del key
+        return each(signal.target.abs(), signal.segments, self._largest)
+
+    def _largest(self, size: Tensor, unit: str) -> Tensor:
+        del unit
+        return top(size, self.capacity(size.numel()))
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(contraction=True)

@@ -1,0 +1,182 @@
+"""The four kinds of stage, and what passes between them.
+
+Every stage is a frozen dataclass. It works on a whole flat buffer at once: ``segments`` (before selection) or
+``lengths`` (how many values each segment has left) say which stretch belongs to which unit.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from torch import Tensor
+
+from gradwire.core.keys import Key
+from gradwire.core.segments import Segments
+from gradwire.core.spec import write
+from gradwire.core.traits import Traits
+
+if TYPE_CHECKING:
+    from gradwire.codecs.codec import Codec
+
+Memory = Mapping[str, Tensor]
+
+
+class Signal(NamedTuple):
+    """All that an encoder may look at.
+
+    Attributes:
+        grad: Today's gradient, flat float32.
+        target: What should be said: the gradient plus whatever the feedback added.
+        memory: The lane's named flat buffers.
+        segments: The units of the flat buffer.
+    """
+
+    grad: Tensor
+    target: Tensor
+    memory: Memory
+    segments: Segments
+
+
+class Sent(NamedTuple):
+    """What the group will hear of me.
+
+    Attributes:
+        indices: Rising flat positions that a selector chose; None when every position was sent.
+        values: The values as decoded, one per position.
+    """
+
+    indices: Tensor | None
+    values: Tensor
+
+    def off(self, target: Tensor) -> Tensor:
+        """``target - sent``: rounding errors, and whatever was not selected."""
+        if self.indices is None:
+            return target - self.values
+        return target.index_add(0, self.indices, self.values, alpha=-1)
+
+    def onto(self, known: Tensor) -> Tensor:
+        """``known + sent``."""
+        if self.indices is None:
+            return known + self.values
+        return known.index_add(0, self.indices, self.values)
+
+
+class Stage(ABC):
+    """A named, frozen piece of a codec. ``name`` and ``kind`` are set by `register`."""
+
+    name: ClassVar[str]
+    kind: ClassVar[str]
+    examples: ClassVar[tuple[str, ...]]  # specs that tests and docs feed on; never empty
+
+    def __str__(self) -> str:
+        return write(self)
+
+    def __or__(self, other: "Stage | Codec") -> "Codec":
+        from gradwire.codecs.codec import join  # a codec is made of stages: the import must wait
+
+        return join(self, other)
+
+
+class Transform(Stage):
+    """A change of basis, drawn from bits that all ranks share."""
+
+    @abstractmethod
+    def widen(self, segments: Segments) -> Segments:
+        """The segment table after `forward`."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, segments: Segments, key: Key) -> Tensor:
+        """Into the new basis. [segments.total] -> [widen(segments).total]."""
+
+    @abstractmethod
+    def inverse(self, y: Tensor, segments: Segments, key: Key) -> Tensor:
+        """Back again; ``segments`` is the table before `forward`."""
+
+
+class Selector(Stage):
+    """Chooses which positions are sent."""
+
+    redrawn: bool = False  # receivers can redraw the choice from the sender's key, so no indices travel
+    fixed: bool = True  # each segment sends exactly `capacity(n)` entries
+    memories: tuple[str, ...] = ()  # elementwise buffers of its own
+
+    @abstractmethod
+    def capacity(self, n: int) -> int:
+        """The most entries a segment of ``n`` elements may send."""
+
+    @abstractmethod
+    def select(self, signal: Signal, key: Key) -> Tensor:
+        """Rising flat int64 positions, at most ``capacity`` in each segment. The order of `signal` is not kept."""
+
+    def gain(self, n: int) -> float:
+        """What sent values of a segment of ``n`` elements are multiplied by; not 1 only to undo a bias."""
+        del n
+        return 1.0
+
+    def remember(self, signal: Signal, indices: Tensor) -> Memory:
+        """The lane's memory after these positions were sent."""
+        del indices
+        return signal.memory
+
+    @property
+    @abstractmethod
+    def traits(self) -> Traits: ...
+
+
+class Quantizer(Stage):
+    """Turns values into bytes. A scale belongs to one segment, or to one block of it."""
+
+    @abstractmethod
+    def size(self, lengths: tuple[int, ...]) -> int:
+        """Exact bytes for segments with that many values each."""
+
+    @abstractmethod
+    def encode(self, values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
+        """float32[m] -> uint8[size]. ``lengths`` (int64) sums to m; ``names`` name the random streams."""
+
+    @abstractmethod
+    def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
+        """uint8[size] -> float32[m]: the values as everybody hears them, the sender included."""
+
+    @property
+    @abstractmethod
+    def traits(self) -> Traits: ...
+
+
+class IndexCoder(Stage):
+    """Turns rising flat positions into bytes. How many positions there are travels beside them when it must."""
+
+    fixed: bool = True  # the number of bytes depends on count and n alone
+
+    @abstractmethod
+    def size(self, count: int, n: int) -> int:
+        """The most bytes that ``count`` positions below ``n`` may take; exact when `fixed`."""
+
+    @abstractmethod
+    def encode(self, indices: Tensor, n: int) -> Tensor:
+        """int64[count], rising, below n -> uint8."""
+
+    @abstractmethod
+    def decode(self, data: Tensor, count: int, n: int) -> tuple[Tensor, int]:
+        """The positions, and how many bytes of ``data`` they took. Positions are *not* trusted: the codec checks."""
+
+    def fit(self, indices: Tensor, n: int, key: Key) -> Tensor:
+        """The positions that fit into `size`; nearly always all of them."""
+        del n, key
+        return indices
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A named memory, as lanes allocate, save and reshard it.
+
+    Attributes:
+        lengths: Elements per tensor of the lane, in lane order.
+        reshard: What a new world makes of the old ranks' copies. ``mean``: every rank takes their mean (debts: the
+            mean is the pending update). ``same``: all ranks hold the same. ``shard``: each rank holds its own stretch
+            of one whole vector.
+    """
+
+    lengths: tuple[int, ...]
+    reshard: str = "mean"

@@ -1,0 +1,34 @@
+"""Payload: exactly the bytes that travel, nothing kept locally."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A message: one contiguous uint8 tensor, every byte of which crosses the wire."""
+
+    data: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.data.dtype == torch.uint8 and self.data.dim() == 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel()
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """A tensor's memory, little-endian as it lies, as uint8."""
+    return x.contiguous().view(torch.uint8).flatten()
+
+
+def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as numbers. The copy aligns them: a slice of a payload may start anywhere."""
+    return data.clone().view(dtype)
+
+
+class Malformed(ValueError):
+    """A received message that cannot be what a healthy sender wrote."""

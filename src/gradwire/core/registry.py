@@ -1,0 +1,40 @@
+"""The one registry: every name that may stand in a spec."""
+
+import difflib
+from collections.abc import Callable
+from typing import TypeVar
+
+# Kinds of things that have a name: which slot of a spec they may fill.
+KINDS = ("transform", "selector", "quantizer", "indices", "feedback", "exchange", "preset")
+
+T = TypeVar("T")
+_ENTRIES: dict[str, tuple[str, Callable[..., object]]] = {}
+
+
+def register(name: str, kind: str) -> Callable[[T], T]:
+    """Class decorator: give a stage its name in specs. A name taken twice is an error."""
+    assert kind in KINDS, kind
+
+    def enter(entry: T) -> T:
+        if name in _ENTRIES:
+            raise ValueError(f"the name {name!r} is registered twice; pick another for {entry!r}")
+        assert callable(entry)
+        entry.name, entry.kind = name, kind  # type: ignore[attr-defined]
+        _ENTRIES[name] = (kind, entry)
+        return entry
+
+    return enter
+
+
+def lookup(name: str) -> tuple[str, Callable[..., object]]:
+    """The kind and maker registered under a name, or a sentence with the nearest ones."""
+    if name not in _ENTRIES:
+        near = difflib.get_close_matches(name, _ENTRIES, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "see `gradwire codecs`"
+        raise ValueError(f"there is nothing called {name!r}; {hint}")
+    return _ENTRIES[name]
+
+
+def listing(*kinds: str) -> dict[str, Callable[..., object]]:
+    """Everything registered, or everything of some kinds, by name."""
+    return {name: made for name, (kind, made) in _ENTRIES.items() if not kinds or kind in kinds}

@@ -1,0 +1,79 @@
+"""Segments: how named tensors lie one after another in a flat buffer.
+
+A *segment* is what a codec treats as one vector: it has its own top-k budget, its own scale. Layer-wise, bucket and
+entire-model compression are the same code over different segment tables.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A table of named, shaped pieces of one flat buffer, in memory order."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.names) == len(self.shapes)
+
+    @classmethod
+    def single(cls, n: int, name: str = "x") -> "Segments":
+        """One nameless vector of ``n`` elements: the table of a lone tensor."""
+        return cls((name,), ((n,),))
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(math.prod(shape) for shape in self.shapes)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each segment starts, and where the last one ends."""
+        return (0, *accumulate(self.lengths))
+
+    @property
+    def total(self) -> int:
+        return self.offsets[-1]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def merged(self) -> "Segments":
+        """The same buffer seen as one vector, named after all it holds."""
+        return Segments(("+".join(self.names),), ((self.total,),))
+
+    def slices(self) -> dict[str, slice]:
+        """Where each name lies."""
+        ends = self.offsets[1:]
+        return {name: slice(a, b) for name, a, b in zip(self.names, self.offsets[:-1], ends, strict=True)}
+
+    def window(self, start: int, stop: int) -> "Segments":
+        """The part of the table inside ``[start, stop)``; cut segments are named by what is left of them."""
+        names, shapes = [], []
+        for name, a, b in zip(self.names, self.offsets[:-1], self.offsets[1:], strict=True):
+            lo, hi = max(a, start), min(b, stop)
+            if lo < hi:
+                whole = (lo, hi) == (a, b)
+                names.append(name if whole else f"{name}[{lo - a}:{hi - a}]")
+                shapes.append((hi - lo,))
+        return Segments(tuple(names), tuple(shapes))
+
+    def lengths_on(self, device: torch.device) -> Tensor:
+        """The lengths as an int64 tensor."""
+        return _as_tensor(self.lengths, device)
+
+    def offsets_on(self, device: torch.device) -> Tensor:
+        """The offsets, end included, as an int64 tensor."""
+        return _as_tensor(self.offsets, device)
+
+
+@lru_cache(maxsize=256)
+def _as_tensor(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    # Cached, since the table is the same at every step; nobody may write into it.
+    return torch.tensor(numbers, dtype=torch.int64, device=device)

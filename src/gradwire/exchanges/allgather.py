@@ -1,0 +1,38 @@
+"""All-gather: everybody hears everybody, and adds by himself.
+
+Paper:    the exchange of Lin et al. (DGC, ICLR 2018) and of most sparse methods
+Formula:  mean = sum over ranks of decode(payload_r) / N, added in rank order
+Wire:     N-1 payloads sent and received by each rank: grows with N
+Traits:   exact; any codec; all ranks hold the same bits
+Differs:  as in the paper
+Spec:     allgather
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gradwire.codecs.codec import Codec
+from gradwire.core.asks import Gather, Talk
+from gradwire.core.payload import Payload
+from gradwire.core.registry import register
+from gradwire.core.segments import Segments
+from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
+
+
+@register("allgather", kind="exchange")
+@dataclass(frozen=True)
+class AllGather(Exchange):
+    """Gather payloads, decode all, take the mean."""
+
+    examples: ClassVar[tuple[str, ...]] = ("allgather",)
+    exact: ClassVar[bool] = True
+
+    def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
+        assert isinstance(said.message, Payload)
+        size = codec.size(around.units) if codec.traits.fixed else None
+        payloads = yield Gather(said.message, size)
+        keys = [around.key.of(rank) for rank in range(around.world)]
+        return Agreed(codec.total(payloads, around.units, keys) / around.world, said.memory)
+
+    def traffic(self, codec: Codec, units: Segments, world: int) -> float:
+        return (world - 1) * codec.size(units)

@@ -1,0 +1,52 @@
+"""All-reduce: add payloads on the way.
+
+Paper:    Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009
+Formula:  mean = decode(sum over ranks of encode(x_r)) / N
+Wire:     2 (N-1)/N payloads sent by each rank, whatever N
+Traits:   exact; linear codecs only
+Differs:  16-bit summands are limited to 1/N of their range first, so that the sum stays finite; the excess is debt
+Spec:     allreduce
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from gradwire.codecs.codec import Codec
+from gradwire.codecs.stage import Signal
+from gradwire.core.asks import Sum, Talk
+from gradwire.core.payload import Payload
+from gradwire.core.registry import register
+from gradwire.core.segments import Segments
+from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
+
+
+@register("allreduce", kind="exchange")
+@dataclass(frozen=True)
+class AllReduce(Exchange):
+    """Sum linear payloads."""
+
+    examples: ClassVar[tuple[str, ...]] = ("allreduce",)
+    exact: ClassVar[bool] = True
+
+    def check(self, codec: Codec) -> None:
+        if not codec.traits.linear:
+            raise ValueError(
+                f"allreduce adds payloads, but those of {codec} cannot be added; "
+                "use exchange='allgather', 'two_way' or 'auto'"
+            )
+
+    def encode(self, signal: Signal, codec: Codec, around: Round) -> Said:
+        limit = torch.finfo(codec.quantizer.dtype).max / around.world  # type: ignore[attr-defined]
+        bounded = signal._replace(target=signal.target.clamp(-limit, limit))
+        return Said(*codec.encode(bounded, around.key))
+
+    def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
+        assert isinstance(said.message, Payload)
+        total = yield Sum(codec.summand(said.message))
+        mean = total.float() / around.world
+        return Agreed(codec.expand(mean, around.units, around.key), said.memory)
+
+    def traffic(self, codec: Codec, units: Segments, world: int) -> float:
+        return 2 * (world - 1) / world * codec.size(units)

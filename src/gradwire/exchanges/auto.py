@@ -1,0 +1,40 @@
+"""Auto: the exchange that fits the codec and sends least at this world size."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gradwire.codecs.codec import Codec
+from gradwire.core.asks import Talk
+from gradwire.core.registry import register
+from gradwire.core.segments import Segments
+from gradwire.exchanges.allgather import AllGather
+from gradwire.exchanges.allreduce import AllReduce
+from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
+from gradwire.exchanges.two_way import TwoWay
+
+
+def choose(codec: Codec, units: Segments, world: int) -> Exchange:
+    """Add where payloads can be added; else gather, unless the two legs of `two_way` are shorter.
+
+    Selected entries are never sent the second leg: the union of N selections is not sparse as one is, so cutting it
+    again would lose what DGC and its kin rely upon.
+    """
+    if codec.traits.linear:
+        return AllReduce()
+    if codec.selector is None and codec.traits.fixed:
+        return min((AllGather(), TwoWay()), key=lambda exchange: exchange.traffic(codec, units, world))
+    return AllGather()
+
+
+@register("auto", kind="exchange")
+@dataclass(frozen=True)
+class Auto(Exchange):
+    """A request to `choose`; a plan replaces it before any talk."""
+
+    examples: ClassVar[tuple[str, ...]] = ("auto",)
+
+    def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
+        raise AssertionError("a plan resolves auto before any talk")
+
+    def traffic(self, codec: Codec, units: Segments, world: int) -> float:
+        return choose(codec, units, world).traffic(codec, units, world)

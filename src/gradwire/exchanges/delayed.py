@@ -1,0 +1,52 @@
+"""Delayed: apply last step's mean while this step's travels.
+
+Paper:    Zheng et al., "Asynchronous stochastic gradient descent with delay compensation", ICML 2017, studies the
+          delay; one step of it hides the network behind the next forward and backward pass
+Formula:  update_t = mean_{t-1};  update_0 = 0
+Wire:     as the exchange within
+Traits:   not exact: one step stale; one more float per parameter
+Differs:  no compensation of the delay
+Spec:     delayed
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gradwire.codecs.codec import Codec
+from gradwire.codecs.stage import Signal, Slot
+from gradwire.core.asks import Talk
+from gradwire.core.registry import register
+from gradwire.core.segments import Segments
+from gradwire.exchanges.auto import Auto
+from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
+
+
+@register("delayed", kind="exchange")
+@dataclass(frozen=True)
+class Delayed(Exchange):
+    """Hand back what the group agreed on one step ago."""
+
+    inner: Exchange = Auto()
+    examples: ClassVar[tuple[str, ...]] = ("delayed", "delayed(inner=two_way)")
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Exchange) or self.inner.late or isinstance(self.inner, Delayed):
+            raise ValueError(f"delayed({self.inner}) cannot wrap that; it takes allreduce, allgather or two_way")
+
+    def check(self, codec: Codec) -> None:
+        self.inner.check(codec)
+
+    def slots(self, around: Round) -> dict[str, Slot]:
+        pending = Slot(around.tensors.lengths, "same")
+        return {**self.inner.slots(around), "pending": pending}
+
+    def encode(self, signal: Signal, codec: Codec, around: Round) -> Said:
+        return self.inner.encode(signal, codec, around)
+
+    def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
+        agreed = yield from self.inner.talk(said, codec, around)
+        last = agreed.memory["pending"]
+        return Agreed(last, {**agreed.memory, "pending": agreed.mean})
+
+    def traffic(self, codec: Codec, units: Segments, world: int) -> float:
+        return self.inner.traffic(codec, units, world)

@@ -1,0 +1,85 @@
+"""Exchange: how workers agree on one mean.
+
+An exchange speaks in asks and never sees the network. `encode` is local; `talk` is the conversation.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from gradwire.codecs.codec import Codec
+from gradwire.codecs.stage import Memory, Sent, Signal, Slot
+from gradwire.core.asks import Talk
+from gradwire.core.keys import Key
+from gradwire.core.payload import Payload
+from gradwire.core.segments import Segments
+from gradwire.core.spec import write
+
+
+class Round(NamedTuple):
+    """The circumstances of one conversation.
+
+    Attributes:
+        key: My random bits for this step.
+        world: How many ranks take part.
+        units: What the codec treats as one vector each.
+        tensors: The parameters behind the same flat buffer, with their shapes.
+        indebted: Whether the lane keeps what is lost, so that a second leg should too.
+    """
+
+    key: Key
+    world: int
+    units: Segments
+    tensors: Segments
+    indebted: bool
+
+
+class Said(NamedTuple):
+    """A message ready to go. ``sent`` is None when only the group's answer tells what will have been said."""
+
+    message: Mapping[int, Payload] | Payload | Tensor
+    sent: Sent | None
+    memory: Memory
+
+
+class Agreed(NamedTuple):
+    """The group's mean, and the memory after the talk."""
+
+    mean: Tensor
+    memory: Memory
+    sent: Sent | None = None
+
+
+class Exchange(ABC):
+    """A frozen rule of conversation."""
+
+    name: ClassVar[str]
+    kind: ClassVar[str]
+    examples: ClassVar[tuple[str, ...]]
+    exact: ClassVar[bool] = False  # with fp32 the outcome is the mean, to rounding
+    late: ClassVar[bool] = False  # compresses by itself, in mid-conversation; no codec
+
+    def __str__(self) -> str:
+        return write(self)
+
+    def check(self, codec: Codec) -> None:
+        """Refuse a codec that this exchange cannot carry, with a sentence."""
+
+    def slots(self, around: Round) -> dict[str, Slot]:
+        """Memories of the exchange's own."""
+        del around
+        return {}
+
+    def encode(self, signal: Signal, codec: Codec, around: Round) -> Said:
+        """Turn what should be said into a message."""
+        return Said(*codec.encode(signal, around.key))
+
+    @abstractmethod
+    def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
+        """Hold the conversation."""
+
+    @abstractmethod
+    def traffic(self, codec: Codec, units: Segments, world: int) -> float:
+        """Bytes that one rank sends in a step, for choosing and for plans."""

@@ -1,0 +1,47 @@
+"""Majority vote: each coordinate moves the way most workers point.
+
+Paper:    Bernstein et al., "signSGD with majority vote is communication efficient and fault tolerant", ICLR 2019.
+          https://arxiv.org/abs/1810.05291
+Formula:  update = scale * sign(sum_r sign(x_r));  scale = mean over ranks of their scales
+Wire:     N-1 payloads sent and received by each rank
+Traits:   not exact; the sign quantizer only
+Differs:  scaled by the mean of the workers' scales, so that the learning rate keeps its meaning; a tie moves nothing
+Spec:     majority
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gradwire.codecs.codec import Codec
+from gradwire.codecs.quantizers import Sign
+from gradwire.core.asks import Gather, Talk
+from gradwire.core.payload import Payload
+from gradwire.core.registry import register
+from gradwire.core.segments import Segments
+from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
+
+
+@register("majority", kind="exchange")
+@dataclass(frozen=True)
+class Majority(Exchange):
+    """Vote on signs."""
+
+    examples: ClassVar[tuple[str, ...]] = ("majority",)
+
+    def check(self, codec: Codec) -> None:
+        if codec.selector or codec.transform or not isinstance(codec.quantizer, Sign):
+            raise ValueError(f"majority counts signs of every entry, which {codec} does not send; use sign")
+
+    def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
+        assert isinstance(said.message, Payload)
+        payloads = yield Gather(said.message, codec.size(around.units))
+        votes = scale = None
+        for rank, payload in enumerate(payloads):
+            heard = codec.decode(payload, around.units, around.key.of(rank))
+            votes = heard.sign() if votes is None else votes + heard.sign()
+            scale = heard.abs() if scale is None else scale + heard.abs()
+        assert votes is not None and scale is not None
+        return Agreed(votes.sign() * scale / around.world, said.memory)
+
+    def traffic(self, codec: Codec, units: Segments, world: int) -> float:
+        return (world - 1) * codec.size(units)

@@ -1,0 +1,173 @@
+"""PowerSGD: one step of power iteration per training step, shared by the group.
+
+Paper:    Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization",
+          NeurIPS 2019. https://arxiv.org/abs/1905.13727, Algorithms 1 and 2
+Formula:  P = mean_r(M_r Q);  P = orthonormal(P);  Q_r = M_r' P;  Q = mean_r(Q_r);  mean = P Q'
+Wire:     r (rows + columns) float32 per matrix, in two sums; other tensors dense float32, with the first sum
+Traits:   late: what was said is known only after the first sum; not exact
+Differs:  a matrix that r factors would not shrink travels dense; a basis column that died is drawn anew; the debt is
+          taken against the rank's own projection P Q_r', whose mean over ranks is the update
+Spec:     powersgd(2)
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.codec import Codec
+from gradwire.codecs.stage import Memory, Sent, Signal, Slot
+from gradwire.core.asks import Sum, Talk
+from gradwire.core.registry import register
+from gradwire.core.segments import Segments
+from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
+from gradwire.kernels import philox
+
+
+@dataclass(frozen=True)
+class Family:
+    """All matrices of one shape: where they lie in the flat buffer, and where their bases lie in theirs."""
+
+    rows: int
+    columns: int
+    starts: tuple[int, ...]
+    bases: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+def families(tensors: Segments, rank: int) -> list[Family]:
+    """Low-rank work grouped by shape, so that one batched product serves many layers."""
+    found: dict[tuple[int, int], list[tuple[int, int, str]]] = defaultdict(list)
+    basis = 0
+    for name, shape, start in zip(tensors.names, tensors.shapes, tensors.offsets[:-1], strict=True):
+        if basis_length(shape, rank):
+            rows, columns = _matrix(shape)
+            found[rows, columns].append((start, basis, name))
+            basis += basis_length(shape, rank)
+    return [
+        Family(rows, columns, *(tuple(part) for part in zip(*places, strict=True)))
+        for (rows, columns), places in found.items()
+    ]
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    rows = shape[0]
+    columns = 1
+    for side in shape[1:]:
+        columns *= side
+    return rows, columns
+
+
+def basis_length(shape: tuple[int, ...], rank: int) -> int:
+    """Elements of a tensor's Q; 0 for one that is not worth factoring."""
+    if len(shape) < 2:
+        return 0
+    rows, columns = _matrix(shape)
+    return columns * rank if rank * (rows + columns) < rows * columns else 0
+
+
+def orthonormal(p: Tensor) -> Tensor:
+    """Gram-Schmidt over the columns of a batch of tall matrices [b, rows, r]; a dependent column becomes zero."""
+    done: list[Tensor] = []
+    for column in p.unbind(-1):
+        before = column.norm(dim=-1, keepdim=True)
+        for _ in range(2):  # once more, since a single pass leaves float32 columns visibly oblique
+            for other in done:
+                column = column - (other * column).sum(-1, keepdim=True) * other
+        norm = column.norm(dim=-1, keepdim=True)
+        alive = norm > 1e-6 * before
+        done.append(torch.where(alive, column / norm.clamp(min=torch.finfo(p.dtype).tiny), 0.0))
+    return torch.stack(done, -1)
+
+
+@register("powersgd", kind="exchange")
+@dataclass(frozen=True)
+class PowerSGD(Exchange):
+    """Agree on a rank-``rank`` approximation of the mean."""
+
+    rank: int = 2
+    examples: ClassVar[tuple[str, ...]] = ("powersgd", "powersgd(rank=1)")
+    late: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"powersgd(rank={self.rank}) must have a rank of at least 1")
+
+    def slots(self, around: Round) -> dict[str, Slot]:
+        lengths = tuple(basis_length(shape, self.rank) for shape in around.tensors.shapes)
+        return {"basis": Slot(lengths, "same")}
+
+    def encode(self, signal: Signal, codec: Codec, around: Round) -> Said:
+        return Said(signal.target, None, signal.memory)
+
+    def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
+        x, memory = said.message, said.memory
+        assert isinstance(x, Tensor)
+        shapes = families(around.tensors, self.rank)
+        matrices = [_stack(x, f.starts, f.rows, f.columns) for f in shapes]
+        bases = self._bases(shapes, memory, around)
+        loose = _loose(around.tensors, self.rank, x.device)
+
+        # Round 1: everyone's projection onto the shared basis, and what travels dense.
+        left = [m @ q for m, q in zip(matrices, bases, strict=True)]
+        total = yield Sum(torch.cat([*(p.flatten() for p in left), x[loose]]))
+        *summed, dense = total.split([*(p.numel() for p in left), loose.numel()])
+        left = [orthonormal(s.view_as(p)) for s, p in zip(summed, left, strict=True)]
+
+        # Round 2: everyone's coefficients.
+        mine = [m.mT @ p for m, p in zip(matrices, left, strict=True)]
+        total = yield Sum(torch.cat([x.new_zeros(0), *(q.flatten() for q in mine)]))
+        right = [s.view_as(q) / around.world for s, q in zip(total.split([q.numel() for q in mine]), mine, strict=True)]
+
+        mean, own = torch.zeros_like(x), torch.zeros_like(x)
+        mean[loose], own[loose] = dense / around.world, x[loose]
+        for f, p, q, q_own in zip(shapes, left, right, mine, strict=True):
+            _unstack_(mean, p @ q.mT, f.starts)
+            _unstack_(own, p @ q_own.mT, f.starts)
+        memory = {**memory, "basis": _remember(memory["basis"], shapes, right)}
+        return Agreed(mean, memory, Sent(None, own))
+
+    def traffic(self, codec: Codec, units: Segments, world: int) -> float:
+        factors = sum(
+            self.rank * sum(_matrix(shape)) if basis_length(shape, self.rank) else n
+            for shape, n in zip(units.shapes, units.lengths, strict=True)
+        )
+        return 2 * (world - 1) / world * 4 * factors
+
+    def _bases(self, shapes: list[Family], memory: Memory, around: Round) -> list[Tensor]:
+        fresh = around.key.shared().fold("basis")
+        bases = []
+        for f in shapes:
+            q = _stack(memory["basis"], f.bases, f.columns, self.rank)
+            drawn = philox.normal(fresh, f.names, f.columns * self.rank, q.device).view_as(q)
+            # A column of zeros would stay zero for ever; the first step starts from nothing else.
+            bases.append(torch.where(q.norm(dim=-2, keepdim=True) > 0, q, drawn))
+        return bases
+
+
+def _stack(flat: Tensor, starts: tuple[int, ...], rows: int, columns: int) -> Tensor:
+    return torch.stack([flat[s : s + rows * columns].view(rows, columns) for s in starts])
+
+
+def _unstack_(flat: Tensor, matrices: Tensor, starts: tuple[int, ...]) -> None:
+    for matrix, start in zip(matrices, starts, strict=True):
+        flat[start : start + matrix.numel()] = matrix.flatten()
+
+
+def _loose(tensors: Segments, rank: int, device: torch.device) -> Tensor:
+    """Positions of everything that is not factored."""
+    places = [
+        torch.arange(a, a + n, device=device)
+        for shape, a, n in zip(tensors.shapes, tensors.offsets[:-1], tensors.lengths, strict=True)
+        if not basis_length(shape, rank)
+    ]
+    return torch.cat(places) if places else torch.zeros(0, dtype=torch.int64, device=device)
+
+
+def _remember(old: Tensor, shapes: list[Family], right: list[Tensor]) -> Tensor:
+    basis = old.clone()
+    for f, q in zip(shapes, right, strict=True):
+        _unstack_(basis, q, f.bases)
+    return basis

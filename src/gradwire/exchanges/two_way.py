@@ -1,0 +1,105 @@
+"""Two-way: compressed up and compressed down, each rank the server of one shard.
+
+Paper:    Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated
+          compression", ICML 2019. https://arxiv.org/abs/1905.05957, Algorithm 1, with the server spread over the ranks
+Formula:  leg 1:  rank p hears C(x_r[p]) of every rank r;  m = sum_r C(x_r[p]) / N + d
+          leg 2:  all hear C(m);  d = m - C(m)
+Wire:     2 (N-1)/N payloads sent by each rank, whatever N
+Traits:   exact; codecs of fixed length; error feedback on both legs where the lane has feedback
+Differs:  segments that straddle two shards are cut, each part with its own scale and budget
+Spec:     two_way
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.codec import Codec, Encoded
+from gradwire.codecs.stage import Sent, Signal, Slot
+from gradwire.core.asks import Gather, Swap, Talk
+from gradwire.core.registry import register
+from gradwire.core.segments import Segments
+from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
+
+
+def shard(n: int, world: int, rank: int) -> tuple[int, int]:
+    """The stretch of an n-element buffer that a rank serves; the last ones may be short or empty."""
+    each = -(-n // world)
+    return min(rank * each, n), min((rank + 1) * each, n)
+
+
+@register("two_way", kind="exchange")
+@dataclass(frozen=True)
+class TwoWay(Exchange):
+    """All-to-all of encoded shards, sum in float32, encode again, all-gather."""
+
+    examples: ClassVar[tuple[str, ...]] = ("two_way",)
+    exact: ClassVar[bool] = True
+
+    def check(self, codec: Codec) -> None:
+        if not codec.traits.fixed:
+            raise ValueError(
+                f"two_way needs messages of known length, but those of {codec} vary; "
+                "use int32 or bitmap indices and a selector of fixed count, or exchange='allgather'"
+            )
+        if codec.memories:
+            raise ValueError(f"two_way encodes twice, but {codec} remembers what it sent; use allgather")
+
+    def slots(self, around: Round) -> dict[str, Slot]:
+        return {"served": Slot(around.tensors.lengths, "shard")} if around.indebted else {}
+
+    def encode(self, signal: Signal, codec: Codec, around: Round) -> Said:
+        parts = [self._part(signal, codec, around, rank) for rank in range(around.world)]
+        message = {rank: part.payload for rank, part in enumerate(parts)}
+        return Said(message, self._join(parts, around), signal.memory)
+
+    def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
+        assert isinstance(said.message, Mapping)
+        n, world, me = around.units.total, around.world, around.key.rank
+        windows = [around.units.window(*shard(n, world, rank)) for rank in range(world)]
+        sizes = [codec.size(window) for window in windows]
+
+        # Leg 1: hear everybody's version of my shard.
+        heard = yield Swap(said.message, {rank: sizes[me] for rank in range(world)})
+        keys = [around.key.of(rank) for rank in range(world)]
+        mine = codec.total([heard[rank] for rank in range(world)], windows[me], keys) / world
+        if around.indebted:
+            mine = mine + said.memory["served"]
+
+        # Leg 2: tell everybody the outcome.
+        second = around.key.fold("leg2")
+        verdict = codec.encode(Signal(mine, mine, {}, windows[me]), second)
+        memory = said.memory
+        if around.indebted:
+            memory = {**memory, "served": verdict.sent.off(mine)}
+        told = yield Gather(verdict.payload, max(sizes))
+        parts = [
+            codec.decode(payload, window, second.of(rank))
+            for rank, (payload, window) in enumerate(zip(told, windows, strict=True))
+        ]
+        return Agreed(torch.cat(parts), memory)
+
+    def traffic(self, codec: Codec, units: Segments, world: int) -> float:
+        return 2 * (world - 1) / world * codec.size(units)
+
+    def _part(self, signal: Signal, codec: Codec, around: Round, rank: int) -> Encoded:
+        start, stop = shard(around.units.total, around.world, rank)
+        cut = Signal(
+            signal.grad[start:stop],
+            signal.target[start:stop],
+            {},
+            signal.segments.window(start, stop),
+        )
+        return codec.encode(cut, around.key)
+
+    def _join(self, parts: list[Encoded], around: Round) -> Sent:
+        values = torch.cat([part.sent.values for part in parts])
+        indices: list[Tensor] = []
+        for rank, part in enumerate(parts):
+            if part.sent.indices is None:
+                return Sent(None, values)
+            indices.append(part.sent.indices + shard(around.units.total, around.world, rank)[0])
+        return Sent(torch.cat(indices), values)

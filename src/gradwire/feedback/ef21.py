@@ -1,0 +1,38 @@
+"""EF21: say how the gradient differs from what the group already knows of it.
+
+Paper:    Richtarik, Sokolov, Fatkhullin, "EF21: a new, simpler, theoretically better, and practically faster error
+          feedback", NeurIPS 2021. https://arxiv.org/abs/2106.05203, Algorithm 2
+Formula:  target = g - h;  h = h + C(target);  G = G + mean over ranks of C(target);  the update is G
+Wire:     nothing
+Traits:   h tends to the gradient where the gradient settles; two floats per parameter
+Differs:  as in the paper, with h and G starting at zero
+Spec:     ef21
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from gradwire.codecs.stage import Memory, Sent
+from gradwire.core.registry import register
+from gradwire.feedback.feedback import Feedback
+
+
+@register("ef21", kind="feedback")
+@dataclass(frozen=True)
+class EF21(Feedback):
+    """Compress differences; the group keeps the running mean."""
+
+    examples: ClassVar[tuple[str, ...]] = ("ef21",)
+    memories: ClassVar[dict[str, str]] = {"estimate": "mean", "estimate_mean": "same"}
+
+    def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        return grad - memory["estimate"], memory
+
+    def settle(self, target: Tensor, sent: Sent, memory: Memory) -> Memory:
+        return {**memory, "estimate": sent.onto(memory["estimate"])}
+
+    def release(self, mean: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        agreed = memory["estimate_mean"] + mean
+        return agreed, {**memory, "estimate_mean": agreed}

@@ -1,0 +1,33 @@
+"""No feedback: what is lost is lost.
+
+Paper:    the compressors of Alistarh et al. (QSGD) and Wen et al. (TernGrad) are used this way
+Formula:  target = g;  nothing is kept
+Wire:     nothing
+Traits:   no memory; sound with unbiased codecs, which err on either side alike
+Differs:  as in the papers
+Spec:     none
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from gradwire.codecs.stage import Memory, Sent
+from gradwire.core.registry import register
+from gradwire.feedback.feedback import Feedback
+
+
+@register("none", kind="feedback")
+@dataclass(frozen=True)
+class NoFeedback(Feedback):
+    """Forget the error."""
+
+    examples: ClassVar[tuple[str, ...]] = ("none",)
+    indebted: ClassVar[bool] = False
+
+    def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        return grad, memory
+
+    def settle(self, target: Tensor, sent: Sent, memory: Memory) -> Memory:
+        return memory

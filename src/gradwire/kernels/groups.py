@@ -1,0 +1,44 @@
+"""Ragged groups: one number per group of consecutive values, computed without a loop over groups.
+
+A *group* is what shares one scale: a segment, or a block of a segment.
+"""
+
+import torch
+from torch import Tensor
+
+
+def blocks(lengths: Tensor, block: int | None) -> Tensor:
+    """Cut each segment into blocks of at most ``block`` values; None keeps segments whole. -> int64[groups]."""
+    if block is None:
+        return lengths
+    counts = (lengths + block - 1) // block
+    sizes = torch.full((int(counts.sum()),), block, dtype=torch.int64, device=lengths.device)
+    used = counts > 0
+    last = counts.cumsum(0)[used] - 1
+    sizes[last] = lengths[used] - (counts[used] - 1) * block
+    return sizes
+
+
+def num_blocks(lengths: tuple[int, ...], block: int | None) -> int:
+    """How many groups `blocks` would make of segments of these lengths."""
+    return len(lengths) if block is None else sum(-(-n // block) for n in lengths)
+
+
+def spread(numbers: Tensor, groups: Tensor) -> Tensor:
+    """Each group's number, once for each of its values."""
+    return numbers.repeat_interleave(groups)
+
+
+def total(x: Tensor, groups: Tensor) -> Tensor:
+    """Each group's sum, in float64: the order of addition must not show in a float32 scale."""
+    return torch.segment_reduce(x.double(), "sum", lengths=groups, unsafe=True, initial=0.0)
+
+
+def mean(x: Tensor, groups: Tensor) -> Tensor:
+    """Each group's mean as float32; 0 for an empty group."""
+    return (total(x, groups) / groups.clamp(min=1)).float()
+
+
+def largest(x: Tensor, groups: Tensor) -> Tensor:
+    """Each group's maximum; 0 for an empty group. For magnitudes."""
+    return torch.segment_reduce(x, "max", lengths=groups, unsafe=True, initial=0.0)

@@ -1,0 +1,58 @@
+"""Philox4x32-10: counter-based random bits, the same on every device.
+
+Paper: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+
+A unit's stream is words 0, 1, 2, ... of Philox under the unit's 64-bit key. Element i reads word i mod 4 of the block
+whose counter is (i div 4, step).
+"""
+
+import torch
+from torch import Tensor
+
+from gradwire.core.keys import Key
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor], rounds: int = 10) -> Tensor:
+    """Four words [4, ...] of each counter. All arithmetic is on int64 tensors that hold 32-bit words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        # int64 products wrap, but their 64 bits are right; the mask undoes the arithmetic shift.
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & _MASK) ^ c1 ^ k0,
+            p1 & _MASK,
+            ((p0 >> 32) & _MASK) ^ c3 ^ k1,
+            p0 & _MASK,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return torch.stack((c0, c1, c2, c3))
+
+
+def words(key: Key, unit: str, n: int, device: torch.device) -> Tensor:
+    """The first ``n`` words of a unit's stream, as int64 in [0, 2**32)."""
+    block = torch.arange((n + 3) // 4, device=device)
+    k0, k1 = key.words(unit)
+    step = torch.full_like(block, key.step & _MASK)
+    counter = (block & _MASK, block >> 32, step, torch.full_like(block, key.step >> 32))
+    keys = (torch.full_like(block, k0), torch.full_like(block, k1))
+    return philox(counter, keys).T.reshape(-1)[:n]
+
+
+def uniform(key: Key, names: tuple[str, ...], lengths: Tensor) -> Tensor:
+    """One float32 in [0, 1) per element of a buffer that holds ``lengths[i]`` elements of unit ``names[i]``."""
+    counts = lengths.tolist()
+    drawn = [words(key, name, n, lengths.device) for name, n in zip(names, counts, strict=True)]
+    # 24 bits: every value is a float32, and 1.0 is never reached.
+    return (torch.cat(drawn) >> 8).float() * 2.0**-24 if drawn else lengths.new_zeros(0).float()
+
+
+def normal(key: Key, names: tuple[str, ...], n: int, device: torch.device) -> Tensor:
+    """``n`` standard normal float32 for each name, by Box-Muller. -> [len(names), n]."""
+    pairs = [words(key, name, 2 * n, device).view(n, 2) for name in names]
+    u = ((torch.stack(pairs) >> 8).float() + 0.5) * 2.0**-24  # in (0, 1): the logarithm needs it
+    return (-2.0 * u[..., 0].log()).sqrt() * (2.0 * torch.pi * u[..., 1]).cos()

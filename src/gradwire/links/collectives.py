@@ -1,0 +1,141 @@
+"""From asks to collectives: however many lanes ask, one collective per kind and round.
+
+Fusing is a conversation too: `fuse` yields collectives and is sent their results, so that real process groups and the
+in-process `lockstep` share every line of it, and their bytes are counted in one place.
+"""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradwire.core.asks import Ask, Gather, Max, Sum, Swap
+from gradwire.core.payload import Payload
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Result: the elementwise sum, or maximum."""
+
+    tensor: Tensor
+    op: str  # "sum" or "max"
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """Equally long byte vectors. Result: [world, n]."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Bytes for each rank, laid end to end. Result: the bytes from each rank, laid end to end."""
+
+    tensor: Tensor
+    out: tuple[int, ...]
+    into: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Result: rank 0's tensor."""
+
+    tensor: Tensor
+
+
+Collective: TypeAlias = AllReduce | AllGather | AllToAll | Broadcast
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that cross one rank's wire, and the collectives that carried them."""
+
+    sent: float = 0.0
+    received: float = 0.0
+    collectives: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(
+            self.sent + other.sent,
+            self.received + other.received,
+            self.collectives + other.collectives,
+        )
+
+
+def traffic(collective: Collective, rank: int, world: int) -> Traffic:
+    """What a collective costs one rank: a ring all-reduce, direct gathers and swaps, a broadcast tree."""
+    x = collective.tensor
+    n = x.numel() * x.element_size()
+    if isinstance(collective, AllReduce):
+        each = 2 * (world - 1) / world * n
+        return Traffic(each, each, 1)
+    if isinstance(collective, AllGather):
+        return Traffic((world - 1) * n, (world - 1) * n, 1)
+    if isinstance(collective, AllToAll):
+        out, into = sum(collective.out), sum(collective.into)
+        return Traffic(out - collective.out[rank], into - collective.into[rank], 1)
+    return Traffic(n * (world - 1) / world, n * (world - 1) / world, 1)
+
+
+def fuse(asks: Sequence[Ask], world: int) -> Generator[Collective, Tensor, list[Any]]:
+    """Answer all asks of one round."""
+    answers: list[Any] = [None] * len(asks)
+    for kind, op in ((Sum, "sum"), (Max, "max")):
+        for dtype in dict.fromkeys(a.tensor.dtype for a in asks if isinstance(a, kind)):
+            chosen = {i: a.tensor for i, a in enumerate(asks) if isinstance(a, kind) and a.tensor.dtype == dtype}
+            message = torch.cat([x.flatten() for x in chosen.values()])
+            total = (yield AllReduce(message, op)) if message.numel() else message
+            parts = total.split([x.numel() for x in chosen.values()])
+            for (i, x), part in zip(chosen.items(), parts, strict=True):
+                answers[i] = part.view_as(x)
+    gathers = {i: a for i, a in enumerate(asks) if isinstance(a, Gather)}
+    if gathers:
+        yield from _gather(gathers, answers)
+    swaps = {i: a for i, a in enumerate(asks) if isinstance(a, Swap)}
+    if swaps:
+        yield from _swap(swaps, answers, world)
+    return answers
+
+
+def _gather(gathers: dict[int, Gather], answers: list[Any]) -> Generator[Collective, Tensor, None]:
+    """Pad every payload to the length that the group agrees on, and gather them as one vector."""
+    device = next(iter(gathers.values())).payload.data.device
+    sizes = {i: a.size for i, a in gathers.items() if a.size is not None}
+    varying = [i for i, a in gathers.items() if a.size is None]
+    if varying:
+        used = torch.tensor([gathers[i].payload.nbytes for i in varying], device=device)
+        longest = yield AllReduce(used, "max")
+        sizes.update(zip(varying, longest.tolist(), strict=True))
+    padded = [_pad(a.payload.data, sizes[i]) for i, a in gathers.items()]
+    rows = yield AllGather(torch.cat(padded))
+    columns = rows.split([sizes[i] for i in gathers], dim=1)
+    for i, column in zip(gathers, columns, strict=True):
+        answers[i] = [Payload(row) for row in column.unbind(0)]
+
+
+def _swap(swaps: dict[int, Swap], answers: list[Any], world: int) -> Generator[Collective, Tensor, None]:
+    """Lay out all payloads by peer, then by ask."""
+    ranks = range(world)
+    out = [[a.out[r].data for a in swaps.values() if r in a.out] for r in ranks]
+    into = [[a.into.get(r, 0) for a in swaps.values()] for r in ranks]
+    message = torch.cat([data for row in out for data in row])
+    lengths = tuple(sum(data.numel() for data in row) for row in out)
+    heard = yield AllToAll(message, lengths, tuple(map(sum, into)))
+    parts = iter(heard.split([n for row in into for n in row]))
+    for i in swaps:
+        answers[i] = {}
+    for r in ranks:
+        for i, a in swaps.items():
+            part = next(parts)
+            if r in a.into:
+                answers[i][r] = Payload(part)
+
+
+def _pad(data: Tensor, size: int) -> Tensor:
+    assert data.numel() <= size, f"a payload of {data.numel()} bytes exceeds its size of {size}"
+    if data.numel() == size:
+        return data
+    return torch.cat([data, data.new_zeros(size - data.numel())])

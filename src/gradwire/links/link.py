@@ -1,0 +1,44 @@
+"""Link: the only door to the network."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradwire.core.asks import Ask
+from gradwire.links.collectives import Broadcast, Collective, Traffic, fuse, traffic
+
+
+class Link(ABC):
+    """Moves bytes for one rank, and counts them."""
+
+    rank: int
+    world: int
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+
+    @abstractmethod
+    def move(self, collective: Collective) -> Tensor:
+        """Carry out one collective; every rank calls the same ones in the same order."""
+
+    def run(self, collective: Collective) -> Tensor:
+        """Carry out a collective, and count its bytes."""
+        self.traffic += traffic(collective, self.rank, self.world)
+        return self.move(collective)
+
+    def answer(self, asks: Sequence[Ask]) -> list[Any]:
+        """Answer a round of asks with as few collectives as there are kinds."""
+        talk = fuse(asks, self.world)
+        try:
+            collective = next(talk)
+            while True:
+                collective = talk.send(self.run(collective))
+        except StopIteration as done:
+            answers: list[Any] = done.value
+            return answers
+
+    def broadcast_(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with rank 0's."""
+        tensor.copy_(self.run(Broadcast(tensor)))

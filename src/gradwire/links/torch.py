@@ -1,0 +1,69 @@
+"""TorchLink: a torch.distributed process group (gloo, NCCL, or gloo with CUDA tensors)."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.links.collectives import AllGather, AllReduce, AllToAll, Collective
+from gradwire.links.link import Link
+from gradwire.links.solo import SoloLink
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+def private_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A group of our own over the same ranks, so that our collectives never mix with the user's."""
+    parent = group if group is not None else dist.group.WORLD
+    assert parent is not None
+    made = dist.new_group(dist.get_process_group_ranks(parent), use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+class TorchLink(Link):
+    """Collectives of one process group."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
+        # Of CUDA tensors gloo takes only some collectives; through the host it takes all of them.
+        self._via_host = dist.get_backend(group) == "gloo"
+
+    def move(self, collective: Collective) -> Tensor:
+        x = collective.tensor
+        if self._via_host and x.is_cuda:
+            return self._move(collective, x.cpu()).to(x.device)
+        return self._move(collective, x.detach().contiguous())
+
+    def _move(self, collective: Collective, x: Tensor) -> Tensor:
+        if isinstance(collective, AllReduce):
+            out = x.clone()
+            dist.all_reduce(out, _OPS[collective.op], group=self.group)
+        elif isinstance(collective, AllGather):
+            out = x.new_empty(self.world, x.numel())
+            dist.all_gather(list(out.unbind(0)), x, group=self.group)
+        elif isinstance(collective, AllToAll):
+            out = x.new_empty(sum(collective.into))
+            splits = list(collective.into), list(collective.out)
+            dist.all_to_all_single(out, x, *splits, group=self.group)
+        else:
+            out = x.clone()
+            root = 0 if self.group is None else dist.get_global_rank(self.group, 0)
+            dist.broadcast(out, root, group=self.group)
+        return out
+
+
+def connect(group: dist.ProcessGroup | None = None) -> Link:
+    """A link of our own beside the user's group; a world of one where no process group exists."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return SoloLink()
+    return TorchLink(private_group(group))
+
+
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Where small agreements of a group must live: NCCL takes CUDA tensors only."""
+    if dist.is_initialized() and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,71 @@
+"""Drive: many talks, one conversation.
+
+`converse` steps all lanes of a launch together, so that a round is a list of asks; `drive` has a link answer them.
+Never chain rounds with callbacks of futures: their order differs between ranks.
+"""
+
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from gradwire.core.asks import Ask, Talk
+from gradwire.links.link import Link
+
+T = TypeVar("T")
+Conversation: TypeAlias = Generator[list[Ask], list[Any], T]
+
+
+@dataclass
+class Clock:
+    """Seconds of host time. Work that a GPU does meanwhile is not waited for, so it is not seen."""
+
+    encode: float = 0.0
+    wire: float = 0.0
+    decode: float = 0.0
+
+
+def converse(talks: Sequence[Talk[T]]) -> Conversation[list[T]]:
+    """Step all talks together: each round yields the asks of those that still speak."""
+    results: list[Any] = [None] * len(talks)
+    answers: list[Any] = [None] * len(talks)
+    speaking = list(range(len(talks)))
+    while speaking:
+        asks: list[Ask] = []
+        still = []
+        for i in speaking:
+            try:
+                asks.append(talks[i].send(answers[i]))
+                still.append(i)
+            except StopIteration as done:
+                results[i] = done.value
+        speaking = still
+        if speaking:
+            heard = yield asks
+            answers = [None] * len(talks)
+            for i, answer in zip(speaking, heard, strict=True):
+                answers[i] = answer
+    return results
+
+
+def drive(conversation: Conversation[T], link: Link, clock: Clock) -> T:
+    """Hold a conversation over a link, and note where the time goes."""
+    began = time.perf_counter()
+    first = True
+    answers: Any = None
+    try:
+        while True:
+            asks = conversation.send(answers)
+            asked = time.perf_counter()
+            answers = link.answer(asks)
+            answered = time.perf_counter()
+            clock.wire += answered - asked
+            if first:
+                clock.encode += asked - began
+            else:
+                clock.decode += asked - began
+            began, first = answered, False
+    except StopIteration as done:
+        clock.decode += time.perf_counter() - began
+        result: T = done.value
+        return result

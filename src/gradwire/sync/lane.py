@@ -1,0 +1,114 @@
+"""Lane: feedback, codec and exchange for one flat buffer. The whole framework is `Lane.talk`."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.codec import Codec
+from gradwire.codecs.selectors import Variance
+from gradwire.codecs.stage import Memory, Signal, Slot
+from gradwire.core.asks import Talk
+from gradwire.core.keys import Key
+from gradwire.core.segments import Segments
+from gradwire.exchanges import Exchange, Round
+from gradwire.exchanges.two_way import shard
+from gradwire.feedback import Feedback
+
+OWED = "owed"  # a debt without a home: left by a memory that the current spec has no use for
+OBSERVED = "observed"  # second moments that the loop measured since the last step
+
+
+class Released(NamedTuple):
+    """What a lane hands back."""
+
+    update: Tensor
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One rule's parameters, laid end to end, and what is done with them."""
+
+    label: str
+    tensors: Segments
+    units: Segments
+    feedback: Feedback
+    table: tuple[tuple[int, Codec, Exchange], ...]
+
+    def at(self, step: int) -> tuple[Codec, Exchange]:
+        """The codec and exchange of a step."""
+        entries = [(codec, exchange) for start, codec, exchange in self.table if start <= step]
+        return entries[-1]
+
+    def talk(self, grad: Tensor, memory: Memory, key: Key, world: int) -> Talk[Released]:
+        """Compensate, encode, settle, exchange, release."""
+        codec, exchange = self.at(key.step)
+        around = self._around(key, world)
+        memory = _absorb(codec, grad, memory)
+        target, memory = self.feedback.compensate(grad, memory)
+        target, memory = self._collect(target, memory, exchange, around)
+        said = exchange.encode(Signal(grad, target, memory, self.units), codec, around)
+        if said.sent is not None:
+            said = said._replace(memory=self.feedback.settle(target, said.sent, said.memory))
+        agreed = yield from exchange.talk(said, codec, around)
+        memory = agreed.memory
+        if agreed.sent is not None:
+            memory = self.feedback.settle(target, agreed.sent, memory)
+        return Released(*self.feedback.release(agreed.mean, memory))
+
+    def slots(self, world: int) -> dict[str, Slot]:
+        """All memories that the lane needs at any step of its table."""
+        like = self.tensors.lengths
+        slots = {name: Slot(like, reshard) for name, reshard in self.feedback.memories.items()}
+        for _, codec, exchange in self.table:
+            slots |= {name: Slot(like) for name in codec.memories}
+            slots |= exchange.slots(self._around(Key(0, 0, 0), world))
+        return slots
+
+    def debt(self, memory: Memory, rank: int, world: int) -> Tensor:
+        """This rank's share of the pending update: the mean of debts over ranks is still to be applied."""
+        n = self.units.total
+        owed = self.feedback.debt(memory)
+        debt = torch.zeros(n) if owed is None else owed.clone()
+        if OWED in memory:
+            debt += memory[OWED]
+        if "served" in memory:
+            start, stop = shard(n, world, rank)
+            debt[start:stop] += world * memory["served"]  # held by one rank, meant for all
+        if "pending" in memory:
+            debt += memory["pending"]
+        return debt
+
+    @cached_property
+    def slices(self) -> dict[str, slice]:
+        return self.tensors.slices()
+
+    def _around(self, key: Key, world: int) -> Round:
+        return Round(key, world, self.units, self.tensors, self.feedback.indebted)
+
+    def _collect(self, target: Tensor, memory: Memory, exchange: Exchange, around: Round) -> tuple[Tensor, Memory]:
+        """Add debts left behind by a spec that served before this one."""
+        kept = dict(memory)
+        if OWED in kept:
+            target = target + kept.pop(OWED)
+        if "served" in kept and "served" not in exchange.slots(around):
+            start, stop = shard(self.units.total, around.world, around.key.rank)
+            served = kept["served"]
+            target = target.clone()
+            target[start:stop] += around.world * served
+            kept["served"] = torch.zeros_like(served)
+        return target, kept
+
+
+def _absorb(codec: Codec, grad: Tensor, memory: Memory) -> Memory:
+    """Feed a variance test: with what the loop observed, else with the batch as if it were one sample."""
+    if not isinstance(codec.selector, Variance):
+        return memory
+    if OBSERVED in memory:
+        kept = dict(memory)
+        seen = kept.pop(OBSERVED)
+        return {**kept, "second_moment": kept["second_moment"] + seen}
+    return codec.selector.absorb(grad, memory)

@@ -1,0 +1,88 @@
+"""Method: a whole way to compress, by step: codecs, feedback, exchange. What a spec in `compress` stands for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeAlias
+
+from gradwire.codecs.codec import Codec, codec
+from gradwire.codecs.stage import Stage
+from gradwire.core.spec import parse
+from gradwire.exchanges import Auto, Exchange
+from gradwire.feedback import Feedback, NoFeedback, Residual
+
+Spec: TypeAlias = "str | Stage | Codec | Exchange | Method | Mapping[int, str | Stage | Codec]"
+
+
+@dataclass(frozen=True)
+class Method:
+    """From step N on, this codec; throughout, this feedback and this exchange."""
+
+    table: tuple[tuple[int, Codec], ...]
+    feedback: Feedback
+    exchange: Exchange
+    kind: ClassVar[str] = "preset"
+
+    def __post_init__(self) -> None:
+        steps = [step for step, _ in self.table]
+        if not steps or steps[0] != 0 or steps != sorted(set(steps)):
+            raise ValueError(f"a step table must rise from step 0, but this one has steps {steps}")
+        for _, chosen in self.table:
+            self.exchange.check(chosen)
+            most = getattr(chosen.selector, "most", 1.0)
+            if most < 1.0 and not self.feedback.indebted:
+                raise ValueError(
+                    f"{chosen} may leave out entries that pass its test, and feedback 'none' would lose them; "
+                    "use feedback='residual', or most=1.0"
+                )
+
+    def __str__(self) -> str:
+        stages = [f"{step}: {chosen}" for step, chosen in self.table]
+        codecs = "{" + ", ".join(stages) + "}" if len(stages) > 1 else str(self.table[0][1])
+        said = "" if self.exchange.late else f"{codecs}, "
+        return f"{said}feedback={self.feedback}, exchange={self.exchange}"
+
+    @property
+    def last(self) -> Codec:
+        """The codec that training settles on."""
+        return self.table[-1][1]
+
+
+def method(spec: Spec, feedback: "str | Feedback | None" = None, exchange: "str | Exchange | None" = None) -> Method:
+    """Make a method of a spec; feedback and exchange given beside it win over the spec's own."""
+    made: Any = parse(spec) if isinstance(spec, str) else spec
+    if isinstance(made, Method):
+        base = made
+    elif isinstance(made, Exchange) and made.late:
+        base = Method(((0, codec("fp32")),), Residual(), made)
+    elif isinstance(made, Mapping):
+        base = _from_table(made)
+    elif isinstance(made, Stage | Codec):
+        base = _from_table({0: made})
+    else:
+        raise ValueError(
+            f"{spec!r} is a {getattr(made, 'kind', type(made).__name__)}, not a way to compress; "
+            f"give a codec, for example topk(0.01) | sign, and pass {spec!r} as feedback= or exchange="
+        )
+    chosen = {"feedback": _part(feedback, Feedback), "exchange": _part(exchange, Exchange)}
+    return replace(base, **{name: part for name, part in chosen.items() if part is not None})
+
+
+def _from_table(table: Mapping[int, Any]) -> Method:
+    made = tuple((int(step), codec(spec)) for step, spec in table.items())
+    return Method(made, _default_feedback(made[-1][1]) if made else NoFeedback(), Auto())
+
+
+def _default_feedback(chosen: Codec) -> Feedback:
+    """Keep debts where something is left out or rounded one way; not for casts and unbiased codecs."""
+    if chosen.selector is not None:
+        return NoFeedback() if chosen.selector.traits.unbiased else Residual()
+    traits = chosen.traits
+    biased = traits.contraction and not (traits.linear or traits.unbiased)
+    return Residual() if biased else NoFeedback()
+
+
+def _part(given: Any, kind: type) -> Any:
+    made = parse(given) if isinstance(given, str) else given
+    if made is not None and not isinstance(made, kind):
+        raise ValueError(f"{given!r} is no {kind.__name__.lower()}; see `gradwire codecs` for all names")
+    return made

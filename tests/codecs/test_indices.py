@@ -1,0 +1,284 @@
+"""Index coders: positions come back exactly, in the bytes that were promised."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradwire.codecs.indices import Bitmap, Gap16, Int32, Int64, Rice
+from gradwire.codecs.stage import IndexCoder
+from gradwire.core.keys import Key
+from gradwire.core.payload import Malformed
+from gradwire.core.spec import parse
+from gradwire.kernels import rice
+
+CODERS = (Int32(), Int64(), Gap16(), Bitmap(), Rice())
+KEY = Key(seed=0, step=3, rank=1)
+each_coder = pytest.mark.parametrize("coder", CODERS, ids=str)
+
+
+@st.composite
+def supports(draw: st.DrawFn) -> tuple[Tensor, int]:
+    """Rising positions below n: scattered, in runs, all, one, or none."""
+    n = draw(st.sampled_from((1, 7, 8, 9, 511, 513, 3000, 70_000, 300_000)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    shape = draw(st.sampled_from(("scattered", "runs", "all", "one", "last", "none")))
+    density = draw(st.sampled_from((1e-4, 0.01, 0.5, 0.99)))
+    share = torch.rand(n, generator=generator)
+    rows = torch.rand(n // 64 + 1, generator=generator).repeat_interleave(64)[:n]
+    chosen = {
+        "scattered": share < density,
+        "runs": (rows < 0.05) & (share < 0.9),
+        "all": share >= 0,
+        "one": share == share.max(),
+        "last": torch.arange(n) == n - 1,
+        "none": share < 0,
+    }
+    return chosen[shape].nonzero().flatten(), n
+
+
+def random_support(n: int, k: int) -> Tensor:
+    generator = torch.Generator().manual_seed(k)
+    return torch.randperm(n, generator=generator)[:k].sort().values
+
+
+def fewest_bits(n: int, k: int) -> float:
+    """log2 of the number of supports."""
+    log = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    return log / math.log(2)
+
+
+def assert_returns(coder: IndexCoder, indices: Tensor, n: int) -> int:
+    """Encode, put foreign bytes behind, decode. Returns how many bytes it took."""
+    before = indices.clone()
+    data = coder.encode(indices, n)
+    assert torch.equal(indices, before)
+    assert data.dtype == torch.uint8
+    foreign = torch.full((9,), 0xA5, dtype=torch.uint8)
+    back, used = coder.decode(torch.cat((data, foreign)), indices.numel(), n)
+    assert used == data.numel()
+    assert back.dtype == torch.int64
+    assert torch.equal(back, indices)
+    return used
+
+
+@given(support=supports(), coder=st.sampled_from(CODERS))
+@settings(max_examples=150, deadline=None)
+def test_positions_come_back_in_the_bytes_promised(support: tuple[Tensor, int], coder: IndexCoder) -> None:
+    indices, n = support
+    kept = coder.fit(indices, n, KEY)
+    used = assert_returns(coder, kept, n)
+    promised = coder.size(indices.numel(), n)
+    assert used == promised if coder.fixed else used <= promised
+
+
+@each_coder
+def test_specs_name_the_coders(coder: IndexCoder) -> None:
+    assert coder.examples
+    for text in coder.examples:
+        assert parse(text) == coder
+        assert str(parse(text)) == text
+
+
+@pytest.mark.parametrize("coder", [Int32(), Int64(), Rice(), Gap16()], ids=str)
+def test_positions_beyond_what_floats_can_count_are_exact(coder: IndexCoder) -> None:
+    assert_returns(coder, torch.tensor([0, 2**24 + 1, 2**24 + 3, 2**31 - 1]), 2**31)
+
+
+@pytest.mark.parametrize("coder", [Int64(), Rice(), Gap16()], ids=str)
+def test_positions_beyond_32_bits_are_exact(coder: IndexCoder) -> None:
+    assert_returns(coder, torch.tensor([2**24 + 1, 2**31 + 1, 2**33 + 5]), 2**34)
+
+
+@pytest.mark.parametrize("n", [2**31, 2**32 + 1, 2**40, 2**41])
+def test_rice_takes_a_lone_position_anywhere(n: int) -> None:
+    for indices in (torch.tensor([n - 1]), torch.tensor([0, n - 1])):
+        used = assert_returns(Rice(), indices, n)
+        assert used <= Rice().size(indices.numel(), n)
+
+
+def test_what_cannot_be_named_is_refused() -> None:
+    with pytest.raises(ValueError, match="use int64"):
+        Int32().size(1, 2**31 + 1)
+    with pytest.raises(ValueError, match="use int64"):
+        Int32().encode(torch.tensor([2**31]), 2**31 + 1)
+    with pytest.raises(ValueError, match="use int64"):
+        Rice().size(1, 2**41 + 1)
+
+
+@given(
+    coder=st.sampled_from(CODERS),
+    raw=st.binary(max_size=200),
+    count=st.integers(0, 1500),
+    n=st.sampled_from((1500, 10_000, 2**31)),
+)
+@settings(max_examples=300, deadline=None)
+def test_garbage_is_refused_or_yields_garbage(coder: IndexCoder, raw: bytes, count: int, n: int) -> None:
+    data = torch.tensor(list(raw), dtype=torch.uint8)
+    try:
+        indices, used = coder.decode(data, count, n)
+    except Malformed:
+        return
+    assert indices.shape == (count,)
+    assert 0 <= used <= data.numel()
+
+
+@given(coder=st.sampled_from(CODERS), where=st.integers(0, 2**20), flip=st.integers(1, 255))
+@settings(max_examples=200, deadline=None)
+def test_one_damaged_byte_is_refused_or_yields_garbage(coder: IndexCoder, where: int, flip: int) -> None:
+    data = coder.encode(random_support(9000, 700), 9000)
+    data[where % data.numel()] ^= flip
+    try:
+        indices, used = coder.decode(data, 700, 9000)
+    except Malformed:
+        return
+    assert indices.shape == (700,)
+    assert 0 <= used <= data.numel()
+
+
+@each_coder
+def test_a_message_cut_short_is_refused(coder: IndexCoder) -> None:
+    data = coder.encode(random_support(9000, 700), 9000)
+    for keep in (0, 1, data.numel() // 2, data.numel() - 1):
+        with pytest.raises(Malformed):
+            coder.decode(data[:keep], 700, 9000)
+
+
+def test_bitmap_counts_its_bits() -> None:
+    data = Bitmap().encode(torch.tensor([0, 3, 9]), 10)
+    assert data.tolist() == [0b1001, 0b10]
+    with pytest.raises(Malformed, match="names 3 positions where 2"):
+        Bitmap().decode(data, 2, 10)
+
+
+def test_gap16_sends_fillers_for_long_gaps() -> None:
+    n = 200_000
+    # Gaps 0, 0, 65534, 65535 (one filler), 0.
+    data = Gap16().encode(torch.tensor([0, 1, 65_536, 131_072, 131_073]), n)
+    words = data.view(torch.int16).long() & 0xFFFF
+    assert words.tolist() == [0, 0, 65_534, 65_535, 0, 0]
+
+
+def test_gap16_takes_two_bytes_at_usual_densities() -> None:
+    n, k = 1_000_000, 1000
+    indices = random_support(n, k)
+    assert Gap16().fit(indices, n, KEY) is indices
+    assert Gap16().encode(indices, n).numel() == Gap16().size(k, n) == 2 * k
+
+
+def test_gap16_drops_just_enough_when_fillers_overflow() -> None:
+    n, k = 1_000_000, 100
+    indices = torch.arange(n - k, n)  # 15 fillers before the first, and no room for them
+    kept = Gap16().fit(indices, n, KEY)
+    assert kept.numel() == k - 15
+    assert Gap16().encode(kept, n).numel() == Gap16().size(k, n)
+    assert bool(torch.isin(kept, indices).all()) and bool((kept.diff() > 0).all())
+
+
+def test_gap16_favors_no_position() -> None:
+    n, k, draws = 1_000_000, 40, 300
+    indices = torch.arange(n - k, n)
+    times = torch.zeros(k)
+    for step in range(draws):
+        times[Gap16().fit(indices, n, Key(0, step, 0)) - (n - k)] += 1
+    share = (k - 15) / k
+    assert float((times - draws * share).abs().max()) < 4.5 * math.sqrt(draws * share * (1 - share))
+
+
+def test_gap16_always_keeps_one() -> None:
+    n = 10 * 65_535
+    for k in (1, 2, 9, 10, 11):
+        indices = torch.arange(n - k, n)
+        kept = Gap16().fit(indices, n, KEY)
+        assert kept.numel() >= 1
+        assert Gap16().encode(kept, n).numel() <= Gap16().size(k, n)
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.02])
+def test_rice_is_near_the_fewest_bits(density: float) -> None:
+    n, k = 1_000_000, int(1_000_000 * density)
+    used = assert_returns(Rice(), random_support(n, k), n)
+    assert used * 8 <= 1.02 * fewest_bits(n, k)
+    assert Rice().size(k, n) * 8 <= fewest_bits(n, k) + 1.5 * k
+
+
+@pytest.mark.parametrize(
+    ("width", "rows", "inside", "bound"),
+    [(250, 0.05, 0.2, 0.6), (64, 0.05, 0.2, 0.8), (64, 0.01, 1.0, 0.25), (4000, 0.05, 0.5, 0.4)],
+)
+def test_rice_profits_from_clustered_rows(width: int, rows: float, inside: float, bound: float) -> None:
+    n = 1_000_000 // width * width
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.rand(n // width, 1, generator=generator) < rows
+    support = chosen & (torch.rand(n // width, width, generator=generator) < inside)
+    indices = support.flatten().nonzero().flatten()
+    used = assert_returns(Rice(), indices, n)
+    assert used * 8 < bound * fewest_bits(n, indices.numel())
+
+
+@given(support=supports())
+@settings(max_examples=40, deadline=None)
+def test_rice_parameters_are_the_best(support: tuple[Tensor, int]) -> None:
+    gaps = torch.diff(support[0], prepend=torch.tensor([-1])) - 1
+    words = rice.encode_blocks(gaps, 3).tolist()
+    for i in range(-(-gaps.numel() // rice.BLOCK)):
+        block = gaps[rice.BLOCK * i : rice.BLOCK * (i + 1)]
+        costs = [b * block.numel() + int((block >> b).sum()) for b in range(32)]
+        bits, capped = words[2 * i] & 31, words[2 * i] >> 5 & 1
+        excess = words[2 * i] >> 6 | words[2 * i + 1] << 2
+        sent = (block >> bits).clamp(max=8 if capped else None, min=0)
+        escapes = int((block >> bits >= 8).sum()) * capped
+        assert excess == int(sent.sum())
+        cost = bits * block.numel() + excess + 24 * escapes
+        assert cost < min(costs) if capped else cost == min(costs)
+
+
+def by_hand(data: bytes, count: int, width: int) -> list[int]:
+    """The rice format read bit by bit, each block apart, as its specification says."""
+    num_blocks = -(-count // 512)
+    heads = [int.from_bytes(data[2 * i : 2 * i + 2], "little") for i in range(num_blocks)]
+    sizes = [min(512, count - 512 * i) for i in range(num_blocks)]
+    spans = [size + (head >> 6) for size, head in zip(sizes, heads, strict=True)]
+    start = 2 * num_blocks
+    middle = start + -(-sum(spans) // 8)
+    quotients = [data[start + i // 8] >> i % 8 & 1 for i in range(sum(spans))]
+    stop = middle + -(-sum(c * (head & 31) for c, head in zip(sizes, heads, strict=True)) // 8)
+    remainders = int.from_bytes(data[middle:stop], "little")
+    gaps, at = [], 0
+    for i, (size, head) in enumerate(zip(sizes, heads, strict=True)):
+        bits, first = head & 31, sum(spans[:i])
+        ones = [j for j in range(spans[i]) if quotients[first + j]]
+        assert len(ones) == size and ones[-1] == spans[i] - 1
+        for a, b in pairwise((-1, *ones)):
+            quotient = b - a - 1
+            if head >> 5 & 1 and quotient == 8:
+                quotient += int.from_bytes(data[stop : stop + width], "little")
+                stop += width
+            gaps.append((quotient << bits) + (remainders >> at & (1 << bits) - 1))
+            at += bits
+    assert stop == len(data)
+    return gaps
+
+
+def test_rice_bytes_are_as_specified() -> None:
+    # Gaps 5, 0, 10 under b = 2: quotients 1, 0, 2 and remainders 1, 0, 2.
+    golden = [2 | 3 << 6, 0, 0b100110, 0b100001]
+    assert rice.encode_blocks(torch.tensor([5, 0, 10]), 2).tolist() == golden
+    # Ten gaps of 0 and one of 3000 under b = 0, capped: 8 zeros for the last, 2992 apart.
+    jump = torch.tensor([0] * 10 + [3000])
+    golden = [0 | 1 << 5 | (8 & 3) << 6, 8 >> 2, 0xFF, 0b11, 0b100, 2992 & 0xFF, 2992 >> 8]
+    assert rice.encode_blocks(jump, 2).tolist() == golden
+
+
+def test_rice_blocks_can_be_read_one_by_one() -> None:
+    generator = torch.Generator().manual_seed(1)
+    scale = torch.tensor([0.0, 3.0, 1e3, 1e6]).repeat_interleave(400)
+    gaps = (scale * -torch.rand(1600, generator=generator).log()).long()
+    gaps[::37] += 2**20
+    data = rice.encode_blocks(gaps, 3)
+    assert by_hand(bytes(data.tolist()), 1600, 3) == gaps.tolist()
+    assert torch.equal(rice.decode_blocks(data, 1600, 3)[0], gaps)

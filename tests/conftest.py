@@ -1,0 +1,29 @@
+"""One thread, no bfloat16 traps, repeatable examples: set before anything imports torch."""
+
+import os
+import sys
+
+# Some virtual machines advertise AMX without its tiles: a bfloat16 matmul would die with SIGILL.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+if sys.platform == "linux":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
+
+import torch
+from hypothesis import HealthCheck, settings
+
+import workers
+
+torch.set_num_threads(1)
+workers.preload()
+
+# Deadlines measure the machine, not the code. Everybody draws the same examples, CI included;
+# HYPOTHESIS_PROFILE=explore draws new and more ones.
+settings.register_profile(
+    "steady",
+    deadline=None,
+    derandomize=True,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("explore", settings.get_profile("steady"), derandomize=False, max_examples=300)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
