@@ -6,7 +6,8 @@ typing error in a spec, is raised on all of them.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -18,31 +19,33 @@ from gradwire.version import VERSION, WIRE_FORMAT
 _REMEDY = {
     "version": "install the same gradwire everywhere",
     "format": "install the same gradwire everywhere",
-    "spec": "attach with the same spec, rules and seed everywhere",
+    "spec": "attach with the same spec, rules and options everywhere",
     "model": "build the same model, with the same parameters trainable, everywhere",
+    "step": "load states of the same step everywhere",
 }
 
 
-def agree(link: Link, spec: str, model: Mapping[str, object], device: torch.device, error: str | None = None) -> None:
+def agree(link: Link, spec: str, model: Mapping[str, str], step: int = 0, error: str | None = None) -> None:
     """Compare notes with all ranks.
 
     Raises:
-        ValueError: Some rank failed to attach, or attached something else.
+        ValueError: Some rank failed, or attached or loaded something else.
     """
-    described = json.dumps(list(model.items()), default=str).encode()
+    described = json.dumps(list(model.items())).encode()
     mine = {
         "version": VERSION,
         "format": WIRE_FORMAT,
         "spec": spec,
-        "model": f"{len(model)} parameters, fingerprint {hashlib.sha256(described).hexdigest()[:12]}",
+        "model": f"{len(model)} tensors, fingerprint {hashlib.sha256(described).hexdigest()[:12]}",
+        "step": step,
         "error": error,
     }
-    note = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
+    note = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(link.device)
     (payloads,) = link.answer([Gather(Payload(note))])
     notes = [json.loads(bytes(payload.data.tolist()).rstrip(b"\0")) for payload in payloads]
     for rank, other in enumerate(notes):
         if other["error"]:
-            where = "" if error == other["error"] else f"rank {rank} could not attach: "
+            where = "" if error == other["error"] else f"on rank {rank}: "
             raise ValueError(where + other["error"])
     for rank, other in enumerate(notes):
         for field, remedy in _REMEDY.items():
@@ -50,3 +53,12 @@ def agree(link: Link, spec: str, model: Mapping[str, object], device: torch.devi
                 raise ValueError(
                     f"rank {rank} has another {field} than rank 0: {other[field]!r}, not {notes[0][field]!r}; {remedy}"
                 )
+
+
+@contextmanager
+def telling(link: Link) -> Iterator[None]:
+    """What goes wrong in here is told to all ranks, who hear it at their next agreement."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as wrong:
+        agree(link, "", {}, error=str(wrong))

@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradwire.adapters.agreement import telling
 from gradwire.adapters.ddp import attach, find_ddp
 from gradwire.adapters.model import refuse_sparse, trainable
 from gradwire.adapters.wire import Wire
-from gradwire.links.collectives import Traffic
 from gradwire.links.link import Link
 from gradwire.links.torch import connect
 from gradwire.sync.method import Spec
@@ -54,12 +54,15 @@ def compress(
         A handle: ``report()``, ``state_dict()``, ``set(...)``, ``off()``; callable in plain loops.
     """
     ddp = find_ddp(model)
-    group = ddp.process_group if ddp is not None else process_group
     inner = ddp.module if ddp is not None else model
-    refuse_sparse(inner)
+    link = link or connect(ddp.process_group if ddp is not None else process_group)
+    ignored = ddp.parameters_to_ignore if ddp is not None else ()
+    with telling(link):
+        refuse_sparse(inner)
+        parameters = trainable((name, p) for name, p in inner.named_parameters() if name not in ignored)
     wire = Wire(
-        trainable(inner.named_parameters()),
-        link or connect(group),
+        parameters,
+        link,
         spec,
         feedback=feedback,
         exchange=exchange,
@@ -70,12 +73,8 @@ def compress(
         seed=seed,
         launch_bytes=int(launch_mb * 2**20),
         hooked=ddp is not None,
+        shared=None if ddp is not None else dict((*inner.named_parameters(), *inner.named_buffers())),
     )
     if ddp is not None:
         attach(wire, ddp)
-    else:
-        with torch.no_grad():
-            for tensor in (*inner.parameters(), *inner.buffers()):
-                wire.link.broadcast_(tensor)
-    wire.link.traffic = Traffic()  # the account begins with the first step
     return wire

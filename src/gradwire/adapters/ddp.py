@@ -1,8 +1,8 @@
 """DDP's door: a communication hook that takes gradients as backward delivers them.
 
 DDP's buckets only deliver: what is compressed with what is the plan's business, so it does not matter that DDP
-rebuilds its buckets after the first step, and the hook computes what the plain loop computes. A launch leaves as soon as
-its last gradient has arrived, and travels while backward goes on. All futures complete together, at the end, because
+rebuilds its buckets after the first step, and the hook computes what the plain loop computes. A launch leaves as soon
+as its last gradient has arrived, and travels while backward goes on. All futures complete together, at the end, because
 only then is it known that no rank saw a bad gradient; DDP waits for all of them there anyway.
 """
 
@@ -89,7 +89,10 @@ class Courier:
 
     def _finish(self) -> None:
         futures, grads, views, launched = self._futures, self._grads(), self._views, self._launched
-        work = partial(self.wire.agree_on, grads) if self._must_wait else partial(self._judge, launched, grads)
+        work = partial(self._judge, launched, grads)
+        if self._must_wait:
+            # DDP drops what is handed back for a parameter that nobody used today: then wait and see who did.
+            work = partial(self.wire.agree_on, grads, patient=self._may_lack)
         self._begin()
         self.wire.ferry.board(partial(self._complete, futures, views, work))
 
@@ -107,7 +110,6 @@ class Courier:
         try:
             for name, update in work().updates.items():
                 views[name].copy_(update)
-            self.wire.account()
         except BaseException as wrong:
             for future, _ in futures:
                 future.set_exception(wrong)  # type: ignore[arg-type]  # surfaces in the user's backward()

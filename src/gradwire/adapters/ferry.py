@@ -59,9 +59,13 @@ class Ferry:
     def land(self, wire: "Wire") -> None:
         """Wait until nothing is under way."""
         crossing, self._crossing = self._crossing, None
-        if crossing is not None and crossing.result().skipped:
-            for memory in wire.session.memories:
-                memory["pending"].zero_()  # it was handed out already
+        if crossing is None:
+            return
+        verdict = crossing.result()
+        for lane, memory in zip(wire.session.plan.lanes, wire.session.memories, strict=True):
+            for name, place in lane.slices.items():
+                if verdict.skipped or name not in verdict.updates:
+                    memory["pending"][place] = 0.0  # it was handed out already
 
     def _cross(self, wire: "Wire", grads: Mapping[str, Tensor | None], scale: float) -> Verdict:
         return drive(wire.session.run(grads, 1.0 / scale), wire.link, wire.clock)

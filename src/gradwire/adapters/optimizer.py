@@ -1,6 +1,7 @@
 """The optimizer's door, Horovod-style: wrap an optimizer, and its ``step()`` synchronizes first."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -8,14 +9,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from gradwire.adapters.agreement import telling
 from gradwire.adapters.model import trainable
 from gradwire.adapters.wire import Wire
 from gradwire.feedback import MomentumCorrection
-from gradwire.links.collectives import Traffic
 from gradwire.links.link import Link
 from gradwire.links.torch import connect
 from gradwire.sync.method import Spec
-from gradwire.sync.plan import LAUNCH_BYTES, Rule
+from gradwire.sync.plan import LAUNCH_BYTES, Plan, Rule
 
 
 class DistributedOptimizer(Optimizer):
@@ -42,16 +43,21 @@ class DistributedOptimizer(Optimizer):
         scaler: torch.amp.GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
+        launch_mb: float = LAUNCH_BYTES / 2**20,
         link: Link | None = None,
     ) -> None:
+        link = link or connect(process_group)
         named = list(named_parameters)
+        with telling(link):
+            parameters = trainable(named)
+            _check_covered(optimizer, parameters)
         self.inner = optimizer
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
         self.state = optimizer.state
         self.wire = Wire(
-            trainable(named),
-            link or connect(process_group),
+            parameters,
+            link,
             spec,
             feedback=feedback,
             exchange=exchange,
@@ -59,15 +65,11 @@ class DistributedOptimizer(Optimizer):
             rules=rules,
             bundle=bundle,
             seed=seed,
-            launch_bytes=LAUNCH_BYTES,
+            launch_bytes=int(launch_mb * 2**20),
+            shared=dict(named),
+            veto=partial(refuse_second_momentum, optimizer),
         )
         self._scaler = scaler
-        refuse_second_momentum(optimizer, self.wire)
-        _check_covered(optimizer, self.wire)
-        with torch.no_grad():
-            for _, p in named:
-                self.wire.link.broadcast_(p)
-        self.wire.link.traffic = Traffic()  # the account begins with the first step
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -84,21 +86,28 @@ class DistributedOptimizer(Optimizer):
         return loss
 
     def _synchronize(self) -> bool:
+        if getattr(self, "found_inf", None) is not None and self._overflown():
+            return False
         scale = getattr(self, "grad_scale", None)
-        if getattr(self, "found_inf", None) is None:
-            self.wire()
-            return True
         if scale is not None:
             self._unscale_(scale)
-        before = self.wire.skipped
         self.wire()
-        if self.wire.skipped == before:
-            return True
-        if self._scaler is not None:
-            # A rank whose own gradients were fine must back off as well, or the ranks' scales drift apart.
-            for found in self._scaler._found_inf_per_device(self).values():
-                found.fill_(1.0)
-        return False
+        return True
+
+    def _overflown(self) -> bool:
+        if self._scaler is None:
+            raise ValueError(
+                "a GradScaler is at work that the optimizer was not told of, and the ranks' scales would drift apart; "
+                "build it with DistributedOptimizer(..., scaler=scaler)"
+            )
+        self.wire.ferry.land(self.wire)
+        if not self.wire.overflows(self.wire.grads()):
+            return False
+        self.wire.session.skip()
+        # A rank whose own gradients were fine must back off as well.
+        for found in self._scaler._found_inf_per_device(self).values():
+            found.fill_(1.0)
+        return True
 
     def _unscale_(self, scale: torch.Tensor) -> None:
         inverse = scale.double().reciprocal().float()
@@ -123,11 +132,9 @@ class DistributedOptimizer(Optimizer):
         super().add_param_group(param_group)
 
 
-def refuse_second_momentum(optimizer: Optimizer, wire: Wire) -> None:
+def refuse_second_momentum(optimizer: Optimizer, plan: Plan) -> None:
     """Momentum before compression and again after it is not what anybody wants."""
-    corrected = any(
-        isinstance(lane.feedback, MomentumCorrection) and lane.feedback.momentum > 0 for lane in wire.session.plan.lanes
-    )
+    corrected = any(isinstance(lane.feedback, MomentumCorrection) and lane.feedback.momentum > 0 for lane in plan.lanes)
     if isinstance(optimizer, SGD) or not corrected:
         return
     for group in optimizer.param_groups:
@@ -138,8 +145,8 @@ def refuse_second_momentum(optimizer: Optimizer, wire: Wire) -> None:
             )
 
 
-def _check_covered(optimizer: Optimizer, wire: Wire) -> None:
-    known = {id(p) for p in wire.parameters.values()}
+def _check_covered(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    known = {id(p) for p in parameters.values()}
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.requires_grad and id(p) not in known:

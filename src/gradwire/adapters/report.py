@@ -3,8 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rich.console import Console
+from rich.table import Table
+
 from gradwire.links.collectives import Traffic
 from gradwire.sync.drive import Clock
+from gradwire.sync.session import Session
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,29 @@ def summarize(
         decode_seconds=clock.decode,
         rules=rules,
     )
+
+
+def show(session: Session) -> str:
+    """A session's plan as a table."""
+    console = Console(width=120, no_color=True)
+    with console.capture() as shown:
+        console.print(_table(session))
+    return shown.get()
+
+
+def _table(session: Session) -> Table:
+    table = Table(title=f"gradwire, rank {session.rank} of {session.world}")
+    for column in ("rule", "tensors", "units", "parameters", "codec", "feedback", "exchange", "bytes", "floats"):
+        table.add_column(column, justify="left" if column in {"rule", "codec", "feedback", "exchange"} else "right")
+    for lane, held in zip(session.plan.lanes, session.memories, strict=True):
+        codec, exchange = lane.at(session.step)
+        size = "-" if exchange.late else str(codec.size(lane.units))
+        floats = sum(x.numel() for x in held.values()) / max(1, lane.units.total)
+        said = "low rank" if exchange.late else " -> ".join(str(entry[1]) for entry in lane.table)
+        numbers = (str(len(lane.tensors)), str(len(lane.units)), str(lane.units.total))
+        table.add_row(lane.label, *numbers, said, str(lane.feedback), str(exchange), size, f"{floats:.2f}")
+    table.caption = "bytes: the longest payload of a rank per step; floats: memory per parameter"
+    return table
 
 
 def _bytes(n: float) -> str:

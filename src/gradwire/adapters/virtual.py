@@ -12,6 +12,7 @@ from gradwire.links.collectives import Collective
 from gradwire.links.link import Link
 from gradwire.sync.lockstep import Lockstep
 from gradwire.sync.method import Spec
+from gradwire.sync.plan import LAUNCH_BYTES
 
 
 class Seat(Link):
@@ -22,8 +23,12 @@ class Seat(Link):
         self.rank, self.world = rank, group.world
 
     @property
-    def traffic(self) -> Any:  # type: ignore[override]
+    def traffic(self) -> Any:
         return self.group.traffic[self.rank]
+
+    @traffic.setter
+    def traffic(self, count: Any) -> None:
+        self.group.traffic[self.rank] = count
 
     def move(self, collective: Collective) -> Tensor:
         raise AssertionError("a lockstep group moves bytes for all its ranks together")
@@ -36,8 +41,11 @@ class Seat(Link):
 class VirtualWorkers:
     """Wires of N replicas. Call it after all of them have run ``backward()``."""
 
-    def __init__(self, models: Sequence[nn.Module], spec: Spec, **options: Any) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], spec: Spec, launch_mb: float = LAUNCH_BYTES / 2**20, **options: Any
+    ) -> None:
         self.group = Lockstep(len(models))
+        options["launch_bytes"] = int(launch_mb * 2**20)
         self.wires = []
         for rank, model in enumerate(models):
             refuse_sparse(model)
@@ -48,10 +56,8 @@ class VirtualWorkers:
 
     def __call__(self) -> None:
         """One synchronization of all replicas."""
-        grads = [{name: p.grad for name, p in wire.parameters.items()} for wire in self.wires]
-        talks = [wire.session.run(grad) for wire, grad in zip(self.wires, grads, strict=True)]
+        talks = [wire.session.run(wire.grads()) for wire in self.wires]
         for wire, verdict in zip(self.wires, self.group.drive(talks), strict=True):
-            wire.account()
             wire.write_(verdict)
 
 

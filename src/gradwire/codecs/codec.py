@@ -159,6 +159,16 @@ class Codec:
         """A linear codec's message as numbers that may be added across ranks."""
         return from_bytes(payload.data, self.quantizer.dtype)  # type: ignore[attr-defined]
 
+    def bound(self, encoded: Encoded, limit: float, segments: Segments, key: Key) -> Encoded:
+        """A linear codec's message with every summand clamped to +-limit."""
+        said = self.summand(encoded.payload).clamp(-limit, limit)
+        heard = said.float()
+        if self.transform is None:
+            sent = Sent(encoded.sent.indices, heard)
+        else:
+            sent = Sent(None, self.expand(heard, segments, key))
+        return Encoded(Payload(as_bytes(said)), sent, encoded.memory)
+
     def expand(self, values: Tensor, segments: Segments, key: Key) -> Tensor:
         """A sum of summands, or their mean, as a dense float32 vector."""
         table = self._table(segments)
@@ -272,7 +282,7 @@ def _slot(stage: Stage) -> int:
         if isinstance(stage, kind):
             return slot
     kind_name = getattr(stage, "kind", type(stage).__name__)
-    raise ValueError(f"{stage} is a {kind_name}, which has no place in a chain of codec stages")
+    raise ValueError(f"{stage} is of kind {kind_name}, which has no place in a chain of codec stages")
 
 
 def _refusal(left: Stage, right: Stage, a: int, b: int) -> str:
@@ -290,7 +300,8 @@ def _check(indices: Tensor, n: int) -> None:
     """A corrupted message may not write outside the buffer, nor twice at one place."""
     if indices.numel() == 0:
         return
-    rising = bool((indices.diff() > 0).all()) and int(indices[0]) >= 0 and int(indices[-1]) < n
+    # Compared, not subtracted: the difference of two damaged positions may wrap around.
+    rising = bool((indices[1:] > indices[:-1]).all()) and int(indices[0]) >= 0 and int(indices[-1]) < n
     if not rising:
         raise Malformed(
             f"a message names positions that do not rise from 0 to {n - 1}; "

@@ -22,7 +22,8 @@ class Payload:
 
 def as_bytes(x: Tensor) -> Tensor:
     """A tensor's memory, little-endian as it lies, as uint8."""
-    return x.contiguous().view(torch.uint8).flatten()
+    # A lone element of a strided vector counts as contiguous but keeps its stride, which no view of bytes accepts.
+    return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:

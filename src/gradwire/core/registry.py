@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 # Kinds of things that have a name: which slot of a spec they may fill.
-KINDS = ("transform", "selector", "quantizer", "indices", "feedback", "exchange", "preset")
+KINDS = ("transform", "selector", "quantizer", "indices", "feedback", "exchange", "preset", "topology", "gossip")
 
 T = TypeVar("T")
 _ENTRIES: dict[str, tuple[str, Callable[..., object]]] = {}

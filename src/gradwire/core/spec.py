@@ -55,7 +55,10 @@ def _is_spec(node: ast.expr) -> bool:
 
 def _build(node: ast.expr, text: str) -> Any:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return reduce(lambda a, b: a | b, [_build(part, text) for part in _operands(node)])
+        for part in _operands(node):
+            if not _is_spec(part):
+                raise ValueError(f"{ast.unparse(part)} in the spec {text!r} is no stage; join stages by |")
+        return reduce(_join, [_build(part, text) for part in _operands(node)])
     if isinstance(node, ast.Name):
         return _call(node.id, [], {})
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -70,9 +73,17 @@ def _build(node: ast.expr, text: str) -> Any:
 
 
 def _operands(node: ast.expr) -> list[ast.expr]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return [*_operands(node.left), node.right]
-    return [node]
+    parts: list[ast.expr] = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):  # a loop, since chains may be long
+        parts.append(node.right)
+        node = node.left
+    return [node, *reversed(parts)]
+
+
+def _join(left: Any, right: Any) -> Any:
+    if not hasattr(left, "__or__"):
+        raise ValueError(f"{left} is of kind {left.kind}, which has no place in a chain of codec stages")
+    return left | right
 
 
 def _call(name: str, args: list[Any], named: dict[str, Any]) -> Any:
@@ -81,7 +92,11 @@ def _call(name: str, args: list[Any], named: dict[str, Any]) -> Any:
         inspect.signature(make).bind(*args, **named)
     except TypeError as wrong:
         raise ValueError(f"{name}{_signature(make)} does not fit: {wrong}") from None
-    return make(*args, **named)
+    try:
+        return make(*args, **named)
+    except TypeError as wrong:  # a word where a number belongs, and the like
+        given = [*map(_literal, args), *(f"{word}={_literal(value)}" for word, value in named.items())]
+        raise ValueError(f"{name}({', '.join(given)}) does not fit {name}{_signature(make)}: {wrong}") from None
 
 
 def _signature(make: Callable[..., object]) -> str:

@@ -4,7 +4,8 @@ Paper:    Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms for clusters
 Formula:  mean = decode(sum over ranks of encode(x_r)) / N
 Wire:     2 (N-1)/N payloads sent by each rank, whatever N
 Traits:   exact; linear codecs only
-Differs:  16-bit summands are limited to 1/N of their range first, so that the sum stays finite; the excess is debt
+Differs:  summands are limited to 1/N of their format's range, less what sums may gain by rounding, so that the sum
+          stays finite; the excess is debt
 Spec:     allreduce
 """
 
@@ -38,9 +39,9 @@ class AllReduce(Exchange):
             )
 
     def encode(self, signal: Signal, codec: Codec, around: Round) -> Said:
-        limit = torch.finfo(codec.quantizer.dtype).max / around.world  # type: ignore[attr-defined]
-        bounded = signal._replace(target=signal.target.clamp(-limit, limit))
-        return Said(*codec.encode(bounded, around.key))
+        said = codec.encode(signal, around.key)
+        limit = most_summand(codec.quantizer.dtype, around.world)  # type: ignore[attr-defined]
+        return Said(*codec.bound(said, limit, around.units, around.key))
 
     def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
         assert isinstance(said.message, Payload)
@@ -50,3 +51,11 @@ class AllReduce(Exchange):
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         return 2 * (world - 1) / world * codec.size(units)
+
+
+def most_summand(dtype: torch.dtype, world: int) -> float:
+    """The largest magnitude of which ``world`` may be added in ``dtype``, in any order, without overflow."""
+    info = torch.finfo(dtype)
+    # Each addition rounds up by eps/2 at most; and as soon as that matters more than the summand, sums cease to grow.
+    growth = min(2.0, (1 + info.eps) ** world)
+    return info.max / world / growth

@@ -1,4 +1,13 @@
-"""Auto: the exchange that fits the codec and sends least at this world size."""
+"""Auto: the exchange that fits the codec and sends least at this world size.
+
+Paper:    none; a choice, not a method
+Formula:  allreduce where payloads can be added; else, of allgather and two_way, the one that sends least, two_way only
+          for codecs of fixed length that select nothing
+Wire:     as the exchange chosen
+Traits:   as the exchange chosen
+Differs:  no paper to differ from
+Spec:     auto
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar

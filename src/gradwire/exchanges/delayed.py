@@ -26,7 +26,7 @@ from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
 class Delayed(Exchange):
     """Hand back what the group agreed on one step ago."""
 
-    inner: Exchange = Auto()
+    inner: Exchange = Auto()  # noqa: RUF009 - a frozen value
     examples: ClassVar[tuple[str, ...]] = ("delayed", "delayed(inner=two_way)")
 
     def __post_init__(self) -> None:

@@ -60,12 +60,14 @@ class Exchange(ABC):
     examples: ClassVar[tuple[str, ...]]
     exact: ClassVar[bool] = False  # with fp32 the outcome is the mean, to rounding
     late: ClassVar[bool] = False  # compresses by itself, in mid-conversation; no codec
+    silent: ClassVar[bool] = False  # asks the group nothing
 
     def __str__(self) -> str:
         return write(self)
 
     def check(self, codec: Codec) -> None:
         """Refuse a codec that this exchange cannot carry, with a sentence."""
+        del codec
 
     def slots(self, around: Round) -> dict[str, Slot]:
         """Memories of the exchange's own."""

@@ -26,6 +26,7 @@ class Noop(Exchange):
     """Talk to nobody."""
 
     examples: ClassVar[tuple[str, ...]] = ("noop",)
+    silent: ClassVar[bool] = True
 
     def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
         assert isinstance(said.message, Payload)

@@ -24,6 +24,7 @@ from gradwire.core.registry import register
 from gradwire.core.segments import Segments
 from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
 from gradwire.kernels import philox
+from gradwire.kernels.select import is_count
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ class PowerSGD(Exchange):
     late: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"powersgd(rank={self.rank}) must have a rank of at least 1")
+        if not is_count(self.rank):
+            raise ValueError(f"powersgd(rank={self.rank!r}) must have a whole number from 1 as its rank")
 
     def slots(self, around: Round) -> dict[str, Slot]:
         lengths = tuple(basis_length(shape, self.rank) for shape in around.tensors.shapes)

@@ -66,7 +66,13 @@ class Traffic:
 
 
 def traffic(collective: Collective, rank: int, world: int) -> Traffic:
-    """What a collective costs one rank: a ring all-reduce, direct gathers and swaps, a broadcast tree."""
+    """What a collective costs one rank: the bytes of tensors, without the headers of any transport.
+
+    It models what gloo does, measured at 2, 3 and 4 ranks: all-reduce and all-gather go around a ring, whatever the
+    size, to within the few bytes by which its segments differ; all-to-all sends each block straight to its owner;
+    broadcast is a binomial tree, in which rank r passes the tensor on to every r + 2^i with 2^i > r.
+    NCCL chooses among algorithms by size and topology; where it takes rings, this holds there too.
+    """
     x = collective.tensor
     n = x.numel() * x.element_size()
     if isinstance(collective, AllReduce):
@@ -77,7 +83,8 @@ def traffic(collective: Collective, rank: int, world: int) -> Traffic:
     if isinstance(collective, AllToAll):
         out, into = sum(collective.out), sum(collective.into)
         return Traffic(out - collective.out[rank], into - collective.into[rank], 1)
-    return Traffic(n * (world - 1) / world, n * (world - 1) / world, 1)
+    children = sum(2**i > rank and rank + 2**i < world for i in range(world.bit_length()))
+    return Traffic(children * n, n if rank else 0, 1)
 
 
 def fuse(asks: Sequence[Ask], world: int) -> Generator[Collective, Tensor, list[Any]]:

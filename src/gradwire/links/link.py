@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradwire.core.asks import Ask
@@ -15,6 +16,7 @@ class Link(ABC):
 
     rank: int
     world: int
+    device = torch.device("cpu")  # where small agreements must live
 
     def __init__(self) -> None:
         self.traffic = Traffic()

@@ -10,12 +10,20 @@ from gradwire.links.solo import SoloLink
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
+# Into one tensor: into a list, torch gathers to a tensor of its own first, and copies. Older versions of torch know
+# only the second name; newer ones warn of it.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def private_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """A group of our own over the same ranks, so that our collectives never mix with the user's."""
     parent = group if group is not None else dist.group.WORLD
-    assert parent is not None
-    made = dist.new_group(dist.get_process_group_ranks(parent), use_local_synchronization=True)
+    if not isinstance(parent, dist.ProcessGroup):  # what torch hands to those outside
+        raise ValueError(f"rank {dist.get_rank()} is not in the process_group; attach only on the ranks that are")
+    # Ranks outside a smaller group are not here to help. Of the whole world all are, and then nobody needs the name
+    # that torch makes of how many groups a rank has joined, which may differ between ranks.
+    local = parent is not dist.group.WORLD
+    made = dist.new_group(dist.get_process_group_ranks(parent), use_local_synchronization=local)
     assert isinstance(made, dist.ProcessGroup)
     return made
 
@@ -28,6 +36,8 @@ class TorchLink(Link):
         self.group = group
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
+        if dist.get_backend(group) == "nccl":  # it takes CUDA tensors only
+            self.device = torch.device("cuda", torch.cuda.current_device())
         # Of CUDA tensors gloo takes only some collectives; through the host it takes all of them.
         self._via_host = dist.get_backend(group) == "gloo"
 
@@ -43,7 +53,7 @@ class TorchLink(Link):
             dist.all_reduce(out, _OPS[collective.op], group=self.group)
         elif isinstance(collective, AllGather):
             out = x.new_empty(self.world, x.numel())
-            dist.all_gather(list(out.unbind(0)), x, group=self.group)
+            _gather_into(out.view(-1), x, group=self.group)
         elif isinstance(collective, AllToAll):
             out = x.new_empty(sum(collective.into))
             splits = list(collective.into), list(collective.out)
@@ -60,10 +70,3 @@ def connect(group: dist.ProcessGroup | None = None) -> Link:
     if not (dist.is_available() and dist.is_initialized()):
         return SoloLink()
     return TorchLink(private_group(group))
-
-
-def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where small agreements of a group must live: NCCL takes CUDA tensors only."""
-    if dist.is_initialized() and dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

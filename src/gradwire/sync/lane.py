@@ -72,7 +72,8 @@ class Lane:
         """This rank's share of the pending update: the mean of debts over ranks is still to be applied."""
         n = self.units.total
         owed = self.feedback.debt(memory)
-        debt = torch.zeros(n) if owed is None else owed.clone()
+        somewhere = next(iter(memory.values()), torch.zeros(0))
+        debt = somewhere.new_zeros(n) if owed is None else owed.clone()
         if OWED in memory:
             debt += memory[OWED]
         if "served" in memory:

@@ -4,6 +4,8 @@ A saved state is a flat dictionary of plain tensors. ``residual/fc.weight`` is w
 the parameter ``fc.weight``, in that parameter's length; ``gradwire/...`` are facts about the run.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -60,6 +62,7 @@ def save(session: "Session", spec: str) -> dict[str, Tensor]:
     """One rank's state."""
     state = {
         "gradwire/format": torch.tensor(WIRE_FORMAT),
+        "gradwire/model": _fingerprint(session),
         "gradwire/rank": torch.tensor(session.rank),
         "gradwire/seed": torch.tensor(session.seed),
         "gradwire/skipped": torch.tensor(session.skipped),
@@ -76,55 +79,87 @@ def save(session: "Session", spec: str) -> dict[str, Tensor]:
     return state
 
 
-def load(session: "Session", states: Sequence[State], spec: str) -> None:
-    """Take over a rank's own state, or reshard the states of all ranks of another world.
-
-    Raises:
-        ValueError: The state belongs to another spec or model, or is not all that is needed.
-    """
-    _check(session, states, spec)
-    old_world = int(states[0]["gradwire/world"])
-    own = [state for state in states if int(state["gradwire/rank"]) == session.rank]
-    if old_world == session.world and own:
-        states = own
+def load(session: "Session", states: Sequence[State]) -> None:
+    """Take over a rank's own state, or reshard the states of all ranks of another world; `check` them first."""
+    if int(states[0]["gradwire/world"]) == session.world:
+        states = [state for state in states if int(state["gradwire/rank"]) == session.rank]
     for i, lane in enumerate(session.plan.lanes):
-        held = {key.partition("/")[0]: torch.zeros(0) for key in states[0]}
-        slots = slots_of(lane, held, session.world)
-        session.memories[i] = fresh(slots, lane, session.rank, session.world, session.device)
-        for slot_name, slot in slots.items():
-            for name, span in spans(slot, lane, session.rank, session.world).items():
-                whole = _merge([state[f"{slot_name}/{name}"] for state in states], slot)
-                session.memories[i][slot_name][span.live] = whole[span.own].to(session.device)
+        session.memories[i] = _buffers(session, lane, states)
     session.step = int(states[0]["gradwire/step"])
     session.skipped = int(states[0]["gradwire/skipped"])
     session.seed = int(states[0]["gradwire/seed"])
 
 
-def _merge(copies: Sequence[Tensor], slot: Slot) -> Tensor:
-    if len(copies) == 1 or slot.reshard == "same":
-        return copies[0]
-    total = torch.stack([copy.double() for copy in copies]).sum(0)
-    return (total if slot.reshard == "shard" else total / len(copies)).float()
+def _buffers(session: "Session", lane: Lane, states: Sequence[State]) -> dict[str, Tensor]:
+    found = {key.partition("/")[0]: torch.zeros(0) for state in states for key in state}
+    slots = slots_of(lane, found, session.world)
+    homeless = "served" in found and "served" not in slots
+    if homeless:  # this world's exchange has no servers, so their debt is everybody's
+        slots[OWED] = Slot(lane.tensors.lengths)
+    buffers = fresh(slots, lane, session.rank, session.world, session.device)
+    for slot_name, slot in slots.items():
+        for name, span in spans(slot, lane, session.rank, session.world).items():
+            whole = _merge([state.get(f"{slot_name}/{name}") for state in states], slot, span.length)
+            if slot_name == OWED and homeless:
+                whole = whole + _merge([state.get(f"served/{name}") for state in states], _SERVED, span.length)
+            buffers[slot_name][span.live] = whole[span.own].to(session.device)
+    return buffers
 
 
-def _check(session: "Session", states: Sequence[State], spec: str) -> None:
+_SERVED = Slot((), "shard")
+
+
+def _merge(copies: Sequence[Tensor | None], slot: Slot, n: int) -> Tensor:
+    """One memory of one parameter, of all ranks' copies; who has none holds zeros."""
+    held = [torch.zeros(n) if copy is None else copy for copy in copies]
+    if len(held) == 1 or slot.reshard == "same":
+        return held[0]
+    total = torch.stack([copy.double() for copy in held]).sum(0)
+    return (total if slot.reshard == "shard" else total / len(held)).float()
+
+
+def _fingerprint(session: "Session") -> Tensor:
+    shapes = [
+        shape for lane in session.plan.lanes for shape in zip(lane.tensors.names, lane.tensors.shapes, strict=True)
+    ]
+    digest = hashlib.sha256(json.dumps(sorted(shapes)).encode()).digest()
+    return torch.tensor(list(digest[:8]), dtype=torch.uint8)
+
+
+def check(session: "Session", states: Sequence[State], spec: str) -> None:
+    """Refuse what cannot be loaded.
+
+    Raises:
+        ValueError: The state belongs to another spec or model, or is not all that is needed.
+    """
     if not states or any("gradwire/spec" not in state for state in states):
         raise ValueError("this is no gradwire state: it lacks gradwire/spec; pass what state_dict() returned")
+    if int(states[0]["gradwire/format"]) != WIRE_FORMAT:
+        raise ValueError(
+            f"the state has format {int(states[0]['gradwire/format'])}, but this gradwire reads {WIRE_FORMAT}; "
+            "install the gradwire that saved it"
+        )
     saved = bytes(states[0]["gradwire/spec"].tolist()).decode()
     if saved != spec:
         raise ValueError(
             f"the state was saved under the spec [{saved}], but this run has [{spec}]; attach with the saved spec, "
             "load, and then change it with wire.set(...)"
         )
-    world, ranks = int(states[0]["gradwire/world"]), {int(state["gradwire/rank"]) for state in states}
-    if world == session.world and session.rank in ranks:
-        pass
-    elif ranks != set(range(world)):
-        raise ValueError(
-            f"the state is of ranks {sorted(ranks)} of a world of {world}, and this is rank {session.rank} of "
-            f"{session.world}; to change the world, pass the states of all {world} ranks"
-        )
+    _check_ranks(session, states)
     _check_model(session, states[0])
+
+
+def _check_ranks(session: "Session", states: Sequence[State]) -> None:
+    world, ranks = int(states[0]["gradwire/world"]), sorted(int(state["gradwire/rank"]) for state in states)
+    own = world == session.world and ranks.count(session.rank) == 1
+    if not own and ranks != list(range(world)):
+        raise ValueError(
+            f"the state is of ranks {ranks} of a world of {world}, and this is rank {session.rank} of "
+            f"{session.world}; load each rank's own state or, to change the world, the states of all {world} ranks"
+        )
+    steps = sorted({int(state["gradwire/step"]) for state in states})
+    if len(steps) > 1:
+        raise ValueError(f"the states were saved at different steps, {steps}; pass those of one step")
 
 
 def _check_model(session: "Session", state: State) -> None:
@@ -132,9 +167,16 @@ def _check_model(session: "Session", state: State) -> None:
         for slot_name, slot in lane.slots(session.world).items():
             for name, n in zip(lane.tensors.names, slot.lengths, strict=True):
                 saved = state.get(f"{slot_name}/{name}")
+                if saved is None and slot.reshard == "shard":
+                    continue  # the world that saved it had no servers
                 if saved is None or saved.numel() != n:
                     found = "nothing" if saved is None else f"{saved.numel()} elements"
                     raise ValueError(
                         f"the state holds {found} of {slot_name} for {name!r}, where {n} elements are needed; "
                         "is it a checkpoint of another model?"
                     )
+    if not torch.equal(state["gradwire/model"], _fingerprint(session)):
+        raise ValueError(
+            "the state was saved for another model: its trainable parameters differ in name, number or shape; "
+            "build that model, or start without the state"
+        )

@@ -12,7 +12,7 @@ from itertools import groupby
 
 from gradwire.codecs.codec import Codec
 from gradwire.core.segments import Segments
-from gradwire.exchanges import Auto, Delayed, Exchange, choose
+from gradwire.exchanges import Auto, Delayed, Exchange, Noop, choose
 from gradwire.sync.lane import Lane
 from gradwire.sync.method import Method, Spec, method
 
@@ -104,10 +104,17 @@ def default_rules(
     main = Rule(whole, granularity=granularity)
     if bundle is None or (whole.last.traits.lossless and not whole.exchange.late):
         return (main,)
-    # A bundle that waited for its own mean would make the whole step wait.
-    exchange_of_bundle = Delayed() if isinstance(whole.exchange, Delayed) else Auto()
-    dense = Rule(Method(method(bundle).table, whole.feedback, exchange_of_bundle), max_dim=1, granularity="model")
+    dense = Rule(
+        Method(method(bundle).table, whole.feedback, _of_bundle(whole.exchange)), max_dim=1, granularity="model"
+    )
     return (dense, main)
+
+
+def _of_bundle(exchange: Exchange) -> Exchange:
+    """A bundle that waited for its own mean would make the whole step wait; one that spoke would not be silent."""
+    if isinstance(exchange, Delayed):
+        return Delayed()
+    return exchange if isinstance(exchange, Noop) else Auto()
 
 
 def build(shapes: Shapes, rules: Sequence[Rule], world: int, launch_bytes: int = LAUNCH_BYTES) -> Plan:

@@ -7,25 +7,22 @@ wrong on any rank leaves every memory on every rank as it was.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from gradwire.codecs.stage import Memory
-from gradwire.core.asks import Ask, Gather, Max, Sum, Swap, Talk
+from gradwire.codecs.stage import Memory, Slot
+from gradwire.core.asks import Ask, Gather, Max, Swap, Talk
 from gradwire.core.keys import Key
-from gradwire.core.payload import Payload
+from gradwire.sync.complaint import BROKEN, MISSING, UNFIT, byte, complaints_in, rider
 from gradwire.sync.drive import Conversation, converse
-from gradwire.sync.lane import OBSERVED, Lane, Released
+from gradwire.sync.lane import OBSERVED, OWED, Lane, Released
 from gradwire.sync.memory import fresh, spans
 from gradwire.sync.plan import Plan
 
+T = TypeVar("T")
 Grads = Mapping[str, Tensor | None]
-
-# What a rank may have to tell beside its payloads; one byte, or one added number.
-BROKEN = 1  # my gradient is not finite
-MISSING = 2  # some of my parameters have no gradient
 
 
 class Heard(NamedTuple):
@@ -59,6 +56,7 @@ class Session:
             fresh(lane.slots(self.world), lane, self.rank, self.world, self.device) for lane in self.plan.lanes
         ]
         self.said: Counter[str] = Counter()  # payload bytes by lane label
+        self.meant: Counter[str] = Counter()  # bytes of the same gradients in float32
 
     def run(self, grads: Grads, unscale: float = 1.0) -> Conversation[Verdict]:
         """A whole step: all launches in order, then the verdict. Gradients are multiplied by ``unscale`` first."""
@@ -71,13 +69,12 @@ class Session:
     def launch(self, i: int, grads: Grads, factor: float = 1.0) -> Conversation[Heard]:
         """Compress and exchange the lanes of one launch."""
         lanes = self.plan.launches[i]
-        names = [name for lane in lanes for name in lane.tensors.names]
         flats = [self._flat(lane, grads, factor) for lane in lanes]
-        finite = all(bool(torch.isfinite(flat).all()) for flat in flats)
-        if not finite:
+        complaint = self._complaint(i, grads, flats)
+        if complaint & (BROKEN | UNFIT):
             flats = [torch.zeros_like(flat) for flat in flats]  # what is said now will be dropped by all
-        missing = any(grads[name] is None for name in names)
-        complaint = (0 if finite else BROKEN) | (MISSING if missing else 0)
+        for lane in lanes:
+            self.meant[lane.label] += 4 * lane.units.total
         talks = [
             self._counted(lane.label, lane.talk(flat, memory, self._key(), self.world))
             for lane, flat, memory in zip(lanes, flats, self._memories(i), strict=True)
@@ -89,16 +86,23 @@ class Session:
         complaints = 0
         for launch in heard:
             complaints |= launch.complaints
-        used: Mapping[str, bool] | None = None
-        if complaints & MISSING and not complaints & BROKEN:
-            used = yield from self._used(grads)
-        self.step += 1
+        if complaints & UNFIT:
+            raise ValueError(_refusal(grads))
         released = [one for launch in heard for one in launch.released]
         if complaints & BROKEN:
-            self.skipped += 1
+            self.skip()
             return Verdict(self._split([torch.zeros_like(one.update) for one in released], None), True)
+        used = (yield from self._used(grads)) if complaints & MISSING else None
+        self.step += 1
         self._commit([one.memory for one in released], used)
         return Verdict(self._split([one.update for one in released], used), False)
+
+    def skip(self) -> None:
+        """Count a step that was dropped, and forget what the loop observed in it."""
+        self.step += 1
+        self.skipped += 1
+        for memory in self.memories:
+            memory.pop(OBSERVED, None)
 
     def clip_factor(self, grads: Grads, unscale: float = 1.0) -> float:
         """``unscale``, times local clipping. That looks at the whole gradient, so it comes before any launch."""
@@ -134,11 +138,21 @@ class Session:
         parts = []
         for name, n in zip(lane.tensors.names, lane.tensors.lengths, strict=True):
             grad = grads[name]
-            parts.append(
-                torch.zeros(n, device=self.device) if grad is None else _dense(name, grad).to(self.device).float()
-            )
+            if grad is None or _is_sparse(grad):
+                parts.append(torch.zeros(n, device=self.device))
+            else:
+                parts.append(grad.detach().flatten().to(self.device).float())
         flat = torch.cat(parts)
         return flat if factor == 1.0 else flat * factor
+
+    def _complaint(self, i: int, grads: Grads, flats: Sequence[Tensor]) -> int:
+        mine = [grads[name] for lane in self.plan.launches[i] for name in lane.tensors.names]
+        finite = all(bool(torch.isfinite(flat).all()) for flat in flats)
+        return (
+            (0 if finite else BROKEN)
+            | (MISSING if any(grad is None for grad in mine) else 0)
+            | (UNFIT if any(grad is not None and _is_sparse(grad) for grad in mine) else 0)
+        )
 
     def _counted(self, label: str, talk: Talk[Released]) -> Talk[Released]:
         """The same talk, its payloads put on the label's account."""
@@ -154,24 +168,25 @@ class Session:
 
     def _complaining(self, talk: Conversation[list[Released]], complaint: int) -> Conversation[Heard]:
         """Let the complaint ride along with the first round, in whatever kind of message that round sends."""
-        complaints = complaint
-        answers: Any = None
-        first = True
         try:
-            while True:
-                asks = talk.send(answers)
-                if first:
-                    heard = yield [*asks, _rider(complaint, asks, self.world)]
-                    complaints |= _complaints(heard.pop())
-                    answers, first = heard, False
-                else:
-                    answers = yield asks
-        except StopIteration as done:
-            return Heard(done.value, complaints)
+            asks = next(talk)
+        except StopIteration as done:  # nobody had anything to ask
+            heard = [] if self._silent else (yield [Gather(byte(complaint, self.device), 1)])
+            return Heard(done.value, complaint | sum(map(complaints_in, heard)))
+        *answers, said = yield [*asks, rider(complaint, asks[0], self.world, self.device)]
+        released = yield from _resume(talk, answers)
+        return Heard(released, complaint | complaints_in(said))
+
+    @property
+    def _silent(self) -> bool:
+        """Whether ranks never hear of each other at all."""
+        return all(lane.at(self.step)[1].silent for lane in self.plan.lanes)
 
     def _used(self, grads: Grads) -> Conversation[Mapping[str, bool]]:
         """Which parameters have a gradient on any rank at all."""
         flags = [0 if grads[name] is None else 1 for name in grads]
+        if self._silent:
+            return dict(zip(grads, map(bool, flags), strict=True))
         (anywhere,) = yield [Max(torch.tensor(flags, dtype=torch.int32, device=self.device))]
         return dict(zip(grads, (flag > 0 for flag in anywhere.tolist()), strict=True))
 
@@ -186,9 +201,12 @@ class Session:
             self.memories[i] = kept
 
     def _restore_(self, kept: dict[str, Tensor], old: Memory, lane: Lane, name: str) -> None:
-        for memory, slot in lane.slots(self.world).items():
+        slots = lane.slots(self.world)
+        if OWED in old:
+            slots[OWED] = Slot(lane.tensors.lengths)
+        for memory, slot in slots.items():
             span = spans(slot, lane, self.rank, self.world)[name]
-            kept[memory] = kept[memory].clone()
+            kept[memory] = kept[memory].clone() if memory in kept else torch.zeros_like(old[memory])
             kept[memory][span.live] = old[memory][span.live]
 
     def _split(self, updates: Sequence[Tensor], used: Mapping[str, bool] | None) -> dict[str, Tensor]:
@@ -200,38 +218,26 @@ class Session:
         return split
 
 
-def _dense(name: str, grad: Tensor) -> Tensor:
-    if grad.layout != torch.strided:
-        raise ValueError(
-            f"the gradient of {name!r} is sparse, and only dense gradients are compressed; "
-            "build its embedding with sparse=False"
-        )
-    return grad.detach().flatten()
+def _is_sparse(grad: Tensor) -> bool:
+    return grad.layout != torch.strided
 
 
-def _rider(complaint: int, asks: Sequence[Ask], world: int) -> Ask:
-    """The complaint, as an ask that fuses with one that is there already."""
-    ask = asks[0]
-    if isinstance(ask, Sum):
-        loud = float("inf") if complaint & BROKEN else float(bool(complaint & MISSING))
-        return Sum(ask.tensor.new_full((1,), loud))
-    assert isinstance(ask, Gather | Swap)
-    payload = ask.payload if isinstance(ask, Gather) else next(iter(ask.out.values()))
-    byte = Payload(torch.full((1,), complaint, dtype=torch.uint8, device=payload.data.device))
-    if isinstance(ask, Gather):
-        return Gather(byte, 1)
-    return Swap({rank: byte for rank in range(world)}, dict.fromkeys(range(world), 1))
+def _refusal(grads: Grads) -> str:
+    remedy = "only dense gradients are compressed; build embeddings with sparse=False"
+    for name, grad in grads.items():
+        if grad is not None and _is_sparse(grad):
+            return f"the gradient of {name!r} is sparse, and {remedy}"
+    return f"another rank has a sparse gradient, and {remedy}"
 
 
-def _complaints(answer: Any) -> int:
-    if isinstance(answer, Tensor):
-        loud = float(answer)
-        return 0 if loud == 0.0 else MISSING if loud < float("inf") else BROKEN
-    payloads = answer.values() if isinstance(answer, Mapping) else answer
-    complaints = 0
-    for payload in payloads:
-        complaints |= int(payload.data[0])
-    return complaints
+def _resume(talk: Conversation[T], answers: list[Any]) -> Conversation[T]:
+    """The rest of a conversation whose first round has been answered."""
+    try:
+        while True:
+            answers = yield talk.send(answers)
+    except StopIteration as done:
+        result: T = done.value
+        return result
 
 
 def _nbytes(ask: Ask) -> int:

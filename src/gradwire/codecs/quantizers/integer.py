@@ -16,16 +16,15 @@ Spec:     int8, int4, int2, int8(block=1024)
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import Quantizer
 from gradwire.core.keys import Key
-from gradwire.core.payload import as_bytes, from_bytes
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
-from gradwire.kernels.bits import pack, packed_bytes, unpack
-from gradwire.kernels.groups import blocks, largest, num_blocks, spread
+from gradwire.kernels import quantize
+from gradwire.kernels.bits import packed_bytes
+from gradwire.kernels.groups import num_blocks
 
 
 @dataclass(frozen=True)
@@ -42,29 +41,16 @@ class AbsMax(Quantizer):
                 "choose a positive whole number, for example 256"
             )
 
-    @property
-    def levels(self) -> int:
-        """The largest integer."""
-        return int(2 ** (self.bits - 1)) - 1
-
     def size(self, lengths: tuple[int, ...]) -> int:
         return 4 * num_blocks(lengths, self.block) + packed_bytes(sum(lengths), self.bits)
 
     def encode(self, values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
         del names, key
-        cut = blocks(lengths, self.block)
-        scales = largest(values.abs(), cut)
-        # Divide first: levels * x could overflow, and x / s never exceeds 1.
-        q = (values / spread(scales.where(scales != 0, 1.0), cut) * self.levels).round().int()
-        return torch.cat((as_bytes(scales), pack(q + self.levels, self.bits)))
+        return quantize.integer_encode(values, lengths, self.bits, self.block)
 
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
         del names, key
-        cut = blocks(lengths, self.block)
-        head = 4 * cut.numel()
-        scales = spread(from_bytes(data[:head], torch.float32), cut)
-        q = unpack(data[head:], self.bits, scales.numel()) - self.levels
-        return scales * (q / self.levels)
+        return quantize.integer_decode(data, lengths, self.bits, self.block)
 
     @property
     def traits(self) -> Traits:

@@ -15,18 +15,14 @@ Spec:     natural
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import Quantizer
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
-from gradwire.kernels.bits import pack, packed_bytes, unpack
-from gradwire.kernels.philox import uniform
-
-_BITS = 9
-_LARGEST = 254  # exponent bits of 2^127; 255 means infinity
+from gradwire.kernels import quantize
+from gradwire.kernels.bits import packed_bytes
 
 
 @register("natural", kind="quantizer")
@@ -37,23 +33,14 @@ class Natural(Quantizer):
     examples: ClassVar[tuple[str, ...]] = ("natural",)
 
     def size(self, lengths: tuple[int, ...]) -> int:
-        return packed_bytes(sum(lengths), _BITS)
+        return packed_bytes(sum(lengths), quantize.NATURAL_BITS)
 
     def encode(self, values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
-        raw = values.view(torch.int32)
-        exponent = raw >> 23 & 0xFF
-        # Subnormals are mantissa * 2^-126 with exponent bits 0: the same rule suits them.
-        mantissa = (raw & 0x7FFFFF) * 2.0**-23
-        up = uniform(key.fold("quantize"), names, lengths) < mantissa
-        # No finite value becomes infinite, yet an infinite one stays so.
-        rounded = torch.maximum(exponent, (exponent + up).clamp(max=_LARGEST))
-        return pack(rounded + ((raw < 0).int() << 8), _BITS)
+        return quantize.natural_encode(values, lengths, names, key.fold("quantize"))
 
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
         del names, key
-        codes = unpack(data, _BITS, int(lengths.sum()))
-        power = ((codes & 0xFF) << 23).view(torch.float32)
-        return torch.where(codes > 0xFF, -power, power)
+        return quantize.natural_decode(data, int(lengths.sum()))
 
     @property
     def traits(self) -> Traits:

@@ -15,16 +15,14 @@ Spec:     onebit
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import Quantizer
 from gradwire.core.keys import Key
-from gradwire.core.payload import as_bytes, from_bytes
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
-from gradwire.kernels.bits import pack, packed_bytes, unpack
-from gradwire.kernels.groups import spread, total
+from gradwire.kernels import quantize
+from gradwire.kernels.bits import packed_bytes
 
 
 @register("onebit", kind="quantizer")
@@ -39,22 +37,12 @@ class OneBit(Quantizer):
 
     def encode(self, values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
         del names, key
-        above = values >= 0
-        upper, lower = (_mean_where(side, values, lengths) for side in (above, ~above))
-        return torch.cat((as_bytes(upper), as_bytes(lower), pack(above, 1)))
+        return quantize.onebit_encode(values, lengths)
 
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
         del names, key
-        head = 8 * lengths.numel()
-        upper, lower = from_bytes(data[:head], torch.float32).view(2, -1)
-        above = unpack(data[head:], 1, int(lengths.sum())) == 1
-        return torch.where(above, spread(upper, lengths), spread(lower, lengths))
+        return quantize.onebit_decode(data, lengths)
 
     @property
     def traits(self) -> Traits:
         return Traits(contraction=True)
-
-
-def _mean_where(mask: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-    counts = total(mask, lengths).clamp(min=1)
-    return (total(torch.where(mask, values, 0.0), lengths) / counts).float()

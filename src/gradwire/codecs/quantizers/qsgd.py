@@ -19,17 +19,15 @@ Spec:     qsgd, qsgd(levels=7, bucket=None), qsgd(biased=True)
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import Quantizer
 from gradwire.core.keys import Key
-from gradwire.core.payload import as_bytes, from_bytes
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
-from gradwire.kernels.bits import pack, packed_bytes, unpack
-from gradwire.kernels.groups import blocks, num_blocks, spread, total
-from gradwire.kernels.philox import uniform
+from gradwire.kernels import quantize
+from gradwire.kernels.bits import packed_bytes
+from gradwire.kernels.groups import num_blocks
 
 _MOST_LEVELS = 65535  # beyond that, 24 random bits no longer resolve the fraction
 
@@ -70,39 +68,13 @@ class QSGD(Quantizer):
         return 4 * num_blocks(lengths, self.bucket) + codes
 
     def encode(self, values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
-        buckets = blocks(lengths, self.bucket)
-        norms = _norms(values, buckets)
-        level = values.abs() / spread(norms.where(norms != 0, 1.0), buckets) * self.levels
-        low = level.floor()
-        # floor(level + u) in other words; the sum itself could round up past the last level.
-        q = low + (uniform(key.fold("quantize"), names, lengths) < level - low)
-        codes = (values.sign() * q).int() + self.levels
-        return torch.cat((as_bytes(norms), pack(codes, self.bits)))
+        return quantize.qsgd_encode(values, lengths, names, key.fold("quantize"), self.levels, self.bucket)
 
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
         del names, key
-        buckets = blocks(lengths, self.bucket)
-        head = 4 * buckets.numel()
-        norms = from_bytes(data[:head], torch.float32).double() / (1 + self._shrink(buckets))
-        scales = spread(norms.float(), buckets)
-        codes = unpack(data[head:], self.bits, scales.numel()) - self.levels
-        return scales * (codes / self.levels)
-
-    def _shrink(self, buckets: Tensor) -> Tensor:
-        return _omega(buckets, self.levels) if self.biased else torch.zeros_like(buckets)
+        return quantize.qsgd_decode(data, lengths, self.levels, self.bucket, self.biased)
 
     @property
     def traits(self) -> Traits:
         quiet = self.bucket is not None and self.bucket < self.levels**2  # omega < 1
         return Traits(unbiased=not self.biased, contraction=self.biased or quiet)
-
-
-def _omega(lengths: Tensor, levels: int) -> Tensor:
-    b = lengths.double()
-    return torch.minimum(b / levels**2, b.sqrt() / levels)
-
-
-def _norms(values: Tensor, buckets: Tensor) -> Tensor:
-    norms = total(values.double().square(), buckets).sqrt()
-    # Only an infinite input has an infinite norm in float64, and that one should be heard.
-    return norms.clamp(max=torch.finfo(torch.float32).max).where(norms.isfinite(), norms).float()

@@ -15,16 +15,14 @@ Spec:     sign, sign(scale='norm')
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import Quantizer
 from gradwire.core.keys import Key
-from gradwire.core.payload import as_bytes, from_bytes
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
-from gradwire.kernels.bits import pack, packed_bytes, unpack
-from gradwire.kernels.groups import mean, spread, total
+from gradwire.kernels import quantize
+from gradwire.kernels.bits import packed_bytes
 
 
 @register("sign", kind="quantizer")
@@ -44,20 +42,11 @@ class Sign(Quantizer):
 
     def encode(self, values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
         del names, key
-        return torch.cat((as_bytes(self._scales(values, lengths)), pack(values >= 0, 1)))
+        return quantize.sign_encode(values, lengths, self.scale == "norm")
 
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
         del names, key
-        head = 4 * lengths.numel()
-        scales = spread(from_bytes(data[:head], torch.float32), lengths)
-        positive = unpack(data[head:], 1, scales.numel()) == 1
-        return torch.where(positive, scales, -scales)
-
-    def _scales(self, values: Tensor, lengths: Tensor) -> Tensor:
-        if self.scale == "mean":
-            return mean(values.abs(), lengths)
-        # Squared in float64, where no float32 overflows.
-        return (total(values.double().square(), lengths) / lengths.clamp(min=1)).sqrt().float()
+        return quantize.sign_decode(data, lengths)
 
     @property
     def traits(self) -> Traits:

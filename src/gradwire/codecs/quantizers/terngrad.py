@@ -9,8 +9,8 @@ Wire:     scales   float32[segments], the s
           total    4 * segments + ceil(m / 5) bytes
 Traits:   unbiased iff clip = 0, which means no clamping; E C(x) = y
 Differs:  each worker has its own s; the paper shares the largest so that sums stay integers.
-          sigma is the population standard deviation of the segment; a constant segment, where it
-          is 0, is not clamped, or nothing would be left of it.
+          sigma is taken about zero, not about the mean: of selected values that all have one
+          sign, clamping about the mean would leave nearly nothing.
 Spec:     terngrad, terngrad(clip=0)
 """
 
@@ -18,17 +18,13 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import Quantizer
 from gradwire.core.keys import Key
-from gradwire.core.payload import as_bytes, from_bytes
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
-from gradwire.kernels.bits import pack_trits, unpack_trits
-from gradwire.kernels.groups import largest, spread, total
-from gradwire.kernels.philox import uniform
+from gradwire.kernels import quantize
 
 
 @register("terngrad", kind="quantizer")
@@ -50,27 +46,12 @@ class TernGrad(Quantizer):
         return 4 * len(lengths) + (sum(lengths) + 4) // 5
 
     def encode(self, values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
-        y = _clamp(values, lengths, self.clip) if self.clip else values
-        scales = largest(y.abs(), lengths)
-        chance = y.abs() / spread(scales.where(scales != 0, 1.0), lengths)
-        kept = uniform(key.fold("quantize"), names, lengths) < chance
-        return torch.cat((as_bytes(scales), pack_trits(1 + y.sign() * kept)))
+        return quantize.ternary_encode(values, lengths, names, key.fold("quantize"), float(self.clip))
 
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
         del names, key
-        head = 4 * lengths.numel()
-        scales = spread(from_bytes(data[:head], torch.float32), lengths)
-        return scales * (unpack_trits(data[head:], scales.numel()) - 1)
+        return quantize.ternary_decode(data, lengths)
 
     @property
     def traits(self) -> Traits:
         return Traits(unbiased=self.clip == 0)
-
-
-def _clamp(values: Tensor, lengths: Tensor, clip: float) -> Tensor:
-    count = lengths.clamp(min=1)
-    # Two passes in float64: a constant segment gets exactly 0, and squares cannot overflow.
-    center = spread(total(values, lengths) / count, lengths)
-    sigma = (total((values - center).square(), lengths) / count).sqrt()
-    limit = spread((clip * sigma).where(sigma != 0, math.inf).float(), lengths)
-    return values.clamp(-limit, limit)

@@ -21,7 +21,8 @@ from gradwire.codecs.stage import Selector, Signal
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
-from gradwire.kernels.select import each, is_share, share, top
+from gradwire.kernels.fused import topk
+from gradwire.kernels.select import is_share, share
 
 
 @register("topk", kind="selector")
@@ -49,11 +50,8 @@ class TopK(Selector):
 
     def select(self, signal: Signal, key: Key) -> Tensor:
         del key
-        return each(signal.target.abs(), signal.segments, self._largest)
-
-    def _largest(self, size: Tensor, unit: str) -> Tensor:
-        del unit
-        return top(size, self.capacity(size.numel()))
+        lengths = signal.segments.lengths
+        return topk(signal.target, lengths, tuple(map(self.capacity, lengths)))
 
     @property
     def traits(self) -> Traits:

@@ -1,0 +1,35 @@
+"""Checkpoint: every rank's state as a file in one folder."""
+
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gradwire.adapters.agreement import telling
+from gradwire.adapters.wire import Wire
+
+
+def save(wire: Wire, folder: str | Path) -> Path:
+    """Write this rank's state into a folder that all ranks share, as safetensors."""
+    path = Path(folder) / f"wire-{wire.link.rank}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    save_file(wire.state_dict(), partial)
+    partial.replace(path)  # a reader sees the old state or the new one, never half of it
+    return path
+
+
+def load(wire: Wire, folder: str | Path) -> None:
+    """Read the states that `save` wrote: one's own where the world is the same, else all of them."""
+    with telling(wire.link):
+        world = int(_read(folder, 0)["gradwire/world"])
+        ranks = [wire.link.rank] if world == wire.link.world else range(world)
+        states = [_read(folder, rank) for rank in ranks]
+    wire.load_state_dict(states)
+
+
+def _read(folder: str | Path, rank: int) -> dict[str, Tensor]:
+    path = Path(folder) / f"wire-{rank}.safetensors"
+    if not path.exists():
+        raise ValueError(f"{folder} holds no {path.name}; pass the folder that gradwire.save wrote, with all its files")
+    return load_file(path)

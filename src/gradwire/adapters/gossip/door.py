@@ -1,0 +1,80 @@
+"""The door: one call after which a model gossips."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from gradwire.adapters.gossip.elastic import ElasticNet
+from gradwire.adapters.gossip.net import Net
+from gradwire.adapters.gossip.replica import CodecSpec
+from gradwire.gossip import Gossip
+from gradwire.links.link import Link
+from gradwire.links.torch import connect
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def gossip(
+    model: nn.Module,
+    spec: str | Gossip,
+    codec: CodecSpec | None = None,
+    *,
+    granularity: str = "layer",
+    overlap: bool = False,
+    process_group: "ProcessGroup | None" = None,
+    seed: int = 0,
+    link: Link | None = None,
+    elastic: bool = False,
+    timeout: float = 30.0,
+    meeting: str | Path | None = None,
+    rank: int | None = None,
+    world: int | None = None,
+    host: str = "127.0.0.1",
+) -> "Net | ElasticNet":
+    """Train replicas that talk to neighbors only; the loop calls the returned net after ``optimizer.step()``.
+
+    Args:
+        model: This rank's replica. It starts with the parameters and buffers of rank 0.
+        spec: A method with its graph, such as ``"choco(ring, gamma=auto)"`` or ``"dpsgd(torus)"``.
+        codec: What messages are written in, such as ``"sign"``; by default float32.
+        granularity: What the codec sees as one vector: each ``"layer"``, or the whole ``"model"``.
+        overlap: Whether messages travel behind the next forward and backward pass; what they change comes a step late.
+        process_group: The group to train over; by default the whole world.
+        seed: Of all random bits; equal on all ranks.
+        link: Who moves the bytes, if not torch.distributed.
+        elastic: Whether to go on when neighbors die or stall, and to take them back; over connections of our own, so
+            no process group is needed.
+        timeout: Seconds after which a silent neighbor is dropped, with ``elastic=True``.
+        meeting: Where elastic peers find each other: a folder that all share, or ``tcp://host:port`` of a TCPStore.
+        rank: Which elastic peer this is; by default RANK of the environment.
+        world: How many elastic peers there are; by default WORLD_SIZE.
+        host: The address under which the other elastic peers reach this one.
+
+    Returns:
+        A handle: ``report()``, ``state_dict()``, ``evaluate_mean(...)``, ``distance()``.
+    """
+    if elastic:
+        if link is not None or process_group is not None:
+            raise ValueError("elastic=True opens connections of its own; leave link and process_group out")
+        if meeting is None:
+            raise ValueError("elastic=True needs meeting=: a folder that all ranks share, or tcp://host:port")
+        place = _place("RANK", rank), _place("WORLD_SIZE", world)
+        options: dict[str, Any] = {
+            "granularity": granularity,
+            "overlap": overlap,
+            "seed": seed,
+            "timeout": timeout,
+            "host": host,
+        }
+        return ElasticNet(model, spec, codec, *place, meeting, **options)
+    return Net(model, spec, codec, link or connect(process_group), granularity=granularity, overlap=overlap, seed=seed)
+
+
+def _place(name: str, given: int | None) -> int:
+    found = os.environ.get(name) if given is None else given
+    if found is None:
+        raise ValueError(f"elastic=True needs to know its place; pass rank= and world=, or set {name}")
+    return int(found)

@@ -1,0 +1,161 @@
+"""Net: the handle of one rank. The loop calls it after ``optimizer.step()``."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.adapters.agreement import agree, telling
+from gradwire.adapters.gossip.checkpoint import check_state, load_state, save_state
+from gradwire.adapters.gossip.replica import CodecSpec, Flat, describe, make_node
+from gradwire.adapters.gossip.report import GossipReport, summarize
+from gradwire.core.asks import Sum
+from gradwire.gossip import Gossip
+from gradwire.links.collectives import Traffic
+from gradwire.links.link import Link
+from gradwire.sync.drive import Clock, converse, drive
+
+T = TypeVar("T")
+
+
+class Net:
+    """Gossips the parameters of one model over one link. Call it after ``optimizer.step()``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: str | Gossip,
+        codec: CodecSpec | None,
+        link: Link,
+        *,
+        granularity: str = "layer",
+        overlap: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.link, self.model, self.clock = link, model, Clock()
+        with telling(link):
+            self.flat = Flat(model)
+            self.node = make_node(self.flat, spec, codec, link.rank, link.world, granularity, seed, overlap)
+        self.said = describe(self.node, granularity)
+        described = {name: f"{tuple(p.shape)} {p.dtype}" for name, p in self.flat.parameters.items()}
+        agree(link, f"{self.said}; seed {seed}, overlap {overlap}", described)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                link.broadcast_(tensor)
+        self.node.begin(self.flat.read())
+        link.traffic = Traffic()
+        self._thread: ThreadPoolExecutor | None = None
+        self._crossing: Future[tuple[Tensor, Tensor]] | None = None
+
+    def __call__(self) -> None:
+        """Average with the neighbors; with ``overlap=True``, start to, and take over what the last call started."""
+        if not self.node.overlap:
+            self.flat.write_(self._talk(self.flat.read()))
+            return
+        self.land()
+        x = self.node.depart(self.flat.read())
+        self.flat.write_(x)
+        self._crossing = self._board(lambda: (x, self._talk(x)))
+
+    def _talk(self, x: Tensor) -> Tensor:
+        (met,) = drive(converse([self.node.run(x)]), self.link, self.clock)
+        return met
+
+    def _board(self, work: Callable[[], T]) -> "Future[T]":
+        """One thread, first in, first out: ranks would otherwise meet in the wrong swap."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "gradwire-gossip")
+        if self.flat.device.type != "cuda":
+            return self._thread.submit(work)
+        ready = torch.cuda.current_stream(self.flat.device).record_event()
+        return self._thread.submit(_after, ready, self.flat.device, work)
+
+    def land(self) -> None:
+        """Wait until nothing is under way."""
+        crossing, self._crossing = self._crossing, None
+        if crossing is not None:
+            self.node.arrive(*crossing.result())
+
+    # -- the mean model ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model holds the mean over ranks in here, of parameters and of floating-point buffers. Collective."""
+        self.land()
+        x, kept = self.flat.read(), {name: buffer.clone() for name, buffer in self.flat.buffers.items()}
+        loose = [buffer.flatten().to(x) for buffer in kept.values()]
+        (total,) = self._off_the_record([Sum(torch.cat([x, *loose]))])
+        mean, *buffers = (total / self.link.world).split([x.numel(), *(part.numel() for part in loose)])
+        self._write_(mean, dict(zip(kept, buffers, strict=True)))
+        try:
+            yield
+        finally:
+            self._write_(x, kept)
+
+    def evaluate_mean(self, evaluate: Callable[[], T]) -> T:
+        """What ``evaluate()`` returns while the model holds the mean over ranks. All ranks must call it."""
+        with self.averaged():
+            return evaluate()
+
+    def distance(self) -> float:
+        """The root mean square over ranks of |x_i - mean|. All ranks must call it."""
+        self.land()
+        x = self.flat.read()
+        (total,) = self._off_the_record([Sum(x)])
+        off = (x - total / self.link.world).double().square().sum().float()
+        (square,) = self._off_the_record([Sum(off[None])])
+        return math.sqrt(float(square) / self.link.world)
+
+    def _write_(self, x: Tensor, buffers: Mapping[str, Tensor]) -> None:
+        self.flat.write_(x)
+        with torch.no_grad():
+            for name, value in buffers.items():
+                buffer = self.flat.buffers[name]
+                buffer.copy_(value.view(buffer.shape))
+
+    def _off_the_record(self, asks: Sequence[Any]) -> list[Any]:
+        """Evaluation is no part of the training's account."""
+        before = self.link.traffic
+        answers = self.link.answer(asks)
+        self.link.traffic = before
+        return answers
+
+    # -- what is kept and shown ----------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        self.land()
+        return self.node.step
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's memories and step: plain tensors, keyed by parameter name."""
+        self.land()
+        return save_state(self.node, self.flat, self.said, self.link.world)
+
+    def load_state_dict(self, state: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> None:
+        """Take over this rank's own state. All ranks must call it; what one of them cannot load, none does."""
+        self.land()
+        states = [state] if isinstance(state, Mapping) else list(state)
+        with telling(self.link):
+            for one in states:
+                check_state(one, self.node, self.flat, self.said, self.link.world)
+        agree(self.link, self.said, {}, int(states[0]["gradwire/step"]))
+        load_state(self.node, states[0])
+
+    def report(self) -> GossipReport:
+        """Bytes, distance, memory and gamma so far."""
+        self.land()
+        return summarize(self.node, self.link.traffic, self.link.world)
+
+
+def _after(ready: "torch.cuda.Event", device: torch.device, work: Callable[[], T]) -> T:
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        stream.wait_event(ready)
+        done = work()
+        stream.synchronize()
+        return done

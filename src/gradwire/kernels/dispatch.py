@@ -1,0 +1,56 @@
+"""One dispatcher: a kernel is defined once in plain torch, and replaced where a device has a faster version.
+
+The definition is the law: `cpu` (Numba) and `cuda` (Triton) hold functions of the same names and signatures, and tests
+compare them with it. ``GRADWIRE_KERNELS=reference`` in the environment, or `reference_only`, runs definitions alone.
+"""
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, wraps
+from types import ModuleType
+from typing import ParamSpec, TypeVar
+
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_NEEDS = {"cpu": "numba", "cuda": "triton"}
+_reference = os.environ.get("GRADWIRE_KERNELS") == "reference"
+
+
+def kernel(definition: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a definition in plain torch; its first argument is a tensor, whose device decides."""
+    name = definition.__name__
+
+    @wraps(definition)
+    def dispatched(*args: P.args, **named: P.kwargs) -> R:
+        first = args[0]
+        assert isinstance(first, Tensor)
+        fast = None if _reference else getattr(versions(first.device.type), name, None)
+        return definition(*args, **named) if fast is None else fast(*args, **named)
+
+    return dispatched
+
+
+@lru_cache
+def versions(device: str) -> ModuleType | None:
+    """The faster versions for a kind of device; None when their compiler is not installed."""
+    needed = _NEEDS.get(device)
+    if needed is None or importlib.util.find_spec(needed) is None:
+        return None
+    return importlib.import_module(f"gradwire.kernels.{device}")
+
+
+@contextmanager
+def reference_only() -> Iterator[None]:
+    """Run definitions alone, on all threads, for as long as this lasts."""
+    global _reference
+    before, _reference = _reference, True
+    try:
+        yield
+    finally:
+        _reference = before

@@ -1,0 +1,140 @@
+"""Fused steps of error feedback: compensate, choose or quantize, and settle, touching memory once.
+
+These definitions compose plain torch calls; faster versions make one pass. All change ``residual`` and ``momentum`` in
+place. A gradient entry that is not finite counts as zero, and is reported: nothing of it may reach a memory.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.kernels import quantize
+from gradwire.kernels.dispatch import kernel
+
+
+class Accumulation(NamedTuple):
+    """How a gradient enters the memories.
+
+    Without momentum: ``v = decay * v + g``. With it: ``u = m u + g; v = v + u``, or, with nesterov,
+    ``u = m (u + g); v = v + u + g``. Every product and sum is rounded by itself.
+    """
+
+    momentum: float = 0.0
+    nesterov: bool = False
+    decay: float = 1.0
+
+
+class Selected(NamedTuple):
+    """What a selection found.
+
+    Attributes:
+        indices: Rising flat positions.
+        values: What lies there.
+        broken: A bool tensor: some gradient entry was not finite.
+        edge: The smallest selected magnitude of each segment: a hint for the next step, never a result.
+    """
+
+    indices: Tensor
+    values: Tensor
+    broken: Tensor
+    edge: Tensor
+
+
+@kernel
+def topk(x: Tensor, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Tensor:
+    """Rising flat positions of the ``counts[s]`` largest magnitudes of each segment; of equals the first win."""
+    size, found, start = x.abs(), [], 0
+    for n, k in zip(lengths, counts, strict=True):
+        found.append(_largest(size[start : start + n], k) + start)
+        start += n
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64, device=x.device)
+
+
+@kernel
+def accumulate_(grad: Tensor, residual: Tensor, momentum: Tensor | None, rule: Accumulation) -> Tensor:
+    """Add a gradient to the memories; ``residual`` becomes the target. Returns whether the gradient was broken."""
+    finite = torch.isfinite(grad)
+    g = torch.where(finite, grad, 0.0)
+    if momentum is None:
+        residual.copy_(g + rule.decay * residual)
+    elif rule.nesterov:
+        momentum.copy_(rule.momentum * (momentum + g))
+        residual.copy_(residual + momentum + g)
+    else:
+        momentum.copy_(rule.momentum * momentum + g)
+        residual.copy_(residual + momentum)
+    return ~finite.all()
+
+
+@kernel
+def accumulate_topk_(
+    grad: Tensor,
+    residual: Tensor,
+    momentum: Tensor | None,
+    rule: Accumulation,
+    lengths: tuple[int, ...],
+    counts: tuple[int, ...],
+    edge: Tensor | None,
+) -> Selected:
+    """`accumulate_`, then `topk` of the target. ``edge`` is the last step's; it may only save time."""
+    del edge
+    broken = accumulate_(grad, residual, momentum, rule)
+    indices = topk(residual, lengths, counts)
+    values = residual[indices]
+    ends = torch.tensor((0, *counts), device=grad.device).cumsum(0)
+    return Selected(indices, values, broken, _smallest(values.abs(), ends.diff()))
+
+
+@kernel
+def settle_(residual: Tensor, momentum: Tensor | None, indices: Tensor, heard: Tensor) -> None:
+    """Take what was heard off the debt, and mask the momentum, if given, where something was sent."""
+    residual.index_add_(0, indices, heard, alpha=-1)
+    if momentum is not None:
+        momentum.index_fill_(0, indices, 0.0)
+
+
+@kernel
+def feedback_sign_(
+    grad: Tensor, residual: Tensor, decay: float, lengths: tuple[int, ...], norm: bool
+) -> tuple[Tensor, Tensor]:
+    """Error feedback with `sign`: the message of ``grad + decay * residual``, and whether the gradient was broken."""
+    broken = accumulate_(grad, residual, None, Accumulation(decay=decay))
+    counts = torch.tensor(lengths, device=grad.device)
+    data = quantize.sign_encode(residual, counts, norm)
+    residual.sub_(quantize.sign_decode(data, counts))
+    return data, broken
+
+
+@kernel
+def feedback_integer_(
+    grad: Tensor, residual: Tensor, decay: float, lengths: tuple[int, ...], bits: int, block: int
+) -> tuple[Tensor, Tensor]:
+    """Error feedback with `int8`, `int4` or `int2`."""
+    broken = accumulate_(grad, residual, None, Accumulation(decay=decay))
+    counts = torch.tensor(lengths, device=grad.device)
+    data = quantize.integer_encode(residual, counts, bits, block)
+    residual.sub_(quantize.integer_decode(data, counts, bits, block))
+    return data, broken
+
+
+@kernel
+def scatter_mean(values: Tensor, indices: Tensor, bounds: tuple[int, ...], n: int, world: int) -> Tensor:
+    """Add several ranks' sparse messages, ``bounds[r]:bounds[r + 1]`` being rank r's, in rank order; over ``world``."""
+    out = values.new_zeros(n)
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        out.index_add_(0, indices[start:stop], values[start:stop])
+    return out / world
+
+
+def _largest(size: Tensor, k: int) -> Tensor:
+    if k >= size.numel():
+        return torch.arange(size.numel(), device=size.device)
+    edge = size.topk(k, sorted=False).values.min() if k else torch.tensor(float("inf"))
+    above = (size > edge).nonzero().flatten()
+    tied = (size == edge).nonzero().flatten()[: k - above.numel()]
+    return torch.cat((above, tied)).sort().values
+
+
+def _smallest(x: Tensor, lengths: Tensor) -> Tensor:
+    return torch.segment_reduce(x, "min", lengths=lengths, unsafe=True, initial=torch.finfo(x.dtype).max)

@@ -1,0 +1,162 @@
+"""Quantize and pack, unpack and dequantize: the definitions, in plain torch.
+
+``lengths`` (int64) says how many values each segment has; ``names`` and ``key`` name the segments' random streams.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from gradwire.core.keys import Key
+from gradwire.core.payload import as_bytes, from_bytes
+from gradwire.kernels.bits import pack, pack_trits, unpack, unpack_trits
+from gradwire.kernels.dispatch import kernel
+from gradwire.kernels.groups import blocks, largest, mean, spread, total
+from gradwire.kernels.philox import uniform
+
+NATURAL_BITS = 9
+_LARGEST = 254  # exponent bits of 2^127; 255 means infinity
+
+
+@kernel
+def sign_encode(values: Tensor, lengths: Tensor, norm: bool) -> Tensor:
+    """One scale per segment, then one bit per value: whether it is >= 0."""
+    if norm:  # squared in float64, where no float32 overflows
+        scales = (total(values.double().square(), lengths) / lengths.clamp(min=1)).sqrt().float()
+    else:
+        scales = mean(values.abs(), lengths)
+    return torch.cat((as_bytes(scales), pack(values >= 0, 1)))
+
+
+@kernel
+def sign_decode(data: Tensor, lengths: Tensor) -> Tensor:
+    head = 4 * lengths.numel()
+    scales = spread(from_bytes(data[:head], torch.float32), lengths)
+    positive = unpack(data[head:], 1, scales.numel()) == 1
+    return torch.where(positive, scales, -scales)
+
+
+@kernel
+def onebit_encode(values: Tensor, lengths: Tensor) -> Tensor:
+    """The mean of each segment's values >= 0, and of those below; then one bit per value."""
+    above = values >= 0
+    upper, lower = (_mean_where(side, values, lengths) for side in (above, ~above))
+    return torch.cat((as_bytes(upper), as_bytes(lower), pack(above, 1)))
+
+
+@kernel
+def onebit_decode(data: Tensor, lengths: Tensor) -> Tensor:
+    head = 8 * lengths.numel()
+    upper, lower = from_bytes(data[:head], torch.float32).view(2, -1)
+    above = unpack(data[head:], 1, int(lengths.sum())) == 1
+    return torch.where(above, spread(upper, lengths), spread(lower, lengths))
+
+
+@kernel
+def ternary_encode(values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key, clip: float) -> Tensor:
+    """Clamp at ``clip`` standard deviations (0: nowhere), keep a sign with chance |x| / max|x|, five trits a byte."""
+    y = _clamp(values, lengths, clip) if clip else values
+    scales = largest(y.abs(), lengths)
+    chance = y.abs() / spread(scales.where(scales != 0, 1.0), lengths)
+    kept = uniform(key, names, lengths) < chance
+    return torch.cat((as_bytes(scales), pack_trits(1 + y.sign() * kept)))
+
+
+@kernel
+def ternary_decode(data: Tensor, lengths: Tensor) -> Tensor:
+    head = 4 * lengths.numel()
+    scales = spread(from_bytes(data[:head], torch.float32), lengths)
+    return scales * (unpack_trits(data[head:], scales.numel()) - 1)
+
+
+@kernel
+def qsgd_encode(
+    values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key, levels: int, bucket: int | None
+) -> Tensor:
+    """Stochastic rounding to ``levels`` even parts of each bucket's l2 norm."""
+    buckets = blocks(lengths, bucket)
+    norms = _norms(values, buckets)
+    level = values.abs() / spread(norms.where(norms != 0, 1.0), buckets) * levels
+    low = level.floor()
+    # floor(level + u) in other words; the sum itself could round up past the last level.
+    q = low + (uniform(key, names, lengths) < level - low)
+    codes = (values.sign() * q).int() + levels
+    return torch.cat((as_bytes(norms), pack(codes, (2 * levels).bit_length())))
+
+
+@kernel
+def qsgd_decode(data: Tensor, lengths: Tensor, levels: int, bucket: int | None, biased: bool) -> Tensor:
+    buckets = blocks(lengths, bucket)
+    head = 4 * buckets.numel()
+    norms = from_bytes(data[:head], torch.float32).double()
+    if biased:
+        norms = norms / (1 + omega(buckets, levels))
+    scales = spread(norms.float(), buckets)
+    codes = unpack(data[head:], (2 * levels).bit_length(), scales.numel()) - levels
+    return scales * (codes / levels)
+
+
+@kernel
+def integer_encode(values: Tensor, lengths: Tensor, bits: int, block: int) -> Tensor:
+    """Round to the nearest of 2^bits - 1 even steps between -max|x| and max|x| of each block."""
+    cut = blocks(lengths, block)
+    scales = largest(values.abs(), cut)
+    levels = (1 << bits - 1) - 1
+    # Divide first: levels * x could overflow, and x / s never exceeds 1.
+    q = (values / spread(scales.where(scales != 0, 1.0), cut) * levels).round().int()
+    return torch.cat((as_bytes(scales), pack(q + levels, bits)))
+
+
+@kernel
+def integer_decode(data: Tensor, lengths: Tensor, bits: int, block: int) -> Tensor:
+    cut = blocks(lengths, block)
+    head = 4 * cut.numel()
+    levels = (1 << bits - 1) - 1
+    scales = spread(from_bytes(data[:head], torch.float32), cut)
+    q = unpack(data[head:], bits, scales.numel()) - levels
+    return scales * (q / levels)
+
+
+@kernel
+def natural_encode(values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
+    """Sign and exponent; the mantissa is the chance that the exponent goes up by one."""
+    raw = values.view(torch.int32)
+    exponent = raw >> 23 & 0xFF
+    # Subnormals are mantissa * 2^-126 with exponent bits 0: the same rule suits them.
+    mantissa = (raw & 0x7FFFFF) * 2.0**-23
+    up = uniform(key, names, lengths) < mantissa
+    # No finite value becomes infinite, yet an infinite one stays so.
+    rounded = torch.maximum(exponent, (exponent + up).clamp(max=_LARGEST))
+    return pack(rounded + ((raw < 0).int() << 8), NATURAL_BITS)
+
+
+@kernel
+def natural_decode(data: Tensor, count: int) -> Tensor:
+    codes = unpack(data, NATURAL_BITS, count)
+    power = ((codes & 0xFF) << 23).view(torch.float32)
+    return torch.where(codes > 0xFF, -power, power)
+
+
+def omega(lengths: Tensor, levels: int) -> Tensor:
+    """QSGD's variance bound, for vectors of these lengths."""
+    b = lengths.double()
+    return torch.minimum(b / levels**2, b.sqrt() / levels)
+
+
+def _norms(values: Tensor, buckets: Tensor) -> Tensor:
+    norms = total(values.double().square(), buckets).sqrt()
+    # Only an infinite input has an infinite norm in float64, and that one should be heard.
+    return norms.clamp(max=torch.finfo(torch.float32).max).where(norms.isfinite(), norms).float()
+
+
+def _mean_where(mask: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+    counts = total(mask, lengths).clamp(min=1)
+    return (total(torch.where(mask, values, 0.0), lengths) / counts).float()
+
+
+def _clamp(values: Tensor, lengths: Tensor, clip: float) -> Tensor:
+    # About zero, not about the mean: kept values of one sign would otherwise be clamped to nearly nothing.
+    sigma = (total(values.double().square(), lengths) / lengths.clamp(min=1)).sqrt()
+    limit = spread((clip * sigma).where(sigma != 0, math.inf).float(), lengths)
+    return values.clamp(-limit, limit)

@@ -1,0 +1,156 @@
+"""Network namespaces by name, and whose they are.
+
+A name holds the process that made it and the moment that process started, so that leftovers of a dead owner can be
+told from the namespaces of a living one, even after its process id has been given to another.
+"""
+
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PLACE = Path("/run/netns")  # where `ip netns` keeps its names
+
+_OURS = re.compile(r"gw(\d+)t(\d+)s\d+(?:h\d+|hub)")
+_SBIN = "/usr/sbin:/sbin"  # root's tools, not on everybody's path
+_serial = itertools.count(1)
+
+
+class Refused(RuntimeError):
+    """The machine does not give what hosts need; the message says what and why."""
+
+
+def need() -> None:
+    """Refuse at once where namespaces cannot be made."""
+    if missing := lacking():
+        raise Refused(missing)
+
+
+def lacking() -> str:
+    """A sentence saying why hosts cannot be made here; empty when they can."""
+    if not Path("/proc/self/ns/net").exists():
+        return "hosts need the network namespaces of a Linux kernel, which this system does not have"
+    absent = [tool for tool in ("ip", "tc") if _find(tool) is None]
+    if absent:
+        return f"hosts need iproute2, but {' and '.join(absent)} cannot be found; install the package iproute2"
+    if os.geteuid() != 0:
+        return "hosts need root, to make network namespaces; run the command with sudo"
+    return ""
+
+
+def ip(*words: str) -> str:
+    return _call("ip", *words)
+
+
+def tc(namespace: str, *words: str) -> str:
+    return _call("tc", "-n", namespace, *words)
+
+
+def listed(*words: str) -> list[dict[str, Any]]:
+    """What an ``ip`` command shows, as data."""
+    found = json.loads(ip("-j", *words) or "[]")
+    assert isinstance(found, list)
+    return found
+
+
+def family() -> str:
+    """The common beginning of the names of one set of hosts, new at each call."""
+    pid = os.getpid()
+    return f"gw{pid}t{_started(pid)}s{next(_serial)}"
+
+
+def refuse_taken(name: str) -> None:
+    if exists(name):
+        raise Refused(f"the network namespace {name} is in use; remove it with `ip netns del {name}` if it is stale")
+
+
+def create(name: str) -> None:
+    ip("netns", "add", name)
+    ip("-n", name, "link", "set", "lo", "up")
+
+
+def exists(name: str) -> bool:
+    return (PLACE / name).exists()
+
+
+def inside(name: str, argv: Sequence[str]) -> list[str]:
+    """The command that runs a command in a namespace."""
+    return [_find("ip") or "ip", "netns", "exec", name, *argv]
+
+
+def remove(names: list[str]) -> None:
+    """End what runs inside, then delete; a name that is already gone is no error."""
+    for pid in residents(names):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    stuck = [str(wrong) for name in names if (wrong := _delete(name)) and exists(name)]
+    if stuck:
+        raise Refused("; ".join(stuck))
+
+
+def _delete(name: str) -> Refused | None:
+    try:
+        ip("netns", "del", name)
+    except Refused as wrong:
+        return wrong
+    return None
+
+
+def residents(names: list[str]) -> list[int]:
+    """Processes whose network is one of these namespaces."""
+    inside = {_identity(PLACE / name) for name in names} - {None}
+    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [pid for pid in pids if _identity(Path(f"/proc/{pid}/ns/net")) in inside and pid != os.getpid()]
+
+
+def stale() -> list[str]:
+    """Namespaces made here by a process that is no more."""
+    if not PLACE.is_dir():
+        return []
+    found = ((name, _OURS.fullmatch(name)) for name in sorted(os.listdir(PLACE)))
+    return [name for name, mark in found if mark and _started(int(mark[1])) != int(mark[2])]
+
+
+def sweep() -> list[str]:
+    """Remove the leftovers of dead owners, and say which."""
+    need()
+    names = stale()
+    if names:
+        remove(names)
+    return names
+
+
+def _started(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None when it runs no more."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in "ZX" else int(fields[18])
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _find(tool: str) -> str | None:
+    return shutil.which(tool, path=f"{os.environ.get('PATH', '')}:{_SBIN}")
+
+
+def _call(tool: str, *words: str) -> str:
+    done = subprocess.run([_find(tool) or tool, *words], capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode:
+        raise Refused(f"`{tool} {' '.join(words)}` failed: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout

@@ -1,0 +1,55 @@
+"""Complaint: what a rank has to tell the group beside its payloads. It rides along, and costs no round of its own."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.core.asks import Ask, Gather, Sum, Swap
+from gradwire.core.payload import Payload
+
+# One byte, or one number that is added up.
+BROKEN = 1  # my gradient is not finite
+MISSING = 2  # some of my parameters have no gradient
+UNFIT = 4  # my gradient is none that can be compressed
+
+
+def byte(complaint: int, device: torch.device) -> Payload:
+    """A complaint as a message."""
+    return Payload(torch.full((1,), complaint, dtype=torch.uint8, device=device))
+
+
+def rider(complaint: int, ask: Ask, world: int, device: torch.device) -> Ask:
+    """A complaint as an ask that fuses with another one of the same round."""
+    if isinstance(ask, Sum):
+        return Sum(ask.tensor.new_full((1,), _loud(complaint)))
+    said = byte(complaint, device)
+    if isinstance(ask, Gather):
+        return Gather(said, 1)
+    assert isinstance(ask, Swap)
+    return Swap(dict.fromkeys(range(world), said), dict.fromkeys(range(world), 1))
+
+
+def complaints_in(answer: Any) -> int:
+    """What anybody complained of, by the answer to a rider."""
+    if isinstance(answer, Tensor):
+        return _worst(float(answer))
+    complaints = 0
+    for payload in answer.values() if isinstance(answer, Mapping) else answer:
+        complaints |= int(payload.data[0])
+    return complaints
+
+
+def _loud(complaint: int) -> float:
+    """A number whose sum over ranks tells the worst of their complaints."""
+    if complaint & UNFIT:
+        return math.nan
+    return math.inf if complaint & BROKEN else float(bool(complaint & MISSING))
+
+
+def _worst(total: float) -> int:
+    if math.isnan(total):
+        return UNFIT
+    return 0 if total == 0.0 else MISSING if total < math.inf else BROKEN

@@ -1,0 +1,68 @@
+"""Graph: a family of topologies, one for each size; what a spec names. ``Ring().on(8)`` is a ring of 8 ranks."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import ClassVar
+
+from gradwire.core.registry import listing
+from gradwire.core.spec import parse, write
+from gradwire.topology.checks import Promise, Round
+from gradwire.topology.topology import Topology
+from gradwire.topology.weights import known, neighbors, weigh
+
+
+class Graph(ABC):
+    """A frozen rule that gives the rounds of a graph of any size it can have."""
+
+    name: ClassVar[str]
+    kind: ClassVar[str]
+    examples: ClassVar[tuple[str, ...]]
+
+    def __str__(self) -> str:
+        return write(self)
+
+    @property
+    @abstractmethod
+    def promise(self) -> Promise:
+        """What its weights are checked for."""
+
+    @abstractmethod
+    def rounds(self, size: int) -> tuple[Round, ...]:
+        """The weights of each round, or a sentence where the graph has no such size."""
+
+    def on(self, size: int) -> Topology:
+        """The graph on that many ranks, checked."""
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{self} cannot have {size!r} ranks; a graph has at least 1")
+        return Topology(str(self), self.promise, self.rounds(size))
+
+
+class Undirected(Graph):
+    """A static graph whose edges lead both ways, weighted by one of the rules of `weights`."""
+
+    weights: str
+
+    def __post_init__(self) -> None:
+        known(self.weights)
+
+    @abstractmethod
+    def links(self, size: int) -> Iterable[tuple[int, int]]:
+        """The edges, in any order; double ones are merged."""
+
+    @property
+    def promise(self) -> Promise:
+        return "symmetric"
+
+    def rounds(self, size: int) -> tuple[Round, ...]:
+        return (weigh(neighbors(self.links(size), size), self.weights, str(self)),)
+
+
+def graph(spec: str | Graph) -> Graph:
+    """A graph from its text, or itself."""
+    made = parse(spec) if isinstance(spec, str) else spec
+    if not isinstance(made, Graph):
+        raise ValueError(
+            f"{spec!r} is no graph but a {getattr(made, 'kind', type(made).__name__)}; "
+            f"write one of {', '.join(listing('topology'))}"
+        )
+    return made

@@ -1,0 +1,103 @@
+"""The same walk with CUDA tensors: NCCL alone, gloo between two ranks that share a GPU, DDP, and a GradScaler."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from workers import run_ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SPECS = [
+    "topk(0.01) | sign",
+    "dgc(0.01)",
+    "sign",
+    "qsgd",
+    "powersgd(2)",
+    "randomk(0.1)",
+    "hadamard | int4",
+    "ef_signsgd",
+]
+
+
+def model(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 300), nn.ReLU(), nn.Linear(300, 10)).to(device)
+
+
+def train(spec: str, device: str, rank: int, ddp: bool, scaled: bool = False) -> Tensor:
+    net = model(device)
+    scaler = torch.amp.GradScaler(device) if scaled else None
+    outer: nn.Module = DistributedDataParallel(net) if ddp else net
+    wire = gradwire.compress(outer, spec, scaler=scaler)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    draw = torch.Generator().manual_seed(rank)
+    for _ in range(4):
+        x, y = torch.randn(16, 64, generator=draw), torch.randint(0, 10, (16,), generator=draw)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(outer(x.to(device)), y.to(device))
+        (scaler.scale(loss) if scaler else loss).backward()
+        if not ddp:
+            wire()
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+    wire.state_dict()
+    assert wire.report().steps == 4
+    return torch.cat([p.detach().flatten() for p in net.parameters()]).cpu()
+
+
+def two_ranks(rank: int, world: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    return {
+        spec: (
+            train(spec, "cpu", rank, ddp=False),
+            train(spec, "cuda", rank, ddp=False),
+            train(spec, "cuda", rank, ddp=True),
+        )
+        for spec in SPECS
+    }
+
+
+def test_gloo_with_cuda_tensors() -> None:
+    first, second = run_ranks(two_ranks, 2, timeout=110)
+    for spec in SPECS:
+        for mine, theirs in zip(first[spec], second[spec], strict=True):
+            assert torch.equal(mine, theirs), spec
+        on_cpu, plain, hooked = first[spec]
+        assert torch.equal(plain, hooked), spec
+        assert (plain - on_cpu).abs().max() < 0.05, spec
+
+
+def alone(rank: int, world: int) -> None:
+    dist.destroy_process_group()
+    store = dist.HashStore()
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    for spec in SPECS:
+        plain, hooked = train(spec, "cuda", 0, ddp=False), train(spec, "cuda", 0, ddp=True)
+        assert torch.equal(plain, hooked), spec
+    scaled, bare = train("topk(0.1)", "cuda", 0, ddp=True, scaled=True), train("topk(0.1)", "cuda", 0, ddp=True)
+    assert (scaled - bare).abs().max() < 1e-3
+
+
+def test_nccl() -> None:
+    run_ranks(alone, 1, timeout=110)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_lockstep_on_the_gpu(spec: str) -> None:
+    models = [model("cuda") for _ in range(3)]
+    workers = gradwire.lockstep(models, spec)
+    for _ in range(3):
+        for rank, net in enumerate(models):
+            draw = torch.Generator("cuda").manual_seed(rank)
+            net.zero_grad()
+            net(torch.randn(16, 64, device="cuda", generator=draw)).square().mean().backward()
+        workers()
+        for p, *others in zip(*(net.parameters() for net in models), strict=True):
+            for other in others:
+                assert p.grad is not None and torch.equal(p.grad, other.grad)

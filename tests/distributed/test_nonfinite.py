@@ -1,0 +1,129 @@
+"""A gradient that is not finite, on one rank, drops the step on all ranks and leaves every memory as it was."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradwire
+import scenes
+from workers import run_ranks
+
+# By the kind of message that tells of it: sums, gathers, swaps, and several in one step.
+SPECS: list[dict[str, Any]] = [
+    {"spec": "fp16", "bundle": None, "feedback": "residual"},
+    {"spec": "powersgd(2)", "bundle": None},
+    {"spec": "topk(0.1)", "bundle": None},
+    {"spec": "variance", "bundle": None},
+    {"spec": "int4", "exchange": "two_way", "bundle": None},
+    {"spec": "topk(0.1) | sign"},
+    {"spec": "dgc(0.1, clip=0.5)"},
+    {"spec": "sign", "feedback": "ef21", "granularity": "model"},
+    # The bad layer travels in a launch that has nothing to say of its own.
+    {"spec": "topk(0.1)", "rules": (gradwire.Rule("int8", "2.*", exchange="noop"),), "launch_mb": scenes.LAUNCH_MB},
+]
+BAD_STEP = 2
+
+
+class Fault:
+    """Multiplies one layer's gradient, on one rank and in one step, by what must not be there."""
+
+    def __init__(self, net: nn.Sequential, rank: int, value: float) -> None:
+        self.step = -1
+        self.rank, self.value = rank, value
+        net[2].weight.register_hook(self.strike)
+
+    def strike(self, grad: Tensor) -> Tensor:
+        return grad * self.value if self.rank == 1 and self.step == BAD_STEP else grad
+
+
+def build(door: str, rank: int, value: float, options: dict[str, Any]) -> tuple[Any, ...]:
+    net = scenes.model()
+    fault = Fault(net, rank, value)
+    if door == "hook":
+        outer: nn.Module = scenes.ddp(net)
+        return net, outer, gradwire.compress(outer, **options), scenes.sgd(net), fault
+    if door == "optimizer":
+        optimizer = gradwire.DistributedOptimizer(scenes.sgd(net), net.named_parameters(), **options)
+        return net, net, optimizer.wire, optimizer, fault
+    return net, net, gradwire.compress(net, **options), scenes.sgd(net), fault
+
+
+def drop(rank: int, world: int, value: float) -> None:
+    for options in SPECS:
+        healthy = scenes.model()
+        wire = gradwire.compress(healthy, **options)
+        for steps in (range(BAD_STEP), range(BAD_STEP + 1, 5)):
+            scenes.plain(healthy, wire, scenes.sgd(healthy), steps, rank)
+        for door in ("plain", "hook", "optimizer"):
+            net, other = one_door(door, rank, value, options)
+            assert scenes.same(scenes.tensors(net), scenes.tensors(healthy)), (door, options)
+            assert scenes.same(scenes.memories(other), scenes.memories(wire)), (door, options)
+
+
+def one_door(door: str, rank: int, value: float, options: dict[str, Any]) -> tuple[nn.Module, gradwire.Wire]:
+    net, outer, wire, optimizer, fault = build(door, rank, value, options)
+    for step in range(5):
+        fault.step = step
+        optimizer.zero_grad()
+        before, memories = scenes.tensors(net), scenes.memories(wire)
+        scenes.loss(outer, rank, step).backward()
+        if door == "plain":
+            wire()
+        optimizer.step()
+        if step == BAD_STEP:
+            assert all(not p.grad.any() for p in net.parameters()), (door, options)
+            assert scenes.same(scenes.tensors(net), before), (door, options)
+            assert scenes.same(scenes.memories(wire), memories), (door, options)
+        assert wire.skipped == (1 if step >= BAD_STEP else 0), (door, options)
+    report = wire.report()
+    assert (report.steps, report.skipped) == (5, 1)
+    return net, wire
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_bad_gradient_drops_the_step_everywhere(value: float):
+    """What follows is what would have come without that step."""
+    run_ranks(drop, 2, value, timeout=100)
+
+
+def delayed(rank: int, world: int) -> list[dict[str, Tensor]]:
+    """The mean of the step before is handed back all the same; then the bad one is missing."""
+    net, _, wire, optimizer, fault = build("plain", rank, math.nan, {"spec": "fp32", "exchange": "delayed"})
+    updates = []
+    for step in range(5):
+        fault.step = step
+        optimizer.zero_grad()
+        scenes.loss(net, rank, 0).backward()
+        wire()
+        updates.append({name: p.grad.clone() for name, p in net.named_parameters()})
+    assert wire.skipped == 1
+    return updates
+
+
+def test_a_delayed_step_is_dropped_one_step_later():
+    for updates in run_ranks(delayed, 2):
+        assert not any(update.any() for update in updates[0].values())
+        assert scenes.same(updates[1], updates[2]) and updates[1]["0.weight"].any()
+        assert not any(update.any() for update in updates[3].values())
+        assert scenes.same(updates[4], updates[1])
+
+
+def observed(rank: int, world: int) -> None:
+    """Moments of a dropped batch are dropped with it; a NaN among them would stay for ever."""
+    net, _, wire, optimizer, fault = build("plain", rank, math.nan, {"spec": "variance", "bundle": None})
+    for step in range(4):
+        fault.step = step
+        optimizer.zero_grad()
+        scenes.loss(net, rank, step).backward()
+        wire.observe({name: p.grad.square() for name, p in net.named_parameters()})
+        wire()
+        optimizer.step()
+    assert all(bool(torch.isfinite(memory).all()) for memory in scenes.memories(wire).values())
+    assert not any(key.startswith("observed/") for key in wire.state_dict())
+
+
+def test_observations_of_a_dropped_step_are_forgotten():
+    run_ranks(observed, 2)

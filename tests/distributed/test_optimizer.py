@@ -1,0 +1,97 @@
+"""DistributedOptimizer is a real optimizer: what takes one takes it."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradwire
+import scenes
+from workers import run_ranks
+
+
+def build(spec: str = "topk(0.2)") -> tuple[torch.nn.Sequential, gradwire.DistributedOptimizer]:
+    net = scenes.model()
+    inner = scenes.sgd(net, momentum=0.9, weight_decay=0.01)
+    return net, gradwire.DistributedOptimizer(inner, net.named_parameters(), spec)
+
+
+def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer, at: int, rank: int = 0) -> None:
+    optimizer.zero_grad()
+    scenes.loss(net, rank, at).backward()
+    optimizer.step()
+
+
+def test_schedulers_change_the_rate_inside():
+    for schedule in (
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)),
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+    ):
+        net, optimizer = build()
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        scheduler = schedule(optimizer)
+        step(net, optimizer, 0)
+        scheduler.step()
+        assert optimizer.inner.param_groups[0]["lr"] < 0.2
+        assert optimizer.param_groups is optimizer.inner.param_groups
+
+
+def test_a_closure_is_called_once_and_its_loss_returned():
+    net, optimizer = build()
+    calls: list[Tensor] = []
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        calls.append(scenes.loss(net, 0, 0))
+        calls[-1].backward()
+        return calls[-1].item()
+
+    before = scenes.tensors(net)
+    assert optimizer.step(closure) == calls[0].item() and len(calls) == 1
+    assert not scenes.same(before, scenes.tensors(net))
+
+
+def test_state_is_that_of_the_optimizer_inside():
+    net, optimizer = build()
+    for at in range(6):
+        step(net, optimizer, at)
+    first, early = build()
+    for at in range(3):
+        step(first, early, at)
+    second, late = build()
+    second.load_state_dict(first.state_dict())
+    late.load_state_dict(early.state_dict())
+    late.wire.load_state_dict(early.wire.state_dict())
+    assert late.state is late.inner.state and late.param_groups is late.inner.param_groups
+    for at in range(3, 6):
+        step(second, late, at)
+    assert scenes.same(scenes.tensors(second), scenes.tensors(net))
+
+
+def test_it_cannot_grow():
+    _, optimizer = build()
+    with pytest.raises(ValueError, match="add the parameters first, then wrap it"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+
+
+def hooks_and_groups(rank: int, world: int) -> dict[str, Tensor]:
+    """Two groups with rates of their own, a hook of the user's, and gradients set to zero instead of None."""
+    net = scenes.model()
+    inner = torch.optim.AdamW(
+        [{"params": net[0].parameters(), "lr": 0.1}, {"params": [*net[2].parameters(), *net[4].parameters()]}], lr=0.01
+    )
+    optimizer = gradwire.DistributedOptimizer(inner, net.named_parameters(), "int8")
+    called = []
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    for at in range(4):
+        optimizer.zero_grad(set_to_none=False)
+        scenes.loss(net, rank, at).backward()
+        optimizer.step()
+    assert len(called) == 4 and [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01]
+    return scenes.tensors(net)
+
+
+def test_groups_hooks_and_adam():
+    first, second = run_ranks(hooks_and_groups, 2)
+    assert scenes.same(first, second)
+    assert not scenes.same(first, scenes.tensors(scenes.model()))

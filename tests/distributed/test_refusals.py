@@ -1,0 +1,160 @@
+"""Bad input gets a sentence that names the offender and the remedy, on every rank, before anything is sent.
+
+All attempts of a test run in one group, one after the other: a refusal leaves the group fit for the next.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import gradwire
+import scenes
+from gradwire.adapters import agreement
+from workers import run_ranks
+
+SPECS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "no parenthesis": ({"spec": "topk(0.01"}, ("'topk(0.01'", "joined by |")),
+    "a slip": ({"spec": "tpok(0.01)"}, ("'tpok'", "did you mean topk")),
+    "an argument": ({"spec": "topk(0.1, colour=3)"}, ("topk", "colour")),
+    "a type": ({"spec": "powersgd(rank='two')"}, ("powersgd", "'two'")),
+    "a momentum": ({"spec": "dgc(0.1, momentum='big')"}, ("momentum", "'big'")),
+    "a number in a chain": ({"spec": "0.3 | sign"}, ("0.3", "no stage")),
+    "a number alone": ({"spec": "0.01"}, ("'0.01'", "names no stage")),
+    "nothing": ({"spec": None}, ("None", "give a codec")),
+    "the order": ({"spec": "sign | topk(0.1)"}, ("sign | topk(0.1)", "the order is")),
+    "a feedback": ({"spec": "residual"}, ("'residual'", "feedback=")),
+    "a table": ({"spec": {5: "topk(0.1)"}}, ("step 0", "[5]")),
+    "ratio 0": ({"spec": "topk(0)"}, ("topk(0)", "(0, 1]", "topk(0.01)")),
+    "ratio above 1": ({"spec": "topk(1.5)"}, ("topk(1.5)", "(0, 1]")),
+    "ratio below 0": ({"spec": "randomk(-0.1)"}, ("randomk(-0.1)", "(0, 1]")),
+    "ratio in percent": ({"spec": "dgc(25)"}, ("topk(25)", "(0, 1]")),
+    "sums": ({"spec": "topk(0.1)", "exchange": "allreduce"}, ("allreduce", "topk(0.1)", "allgather")),
+    "sums of integers": ({"spec": "int8", "exchange": "allreduce"}, ("allreduce", "int8", "two_way")),
+    "lengths": ({"spec": "topk(0.1)", "exchange": "two_way"}, ("two_way", "topk(0.1)", "int32 or bitmap")),
+    "votes": ({"spec": "int8", "exchange": "majority"}, ("majority", "int8", "use sign")),
+    "no feedback": ({"spec": "sign", "feedback": "topk(0.1)"}, ("'topk(0.1)'", "no feedback")),
+    "no exchange": ({"spec": "sign", "exchange": "residual"}, ("'residual'", "no exchange")),
+    "granularity": ({"spec": "sign", "granularity": "row"}, ("'row'", "layer, bucket, model")),
+    "bundle": ({"spec": "sign", "bundle": "fp17"}, ("'fp17'", "fp16")),
+    "a rule": (
+        {"spec": "sign", "rules": (gradwire.Rule("topk(0.1)", name="0.*", exchange="allreduce"),)},
+        ("allreduce", "topk(0.1)"),
+    ),
+}
+
+
+def malformed(rank: int, world: int) -> dict[str, scenes.Case]:
+    found = {}
+    for case, (options, words) in SPECS.items():
+        everywhere = scenes.sentence(lambda options=options: gradwire.compress(scenes.model(), **options))
+        mine = options if rank == 1 else {"spec": "topk(0.1)"}
+        on_one = scenes.sentence(lambda mine=mine: gradwire.compress(scenes.model(), **mine))
+        by_optimizer = scenes.sentence(lambda mine=mine: scenes.wrapped(scenes.model(), **mine))
+        found[case] = (everywhere, ("ValueError", *words))
+        found[f"{case} on rank 1"] = (on_one, ("ValueError", *words, *(("on rank 1",) if rank == 0 else ())))
+        found[f"{case} by the optimizer of rank 1"] = (by_optimizer, ("ValueError", *words))
+    return found
+
+
+def test_a_malformed_spec_on_all_ranks_or_on_one():
+    scenes.check_sentences(run_ranks(malformed, 2))
+
+
+def with_buffer() -> nn.Module:
+    net = scenes.model()
+    net.register_buffer("seen", torch.zeros(3))
+    return net
+
+
+def frozen() -> nn.Module:
+    net = scenes.model()
+    net[0].weight.requires_grad_(False)
+    return net
+
+
+def all_frozen() -> nn.Module:
+    return scenes.model().requires_grad_(False)
+
+
+def complex_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 4, dtype=torch.complex64))
+
+
+def whole_numbers() -> nn.Module:
+    net = scenes.model()
+    net.register_parameter("count", nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False))
+    return net
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    "sparse": (lambda: nn.Sequential(nn.Embedding(5, 3, sparse=True)), ("'0'", "sparse", "sparse=False")),
+    "a sparse bag": (
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.EmbeddingBag(5, 3, sparse=True, mode="sum")),
+        ("'1'", "sparse=False"),
+    ),
+    "complex": (complex_model, ("'1.weight'", "complex", "real and imaginary")),
+    "nothing to train": (all_frozen, ("no trainable parameter", "requires_grad")),
+}
+OTHER_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "wider": lambda: nn.Sequential(nn.Linear(11, 16)),
+    "frozen": frozen,
+    "another dtype": lambda: scenes.model().double(),
+    "another name": lambda: nn.ModuleDict({"body": scenes.model()}),
+    "a buffer more": with_buffer,
+    "a frozen parameter more": whole_numbers,
+}
+
+
+def models(rank: int, world: int) -> dict[str, scenes.Case]:
+    found = {}
+    for case, (make, words) in MODELS.items():
+        for who in ("all", "rank 1"):
+            net = make() if who == "all" or rank == 1 else scenes.model()
+            found[f"{case}, {who}"] = (scenes.sentence(lambda net=net: gradwire.compress(net, "topk(0.1)")), words)
+    found["an optimizer of complex ones"] = (
+        scenes.sentence(lambda: scenes.wrapped(complex_model() if rank == 1 else scenes.model(), spec="topk(0.1)")),
+        ("'1.weight'", "complex"),
+    )
+    for case, other in OTHER_MODELS.items():
+        net = other() if rank == 1 else scenes.model()
+        said = scenes.sentence(lambda net=net: gradwire.compress(net, "topk(0.1)"))
+        found[case] = (said, ("rank 1 has another model than rank 0", "build the same model"))
+    return found
+
+
+def test_models_that_cannot_be_compressed_or_differ():
+    scenes.check_sentences(run_ranks(models, 2))
+
+
+def disagreements(rank: int, world: int) -> dict[str, scenes.Case]:
+    plain: dict[str, Any] = {"spec": "topk(0.1)"}
+    others: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+        "spec": ({"spec": "topk(0.2)"}, ("topk(0.1)", "topk(0.2)")),
+        "feedback": ({**plain, "feedback": "ef21"}, ("ef21", "residual")),
+        "exchange": ({"spec": "topk(0.1) | int32", "exchange": "two_way"}, ("two_way",)),
+        "granularity": ({**plain, "granularity": "model"}, ("model", "layer")),
+        "bundle": ({**plain, "bundle": "bf16"}, ("bf16", "fp16")),
+        "rules": ({**plain, "rules": (gradwire.Rule("int8", name="0.*"),)}, ("int8",)),
+        "seed": ({**plain, "seed": 7}, ("seed 7", "seed 0")),
+        "launch_mb": ({**plain, "launch_mb": 1.0}, ("1048576 bytes",)),
+        "scaler": ({**plain, "scaler": torch.amp.GradScaler("cpu")}, ("GradScaler",)),
+    }
+    found: dict[str, scenes.Case] = {}
+    for case, (options, words) in others.items():
+        mine = options if rank == 1 else plain
+        said = scenes.sentence(lambda mine=mine: gradwire.compress(scenes.model(), **mine))
+        found[case] = (said, ("rank 1 has another spec than rank 0", "everywhere", *words))
+    for field in ("VERSION", "WIRE_FORMAT"):
+        before = getattr(agreement, field)
+        if rank == 1:
+            setattr(agreement, field, "9.9.9" if field == "VERSION" else 99)
+        said = scenes.sentence(lambda: gradwire.compress(scenes.model(), "topk(0.1)"))
+        found[field] = (said, ("rank 1 has another", "9", "install the same gradwire"))
+        setattr(agreement, field, before)
+    return found
+
+
+def test_ranks_that_mean_different_things():
+    scenes.check_sentences(run_ranks(disagreements, 2))

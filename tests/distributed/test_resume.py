@@ -1,0 +1,139 @@
+"""A resumed run is the uninterrupted one, bit for bit, whatever a method remembers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradwire
+import scenes
+from workers import run_ranks
+
+FEEDBACKS = ["none", "residual", "residual(decay=0.9)", "momentum_correction(0.8)", "ef21"]
+EXCHANGES: dict[str, dict[str, Any]] = {
+    "allgather": {"spec": "topk(0.2)"},
+    "allreduce": {"spec": "bf16"},
+    "two_way": {"spec": "int4"},
+    "majority": {"spec": "sign"},
+    "delayed": {"spec": "qsgd"},
+    "delayed(inner=two_way)": {"spec": "sign"},
+    "noop": {"spec": "terngrad"},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "low rank": {"spec": "powersgd(2)"},
+    "random bits": {"spec": "randomk(0.3) | natural", "exchange": "allgather", "feedback": "residual"},
+    "second moments": {"spec": "variance"},
+    "a change of basis": {"spec": "hadamard | topk(0.2) | int8"},
+    "a table by step": {"spec": {0: "fp32", 3: "topk(0.5)", 6: "topk(0.2) | sign"}},
+    "a ramp": {"spec": "dgc(0.05, ramp=7)"},
+    "two rules": {
+        "spec": "topk(0.2)",
+        "rules": (gradwire.Rule("int8", name="0.*", exchange="two_way"), gradwire.Rule("variance", name="2.weight")),
+    },
+    "the whole model": {"spec": "sign", "granularity": "model", "exchange": "two_way", "bundle": None},
+}
+
+
+def interrupted(options: dict[str, Any], folder: Path, world: int = 2) -> None:
+    nets, workers = scenes.replicas(world, **options)
+    scenes.march(nets, workers, range(10))
+
+    first, early = scenes.replicas(world, **options)
+    scenes.march(first, early, range(5))
+    for wire in early.wires:
+        gradwire.save(wire, folder)
+    second, late = scenes.replicas(world, **options)
+    for one, other, wire in zip(first, second, late.wires, strict=True):
+        other.load_state_dict(one.state_dict())
+        gradwire.load(wire, folder)
+    scenes.march(second, late, range(5, 10))
+
+    for one, other, whole, wire in zip(nets, second, workers.wires, late.wires, strict=True):
+        assert scenes.same(scenes.tensors(one), scenes.tensors(other))
+        assert scenes.same(whole.state_dict(), wire.state_dict())
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("feedback", FEEDBACKS)
+def test_ten_steps_are_five_and_five(feedback: str, exchange: str, tmp_path: Path):
+    interrupted({**EXCHANGES[exchange], "exchange": exchange, "feedback": feedback}, tmp_path)
+
+
+@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS.keys())
+def test_so_are_those_of(options: dict[str, Any], tmp_path: Path):
+    interrupted(options, tmp_path)
+
+
+def after_a_change(options: dict[str, Any], folder: Path) -> None:
+    """Debts that `set` left without a home are saved with the rest; ranks may differ in having any."""
+    nets, workers = scenes.replicas(2, "int4", exchange="two_way")
+    scenes.march(nets, workers, range(3))
+    for wire in workers.wires:
+        wire.set(**options)
+        gradwire.save(wire, folder)
+    copies, others = scenes.replicas(2, "topk(0.2)")
+    for net, copy, wire in zip(nets, copies, others.wires, strict=True):
+        copy.load_state_dict(net.state_dict())
+        wire.set(**options)
+        gradwire.load(wire, folder)
+    for both in ((nets, workers), (copies, others)):
+        scenes.march(*both, range(3, 6))
+    for wire, other in zip(workers.wires, others.wires, strict=True):
+        assert scenes.same(wire.state_dict(), other.state_dict())
+    assert scenes.same(scenes.tensors(nets[0]), scenes.tensors(copies[0]))
+
+
+@pytest.mark.parametrize("options", [{"spec": "topk(0.1)"}, {"spec": "dense"}, {"spec": "dgc(0.1)"}])
+def test_a_change_of_spec_can_be_saved(options: dict[str, Any], tmp_path: Path):
+    after_a_change(options, tmp_path)
+
+
+def real_ranks(rank: int, world: int, folder: str) -> dict[str, Tensor]:
+    """The same in real processes, through DDP, with messages under way when the state is saved."""
+    results = []
+    for options in ({"spec": "topk(0.2)"}, {"spec": "qsgd", "exchange": "delayed"}):
+        paths = []
+        for cut in (False, True):
+            net = scenes.model()
+            outer = scenes.ddp(net)
+            wire = gradwire.compress(outer, **options)
+            for step in range(10):
+                if cut and step == 5:
+                    place = Path(folder) / str(options["spec"])
+                    gradwire.save(wire, place)
+                    torch.distributed.barrier()
+                    saved = scenes.tensors(net)
+                    net = scenes.model()
+                    net.load_state_dict(saved)
+                    outer = scenes.ddp(net)
+                    wire = gradwire.compress(outer, **options)
+                    gradwire.load(wire, place)
+                outer.zero_grad()
+                scenes.loss(outer, rank, step).backward()
+                scenes.descend(net)
+            paths.append({**scenes.tensors(net), **wire.state_dict()})
+        assert scenes.same(*paths), options
+        results.append(paths[0])
+    return results[0]
+
+
+def test_real_ranks_resume(tmp_path: Path):
+    run_ranks(real_ranks, 2, str(tmp_path))
+    names = {path.name for path in (tmp_path / "topk(0.2)").iterdir()}
+    assert names == {"wire-0.safetensors", "wire-1.safetensors"}
+
+
+def test_a_state_is_plain_tensors_by_parameter_name():
+    nets, workers = scenes.replicas(2, "topk(0.2)", feedback="momentum_correction")
+    scenes.march(nets, workers, range(2))
+    state = workers.wires[0].state_dict()
+    assert all(type(tensor) is Tensor for tensor in state.values())
+    names = {name for name, _ in nets[0].named_parameters()}
+    assert {key for key in state if not key.startswith("gradwire/")} == {
+        f"{memory}/{name}" for memory in ("momentum", "residual") for name in names
+    }
+    for name, p in nets[0].named_parameters():
+        assert state[f"residual/{name}"].numel() == p.numel()
+    assert int(state["gradwire/step"]) == 2

@@ -1,0 +1,135 @@
+"""The compiled CPU kernels say, bit for bit, what their plain-torch definitions say."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.core.keys import Key
+from gradwire.kernels import fused, quantize
+from gradwire.kernels.dispatch import reference_only, versions
+
+KEY = Key(seed=1, step=2**33 + 5, rank=2, purpose="test")
+TABLES = [(1,), (7,), (8,), (9,), (1000,), (300, 0, 5, 695), (70_001, 1, 29_998)]
+
+QUANTIZERS = {
+    "sign": (lambda x, n, names: quantize.sign_encode(x, n, False), quantize.sign_decode),
+    "sign of the norm": (lambda x, n, names: quantize.sign_encode(x, n, True), quantize.sign_decode),
+    "onebit": (lambda x, n, names: quantize.onebit_encode(x, n), quantize.onebit_decode),
+    "ternary": (lambda x, n, names: quantize.ternary_encode(x, n, names, KEY, 2.5), quantize.ternary_decode),
+    "ternary unclipped": (lambda x, n, names: quantize.ternary_encode(x, n, names, KEY, 0.0), quantize.ternary_decode),
+    "natural": (
+        lambda x, n, names: quantize.natural_encode(x, n, names, KEY),
+        lambda data, n: quantize.natural_decode(data, int(n.sum())),
+    ),
+}
+for levels, bucket in ((127, 512), (7, None), (1, 3), (1000, 100), (65535, None)):
+    QUANTIZERS[f"qsgd {levels} {bucket}"] = (
+        lambda x, n, names, a=levels, b=bucket: quantize.qsgd_encode(x, n, names, KEY, a, b),
+        lambda data, n, a=levels, b=bucket: quantize.qsgd_decode(data, n, a, b, True),
+    )
+for bits, block in ((8, 256), (4, 128), (2, 64), (4, 5)):
+    QUANTIZERS[f"int{bits} {block}"] = (
+        lambda x, n, names, a=bits, b=block: quantize.integer_encode(x, n, a, b),
+        lambda data, n, a=bits, b=block: quantize.integer_decode(data, n, a, b),
+    )
+
+
+def inputs(n: int) -> dict[str, Tensor]:
+    torch.manual_seed(n)
+    x = torch.randn(n)
+    spike = torch.zeros(n)
+    spike[n // 2] = -3.0
+    return {"normal": x, "zeros": torch.zeros(n), "spike": spike, "tiny": x * 1e-41, "huge": x * 1e30}
+
+
+def test_the_compiled_versions_are_there() -> None:
+    assert versions("cpu") is not None
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_quantizers(name: str) -> None:
+    encode, decode = QUANTIZERS[name]
+    for lengths in TABLES:
+        counts = torch.tensor(lengths)
+        names = tuple(f"unit{i}" for i in range(len(lengths)))
+        for kind, x in inputs(sum(lengths)).items():
+            fast = encode(x, counts, names)
+            with reference_only():
+                slow = encode(x, counts, names)
+            assert torch.equal(fast, slow), (lengths, kind)
+            heard = decode(fast, counts)
+            with reference_only():
+                assert torch.equal(heard, decode(fast, counts)), (lengths, kind)
+
+
+@pytest.mark.parametrize("lengths", TABLES)
+@pytest.mark.parametrize("ratio", [0.0, 0.001, 0.3, 1.0])
+def test_topk(lengths: tuple[int, ...], ratio: float) -> None:
+    counts = tuple(min(n, round(ratio * n)) for n in lengths)
+    for kind, x in inputs(sum(lengths)).items():
+        with reference_only():
+            slow = fused.topk(x, lengths, counts)
+        assert torch.equal(fused.topk(x, lengths, counts), slow), kind
+
+
+RULES = {
+    "residual": (False, fused.Accumulation(decay=0.9)),
+    "momentum": (True, fused.Accumulation(momentum=0.9)),
+    "nesterov": (True, fused.Accumulation(momentum=0.9, nesterov=True)),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_accumulate_and_select_over_several_steps(rule: str) -> None:
+    """Edges are carried from step to step, and jump: gradients grow a hundredfold and shrink again."""
+    heavy, how = RULES[rule]
+    for lengths in TABLES:
+        n, counts = sum(lengths), tuple(-(-size // 50) for size in lengths)
+        fast, slow = ([torch.zeros(n), torch.zeros(n) if heavy else None] for _ in range(2))
+        edge = None
+        for step, scale in enumerate((1.0, 1.0, 100.0, 0.01, 1.0)):
+            grad = inputs(n)["normal"].roll(step) * scale
+            if step == 3:
+                grad[0] = float("nan")
+            found = fused.accumulate_topk_(grad, *fast, how, lengths, counts, edge)
+            with reference_only():
+                known = fused.accumulate_topk_(grad, *slow, how, lengths, counts, None)
+            for mine, theirs in zip(found[:2], known[:2], strict=True):
+                assert torch.equal(mine, theirs), (lengths, step)
+            assert bool(found.broken) == bool(known.broken) == (step == 3)
+            edge = found.edge
+            for memories in (fast, slow):
+                fused.settle_(*memories, found.indices, found.values)
+            assert torch.equal(fast[0], slow[0])
+            assert not heavy or torch.equal(fast[1], slow[1])
+
+
+@pytest.mark.parametrize("lengths", TABLES)
+def test_error_feedback(lengths: tuple[int, ...]) -> None:
+    calls = [
+        lambda g, v: fused.feedback_sign_(g, v, 0.9, lengths, False),
+        lambda g, v: fused.feedback_sign_(g, v, 1.0, lengths, True),
+        lambda g, v: fused.feedback_integer_(g, v, 1.0, lengths, 8, 256),
+        lambda g, v: fused.feedback_integer_(g, v, 1.0, lengths, 4, 100),
+    ]
+    for call in calls:
+        for grad in inputs(sum(lengths)).values():
+            fast, slow = grad.flip(0).clone(), grad.flip(0).clone()
+            data, broken = call(grad, fast)
+            with reference_only():
+                known, _ = call(grad, slow)
+            assert torch.equal(data, known)
+            assert torch.equal(fast, slow)
+            assert not broken
+
+
+def test_sixteen_bit_gradients_are_widened() -> None:
+    lengths, counts = (500,), (9,)
+    for dtype in (torch.bfloat16, torch.float16):
+        grad = torch.randn(500).to(dtype)
+        fast, slow = torch.ones(500), torch.ones(500)
+        found = fused.accumulate_topk_(grad, fast, None, fused.Accumulation(), lengths, counts, None)
+        with reference_only():
+            known = fused.accumulate_topk_(grad, slow, None, fused.Accumulation(), lengths, counts, None)
+        assert torch.equal(found.indices, known.indices)
+        assert torch.equal(fast, slow)

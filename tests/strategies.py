@@ -1,0 +1,111 @@
+"""What the laws range over: everything registered, chains of it, and the tensors that break things.
+
+Adding a class to the registry adds it here, and so to every law.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import gradwire
+from gradwire.codecs.codec import Codec, codec
+from gradwire.codecs.stage import Sent, Signal
+from gradwire.core.keys import Key
+from gradwire.core.segments import Segments
+
+SIZES = (1, 7, 8, 9, 1000)
+KINDS = ("normal", "zeros", "spike", "denormal", "huge", "constant", "bf16", "strided")
+
+
+def examples(*kinds: str) -> list[str]:
+    """The examples of every registered class of these kinds."""
+    return [spec for made in gradwire.listing(*kinds).values() for spec in made.examples]  # type: ignore[attr-defined]
+
+
+STAGES = examples("transform", "selector", "quantizer", "indices")
+FEEDBACKS = examples("feedback")
+EXCHANGES = examples("exchange")
+
+
+def _chains() -> list[str]:
+    quantizers, coders = examples("quantizer"), examples("indices")
+    selectors = [made.examples for made in gradwire.listing("selector").values()]  # type: ignore[attr-defined]
+    return [
+        *quantizers,
+        *examples("selector"),
+        *(f"{s[0]} | {q}" for s in selectors for q in ("sign", "terngrad", "qsgd", "fp16", "int4")),
+        *(f"{s[1]} | {i}" for s in selectors for i in coders if not s[1].startswith("randomk")),  # redrawn, not sent
+        *(f"hadamard | {q}" for q in quantizers),
+        *(f"hadamard(block=256) | {s[1]}" for s in selectors if not s[1].startswith("variance")),
+        # Hybrids of the literature: signs, trits or a few bits for the selected, by every index coder.
+        *(f"topk(0.3) | {q} | {i}" for q in ("sign", "terngrad") for i in coders),
+        "adacomp(bin=50) | terngrad | bitmap",
+        "sampled_topk(0.01) | fp16 | gap16",
+        "randomk(0.3, unbiased=True) | terngrad(clip=0)",
+        "randomk(0.3, unbiased=True) | natural",
+        "hadamard(block=8) | topk(0.3) | qsgd(levels=7, bucket=None) | bitmap",
+        "hadamard | randomk(0.3, unbiased=True) | bf16",
+    ]
+
+
+CODECS: Mapping[str, Codec] = {str(made): made for made in map(codec, _chains())}
+
+
+def table(*lengths: int) -> Segments:
+    return Segments(tuple(f"w{i}" for i in range(len(lengths))), tuple((n,) for n in lengths))
+
+
+def tensor(kind: str, n: int, seed: int = 0) -> Tensor:
+    """A flat float32 vector that is ``n`` long and of one difficult kind."""
+    x = torch.randn(2 * n, generator=torch.Generator().manual_seed(seed))
+    match kind:
+        case "zeros":
+            return torch.zeros(n)
+        case "spike":
+            return torch.zeros(n).index_fill(0, torch.tensor([seed % n] if n else []).long(), -3.0)
+        case "denormal":
+            return x[:n] * 1e-40
+        case "huge":
+            return x[:n] * 1e30
+        case "constant":
+            return torch.full((n,), -0.7)
+        case "bf16":
+            return x[:n].bfloat16().float()  # full of ties
+        case "strided":
+            return x[::2]
+    return x[:n]
+
+
+def signal(segments: Segments, kind: str = "normal", seed: int = 0) -> Signal:
+    """What an encoder is given: today's gradient, a target beyond it, and a moment for those that keep one."""
+    grad = tensor(kind, segments.total, seed)
+    target = grad if kind in ("zeros", "spike", "strided") else grad + tensor(kind, segments.total, seed + 1)
+    memory = {"second_moment": grad.square().clamp(max=1e38)}
+    return Signal(grad, target, memory, segments)
+
+
+def dense(sent: Sent, n: int) -> Tensor:
+    """What was sent, zeros where nothing was."""
+    return sent.onto(torch.zeros(n))
+
+
+def codecs() -> st.SearchStrategy[Codec]:
+    return st.sampled_from(list(CODECS.values()))
+
+
+def keys() -> st.SearchStrategy[Key]:
+    return st.builds(Key, st.integers(0, 2**40), st.integers(0, 2**33), st.integers(0, 7))
+
+
+def tables() -> st.SearchStrategy[Segments]:
+    """One segment or several, an empty one among them now and then."""
+    lone = st.sampled_from(SIZES).map(table)
+    lengths = st.lists(st.sampled_from((*SIZES, 0, 64, 300)), min_size=2, max_size=5)
+    return lone | lengths.filter(any).map(lambda found: table(*found))
+
+
+@st.composite
+def signals(draw: st.DrawFn) -> Signal:
+    return signal(draw(tables()), draw(st.sampled_from(KINDS)), draw(st.integers(0, 2**31)))

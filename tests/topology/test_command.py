@@ -1,0 +1,62 @@
+"""``gradwire graph``."""
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from gradwire.cli.graph import facts, graph, picture
+from gradwire.topology import graph as read
+
+app = typer.Typer()
+app.command()(graph)
+
+
+def test_a_torus_is_printed_and_drawn() -> None:
+    done = CliRunner().invoke(app, ["torus", "--size", "16", "--delta", "0.1"])
+    assert done.exit_code == 0, done.output
+    for words in ("torus on 16 ranks", "rounds to halve", "0.4", "32", "gamma*", "0.000864"):
+        assert words in done.output
+    assert "o # . # # . . . . . . . # . . ." in done.output
+
+
+@pytest.mark.parametrize(
+    ("spec", "size", "drawn"),
+    [
+        ("ring", 1, "o"),
+        ("path", 3, "o # .\n# o #\n. # o"),
+        ("one_peer_exponential", 4, "o . 1 0\n0 o . 1\n1 0 o .\n. 1 0 o"),
+        ("matrix([[0.0, 0.5, 0.5], [0.5, 0.5, 0.0], [0.5, 0.0, 0.5]])", 3, "x # #\n# o .\n# . o"),
+    ],
+)
+def test_pictures(spec: str, size: int, drawn: str) -> None:
+    assert picture(read(spec).on(size)) == drawn
+
+
+@pytest.mark.parametrize("size", [40, 65, 200])
+def test_pictures_stay_small(size: int) -> None:
+    lines = picture(read("ring").on(size)).splitlines()
+    assert len(lines) <= 64
+    assert {len(line) for line in lines} == {len(lines)}
+
+
+def test_facts_of_a_lopsided_graph() -> None:
+    told = dict(facts(read("arrows([(0, 1), (0, 2), (1, 2), (2, 0)])").on(3)))
+    assert told["weights"].endswith("push-sum only")
+    assert told["edges"] == "4"
+    assert told["degrees"].startswith("1 to 2")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["hypercube", "--size", "12"],
+        ["ringg", "--size", "4"],
+        ["ring", "--size", "0"],
+        ["exponential", "--size", "8", "--delta", "0.5"],
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(arguments: list[str]) -> None:
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2
+    assert "Traceback" not in done.output
+    assert "Invalid value" in done.output

@@ -1,0 +1,60 @@
+"""What `traffic` says of a collective is what gloo does with it, by the kernel's count."""
+
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire.links import TorchLink
+from gradwire.links.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective
+from namespaces import FRAME, SEGMENT, Counters, Unavailable, enter, meet, namespaces, read
+from workers import PATIENCE, run_ranks
+
+BYTES = 1_200_004  # a multiple of 4, but not of 3 ranks
+SPLITS = (200_000, 1, 1_000_003)
+
+
+def collectives(rank: int) -> dict[str, Collective]:
+    x = torch.full((BYTES,), rank, dtype=torch.uint8)
+    return {
+        "sum": AllReduce(x.view(torch.float32), "sum"),
+        "max": AllReduce(x, "max"),
+        "gather": AllGather(x),
+        "swap": AllToAll(x, SPLITS, (SPLITS[rank],) * 3),
+        "broadcast": Broadcast(x),
+    }
+
+
+def watch(rank: int, world: int, folder: str, names: list[str]) -> dict[str, tuple[float, float, Counters]]:
+    store = dist.FileStore(f"{folder}/meeting", world)
+    meet(store, world, "begun")
+    dist.destroy_process_group()
+    enter(names[rank])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE)
+    link = TorchLink()
+    seen = {}
+    for name, collective in collectives(rank).items():
+        meet(store, world, f"{name} begins")
+        before, traffic = read(), link.traffic
+        meet(store, world, f"{name} goes on")
+        link.run(collective)
+        meet(store, world, f"{name} ends")
+        sent, received = link.traffic.sent - traffic.sent, link.traffic.received - traffic.received
+        seen[name] = (sent, received, read().since(before))
+    return seen
+
+
+def test_a_collective_costs_what_we_say():
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with namespaces(3) as names:
+                ranks = run_ranks(watch, 3, folder, names)
+        except Unavailable as why:
+            pytest.skip(str(why))
+    for name in collectives(0):
+        resent = SEGMENT * sum(seen[name][2].resent for seen in ranks)
+        for sent, received, counted in (seen[name] for seen in ranks):
+            assert counted.data == pytest.approx(sent, rel=0.01, abs=2000), name
+            into = counted.received - FRAME * counted.received_frames
+            assert into == pytest.approx(received, rel=0.01, abs=2000 + resent), name
