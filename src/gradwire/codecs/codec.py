@@ -127,10 +127,17 @@ class Codec:
             lengths = _counts(indices, table)
             values = moved.target[indices] * self._gains(lengths, table)
             memory = self.selector.remember(moved, indices)
-        body = self.quantizer.encode(values, lengths, table.names, key)
-        payload = Payload(torch.cat([*self._preamble(indices, table), body]))
-        heard = self.quantizer.decode(body, lengths, table.names, key)
+        payload, heard = self._write(indices, values, lengths, table, key)
         return Encoded(payload, self._sent(indices, heard, signal.segments, key), memory)
+
+    def encode_selected(self, indices: Tensor, values: Tensor, table: Segments, key: Key) -> tuple[Payload, Sent]:
+        """The message of entries that were selected elsewhere, and what of them will be heard."""
+        if self.indices is not None:
+            fitting = self.indices.fit(indices, table.total, key)
+            if fitting.numel() < indices.numel():
+                indices, values = fitting, values[torch.isin(indices, fitting)]
+        payload, heard = self._write(indices, values, _counts(indices, table), table, key)
+        return payload, Sent(indices, heard)
 
     def total(self, payloads: Iterable[Payload], segments: Segments, keys: Iterable[Key]) -> Tensor:
         """The sum of several ranks' messages, added in the order given. -> float32[segments.total]."""
@@ -206,6 +213,13 @@ class Codec:
         assert self.selector is not None
         gains = [self.selector.gain(n) for n in table.lengths]
         return groups.spread(torch.tensor(gains, device=lengths.device), lengths)
+
+    def _write(
+        self, indices: Tensor | None, values: Tensor, lengths: Tensor, table: Segments, key: Key
+    ) -> tuple[Payload, Tensor]:
+        body = self.quantizer.encode(values, lengths, table.names, key)
+        payload = Payload(torch.cat([*self._preamble(indices, table), body]))
+        return payload, self.quantizer.decode(body, lengths, table.names, key)
 
     def _preamble(self, indices: Tensor | None, table: Segments) -> list[Tensor]:
         if indices is None or self.indices is None:

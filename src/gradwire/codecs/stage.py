@@ -37,6 +37,13 @@ class Signal(NamedTuple):
     memory: Memory
     segments: Segments
 
+    def cut(self, start: int, stop: int) -> "Signal":
+        """The part of it in ``[start, stop)``; the memory stays whole."""
+        if (start, stop) == (0, self.segments.total):
+            return self
+        window = self.segments.window(start, stop)
+        return Signal(self.grad[start:stop], self.target[start:stop], self.memory, window)
+
 
 class Sent(NamedTuple):
     """What the group will hear of me.

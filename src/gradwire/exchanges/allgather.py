@@ -16,6 +16,7 @@ from gradwire.core.asks import Gather, Talk
 from gradwire.core.payload import Payload
 from gradwire.core.registry import register
 from gradwire.core.segments import Segments
+from gradwire.core.sharing import shared
 from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
 
 
@@ -32,7 +33,10 @@ class AllGather(Exchange):
         size = codec.size(around.units) if codec.traits.fixed else None
         payloads = yield Gather(said.message, size)
         keys = [around.key.of(rank) for rank in range(around.world)]
-        return Agreed(codec.total(payloads, around.units, keys) / around.world, said.memory)
+        total = shared(
+            payloads, (codec, around.units, around.key.step), lambda: codec.total(payloads, around.units, keys)
+        )
+        return Agreed(total / around.world, said.memory)
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         return (world - 1) * codec.size(units)

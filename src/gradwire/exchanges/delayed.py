@@ -18,7 +18,7 @@ from gradwire.core.asks import Talk
 from gradwire.core.registry import register
 from gradwire.core.segments import Segments
 from gradwire.exchanges.auto import Auto
-from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
+from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said, Say
 
 
 @register("delayed", kind="exchange")
@@ -42,6 +42,9 @@ class Delayed(Exchange):
 
     def encode(self, signal: Signal, codec: Codec, around: Round) -> Said:
         return self.inner.encode(signal, codec, around)
+
+    def collect(self, say: Say, around: Round) -> Said:
+        return self.inner.collect(say, around)
 
     def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
         agreed = yield from self.inner.talk(said, codec, around)

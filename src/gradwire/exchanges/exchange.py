@@ -4,8 +4,8 @@ An exchange speaks in asks and never sees the network. `encode` is local; `talk`
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -52,6 +52,17 @@ class Agreed(NamedTuple):
     sent: Sent | None = None
 
 
+class Spoken(NamedTuple):
+    """The message of one stretch of the buffer. ``sent`` is None when the memory has been settled already."""
+
+    payload: Payload
+    sent: Sent | None
+    memory: Memory
+
+
+Say: TypeAlias = Callable[[int, int], Spoken]  # encodes the stretch [start, stop)
+
+
 class Exchange(ABC):
     """A frozen rule of conversation."""
 
@@ -76,7 +87,11 @@ class Exchange(ABC):
 
     def encode(self, signal: Signal, codec: Codec, around: Round) -> Said:
         """Turn what should be said into a message."""
-        return Said(*codec.encode(signal, around.key))
+        return self.collect(lambda start, stop: Spoken(*codec.encode(signal.cut(start, stop), around.key)), around)
+
+    def collect(self, say: Say, around: Round) -> Said:
+        """Have the stretches of the buffer said that this exchange sends apart; most send it whole."""
+        return Said(*say(0, around.units.total))
 
     @abstractmethod
     def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:

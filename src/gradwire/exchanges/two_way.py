@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from gradwire.codecs.codec import Codec, Encoded
+from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Sent, Signal, Slot
 from gradwire.core.asks import Gather, Swap, Talk
 from gradwire.core.registry import register
 from gradwire.core.segments import Segments
-from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
+from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said, Say
 
 
 def shard(n: int, world: int, rank: int) -> tuple[int, int]:
@@ -51,10 +50,10 @@ class TwoWay(Exchange):
     def slots(self, around: Round) -> dict[str, Slot]:
         return {"served": Slot(around.tensors.lengths, "shard")} if around.indebted else {}
 
-    def encode(self, signal: Signal, codec: Codec, around: Round) -> Said:
-        parts = [self._part(signal, codec, around, rank) for rank in range(around.world)]
+    def collect(self, say: Say, around: Round) -> Said:
+        parts = [say(*shard(around.units.total, around.world, rank)) for rank in range(around.world)]
         message = {rank: part.payload for rank, part in enumerate(parts)}
-        return Said(message, self._join(parts, around), signal.memory)
+        return Said(message, _join([part.sent for part in parts], around), parts[-1].memory)
 
     def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
         assert isinstance(said.message, Mapping)
@@ -85,21 +84,14 @@ class TwoWay(Exchange):
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         return 2 * (world - 1) / world * codec.size(units)
 
-    def _part(self, signal: Signal, codec: Codec, around: Round, rank: int) -> Encoded:
-        start, stop = shard(around.units.total, around.world, rank)
-        cut = Signal(
-            signal.grad[start:stop],
-            signal.target[start:stop],
-            {},
-            signal.segments.window(start, stop),
-        )
-        return codec.encode(cut, around.key)
 
-    def _join(self, parts: list[Encoded], around: Round) -> Sent:
-        values = torch.cat([part.sent.values for part in parts])
-        indices: list[Tensor] = []
-        for rank, part in enumerate(parts):
-            if part.sent.indices is None:
-                return Sent(None, values)
-            indices.append(part.sent.indices + shard(around.units.total, around.world, rank)[0])
-        return Sent(torch.cat(indices), values)
+def _join(parts: list[Sent | None], around: Round) -> Sent | None:
+    """What the parts say together."""
+    values, indices = [], []
+    for rank, part in enumerate(parts):
+        if part is None:
+            return None
+        values.append(part.values)
+        if part.indices is not None:
+            indices.append(part.indices + shard(around.units.total, around.world, rank)[0])
+    return Sent(torch.cat(indices) if indices else None, torch.cat(values))

@@ -45,6 +45,11 @@ def versions(device: str) -> ModuleType | None:
     return importlib.import_module(f"gradwire.kernels.{device}")
 
 
+def accelerated() -> bool:
+    """Whether anything but definitions may run."""
+    return not _reference
+
+
 @contextmanager
 def reference_only() -> Iterator[None]:
     """Run definitions alone, on all threads, for as long as this lasts."""

@@ -4,6 +4,7 @@ These definitions compose plain torch calls; faster versions make one pass. All 
 place. A gradient entry that is not finite counts as zero, and is reported: nothing of it may reach a memory.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -122,7 +123,7 @@ def feedback_integer_(
 def scatter_mean(values: Tensor, indices: Tensor, bounds: tuple[int, ...], n: int, world: int) -> Tensor:
     """Add several ranks' sparse messages, ``bounds[r]:bounds[r + 1]`` being rank r's, in rank order; over ``world``."""
     out = values.new_zeros(n)
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         out.index_add_(0, indices[start:stop], values[start:stop])
     return out / world
 

@@ -16,6 +16,7 @@ from gradwire.core.segments import Segments
 from gradwire.exchanges import Exchange, Round
 from gradwire.exchanges.two_way import shard
 from gradwire.feedback import Feedback
+from gradwire.sync.lowering import FusedSpeaker, lowers
 
 OWED = "owed"  # a debt without a home: left by a memory that the current spec has no use for
 OBSERVED = "observed"  # second moments that the loop measured since the last step
@@ -58,6 +59,22 @@ class Lane:
         if agreed.sent is not None:
             memory = self.feedback.settle(target, agreed.sent, memory)
         return Released(*self.feedback.release(agreed.mean, memory))
+
+    def lowered(self, memory: Memory, key: Key, world: int) -> bool:
+        """Whether `talk_fused` may serve in place of `talk` at this step."""
+        codec, exchange = self.at(key.step)
+        left = OWED in memory or ("served" in memory and "served" not in exchange.slots(self._around(key, world)))
+        return not left and lowers(self.feedback, codec, exchange)
+
+    def talk_fused(self, grad: Tensor, memory: Memory, key: Key, world: int, broken: list[Tensor]) -> Talk[Released]:
+        """The same by a fused kernel; ``broken`` gets what it finds of the gradient."""
+        codec, exchange = self.at(key.step)
+        around = self._around(key, world)
+        speaker = FusedSpeaker(grad, memory, self.units, codec, self.feedback, key)
+        said = exchange.collect(speaker.say, around)
+        broken.extend(speaker.broken)
+        agreed = yield from exchange.talk(said, codec, around)
+        return Released(*self.feedback.release(agreed.mean, agreed.memory))
 
     def slots(self, world: int) -> dict[str, Slot]:
         """All memories that the lane needs at any step of its table."""

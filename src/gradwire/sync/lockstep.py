@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.asks import Ask
+from gradwire.core.sharing import sharing
 from gradwire.links.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, Traffic, fuse, traffic
 from gradwire.sync.drive import Conversation
 
@@ -26,6 +27,10 @@ class Lockstep:
 
     def drive(self, conversations: Sequence[Conversation[T]]) -> list[T]:
         """Hold the same conversation on all ranks."""
+        with sharing():
+            return self._drive(conversations)
+
+    def _drive(self, conversations: Sequence[Conversation[T]]) -> list[T]:
         answers: list[Any] = [None] * self.world
         while True:
             rounds: list[list[Ask]] = []

@@ -75,20 +75,21 @@ class Session:
             flats = [torch.zeros_like(flat) for flat in flats]  # what is said now will be dropped by all
         for lane in lanes:
             self.meant[lane.label] += 4 * lane.units.total
+        broken: list[Tensor] = []
         talks = [
-            self._counted(lane.label, lane.talk(flat, memory, self._key(), self.world))
+            self._counted(lane.label, self._talk(lane, flat, memory, broken))
             for lane, flat, memory in zip(lanes, flats, self._memories(i), strict=True)
         ]
-        return (yield from self._complaining(converse(talks), complaint))
+        return (yield from self._complaining(converse(talks), complaint, broken))
 
     def judge(self, heard: Sequence[Heard], grads: Grads) -> Conversation[Verdict]:
         """Commit what all launches agreed on, or drop the step whole."""
         complaints = 0
         for launch in heard:
             complaints |= launch.complaints
+        released = [one for launch in heard for one in launch.released]
         if complaints & UNFIT:
             raise ValueError(_refusal(grads))
-        released = [one for launch in heard for one in launch.released]
         if complaints & BROKEN:
             self.skip()
             return Verdict(self._split([torch.zeros_like(one.update) for one in released], None), True)
@@ -147,12 +148,21 @@ class Session:
 
     def _complaint(self, i: int, grads: Grads, flats: Sequence[Tensor]) -> int:
         mine = [grads[name] for lane in self.plan.launches[i] for name in lane.tensors.names]
-        finite = all(bool(torch.isfinite(flat).all()) for flat in flats)
+        finite = all(
+            bool(torch.isfinite(flat).all())
+            for lane, flat, memory in zip(self.plan.launches[i], flats, self._memories(i), strict=True)
+            if not lane.lowered(memory, self._key(), self.world)  # a fused kernel looks for itself
+        )
         return (
             (0 if finite else BROKEN)
             | (MISSING if any(grad is None for grad in mine) else 0)
             | (UNFIT if any(grad is not None and _is_sparse(grad) for grad in mine) else 0)
         )
+
+    def _talk(self, lane: Lane, flat: Tensor, memory: Memory, broken: list[Tensor]) -> Talk[Released]:
+        if lane.lowered(memory, self._key(), self.world):
+            return lane.talk_fused(flat, memory, self._key(), self.world, broken)
+        return lane.talk(flat, memory, self._key(), self.world)
 
     def _counted(self, label: str, talk: Talk[Released]) -> Talk[Released]:
         """The same talk, its payloads put on the label's account."""
@@ -166,11 +176,15 @@ class Session:
             released: Released = done.value
             return released
 
-    def _complaining(self, talk: Conversation[list[Released]], complaint: int) -> Conversation[Heard]:
+    def _complaining(
+        self, talk: Conversation[list[Released]], complaint: int, broken: Sequence[Tensor]
+    ) -> Conversation[Heard]:
         """Let the complaint ride along with the first round, in whatever kind of message that round sends."""
         try:
             asks = next(talk)
+            complaint |= BROKEN if any(map(bool, broken)) else 0
         except StopIteration as done:  # nobody had anything to ask
+            complaint |= BROKEN if any(map(bool, broken)) else 0
             heard = [] if self._silent else (yield [Gather(byte(complaint, self.device), 1)])
             return Heard(done.value, complaint | sum(map(complaints_in, heard)))
         *answers, said = yield [*asks, rider(complaint, asks[0], self.world, self.device)]
@@ -194,10 +208,9 @@ class Session:
         """Take over new memories, but keep the old where nobody had a gradient: that update goes nowhere."""
         for i, (lane, new) in enumerate(zip(self.plan.lanes, memories, strict=True)):
             kept = dict(new)
-            if used is not None:
-                for name in lane.tensors.names:
-                    if not used[name]:
-                        self._restore_(kept, self.memories[i], lane, name)
+            for name in lane.tensors.names:
+                if used is not None and not used[name]:
+                    self._restore_(kept, self.memories[i], lane, name)
             self.memories[i] = kept
 
     def _restore_(self, kept: dict[str, Tensor], old: Memory, lane: Lane, name: str) -> None:

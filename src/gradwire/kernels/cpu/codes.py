@@ -10,7 +10,7 @@ TILE = 8 * 5 * 512  # whole bytes at any width of code, and whole bytes of trits
 
 
 @serial
-def draw(u, p0, p1, step, k0, k1):  # type: ignore[no-untyped-def]
+def draw(u, p0, p1, step, k0, k1):
     """Uniform numbers of elements p0 to p1 of a stream; element q goes to ``u[q - p0 // 4 * 4]``."""
     base = p0 // 4
     for b in range((p1 + 3) // 4 - base):
@@ -22,7 +22,7 @@ def draw(u, p0, p1, step, k0, k1):  # type: ignore[no-untyped-def]
 
 
 @serial
-def uniform_of_tile(u, loose, a, b, ends, keys, step):  # type: ignore[no-untyped-def]
+def uniform_of_tile(u, loose, a, b, ends, keys, step):
     """``u[j - a]`` for flat elements a to b, whichever segments they lie in. ``loose`` is room for one more block."""
     s = np.searchsorted(ends, a, side="right")
     while a < b:
@@ -37,7 +37,7 @@ def uniform_of_tile(u, loose, a, b, ends, keys, step):  # type: ignore[no-untype
 
 
 @serial
-def pack_tile(codes, bits, out):  # type: ignore[no-untyped-def]
+def pack_tile(codes, bits, out):
     """Codes into bytes, the first in the lowest bits."""
     n = codes.size
     if bits == 8:
@@ -66,7 +66,7 @@ def pack_tile(codes, bits, out):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def code_at(data, i, bits, mask):  # type: ignore[no-untyped-def]
+def code_at(data, i, bits, mask):
     """The i-th code of a packed stream of at most 17 bits each."""
     first = i * bits
     at = first >> 3
@@ -79,7 +79,7 @@ def code_at(data, i, bits, mask):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def encode(x, ends, scales, group_ends, keys, step, levels, bits, chance, out):  # type: ignore[no-untyped-def]
+def encode(x, ends, scales, group_ends, keys, step, levels, bits, chance, out):
     """Levels of each group's scale; rounded at random (``chance``) or to the nearest."""
     n = x.size
     most = np.float32(levels)
@@ -109,7 +109,7 @@ def encode(x, ends, scales, group_ends, keys, step, levels, bits, chance, out): 
 
 
 @compiled
-def decode(data, scales, group_ends, table, bits, out):  # type: ignore[no-untyped-def]
+def decode(data, scales, group_ends, table, bits, out):
     """``scale * table[code]``."""
     n = out.size
     mask = np.uint32((1 << bits) - 1)
@@ -129,7 +129,7 @@ def decode(data, scales, group_ends, table, bits, out):  # type: ignore[no-untyp
 
 
 @compiled
-def encode_signs(x, out):  # type: ignore[no-untyped-def]
+def encode_signs(x, out):
     """One bit per value: whether it is >= 0."""
     n = x.size
     whole = n // 8
@@ -147,7 +147,7 @@ def encode_signs(x, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def decode_signs(data, ends, above, below, out):  # type: ignore[no-untyped-def]
+def decode_signs(data, ends, above, below, out):
     """Each segment's upper number where the bit is set, else its lower one."""
     n = out.size
     for t in prange((n + TILE - 1) // TILE):
@@ -163,7 +163,7 @@ def decode_signs(data, ends, above, below, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def encode_trits(x, ends, limits, scales, keys, step, out):  # type: ignore[no-untyped-def]
+def encode_trits(x, ends, limits, scales, keys, step, out):
     """Clamp, keep a sign with chance |x| / scale, five trits a byte."""
     n = x.size
     for t in prange((n + TILE - 1) // TILE):
@@ -196,7 +196,7 @@ def encode_trits(x, ends, limits, scales, keys, step, out):  # type: ignore[no-u
 
 
 @compiled
-def decode_trits(data, ends, scales, out):  # type: ignore[no-untyped-def]
+def decode_trits(data, ends, scales, out):
     """``scale * (trit - 1)``."""
     n = out.size
     for t in prange((n + TILE - 1) // TILE):
@@ -218,7 +218,7 @@ def decode_trits(data, ends, scales, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def encode_powers(raw, ends, keys, step, out):  # type: ignore[no-untyped-def]
+def encode_powers(raw, ends, keys, step, out):
     """Sign and exponent, the exponent raised with the mantissa's chance. ``raw`` are the values' bits."""
     n = raw.size
     for t in prange((n + TILE - 1) // TILE):
@@ -235,7 +235,7 @@ def encode_powers(raw, ends, keys, step, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def decode_powers(data, out):  # type: ignore[no-untyped-def]
+def decode_powers(data, out):
     """The bits of a power of two, and its sign. ``out`` are the values' bits."""
     n = out.size
     for t in prange((n + TILE - 1) // TILE):
@@ -245,7 +245,7 @@ def decode_powers(data, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def uniforms(out, ends, keys, step):  # type: ignore[no-untyped-def]
+def uniforms(out, ends, keys, step):
     """One uniform number per element."""
     n = out.size
     for t in prange((n + TILE - 1) // TILE):

@@ -13,7 +13,7 @@ from gradwire.kernels.fused import Accumulation
 
 
 @compiled
-def _accumulate(grad, residual, momentum, m, nesterov, decay, kind):  # type: ignore[no-untyped-def]
+def _accumulate(grad, residual, momentum, m, nesterov, decay, kind):
     n = grad.size
     broken = np.zeros((n + TILE - 1) // TILE, dtype=np.uint8)
     for t in prange(broken.size):
@@ -43,7 +43,7 @@ def _accumulate(grad, residual, momentum, m, nesterov, decay, kind):  # type: ig
 
 
 @compiled
-def _signs(v, ends, sizes, out):  # type: ignore[no-untyped-def]
+def _signs(v, ends, sizes, out):
     """Pack the signs of the target, and leave what they do not say."""
     n = v.size
     for t in prange((n + TILE - 1) // TILE):
@@ -64,7 +64,7 @@ def _signs(v, ends, sizes, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _integers(v, scales_, ends, levels, bits, table, out):  # type: ignore[no-untyped-def]
+def _integers(v, scales_, ends, levels, bits, table, out):
     """Round the target to levels, pack them, and leave the rounding."""
     n = v.size
     most = np.float32(levels)

@@ -12,7 +12,7 @@ _HIGH = np.uint64(32)
 
 
 @inlined
-def block(index, step, k0, k1):  # type: ignore[no-untyped-def]
+def block(index, step, k0, k1):
     """The four words of one counter."""
     c0, c1 = np.uint32(index & np.uint64(0xFFFFFFFF)), np.uint32(index >> _HIGH)
     c2, c3 = np.uint32(step & np.uint64(0xFFFFFFFF)), np.uint32(step >> _HIGH)
@@ -29,7 +29,7 @@ def block(index, step, k0, k1):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def unit(word):  # type: ignore[no-untyped-def]
+def unit(word):
     """A word as a float32 in [0, 1)."""
     return np.float32(word >> np.uint32(8)) * np.float32(2.0**-24)
 

@@ -12,7 +12,7 @@ _summing = njit(cache=True, nogil=True, parallel=True, error_model="numpy", fast
 
 
 @_summing
-def _pieces(x, starts, stops, what, out, seen):  # type: ignore[no-untyped-def]
+def _pieces(x, starts, stops, what, out, seen):
     for i in prange(starts.size):
         piece = x[starts[i] : stops[i]]
         total = 0.0
@@ -29,7 +29,7 @@ def _pieces(x, starts, stops, what, out, seen):  # type: ignore[no-untyped-def]
             top = np.int32(0)
             for j in range(bits.size):
                 top = max(top, bits[j] & np.int32(0x7FFFFFFF))
-            count = np.int64(top)
+            count += np.int64(top)
         else:
             for j in range(piece.size):
                 if (piece[j] >= 0.0) == (what == ABOVE):

@@ -47,7 +47,7 @@ def _tiles(lengths: tuple[int, ...], counts: tuple[int, ...]) -> Tiles:
 
 
 @serial
-def _collect(bits, start, edge, places, found):  # type: ignore[no-untyped-def]
+def _collect(bits, start, edge, places, found):
     """Positions and magnitudes of a tile from the edge up; returns how many there are, room or not."""
     count = 0
     n = bits.size
@@ -70,7 +70,7 @@ def _collect(bits, start, edge, places, found):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _sweep(grad, residual, momentum, m, nesterov, decay, kind, tiles, edges, places, found, counts):  # type: ignore[no-untyped-def]
+def _sweep(grad, residual, momentum, m, nesterov, decay, kind, tiles, edges, places, found, counts):
     """Accumulate tile by tile, and collect while the tile is still in cache. Returns whether all entries were finite."""
     start, stop, segment, _, room = tiles
     broken = np.zeros(start.size, dtype=np.uint8)
@@ -103,7 +103,7 @@ def _sweep(grad, residual, momentum, m, nesterov, decay, kind, tiles, edges, pla
 
 
 @compiled
-def _search(x, tiles, edges, places, found, counts):  # type: ignore[no-untyped-def]
+def _search(x, tiles, edges, places, found, counts):
     """Collect without accumulating."""
     start, stop, segment, _, room = tiles
     for t in prange(start.size):
@@ -113,7 +113,7 @@ def _search(x, tiles, edges, places, found, counts):  # type: ignore[no-untyped-
 
 
 @compiled
-def _histogram(x, begin, end, lanes):  # type: ignore[no-untyped-def]
+def _histogram(x, begin, end, lanes):
     """Counts of magnitudes by their leading bits, one row for each of a few stretches."""
     rows = np.zeros((lanes, _BINS), dtype=np.int64)
     each = (end - begin + lanes - 1) // lanes
@@ -126,7 +126,7 @@ def _histogram(x, begin, end, lanes):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _gather(x, begin, end, edge, starts, places, found):  # type: ignore[no-untyped-def]
+def _gather(x, begin, end, edge, starts, places, found):
     """All positions of a segment from the edge up, given where each tile's begin."""
     for t in prange(starts.size - 1):
         a = begin + t * _TILE
@@ -136,7 +136,7 @@ def _gather(x, begin, end, edge, starts, places, found):  # type: ignore[no-unty
 
 
 @compiled
-def _tally(x, begin, end, edge, counts):  # type: ignore[no-untyped-def]
+def _tally(x, begin, end, edge, counts):
     for t in prange(counts.size):
         a = begin + t * _TILE
         bits = x[a : min(end, a + _TILE)].view(np.int32)
@@ -147,7 +147,7 @@ def _tally(x, begin, end, edge, counts):  # type: ignore[no-untyped-def]
 
 
 @serial
-def _choose(places, found, k, out):  # type: ignore[no-untyped-def]
+def _choose(places, found, k, out):
     """The k largest of rising candidates, in rising order; of equals the first. Returns the k-th magnitude."""
     edge = np.partition(found, found.size - k)[found.size - k]
     above = 0
@@ -167,7 +167,7 @@ def _choose(places, found, k, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _choose_all(tiles, places, found, counts, ks, ends, out, edges, lost):  # type: ignore[no-untyped-def]
+def _choose_all(tiles, places, found, counts, ks, ends, out, edges, lost):
     """Choose in every segment whose candidates suffice and had room; report the others."""
     _, _, _, first, room = tiles
     for s in prange(ks.size):

@@ -47,4 +47,5 @@ def _threads(first: object, most: int) -> int:
     # Waking a second thread costs more than a small tensor does.
     if isinstance(first, torch.Tensor) and first.numel() < _SMALL:
         return 1
-    return max(1, min(most, numba.config.NUMBA_NUM_THREADS))
+    available: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+    return max(1, min(most, available))

@@ -1,0 +1,95 @@
+"""Lowering: where a fused kernel exists for a pair of feedback and codec, a lane runs it instead of the composition.
+
+The law is that nobody can tell, but for time: the same messages, the same memories. The kernels work in place, on
+copies: the old memories stay until the step is committed, since it may still be dropped.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gradwire.codecs.codec import Codec
+from gradwire.codecs.quantizers import Sign
+from gradwire.codecs.quantizers.integer import AbsMax
+from gradwire.codecs.selectors import TopK
+from gradwire.codecs.stage import Memory
+from gradwire.core.keys import Key
+from gradwire.core.payload import Payload
+from gradwire.core.segments import Segments
+from gradwire.exchanges.exchange import Exchange, Spoken
+from gradwire.feedback import Feedback, MomentumCorrection, Residual
+from gradwire.kernels import fused
+from gradwire.kernels.dispatch import accelerated
+
+
+def rule_of(feedback: Feedback) -> fused.Accumulation | None:
+    """How a feedback accumulates, if the kernels know it."""
+    if isinstance(feedback, Residual):
+        return fused.Accumulation(decay=feedback.decay)
+    if isinstance(feedback, MomentumCorrection):
+        return fused.Accumulation(feedback.momentum, feedback.nesterov)
+    return None
+
+
+def lowers(feedback: Feedback, codec: Codec, exchange: Exchange) -> bool:
+    """Whether a fused kernel serves this lane."""
+    if not accelerated() or exchange.late or codec.transform is not None or codec.traits.linear:
+        return False
+    if isinstance(codec.selector, TopK):
+        return rule_of(feedback) is not None
+    plain = codec.selector is None and isinstance(codec.quantizer, Sign | AbsMax)
+    return plain and isinstance(feedback, Residual)
+
+
+@dataclass
+class FusedSpeaker:
+    """Compensates, encodes and settles one lane's buffers, stretch by stretch.
+
+    After speaking, ``broken`` holds a tensor per stretch: whether the gradient had anything there that is not finite.
+    """
+
+    grad: Tensor
+    memory: Memory
+    units: Segments
+    codec: Codec
+    feedback: Feedback
+    key: Key
+
+    def __post_init__(self) -> None:
+        self.broken: list[Tensor] = []
+        self._held = {**self.memory, **{name: self.memory[name].clone() for name in self.feedback.memories}}
+
+    def say(self, start: int, stop: int) -> Spoken:
+        """The message of ``[start, stop)``."""
+        window = self.units if (start, stop) == (0, self.units.total) else self.units.window(start, stop)
+        speak = self._selected if self.codec.selector else self._dense
+        return Spoken(speak(slice(start, stop), window), None, self._held)
+
+    def _selected(self, stretch: slice, window: Segments) -> Payload:
+        rule = rule_of(self.feedback)
+        assert rule is not None and self.codec.selector is not None
+        residual = self._held["residual"][stretch]
+        momentum = self._held["momentum"][stretch] if isinstance(self.feedback, MomentumCorrection) else None
+        counts = tuple(map(self.codec.selector.capacity, window.lengths))
+        hint = f"edge {stretch.start} {counts}"  # of this stretch and density; a hint may be lost without harm
+        last = self._held.get(hint)
+        found = fused.accumulate_topk_(self.grad[stretch], residual, momentum, rule, window.lengths, counts, last)
+        self._held[hint] = found.edge
+        self.broken.append(found.broken)
+        payload, sent = self.codec.encode_selected(found.indices, found.values, window, self.key)
+        assert sent.indices is not None
+        masks = getattr(self.feedback, "masking", False)
+        fused.settle_(residual, momentum if masks else None, sent.indices, sent.values)
+        return payload
+
+    def _dense(self, stretch: slice, window: Segments) -> Payload:
+        assert isinstance(self.feedback, Residual)
+        quantizer = self.codec.quantizer
+        about = (self.grad[stretch], self._held["residual"][stretch], self.feedback.decay, window.lengths)
+        if isinstance(quantizer, Sign):
+            data, broken = fused.feedback_sign_(*about, quantizer.scale == "norm")
+        else:
+            assert isinstance(quantizer, AbsMax)
+            data, broken = fused.feedback_integer_(*about, quantizer.bits, quantizer.block)
+        self.broken.append(broken)
+        return Payload(data)
