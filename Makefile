@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 train: setup  ## Train on the digits with compressed gradients
-	$(BIN)/gradwire train $(ARGS)
+	$(BIN)/gradwire demo $(ARGS)
 
 test: setup  ## Run the tests
 	$(BIN)/python -m pytest $(ARGS)
@@ -39,4 +39,5 @@ format: setup  ## Rewrite the code in the one format
 	$(BIN)/ruff check --fix .
 
 docs: setup  ## Regenerate docs/codecs.md from the registry
-	$(BIN)/gradwire codecs --markdown > docs/codecs.md
+	$(BIN)/gradwire codecs --markdown > docs/.codecs.partial
+	@mv docs/.codecs.partial docs/codecs.md

@@ -20,7 +20,16 @@ import torch
 import torch.distributed as dist
 
 # Imported once in the fork server and inherited by every rank; what is missing is skipped. Optimizers import dynamo.
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numpy", "hypothesis", "pytest", "gradwire", "gradwire.train.work"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "numpy",
+    "hypothesis",
+    "pytest",
+    "gradwire",
+    "gradwire.train.work",
+]
 PATIENCE = datetime.timedelta(seconds=30)  # of one collective
 
 _context = multiprocessing.get_context("forkserver")

@@ -11,6 +11,7 @@ from gradwire.adapters import (
     lockstep,
     save,
 )
+from gradwire.adapters.gossip import ElasticNet, GossipReport, Net, VirtualNet, gossip, gossip_lockstep
 from gradwire.codecs import Codec, codec
 from gradwire.core.payload import Malformed
 from gradwire.core.registry import listing, register
@@ -22,15 +23,21 @@ __all__ = [
     "SGD",
     "Codec",
     "DistributedOptimizer",
+    "ElasticNet",
+    "GossipReport",
     "Malformed",
     "Method",
+    "Net",
     "Report",
     "Rule",
+    "VirtualNet",
     "VirtualWorkers",
     "Wire",
     "__version__",
     "codec",
     "compress",
+    "gossip",
+    "gossip_lockstep",
     "listing",
     "load",
     "lockstep",

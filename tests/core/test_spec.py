@@ -145,6 +145,9 @@ def test_endless_specs_are_refused_not_followed() -> None:
         ("delayed(delayed)", "delayed"),
         ("delayed(sign)", "sign"),
         ("hadamard(block=3)", "power of two"),
+        ("hadamard(block=True)", "True"),
+        ("int8(block=True)", "True"),
+        ("qsgd(levels=True)", "True"),
         ("dgc(values=3)", "3"),
         ("dgc(ramp='long')", "long"),
         ("ramp(sign, 10)", "ratio"),
@@ -197,6 +200,9 @@ def test_exchanges_refuse_what_they_cannot_carry() -> None:
     assert "known length" in refusal("topk(0.1)", exchange="delayed(inner=two_way)")
     assert "use sign" in refusal("qsgd", exchange="majority")
     assert "residual" in refusal("threshold(0.001, most=0.1)", feedback="none")
+    assert "would not use topk(0.1)" in refusal("topk(0.1)", exchange="powersgd(2)")
+    assert "would not use sign" in refusal({0: "fp32", 9: "sign"}, exchange="powersgd(2)")
+    assert str(method("fp32", "residual", "powersgd(4)")) == str(method("powersgd(4)"))
 
 
 def test_parts_in_the_wrong_place_are_refused() -> None:
@@ -209,6 +215,23 @@ def test_parts_in_the_wrong_place_are_refused() -> None:
 @pytest.mark.parametrize("table", [{}, {5: "sign"}, {0: "sign", -1: "sign"}, {3: "sign", 0: "fp32"}])
 def test_a_step_table_rises_from_zero(table: dict[int, str]) -> None:
     assert "must rise from step 0" in refusal(table)
+
+
+@pytest.mark.parametrize("key", ["a", "-1", 1.5, None, (0,)])
+def test_a_step_is_a_whole_number(key: object) -> None:
+    assert f"{key!r} in a step table is no step" in refusal({0: "fp32", key: "sign"})
+
+
+def test_a_step_table_may_be_read_from_a_file_or_written_as_text() -> None:
+    whole = method({0: "topk(0.25)", 500: "topk(0.063) | sign"})
+    assert method({"0": "topk(0.25)", "500": "topk(0.063) | sign"}) == whole
+    assert method("{0: topk(0.25), 500: topk(0.063) | sign}") == whole
+    assert method("{0: 'topk(0.25)', 500: 'topk(0.063) | sign'}") == whole
+    assert "no step" in refusal("{'x': sign}", exchange="auto")
+    assert "where a codec belongs" in refusal("{0: 3}", exchange="auto")
+    assert "where a codec belongs" in refusal("{0: dgc(0.25), 500: dgc(0.001)}", exchange="auto")
+    for text in ("{sign: topk(0.1)}", "{0: sign, **{}}", "{0: __import__('os')}", "{[]: sign}", "{0: sign}[0]"):
+        refusal(text)
 
 
 def test_a_step_table_changes_the_codec_only() -> None:
@@ -229,6 +252,8 @@ def test_presets_expand_and_print() -> None:
         "majority_vote": "sign, feedback=none, exchange=majority",
         "dense": "fp32, feedback=none, exchange=auto",
         "powersgd(4)": "feedback=residual, exchange=powersgd(rank=4)",
+        "terngrad": "terngrad, feedback=none, exchange=auto",
+        "qsgd": "qsgd, feedback=none, exchange=auto",
     }
     assert {spec: str(method(spec)) for spec in printed} == printed
     assert all(isinstance(made, Method) for name, made in _presets().items() if name != "ramp")

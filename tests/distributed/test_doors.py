@@ -1,5 +1,6 @@
 """Three doors, one handle: the hook, the plain loop and the optimizer train the same model, bit for bit."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -95,13 +96,12 @@ def start_as_rank_0(rank: int, world: int) -> dict[str, Tensor]:
         for tensor in (*net.parameters(), *net.buffers()):
             tensor.fill_(rank + 1)
     net[0].bias.requires_grad_(False)
-    other = nn.Linear(3, 4)
-    with torch.no_grad():
-        other.weight.fill_(rank + 1)
-    other.bias.requires_grad_(False).fill_(rank + 1)
+    other = copy.deepcopy(net)
     gradwire.compress(net, "topk(0.5)")
-    gradwire.DistributedOptimizer(scenes.sgd(other), other.named_parameters(), "topk(0.5)")
-    return {**net.state_dict(), **{f"other.{name}": p for name, p in other.named_parameters()}}
+    gradwire.DistributedOptimizer(
+        scenes.sgd(other), other.named_parameters(), "topk(0.5)", named_buffers=other.named_buffers()
+    )
+    return {**net.state_dict(), **{f"other.{name}": tensor for name, tensor in other.state_dict().items()}}
 
 
 def test_everything_starts_as_rank_0_has_it():

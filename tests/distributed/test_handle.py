@@ -8,7 +8,10 @@ from torch import Tensor, nn
 
 import gradwire
 import scenes
+from gradwire.codecs import Sign, TopK
 from gradwire.core.segments import Segments
+from gradwire.exchanges import AllGather
+from gradwire.feedback import Residual
 from workers import run_ranks
 
 PARAMETERS = 445
@@ -55,6 +58,17 @@ def test_a_report_reads_well():
     said = str(wire.report())
     assert "2 steps (0 skipped), world of 1" in said
     assert "rule dim<=1" in said and "rule *" in said and "encode" in said
+    assert "inf" not in said, "a world of one sends nothing, and has no ratio"
+
+
+def test_seconds_are_told_by_rule():
+    nets, workers = scenes.replicas(2, "topk(0.1)")
+    scenes.march(nets, workers, range(2))
+    found = workers.wires[0].report()
+    assert found.rule_seconds.keys() == found.rules.keys() == {"dim<=1", "*"}
+    assert all(encode > 0 and decode > 0 for encode, decode in found.rule_seconds.values())
+    workers.wires[0].set("sign")
+    assert workers.wires[0].report().rule_seconds == found.rule_seconds
 
 
 def test_printing_shows_the_plan():
@@ -198,6 +212,36 @@ def test_the_variance_test_hears_what_is_observed():
     assert variance_step(1e6) == 0
     assert variance_step(0.0) == 176
     assert 0 < variance_step(1e-4) < 176
+
+
+def test_observations_must_fit_and_survive_a_step_under_way():
+    net = scenes.model()
+    wire = gradwire.compress(net, "variance", exchange="delayed")
+    for wrong in ({"nobody.weight": torch.ones(3)}, {"0.weight": torch.ones(3)}):
+        said = scenes.sentence(lambda wrong=wrong: wire.observe(wrong))
+        assert "ValueError" in said and next(iter(wrong)) in said and "named_parameters" in said
+    scenes.loss(net, 0, 0).backward()
+    wire()
+    moments = {name: torch.rand_like(p) for name, p in net.named_parameters()}
+    wire.observe(moments)
+    kept = scenes.memories(wire)
+    assert torch.equal(kept["observed/0.weight"], moments["0.weight"].flatten())
+
+
+def test_lockstep_refuses_what_it_would_ignore():
+    assert "no replica" in scenes.sentence(lambda: gradwire.lockstep([], "sign"))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    assert "GradScaler" in scenes.sentence(lambda: gradwire.lockstep([scenes.model()], "sign", scaler=scaler))
+
+
+def test_parts_may_be_values():
+    nets, workers = scenes.replicas(2, TopK(0.1) | Sign(), feedback=Residual(0.9), exchange=AllGather())
+    others, named = scenes.replicas(2, "topk(0.1) | sign", feedback="residual(decay=0.9)", exchange="allgather")
+    scenes.march(nets, workers, range(3))
+    scenes.march(others, named, range(3))
+    assert scenes.same(scenes.memories(workers.wires[0]), scenes.memories(named.wires[0]))
+    workers.wires[0].set(Sign(), feedback=Residual())
+    assert main_feedback(workers.wires[0]) == "residual"
 
 
 def test_a_ramp_goes_by_step():

@@ -17,6 +17,7 @@ from workers import run_ranks
 SPECS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no parenthesis": ({"spec": "topk(0.01"}, ("'topk(0.01'", "joined by |")),
     "a slip": ({"spec": "tpok(0.01)"}, ("'tpok'", "did you mean topk")),
+    "no rule": ({"spec": "sign", "rules": ["fp16"]}, ("'fp16' is no rule", "gradwire.Rule")),
     "an argument": ({"spec": "topk(0.1, colour=3)"}, ("topk", "colour")),
     "a type": ({"spec": "powersgd(rank='two')"}, ("powersgd", "'two'")),
     "a momentum": ({"spec": "dgc(0.1, momentum='big')"}, ("momentum", "'big'")),

@@ -72,6 +72,15 @@ def test_messages_are_decoded_as_sent_in_the_bytes_promised(chain: Codec, said: 
     hold(chain, said, key)
 
 
+def test_the_mean_of_messages_is_their_sum_over_their_number() -> None:
+    said = [signal(table(*SIZES), kind) for kind in ("normal", "spike", "constant")]
+    ranks = [KEY.of(rank) for rank in range(3)]
+    for chain in CODECS.values():
+        payloads = [chain.encode(one, key).payload for one, key in zip(said, ranks, strict=True)]
+        total = chain.total(payloads, said[0].segments, ranks)
+        assert torch.equal(chain.mean(payloads, said[0].segments, ranks), total / 3), str(chain)
+
+
 @settings(max_examples=150)
 @given(chain=codecs(), said=signals(), key=keys())
 def test_encoding_leaves_the_inputs_and_the_global_random_state_alone(chain: Codec, said: Signal, key: Key) -> None:

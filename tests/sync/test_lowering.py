@@ -44,6 +44,26 @@ def run(spec: str, feedback: str | None, exchange: str | None, granularity: str)
     return left, [account.sent for account in group.traffic]
 
 
+@pytest.mark.parametrize("how", LOWERED, ids=lambda how: how[0])
+def test_a_dropped_step_leaves_no_trace(how: tuple[str, str | None, str | None]) -> None:
+    """The kernels have worked in place by then, but on copies."""
+    plan = build(SHAPES, default_rules(*how), WORLD)
+    sessions = [Session(plan, rank, WORLD, 0, torch.device("cpu")) for rank in range(WORLD)]
+    group = Lockstep(WORLD)
+    for step in range(3):
+        draw = torch.Generator().manual_seed(step)
+        grads = [{name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()} for _ in sessions]
+        before = [[{name: x.clone() for name, x in held.items()} for held in s.memories] for s in sessions]
+        if step == 2:
+            grads[1]["b.weight"][-1, -1] = torch.inf
+        group.drive([s.run(grad) for s, grad in zip(sessions, grads, strict=True)])
+    for session, known in zip(sessions, before, strict=True):
+        assert session.skipped == 1
+        for held, old in zip(session.memories, known, strict=True):
+            assert held.keys() == old.keys()
+            assert all(torch.equal(held[name], old[name]) for name in old)
+
+
 @pytest.mark.parametrize("granularity", ["layer", "model"])
 @pytest.mark.parametrize("how", LOWERED, ids=lambda how: how[0])
 def test_fused_equals_composed(how: tuple[str, str | None, str | None], granularity: str) -> None:

@@ -10,17 +10,18 @@ from gradwire.sync.method import Method, Spec
 from gradwire.sync.session import Session
 
 
-def going_on(spec: Spec, feedback: str | None, current: Feedback | None) -> str | None:
+def going_on(spec: Spec, feedback: str | Feedback | None, current: Feedback | None) -> str | Feedback | None:
     """The feedback to take: a codec alone goes on under the one that keeps debts now."""
     made = parse(spec) if isinstance(spec, str) else spec
     if feedback is not None or isinstance(made, Method) or current is None or not current.indebted:
         return feedback
-    return str(current)
+    return current
 
 
 def inherit(old: Session, new: Session) -> None:
     """Carry memories over by parameter name; a debt that has no memory of its own there is owed at the next step."""
-    new.step, new.skipped, new.said, new.meant = old.step, old.skipped, old.said, old.meant
+    new.step, new.skipped = old.step, old.skipped
+    new.said, new.meant, new.spent = old.said, old.meant, old.spent
     saved = memory.save(old, "")
     owed = {}
     for lane, held in zip(old.plan.lanes, old.memories, strict=True):

@@ -10,6 +10,8 @@ from gradwire.adapters.agreement import telling
 from gradwire.adapters.ddp import attach, find_ddp
 from gradwire.adapters.model import refuse_sparse, trainable
 from gradwire.adapters.wire import Wire
+from gradwire.exchanges import Exchange
+from gradwire.feedback import Feedback
 from gradwire.links.link import Link
 from gradwire.links.torch import connect
 from gradwire.sync.method import Spec
@@ -20,8 +22,8 @@ def compress(
     model: nn.Module,
     spec: Spec,
     *,
-    feedback: str | None = None,
-    exchange: str | None = None,
+    feedback: str | Feedback | None = None,
+    exchange: str | Exchange | None = None,
     granularity: str = "layer",
     rules: Sequence[Rule] = (),
     bundle: str | None = "fp16",
@@ -35,6 +37,9 @@ def compress(
 
     A `DistributedDataParallel` model gets a communication hook and needs no further call. Any other model gets the
     parameters and buffers of rank 0, and its loop calls the returned wire between ``backward()`` and ``step()``.
+
+    Momentum correction, as in ``dgc``, applies momentum before compression. The optimizer behind must not apply it
+    again, and this door cannot see it: use `gradwire.SGD`, or one without momentum.
 
     Args:
         model: The model, wrapped in DDP or not.

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from gradwire.adapters.agreement import telling
 from gradwire.adapters.model import trainable
 from gradwire.adapters.wire import Wire
-from gradwire.feedback import MomentumCorrection
+from gradwire.exchanges import Exchange
+from gradwire.feedback import Feedback, MomentumCorrection
 from gradwire.links.link import Link
 from gradwire.links.torch import connect
 from gradwire.sync.method import Spec
@@ -21,6 +22,9 @@ from gradwire.sync.plan import LAUNCH_BYTES, Plan, Rule
 
 class DistributedOptimizer(Optimizer):
     """A real optimizer: schedulers and GradScaler take it as they take the one inside; groups and state are shared.
+
+    All ranks start with the parameters of rank 0, and with its buffers where ``named_buffers`` hands them in. The other
+    options are those of `compress`.
 
     Attributes:
         wire: The handle; ``wire.report()`` and the rest.
@@ -35,8 +39,9 @@ class DistributedOptimizer(Optimizer):
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         spec: Spec,
         *,
-        feedback: str | None = None,
-        exchange: str | None = None,
+        named_buffers: Iterable[tuple[str, torch.Tensor]] = (),
+        feedback: str | Feedback | None = None,
+        exchange: str | Exchange | None = None,
         granularity: str = "layer",
         rules: Sequence[Rule] = (),
         bundle: str | None = "fp16",
@@ -46,8 +51,7 @@ class DistributedOptimizer(Optimizer):
         launch_mb: float = LAUNCH_BYTES / 2**20,
         link: Link | None = None,
     ) -> None:
-        link = link or connect(process_group)
-        named = list(named_parameters)
+        link, named = link or connect(process_group), list(named_parameters)
         with telling(link):
             parameters = trainable(named)
             _check_covered(optimizer, parameters)
@@ -66,7 +70,7 @@ class DistributedOptimizer(Optimizer):
             bundle=bundle,
             seed=seed,
             launch_bytes=int(launch_mb * 2**20),
-            shared=dict(named),
+            shared=dict((*named, *named_buffers)),
             veto=partial(refuse_second_momentum, optimizer),
         )
         self._scaler = scaler

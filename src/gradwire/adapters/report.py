@@ -1,5 +1,6 @@
 """Report: what crossed the wire, what it would have been, and where the time went."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -27,7 +28,8 @@ class Report:
         encode_seconds: Host time until the first message of a step was ready.
         wire_seconds: Host time inside collectives.
         decode_seconds: Host time from the first answer to the update, less the wire.
-        rules: Encoded and dense bytes by rule.
+        rules: Encoded and dense bytes by rule. What crosses the wire is fused, and belongs to no rule.
+        rule_seconds: Host time of encoding and decoding by rule.
     """
 
     steps: int
@@ -42,6 +44,35 @@ class Report:
     wire_seconds: float
     decode_seconds: float
     rules: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    rule_seconds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        steps: int,
+        skipped: int,
+        world: int,
+        traffic: Traffic,
+        clock: Clock,
+        rules: Mapping[str, tuple[int, int]],
+        rule_seconds: Mapping[str, tuple[float, float]],
+    ) -> "Report":
+        """Put the accounts together."""
+        return cls(
+            steps=steps,
+            skipped=skipped,
+            sent=traffic.sent,
+            received=traffic.received,
+            collectives=traffic.collectives,
+            payload=sum(payload for payload, _ in rules.values()),
+            dense=sum(dense for _, dense in rules.values()),
+            world=world,
+            encode_seconds=clock.encode,
+            wire_seconds=clock.wire,
+            decode_seconds=clock.decode,
+            rules=rules,
+            rule_seconds=rule_seconds,
+        )
 
     @property
     def sent_per_step(self) -> float:
@@ -54,13 +85,13 @@ class Report:
     @property
     def payload_ratio(self) -> float:
         """Float32 gradient bytes over bytes encoded."""
-        return self.dense / self.payload if self.payload else float("inf")
+        return self.dense / self.payload if self.payload else math.inf
 
     @property
     def wire_ratio(self) -> float:
         """Bytes that a float32 ring all-reduce sends, over bytes sent."""
         ring = 2 * (self.world - 1) / self.world * self.dense
-        return ring / self.sent if self.sent else float("inf")
+        return ring / self.sent if self.sent else math.inf
 
     @property
     def wire_ratio_bf16(self) -> float:
@@ -72,34 +103,19 @@ class Report:
             f"{self.steps} steps ({self.skipped} skipped), world of {self.world}",
             f"sent      {_bytes(self.sent)} ({_bytes(self.sent_per_step)} per step) in {self.collectives} collectives",
             f"received  {_bytes(self.received)} ({_bytes(self.received_per_step)} per step)",
-            f"payload   {_bytes(self.payload)}, {self.payload_ratio:.1f}x smaller than float32",
-            f"wire      {self.wire_ratio:.1f}x less than a fp32 ring all-reduce, {self.wire_ratio_bf16:.1f}x than bf16",
+            f"payload   {_bytes(self.payload)}, {_times(self.payload_ratio)} smaller than float32",
+            f"wire      {_times(self.wire_ratio)} less than a fp32 ring all-reduce, "
+            f"{_times(self.wire_ratio_bf16)} than bf16",
             f"seconds   encode {self.encode_seconds:.3f}, wire {self.wire_seconds:.3f}, "
             f"decode {self.decode_seconds:.3f}",
         ]
         for label, (payload, dense) in self.rules.items():
-            lines.append(f"  rule {label:12} {_bytes(payload)}, {dense / payload if payload else float('inf'):.1f}x")
+            encode, decode = self.rule_seconds.get(label, (0.0, 0.0))
+            ratio = _times(dense / payload if payload else math.inf)
+            lines.append(
+                f"  rule {label:12} {_bytes(payload)}, {ratio}; seconds: encode {encode:.3f}, decode {decode:.3f}"
+            )
         return "\n".join(lines)
-
-
-def summarize(
-    steps: int, skipped: int, world: int, traffic: Traffic, clock: Clock, rules: Mapping[str, tuple[int, int]]
-) -> Report:
-    """Put the accounts together."""
-    return Report(
-        steps=steps,
-        skipped=skipped,
-        sent=traffic.sent,
-        received=traffic.received,
-        collectives=traffic.collectives,
-        payload=sum(payload for payload, _ in rules.values()),
-        dense=sum(dense for _, dense in rules.values()),
-        world=world,
-        encode_seconds=clock.encode,
-        wire_seconds=clock.wire,
-        decode_seconds=clock.decode,
-        rules=rules,
-    )
 
 
 def show(session: Session) -> str:
@@ -123,6 +139,10 @@ def _table(session: Session) -> Table:
         table.add_row(lane.label, *numbers, said, str(lane.feedback), str(exchange), size, f"{floats:.2f}")
     table.caption = "bytes: the longest payload of a rank per step; floats: memory per parameter"
     return table
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.1f}x" if ratio < math.inf else "-"  # nothing was sent: there is no ratio
 
 
 def _bytes(n: float) -> str:

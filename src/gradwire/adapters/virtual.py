@@ -44,6 +44,10 @@ class VirtualWorkers:
     def __init__(
         self, models: Sequence[nn.Module], spec: Spec, launch_mb: float = LAUNCH_BYTES / 2**20, **options: Any
     ) -> None:
+        if not models:
+            raise ValueError("lockstep got no replica to train; pass a list of models that are built alike")
+        if options.get("scaler") is not None:
+            raise ValueError("lockstep knows no GradScaler; unscale the gradients of all replicas before the call")
         self.group = Lockstep(len(models))
         options["launch_bytes"] = int(launch_mb * 2**20)
         self.wires = []

@@ -10,9 +10,9 @@ from gradwire.adapters.agreement import agree, telling
 from gradwire.adapters.change import going_on, inherit
 from gradwire.adapters.ferry import Ferry
 from gradwire.adapters.model import home
-from gradwire.adapters.report import Report, show, summarize
+from gradwire.adapters.report import Report, show
 from gradwire.core.asks import Max
-from gradwire.exchanges import Delayed
+from gradwire.exchanges import Delayed, Exchange
 from gradwire.feedback import Feedback
 from gradwire.links.collectives import Traffic
 from gradwire.links.link import Link
@@ -38,8 +38,8 @@ class Wire:
         link: Link,
         spec: Spec,
         *,
-        feedback: str | None = None,
-        exchange: str | None = None,
+        feedback: str | Feedback | None = None,
+        exchange: str | Exchange | None = None,
         granularity: str = "layer",
         rules: Sequence[Rule] = (),
         bundle: str | None = "fp16",
@@ -123,7 +123,15 @@ class Wire:
         return self.session.skipped
 
     def observe(self, second_moments: Mapping[str, Tensor]) -> None:
-        """Feed the variance test: for each name, the sum over samples of (per-sample gradient / batch size)^2."""
+        """Feed the variance test of the coming step: call it before ``wire()``, under DDP before ``backward()``.
+
+        Where no rule has a variance test, nothing is made of it.
+
+        Args:
+            second_moments: For each name, the sum over samples of (per-sample gradient / batch size)^2. A loop that has
+                only the gradients of M micro-batches passes the sum over those of (gradient / M)^2.
+        """
+        self.ferry.land(self)
         self.session.observe(second_moments)
 
     def overflows(self, grads: Grads) -> bool:
@@ -149,7 +157,7 @@ class Wire:
 
     # -- changing one's mind ---------------------------------------------------------------------------------------
 
-    def set(self, spec: Spec, feedback: str | None = None, exchange: str | None = None) -> None:
+    def set(self, spec: Spec, feedback: str | Feedback | None = None, exchange: str | Exchange | None = None) -> None:
         """Compress in another way from now on. All ranks must call it; what is still owed is kept.
 
         A codec goes on under the feedback that keeps debts now; a preset brings its own. Rules stay.
@@ -158,9 +166,11 @@ class Wire:
 
     def off(self) -> None:
         """Stop compressing: dense float32 from now on, under the same feedback, so that debts and momentum survive."""
-        self._replace("fp32", str(self._main.feedback), None, ())
+        self._replace("fp32", self._main.feedback, None, ())
 
-    def _replace(self, spec: Spec, feedback: str | None, exchange: str | None, rules: Sequence[Rule]) -> None:
+    def _replace(
+        self, spec: Spec, feedback: str | Feedback | None, exchange: str | Exchange | None, rules: Sequence[Rule]
+    ) -> None:
         self.ferry.land(self)
         old = self.session
         plan = self._agree(spec, feedback, exchange, old.seed, rules, self._main.feedback)
@@ -170,14 +180,17 @@ class Wire:
     def _agree(
         self,
         spec: Spec,
-        feedback: str | None,
-        exchange: str | None,
+        feedback: str | Feedback | None,
+        exchange: str | Exchange | None,
         seed: int,
         extra: Sequence[Rule],
         current: Feedback | None = None,
     ) -> Plan:
         """Make a plan of the spec, and make sure that all ranks made the same."""
         with telling(self.link):
+            for rule in extra:
+                if not isinstance(rule, Rule):
+                    raise TypeError(f"{rule!r} is no rule; write gradwire.Rule('fp16', name='head.*')")
             feedback = going_on(spec, feedback, current)
             main = method(spec, feedback, exchange)
             rules = (*extra, *default_rules(spec, feedback, exchange, **self._default))
@@ -235,7 +248,8 @@ class Wire:
         self.ferry.land(self)
         session = self.session
         rules = {label: (session.said[label], dense) for label, dense in session.meant.items()}
-        return summarize(session.step, session.skipped, self.link.world, self.link.traffic, self.clock, rules)
+        spent = {label: (clock.encode, clock.decode) for label, clock in session.spent.items()}
+        return Report.of(session.step, session.skipped, self.link.world, self.link.traffic, self.clock, rules, spent)
 
     def __str__(self) -> str:
         return show(self.session)

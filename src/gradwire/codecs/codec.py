@@ -9,11 +9,13 @@ Wire, in this order and with no padding between the parts:
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gradwire.codecs.chain import fill
 from gradwire.codecs.indices import Rice
 from gradwire.codecs.quantizers import FP32
 from gradwire.codecs.stage import (
@@ -32,9 +34,8 @@ from gradwire.core.segments import Segments
 from gradwire.core.spec import parse
 from gradwire.core.traits import Traits
 from gradwire.kernels import groups
+from gradwire.kernels.fused import scatter_mean
 
-_ORDER = (Transform, Selector, Quantizer, IndexCoder)
-_WORDS = ("transform", "selector", "quantizer", "index coder")
 _COUNT_BYTES = 4
 
 
@@ -58,25 +59,7 @@ class Codec:
     @classmethod
     def of(cls, stages: Sequence[Stage]) -> "Codec":
         """Fill the slots in order; what is left out gets its default: fp32 values, Rice-coded indices."""
-        slots = [_slot(stage) for stage in stages]
-        for (i, left), right in zip(enumerate(slots), slots[1:], strict=False):
-            if left >= right:
-                raise ValueError(_refusal(stages[i], stages[i + 1], left, right))
-        found = dict(zip(slots, stages, strict=True))
-        selector, coder = found.get(1), found.get(3)
-        travels = isinstance(selector, Selector) and not selector.redrawn
-        if coder is not None and not travels:
-            raise ValueError(
-                f"{coder} has no indices to code: "
-                f"{'all ranks can redraw ' + str(selector) if selector else 'every entry is sent'}; "
-                f"leave {coder} out"
-            )
-        if 0 in found and isinstance(selector, Selector) and selector.memories:
-            raise ValueError(
-                f"{selector} remembers coordinates, which {found[0]} mixes anew at every step; drop one of them"
-            )
-        slot: Any = found.get  # the order above has put each stage where its type belongs
-        return cls(slot(0), slot(1), slot(2, FP32()), slot(3) or (Rice() if travels else None))
+        return cls(*fill(stages))
 
     def stages(self) -> tuple[Stage, ...]:
         """The stages as one would write them: defaults left out, but never all of them."""
@@ -154,6 +137,17 @@ class Codec:
         assert out is not None and key is not None
         return self._back(out, segments, key)
 
+    def mean(self, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]) -> Tensor:
+        """The mean of several ranks' messages, bit for bit their `total` over their number."""
+        # Messages that are longer together than the vector are better read one after the other.
+        if self.transform or not self.selector or len(payloads) * self._most(segments) > segments.total:
+            return self.total(payloads, segments, keys) / len(payloads)
+        heard = [self._read(payload, segments, key) for payload, key in zip(payloads, keys, strict=True)]
+        values = torch.cat([one.values for one in heard])
+        indices = torch.cat([one.indices for one in heard if one.indices is not None])
+        bounds = (0, *accumulate(one.values.numel() for one in heard))
+        return scatter_mean(values, indices, bounds, segments.total, len(heard))
+
     def decode(self, payload: Payload, segments: Segments, key: Key) -> Tensor:
         """One message as a dense vector. ``key`` is the sender's.
 
@@ -191,6 +185,10 @@ class Codec:
     @property
     def _header_bytes(self) -> int:
         return 0 if self.indices is None or self.traits.fixed else _COUNT_BYTES
+
+    def _most(self, table: Segments) -> int:
+        """The most entries that a message may hold."""
+        return sum(map(self.selector.capacity, table.lengths)) if self.selector else table.total
 
     def _table(self, segments: Segments) -> Segments:
         return self.transform.widen(segments) if self.transform else segments
@@ -263,7 +261,7 @@ class Codec:
         if self.indices is None:
             empty = data.new_zeros(0)
             return self.selector.select(Signal(empty, empty, {}, table), key), 0
-        most = sum(map(self.selector.capacity, table.lengths))
+        most = self._most(table)
         count = most
         if self._header_bytes:
             if data.numel() < _COUNT_BYTES:
@@ -282,27 +280,14 @@ def codec(spec: "str | Stage | Codec") -> Codec:
     if isinstance(made, Stage):
         return Codec.of((made,))
     if not isinstance(made, Codec):
-        raise ValueError(f"{spec!r} is no codec but a {getattr(made, 'kind', type(made).__name__)}")
+        kind = getattr(made, "kind", type(made).__name__)
+        raise ValueError(f"{spec!r} is of kind {kind} where a codec belongs; write for example topk(0.01) | sign")
     return made
 
 
 def join(left: Stage, right: "Stage | Codec") -> Codec:
     """``left | right``."""
     return Codec.of((left, *(right.stages() if isinstance(right, Codec) else (right,))))
-
-
-def _slot(stage: Stage) -> int:
-    for slot, kind in enumerate(_ORDER):
-        if isinstance(stage, kind):
-            return slot
-    kind_name = getattr(stage, "kind", type(stage).__name__)
-    raise ValueError(f"{stage} is of kind {kind_name}, which has no place in a chain of codec stages")
-
-
-def _refusal(left: Stage, right: Stage, a: int, b: int) -> str:
-    verb = "cannot follow another" if a == b else f"cannot follow the {_WORDS[a]}"
-    order = "transform | selector | quantizer | index coder"
-    return f"{left} | {right}: a {_WORDS[b]} {verb} {left if a != b else _WORDS[a]}; the order is {order}"
 
 
 def _counts(indices: Tensor, table: Segments) -> Tensor:

@@ -1,7 +1,7 @@
 """The spec grammar: ``"topk(0.01) | sign"`` is ``TopK(0.01) | Sign()``, and back.
 
 A spec is read as a Python expression but never evaluated: names come from the registry, arguments are literals or
-further specs, so a spec cannot run code.
+further specs, so a spec cannot run code. ``{0: topk(0.25), 500: topk(0.01)}`` is a table of specs by step.
 """
 
 import ast
@@ -28,7 +28,7 @@ def parse(text: str) -> Any:
             "for example topk(0.01) | sign"
         ) from None
     value = _build(tree.body, text)
-    if not _is_spec(tree.body):
+    if not (_is_spec(tree.body) or _is_table(tree.body)):
         raise ValueError(f"the spec {text!r} names no stage; write for example topk(0.01) | sign")
     return value
 
@@ -53,6 +53,10 @@ def _is_spec(node: ast.expr) -> bool:
     return isinstance(node, ast.Name | ast.Call | ast.BinOp)
 
 
+def _is_table(node: ast.expr) -> bool:
+    return isinstance(node, ast.Dict) and bool(node.keys) and all(isinstance(key, ast.Constant) for key in node.keys)
+
+
 def _build(node: ast.expr, text: str) -> Any:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         for part in _operands(node):
@@ -65,6 +69,9 @@ def _build(node: ast.expr, text: str) -> Any:
         named = {word.arg: _build(word.value, text) for word in node.keywords if word.arg}
         if len(named) == len(node.keywords):
             return _call(node.func.id, [_build(arg, text) for arg in node.args], named)
+    if isinstance(node, ast.Dict) and _is_table(node):
+        pairs = zip(node.keys, node.values, strict=True)
+        return {key.value: _build(value, text) for key, value in pairs if isinstance(key, ast.Constant)}
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

@@ -33,10 +33,10 @@ class AllGather(Exchange):
         size = codec.size(around.units) if codec.traits.fixed else None
         payloads = yield Gather(said.message, size)
         keys = [around.key.of(rank) for rank in range(around.world)]
-        total = shared(
-            payloads, (codec, around.units, around.key.step), lambda: codec.total(payloads, around.units, keys)
+        mean = shared(
+            payloads, (codec, around.units, around.key.step), lambda: codec.mean(payloads, around.units, keys)
         )
-        return Agreed(total / around.world, said.memory)
+        return Agreed(mean, said.memory)
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         return (world - 1) * codec.size(units)

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
+from gradwire.codecs.quantizers import FP32
 from gradwire.codecs.stage import Memory, Sent, Signal, Slot
+from gradwire.core.arguments import is_count
 from gradwire.core.asks import Sum, Talk
 from gradwire.core.registry import register
 from gradwire.core.segments import Segments
 from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
 from gradwire.kernels import philox
-from gradwire.kernels.select import is_count
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,12 @@ class PowerSGD(Exchange):
     def __post_init__(self) -> None:
         if not is_count(self.rank):
             raise ValueError(f"powersgd(rank={self.rank!r}) must have a whole number from 1 as its rank")
+
+    def check(self, codec: Codec) -> None:
+        if codec != Codec.of((FP32(),)):
+            raise ValueError(
+                f"{self} compresses by itself and would not use {codec}; give '{self}' as the spec instead"
+            )
 
     def slots(self, around: Round) -> dict[str, Slot]:
         lengths = tuple(basis_length(shape, self.rank) for shape in around.tensors.shapes)

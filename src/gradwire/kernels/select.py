@@ -30,21 +30,6 @@ def share(ratio: float, n: int) -> int:
     return min(n, max(1, round(ratio * n)))
 
 
-def is_number(value: object) -> bool:
-    """Whether an argument is a finite int or float; a bool is neither."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-
-
-def is_share(value: float) -> bool:
-    """Whether an argument is a number in (0, 1]."""
-    return is_number(value) and 0 < value <= 1
-
-
-def is_count(value: object, least: int = 1) -> bool:
-    """Whether an argument is a whole number from ``least``."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def top(size: Tensor, k: int, pick: Callable[[int, int], Tensor] | None = None) -> Tensor:
     """Rising positions of the ``k`` largest.
 

@@ -48,7 +48,9 @@ class Store(Meeting):
     """A torch TCPStore. It lives with whoever hosts it, so have somebody host it who does not train."""
 
     def __init__(self, host: str, port: int, seconds: float = 10.0) -> None:
-        self.store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
+        self.store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, is_master=False, timeout=timedelta(seconds=seconds)
+        )
 
     def write(self, rank: int, address: Address) -> None:
         host, port = address

@@ -30,6 +30,7 @@ from gradwire.links.meeting import Meeting
 _FRAME = struct.Struct("<BqIQ")
 _MOST_BYTES = 2**36
 _REDIAL_SECONDS = 0.05
+_FAREWELL_SECONDS = 0.3
 Snapshot = Callable[[], bytes]
 
 
@@ -45,6 +46,7 @@ class Kind(IntEnum):
     WAIT = 7  # I wait for somebody else
     PULL = 8  # what are your parameters?
     STATE = 9  # step: my next; body: parameters
+    BYE = 10  # I leave; nothing is lost
 
 
 @dataclass
@@ -89,6 +91,7 @@ class Peers:
         self.dropped = self.joined = 0
         self._neighbors, self._meeting, self._digest = tuple(neighbors), meeting, digest
         self._edges: dict[int, Edge] = {}
+        self._dialing: set[int] = set()
         self._next = 0  # the step that I will talk in next
         self._settled = False  # whether I know that
         self._snapshot: tuple[int, Snapshot] | None = None
@@ -165,32 +168,40 @@ class Peers:
         with self._changed:
             self._snapshot = (step + 1, snapshot)
 
-    def left_behind(self, step: int, slack: int) -> int | None:
-        """A peer more than ``slack`` steps ahead of me, where no edge begins sooner; else None."""
+    def left_behind(self, step: int, slack: int) -> bool:
+        """Whether some peer is more than ``slack`` steps ahead of me, and no edge begins sooner."""
         with self._changed:
-            if any(edge.start is not None and edge.start <= step + slack for edge in self._live()):
-                return None
-            return self._ahead(step + slack)
+            soon = any(edge.start is not None and edge.start <= step + slack for edge in self._live())
+            return not soon and self._ahead(step + slack) is not None
 
     def hang_up(self) -> None:
-        """Leave all edges, and take part in nothing until `settle` is called again."""
+        """Leave all edges that have a first step, and agree to none until `settle` is called again."""
         with self._changed:
             self._settled = False
             for edge in self._live():
-                self._drop(edge)
+                if edge.start is not None or edge.offered is not None:
+                    self._drop(edge)
 
     def close(self) -> None:
+        """Leave, after the last letter is out."""
         with self._changed:
             self._closed = True
-            for edge in self._live():
-                edge.alive = False
-                _shut(edge.line)
+            edges = self._live()
             self._changed.notify_all()
+        self._writers.shutdown()
+        for edge in edges:
+            if self._send(edge, Kind.BYE):
+                with contextlib.suppress(OSError):
+                    edge.line.shutdown(socket.SHUT_WR)
+        with self._changed:
+            # Closing on unread bytes would reset the line, and destroy what the other end has not read yet.
+            self._changed.wait_for(lambda: not self._live(), _FAREWELL_SECONDS)
+            for edge in self._live():
+                self._drop(edge)
         # A blocked accept holds the listening socket open; a connection of our own wakes it.
         with contextlib.suppress(OSError):
             socket.create_connection(self._listener.getsockname(), timeout=1).close()
         self._listener.close()
-        self._writers.shutdown()
 
     def _waits(self, edges: Iterable[Edge], step: int, leg: int, began: float) -> bool:
         """Drop who was silent too long; wait a little for the others. Whether any letter is still to come."""
@@ -243,14 +254,19 @@ class Peers:
     def _dial(self) -> None:
         while not self._closed:
             for peer in self._neighbors:
-                if peer < self.rank and peer not in self._edges and not self._closed:
-                    address = self._meeting.read(peer)
-                    if address is not None:
-                        with contextlib.suppress(OSError):
-                            line = socket.create_connection(address, timeout=self.timeout)
-                            threading.Thread(target=self._greet, args=(line, peer), daemon=True).start()
+                if peer < self.rank and peer not in self._edges and peer not in self._dialing and not self._closed:
+                    self._dialing.add(peer)
+                    threading.Thread(target=self._call, args=(peer,), daemon=True).start()
             with self._changed:
                 self._changed.wait_for(lambda: self._closed, _REDIAL_SECONDS)
+
+    def _call(self, peer: int) -> None:
+        """Dial a peer, if it can be found. A second call while one is under way would end the first."""
+        address = self._meeting.read(peer)
+        with contextlib.suppress(OSError):
+            if address is not None:
+                self._greet(socket.create_connection(address, timeout=self.timeout), peer)
+        self._dialing.discard(peer)
 
     def _greet(self, line: socket.socket, dialed: int | None) -> None:
         """Exchange hellos, then read until the end. Runs in the edge's own thread."""
@@ -303,6 +319,8 @@ class Peers:
             edge.heard = time.monotonic()
             if kind == Kind.LETTER:
                 edge.letters[step, leg] = body
+            elif kind == Kind.BYE:
+                edge.start = None
             elif kind == Kind.STATE:
                 edge.state = step, body
             elif kind == Kind.READY:

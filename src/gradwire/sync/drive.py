@@ -24,6 +24,13 @@ class Clock:
     wire: float = 0.0
     decode: float = 0.0
 
+    def work(self, seconds: float, spoken: bool) -> None:
+        """Count work: what comes after the first words is decoding."""
+        if spoken:
+            self.decode += seconds
+        else:
+            self.encode += seconds
+
 
 def converse(talks: Sequence[Talk[T]]) -> Conversation[list[T]]:
     """Step all talks together: each round yields the asks of those that still speak."""
@@ -51,7 +58,7 @@ def converse(talks: Sequence[Talk[T]]) -> Conversation[list[T]]:
 def drive(conversation: Conversation[T], link: Link, clock: Clock) -> T:
     """Hold a conversation over a link, and note where the time goes."""
     began = time.perf_counter()
-    first = True
+    spoken = False
     answers: Any = None
     try:
         while True:
@@ -60,12 +67,9 @@ def drive(conversation: Conversation[T], link: Link, clock: Clock) -> T:
             answers = link.answer(asks)
             answered = time.perf_counter()
             clock.wire += answered - asked
-            if first:
-                clock.encode += asked - began
-            else:
-                clock.decode += asked - began
-            began, first = answered, False
+            clock.work(asked - began, spoken)
+            began, spoken = answered, True
     except StopIteration as done:
-        clock.decode += time.perf_counter() - began
+        clock.work(time.perf_counter() - began, spoken=True)
         result: T = done.value
         return result

@@ -60,7 +60,7 @@ def method(spec: Spec, feedback: "str | Feedback | None" = None, exchange: "str 
         base = _from_table({0: made})
     else:
         raise ValueError(
-            f"{spec!r} is a {getattr(made, 'kind', type(made).__name__)}, not a way to compress; "
+            f"{spec!r} is of kind {getattr(made, 'kind', type(made).__name__)}, not a way to compress; "
             f"give a codec, for example topk(0.01) | sign, and pass {spec!r} as feedback= or exchange="
         )
     chosen = {"feedback": _part(feedback, Feedback), "exchange": _part(exchange, Exchange)}
@@ -68,8 +68,17 @@ def method(spec: Spec, feedback: "str | Feedback | None" = None, exchange: "str 
 
 
 def _from_table(table: Mapping[int, Any]) -> Method:
-    made = tuple((int(step), codec(spec)) for step, spec in table.items())
+    made = tuple((_step(step), codec(spec)) for step, spec in table.items())
     return Method(made, _default_feedback(made[-1][1]) if made else NoFeedback(), Auto())
+
+
+def _step(key: object) -> int:
+    # Tables that were read from a file may have words for keys.
+    if isinstance(key, int) or (isinstance(key, str) and key.isdecimal()):
+        return int(key)
+    raise ValueError(
+        f"{key!r} in a step table is no step; write whole numbers, for example {{0: 'topk(0.25)', 500: 'topk(0.01)'}}"
+    )
 
 
 def _default_feedback(chosen: Codec) -> Feedback:

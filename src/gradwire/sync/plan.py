@@ -13,6 +13,7 @@ from itertools import groupby
 from gradwire.codecs.codec import Codec
 from gradwire.core.segments import Segments
 from gradwire.exchanges import Auto, Delayed, Exchange, Noop, choose
+from gradwire.feedback import Feedback
 from gradwire.sync.lane import Lane
 from gradwire.sync.method import Method, Spec, method
 
@@ -43,8 +44,8 @@ class Rule:
     max_dim: int | None = None
     min_size: int = 0
     max_size: int | None = None
-    feedback: str | None = None
-    exchange: str | None = None
+    feedback: str | Feedback | None = None
+    exchange: str | Exchange | None = None
     granularity: str = "layer"
 
     def __post_init__(self) -> None:
@@ -81,21 +82,11 @@ class Plan:
     def lanes(self) -> tuple[Lane, ...]:
         return tuple(lane for launch in self.launches for lane in launch)
 
-    def describe(self) -> str:
-        """All that ranks must agree on, as text."""
-        rows = []
-        for i, launch in enumerate(self.launches):
-            for lane in launch:
-                table = [f"{step}:{codec}/{exchange}" for step, codec, exchange in lane.table]
-                shapes = [f"{n}{list(s)}" for n, s in zip(lane.tensors.names, lane.tensors.shapes, strict=True)]
-                rows.append(f"{i} {lane.feedback} {table} {len(lane.units)} {shapes}")
-        return "\n".join(rows)
-
 
 def default_rules(
     spec: Spec,
-    feedback: str | None = None,
-    exchange: str | None = None,
+    feedback: str | Feedback | None = None,
+    exchange: str | Exchange | None = None,
     granularity: str = "layer",
     bundle: str | None = "fp16",
 ) -> tuple[Rule, ...]:

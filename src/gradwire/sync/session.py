@@ -4,7 +4,8 @@ A step is a few conversations, one per launch, and a verdict. Memories change on
 wrong on any rank leaves every memory on every rank as it was.
 """
 
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -16,7 +17,7 @@ from gradwire.codecs.stage import Memory, Slot
 from gradwire.core.asks import Ask, Gather, Max, Swap, Talk
 from gradwire.core.keys import Key
 from gradwire.sync.complaint import BROKEN, MISSING, UNFIT, byte, complaints_in, rider
-from gradwire.sync.drive import Conversation, converse
+from gradwire.sync.drive import Clock, Conversation, converse
 from gradwire.sync.lane import OBSERVED, OWED, Lane, Released
 from gradwire.sync.memory import fresh, spans
 from gradwire.sync.plan import Plan
@@ -55,6 +56,7 @@ class Session:
         self.memories: list[dict[str, Tensor]] = [
             fresh(lane.slots(self.world), lane, self.rank, self.world, self.device) for lane in self.plan.lanes
         ]
+        self.spent: defaultdict[str, Clock] = defaultdict(Clock)  # seconds by lane label; the wire is everybody's
         self.said: Counter[str] = Counter()  # payload bytes by lane label
         self.meant: Counter[str] = Counter()  # bytes of the same gradients in float32
 
@@ -119,6 +121,13 @@ class Session:
 
     def observe(self, moments: Mapping[str, Tensor]) -> None:
         """Add measured second moments, sum over samples of (g / batch)^2, for the variance test of the next step."""
+        sizes = {name: n for lane in self.plan.lanes for name, n in zip(lane.slices, lane.tensors.lengths, strict=True)}
+        for name, moment in moments.items():
+            if sizes.get(name) != moment.numel():
+                raise ValueError(
+                    f"second moments of {name!r} with {moment.numel()} elements fit no parameter; pass one tensor for "
+                    "each name of model.named_parameters(), in the parameter's shape"
+                )
         for lane, memory in zip(self.plan.lanes, self.memories, strict=True):
             if "second_moment" in memory:
                 seen = memory.setdefault(OBSERVED, torch.zeros_like(memory["second_moment"]))
@@ -165,14 +174,19 @@ class Session:
         return lane.talk(flat, memory, self._key(), self.world)
 
     def _counted(self, label: str, talk: Talk[Released]) -> Talk[Released]:
-        """The same talk, its payloads put on the label's account."""
+        """The same talk, its payloads and its time put on the label's account."""
         answer: Any = None
+        spoken = False
+        began = time.perf_counter()
         try:
             while True:
                 ask = talk.send(answer)
+                self.spent[label].work(time.perf_counter() - began, spoken)
                 self.said[label] += _nbytes(ask)
                 answer = yield ask
+                began, spoken = time.perf_counter(), True
         except StopIteration as done:
+            self.spent[label].work(time.perf_counter() - began, spoken=True)
             released: Released = done.value
             return released
 

@@ -37,8 +37,8 @@ def check_state(state: Mapping[str, Tensor], node: Node, flat: Flat, said: str, 
     place = int(state["gradwire/rank"]), int(state["gradwire/world"])
     if place != (node.rank, world):
         raise ValueError(
-            f"the state is of rank {place[0]} of {place[1]}, and this is rank {node.rank} of {world}; what neighbors know "
-            "of each other belongs to one place in one graph, so load each rank's own"
+            f"the state is of rank {place[0]} of {place[1]}, and this is rank {node.rank} of {world}; what neighbors "
+            "know of each other belongs to one place in one graph, so load each rank's own"
         )
     if not torch.equal(state["gradwire/model"], flat.fingerprint()):
         raise ValueError("the state was saved for another model: its parameters differ in name, number or shape")

@@ -2,8 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import nn
 
 from gradwire.adapters.gossip.elastic import ElasticNet
@@ -13,9 +14,6 @@ from gradwire.gossip import Gossip
 from gradwire.links.link import Link
 from gradwire.links.torch import connect
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 def gossip(
     model: nn.Module,
@@ -24,7 +22,7 @@ def gossip(
     *,
     granularity: str = "layer",
     overlap: bool = False,
-    process_group: "ProcessGroup | None" = None,
+    process_group: "torch.distributed.ProcessGroup | None" = None,
     seed: int = 0,
     link: Link | None = None,
     elastic: bool = False,

@@ -17,6 +17,8 @@ from gradwire.gossip import Gossip
 from gradwire.links.meeting import meeting as as_meeting
 from gradwire.links.peers import Peers, Snapshot
 
+TRIES = 5  # to find a neighbor that lives long enough to be copied
+
 
 class ElasticNet:
     """Gossips one model's parameters with whichever neighbors are there. Call it after ``optimizer.step()``.
@@ -50,14 +52,14 @@ class ElasticNet:
         self.node = make_node(self.flat, spec, codec, rank, world, granularity, seed, overlap, elastic=True)
         self.said = describe(self.node, granularity)
         self.node.begin(self.flat.read())
-        self.drift = 0.0
+        self.drift, self._noted = 0.0, 0
         whole = f"{self.said}; seed {seed}; world {world}; {self.flat.fingerprint().tolist()}"
         digest = hashlib.sha256(whole.encode()).digest()
         neighbors = self.node.topology.peers(rank)
         self.peers = Peers(rank, neighbors, as_meeting(meeting), digest, timeout=timeout, host=host)
         self._edges = 0
         try:
-            self._join(self.peers.meet(self.node.step))
+            self._join()
         except BaseException:
             self.close()
             raise
@@ -65,47 +67,49 @@ class ElasticNet:
 
     def __call__(self) -> None:
         """Average with the neighbors that are there."""
-        behind = self.peers.left_behind(self.node.step, slack=self.world)
-        if behind is not None:
-            self._join(behind)
+        if self.peers.left_behind(self.node.step, slack=self.world):
+            self._join()
         step = self.node.step
         live = self.peers.begin(step)
         before = float(self.node.moved)
-        met, lost = self._talk(self.node.run(self.flat.read(), live), step)
-        if lost:
+        met = self._talk(self.node.run(self.flat.read(), live), step)
+        if self.peers.dropped > self._noted:
             self.drift += before / self.world
+            self._noted = self.peers.dropped
         self.flat.write_(met)
         self.peers.done(step, self._snapshot(met))
 
-    def _talk(self, talk: Talk[Tensor], step: int) -> tuple[Tensor, set[int]]:
-        """Hold the conversation; who was lost in it."""
+    def _talk(self, talk: Talk[Tensor], step: int) -> Tensor:
         answer: Any = None
-        lost: set[int] = set()
         leg = 0
         try:
             while True:
                 ask = talk.send(answer)
                 assert isinstance(ask, Swap)
                 out = {peer: payload.data.cpu().numpy().tobytes() for peer, payload in ask.out.items()}
+                out.pop(self.node.rank, None)  # with nobody there, a node tells itself nothing
                 heard = self.peers.swap(step, leg, out)
                 answer = {peer: self._payload(body) for peer, body in heard.items()}
-                lost |= out.keys() - heard.keys()
                 leg += 1
         except StopIteration as done:
-            return done.value, lost
+            met: Tensor = done.value
+            return met
 
     def _payload(self, body: bytes) -> Payload:
         return Payload(torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self.flat.device))
 
-    def _join(self, ahead: int | None) -> None:
+    def _join(self) -> None:
         """Take over what a neighbor holds, if one is ahead, and let all know that I am there."""
-        if ahead is not None:
+        for _ in range(TRIES):
+            ahead = self.peers.meet(self.node.step)
+            if ahead is None:
+                break
             state = self.peers.pull(ahead)
-            self.peers.hang_up()  # edges that were agreed on for my old step are of no use
             if state is not None:
-                step, body = state
-                self._adopt_(self._payload(body).data.view(torch.float32))
-                self.node.step = self.node.number = step
+                self.peers.hang_up()  # edges that were agreed on for my old step are of no use
+                self._adopt_(self._payload(state[1]).data.view(torch.float32))
+                self.node.step = self.node.number = state[0]
+                break
         self.peers.settle(self.node.step, self._snapshot(self.flat.read()))
 
     def _adopt_(self, whole: Tensor) -> None:
@@ -135,7 +139,7 @@ class ElasticNet:
         self.node.load(state)
         self.node.step = self.node.number = int(state["gradwire/step"])
         self.peers.hang_up()
-        self._join(self.peers.meet(self.node.step))
+        self._join()
 
     def report(self) -> GossipReport:
         """Bytes, distance, memory, gamma and losses so far."""

@@ -55,7 +55,7 @@ class VirtualNet:
 
     def mix(self, x: Tensor) -> Tensor:
         """One round on parameters stacked as rows, in the order of ``model.named_parameters()``. [n, N] -> [n, N]."""
-        rows = list(x.unbind(0))
+        rows = [row.clone() for row in x]  # placed in memory as a lone rank's: some sums depend on it
         overlap = self.nodes[0].overlap
         if overlap:
             rows = [node.depart(row) for node, row in zip(self.nodes, rows, strict=True)]

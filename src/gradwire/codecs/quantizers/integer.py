@@ -19,6 +19,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradwire.codecs.stage import Quantizer
+from gradwire.core.arguments import is_count
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
@@ -35,7 +36,7 @@ class AbsMax(Quantizer):
     block: int
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.block, int) and self.block >= 1):
+        if not is_count(self.block):
             raise ValueError(
                 f"int{self.bits} cannot cut blocks of {self.block!r} values; "
                 "choose a positive whole number, for example 256"

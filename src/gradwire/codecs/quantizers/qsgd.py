@@ -22,6 +22,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradwire.codecs.stage import Quantizer
+from gradwire.core.arguments import is_count
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
@@ -47,12 +48,12 @@ class QSGD(Quantizer):
     biased: bool = False
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.levels, int) and 1 <= self.levels <= _MOST_LEVELS):
+        if not (is_count(self.levels) and self.levels <= _MOST_LEVELS):
             raise ValueError(
                 f"qsgd cannot use {self.levels!r} levels; "
                 f"choose a whole number from 1 to {_MOST_LEVELS}, for example 127"
             )
-        if self.bucket is not None and not (isinstance(self.bucket, int) and self.bucket >= 1):
+        if self.bucket is not None and not is_count(self.bucket):
             raise ValueError(
                 f"qsgd cannot cut buckets of {self.bucket!r} values; "
                 "choose a positive whole number, for example 512, or None for whole segments"

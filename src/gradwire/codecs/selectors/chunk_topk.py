@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import Selector, Signal
+from gradwire.core.arguments import is_count
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
 from gradwire.kernels.groups import blocks
-from gradwire.kernels.select import is_count
 
 
 @register("chunk_topk", kind="selector")

@@ -19,11 +19,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradwire.codecs.stage import Selector, Signal
+from gradwire.core.arguments import is_share
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
 from gradwire.kernels.groups import spread
-from gradwire.kernels.select import draw, is_share, share
+from gradwire.kernels.select import draw, share
 
 
 @register("randomk", kind="selector")

@@ -22,11 +22,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradwire.codecs.stage import Selector, Signal
+from gradwire.core.arguments import is_count, is_number, is_share
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
 from gradwire.kernels.philox import words
-from gradwire.kernels.select import each, fair_ties, is_count, is_number, is_share, share, top
+from gradwire.kernels.select import each, fair_ties, share, top
 
 
 @register("sampled_topk", kind="selector")

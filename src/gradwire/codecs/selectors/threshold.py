@@ -22,11 +22,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradwire.codecs.stage import Selector, Signal
+from gradwire.core.arguments import is_number, is_share
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
 from gradwire.kernels.groups import largest, spread
-from gradwire.kernels.select import is_number, is_share, share, trim
+from gradwire.kernels.select import share, trim
 
 
 @register("threshold", kind="selector")

@@ -18,11 +18,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradwire.codecs.stage import Selector, Signal
+from gradwire.core.arguments import is_share
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
 from gradwire.kernels.fused import topk
-from gradwire.kernels.select import is_share, share
+from gradwire.kernels.select import share
 
 
 @register("topk", kind="selector")

@@ -9,10 +9,11 @@ Wire:     count    of the entries sent, since it is not known beforehand
           indices  as the index coder packs them
           values   as the quantizer packs them
 Traits:   none, for it may send nothing; not fixed
-Differs:  as in the paper where the loop adds per-sample moments to the memory; where it does not,
-          `absorb` takes the batch as one sample, v += gradient^2, which overstates the noise. The
-          values are the quantizer's affair, where the paper sends 4-bit powers of two. A segment
-          sends at most the share ``most``, its largest entries.
+Differs:  as in the paper where the loop passes per-sample moments to `wire.observe`. Else M
+          micro-batches stand for the samples, v += sum_m (g_m / M)^2, if the loop passes those;
+          and if it passes nothing, the rank's batch does, v += gradient^2, which overstates the
+          noise most. The values are the quantizer's affair, where the paper sends 4-bit powers
+          of two. A segment sends at most the share ``most``, its largest entries.
 Spec:     variance, variance(alpha=2.0)
 """
 
@@ -23,10 +24,11 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import Memory, Selector, Signal
+from gradwire.core.arguments import is_number, is_share
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
-from gradwire.kernels.select import is_number, is_share, share, trim
+from gradwire.kernels.select import share, trim
 
 _MOMENT = "second_moment"
 

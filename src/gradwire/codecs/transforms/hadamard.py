@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import Transform
+from gradwire.core.arguments import is_count
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.segments import Segments
@@ -36,7 +37,7 @@ class Hadamard(Transform):
     block: int = 1024
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.block, int) and self.block.bit_count() == 1 and self.block > 0):
+        if not (is_count(self.block) and self.block.bit_count() == 1):
             raise ValueError(
                 f"hadamard cannot rotate blocks of {self.block!r} values; choose a power of two, for example 1024"
             )

@@ -242,12 +242,3 @@ def decode_powers(data, out):
         for i in range(t * TILE, min(n, (t + 1) * TILE)):
             code = code_at(data, i, 9, np.uint32(511))
             out[i] = np.int32((code & np.uint32(255)) << np.uint32(23)) | np.int32(code >> np.uint32(8)) << 31
-
-
-@compiled
-def uniforms(out, ends, keys, step):
-    """One uniform number per element."""
-    n = out.size
-    for t in prange((n + TILE - 1) // TILE):
-        a, b = t * TILE, min(n, (t + 1) * TILE)
-        uniform_of_tile(out[a:b], np.empty(b - a + 8, dtype=np.float32), a, b, ends, keys, step)

@@ -8,8 +8,31 @@ from torch import Tensor
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.cpu import scales
 from gradwire.kernels.cpu.codes import TILE, pack_tile
-from gradwire.kernels.cpu.threads import compiled, in_turn
+from gradwire.kernels.cpu.threads import compiled, in_turn, serial
 from gradwire.kernels.fused import Accumulation
+
+
+@serial
+def accumulate_tile(g, v, u, m, nesterov, decay, kind):
+    """Add a tile of the gradient to the memories. Returns whether any of it was not finite; that counts as zero."""
+    raw = g.view(np.int32)
+    bad = np.int32(0)
+    for j in range(g.size):
+        bad |= np.int32((raw[j] & np.int32(0x7F800000)) == np.int32(0x7F800000))
+    if bad:
+        g = np.where(np.isfinite(g), g, np.float32(0.0))
+    if kind == 0:
+        for j in range(g.size):
+            v[j] = g[j] + decay * v[j]
+    elif nesterov:
+        for j in range(g.size):
+            u[j] = m * (u[j] + g[j])
+            v[j] = v[j] + u[j] + g[j]
+    else:
+        for j in range(g.size):
+            u[j] = m * u[j] + g[j]
+            v[j] = v[j] + u[j]
+    return bad != 0
 
 
 @compiled
@@ -18,27 +41,7 @@ def _accumulate(grad, residual, momentum, m, nesterov, decay, kind):
     broken = np.zeros((n + TILE - 1) // TILE, dtype=np.uint8)
     for t in prange(broken.size):
         a, b = t * TILE, min(n, (t + 1) * TILE)
-        g, v = grad[a:b], residual[a:b]
-        raw = g.view(np.int32)
-        bad = np.int32(0)
-        for j in range(g.size):
-            bad |= np.int32((raw[j] & np.int32(0x7F800000)) == np.int32(0x7F800000))
-        if bad:
-            broken[t] = 1
-            g = np.where(np.isfinite(g), g, np.float32(0.0))
-        if kind == 0:
-            for j in range(g.size):
-                v[j] = g[j] + decay * v[j]
-        elif nesterov:
-            u = momentum[a:b]
-            for j in range(g.size):
-                u[j] = m * (u[j] + g[j])
-                v[j] = v[j] + u[j] + g[j]
-        else:
-            u = momentum[a:b]
-            for j in range(g.size):
-                u[j] = m * u[j] + g[j]
-                v[j] = v[j] + u[j]
+        broken[t] = accumulate_tile(grad[a:b], residual[a:b], momentum[a:b], m, nesterov, decay, kind)
     return broken.any()
 
 

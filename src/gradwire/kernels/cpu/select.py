@@ -13,6 +13,7 @@ from numba import prange
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradwire.kernels.cpu.feedback import accumulate_tile
 from gradwire.kernels.cpu.threads import compiled, in_turn, serial
 from gradwire.kernels.fused import Accumulation, Selected
 
@@ -71,45 +72,16 @@ def _collect(bits, start, edge, places, found):
 
 @compiled
 def _sweep(grad, residual, momentum, m, nesterov, decay, kind, tiles, edges, places, found, counts):
-    """Accumulate tile by tile, and collect while the tile is still in cache. Returns whether all entries were finite."""
+    """Accumulate tile by tile, and collect while the tile is still in cache. Returns whether all was finite."""
     start, stop, segment, _, room = tiles
     broken = np.zeros(start.size, dtype=np.uint8)
     for t in prange(start.size):
         a, b = start[t], stop[t]
-        g, v = grad[a:b], residual[a:b]
-        raw = g.view(np.int32)
-        bad = np.int32(0)
-        for j in range(g.size):
-            bad |= np.int32((raw[j] & np.int32(0x7F800000)) == np.int32(0x7F800000))
-        if bad:
-            broken[t] = 1
-            g = np.where(np.isfinite(g), g, np.float32(0.0))
-        if kind == 0:
-            for j in range(g.size):
-                v[j] = g[j] + decay * v[j]
-        elif nesterov:
-            u = momentum[a:b]
-            for j in range(g.size):
-                u[j] = m * (u[j] + g[j])
-                v[j] = v[j] + u[j] + g[j]
-        else:
-            u = momentum[a:b]
-            for j in range(g.size):
-                u[j] = m * u[j] + g[j]
-                v[j] = v[j] + u[j]
+        v = residual[a:b]
+        broken[t] = accumulate_tile(grad[a:b], v, momentum[a:b], m, nesterov, decay, kind)
         where = slice(room[t], room[t + 1])
         counts[t] = _collect(v.view(np.int32), a, edges[segment[t]], places[where], found[where])
     return not broken.any()
-
-
-@compiled
-def _search(x, tiles, edges, places, found, counts):
-    """Collect without accumulating."""
-    start, stop, segment, _, room = tiles
-    for t in prange(start.size):
-        where = slice(room[t], room[t + 1])
-        bits = x[start[t] : stop[t]].view(np.int32)
-        counts[t] = _collect(bits, start[t], edges[segment[t]], places[where], found[where])
 
 
 @compiled

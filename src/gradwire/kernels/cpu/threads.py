@@ -17,7 +17,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _turn = threading.RLock()
-_SMALL = 1 << 16
+_SMALL = 1 << 18
 
 # Multiply and add must round one after the other, as torch does: no fastmath, no contraction.
 compiled: Callable[..., Any] = numba.njit(cache=True, nogil=True, parallel=True, error_model="numpy")

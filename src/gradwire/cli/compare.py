@@ -1,0 +1,141 @@
+"""``gradwire compare RECIPE... --specs "fp32; dgc(0.001)" --seeds 3``: a grid that remembers what it has done."""
+
+import json
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from gradwire.report.groups import Task
+from gradwire.report.summary import cells, columns
+from gradwire.report.table import markdown
+from gradwire.train.cell import TrainCommand
+from gradwire.train.compare import Cell, Progress, arms, grid, outcome, run_grid, title
+
+
+def compare(
+    recipes: Annotated[list[str], typer.Argument(help="A recipe and fragments, merged in order.")],
+    specs: Annotated[
+        str, typer.Option(help="Parted by semicolons; the first is the twin. 'SPEC @ key=value' sets a key for one.")
+    ],
+    seeds: Annotated[int, typer.Option(min=1, help="How many, from 0 or from --first-seed on.")] = 3,
+    first_seed: Annotated[int, typer.Option(min=0, help="The first of the seeds.")] = 0,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="A key of the recipe: train.epochs=5.")] = None,
+    runs: Annotated[Path, typer.Option(help="Where the run folders lie.")] = Path("runs"),
+    suffix: Annotated[str, typer.Option(help="Keeps the folders of two grids apart.")] = "",
+    budget_seconds: Annotated[
+        float | None, typer.Option(min=0, help="Stop after this time; the same command goes on later.")
+    ] = None,
+    results: Annotated[
+        Path | None, typer.Option(help="Where the table goes, as .md and .json; by default beside the runs.")
+    ] = None,
+    data: Annotated[str, typer.Option(help="The folder that holds data sets in their standard layouts.")] = "",
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes on this machine.")] = None,
+    in_process: Annotated[int | None, typer.Option(min=1, help="Virtual workers in one process instead.")] = None,
+    devices: Annotated[str, typer.Option(help="Of the workers, in order: 0,0,1,1 or cpu.")] = "",
+) -> None:
+    """Train several specs with several seeds each, and compare them with the first.
+
+    Every cell of the grid is a run folder. Finished cells are skipped and interrupted ones resumed, so that the same
+    command goes on wherever the last one stopped.
+    """
+    deadline = None if budget_seconds is None else time.monotonic() + budget_seconds
+    named = {"--data": data, "--workers": workers, "--in-process": in_process, "--devices": devices}
+    options = [part for name, value in named.items() if value for part in (name, str(value))]
+    world = workers or in_process
+    typed = f"gradwire {shlex.join(sys.argv[1:])}"
+    settings = (*(overrides or ()), *([f"train.workers={world}"] if world else []))
+    try:
+        made = grid(recipes, arms(specs), range(first_seed, first_seed + seeds), settings, runs, suffix)
+        with _terminated():
+            progress = run_grid(made, TrainCommand(tuple(options), deadline), budget_seconds, typed, typer.echo)
+    except ValueError as wrong:
+        typer.echo(f"gradwire compare: {wrong}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        typer.echo("stopped; the same command goes on from here", err=True)
+        raise typer.Exit(130) from None
+    task = outcome(made)
+    if task is not None:
+        Console(width=None if sys.stdout.isatty() else 160).print(_table(task))
+        _write(task, made, progress, results or runs / f"{'-'.join(filter(None, (title(recipes), suffix)))}-results.md")
+    _close(progress)
+
+
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """A polite kill ends us as Ctrl-C does, so that no training is left behind."""
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _close(progress: Progress) -> None:
+    if progress.left:
+        typer.echo(f"{len(progress.left)} cells are left; the same command goes on from here")
+    for cell, why in progress.failed:
+        typer.echo(f"{cell.name} failed: {why}", err=True)
+    if progress.failed:
+        raise typer.Exit(1)
+
+
+def _table(task: Task) -> Table:
+    table = Table(title=task.name, title_justify="left")
+    for column in columns(task):
+        table.add_column(column.title, justify="right" if column.numeric else "left")
+    for group in task.groups:
+        table.add_row(*(cell.text for cell in cells(task, group)))
+    table.caption = (
+        "mean +- sample standard deviation over seeds; intervals are t-intervals; differences are seed by seed"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _write(task: Task, made: list[Cell], progress: Progress, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    page, data = (path.with_name(f"{path.name.removesuffix('.md')}.{kind}") for kind in ("md", "json"))
+    page.write_text(markdown([task], path.parent), encoding="utf-8")
+    told = summary(task) | {"cells": len(made), "left": len(progress.left), "failed": len(progress.failed)}
+    data.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    typer.echo(f"{page}, {data}")
+
+
+def summary(task: Task) -> dict[str, object]:
+    """The comparison as plain data."""
+    return {"task": task.name, "metric": task.metric.name, "unit": task.metric.unit, "specs": _specs(task)}
+
+
+def _specs(task: Task) -> list[dict[str, object]]:
+    told: list[dict[str, object]] = []
+    for group in task.groups:
+        difference = task.difference(group)
+        told.append(
+            {
+                "spec": group.label,
+                "values": group.values,
+                "mean": group.estimate.mean,
+                "spread": group.estimate.spread,
+                "interval": [group.estimate.low, group.estimate.high],
+                "difference": difference and {"mean": difference.mean, "interval": [difference.low, difference.high]},
+                **{key: group.mean(key) for key in ("payload_ratio", "sent", "received", "seconds")},
+                "wire_ratio": group.wire_ratio,
+                "runs": [str(run.folder) for run in group.runs],
+            }
+        )
+    return told

@@ -1,0 +1,101 @@
+"""What `gradwire plan` prints: a training that has not happened."""
+
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gradwire.sync import Plan, build, default_rules
+from gradwire.train.compression import arguments
+from gradwire.train.data import load
+from gradwire.train.feed import batch_of, loader_of
+from gradwire.train.models import build as build_model
+from gradwire.train.place import Place
+from gradwire.train.prediction import forecast, stages, total
+from gradwire.train.recipe import Recipe
+
+# What is known of data sets that are not here: their facts, and how many examples or tokens there are to train on.
+KNOWN: dict[str, tuple[dict[str, object], int]] = {
+    "cifar10": ({"classes": 10, "channels": 3, "size": 32}, 50_000),
+    "cifar100": ({"classes": 100, "channels": 3, "size": 32}, 50_000),
+    "mnist": ({"classes": 10, "channels": 1, "size": 28}, 60_000),
+    "fashion-mnist": ({"classes": 10, "channels": 1, "size": 28}, 60_000),
+    "kmnist": ({"classes": 10, "channels": 1, "size": 28}, 60_000),
+    "imagenet": ({"classes": 1000, "channels": 3}, 1_281_167),
+    "ptb": ({"vocab": 10_000}, 929_589),
+    "wikitext-2": ({"vocab": 33_278}, 2_088_628),
+}
+
+
+def show(recipe: Recipe, world: int, console: Console) -> None:
+    """Print it all."""
+    facts, steps = _facts(recipe, world)
+    with torch.device("meta"):
+        model = build_model(recipe.model.name, recipe.model.options, facts)
+    ramp = round(recipe.sync.ramp * steps)
+    made = _plan(recipe, model, world, ramp)
+    parameters = sum(p.numel() for p in model.parameters())
+    last = recipe.train.iterations or round(recipe.train.epochs * steps)
+    console.print(Text(f"{recipe.model.name} on {recipe.data.name}: {parameters:,} parameters, {world} workers"))
+    batch = batch_of(recipe, world) * recipe.train.accumulate
+    console.print(f"{batch} examples a worker and step, {steps:,} steps an epoch, {last:,} steps in all")
+    console.print(_lanes(made, last))
+    console.print(_bytes(made, last))
+
+
+def _plan(recipe: Recipe, model: torch.nn.Module, world: int, ramp: int) -> Plan:
+    options: dict[str, Any] = arguments(recipe, ramp)
+    rules = default_rules(options["spec"], granularity=options["granularity"], bundle=options["bundle"])
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    return build(shapes, (*options["rules"], *rules), world, int(recipe.sync.launch_mb * 2**20))
+
+
+def _facts(recipe: Recipe, world: int) -> tuple[dict[str, object], int]:
+    """What the model must know of the data, and the steps of an epoch; without the data, from what is known of them."""
+    try:
+        task = load(recipe.data.name, recipe.data.root or None, recipe.data.options)
+    except ValueError:
+        if recipe.data.name not in KNOWN or recipe.data.root:
+            raise
+        facts, num = KNOWN[recipe.data.name]
+        share = world * batch_of(recipe, world) * recipe.train.accumulate
+        return facts, max(1, num // share // (recipe.data.length if "vocab" in facts else 1))
+    with torch.device("meta"):
+        model = build_model(recipe.model.name, recipe.model.options, task.facts)
+    place = Place(world, (0,), torch.device("cpu"))
+    return dict(task.facts), loader_of(recipe, task, model, place).steps
+
+
+def _lanes(made: Plan, last: int) -> Table:
+    table = Table(title="lanes, from the first step on", title_justify="left")
+    for column in ("launch", "rule", "tensors", "units", "parameters", "codec", "feedback", "exchange", "bytes"):
+        table.add_column(column, justify="right" if column in ("tensors", "units", "parameters", "bytes") else "left")
+    for number, launch in enumerate(made.launches):
+        for lane in launch:
+            codec, exchange = lane.at(last)
+            said = "low rank" if exchange.late else str(codec)
+            counts = (str(len(lane.tensors)), str(len(lane.units)), f"{lane.units.total:,}")
+            cost = forecast(lane, made.world, last)
+            bound = "<= " if cost.bounded else ""
+            table.add_row(
+                str(number), lane.label, *counts, said, str(lane.feedback), str(exchange), f"{bound}{cost.payload:,.0f}"
+            )
+    return table
+
+
+def _bytes(made: Plan, last: int) -> Table:
+    table = Table(title="bytes of one rank in one step", title_justify="left")
+    for column in ("from step", "payload", "ratio", "sent", "ratio to a float32 ring"):
+        table.add_column(column, justify="right")
+    for step in stages(made):
+        if step > last:
+            break
+        cost = total(made, step)
+        ring = 2 * (made.world - 1) / made.world * cost.dense
+        bound = "<= " if cost.bounded else ""
+        wire = f"{ring / cost.sent:,.1f}" if cost.sent else "-"
+        payload = f"{cost.dense / cost.payload:,.1f}" if cost.payload else "-"
+        table.add_row(f"{step:,}", f"{bound}{cost.payload:,.0f}", payload, f"{bound}{cost.sent:,.0f}", wire)
+    return table

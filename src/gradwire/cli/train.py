@@ -1,0 +1,234 @@
+"""``gradwire train RECIPE...``, ``evaluate RUN``, ``plan RECIPE...`` and ``recipes``."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from gradwire.train.recipe import Recipe
+    from gradwire.train.work import Job
+
+# Whatever imports torch is imported where it is used: help and refusals should not wait for it.
+
+INTERRUPTED = 130
+
+Names = Annotated[list[str] | None, typer.Argument(help="Recipes and fragments, merged in order; digits by default.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="A key of the recipe: train.epochs=5.")]
+Root = Annotated[str, typer.Option("--data", help="The folder that holds data sets in their standard layouts.")]
+Seed = Annotated[int | None, typer.Option(help="Of weights, order, augmentation and random bits.")]
+Model = Annotated[str, typer.Option(help="A model of your own: file.py:make.")]
+Spec = Annotated[str, typer.Option(help="Short for --set sync.spec=SPEC.")]
+InProcess = Annotated[
+    int | None, typer.Option("--in-process", min=1, help="Virtual workers in one process, on one device.")
+]
+
+
+def train(
+    recipes: Names = None,
+    overrides: Overrides = None,
+    spec: Spec = "",
+    data: Root = "",
+    model: Model = "",
+    seed: Seed = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes on this machine.")] = None,
+    in_process: InProcess = None,
+    devices: Annotated[str, typer.Option(help="Of the workers of this host, in order: 0,0,1,1 or cpu.")] = "",
+    suffix: Annotated[str, typer.Option(help="Sets the run's folder apart.")] = "",
+    runs: Annotated[Path, typer.Option(help="Where run folders lie.")] = Path("runs"),
+    folder: Annotated[
+        Path | None, typer.Option(help="The run's folder; by default made of recipe, suffix, seed.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")] = False,
+) -> None:
+    """Train a recipe.
+
+    With --workers, in processes that are started here. Started by torchrun, mpirun, horovodrun or srun, as the rank
+    that they give. With --in-process, as virtual workers in lockstep: the same maths and bytes, on one device.
+    """
+    from gradwire.train.shelf import title
+
+    names = recipes or ["digits"]
+    with _sentences():
+        recipe = _resolve(names, overrides, spec, data, model, seed)
+        place = folder or runs / "-".join(filter(None, (title(names), suffix, str(recipe.train.seed))))
+        _start(names, recipe, place, workers, in_process, devices, resume, overwrite)
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    last: Annotated[bool, typer.Option("--last", help="The last checkpoint instead of the best.")] = False,
+    split: Annotated[str, typer.Option(help="test, or of text also valid.")] = "test",
+    data: Root = "",
+    device: Annotated[str, typer.Option(help="cpu, 0, ...; by default the first GPU.")] = "",
+) -> None:
+    """Evaluate a checkpoint of a run."""
+    with _sentences():
+        from gradwire.train.run import evaluate as examine
+        from gradwire.train.work import device_of
+
+        if not (run / "recipe.toml").is_file():
+            raise ValueError(f"{run} is no run folder: it has no recipe.toml")
+        where = device_of(0, [device] if device else [])
+        score = examine(run, "last" if last else "best", split, where, data)
+        value = f"{score.value:.2%}" if score.metric == "top1" else f"{score.value:.3f}"
+        top5 = "" if score.top5 is None else f", top5 {score.top5:.2%}"
+        typer.echo(f"{split} loss {score.loss:.4f}, {score.metric} {value}{top5}")
+
+
+def plan(
+    recipes: Names = None,
+    overrides: Overrides = None,
+    spec: Spec = "",
+    data: Root = "",
+    model: Model = "",
+    workers: Annotated[int | None, typer.Option(min=1, help="How many; by default the recipe's number.")] = None,
+    toml: Annotated[bool, typer.Option("--toml", help="Print only the resolved recipe.")] = False,
+) -> None:
+    """Print what a training would be: the resolved recipe, its lanes, and the bytes of a step."""
+    from gradwire.train.shelf import dumps
+
+    with _sentences():
+        recipe = _resolve(recipes or ["digits"], overrides, spec, data, model, None)
+        if toml:
+            typer.echo(dumps(recipe), nl=False)
+            return
+        from gradwire.cli.plan import show
+
+        show(recipe, workers or recipe.train.workers, Console(width=None if sys.stdout.isatty() else 160))
+
+
+def recipes(
+    fragments: Annotated[bool, typer.Option("--fragments", help="Only those that add to a recipe.")] = False,
+) -> None:
+    """List recipes, and the fragments that may be added to them."""
+    from gradwire.train.shelf import listing
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for wanted, heading in ((False, "Recipes"), (True, "Fragments, to be added to a recipe")):
+        if fragments and not wanted:
+            continue
+        table = Table(title=heading, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+        for entry in listing().values():
+            if entry.fragment is wanted:
+                table.add_row(Text(entry.name, style="bold"), Text(entry.about))
+        console.print(table)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def _resolve(
+    names: list[str], overrides: list[str] | None, spec: str, data: str, model: str, seed: int | None
+) -> "Recipe":
+    from gradwire.train.shelf import resolve
+
+    short = {"sync.spec": spec, "data.root": data, "model.name": model}
+    given = [f"{key}={value}" for key, value in short.items() if value]
+    given += [] if seed is None else [f"train.seed={seed}"]
+    return resolve(names, [*given, *(overrides or [])])
+
+
+def _start(
+    names: list[str],
+    recipe: "Recipe",
+    folder: Path,
+    workers: int | None,
+    in_process: int | None,
+    devices: str,
+    resume: bool,
+    overwrite: bool,
+) -> None:
+    from gradwire.train import work
+    from gradwire.train.display import Display
+    from gradwire.train.shelf import title
+    from gradwire.train.standing import standing
+
+    where = standing(os.environ)
+    if sum(x is not None for x in (workers, in_process, where)) > 1:
+        raise ValueError(
+            "workers are started here (--workers), or virtual (--in-process), or started by torchrun, mpirun or srun"
+        )
+    first = where is None or where.rank == 0
+    restarted = where is not None and where.attempt > 0
+    if first:
+        _claim(folder, recipe, resume or restarted, overwrite)
+    job = work.Job(recipe, folder, tuple(filter(None, devices.split(","))), resume, title(names))
+    with _terminated(), Display() as display:
+        _train(job, where, workers or recipe.train.workers, in_process, display.hear)
+    if first:
+        typer.echo(str(folder))
+
+
+def _train(
+    job: "Job", where: Any, workers: int, in_process: int | None, listen: Callable[[dict[str, Any]], None]
+) -> None:
+    from gradwire.train import work
+    from gradwire.train.launch import RankError
+
+    try:
+        if where is not None:
+            work.as_rank(job, where, listen)
+        elif in_process is not None or workers == 1:
+            work.in_process(job, in_process or 1, listen)
+        else:
+            work.spawned(job, workers, listen)
+    except RankError as wrong:
+        _stop(f"{wrong}\nthe last checkpoint is whole: --resume goes on from it", 1)
+    except KeyboardInterrupt:
+        _stop("stopped; the last checkpoint is whole: --resume goes on from it", INTERRUPTED)
+
+
+def _claim(folder: Path, recipe: "Recipe", resume: bool, overwrite: bool) -> None:
+    """Make the folder ours, or refuse to write over a run."""
+    import shutil
+
+    from gradwire.train.record import open_folder
+
+    begun = (folder / "run.jsonl").is_file()
+    if begun and not resume and not overwrite:
+        raise ValueError(
+            f"{folder} holds a run already; go on with --resume, start anew with --overwrite, or add --suffix"
+        )
+    if begun and overwrite and not resume:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    open_folder(folder, recipe)
+
+
+@contextmanager
+def _sentences() -> Iterator[None]:
+    """What is wrong with what a person asked for is a sentence and exit code 2, not a traceback."""
+    try:
+        yield
+    except ValueError as wrong:
+        _stop(str(wrong), 2)
+
+
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """A polite kill ends us as Ctrl-C does, so that no worker is left behind."""
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _stop(sentence: str, code: int) -> NoReturn:
+    sys.stdout.flush()
+    typer.echo(sentence, err=True)
+    raise typer.Exit(code) from None

@@ -1,0 +1,57 @@
+"""Chain: ``transform? | selector? | quantizer | index coder``, each stage in its slot, or a sentence saying why not."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from gradwire.codecs.indices import Rice
+from gradwire.codecs.quantizers import FP32
+from gradwire.codecs.stage import IndexCoder, Quantizer, Selector, Stage, Transform
+
+_ORDER = (Transform, Selector, Quantizer, IndexCoder)
+_WORDS = ("transform", "selector", "quantizer", "index coder")
+
+
+class Filled(NamedTuple):
+    """What each slot holds."""
+
+    transform: Transform | None
+    selector: Selector | None
+    quantizer: Quantizer
+    indices: IndexCoder | None
+
+
+def fill(stages: Sequence[Stage]) -> Filled:
+    """Fill the slots in order; what is left out gets its default: fp32 values, Rice-coded indices.
+
+    Raises:
+        ValueError: The stages stand in the wrong order, or do not go together.
+    """
+    slots = [_slot(stage) for stage in stages]
+    for (i, left), right in zip(enumerate(slots), slots[1:], strict=False):
+        if left >= right:
+            raise ValueError(_refusal(stages[i], stages[i + 1], left, right))
+    found: dict[int, Any] = dict(zip(slots, stages, strict=True))
+    transform, selector, coder = found.get(0), found.get(1), found.get(3)
+    travels = selector is not None and not selector.redrawn
+    if coder is not None and not travels:
+        reason = f"all ranks can redraw {selector}" if selector else "every entry is sent"
+        raise ValueError(f"{coder} has no indices to code: {reason}; leave {coder} out")
+    if transform is not None and selector is not None and selector.memories:
+        raise ValueError(
+            f"{selector} remembers coordinates, which {transform} mixes anew at every step; drop one of them"
+        )
+    return Filled(transform, selector, found.get(2, FP32()), coder or (Rice() if travels else None))
+
+
+def _slot(stage: Stage) -> int:
+    for slot, kind in enumerate(_ORDER):
+        if isinstance(stage, kind):
+            return slot
+    kind_name = getattr(stage, "kind", type(stage).__name__)
+    raise ValueError(f"{stage} is of kind {kind_name}, which has no place in a chain of codec stages")
+
+
+def _refusal(left: Stage, right: Stage, a: int, b: int) -> str:
+    verb = "cannot follow another" if a == b else f"cannot follow the {_WORDS[a]}"
+    order = "transform | selector | quantizer | index coder"
+    return f"{left} | {right}: a {_WORDS[b]} {verb} {left if a != b else _WORDS[a]}; the order is {order}"

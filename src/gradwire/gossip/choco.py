@@ -1,0 +1,173 @@
+"""CHOCO-SGD: gossip over public copies of the models, to which only compressed differences are sent.
+
+Paper:    Koloskova, Stich, Jaggi, "Decentralized stochastic optimization and gossip algorithms with compressed
+          communication", ICML 2019. https://arxiv.org/abs/1902.00340
+          Koloskova et al., "Decentralized deep learning with arbitrary communication compression", ICLR 2020.
+          https://arxiv.org/abs/1907.09356
+Formula:  q_i = C(x_i - xhat_i);  xhat_i = xhat_i + q_i;  s_i = s_i + sum_j w_ij q_j;  x_i = x_i + gamma (s_i - xhat_i)
+          edges:  q_ik = C(x_i - xhat_ik);  xhat_ik = xhat_ik + q_ik, at both ends;
+                  x_i = x_i + gamma (sum_j w_ij xhat_ji - sum_k w_ki xhat_ik)
+Wire:     one message of the codec to each neighbor
+Traits:   contractions without memory; doubly stochastic graphs. On a static graph two more vectors, xhat and s,
+          whatever the degree; where it changes, or with elastic=True, two for each neighbor. Keeps the mean over ranks
+Differs:  xhat starts at the parameters that all ranks start from, not at zero; gamma='auto' is found while training;
+          copies by edge are an addition
+Spec:     choco(ring), choco(ring, gamma=0.45), choco(torus, gamma='auto')
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from gradwire.codecs.codec import Codec, codec
+from gradwire.codecs.stage import Memory, Slot
+from gradwire.core.asks import Talk
+from gradwire.core.registry import register
+from gradwire.gossip import gauge
+from gradwire.gossip.gossip import (
+    Around,
+    Gossip,
+    Met,
+    hear,
+    need_contraction,
+    need_doubly,
+    need_step,
+    say,
+    size_of,
+)
+from gradwire.gossip.letter import Letter, post
+from gradwire.topology import Graph, Topology
+
+AUTO = "auto"
+Spoken = Sequence[tuple[Tensor, Tensor]]  # what was meant, and what is heard
+
+
+@register("choco", kind="gossip")
+@dataclass(frozen=True)
+class Choco(Gossip):
+    """Compressed gossip that forgets nothing: what a message leaves out stays in the next difference.
+
+    Attributes:
+        graph: Who talks to whom.
+        gamma: The consensus step in (0, 1], or "auto".
+    """
+
+    graph: Graph
+    gamma: float | str = AUTO
+    examples: ClassVar[tuple[str, ...]] = ("choco(ring)", "choco(torus, gamma=0.45)", "choco(one_peer_exponential)")
+    elastic: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gamma == AUTO or getattr(self.gamma, "name", None) == AUTO:  # a bare auto in a spec names an exchange
+            object.__setattr__(self, "gamma", AUTO)
+        else:
+            need_step(self.gamma, "choco")
+
+    def check(self, codec: Codec, topology: Topology) -> None:
+        need_contraction(self, codec)
+        need_doubly(self, topology)
+
+    def slots(self, around: Around) -> dict[str, Slot]:
+        like = Slot(around.tensors.lengths)
+        if not _by_edge(around):
+            return {"x_hat": like, "mixed": like}
+        tells, hears = _edges(around)
+        return {f"to_{peer}": like for peer in tells} | {f"from_{peer}": like for peer in hears}
+
+    def begin(self, common: Tensor, codec: Codec, around: Around) -> dict[str, Tensor]:
+        memory = {name: common.clone() for name in self.slots(around)}
+        if self.gamma == AUTO:
+            memory["gauge"] = gauge.begin(codec, around.units, around.topology)
+        return memory
+
+    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
+        return (yield from (self._by_edge if _by_edge(around) else self._by_node)(x, memory, codec, around))
+
+    def _by_node(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
+        difference = x - memory["x_hat"]
+        mine = say(difference, codec, around)
+        letters = yield from post(
+            around.stamp(),
+            dict.fromkeys(around.tells, mine.payload),
+            dict.fromkeys(around.hears, size_of(codec, around)),
+            self._note(memory, around),
+        )
+        hears = around.hears
+        x_hat = memory["x_hat"] + mine.heard
+        mixed = memory["mixed"] + (1.0 - sum(hears.values())) * mine.heard
+        for peer, weight in hears.items():
+            mixed = mixed + weight * hear(letters[peer], codec, around, peer)
+        gamma = self._gamma(memory)
+        memory = {**memory, "x_hat": x_hat, "mixed": mixed}
+        memory = self._learn(memory, [(difference, mine.heard)], letters, codec, around)
+        return Met(x + gamma * (mixed - x_hat), memory, gamma)
+
+    def _by_edge(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
+        fresh = {peer for peer, new in (around.live or {}).items() if new}
+        codecs = {peer: _WHOLE if peer in fresh else codec for peer in {*around.hears, *around.tells}}
+        differences = {peer: x if peer in fresh else x - memory[f"to_{peer}"] for peer in around.tells}
+        told = {peer: say(d, codecs[peer], around, peer) for peer, d in differences.items()}
+        varies = size_of(codec, around) is None
+        letters = yield from post(
+            around.stamp(),
+            {peer: speech.payload for peer, speech in told.items()},
+            {peer: None if varies else size_of(codecs[peer], around) for peer in around.hears},
+            self._note(memory, around),
+        )
+        heard = {peer: hear(letter, codecs[peer], around, peer, around.me) for peer, letter in letters.items()}
+        copies = {f"to_{peer}": (peer, speech.heard) for peer, speech in told.items()}
+        copies |= {f"from_{peer}": (peer, q) for peer, q in heard.items()}
+        gamma = self._gamma(memory)
+        memory = {**memory, **{n: q if peer in fresh else memory[n] + q for n, (peer, q) in copies.items()}}
+        spoken = [(differences[peer], speech.heard) for peer, speech in told.items() if peer not in fresh]
+        memory = self._learn(memory, spoken, letters, codec, around)
+        return Met(self._mix(x, memory, gamma, letters, around), memory, gamma)
+
+    def _mix(self, x: Tensor, memory: Memory, gamma: float, letters: Mapping[int, Letter], around: Around) -> Tensor:
+        """What flows in over each edge, less what flows out. A lost peer's weight returns to its owner."""
+        for peer, weight in around.hears.items():
+            if around.elastic and peer in letters:
+                # Ranks that come and go share no window, but each edge may agree: what one end gains, the other loses.
+                step = min(gamma, *letters[peer].note) if self.gamma == AUTO else gamma
+                x = x + step * weight * (memory[f"from_{peer}"] - memory[f"to_{peer}"])
+            elif not around.elastic:
+                x = x + gamma * weight * memory[f"from_{peer}"]
+        if not around.elastic:
+            for peer, weight in around.tells.items():
+                x = x - gamma * weight * memory[f"to_{peer}"]
+        return x
+
+    def _gamma(self, memory: Memory) -> float:
+        return gauge.gamma(memory["gauge"]) if self.gamma == AUTO else float(self.gamma)
+
+    def _note(self, memory: Memory, around: Around) -> tuple[float, ...]:
+        if self.gamma != AUTO:
+            return ()
+        return (self._gamma(memory),) if around.elastic else gauge.note(memory["gauge"])
+
+    def _learn(
+        self, memory: Memory, spoken: Spoken, letters: Mapping[int, Letter], codec: Codec, around: Around
+    ) -> Memory:
+        if self.gamma != AUTO:
+            return memory
+        notes = [] if around.elastic else [letter.note for letter in letters.values()]
+        state = gauge.turn(memory["gauge"], spoken, notes, around.key.step, around.topology, gauge.loses_alike(codec))
+        return {**memory, "gauge": state}
+
+
+_WHOLE = codec("fp32")  # what an edge begins with, when one of its ends comes back
+
+
+def _by_edge(around: Around) -> bool:
+    return around.elastic or around.topology.period > 1
+
+
+def _edges(around: Around) -> tuple[list[int], list[int]]:
+    """All peers that ever hear me, and all that I ever hear."""
+    steps = range(around.topology.period)
+    tells = {peer for step in steps for peer in around.topology.out_peers(around.me, step)}
+    hears = {peer for step in steps for peer in around.topology.peers(around.me, step)}
+    return sorted(tells), sorted(hears)

@@ -1,0 +1,75 @@
+"""DCD-PSGD: models move only by what was said, so everybody knows his neighbors' models exactly.
+
+Paper:    Tang et al., "Communication compression for decentralized training", NeurIPS 2018.
+          https://arxiv.org/abs/1803.06443, Algorithm 1
+Formula:  z_i = s_i + (y_i - x_i) - x_i, y_i: x_i after the optimizer's step;  s_i = sum_j w_ij x_j
+          q_i = C(z_i);  x_i = x_i + q_i;  s_i = s_i + sum_j w_ij q_j
+Wire:     one message of the codec to each neighbor
+Traits:   unbiased codecs, and those with little noise; others by allow_biased=True. Static symmetric graphs; two more
+          vectors. What a message loses of the gradient is lost: there is no consensus step, and no residual
+Differs:  neighbors' models are kept as one weighted sum, not one by one
+Spec:     dcd(ring), dcd(ring, allow_biased=True)
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from gradwire.codecs.codec import Codec
+from gradwire.codecs.stage import Memory, Slot
+from gradwire.core.asks import Talk
+from gradwire.core.registry import register
+from gradwire.gossip.gossip import Around, Gossip, Met, hear, need_forgetful, need_symmetric, say, size_of
+from gradwire.gossip.letter import post
+from gradwire.topology import Graph, Topology
+
+
+@register("dcd", kind="gossip")
+@dataclass(frozen=True)
+class DCD(Gossip):
+    """Difference compression.
+
+    Attributes:
+        graph: Who talks to whom.
+        allow_biased: Whether to run with codecs that the analysis does not cover.
+    """
+
+    graph: Graph
+    allow_biased: bool = False
+    examples: ClassVar[tuple[str, ...]] = ("dcd(ring)", "dcd(ring, allow_biased=True)")
+    overlaps: ClassVar[bool] = False
+
+    def check(self, codec: Codec, topology: Topology) -> None:
+        need_unbiased(self, codec, self.allow_biased)
+        need_symmetric(self, topology)
+
+    def slots(self, around: Around) -> dict[str, Slot]:
+        like = Slot(around.tensors.lengths)
+        return {"x_hat": like, "mixed": like}
+
+    def begin(self, common: Tensor, codec: Codec, around: Around) -> dict[str, Tensor]:
+        return {name: common.clone() for name in self.slots(around)}
+
+    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
+        x_hat = memory["x_hat"]
+        mine = say(memory["mixed"] + (x - x_hat) - x_hat, codec, around)
+        size = size_of(codec, around)
+        letters = yield from post(
+            around.stamp(), dict.fromkeys(around.tells, mine.payload), dict.fromkeys(around.hears, size)
+        )
+        x_hat = x_hat + mine.heard
+        mixed = memory["mixed"] + (1.0 - sum(around.hears.values())) * mine.heard
+        for peer, weight in around.hears.items():
+            mixed = mixed + weight * hear(letters[peer], codec, around, peer)
+        return Met(x_hat, {**memory, "x_hat": x_hat, "mixed": mixed})
+
+
+def need_unbiased(method: Gossip, codec: Codec, allow_biased: bool) -> None:
+    """Refuse what the analysis does not cover, unless it was asked for by name."""
+    need_forgetful(method, codec)
+    if not (codec.traits.unbiased or allow_biased):
+        raise ValueError(
+            f"{method.name} was made for unbiased codecs, and {codec} is none: it may diverge; "
+            f"write {method.name}({method.graph}, allow_biased=True) to see, or use choco"
+        )

@@ -1,0 +1,61 @@
+"""DeepSqueeze: gossip with compressed models, each error added to the next message.
+
+Paper:    Tang et al., "DeepSqueeze: decentralization meets error-compensated compression", 2019.
+          https://arxiv.org/abs/1907.07346, Algorithm 1
+Formula:  v_i = x_i + e_i;  c_i = C(v_i);  e_i = v_i - c_i;  x_i = x_i + gamma sum_j w_ij (c_j - c_i)
+Wire:     one message of the codec to each neighbor
+Traits:   contractions without memory; doubly stochastic graphs, static or not; one more vector; keeps the mean over
+          ranks. Whole models are compressed, not differences, so gamma must be small
+Differs:  the error is taken against the decoded message, so that a sign of zero counts as its receivers hear it
+Spec:     deepsqueeze(ring), deepsqueeze(ring, gamma=0.05)
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from gradwire.codecs.codec import Codec
+from gradwire.codecs.stage import Memory, Slot
+from gradwire.core.asks import Talk
+from gradwire.core.registry import register
+from gradwire.gossip.gossip import Around, Gossip, Met, hear, need_contraction, need_doubly, need_step, say, size_of
+from gradwire.gossip.letter import post
+from gradwire.topology import Graph, Topology
+
+
+@register("deepsqueeze", kind="gossip")
+@dataclass(frozen=True)
+class DeepSqueeze(Gossip):
+    """Error feedback on whole models.
+
+    Attributes:
+        graph: Who talks to whom.
+        gamma: The consensus step in (0, 1].
+    """
+
+    graph: Graph
+    gamma: float = 0.01
+    examples: ClassVar[tuple[str, ...]] = ("deepsqueeze(ring)", "deepsqueeze(ring, gamma=0.05)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        need_step(self.gamma, "deepsqueeze")
+
+    def check(self, codec: Codec, topology: Topology) -> None:
+        need_contraction(self, codec)
+        need_doubly(self, topology)
+
+    def slots(self, around: Around) -> dict[str, Slot]:
+        return {"residual": Slot(around.tensors.lengths)}
+
+    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
+        target = x + memory["residual"]
+        mine = say(target, codec, around)
+        size = size_of(codec, around)
+        letters = yield from post(
+            around.stamp(), dict.fromkeys(around.tells, mine.payload), dict.fromkeys(around.hears, size)
+        )
+        for peer, weight in around.hears.items():
+            x = x + self.gamma * weight * (hear(letters[peer], codec, around, peer) - mine.heard)
+        return Met(x, {**memory, "residual": target - mine.heard}, self.gamma)

@@ -1,0 +1,171 @@
+"""PowerGossip: each edge exchanges one vector per matrix, a step of power iteration on the difference of two models.
+
+Paper:    Vogels, Karimireddy, Jaggi, "PowerGossip: practical low-rank communication compression in decentralized deep
+          learning", NeurIPS 2020. https://arxiv.org/abs/2008.01425, Algorithm 1
+Formula:  of an edge (i, j), D = X_j - X_i, and in turn
+              p = D v;   X_i = X_i + w_ij p v';   u = p / |p|
+              r = D' u;  X_i = X_i + w_ij u r';   v = r / |r|
+Wire:     rows or columns float32 per matrix and edge, by turns; other tensors dense float32
+Traits:   its own compression, no codec; static symmetric graphs; no consensus step: what each edge adds is a projection
+          of the difference, times w_ij; a left and a right vector per matrix and edge; keeps the mean over ranks
+Differs:  a matrix that a pair of vectors would not shrink travels dense; a vector that died is drawn anew; with
+          iterations > 1 several turns follow each other in a step
+Spec:     powergossip(ring), powergossip(ring, iterations=2)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.codec import Codec
+from gradwire.codecs.stage import Memory, Slot
+from gradwire.core.asks import Talk
+from gradwire.core.payload import Payload, as_bytes, from_bytes
+from gradwire.core.registry import register
+from gradwire.core.segments import Segments
+from gradwire.gossip.gossip import Around, Gossip, Met, need_symmetric
+from gradwire.gossip.letter import post
+from gradwire.kernels import philox
+from gradwire.topology import Graph, Topology
+
+
+@register("powergossip", kind="gossip")
+@dataclass(frozen=True)
+class PowerGossip(Gossip):
+    """Rank-one gossip without anything to tune.
+
+    Attributes:
+        graph: Who talks to whom.
+        iterations: Messages per step and edge.
+    """
+
+    graph: Graph
+    iterations: int = 1
+    examples: ClassVar[tuple[str, ...]] = ("powergossip(ring)", "powergossip(ring, iterations=2)")
+    late: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.iterations, int) or isinstance(self.iterations, bool) or self.iterations < 1:
+            raise ValueError(f"powergossip takes a whole number of iterations from 1, not {self.iterations!r}")
+
+    def check(self, codec: Codec, topology: Topology) -> None:
+        if not codec.traits.lossless:
+            raise ValueError(f"powergossip compresses by itself; leave the codec {codec} out")
+        need_symmetric(self, topology)
+
+    def slots(self, around: Around) -> dict[str, Slot]:
+        left, right = (tuple(side(shape, i) for shape in around.tensors.shapes) for i in (0, 1))
+        peers = sorted(around.topology.peers(around.me))
+        return {f"left_{peer}": Slot(left) for peer in peers} | {f"right_{peer}": Slot(right) for peer in peers}
+
+    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
+        memory = dict(memory)
+        table = _matrices(around.tensors)
+        for leg in range(self.iterations):
+            onto_right = (around.key.step * self.iterations + leg) % 2 == 0
+            x = yield from self._turn(x, memory, table, onto_right, around, leg)
+        return Met(x, memory)
+
+    def _turn(
+        self, x: Tensor, memory: dict[str, Tensor], table: list["Place"], onto_right: bool, around: Around, leg: int
+    ) -> Talk[Tensor]:
+        given, found = ("right", "left") if onto_right else ("left", "right")
+        bases = {peer: _alive(memory[f"{given}_{peer}"], table, onto_right, around, peer) for peer in around.hears}
+        mine = {peer: _project(x, table, basis, onto_right) for peer, basis in bases.items()}
+        bodies = {peer: Payload(as_bytes(flat)) for peer, flat in mine.items()}
+        sizes: Mapping[int, int | None] = {peer: body.nbytes for peer, body in bodies.items()}
+        letters = yield from post(around.stamp(leg), bodies, sizes)
+        moved = x
+        for peer, weight in around.hears.items():
+            theirs = from_bytes(letters[peer].body.data, torch.float32)
+            # Both ends subtract the lower rank's from the higher's: they find the same vectors, bit for bit.
+            between = theirs - mine[peer] if around.me < peer else mine[peer] - theirs
+            toward = weight if around.me < peer else -weight
+            moved = moved + toward * _expand(between, table, bases[peer], onto_right, x)
+            memory[f"{found}_{peer}"] = _normalized(between, table, onto_right, memory[f"{found}_{peer}"])
+        return moved
+
+
+class Place(NamedTuple):
+    """A tensor in the flat buffer; ``rows`` is 0 for one that travels dense."""
+
+    name: str
+    start: int
+    length: int
+    rows: int
+    columns: int
+
+
+def side(shape: tuple[int, ...], i: int) -> int:
+    """Rows or columns of a tensor that is worth factoring; else 0."""
+    if len(shape) < 2:
+        return 0
+    rows, columns = shape[0], 1
+    for n in shape[1:]:
+        columns *= n
+    return (rows, columns)[i] if rows + columns < rows * columns else 0
+
+
+def _matrices(tensors: Segments) -> list[Place]:
+    spans = zip(tensors.names, tensors.shapes, tensors.offsets[:-1], tensors.lengths, strict=True)
+    return [Place(name, start, n, side(shape, 0), side(shape, 1)) for name, shape, start, n in spans]
+
+
+def _vectors(flat: Tensor, table: list[Place], right: bool) -> list[Tensor]:
+    """A buffer of left or right vectors, cut up; empty for dense tensors."""
+    return list(flat.split([place.columns if right else place.rows for place in table]))
+
+
+def _alive(basis: Tensor, table: list[Place], right: bool, around: Around, peer: int) -> Tensor:
+    """The basis, its zero vectors drawn anew by both ends alike."""
+    edge = "-".join(map(str, sorted((around.me, peer))))
+    key = around.key.shared().fold(f"edge {edge}")
+    out = []
+    for place, v in zip(table, _vectors(basis, table, right), strict=True):
+        if v.numel() and not bool(v.any()):
+            v = philox.normal(key, (place.name,), v.numel(), v.device)[0]
+            v = v / v.norm()
+        out.append(v)
+    return torch.cat(out)
+
+
+def _project(x: Tensor, table: list[Place], basis: Tensor, right: bool) -> Tensor:
+    """X v or X' u of every matrix, other tensors as they are, laid end to end."""
+    parts = []
+    for place, v in zip(table, _vectors(basis, table, right), strict=True):
+        flat = x[place.start : place.start + place.length]
+        if place.rows:
+            matrix = flat.view(place.rows, place.columns)
+            flat = matrix @ v if right else matrix.T @ v
+        parts.append(flat)
+    return torch.cat(parts)
+
+
+def _parts(between: Tensor, table: list[Place], right: bool) -> list[Tensor]:
+    return list(between.split([(p.rows if right else p.columns) if p.rows else p.length for p in table]))
+
+
+def _expand(between: Tensor, table: list[Place], basis: Tensor, right: bool, like: Tensor) -> Tensor:
+    """The projected difference, as a flat buffer of models."""
+    out = torch.empty_like(like)
+    vectors = _vectors(basis, table, right)
+    for place, v, p in zip(table, vectors, _parts(between, table, right), strict=True):
+        if place.rows:
+            p = (torch.outer(p, v) if right else torch.outer(v, p)).flatten()
+        out[place.start : place.start + place.length] = p
+    return out
+
+
+def _normalized(between: Tensor, table: list[Place], right: bool, old: Tensor) -> Tensor:
+    """The other side's vectors for the next turn; where models agree, what was known before stays."""
+    out = []
+    found = zip(table, _parts(between, table, right), _vectors(old, table, not right), strict=True)
+    for place, p, before in found:
+        if place.rows:
+            norm = p.norm()
+            out.append(torch.where(norm > 0, p / norm.clamp(min=torch.finfo(p.dtype).tiny), before))
+    return torch.cat([old.new_zeros(0), *out])

@@ -1,0 +1,1 @@
+"""Run folders into pages, pictures and tables. Nothing here needs torch."""

@@ -1,0 +1,48 @@
+"""Means over seeds, and how far they can be trusted."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from scipy.special import stdtrit
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean of n values, their sample standard deviation, and the 95 % t-interval of the mean.
+
+    Of one value nothing is known but itself: the spread and the ends of the interval are then None.
+    """
+
+    n: int
+    mean: float
+    spread: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def half_width(self) -> float | None:
+        return None if self.high is None else self.high - self.mean
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean of some values, taken as independent draws.
+
+    Raises:
+        ValueError: There are none.
+    """
+    n = len(values)
+    if n == 0:
+        raise ValueError("there is no mean of no values")
+    mean = math.fsum(values) / n
+    if n == 1:
+        return Estimate(1, mean)
+    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
+    reach = float(stdtrit(n - 1, 0.975)) * spread / math.sqrt(n)
+    return Estimate(n, mean, spread, mean - reach, mean + reach)
+
+
+def paired(values: Mapping[int, float], twin: Mapping[int, float]) -> Estimate | None:
+    """The mean difference to a twin over the seeds that both ran; None if they share none."""
+    seeds = sorted(values.keys() & twin.keys())
+    return estimate([values[seed] - twin[seed] for seed in seeds]) if seeds else None

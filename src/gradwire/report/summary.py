@@ -1,0 +1,75 @@
+"""The table of a task: a line for each group, a column for each thing worth comparing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gradwire.report.groups import Group, Task
+from gradwire.report.load import Run
+from gradwire.report.numbers import in_bytes, in_seconds, interval, mean_and_spread, ratio, rounded
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    numeric: bool = True
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is read, and what it is sorted by: None for a word, the empty text for a number that is not known."""
+
+    text: str
+    key: float | str | None = None
+
+
+def columns(task: Task) -> list[Column]:
+    versus = [Column(f"against {task.twin.label}")] if _compares(task) and task.twin else []
+    return [
+        Column("spec", numeric=False),
+        Column("ranks"),
+        Column("seeds"),
+        Column(task.metric.axis),
+        Column("95 % interval"),
+        *versus,
+        Column("payload ratio"),
+        Column("wire ratio"),
+        Column("sent by a rank"),
+        Column("wall time"),
+    ]
+
+
+def cells(task: Task, group: Group) -> list[Cell]:
+    """One line, in the order of the columns."""
+    told = group.estimate
+    versus = task.difference(group)
+    against = [_known(None if versus is None else versus.mean, interval(versus, sign=True) if versus else "")]
+    half = told.half_width
+    return [
+        Cell(group.label if group.ended else f"{group.label} (unfinished)"),
+        Cell(ranks(group.runs[0]), group.runs[0].world),
+        Cell(str(len(group.runs)), len(group.runs)),
+        Cell(mean_and_spread(told), rounded(told.mean)),
+        _known(half, "" if half is None else f"{told.low:.2f} to {told.high:.2f}"),
+        *(against if _compares(task) else []),
+        _measured(group.mean("payload_ratio"), ratio),
+        _measured(group.wire_ratio, ratio),
+        _measured(group.mean("sent"), in_bytes),
+        _measured(group.mean("seconds"), in_seconds),
+    ]
+
+
+def ranks(run: Run) -> str:
+    """How many, and whether they were played by one process."""
+    return f"{run.world} virtual" if run.start.get("virtual") else str(run.world)
+
+
+def _compares(task: Task) -> bool:
+    return task.twin is not None and len(task.groups) > 1
+
+
+def _known(number: float | None, text: str) -> Cell:
+    return Cell("", "") if number is None else Cell(text, rounded(number))
+
+
+def _measured(number: float | None, write: Callable[[float], str]) -> Cell:
+    return Cell("", "") if number is None else Cell(write(number), number)

@@ -1,0 +1,1 @@
+"""Small real trainings, and the processes that they run in."""

@@ -1,0 +1,126 @@
+"""Checkpoint: everything a run needs to go on as if nothing had happened.
+
+    RUN/checkpoints/step-120/model.safetensors      parameters, and the batch-norm statistics that evaluation uses
+                             optimizer.safetensors  its tensors
+                             rank-0.safetensors     a worker's compression memory, own statistics and recurrent states
+                             progress.json          all that is no tensor
+    RUN/checkpoints/last.json, best.json            which folder each of them is
+
+A folder is complete before its name is written into last.json or best.json, which happens in one stroke: whoever dies
+when, both name a whole checkpoint. No pickle is written or read.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+State = Mapping[str, Tensor]
+MODEL, OPTIMIZER, PROGRESS = "model.safetensors", "optimizer.safetensors", "progress.json"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file in one stroke."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def find(run: Path, which: str) -> Path | None:
+    """The folder of the ``last`` or the ``best`` checkpoint of a run, if it has one."""
+    pointer = run / "checkpoints" / f"{which}.json"
+    if not pointer.is_file():
+        return None
+    folder = pointer.parent / str(json.loads(pointer.read_text(encoding="utf-8"))["folder"])
+    return folder if (folder / PROGRESS).is_file() else None
+
+
+def save(
+    run: Path,
+    step: int,
+    ranks: Mapping[int, State],
+    common: Callable[[Path], None] | None,
+    barrier: Callable[[], None],
+    best: bool,
+) -> None:
+    """Write the states of some ranks and, in the process that writes for all, what they have in common.
+
+    Args:
+        run: The run's folder.
+        step: Names the checkpoint.
+        ranks: States of the ranks of this process.
+        common: Writes model, optimizer and progress into a folder; None in all processes but one.
+        barrier: Waits for all processes.
+        best: Whether it is also the best so far.
+    """
+    folder = run / "checkpoints" / f"step-{step}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank, state in ranks.items():
+        save_tensors(state, folder / f"rank-{rank}.safetensors")
+    if common is not None:
+        common(folder)
+    barrier()
+    if common is not None:
+        for which in ("best", "last") if best else ("last",):
+            write_text(folder.parent / f"{which}.json", json.dumps({"folder": folder.name}))
+        _sweep(run)
+
+
+def save_tensors(state: State, path: Path) -> None:
+    """A flat dictionary of tensors, as one file."""
+    own = {name: x.detach().cpu().contiguous().clone() for name, x in state.items()}
+    partial = path.with_name(path.name + ".partial")
+    save_file(own, partial)
+    partial.replace(path)
+
+
+def save_optimizer(optimizer: torch.optim.Optimizer, path: Path) -> dict[str, Any]:
+    """Write the tensors of an optimizer's state; what else there is comes back, for JSON."""
+    state = optimizer.state_dict()
+    tensors, plain = {}, {}
+    for index, entries in state["state"].items():
+        for name, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"{index}/{name}"] = value
+            else:
+                plain[f"{index}/{name}"] = value
+    save_tensors(tensors, path)
+    return {"plain": plain, "groups": state["param_groups"]}
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, path: Path, rest: Mapping[str, Any]) -> None:
+    """The inverse of `save_optimizer`."""
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in {**load_file(path), **rest["plain"]}.items():
+        index, _, name = key.partition("/")
+        state.setdefault(int(index), {})[name] = value
+    optimizer.load_state_dict({"state": state, "param_groups": rest["groups"]})
+
+
+def rank_states(folder: Path, world: int, ranks: Sequence[int]) -> list[dict[str, Tensor]]:
+    """The states of some ranks, or of all if the world has another size now."""
+    saved = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))["world"]
+    wanted = ranks if saved == world else range(saved)
+    return [load_file(folder / f"rank-{rank}.safetensors") for rank in wanted]
+
+
+def part(state: State, prefix: str) -> dict[str, Tensor]:
+    """The entries under a prefix, without it."""
+    return {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
+
+
+def prefixed(state: State, prefix: str) -> dict[str, Tensor]:
+    return {prefix + name: x for name, x in state.items()}
+
+
+def _sweep(run: Path) -> None:
+    """Remove checkpoints that are neither last nor best."""
+    kept = {find(run, "last"), find(run, "best")}
+    for folder in (run / "checkpoints").glob("step-*"):
+        if folder not in kept:
+            shutil.rmtree(folder)

@@ -1,0 +1,148 @@
+"""Crew: the workers that live in this process, and how they agree.
+
+After a step all workers hold the same parameters, so however many live here, they share one model: each has its own
+gradients, compression memory and batch-norm statistics, and nothing else. One real rank is a crew of one.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.adapters import compress
+from gradwire.adapters.model import refuse_sparse, trainable
+from gradwire.adapters.virtual import Seat
+from gradwire.adapters.wire import Wire
+from gradwire.links.collectives import AllReduce
+from gradwire.sync import Lockstep
+from gradwire.sync.drive import Clock, Conversation
+from gradwire.sync.session import Verdict
+from gradwire.train.place import Place
+
+T = TypeVar("T")
+Grads = dict[str, Tensor | None]
+
+
+class Crew:
+    """Workers of one process.
+
+    Attributes:
+        wires: One for each.
+        buffers: What each keeps beside the parameters, by name: batch-norm statistics.
+    """
+
+    def __init__(
+        self, model: nn.Module, place: Place, arguments: Mapping[str, Any], scaler: torch.amp.GradScaler | None
+    ) -> None:
+        self.model, self.place, self.scaler = model, place, scaler
+        self._group = Lockstep(place.world) if place.virtual else None
+        if self._group is None:
+            self.wires = [compress(model, scaler=scaler, **arguments)]
+        else:
+            refuse_sparse(model)
+            parameters = trainable(model.named_parameters())
+            options = {name: value for name, value in arguments.items() if name != "spec"}
+            options["launch_bytes"] = int(options.pop("launch_mb") * 2**20)
+            seats = (Seat(self._group, rank) for rank in place.ranks)
+            self.wires = [Wire(parameters, seat, arguments["spec"], **options) for seat in seats]
+        self._homes = _homes(model)
+        own = {name: _held(module, key) for name, (module, key) in self._homes.items()}
+        self.buffers = [own, *(_copied(own) for _ in place.ranks[1:])]
+
+    @property
+    def wire(self) -> Wire:
+        """The first worker's: what it counts stands for all."""
+        return self.wires[0]
+
+    def agree_(self, grads: Sequence[Grads]) -> None:
+        """Exchange every worker's gradients, and leave what was agreed on in every ``p.grad``, scaled as the loss."""
+        if self._group is None:
+            self.wire.write_(self.wire.agree_on(grads[0]))
+            return
+        scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
+        talks = [wire.session.run(own, 1.0 / scale) for wire, own in zip(self.wires, grads, strict=True)]
+        verdict = self._drive(self._group, talks)
+        if self.scaler is not None:
+            verdict = verdict._replace(
+                updates={name: _rescaled(x, scale, verdict) for name, x in verdict.updates.items()}
+            )
+        self.wire.write_(verdict)
+
+    def total(self, numbers: Tensor) -> Tensor:
+        """The sum over all processes, off the account of bytes."""
+        return numbers if self.place.virtual else self.wire.link.move(AllReduce(numbers, "sum"))
+
+    # -- buffers ---------------------------------------------------------------------------------------------------
+
+    def install(self, buffers: Mapping[str, Tensor]) -> None:
+        """Let the model use these; the tensors themselves, not copies."""
+        for name, (module, key) in self._homes.items():
+            module._buffers[key] = buffers[name]
+
+    def shown_buffers(self, which: str) -> dict[str, Tensor]:
+        """The statistics to evaluate with: the ``first`` rank's, or the ``average`` over all ranks.
+
+        Counters, which are no floats, are always the first rank's.
+        """
+        shown = _copied(self.buffers[0])
+        for name, mine in shown.items():
+            if which == "average" and mine.is_floating_point():
+                total = self.total(torch.stack([each[name].double() for each in self.buffers]).sum(0))
+                shown[name] = (total / self.place.world).to(mine.dtype)
+            elif not self.place.virtual:
+                shown[name] = self.total(mine if self.place.first else torch.zeros_like(mine))
+        return shown
+
+    # -- the conversation of virtual workers -----------------------------------------------------------------------
+
+    def _drive(self, group: Lockstep, talks: Sequence[Conversation[Verdict]]) -> Verdict:
+        clock = self.wire.clock
+        before = clock.encode + clock.decode
+        began = time.perf_counter()
+        verdict = group.drive([_timed(talk, clock) for talk in talks])[0]
+        clock.wire += time.perf_counter() - began - (clock.encode + clock.decode - before)
+        return verdict
+
+
+def _timed(talk: Conversation[T], clock: Clock) -> Conversation[T]:
+    """The same conversation, on the clock: encoding until its first message, decoding from then on."""
+    answers: Any = None
+    phase = "encode"
+    while True:
+        began = time.perf_counter()
+        try:
+            asks = talk.send(answers)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        finally:
+            setattr(clock, phase, getattr(clock, phase) + time.perf_counter() - began)
+        answers = yield asks
+        phase = "decode"
+
+
+def _rescaled(update: Tensor, scale: float, verdict: Verdict) -> Tensor:
+    """In units of the scaled loss; infinite where the step was dropped, which makes a GradScaler back off."""
+    return torch.full_like(update, torch.inf) if verdict.skipped else update * scale
+
+
+def _homes(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """The modules that hold the buffers of a state dict, and under which key."""
+    return {
+        f"{prefix}.{key}" if prefix else key: (module, key)
+        for prefix, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and key not in module._non_persistent_buffers_set
+    }
+
+
+def _held(module: nn.Module, key: str) -> Tensor:
+    buffer = module._buffers[key]
+    assert buffer is not None
+    return buffer
+
+
+def _copied(buffers: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in buffers.items()}

@@ -1,0 +1,124 @@
+"""Display: a training as a person watches it: a live line in a terminal, plain lines anywhere else."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+QUIET_SECONDS = 10.0  # between plain lines of steps
+
+Record = dict[str, Any]
+
+
+class Display:
+    """Hears the records of one training."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(width=None if sys.stdout.isatty() else 160)
+        self._start: Record = {}
+        self._live: Progress | None = None
+        self._bar: TaskID | None = None
+        self._last: Record = {}
+        self._spoke = time.monotonic()
+
+    def __enter__(self) -> "Display":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, why: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def hear(self, record: Record) -> None:
+        {"start": self._begin, "step": self._step, "epoch": self._epoch, "final": self._end}[record["event"]](record)
+
+    def _begin(self, record: Record) -> None:
+        self._start = record
+        kind = "virtual workers on" if record["virtual"] and record["world"] > 1 else "workers, the first on"
+        self._say(
+            f"{record['world']} {kind} {record['device']}, {record['parameters']:,} parameters, "
+            f"{record['batch']} examples a worker and step, {record['steps_per_epoch']} steps an epoch"
+        )
+        self._say(record["method"])
+        if record["step"]:
+            self._say(f"going on from step {record['step']} of {record['steps']}")
+        if self.console.is_terminal:
+            self._live = Progress(
+                TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=self.console
+            )
+            self._live.start()
+            self._bar = self._live.add_task("", total=record["steps"], completed=record["step"])
+
+    def _step(self, record: Record) -> None:
+        line = f"epoch {record['epoch']:6.2f}  loss {record['loss']:.4f}  {self._speed(record)}  {_bytes(record)}"
+        self._last = record
+        if self._live is not None and self._bar is not None:
+            self._live.update(self._bar, description=line, completed=record["step"])
+        elif time.monotonic() - self._spoke > QUIET_SECONDS:
+            self._say(line)
+
+    def _epoch(self, record: Record) -> None:
+        self._say(
+            f"epoch {record['epoch']:6.2f}  loss {record['train_loss']:.4f}  {_metric(record)}  "
+            f"{_bytes(record)}  {record['seconds']:.1f} s"
+        )
+
+    def _end(self, record: Record) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if "metric" in record:
+            self.console.print(summary(record))
+
+    def _speed(self, record: Record) -> str:
+        steps = record["step"] - self._last.get("step", self._start["step"])
+        seconds = record["seconds"] - self._last.get("seconds", 0.0)
+        examples = steps * self._start["batch"] * self._start["world"]
+        return f"{examples / max(1e-9, seconds):,.0f} examples/s"
+
+    def _say(self, line: str) -> None:
+        self._spoke = time.monotonic()
+        self.console.print(Text(line))
+
+
+def summary(final: Record) -> Table:
+    """The closing table."""
+    table = Table.grid(padding=(0, 2))
+    table.add_row(
+        final["metric"], f"{_value(final, final['value'])} at the end, {_value(final, final['best'])} at the best"
+    )
+    table.add_row("sent", f"{final['sent'] / 1e6:,.3f} MB by each worker, {_ratio(final['wire_ratio'])} a float32 ring")
+    table.add_row("payload", f"{final['payload'] / 1e6:,.3f} MB, {_ratio(final['payload_ratio'])} float32")
+    names = ("encode_seconds", "wire_seconds", "decode_seconds")
+    encode, wire, decode = (final[name] for name in names)
+    table.add_row(
+        "seconds", f"{final['seconds']:.1f}, of which encode {encode:.1f}, wire {wire:.1f}, decode {decode:.1f}"
+    )
+    if final["skipped"]:
+        table.add_row("skipped", f"{final['skipped']} steps, whose gradients were not finite")
+    return table
+
+
+def _metric(record: Record) -> str:
+    return f"test {record['metric']} {_value(record, record['value'])}"
+
+
+def _value(record: Record, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2%}" if record["metric"] == "top1" else f"{value:.2f}"
+
+
+def _bytes(record: Record) -> str:
+    ratio = record["payload_ratio"]
+    return f"{record['sent'] / 1e6:,.2f} MB sent, payload {ratio:,.0f}x smaller"
+
+
+def _ratio(ratio: float) -> str:
+    return "nothing, against" if ratio == float("inf") else f"{ratio:,.1f}x less than"

@@ -1,0 +1,32 @@
+"""Keywords: call a maker with what a person wrote, and what the data can tell."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def nearest(word: str, words: Mapping[str, object]) -> str:
+    """The end of a sentence about a word nobody knows: the nearest one that is known, or all of them."""
+    near = difflib.get_close_matches(word, words, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"choose among {', '.join(words) or 'none at all'}"
+
+
+def call(maker: Callable[..., T], name: str, options: Mapping[str, object], facts: Mapping[str, object]) -> T:
+    """``maker(**facts, **options)``: every option must be a keyword of the maker, a fact is left out if it is not.
+
+    Options win over facts. A maker with ``**keywords`` takes any option.
+    """
+    known = inspect.signature(maker).parameters
+    words = {word: each for word, each in known.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    open_ended = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    for word in options:
+        if word not in words and not open_ended:
+            raise ValueError(f"{name} knows no option called {word!r}; {nearest(word, words)}")
+    given = {**{word: fact for word, fact in facts.items() if word in words}, **options}
+    for word, each in words.items():
+        if each.default is each.empty and word not in given:
+            raise ValueError(f"{name} needs the option {word!r}")
+    return maker(**given)

@@ -1,0 +1,228 @@
+"""Launch: N ranks on this machine, in a gloo group of their own.
+
+Ranks are forked from a server that has imported torch already, so they start in a tenth of a second. Whatever happens,
+to one of them or to the caller, none is left behind.
+"""
+
+import datetime
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gradwire.train.standing import Standing
+
+PRELOAD = ("torch", "torch.distributed", "numpy", "gradwire")
+PATIENCE = datetime.timedelta(minutes=5)  # of one collective
+LAST_WORDS_SECONDS = 1.0  # after a failure, until nobody has spoken for so long
+
+_context = multiprocessing.get_context("forkserver")
+_home: Connection | None = None  # in a rank: the way to whoever launched it
+
+
+class RankError(RuntimeError):
+    """A rank raised, or died; the message names it."""
+
+
+class Rank(NamedTuple):
+    """A running process, and the end of its pipe that we hold."""
+
+    process: ForkServerProcess
+    pipe: Connection
+
+
+class Failure(NamedTuple):
+    """Why a rank gave no result. They sort by who failed first; one that died comes before all that only raised."""
+
+    moment: float
+    rank: int
+    why: str
+
+
+def launch(
+    function: Callable[..., Any],
+    world: int,
+    *args: Any,
+    hear: Callable[[int, Any], None] | None = None,
+    backend: str = "gloo",
+) -> list[Any]:
+    """Call ``function(rank, world, *args)`` in every rank of a new group.
+
+    Args:
+        function: Lives at the top of a module, so that a fresh process can import it.
+        world: How many ranks.
+        args: Copied to every rank.
+        hear: Called here with (rank, news) for whatever a rank passes to `tell`.
+        backend: Who moves the bytes: ``gloo`` or ``nccl``.
+
+    Returns:
+        What each rank returned, in rank order. It crosses as bytes, so let it be plain.
+
+    Raises:
+        RankError: A rank raised or died; the others were stopped.
+    """
+    if world < 1:
+        raise ValueError(f"cannot launch {world} ranks; ask for at least one")
+    prepare(function.__module__)
+    job = pickle.dumps((function, args, backend))
+    with tempfile.TemporaryDirectory() as folder, _started(world, job, folder) as ranks:
+        return _collect(ranks, hear)
+
+
+def tell(news: Any) -> None:
+    """From within a rank: send news to whoever launched it. Nobody hears it elsewhere."""
+    if _home is not None:
+        _home.send_bytes(pickle.dumps(("news", time.monotonic(), news)))
+
+
+def prepare(*modules: str) -> None:
+    """Tell the fork server what to import beforehand. It starts, and freezes its environment, at first use."""
+    # Some virtual machines advertise AMX without its tiles: a bfloat16 matmul would die with SIGILL.
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+    _context.set_forkserver_preload([*PRELOAD, *(name for name in modules if name != "__main__")])
+
+
+@contextmanager
+def joined(where: Standing, backend: str) -> Iterator[None]:
+    """Take one's place in the group that torchrun, mpirun or srun has started, and leave it at the end.
+
+    torchrun's agent keeps one store through all its restarts, in which the dead have left their addresses. So every
+    attempt has names of its own.
+    """
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+    keeps = where.rank == 0 and not where.hosted
+    store = dist.TCPStore(where.address, where.port, is_master=keeps, timeout=PATIENCE, wait_for_workers=False)  # type: ignore[attr-defined]
+    names = dist.PrefixStore(f"gradwire-{where.attempt}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=names, rank=where.rank, world_size=where.world, timeout=PATIENCE)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def threads(world: int) -> int:
+    """How many threads each of ``world`` ranks on this machine should use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // world)
+
+
+# -- the side that launches --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _started(world: int, job: bytes, folder: str) -> Iterator[list[Rank]]:
+    ranks: list[Rank] = []
+    try:
+        for rank in range(world):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_rank, args=(rank, world, folder, job, theirs), daemon=True)
+            ranks.append(Rank(process, ours))
+            with closing(theirs):  # or a rank's death would not show as the end of its pipe
+                process.start()
+        yield ranks
+        _reap(ranks, grace_seconds=5)
+    except BaseException:
+        _reap(ranks, grace_seconds=0)
+        raise
+
+
+def _collect(ranks: list[Rank], hear: Callable[[int, Any], None] | None) -> list[Any]:
+    silent = {one.pipe: rank for rank, one in enumerate(ranks)}
+    results: dict[int, Any] = {}
+    failures: list[Failure] = []
+    while silent:
+        ready = wait(list(silent), LAST_WORDS_SECONDS if failures else None)
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = silent[pipe]
+            what, moment, value = _receive(ranks[rank])
+            if what == "news":
+                if hear is not None:
+                    hear(rank, value)
+                continue
+            del silent[pipe]
+            if what == "result":
+                results[rank] = value
+            else:
+                failures.append(Failure(moment, rank, value))
+        # The others often fail because of the first, whose own word, or death, may reach us after theirs.
+        if failures and (not ready or min(failures).moment == 0.0):
+            break
+    if failures:
+        first = min(failures)
+        raise RankError(f"rank {first.rank} of {len(ranks)} {first.why}")
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _receive(rank: Rank) -> tuple[str, float, Any]:
+    try:
+        what, moment, value = pickle.loads(rank.pipe.recv_bytes())
+    except EOFError:
+        rank.process.join(5)
+        return "failure", 0.0, f"died without a word: {_cause(rank.process.exitcode)}"
+    return what, moment, value
+
+
+def _cause(exitcode: int | None) -> str:
+    if exitcode is None or exitcode >= 0:
+        return f"exit code {exitcode}"
+    return f"killed by {signal.Signals(-exitcode).name}"
+
+
+def _reap(ranks: list[Rank], grace_seconds: float) -> None:
+    for _, pipe in ranks:
+        pipe.close()  # a rank that has answered waits for this
+    running = [process for process, _ in ranks if process.pid is not None]
+    _join(running, grace_seconds)
+    for stop in (ForkServerProcess.terminate, ForkServerProcess.kill):
+        for process in running:
+            if process.is_alive():
+                stop(process)
+        _join(running, 2)
+    for process, _ in ranks:
+        process.close()
+
+
+def _join(processes: list[ForkServerProcess], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+
+
+# -- the side of a rank ------------------------------------------------------------------------------------------------
+
+
+def _rank(rank: int, world: int, folder: str, job: bytes, pipe: Connection) -> None:
+    """The body of one process. It answers first and tidies up later: others may be waiting."""
+    global _home
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's affair, who will stop us
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; the host's name need not resolve
+    torch.set_num_threads(threads(world))
+    _home = pipe
+    try:
+        function, args, backend = pickle.loads(job)
+        store = Path(folder, "rendezvous").as_uri()
+        dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=PATIENCE)
+        answer = pickle.dumps(("result", time.monotonic(), function(rank, world, *args)))
+    except BaseException:
+        answer = pickle.dumps(("failure", time.monotonic(), f"failed:\n{traceback.format_exc()}"))
+    pipe.send_bytes(answer)
+    with suppress(EOFError, OSError):
+        pipe.recv_bytes()  # nothing comes but the end: who left earlier would tear connections that others still make
+    pipe.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()

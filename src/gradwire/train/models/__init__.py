@@ -1,0 +1,110 @@
+"""Models: everything that a recipe can name, and a person's own.
+
+An image model turns [batch, channels, height, width] into logits [batch, classes]; a language model turns tokens
+[batch, time] into logits [batch, time, vocab]. A recurrent one, known by its method ``start``, also takes and returns a
+state: ``logits, state = model(tokens, state)``, beginning with ``model.start(batch)``.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from gradwire.train.keywords import call, nearest
+from gradwire.train.models.digits import cnn
+from gradwire.train.models.gpt import gpt, gpt2
+from gradwire.train.models.imagenet import resnet18, resnet50
+from gradwire.train.models.lstm import LanguageLSTM, State, lstm
+from gradwire.train.models.regime import Regime, Transform, regime_of, settings_at, transform_of
+from gradwire.train.models.resnet9 import alexnet, resnet9
+from gradwire.train.models.resnet_cifar import resnet
+from gradwire.train.models.vgg import vgg16, vgg16_cifar
+
+Maker = Callable[..., nn.Module]
+
+MODELS: dict[str, Maker] = {
+    **{f"resnet{depth}": partial(resnet, depth) for depth in (20, 32, 44, 56, 110)},
+    "resnet9": resnet9,
+    "alexnet": alexnet,
+    "vgg16-cifar": vgg16_cifar,
+    "vgg16": vgg16,
+    "resnet18": resnet18,
+    "resnet50": resnet50,
+    "cnn": cnn,
+    "lstm": lstm,
+    "gpt": gpt,
+    "gpt2": gpt2,
+}
+
+__all__ = [
+    "MODELS",
+    "LanguageLSTM",
+    "Maker",
+    "Regime",
+    "State",
+    "Transform",
+    "build",
+    "load",
+    "regime_of",
+    "settings_at",
+    "transform_of",
+]
+
+
+def load(text: str) -> Maker:
+    """The maker behind a name of `MODELS`, behind ``file.py:make``, or behind ``package.module:make``."""
+    place, colon, name = text.rpartition(":")
+    if not colon:
+        if text not in MODELS:
+            raise ValueError(f"there is no model called {text!r}; {nearest(text, MODELS)} (your own: file.py:make)")
+        return MODELS[text]
+    module = _file(Path(place)) if place.endswith(".py") else _module(place)
+    maker: object = getattr(module, name, None)
+    if not callable(maker):
+        raise ValueError(f"{place} has no function called {name!r} that would make a model")
+    return maker
+
+
+def build(
+    text: str,
+    options: Mapping[str, object] | None = None,
+    facts: Mapping[str, object] | None = None,
+    seed: int | None = None,
+) -> nn.Module:
+    """Load and call a maker: with the options a person gave, and those facts of the data that it has keywords for.
+
+    With a seed, the weights are the same for the same seed, and the global generator is left as it was.
+    """
+    maker = load(text)
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        model = call(maker, f"the model {text}", options or {}, facts or {})
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{text} made {model!r}, which is no torch.nn.Module")
+    return model
+
+
+def _file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ValueError(
+            f"there is no model file {path}; give a path from the current folder, as in models/mine.py:make"
+        )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"the module {error.name} is not installed; install it, or name a file as in mine.py:make"
+        ) from None

@@ -1,0 +1,53 @@
+"""Regime and input transform: what a person's own model may say about its training.
+
+A model with an attribute ``regime`` brings its schedule along. It is a dict from epochs to settings, where what an
+epoch sets stays until a later one sets it anew, or a function from the epoch to all the settings::
+
+    self.regime = {0: {"lr": 0.1, "momentum": 0.9}, 81: {"lr": 0.01}, 122: {"lr": 0.001, "weight_decay": 0}}
+
+``input_transform`` is a function of a batch of inputs, or a dict of two, under ``train`` and ``eval``.
+"""
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor, nn
+
+Settings = Mapping[str, object]
+Regime = Mapping[int, Settings] | Callable[[int], Settings]
+Transform = Callable[[Tensor], Tensor]
+
+
+def regime_of(model: nn.Module) -> Regime | None:
+    """The regime that a model carries, checked."""
+    regime: Regime | None = getattr(model, "regime", None)
+    if regime is None or callable(regime):
+        return regime
+    whole = isinstance(regime, Mapping) and all(isinstance(epoch, int) for epoch in regime)
+    if not whole or not all(isinstance(settings, Mapping) for settings in regime.values()):
+        raise TypeError(
+            f"a regime is a dict from epochs to dicts of settings, or a function of the epoch, not {regime!r}"
+        )
+    return regime
+
+
+def settings_at(regime: Regime, epoch: int) -> dict[str, object]:
+    """All the settings in force in an epoch."""
+    if callable(regime):
+        return dict(regime(epoch))
+    merged: dict[str, object] = {}
+    for start in sorted(regime):
+        if start <= epoch:
+            merged.update(regime[start])
+    return merged
+
+
+def transform_of(model: nn.Module, training: bool) -> Transform | None:
+    """What a model wants done to its inputs, in training or in evaluation."""
+    transform: object = getattr(model, "input_transform", None)
+    if isinstance(transform, Mapping):
+        transform = transform.get("train" if training else "eval")
+    if transform is not None and not callable(transform):
+        raise TypeError(
+            f"an input_transform is a function, or a dict of functions under 'train' and 'eval', not {transform!r}"
+        )
+    return transform

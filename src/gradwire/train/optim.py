@@ -1,0 +1,52 @@
+"""Optim: from a recipe's [optimizer] to an optimizer, and what happens to a gradient just before it."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.adapters import SGD
+from gradwire.train.compression import corrects_momentum
+from gradwire.train.recipe import Recipe
+
+
+def optimizer_of(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    """SGD or AdamW; where momentum is corrected before compression, the SGD that leaves it at that."""
+    plan = recipe.optimizer
+    groups = decay_groups(model, plan.weight_decay, plan.decay_norms)
+    if plan.name == "adamw":
+        if corrects_momentum(recipe):
+            raise ValueError(
+                "AdamW has momentum of its own, and this feedback applies momentum too; use feedback = 'residual'"
+            )
+        return torch.optim.AdamW(groups, lr=plan.lr, betas=(plan.beta1, plan.beta2), eps=plan.eps)
+    if corrects_momentum(recipe):
+        return SGD(groups, lr=plan.lr, momentum=plan.momentum, nesterov=plan.nesterov)
+    return torch.optim.SGD(groups, lr=plan.lr, momentum=plan.momentum, nesterov=plan.nesterov and plan.momentum > 0)
+
+
+def decay_groups(model: nn.Module, weight_decay: float, decay_norms: bool) -> list[dict[str, object]]:
+    """One group of all that decays, and if told so, one of 1-D tensors (norms, biases), which do not."""
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    if decay_norms:
+        return [{"params": wanted, "weight_decay": weight_decay}]
+    return [
+        {"params": [p for p in wanted if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in wanted if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def tell(optimizer: torch.optim.Optimizer, settings: Mapping[str, float]) -> None:
+    """Set the rate, and whatever else a regime sets; a group without decay stays without."""
+    for group in optimizer.param_groups:
+        for name, value in settings.items():
+            if name in group and not (name == "weight_decay" and group[name] == 0.0):
+                group[name] = value
+
+
+@torch.no_grad()
+def clip_(gradients: Iterable[Tensor | None], longest: float | Tensor) -> None:
+    """Scale gradients down so that together they are no longer than that; nothing waits for the device."""
+    there = [g for g in gradients if g is not None]
+    norm = torch.nn.utils.get_total_norm(there)
+    torch._foreach_mul_(there, (longest / (norm + 1e-6)).clamp(max=1.0))

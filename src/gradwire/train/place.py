@@ -1,0 +1,34 @@
+"""Place: where this process stands among the workers of a run."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Place(NamedTuple):
+    """One process: either one rank of a process group, or all ranks of a world in lockstep.
+
+    Attributes:
+        world: How many workers there are.
+        ranks: Those that live here.
+        device: Where they compute.
+    """
+
+    world: int
+    ranks: tuple[int, ...]
+    device: torch.device
+
+    @property
+    def virtual(self) -> bool:
+        """Whether the whole world lives here."""
+        return len(self.ranks) == self.world
+
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks and writes for all."""
+        return 0 in self.ranks
+
+
+def alone(world: int, device: torch.device | str = "cpu") -> Place:
+    """A world of virtual workers in this process."""
+    return Place(world, tuple(range(world)), torch.device(device))

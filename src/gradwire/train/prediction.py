@@ -1,0 +1,53 @@
+"""Prediction: what a plan will send, before anything is sent."""
+
+from typing import NamedTuple
+
+from gradwire.core.segments import Segments
+from gradwire.sync import Lane, Plan
+
+
+class Forecast(NamedTuple):
+    """Bytes of one step of one rank; upper bounds where the data decide."""
+
+    payload: float
+    sent: float
+    dense: int
+    bounded: bool
+
+
+def forecast(lane: Lane, world: int, step: int) -> Forecast:
+    """One lane at one step."""
+    codec, exchange = lane.at(step)
+    # Of two ranks, each sends a ring its payload once: that is how low-rank factors are counted.
+    payload = exchange.traffic(codec, lane.units, 2) if exchange.late else codec.size(lane.units)
+    sent = exchange.traffic(codec, lane.units, world) if world > 1 else 0.0
+    return Forecast(payload, sent, 4 * lane.units.total, not exchange.late and not codec.traits.fixed)
+
+
+def total(plan: Plan, step: int) -> Forecast:
+    """All lanes at one step."""
+    each = [forecast(lane, plan.world, step) for lane in plan.lanes]
+    return Forecast(
+        sum(one.payload for one in each),
+        sum(one.sent for one in each),
+        sum(one.dense for one in each),
+        any(one.bounded for one in each),
+    )
+
+
+def stages(plan: Plan) -> list[int]:
+    """The steps at which some lane changes its codec."""
+    return sorted({step for lane in plan.lanes for step, _, _ in lane.table})
+
+
+def bytes_by_layer(plan: Plan, step: int) -> dict[str, int]:
+    """Payload bytes of each parameter in one step. A lane that is compressed as one is shared out by length."""
+    found: dict[str, int] = {}
+    for lane in plan.lanes:
+        codec, exchange = lane.at(step)
+        whole = forecast(lane, plan.world, step).payload
+        single = len(lane.units) == len(lane.tensors) and not exchange.late
+        for name, shape, n in zip(lane.tensors.names, lane.tensors.shapes, lane.tensors.lengths, strict=True):
+            alone = codec.size(Segments((name,), (shape,))) if single else whole * n / lane.units.total
+            found[name] = round(alone)
+    return found

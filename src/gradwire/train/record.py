@@ -1,0 +1,162 @@
+"""Record: the files that a run leaves behind for people and programs.
+
+run.jsonl         one JSON object a line: start, step, epoch, final
+results.csv       one line an epoch
+recipe.toml       the recipe, resolved
+environment.json  versions, device, git revision, command line
+events.out.*      TensorBoard, where it is installed
+"""
+
+import csv
+import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from gradwire.train.checkpoint import write_text
+from gradwire.train.recipe import Recipe
+from gradwire.train.shelf import dumps
+from gradwire.version import VERSION, WIRE_FORMAT
+
+CURVES = ("train_loss", "test_loss", "valid_loss", "value", "top5", "sent", "payload_ratio", "wire_ratio")
+
+
+class Records:
+    """The open books of one sitting; a process that does not write opens none."""
+
+    def __init__(self, folder: Path, epoch: float, writes: bool) -> None:
+        self.folder = folder
+        self._file = None
+        self._board: Any = None
+        self._wandb: Any = None
+        if writes:
+            self._keep_until(epoch)
+            self._file = (folder / "run.jsonl").open("a", encoding="utf-8")
+            self._board = _tensorboard(folder)
+            self._wandb = _wandb(folder)
+
+    def __enter__(self) -> "Records":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, why: BaseException | None, where: TracebackType | None
+    ) -> None:
+        for open_book in (self._file, self._board):
+            if open_book is not None:
+                open_book.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=0 if why is None else 1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(_plain(record)) + "\n")
+        self._file.flush()
+        if record["event"] == "epoch":
+            write_csv(self.folder)
+        curves = {name: record[name] for name in (*CURVES, "loss", "lr") if record.get(name) is not None}
+        if record["event"] in ("step", "epoch"):
+            self._draw(curves, record["step"])
+
+    def _draw(self, curves: dict[str, float], step: int) -> None:
+        if self._board is not None:
+            for name, value in curves.items():
+                self._board.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(curves, step=step)
+
+    def _keep_until(self, epoch: float) -> None:
+        """Forget what was written after the checkpoint that training goes on from."""
+        past = [record for record in read(self.folder) if record["event"] != "final"]
+        kept = [record for record in past if record.get("epoch", 0.0) <= epoch + 1e-4]  # written with four digits
+        write_text(self.folder / "run.jsonl", "".join(json.dumps(record) + "\n" for record in (kept if epoch else [])))
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run; a last line that was cut off is left out."""
+    path = folder / "run.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    records = []
+    for line in lines:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def write_csv(folder: Path) -> None:
+    """results.csv, from the epochs of run.jsonl."""
+    rows = [record for record in read(folder) if record["event"] == "epoch"]
+    names = [name for name in dict.fromkeys(key for row in rows for key in row) if name != "event"]
+    partial = folder / "results.csv.partial"
+    with partial.open("w", newline="", encoding="utf-8") as file:
+        sheet = csv.DictWriter(file, names, extrasaction="ignore")
+        sheet.writeheader()
+        sheet.writerows(rows)
+    partial.replace(folder / "results.csv")
+
+
+def open_folder(folder: Path, recipe: Recipe) -> None:
+    """Make a run's folder, with its recipe and where it runs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "recipe.toml", dumps(recipe))
+    write_text(folder / "environment.json", json.dumps(environment(), indent=2))
+
+
+def environment() -> dict[str, Any]:
+    """What else may have made a difference."""
+    return {
+        "gradwire": VERSION,
+        "wire_format": WIRE_FORMAT,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
+        "cpus": os.cpu_count(),
+        "git": _revision(),
+        "command": sys.argv,
+    }
+
+
+def _revision() -> str | None:
+    """The revision of the code that runs, if it runs from a checkout."""
+    here = Path(__file__).resolve().parent
+    try:
+        command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _plain(record: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity."""
+    return {
+        k: None if (isinstance(v, float) and v in (float("inf"), float("-inf"))) or v != v else v
+        for k, v in record.items()
+    }
+
+
+def _tensorboard(folder: Path) -> Any:
+    try:
+        return importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
+    except ImportError:
+        return None
+
+
+def _wandb(folder: Path) -> Any:
+    """Weights & Biases, for whoever has set WANDB_PROJECT."""
+    project = os.environ.get("WANDB_PROJECT")
+    if not project:
+        return None
+    try:
+        return importlib.import_module("wandb").init(project=project, name=folder.name, dir=str(folder), resume="allow")
+    except ImportError:
+        raise ValueError("WANDB_PROJECT is set, but wandb is not installed: pip install wandb") from None

@@ -1,0 +1,172 @@
+"""Run: one training in its folder: started or gone on with, saved, recorded."""
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from gradwire.links import Traffic
+from gradwire.train import checkpoint
+from gradwire.train.checkpoint import MODEL, OPTIMIZER, PROGRESS
+from gradwire.train.exam import Score
+from gradwire.train.loop import Listener, Training
+from gradwire.train.place import Place, alone
+from gradwire.train.recipe import Recipe
+from gradwire.train.record import Records, read
+from gradwire.train.shelf import load as load_recipe
+
+COUNTERS = ("epoch", "at", "step", "seconds", "best", "kept", "ramp_steps")
+
+
+def sit(
+    recipe: Recipe, place: Place, folder: Path, listen: Listener, resume: bool = False, title: str = ""
+) -> dict[str, Any]:
+    """Train in this process, from the start or from the last checkpoint of the folder, to the end.
+
+    Returns:
+        The final record.
+    """
+    found = checkpoint.find(folder, "last") if resume else None
+    progress = json.loads((found / PROGRESS).read_text(encoding="utf-8")) if found else {}
+    training = Training(recipe, place, progress.get("ramp_steps"))
+    if found is not None:
+        restore(training, found, progress)
+    with Records(folder, training.position, place.first) as records:
+
+        def hear(record: dict[str, Any]) -> None:
+            if place.first:
+                if record["event"] == "start":
+                    record = {**record, "recipe": title or folder.name}
+                records.write(record)
+                listen(record)
+
+        epochs = [record for record in read(folder) if record["event"] == "epoch"]
+        return training.go(hear, partial(keep, folder), epochs[-1] if epochs else None)
+
+
+def evaluate(folder: Path, which: str, split: str, device: torch.device | str, root: str = "") -> Score:
+    """The score of a run's ``last`` or ``best`` checkpoint."""
+    recipe = load_recipe(folder / "recipe.toml")
+    if root:
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"root": root})})
+    found = checkpoint.find(folder, which)
+    if found is None:
+        raise ValueError(f"{folder} has no {which} checkpoint; give the folder of a run, such as runs/digits-0")
+    training = Training(recipe, alone(1, device))
+    training.model.load_state_dict(load_file(found / MODEL))
+    return training.score(split)
+
+
+# -- keeping -----------------------------------------------------------------------------------------------------------
+
+
+def keep(folder: Path, training: Training, best: bool) -> None:
+    """Save a checkpoint of a training; every process calls it."""
+    shown = training.crew.shown_buffers(training.recipe.train.buffers)  # all processes take part
+    ranks = {rank: _rank_state(training, i) for i, rank in enumerate(training.place.ranks)}
+    common = partial(_common, training, shown) if training.place.first else None
+    checkpoint.save(folder, training.step, ranks, common, partial(_barrier, training), best)
+
+
+def _common(training: Training, shown: dict[str, Tensor], folder: Path) -> None:
+    checkpoint.save_tensors({**training.model.state_dict(), **shown}, folder / MODEL)
+    rest = checkpoint.save_optimizer(training.optimizer, folder / OPTIMIZER)
+    progress = {
+        **{name: getattr(training, name) for name in COUNTERS},
+        "world": training.place.world,
+        "optimizer": rest,
+        "schedule": {k: None if v == math.inf else v for k, v in training.schedule.state_dict().items()},
+        "scaler": training.scaler.state_dict() if training.scaler is not None else None,
+        "account": _account(training),
+    }
+    checkpoint.write_text(folder / PROGRESS, json.dumps(progress))
+
+
+def _rank_state(training: Training, i: int) -> dict[str, Tensor]:
+    crew, states = training.crew, training.passes.states
+    hidden = {f"{j}/{k}": x for j, pair in enumerate(states[i]) for k, x in enumerate(pair)} if states else {}
+    return {
+        **checkpoint.prefixed(crew.wires[i].state_dict(), "wire/"),
+        **checkpoint.prefixed(crew.buffers[i], "buffer/"),
+        **checkpoint.prefixed(hidden, "state/"),
+        "loss": training.loss,
+    }
+
+
+def _account(training: Training) -> dict[str, Any]:
+    wire = training.crew.wire
+    traffic, clock = wire.link.traffic, wire.clock
+    return {
+        "traffic": [traffic.sent, traffic.received, traffic.collectives],
+        "clock": [clock.encode, clock.wire, clock.decode],
+        "said": dict(wire.session.said),
+        "meant": dict(wire.session.meant),
+    }
+
+
+def _barrier(training: Training) -> None:
+    training.crew.total(torch.zeros(1, device=training.place.device)).item()
+
+
+# -- going on ----------------------------------------------------------------------------------------------------------
+
+
+def restore(training: Training, folder: Path, progress: dict[str, Any]) -> None:
+    """Put a training where a checkpoint left it.
+
+    A world of another size takes over the mean of all debts, starts with the evaluated statistics, and goes on at the
+    same share of the epoch.
+    """
+    place, crew = training.place, training.crew
+    training.model.load_state_dict(load_file(folder / MODEL))
+    checkpoint.load_optimizer(training.optimizer, folder / OPTIMIZER, progress["optimizer"])
+    saved = {name: math.inf if value is None else value for name, value in progress["schedule"].items()}
+    training.schedule.load_state_dict(saved)
+    if training.scaler is not None and progress["scaler"]:
+        training.scaler.load_state_dict(progress["scaler"])
+    states = checkpoint.rank_states(folder, place.world, place.ranks)
+    same = progress["world"] == place.world
+    for i, wire in enumerate(crew.wires):
+        wire.load_state_dict([checkpoint.part(state, "wire/") for state in (states[i : i + 1] if same else states)])
+        _restore_account(wire, progress["account"])
+        if same:
+            _restore_own(training, i, states[i])
+        elif i:
+            crew.buffers[i] = {name: x.clone() for name, x in crew.buffers[0].items()}
+    for name in COUNTERS:
+        setattr(training, name, progress[name])
+    if not same:
+        _relocate(training, progress["account"])
+
+
+def _restore_own(training: Training, i: int, state: dict[str, Tensor]) -> None:
+    for name, x in checkpoint.part(state, "buffer/").items():
+        training.crew.buffers[i][name].copy_(x)
+    training.loss.copy_(state["loss"])
+    hidden = checkpoint.part(state, "state/")
+    if hidden:
+        pairs = [(hidden[f"{j}/0"], hidden[f"{j}/1"]) for j in range(len(hidden) // 2)]
+        training.passes.states.append([(h.to(training.loss.device), c.to(training.loss.device)) for h, c in pairs])
+
+
+def _restore_account(wire: Any, account: dict[str, Any]) -> None:
+    wire.link.traffic = Traffic(*account["traffic"])
+    wire.clock.encode, wire.clock.wire, wire.clock.decode = account["clock"]
+    wire.session.said.clear()
+    wire.session.said.update(account["said"])
+    wire.session.meant.clear()
+    wire.session.meant.update(account["meant"])
+
+
+def _relocate(training: Training, account: dict[str, Any]) -> None:
+    """Count steps as this world would have: its epochs have another number of them."""
+    del account
+    # A checkpoint within an epoch has no place in another world's epoch; the epoch is begun again.
+    training.at = 0
+    training.step = training.epoch * training.loader.steps
+    training.loss.zero_()

@@ -1,0 +1,97 @@
+"""Work: how a training is spread over processes: all workers in this one, one of a launcher's, or ranks of our own."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from gradwire.train import launch
+from gradwire.train.loop import Listener
+from gradwire.train.place import Place, alone
+from gradwire.train.recipe import Recipe
+from gradwire.train.run import sit
+from gradwire.train.standing import Standing
+
+
+class Refused(ValueError):
+    """A rank found something wrong with what a person asked for; the sentence says what."""
+
+
+class Job(NamedTuple):
+    """A training to be done."""
+
+    recipe: Recipe
+    folder: Path
+    devices: tuple[str, ...] = ()
+    resume: bool = False
+    title: str = ""
+
+
+def in_process(job: Job, world: int, listen: Listener) -> dict[str, Any]:
+    """All workers here, in lockstep, on one device."""
+    return sit(job.recipe, alone(world, device_of(0, job.devices)), job.folder, listen, job.resume, job.title)
+
+
+def as_rank(job: Job, where: Standing, listen: Listener) -> dict[str, Any]:
+    """One rank of those that torchrun, mpirun or srun has started; after a restart, from the last checkpoint."""
+    device = device_of(where.local, job.devices)
+    named = min(where.beside, len(job.devices)) if job.devices else where.beside
+    with launch.joined(where, backend_of(device, job.devices, named)):
+        place = Place(where.world, (where.rank,), device)
+        return sit(job.recipe, place, job.folder, listen, job.resume or where.attempt > 0, job.title)
+
+
+def spawned(job: Job, world: int, listen: Listener) -> dict[str, Any]:
+    """Ranks of our own, on this machine."""
+    refusals: list[str] = []
+
+    def hear(rank: int, news: Any) -> None:
+        if isinstance(news, str):
+            refusals.append(news)
+        elif rank == 0:
+            listen(news)
+
+    backend = backend_of(device_of(0, job.devices), job.devices, world)
+    try:
+        finals = launch.launch(_rank, world, job, hear=hear, backend=backend)
+    except launch.RankError:
+        if refusals:
+            raise Refused(refusals[0]) from None
+        raise
+    final: dict[str, Any] = finals[0]
+    return final
+
+
+def _rank(rank: int, world: int, job: Job) -> dict[str, Any]:
+    device = device_of(rank, job.devices)
+    try:
+        return sit(job.recipe, Place(world, (rank,), device), job.folder, launch.tell, job.resume, job.title)
+    except ValueError as wrong:
+        launch.tell(str(wrong))
+        raise
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+
+def device_of(local: int, devices: Sequence[str]) -> torch.device:
+    """The device of a rank of this host: as told, else the GPUs in turn, else the CPU."""
+    if devices:
+        name = devices[local % len(devices)]
+        return torch.device(f"cuda:{name}" if name.isdigit() else name)
+    if torch.cuda.is_available():
+        return torch.device("cuda", local % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def backend_of(device: torch.device, devices: Sequence[str], local: int) -> str:
+    """NCCL, where each of the ``local`` ranks of this host has a GPU of its own; gloo everywhere else.
+
+    A launcher may show each rank its own GPU and nothing else, so that one name stands for different GPUs.
+    """
+    if device.type != "cuda":
+        return "gloo"
+    named = [devices[i % len(devices)] for i in range(local)] if devices else []
+    apart = len(set(named)) == local if named else local <= torch.cuda.device_count()
+    return "nccl" if apart else "gloo"

@@ -1,0 +1,115 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import gradwire
+from gradwire.cli.cards import HEADINGS, cards
+from gradwire.cli.main import app
+
+ROOT = Path(__file__).parent.parent.parent
+WIDE = {"COLUMNS": "200"}
+
+
+def run(*words: str):
+    return CliRunner().invoke(app, list(words), env=WIDE)
+
+
+def registered() -> list[str]:
+    return [name for kind in HEADINGS for name in gradwire.listing(kind)]
+
+
+def test_codecs_lists_every_name():
+    done = run("codecs")
+    assert done.exit_code == 0
+    for name in registered():
+        assert name in done.stdout
+    assert "arxiv.org" in done.stdout
+    assert "contraction" in done.stdout
+
+
+@pytest.mark.parametrize("kind", HEADINGS)
+def test_every_card_has_a_title_and_a_spec_that_can_be_read(kind):
+    for card in cards(kind):
+        assert card.title, card.name
+        assert card.examples, card.name
+        for spec in card.examples:
+            assert gradwire.parse(spec) is not None
+
+
+def test_the_page_is_up_to_date():
+    # In a process of its own: other tests may have registered names here.
+    command = [sys.executable, "-m", "gradwire.cli.main", "codecs", "--markdown"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert (ROOT / "docs" / "codecs.md").read_text() == done.stdout, "run `make docs`"
+
+
+def test_show_spells_a_codec_out():
+    done = run("show", "topk(0.01) | sign")
+    assert done.exit_code == 0
+    assert "topk(0.01) | sign | rice" in done.stdout
+    assert "residual" in done.stdout
+    assert "allgather" in done.stdout
+    size = gradwire.codec("topk(0.01) | sign").size(gradwire.core.segments.Segments.single(1_000_000))
+    assert f"{size:,} bytes" in done.stdout
+
+
+def test_show_expands_a_preset_by_step():
+    done = run("show", "dgc(0.001, ramp=400)")
+    assert done.exit_code == 0
+    assert "momentum_correction" in done.stdout
+    for step, ratio in ((0, 0.25), (100, 0.0625), (400, 0.001)):
+        assert f"{step}: topk({ratio})" in done.stdout
+        assert f"topk({ratio}) | fp32 | rice" in done.stdout
+
+
+def test_show_counts_low_rank_factors():
+    done = run("show", "powersgd(2)", "--workers", "8")
+    assert "16,000 bytes for a million parameters, 250.0x" in done.stdout  # 2 * (1000 + 1000) float32
+
+
+def test_show_takes_feedback_and_exchange():
+    done = run("show", "sign", "--feedback", "ef21", "--exchange", "two_way")
+    assert done.exit_code == 0
+    assert "ef21" in done.stdout
+    assert "two_way" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["tokp(0.01)"], "there is nothing called 'tokp'; did you mean topk?"),
+        (["sign | topk(0.01)"], "a selector cannot follow the quantizer"),
+        (["topk(3)"], "must be in (0, 1]"),
+        (["dense("], "cannot read the spec"),
+        (["residual"], "not a way to compress"),
+        (["topk(0.01)", "--exchange", "allreduce"], "cannot be added"),
+    ],
+)
+@pytest.mark.parametrize("command", ["show", "demo"])
+def test_a_bad_spec_gets_a_sentence(command, words, sentence):
+    done = run(command, *words)
+    assert done.exit_code == 2
+    assert sentence in done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+
+
+def test_the_demo_compares_with_dense():
+    done = run("demo", "topk(0.05) | sign", "fp16", "--workers", "2", "--epochs", "1")
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert sum("epoch  1/1" in line for line in lines) == 3
+    rows = {spec: line for spec in ("dense", "topk(0.05) | sign", "fp16") for line in lines if f" {spec} " in line}
+    assert len(rows) == 3
+    assert "1.0" in rows["dense"]
+    assert "MB" in rows["fp16"]
+
+
+def test_importing_gradwire_does_not_import_the_command():
+    script = "import sys, gradwire; print([name for name in ('typer', 'sklearn', 'pandas') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.stdout.strip() == "[]"

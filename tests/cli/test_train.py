@@ -1,0 +1,83 @@
+import json
+import os
+
+import pytest
+from typer.testing import CliRunner
+
+from gradwire.cli.main import app
+from gradwire.train import checkpoint
+from trainings import DIGITS
+
+SMALL = [word for override in DIGITS for word in ("--set", override)]
+
+
+def run(*words: str):
+    return CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
+
+
+def test_recipes_are_listed_with_what_they_are():
+    done = run("recipes")
+    assert done.exit_code == 0
+    assert "cifar10-resnet9-topk-model" in done.stdout
+    assert "Fragments" in done.stdout
+    assert "cifar10-resnet9" not in run("recipes", "--fragments").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["cifar10-resnet20", "dgc", "ramp5"], ["269,722 parameters, 8 workers", "48 steps an epoch", "topk(0.001)"]),
+        (["ptb-lstm700-topk", "--workers", "4"], ["21,861,200 parameters, 4 workers", "32 examples a worker"]),
+        (["imagenet-resnet50"], ["25,557,032 parameters"]),
+        (["digits", "--spec", "powersgd(2)"], ["low rank"]),
+    ],
+)
+def test_a_plan_needs_no_data(words, said):
+    done = run("plan", *words)
+    assert done.exit_code == 0, done.stderr
+    for words in said:
+        assert words in done.stdout
+
+
+def test_train_evaluate_and_resume(tmp_path):
+    folder = tmp_path / "digits-short-3"
+    words = ["digits", *SMALL, "--in-process", "2", "--runs", str(tmp_path), "--suffix", "short", "--seed", "3"]
+    done = run("train", *words)
+    assert done.exit_code == 0, done.output
+    assert "test top1" in done.stdout
+    assert str(folder) in done.stdout.replace("\n", "")
+    assert json.loads((folder / "run.jsonl").read_text().splitlines()[0])["recipe"] == "digits"
+    refused = run("train", *words)
+    assert refused.exit_code == 2
+    assert "--resume" in refused.stderr
+    assert run("train", *words, "--resume").exit_code == 0
+    score = run("evaluate", str(folder), "--last")
+    assert score.exit_code == 0
+    assert "top1" in score.stdout
+
+
+def test_an_interrupt_ends_all_workers(tmp_path):
+    doomed = ["--set", "model.name=trainings:Doomed", "--set", f"model.options.pid={os.getpid()}"]
+    words = ["digits", *SMALL, *doomed, "--set", "train.epochs=10000", "--workers", "2", "--folder", str(tmp_path)]
+    done = run("train", *words)
+    assert done.exit_code == 130, done.output
+    assert "stopped; the last checkpoint is whole" in done.stderr
+    assert checkpoint.find(tmp_path, "last").name == "step-5"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["train", "digist"], "did you mean 'digits'?"),
+        (["train", "digits", "--set", "train.epoch=3"], "did you mean 'epochs'?"),
+        (["train", "digits", "--in-process", "2", "--workers", "2"], "workers are started here"),
+        (["train", "ptb-lstm700", "--workers", "1", "--runs", "{tmp}"], "pass --data DIR"),
+        (["train", "digits", "--model", "mine.py:make"], "there is no model file mine.py"),
+        (["evaluate", "{tmp}"], "is no run folder"),
+        (["plan", "digits", "--set", "model.options.widht=3"], "did you mean 'width'?"),
+    ],
+)
+def test_what_is_wrong_gets_a_sentence(tmp_path, words, sentence):
+    done = run(*(word.replace("{tmp}", str(tmp_path)) for word in words))
+    assert done.exit_code == 2, done.output
+    assert sentence in done.stderr

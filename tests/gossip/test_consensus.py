@@ -1,0 +1,144 @@
+"""Gossip on random vectors: replicas come together, as fast as theorems say, and around the mean they started from."""
+
+import pytest
+import torch
+
+import gradwire
+from gossip_scenes import LENGTH, spread, vectors, virtual
+from gradwire.gossip import gossip_method
+from gradwire.topology import graph, theory
+
+CASTS = ("fp32", "fp16", "bf16")
+CONTRACTIONS = (
+    "fp32",
+    "bf16",
+    "sign",
+    "topk(0.1)",
+    "topk(0.1) | sign | int32",
+    "randomk(0.1)",
+    "qsgd(levels=7, biased=True)",
+)
+METHODS = {
+    "dpsgd(ring)": CASTS,
+    "dpsgd(one_peer_exponential)": CASTS,
+    "sgp(exponential)": CASTS,
+    "sgp(arrows([(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7), (7, 0), (0, 3)]))": ("fp32",),
+    "choco(ring)": (*CONTRACTIONS, "hadamard | topk(0.1)", "randomk(0.1, shared=False)", "int8"),
+    "choco(torus, gamma=0.1)": CONTRACTIONS,
+    "choco(one_peer_exponential)": ("fp32", "sign", "topk(0.1)"),
+    "choco(social)": ("sign", "topk(0.1)"),
+    "deepsqueeze(ring, gamma=0.02)": CONTRACTIONS,
+    "dcd(ring)": ("fp32", "qsgd", "natural"),
+    "dcd(ring, allow_biased=True)": ("sign", "topk(0.5)", "bf16"),
+    "ecd(ring)": ("fp32", "qsgd(levels=32767)"),
+    "powergossip(ring)": (None,),
+    "powergossip(torus, iterations=2)": (None,),
+    "centralized": CASTS,
+}
+CASES = [(spec, codec) for spec, codecs in METHODS.items() for codec in codecs]
+
+
+@pytest.mark.parametrize(("spec", "codec"), CASES)
+def test_replicas_come_together_around_their_mean(spec: str, codec: str | None) -> None:
+    ranks = 32 if "social" in spec else 8
+    x = vectors(ranks)
+    net, start, mean = virtual(ranks, spec, codec), spread(x), x.mean(0)
+    for _ in range(30):
+        x = net.mix(x)
+    assert spread(x) < 0.6 * start
+    if spec[:3] not in ("dcd", "ecd", "sgp"):  # two lose what the codec loses; the third keeps another mean
+        loss = 0.02 if spec == "centralized" and codec != "fp32" else 1e-5  # a mean of casts, summed in 16 bits
+        assert torch.allclose(x.mean(0), mean, atol=loss)
+
+
+def test_push_sum_finds_the_mean_on_an_uneven_graph() -> None:
+    x = vectors(8)
+    net, mean = (
+        virtual(8, "sgp(arrows([(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7), (7, 0), (0, 3), (5, 1)]))"),
+        x.mean(0),
+    )
+    for _ in range(150):
+        x = net.mix(x)
+    assert torch.allclose(x, mean.expand_as(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", ["ring", "torus", "star", "exponential", "one_peer_exponential"])
+@pytest.mark.parametrize("method", ["dpsgd", "sgp"])
+def test_plain_gossip_keeps_to_the_theorem(method: str, spec: str) -> None:
+    topology = graph(spec).on(8)
+    factor = theory.plain_factor(topology)
+    x = vectors(8)
+    net = virtual(8, f"{method}({spec})")
+    for _ in range(3):
+        before = spread(x)
+        for _ in range(topology.period):
+            x = net.mix(x)
+        assert spread(x) <= factor**2 * before * (1 + 1e-6) + 1e-8
+
+
+@pytest.mark.parametrize(("codec", "delta"), [("fp32", 1.0), ("topk(0.25)", 0.25), ("randomk(0.5)", 0.5)])
+@pytest.mark.parametrize("spec", ["ring", "torus"])
+def test_choco_keeps_to_the_theorem(spec: str, codec: str, delta: float) -> None:
+    """The theorem's error, disagreement plus what neighbors do not know yet, shrinks by its factor a round."""
+    topology = graph(spec).on(8)
+    gamma, factor = theory.consensus_step(topology, delta), theory.consensus_factor(topology, delta)
+    x, errors = vectors(8), []
+    net = virtual(8, f"choco({spec}, gamma={gamma!r})", codec, granularity="model")
+    for _ in range(30):
+        x = net.mix(x)
+        known = torch.stack([node.memory["x_hat"] for node in net.nodes])
+        errors.append(spread(x) + float((x - known).square().sum()))
+    assert errors[-1] <= factor ** (len(errors) - 1) * errors[0]
+
+
+def test_alone_a_rank_keeps_what_it_has() -> None:
+    for spec in METHODS:
+        if "social" not in spec and "arrows" not in spec:
+            x = vectors(1)
+            codec = {"dcd": "fp32", "ecd": "fp32"}.get(spec[:3])
+            assert torch.allclose(virtual(1, spec, codec).mix(x), x, atol=1e-6), spec
+
+
+def test_every_method_reads_what_it_writes() -> None:
+    for made in gradwire.listing("gossip").values():
+        for spec in made.examples:  # type: ignore[attr-defined]
+            assert gossip_method(str(gossip_method(spec))) == gossip_method(spec)
+    assert gossip_method("choco(ring, gamma=auto)") == gossip_method("choco(ring)")
+
+
+def test_zeros_have_a_sign_that_both_ends_hear_alike() -> None:
+    """Exact zeros, as in embeddings of absent words, decode to plus at the receivers; senders must count them so."""
+    net = virtual(4, "deepsqueeze(ring)", "sign")
+    x = vectors(4)
+    x[:, ::2] = 0.0
+    mean = x.mean(0)
+    for _ in range(10):
+        x = net.mix(x)
+    assert torch.allclose(x.mean(0), mean, atol=1e-5)
+
+
+def test_positions_beyond_what_a_float_counts() -> None:
+    """Indices are integers: float32 would move every odd position beyond 2**24 to its neighbor."""
+    from gradwire.codecs import codec
+    from gradwire.codecs.stage import Signal
+    from gradwire.core.keys import Key
+    from gradwire.core.segments import Segments
+
+    n = 2**24 + 8
+    x = torch.zeros(n)
+    x[-7] = 1.0
+    table = Segments.single(n)
+    said = codec("topk(0.0000001)").encode(Signal(x, x, {}, table), Key(0, 0, 0))
+    assert said.sent.indices is not None
+    assert n - 7 in codec("topk(0.0000001)")._read(said.payload, table, Key(0, 0, 0)).indices.tolist()  # type: ignore[union-attr]
+
+
+def test_memory_is_two_vectors_whatever_the_degree() -> None:
+    for spec, floats in (("choco(ring, gamma=0.5)", 2), ("choco(complete, gamma=0.5)", 2), ("dpsgd(ring)", 0)):
+        net = virtual(8, spec)
+        net.mix(vectors(8))
+        assert net.report().memory_floats == floats
+    net = virtual(8, "choco(one_peer_exponential, gamma=0.5)")
+    net.mix(vectors(8))
+    assert net.report().memory_floats == 6  # three peers told, three heard
+    assert net.nodes[0].tensors.total == LENGTH

@@ -1,0 +1,140 @@
+"""Eight processes on the digits, one killed at step 50 and back at step 100: training ends, as well as undisturbed."""
+
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gradwire
+from gradwire.kernels.dispatch import reference_only
+
+WORLD, STEPS, DIES, BACK = 8, 200, 50, 100
+TIMEOUT = 4.0
+VICTIM = 3
+Pairs = tuple[Tensor, Tensor]  # images, and what they show
+Data = tuple[Pairs, Pairs]
+SPEC, CODEC = "choco(ring)", "sign"
+
+
+def build() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def data() -> Data:
+    from gradwire.train.data.digits import digits  # heavy, and for the parent only
+
+    task = digits()
+    train, test = ((part.pixels.float().flatten(1) / 16, part.labels) for part in (task.train, task.test))
+    return train, test
+
+
+def step_(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int, train: Pairs) -> None:
+    """One local step on a shard of the digits, at a rate that falls to zero."""
+    images, labels = train
+    chosen = torch.randint(0, 150, (16,), generator=torch.Generator().manual_seed(1000 * step + rank))
+    mine = WORLD * chosen + rank
+    for group in optimizer.param_groups:
+        group["lr"] = 0.2 * (1 - step / STEPS)
+    optimizer.zero_grad()
+    F.cross_entropy(model(images[mine]), labels[mine]).backward()
+    optimizer.step()
+
+
+def accuracy(model: nn.Module, test: Pairs) -> float:
+    with torch.no_grad():
+        return float((model(test[0]).argmax(1) == test[1]).float().mean())
+
+
+def await_(folder: str, name: str) -> None:
+    while not Path(folder, name).exists():
+        time.sleep(0.01)
+
+
+@reference_only()  # nine processes need not wait for a compiler
+def work(rank: int, folder: str, pipe: Connection, waits: bool) -> None:
+    torch.set_num_threads(1)
+    (train, test), model = torch.load(Path(folder, "data")), build()
+    if waits:
+        Path(folder, "spare").touch()
+    await_(folder, "back" if waits else "spare")  # as if restarted, but for the seconds that imports take
+    net: Any = gradwire.gossip(
+        model, SPEC, CODEC, elastic=True, meeting=folder, rank=rank, world=WORLD, timeout=TIMEOUT
+    )
+    if waits:
+        Path(folder, "joined").touch()
+    began, optimizer, longest = net.step, torch.optim.SGD(model.parameters(), lr=0.2), 0.0
+    while net.step < STEPS:
+        if rank == VICTIM and net.step == DIES and not waits:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0 and net.step == BACK:
+            Path(folder, "back").touch()
+        if net.step > BACK and not waits and not Path(folder, "joined").exists():
+            time.sleep(0.01)  # a loaded machine may give the newcomer no time at all
+        step_(model, optimizer, rank, net.step, train)
+        asked = time.monotonic()
+        net()
+        longest = max(longest, time.monotonic() - asked)
+    report = net.report()
+    pipe.send((rank, began, accuracy(model, test), longest, report.dropped, report.rejoined, report.drift))
+    net.close()
+
+
+@reference_only()
+def undisturbed(train: Pairs, test: Pairs) -> list[float]:
+    models = [build() for _ in range(WORLD)]
+    net = gradwire.gossip_lockstep(models, SPEC, CODEC)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.2) for model in models]
+    for step in range(STEPS):
+        for rank in range(WORLD):
+            step_(models[rank], optimizers[rank], rank, step, train)
+        net()
+    return [accuracy(model, test) for model in models]
+
+
+def test_one_is_killed_and_comes_back(tmp_path: Path) -> None:
+    context, whole = multiprocessing.get_context("forkserver"), data()
+    torch.save(whole, tmp_path / "data")
+    pipes, processes = [], []
+    for rank, waits in [*((rank, False) for rank in range(WORLD)), (VICTIM, True)]:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=work, args=(rank, str(tmp_path), theirs, waits), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    alone = undisturbed(*whole)  # meanwhile
+    results, deadline = {}, time.monotonic() + 60
+    try:
+        while len(results) < WORLD and time.monotonic() < deadline:
+            for pipe in wait(pipes, timeout=1.0):
+                try:
+                    answer = pipe.recv()  # type: ignore[union-attr]
+                    results[answer[0]] = answer
+                except EOFError:
+                    pass
+                pipes.remove(pipe)  # type: ignore[arg-type]
+    finally:
+        for process in processes:
+            process.join(5)
+            process.kill()
+            process.join(5)
+    assert processes[VICTIM].exitcode == -signal.SIGKILL
+    assert sorted(results) == list(range(WORLD))
+    assert all(longest < TIMEOUT + 1.0 for _, _, _, longest, *_ in results.values())
+    assert BACK <= results[VICTIM][1] < STEPS  # it took a neighbor's step
+    for neighbor in (VICTIM - 1, VICTIM + 1):
+        _, _, _, _, dropped, rejoined, drift = results[neighbor]
+        assert dropped >= 1 and rejoined >= 1 and 0.0 < drift < 1.0
+    assert results[0][4] == 0  # who is no neighbor lost nobody
+    mean = sum(result[2] for result in results.values()) / WORLD
+    assert abs(mean - sum(alone) / WORLD) <= 0.01
+    assert min(result[2] for result in results.values()) > 0.9

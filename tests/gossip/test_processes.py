@@ -1,0 +1,117 @@
+"""Real gloo processes: the same bits as in lockstep, and as many bytes as reported."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import gradwire
+import scenes
+from gossip_scenes import optimizers, replicas, train
+from workers import RankError, run_ranks
+
+WORLD = 4
+STEPS = range(13)  # beyond a window of gamma=auto
+SPECS: list[tuple[str, str | None, dict[str, Any]]] = [
+    ("dpsgd(ring)", "fp16", {}),
+    ("dpsgd(one_peer_exponential)", None, {}),
+    ("sgp(exponential)", "bf16", {}),
+    ("choco(ring)", "sign", {}),
+    ("choco(ring)", "topk(0.1)", {}),
+    ("choco(ring)", "qsgd(levels=7, biased=True)", {"overlap": True, "seed": 3}),
+    ("choco(one_peer_exponential)", "randomk(0.2)", {"granularity": "model"}),
+    ("choco(path, gamma=0.2)", "topk(0.1) | sign | bitmap", {}),
+    ("deepsqueeze(ring)", "sign", {}),
+    ("dcd(ring)", "qsgd", {}),
+    ("ecd(ring)", "natural", {}),
+    ("powergossip(ring, iterations=2)", None, {}),
+]
+
+
+def in_process(rank: int, world: int, specs: list[tuple[str, str | None, dict[str, Any]]]) -> list[Any]:
+    """Train by each spec; parameters, state, and bytes as reported and as counted at torch's door."""
+    real, counted, results = dist.all_to_all_single, [0], []
+
+    def counting(out: Tensor, x: Tensor, into: Any, splits: list[int], **rest: Any) -> Any:
+        counted[0] += (sum(splits) - splits[rank]) * x.element_size()
+        return real(out, x, into, splits, **rest)
+
+    for spec, codec, options in specs:
+        counted[0] = 0
+        model = replicas(world)[rank]
+        net = gradwire.gossip(model, spec, codec, **options)
+        dist.all_to_all_single = counting
+        train(net, [model], optimizers([model]), range(rank, rank + 1), STEPS)
+        state = net.state_dict()
+        dist.all_to_all_single = real
+        report = net.report()
+        mean = net.evaluate_mean(lambda model=model: scenes.tensors(model))
+        results.append((scenes.tensors(model), state, report.sent, counted[0], mean, net.distance()))
+    return results
+
+
+def test_processes_are_lockstep_bit_for_bit() -> None:
+    ranks = run_ranks(in_process, WORLD, SPECS, timeout=100)
+    for i, (spec, codec, options) in enumerate(SPECS):
+        models = replicas(WORLD)
+        net = gradwire.gossip_lockstep(models, spec, codec, **options)
+        train(net, models, optimizers(models), range(WORLD), STEPS)
+        states = net.state_dict()
+        for rank in range(WORLD):
+            parameters, state, sent, counted, mean, distance = ranks[rank][i]
+            assert scenes.same(parameters, scenes.tensors(models[rank])), (spec, codec, rank)
+            assert scenes.same(state, states[rank]), (spec, codec, rank)
+            assert sent == counted == net.report(rank).sent > 0, (spec, codec)
+            for name, value in mean.items():
+                expected = torch.stack([scenes.tensors(model)[name] for model in models]).mean(0)
+                assert torch.allclose(value, expected, atol=1e-6)
+            assert distance == pytest.approx(net.distance(), rel=1e-4, abs=1e-6)
+
+
+def disagreeing(rank: int, world: int) -> str:
+    try:
+        gradwire.gossip(scenes.model(), "choco(ring)", "sign" if rank else "topk(0.1)")
+    except ValueError as wrong:
+        return str(wrong)
+    return "attached"
+
+
+def resumed(rank: int, world: int, folder: str) -> bool:
+    """Save after some steps, go on; load into new objects, go on alike."""
+    model = scenes.model()
+    net, sgd = gradwire.gossip(model, "choco(ring)", "sign", overlap=True), optimizers([model])
+    train(net, [model], sgd, range(rank, rank + 1), range(5))
+    gradwire.save(net, folder)  # type: ignore[arg-type]
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    moments = sgd[0].state_dict()
+    copy = scenes.model()
+    other, sgd_other = gradwire.gossip(copy, "choco(ring)", "sign", overlap=True), optimizers([copy])
+    copy.load_state_dict(weights)
+    sgd_other[0].load_state_dict(
+        {**moments, "state": {k: {n: v.clone() for n, v in s.items()} for k, s in moments["state"].items()}}
+    )
+    gradwire.load(other, folder)  # type: ignore[arg-type]
+    train(net, [model], sgd, range(rank, rank + 1), range(5, 10))
+    train(other, [copy], sgd_other, range(rank, rank + 1), range(5, 10))
+    return scenes.same(scenes.tensors(model), scenes.tensors(copy))
+
+
+def test_ranks_must_mean_the_same(tmp_path: Any) -> None:
+    for said in run_ranks(disagreeing, 2):
+        assert "rank 1 has another spec than rank 0" in said
+    assert run_ranks(resumed, 3, str(tmp_path)) == [True] * 3
+
+
+def broken(rank: int, world: int) -> None:
+    model = scenes.model()
+    net = gradwire.gossip(model, "choco(ring)", "sign")
+    if rank == 1:
+        torch.nn.init.constant_(next(model.parameters()), float("inf"))
+    net()
+
+
+def test_a_broken_replica_is_everybodys_to_know() -> None:
+    with pytest.raises(RankError, match="no longer finite"):
+        run_ranks(broken, 3)

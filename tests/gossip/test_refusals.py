@@ -1,0 +1,82 @@
+"""What cannot work is refused at once, with a sentence that names the remedy."""
+
+import pytest
+import torch
+
+import gradwire
+from gossip_scenes import vectors, virtual
+from gradwire.core.payload import Malformed
+from gradwire.gossip import Diverged
+
+CASES = [
+    ("dpsgd(ring)", "sign", "use fp32, fp16 or bf16, or choco"),
+    ("sgp(ring)", "topk(0.1)", "or choco with that codec"),
+    ("choco(ring)", "qsgd(levels=1)", "biased=True"),
+    ("choco(ring)", "randomk(0.1, unbiased=True)", "unbiased=False"),
+    ("choco(ring)", "variance", "remembers"),
+    ("deepsqueeze(ring)", "terngrad", "never loses more"),
+    ("dcd(ring)", "sign", "allow_biased=True"),
+    ("ecd(ring)", "topk(0.1)", "allow_biased=True"),
+    ("powergossip(ring)", "sign", "compresses by itself"),
+    ("dcd(one_peer_exponential)", "qsgd", "changes from step to step"),
+    ("powergossip(exponential)", None, "is directed"),
+    ("dpsgd(arrows([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)]))", None, "use sgp"),
+    ("choco(ring, gamma=0)", "sign", "in (0, 1]"),
+    ("choco(ring, gamma=1.5)", "sign", "in (0, 1]"),
+    ("choco(ring, gamma='fast')", "sign", "in (0, 1]"),
+    ("choco(ring, gamma=True)", "sign", "in (0, 1]"),
+    ("deepsqueeze(ring, gamma=-1)", "sign", "in (0, 1]"),
+    ("choco(edges([(0, 1), (2, 3)]))", "sign", "disconnected"),
+    ("choco(social)", "sign", "32 ranks"),
+    ("choco(matrix([[0.5, 0.6, 0, 0], [0.5, 0.4, 0, 0], [0, 0, 0.5, 0.5], [0, 0, 0.5, 0.5]]))", "sign", "sums to 1.1"),
+    ("choco(sign)", "sign", "is no graph"),
+    ("centralized(ring)", None, "use dpsgd"),
+    ("ring", None, "no way to gossip"),
+    ("powergossip(ring, iterations=0)", None, "from 1"),
+    ("choco(ringg)", "sign", "did you mean ring"),
+]
+
+
+@pytest.mark.parametrize(("spec", "codec", "words"), CASES)
+def test_a_sentence(spec: str, codec: str | None, words: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        virtual(4, spec, codec)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", ["sgp(ring)", "dcd(ring)", "ecd(ring)"])
+def test_what_replaces_parameters_cannot_come_late(spec: str) -> None:
+    with pytest.raises(ValueError, match="leave overlap=True out"):
+        virtual(4, spec, overlap=True)
+
+
+def test_granularity_and_elastic() -> None:
+    with pytest.raises(ValueError, match="granularity 'bucket'"):
+        virtual(4, "dpsgd(ring)", granularity="bucket")
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="needs meeting="):
+        gradwire.gossip(model, "choco(ring)", "sign", elastic=True)
+    for spec, words in (("dcd(ring)", "use choco or dpsgd"), ("choco(one_peer_exponential)", "static graph")):
+        with pytest.raises(ValueError, match=words):
+            gradwire.gossip(model, spec, elastic=True, meeting="/tmp", rank=0, world=4)
+
+
+def test_a_message_of_another_step_is_not_used() -> None:
+    net = virtual(4, "dpsgd(ring)")
+    net.nodes[2].step = 5
+    with pytest.raises(Malformed, match="rank 2 sent message 0 of step 5, where message 0 of step 0 was due"):
+        net.mix(vectors(4))
+    net = virtual(4, "dpsgd(ring)")
+    net.nodes[2].number = 7
+    with pytest.raises(Malformed, match="message 7 of step 0"):
+        net.mix(vectors(4))
+
+
+@pytest.mark.parametrize(
+    ("spec", "codec"), [("choco(ring)", "topk(0.1)"), ("dpsgd(ring)", "bf16"), ("centralized", "fp16")]
+)
+def test_what_is_not_finite_spreads_as_a_sentence(spec: str, codec: str) -> None:
+    x = vectors(4)
+    x[1, 3] = float("nan")
+    with pytest.raises(Diverged, match="lower the learning rate"):
+        virtual(4, spec, codec).mix(x)

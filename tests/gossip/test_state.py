@@ -1,0 +1,76 @@
+"""A resumed run is the run."""
+
+import io
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradwire
+import scenes
+from gossip_scenes import optimizers, replicas, train
+
+SPECS = [
+    ("dpsgd(ring)", "fp16", {}),
+    ("choco(ring)", "topk(0.1) | sign", {}),
+    ("choco(ring)", "qsgd(levels=7, biased=True)", {"overlap": True}),
+    ("choco(one_peer_exponential)", "sign", {}),
+    ("deepsqueeze(ring)", "sign", {}),
+    ("dcd(ring)", "qsgd", {}),
+    ("ecd(ring)", "qsgd", {}),
+    ("sgp(arrows([(0, 1), (1, 2), (2, 0), (0, 2)]))", "bf16", {}),
+    ("powergossip(ring)", None, {}),
+]
+
+
+def copied(value: object) -> object:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer)
+
+
+@pytest.mark.parametrize(("spec", "codec", "options"), SPECS)
+def test_ten_steps_are_five_and_five(spec: str, codec: str | None, options: dict[str, bool]) -> None:
+    models = replicas(3)
+    net, sgd = gradwire.gossip_lockstep(models, spec, codec, **options), optimizers(models)
+    train(net, models, sgd, range(3), range(12))
+    saved = copied((net.state_dict(), [m.state_dict() for m in models], [o.state_dict() for o in sgd]))
+    train(net, models, sgd, range(3), range(12, 24))
+
+    again = replicas(3)
+    other, sgd_again = gradwire.gossip_lockstep(again, spec, codec, **options), optimizers(again)
+    states, weights, moments = saved  # type: ignore[misc]
+    other.load_state_dict(states)
+    for model, optimizer, weight, moment in zip(again, sgd_again, weights, moments, strict=True):
+        model.load_state_dict(weight)
+        optimizer.load_state_dict(moment)
+    train(other, again, sgd_again, range(3), range(12, 24))
+    for a, b in zip(models, again, strict=True):
+        assert scenes.same(scenes.tensors(a), scenes.tensors(b))
+    for mine, theirs in zip(net.state_dict(), other.state_dict(), strict=True):
+        assert scenes.same(mine, theirs)
+
+
+def test_memories_go_by_parameter_name() -> None:
+    models = replicas(3)
+    state = gradwire.gossip_lockstep(models, "choco(ring)", "sign").state_dict()[0]
+    for name, parameter in models[0].named_parameters():
+        assert state[f"x_hat/{name}"].numel() == state[f"mixed/{name}"].numel() == parameter.numel()
+    assert all(isinstance(value, Tensor) for value in state.values())
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    net = gradwire.gossip_lockstep(replicas(3), "choco(ring)", "sign")
+    states = net.state_dict()
+    with pytest.raises(ValueError, match="attach with the saved spec"):
+        gradwire.gossip_lockstep(replicas(3), "choco(ring)", "topk(0.1)").load_state_dict(states)
+    with pytest.raises(ValueError, match="load each rank's own"):
+        net.load_state_dict([states[1], states[0], states[2]])
+    with pytest.raises(ValueError, match="pass one for each"):
+        net.load_state_dict(states[:2])
+    wider = [torch.nn.Linear(3, 3) for _ in range(3)]
+    with pytest.raises(ValueError, match="another model"):
+        gradwire.gossip_lockstep(wider, "choco(ring)", "sign").load_state_dict(states)
+    with pytest.raises(ValueError, match="no gradwire state"):
+        net.load_state_dict([{}, {}, {}])

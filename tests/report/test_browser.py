@@ -1,0 +1,118 @@
+"""The page in a real browser: charts draw, a table sorts, the theme turns, nothing complains."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from html import unescape
+from typing import Any
+
+import pytest
+
+from gradwire.report.groups import tasks
+from gradwire.report.load import find, load
+from gradwire.report.page import page
+from run_folders import write_grid
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1000,700",
+    "--virtual-time-budget=10000",
+    "--enable-logging=stderr",
+)
+# Appended to a copy of the page: does what a reader would, and writes down what came of it.
+READER = """
+<script>
+(async () => {
+  const until = async (ready) => { while (!ready()) await new Promise((go) => setTimeout(go, 50)); };
+  const plots = () => [...document.querySelectorAll(".plot")];
+  const drawn = () => plots().every((plot) => plot.querySelector("svg.marks path"));
+  const axis = () => getComputedStyle(document.querySelector(".plot svg .role-axis-label text")).fill;
+  const first = () => [...document.querySelectorAll("tbody tr td:first-child")].map((cell) => cell.textContent);
+  await until(drawn);
+  const told = { plots: plots().map((plot) => {
+    const box = plot.querySelector("svg").getBoundingClientRect();
+    return { name: plot.dataset.figure, width: box.width, height: box.height,
+             marks: plot.querySelectorAll(".mark-symbol path, .mark-line path, .mark-rect path").length };
+  }) };
+  const heads = [...document.querySelectorAll("th button")];
+  const sent = heads.find((head) => head.textContent.includes("sent"));
+  sent.click(); told.upward = first();
+  sent.click(); told.downward = first();
+  heads[0].click(); told.by_name = first();
+  told.sorted = sent.closest("table").querySelectorAll("th[aria-sort]").length;
+  told.before = [getComputedStyle(document.body.parentElement).backgroundColor, axis()];
+  document.getElementById("theme").click();
+  await until(() => axis() !== told.before[1]);
+  await until(drawn);
+  told.after = [getComputedStyle(document.body.parentElement).backgroundColor, axis()];
+  told.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  const note = document.createElement("pre");
+  note.id = "told"; note.textContent = JSON.stringify(told); document.body.append(note);
+})();
+</script>
+"""
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium on this machine; apt-get install --no-install-recommends chromium"
+)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a reader finds; ``console`` is what the browser complained about."""
+    folder = tmp_path_factory.mktemp("browser")
+    write_grid(folder / "runs")
+    text = page(tasks([load(run) for run in find([folder / "runs"])]))
+    copy = folder / "page.html"
+    body, end, rest = text.rpartition("</body>")
+    copy.write_text(body + READER + end + rest)
+    assert CHROMIUM is not None
+    done = subprocess.run(
+        [CHROMIUM, *FLAGS, f"--user-data-dir={folder / 'profile'}", "--dump-dom", copy.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+        env={**os.environ, "HOME": str(folder)},
+    )
+    found = re.search(r'<pre id="told">(.*?)</pre>', done.stdout, flags=re.DOTALL)
+    assert found, done.stderr[-2000:]
+    said: dict[str, Any] = json.loads(unescape(found[1]))
+    said["console"] = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return said
+
+
+def test_every_chart_draws(told: dict[str, Any]) -> None:
+    assert len(told["plots"]) == 7
+    for plot in told["plots"]:
+        assert plot["width"] > 200 and plot["height"] > 100, plot
+        assert plot["marks"] > 0, plot
+    assert told["overflow"] == 0
+
+
+def test_a_click_on_a_head_sorts(told: dict[str, Any]) -> None:
+    by_bytes = ["dgc(0.001)", "topk(0.01) | sign", "terngrad", "qsgd(4)", "fp32"]
+    assert told["upward"] == by_bytes
+    assert told["downward"] == by_bytes[::-1]
+    assert told["by_name"] == sorted(by_bytes)
+    assert told["sorted"] == 1
+
+
+def test_light_turns_dark(told: dict[str, Any]) -> None:
+    assert told["before"][0] == "rgb(255, 255, 255)"
+    assert told["after"][0] == "rgb(21, 23, 26)"
+    assert told["after"][1] != told["before"][1]
+
+
+def test_the_console_stays_empty(told: dict[str, Any]) -> None:
+    assert told["console"] == []

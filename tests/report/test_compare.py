@@ -1,0 +1,171 @@
+"""The grid: what is skipped, resumed, stopped and refused, and what it says in the end."""
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from gradwire.cli import compare as command
+from gradwire.cli.main import app as whole
+from gradwire.report.load import finished, load
+from gradwire.train.cell import TrainCommand
+from gradwire.train.compare import Arm, OutOfTime, arms, grid, outcome, run_grid
+from run_folders import write_run
+
+SPECS = "fp32; topk(0.01)|sign"
+VALUES = {"fp32": [0.94, 0.944, 0.941], "topk(0.01)|sign": [0.939, 0.942, 0.942]}
+
+app = typer.Typer()
+app.command()(command.compare)
+
+
+class Runner:
+    """Leaves the files of a finished run. ``trouble`` says, cell by cell, what comes in between."""
+
+    def __init__(self, **trouble: Exception) -> None:
+        self.calls: list[str] = []
+        self.trouble = trouble
+
+    def __call__(self, recipes: tuple[str, ...], overrides: tuple[str, ...], folder: Path) -> None:
+        self.calls.append(folder.name)
+        told = dict(override.split("=", 1) for override in overrides)
+        spec, seed = told["sync.spec"], int(told["train.seed"])
+        wrong = self.trouble.pop(f"call{len(self.calls)}", None)
+        shutil.rmtree(folder / "made", ignore_errors=True)
+        made = write_run(folder / "made", spec, seed, epochs=1, values=[VALUES[spec][seed]], ended=wrong is None)
+        for file in made.iterdir():
+            shutil.copy(file, folder)
+        shutil.rmtree(folder / "made")
+        if wrong is not None:
+            raise wrong
+
+
+def quiet(_: str) -> None: ...
+
+
+def test_specs_are_parted_and_may_carry_settings() -> None:
+    assert arms(" fp32 ;topk(0.01)|sign @ optimizer.lr=0.1 @ sync.granularity=model;") == (
+        Arm("fp32"),
+        Arm("topk(0.01)|sign", ("optimizer.lr=0.1", "sync.granularity=model")),
+    )
+    with pytest.raises(ValueError, match="no spec"):
+        arms(" ; ")
+    with pytest.raises(ValueError, match="share a run folder"):
+        arms("topk(0.01)|sign; topk(0.01) | sign")
+
+
+def test_cells_come_seed_by_seed_and_say_what_they_are(tmp_path: Path) -> None:
+    made = grid(["digits", "some/fast.toml"], arms(SPECS), range(2), ["train.epochs=1"], tmp_path, "quick")
+    assert [cell.folder.name for cell in made] == [
+        "digits+fast-quick-fp32-0",
+        "digits+fast-quick-topk-0.01-sign-0",
+        "digits+fast-quick-fp32-1",
+        "digits+fast-quick-topk-0.01-sign-1",
+    ]
+    assert made[1].overrides == ("train.epochs=1", "sync.spec=topk(0.01)|sign", "train.seed=0")
+
+
+def test_finished_cells_are_skipped_and_broken_ones_go_on(tmp_path: Path) -> None:
+    made = grid(["digits"], arms(SPECS), range(2), runs=tmp_path)
+    runner = Runner(call2=OutOfTime())
+    progress = run_grid(made, runner, tell=quiet)
+    assert [cell.folder.name for cell in progress.ran] == ["digits-fp32-0"]
+    assert [cell.folder.name for cell in progress.left] == [cell.folder.name for cell in made[1:]]
+    assert not finished(made[1].folder)
+
+    runner = Runner()
+    said: list[str] = []
+    progress = run_grid(made, runner, tell=said.append)
+    assert runner.calls == [cell.folder.name for cell in made[1:]]
+    assert [cell.folder.name for cell in progress.skipped] == ["digits-fp32-0"]
+    assert "finished before" in said[0] and "goes on" in said[1] and "starts" in said[2]
+    assert run_grid(made, Runner(), tell=quiet).skipped == made
+
+
+def test_the_budget_stops_before_the_next_cell(tmp_path: Path) -> None:
+    made = grid(["digits"], arms(SPECS), range(3), runs=tmp_path)
+    hours = iter(range(100))
+    runner = Runner()
+    progress = run_grid(made, runner, budget_seconds=2.5, tell=quiet, clock=lambda: float(next(hours)))
+    assert len(runner.calls) == 2 and len(progress.left) == 4
+
+
+def test_a_failed_cell_does_not_stop_the_others(tmp_path: Path) -> None:
+    made = grid(["digits"], arms(SPECS), range(2), runs=tmp_path)
+    progress = run_grid(made, Runner(call1=RuntimeError("rank 2 died")), tell=quiet)
+    assert [why for _, why in progress.failed] == ["rank 2 died"]
+    assert len(progress.ran) == 3
+
+
+def test_a_cell_of_another_question_is_refused(tmp_path: Path) -> None:
+    made = grid(["digits"], arms("fp32"), range(1), ["train.epochs=1"], tmp_path)
+    run_grid(made, Runner(), command="gradwire compare digits", tell=quiet)
+    assert load(made[0].folder).command == "gradwire compare digits"
+    other = grid(["digits"], arms("fp32"), range(1), ["train.epochs=9"], tmp_path)
+    with pytest.raises(ValueError, match=r"was made by .*train\.epochs=1.*--suffix"):
+        run_grid(other, Runner(), tell=quiet)
+
+
+def test_differences_are_paired_with_the_first_spec(tmp_path: Path) -> None:
+    made = grid(["digits"], arms(SPECS), range(3), runs=tmp_path)
+    assert outcome(made) is None
+    run_grid(made, Runner(), tell=quiet)
+    task = outcome(made)
+    assert task is not None and [group.label for group in task.groups] == ["fp32", "topk(0.01)|sign"]
+    assert task.difference(task.groups[0]) is None
+    told = task.difference(task.groups[1])
+    # In points -0.1, -0.2, +0.1: the mean is -0.2 / 3; squares about it add up to 0.14 / 3; t is 4.302653.
+    assert told is not None and told.mean == pytest.approx(-0.2 / 3)
+    assert told.half_width == pytest.approx(4.302653 * (0.14 / 3 / 2 / 3) ** 0.5, rel=1e-6)
+
+
+def test_the_command_prints_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "TrainCommand", lambda *_: Runner())
+    done = CliRunner().invoke(app, ["digits", "--specs", SPECS, "--seeds", "3", "--runs", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "-0.07 [-0.45, +0.31]" in done.output
+    told = json.loads((tmp_path / "digits-results.json").read_text())
+    assert told["specs"][1]["difference"]["mean"] == pytest.approx(-0.2 / 3)
+    assert told["specs"][0]["values"] == pytest.approx({"0": 94.0, "1": 94.4, "2": 94.1})
+    assert told["left"] == told["failed"] == 0
+    assert "| topk(0.01)\\|sign | 4 | 3 | 94.10 +- 0.17" in (tmp_path / "digits-results.md").read_text()
+
+
+def test_the_runner_types_what_a_person_would(tmp_path: Path) -> None:
+    line = TrainCommand(("--in-process", "2")).line(("digits",), ("train.epochs=1",), tmp_path)
+    assert line[3:] == ["train", "digits", "--set", "train.epochs=1", "--folder", str(tmp_path), "--in-process", "2"]
+    (tmp_path / "run.jsonl").touch()
+    assert "--resume" in TrainCommand().line(("digits",), (), tmp_path)
+
+
+def test_the_runner_stops_in_time_and_tells_failures_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scripted(code: str) -> None:
+        monkeypatch.setattr(TrainCommand, "line", lambda *_: [sys.executable, "-c", code])
+
+    begun = time.monotonic()
+    scripted("import time; time.sleep(60)")
+    with pytest.raises(OutOfTime):
+        TrainCommand(deadline=begun + 0.5)(("digits",), (), tmp_path)
+    assert time.monotonic() - begun < 30
+    scripted("raise SystemExit(2)")
+    with pytest.raises(ValueError, match="refused"):
+        TrainCommand()(("digits",), (), tmp_path)
+    scripted("raise SystemExit(3)")
+    with pytest.raises(RuntimeError, match="code 3"):
+        TrainCommand()(("digits",), (), tmp_path)
+
+
+def test_a_real_training_ends_in_a_table(tmp_path: Path) -> None:
+    line = ["compare", "digits", "--specs", "topk(0.01)|sign", "--seeds", "1", "--set", "train.iterations=2"]
+    line += ["--in-process", "2", "--runs", str(tmp_path)]
+    done = CliRunner().invoke(whole, line)
+    assert done.exit_code == 0, done.output
+    assert finished(tmp_path / "digits-topk-0.01-sign-0")
+    assert "2 virtual" in done.output
+    again = CliRunner().invoke(whole, line)
+    assert again.exit_code == 0 and "finished before" in again.output

@@ -1,0 +1,90 @@
+"""Run folders, whole, broken off and resumed."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from gradwire.report.groups import front, tasks
+from gradwire.report.load import METRICS, find, finished, load
+from run_folders import write_grid, write_run
+
+
+def test_a_run_is_read_back(tmp_path: Path) -> None:
+    run = load(write_run(tmp_path, "dgc(0.001)", seed=2, epochs=3, values=[0.5, 0.6, 0.7]))
+    assert (run.spec, run.seed, run.world, run.stem) == ("dgc(0.001)", 2, 4, "digits-dgc-0.001")
+    assert [run.value(record) for record in run.epochs] == pytest.approx([50, 60, 70])
+    assert len(run.steps) == 60 and run.final is not None
+    assert run.recipe["train"]["seed"] == 2
+    assert run.command == "gradwire train digits --suffix 'dgc(0.001)'"
+
+
+def test_a_resumed_log_counts_each_epoch_once_and_a_cut_line_not(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, epochs=2, values=[0.5, 0.6], ended=False)
+    log = folder / "run.jsonl"
+    again = json.loads(log.read_text().splitlines()[-1]) | {"value": 0.65}
+    with log.open("a") as file:
+        file.write(
+            json.dumps({"event": "start", "spec": "fp32", "world": 4}) + "\n" + json.dumps(again) + '\n{"event": "st'
+        )
+    run = load(folder)
+    assert [run.value(record) for record in run.epochs] == pytest.approx([50, 65])
+    assert run.final is None and not finished(folder)
+    assert run.last["value"] == 0.65
+
+
+def test_a_log_that_is_damaged_within_is_refused(tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+    log = folder / "run.jsonl"
+    log.write_text("{broken\n" + log.read_text())
+    with pytest.raises(ValueError, match=r"line 1 of .*run\.jsonl is no JSON"):
+        load(folder)
+
+
+def test_folders_are_found_at_any_depth_and_once(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a" / "b")
+    assert find([tmp_path, folder, folder / "run.jsonl"]) == [folder]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"no run in .*empty"):
+        find([tmp_path / "empty"])
+
+
+def test_runs_are_grouped_by_everything_but_the_seed(tmp_path: Path) -> None:
+    write_grid(tmp_path, seeds=2)
+    write_run(tmp_path, "dgc(0.001)", settings={"sync.granularity": "model"}, name="digits-whole")
+    (task,) = tasks([load(folder) for folder in find([tmp_path])])
+    assert task.twin is not None and task.twin.label == "fp32" and task.groups[0] is task.twin
+    labels = {group.label: len(group.runs) for group in task.groups}
+    assert labels["dgc(0.001), granularity model"] == 1
+    assert labels["dgc(0.001), granularity layer"] == 2
+    assert labels["qsgd(4)"] == 2
+
+
+def test_tasks_of_other_models_stay_apart(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    write_run(tmp_path, metric="perplexity", name="ptb", settings={"data.name": "ptb", "model.name": "lstm"})
+    assert [task.name for task in tasks([load(folder) for folder in find([tmp_path])])] == ["digits, cnn", "ptb, lstm"]
+
+
+def test_a_run_that_diverged_is_shown_as_such(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, epochs=1)
+    log = folder / "run.jsonl"
+    log.write_text(
+        "".join(json.dumps(json.loads(line) | {"value": None}) + "\n" for line in log.read_text().splitlines())
+    )
+    run = load(folder)
+    assert math.isnan(run.value(run.last))
+
+
+def test_the_front_is_what_nobody_beats() -> None:
+    points = [(5.0, 90.0), (1.0, 80.0), (2.0, 79.0), (5.0, 91.0), (9.0, 91.0)]
+    assert front(points, METRICS["top1"]) == [1, 3]
+    assert front(points, METRICS["perplexity"]) == [1, 2]
+
+
+def test_the_wire_ratio_counts_both_ways(tmp_path: Path) -> None:
+    run = load(write_run(tmp_path))
+    sent, received, dense = run.last["sent"], run.last["received"], run.last["dense"]
+    assert run.wire_ratio == pytest.approx(2 * (2 * 3 / 4 * dense) / (sent + received))
+    assert load(write_run(tmp_path, world=1, name="alone")).wire_ratio == 0

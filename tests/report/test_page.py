@@ -1,0 +1,127 @@
+"""The page, the pictures and the tables, without a browser."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from gradwire.cli.report import report
+from run_folders import SPECS, write_grid, write_run
+
+MOST_BYTES = 1_500_000
+
+app = typer.Typer()
+app.command()(report)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    write_grid(root)
+    write_run(root, "choco", consensus=True)
+    write_run(root, "fp32", metric="perplexity", name="ptb", settings={"data.name": "ptb", "model.name": "lstm"})
+    return root
+
+
+@pytest.fixture(scope="module")
+def text(runs: Path) -> str:
+    out = runs.parent / f"{runs.name}.html"
+    done = CliRunner().invoke(app, [str(runs), "-o", str(out), "--title", "A & B"])
+    assert done.exit_code == 0, done.output
+    return out.read_text()
+
+
+def test_the_page_holds_the_data(text: str) -> None:
+    assert "<title>A &amp; B</title>" in text
+    assert all(spec in text for spec in SPECS)
+    assert "digits, cnn" in text and "ptb, lstm" in text
+    assert "granularity = &#34;layer&#34;" in text  # the recipe
+    specs = _embedded(text, "figures")
+    names = {key.removeprefix("digits-cnn-") for key in specs if key.startswith("digits-cnn-")}
+    assert names == {
+        "metric-over-bytes",
+        "metric-over-time",
+        "metric-by-epoch",
+        "loss-by-step",
+        "bytes-by-rule",
+        "bytes-by-layer",
+        "step-time",
+        "consensus-by-epoch",
+    }
+    assert not any("consensus" in key for key in specs if key.startswith("ptb"))
+    assert "fp32" in json.dumps(specs["digits-cnn-metric-over-bytes"])
+
+
+def test_the_page_is_small_and_loads_nothing(text: str) -> None:
+    assert len(text.encode()) < MOST_BYTES
+    markup = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
+    assert not re.search(r"""(?:src|href|action|data)\s*=\s*["']?\s*(?:https?:)?//""", markup)
+    assert not re.search(r"@import|url\(|<iframe|<object|<embed", markup)
+    assert "default-src 'none'" in text  # and the browser is told to see to it
+    assert not re.search(r"<script[^>]*\ssrc", text)
+
+
+def test_data_cannot_end_their_script(tmp_path: Path) -> None:
+    write_run(tmp_path, "</script><b>")
+    out = tmp_path / "report.html"
+    assert CliRunner().invoke(app, [str(tmp_path), "-o", str(out)]).exit_code == 0
+    assert "</script><b>" not in out.read_text()
+
+
+def test_pictures_need_no_browser(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (one,) = runs.glob("ptb-0")
+    done = CliRunner().invoke(app, [str(one), "--png", str(tmp_path), "--svg", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "ptb-lstm-metric-over-bytes.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "ptb-lstm-metric-over-bytes.svg").read_text().startswith("<svg")
+    assert not Path("report.html").exists()
+
+
+def test_tables_name_what_made_them(runs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "docs" / "results.md"
+    assert CliRunner().invoke(app, [str(runs), "--markdown", str(out)]).exit_code == 0
+    told = out.read_text()
+    assert "| topk(0.01) \\| sign | 4 | 3 |" in told
+    assert "`gradwire train digits --suffix 'dgc(0.001)'`" in told
+    links = re.findall(r"\]\((\S+run\.jsonl)\)", told)
+    assert len(links) == 17 and all((out.parent / link).is_file() for link in links)
+
+
+def test_what_cannot_be_reported_is_said(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, [str(tmp_path)])
+    assert done.exit_code == 2 and "no run in" in done.output
+    write_run(tmp_path, epochs=0, ended=False)
+    done = CliRunner().invoke(app, [str(tmp_path)])
+    assert done.exit_code == 2 and "nothing to report" in done.output
+
+
+def test_an_unfinished_run_is_marked(tmp_path: Path) -> None:
+    write_run(tmp_path, ended=False)
+    done = CliRunner().invoke(app, [str(tmp_path), "--markdown", "-"])
+    assert "fp32 (unfinished)" in done.output
+
+
+def test_the_room_needs_no_torch() -> None:
+    """The package's front door imports torch; the room itself does not."""
+    code = (
+        "import sys, types, pathlib; import importlib.util as u; "
+        "where = u.find_spec('gradwire').submodule_search_locations; "
+        "door = types.ModuleType('gradwire'); door.__path__ = list(where); sys.modules['gradwire'] = door; "
+        "import gradwire.report.page, gradwire.report.pictures, gradwire.report.table, gradwire.train.compare; "
+        "print([name for name in ('torch', 'sklearn') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def _embedded(text: str, name: str) -> dict[str, object]:
+    found = re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', text, flags=re.DOTALL)
+    assert found
+    told: dict[str, object] = json.loads(found[1])
+    return told

@@ -1,0 +1,34 @@
+"""Every example runs, and says what it should."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "examples"
+SAYS = {
+    "01_one_tensor.py": "with error feedback, lost after 200 steps",
+    "02_plain_loop.py": "replicas agree bit for bit: True",
+    "03_ddp.py": "50 steps (0 skipped), world of 2",
+    "04_your_own_codec.py": "topk(0.05) | crowd",
+    "05_gossip_ring.py": "120 steps, world of 8, 2 neighbors",
+}
+
+
+def test_no_example_is_forgotten():
+    assert {path.name for path in FOLDER.glob("*.py")} == set(SAYS)
+
+
+@pytest.mark.parametrize("name", sorted(SAYS))
+def test_example(name):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", FOLDER / name],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert SAYS[name] in done.stdout

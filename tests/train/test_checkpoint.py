@@ -1,0 +1,119 @@
+"""Going on from a checkpoint is going on as if nothing had happened."""
+
+import json
+
+import pytest
+import torch
+
+import gradwire
+from gradwire.train import checkpoint
+from gradwire.train.loop import Training
+from gradwire.train.place import alone
+from gradwire.train.record import open_folder, read
+from gradwire.train.run import keep, restore, sit
+from trainings import recipe_of, saved, train
+
+KINDS = [
+    ("digits", ("sync.spec=dgc(0.02)", "sync.ramp=1", "optimizer.weight_decay=1e-3", "train.save_every=3")),
+    ("digits", ("sync.spec=topk(0.05)|terngrad", "optimizer.momentum=0.9", "data.crop=1", "train.save_every=3")),
+    ("pydoc-lstm", ("sync.spec=randomk(0.1)", "sync.feedback=residual", "train.save_every=3")),  # within an epoch
+    ("pydoc-gpt", ("sync.spec=sign", "train.save_every=3")),
+]
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_at(step):
+    def listen(record):
+        if record["event"] == "step" and record["step"] >= step:
+            raise Stop
+
+    return listen
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+@pytest.mark.parametrize(("name", "overrides"), KINDS)
+def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path, name, overrides):
+    recipe = recipe_of(name, *overrides, "train.log_every=1")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    through = train(recipe, 2, whole)
+    open_folder(broken, recipe)
+    with pytest.raises(Stop):
+        sit(recipe, alone(2), broken, stop_at(4))
+    assert saved(broken).keys() == saved(whole).keys()
+    resumed = train(recipe, 2, broken, resume=True)
+    for file in ("model.safetensors", "optimizer.safetensors", "rank-0.safetensors", "rank-1.safetensors"):
+        same(saved(whole, file), saved(broken, file))
+    timeless = {name for name in through if "seconds" not in name}
+    assert {name: through[name] for name in timeless} == {name: resumed[name] for name in timeless}
+    steps = [record["step"] for record in read(broken) if record["event"] == "step"]
+    assert steps == sorted(set(steps)) == [record["step"] for record in read(whole) if record["event"] == "step"]
+
+
+def test_a_world_of_one_takes_over_what_two_still_owe(tmp_path):
+    recipe = recipe_of("digits", "sync.spec=topk(0.05)", "sync.ramp=1")
+    train(recipe, 2, tmp_path)
+    found = checkpoint.find(tmp_path, "last")
+    progress = json.loads((found / "progress.json").read_text())
+    one = Training(recipe, alone(1), progress["ramp_steps"])
+    restore(one, found, progress)
+    debts = [checkpoint.part(state, "wire/residual/") for state in checkpoint.rank_states(found, 1, (0,))]
+    for name, debt in one.crew.wire.debts().items():
+        torch.testing.assert_close(debt.flatten(), (debts[0][name] + debts[1][name]) / 2)
+    assert (one.epoch, one.at, one.step) == (2, 0, 2 * one.loader.steps)
+
+
+def test_a_run_goes_on_with_another_number_of_workers(tmp_path):
+    train(recipe_of("digits"), 2, tmp_path)
+    final = train(recipe_of("digits", "train.epochs=3"), 4, tmp_path, resume=True)
+    assert final["epoch"] == 3
+    assert len(list((checkpoint.find(tmp_path, "last")).glob("rank-*"))) == 4
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    recipe = recipe_of("digits")
+    before = train(recipe, 2, tmp_path)
+    again = train(recipe, 2, tmp_path, resume=True)
+    assert (again["step"], again["value"]) == (before["step"], before["value"])
+
+
+def test_another_spec_is_refused(tmp_path):
+    train(recipe_of("digits"), 1, tmp_path)
+    with pytest.raises(ValueError, match="was saved under the spec"):
+        train(recipe_of("digits", "sync.spec=qsgd", "train.epochs=3"), 1, tmp_path, resume=True)
+
+
+def test_a_checkpoint_that_was_cut_short_is_not_the_last(tmp_path, monkeypatch):
+    recipe = recipe_of("digits")
+    train(recipe, 1, tmp_path)
+    before = saved(tmp_path)
+    training = Training(recipe, alone(1))
+    training.step = 99
+
+    def die(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(checkpoint, "write_text", die)
+    with pytest.raises(OSError, match="no space"):
+        keep(tmp_path, training, True)
+    same(saved(tmp_path), before)
+
+
+def test_an_optimizer_survives_as_safetensors(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    for optimizer in (torch.optim.AdamW(model.parameters()), gradwire.SGD(model.parameters(), 0.1, weight_decay=0.1)):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        rest = json.loads(json.dumps(checkpoint.save_optimizer(optimizer, tmp_path / "o.safetensors")))
+        other = type(optimizer)(model.parameters(), 0.5)
+        checkpoint.load_optimizer(other, tmp_path / "o.safetensors", rest)
+        for p in model.parameters():
+            same(other.state[p], optimizer.state[p])
+        assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]

@@ -1,0 +1,82 @@
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire.train.launch import RankError, launch, tell, threads
+
+
+def add_up(rank: int, world: int, x: float) -> tuple[int, float, int]:
+    mine = torch.tensor([x * rank])
+    dist.all_reduce(mine)
+    return rank, mine.item(), torch.get_num_threads()
+
+
+def chat(rank: int, world: int) -> None:
+    for i in range(3):
+        tell((rank, i))
+
+
+def fail_in_one(rank: int, world: int) -> None:
+    if rank == 1:
+        raise ValueError("the straw that broke it")
+    dist.barrier()
+
+
+def die_in_one(rank: int, world: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def sleep(rank: int, world: int) -> None:
+    tell(os.getpid())
+    time.sleep(1000)
+
+
+def test_results_come_in_rank_order():
+    assert launch(add_up, 3, 2.0) == [(rank, 6.0, threads(3)) for rank in range(3)]
+
+
+def test_news_arrives_in_the_order_of_each_rank():
+    heard = []
+    launch(chat, 2, hear=lambda rank, news: heard.append((rank, news)))
+    for rank in range(2):
+        assert [news for r, news in heard if r == rank] == [(rank, i) for i in range(3)]
+
+
+def test_news_goes_nowhere_outside_a_rank():
+    tell("anybody there?")
+
+
+def test_an_exception_names_its_rank():
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 2 failed:.*fail_in_one.*ValueError: the straw that broke it"):
+        launch(fail_in_one, 2)
+
+
+def test_a_death_names_its_rank():
+    with pytest.raises(RankError, match="rank 1 of 2 died without a word: killed by SIGKILL"):
+        launch(die_in_one, 2)
+
+
+def test_no_rank_outlives_an_interrupt():
+    pids = []
+
+    def hear(rank: int, pid: int) -> None:
+        pids.append(pid)
+        if len(pids) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch(sleep, 2, hear=hear)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_no_ranks_are_refused():
+    with pytest.raises(ValueError, match="at least one"):
+        launch(chat, 0)

@@ -1,0 +1,134 @@
+"""The loop end to end: virtual workers, and real gloo processes that must compute the same."""
+
+import json
+
+import pytest
+import torch
+
+from gradwire.train import work
+from gradwire.train.loop import Training
+from gradwire.train.place import alone
+from gradwire.train.record import open_folder, read
+from gradwire.train.run import evaluate
+from trainings import recipe_of, saved, train
+
+
+def test_a_run_leaves_its_records_behind(tmp_path):
+    heard = []
+    final = train(recipe_of("digits"), 2, tmp_path, heard=heard)
+    records = read(tmp_path)
+    assert [record["event"] for record in records] == [record["event"] for record in heard]
+    start, *_, last_epoch, end = records
+    assert (start["event"], start["world"], start["recipe"]) == ("start", 2, tmp_path.name)
+    assert [record["step"] for record in records if record["event"] == "step"] == [1, 2, 4, 6, 8, 10]
+    assert (last_epoch["epoch"], last_epoch["step"], last_epoch["metric"]) == (2, 10, "top1")
+    assert end == json.loads(json.dumps(final))
+    assert end["dense"] == 10 * 4 * start["parameters"]
+    assert 0 < end["payload"] < end["dense"] / 20
+    assert sum(payload for payload, _ in end["rules"].values()) == end["payload"]
+    assert set(end["layers"]) == set(saved(tmp_path))
+    assert len((tmp_path / "results.csv").read_text().splitlines()) == 3
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert environment["torch"] == torch.__version__
+
+
+def test_training_teaches(tmp_path):
+    recipe = recipe_of("digits", "train.batch=60", "train.epochs=5", "model.options={width=16}", "sync.spec=dense")
+    assert train(recipe, 2, tmp_path)["value"] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        (
+            "digits",
+            ("train.precision=bf16", "optimizer.clip=1.0", "train.label_smoothing=0.1", "sync.granularity=model"),
+        ),
+        ("digits", ("train.accumulate=2", "train.batch=120", "sync.spec=dgc(0.01)", "optimizer.weight_decay=1e-4")),
+        ("digits", ("data.crop=1", "data.flip=true", "data.partition=sorted", "sync.spec=qsgd", "train.buffers=first")),
+        ("pydoc-lstm", ("sync.spec=topk(0.01)", "schedule.kind=plateau")),
+        ("pydoc-gpt", ("sync.spec=sign",)),
+    ],
+)
+def test_all_kinds_of_recipes_train(tmp_path, name, overrides):
+    final = train(recipe_of(name, *overrides), 2, tmp_path)
+    assert final["skipped"] == 0
+    assert final["test_loss"] < 6
+    assert final["metric"] == ("top1" if name == "digits" else "perplexity")
+
+
+def test_accumulated_passes_equal_one_large_one():
+    weights = []
+    for accumulate, batch in ((1, 48), (4, 12)):
+        overrides = (
+            f"train.accumulate={accumulate}",
+            f"train.batch={batch}",
+            "sync.spec=dense",
+            "train.batch_per=worker",
+        )
+        training = Training(recipe_of("digits", *overrides), alone(1))
+        training._one_step(next(training.loader.epoch(0)))
+        weights.append(torch.cat([p.detach().flatten() for p in training.model.parameters()]))
+    torch.testing.assert_close(*weights)
+
+
+def test_passes_tell_the_variance_test_how_much_they_differ():
+    recipe = recipe_of("digits", "sync.spec=variance", "train.accumulate=3", "train.batch=40", "train.batch_per=worker")
+    training = Training(recipe, alone(1))
+    batch = next(training.loader.epoch(0))
+    parts = []
+    for i in range(3):
+        training.model.zero_grad()
+        images, labels = batch.inputs[40 * i : 40 * (i + 1)], batch.targets[40 * i : 40 * (i + 1)]
+        torch.nn.functional.cross_entropy(training.model(images), labels).backward()
+        parts.append({name: p.grad / 3 for name, p in training.model.named_parameters()})
+    seen = {}
+    training.crew.wire.observe = seen.update
+    training.passes(batch, 0)
+    for name, moment in seen.items():
+        torch.testing.assert_close(moment, sum(part[name].square() for part in parts), rtol=1e-3, atol=1e-9)
+    assert seen.keys() == parts[0].keys()
+
+
+def own_recipe(*overrides):
+    return recipe_of("digits", "model.name=trainings:Normed", *overrides)
+
+
+def test_every_worker_keeps_its_own_statistics(tmp_path):
+    training = Training(own_recipe(), alone(2))
+    training._one_step(next(training.loader.epoch(0)))
+    first, second = (own["2.running_mean"] for own in training.crew.buffers)
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(training.crew.shown_buffers("average")["2.running_mean"], (first + second) / 2)
+    assert torch.equal(training.crew.shown_buffers("first")["2.running_mean"], first)
+    assert training.crew.buffers[1]["2.num_batches_tracked"] == 1
+
+
+def test_a_model_brings_its_regime(tmp_path):
+    heard = []
+    train(own_recipe(), 2, tmp_path, heard=heard)
+    assert {record["lr"] for record in heard if record["event"] == "step"} == {0.1, 0.01}
+
+
+# -- real processes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("own", ("sync.spec=topk(0.05)", "sync.bundle=fp32")),
+        ("pydoc-lstm", ("sync.spec=dgc(0.05)", "sync.bundle=fp32")),
+    ],
+)
+def test_virtual_workers_equal_real_ones(tmp_path, name, overrides):
+    recipe = own_recipe(*overrides) if name == "own" else recipe_of(name, *overrides)
+    real, virtual = tmp_path / "real", tmp_path / "virtual"
+    open_folder(real, recipe)
+    theirs = work.spawned(work.Job(recipe, real), 4, lambda record: None)
+    ours = train(recipe, 4, virtual)
+    assert (ours["sent"], ours["payload"]) == (theirs["sent"], theirs["payload"])
+    assert ours["value"] == pytest.approx(theirs["value"], rel=1e-3)
+    for name, weight in saved(real).items():
+        torch.testing.assert_close(saved(virtual)[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+    score = evaluate(real, "last", "test", "cpu")
+    assert score.loss == pytest.approx(theirs["test_loss"], rel=1e-6)

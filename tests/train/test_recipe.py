@@ -1,0 +1,218 @@
+import math
+import tomllib
+
+import pytest
+import torch
+
+from gradwire.train import models, shelf
+from gradwire.train.compression import method_of
+from gradwire.train.optim import clip_, decay_groups, optimizer_of, tell
+from gradwire.train.recipe import Recipe
+from gradwire.train.schedule import Schedule, scale_of
+
+SOURCES = [
+    "cifar10-resnet20",
+    "cifar10-resnet110",
+    "cifar10-resnet44",
+    "ptb-lstm1500-dgc",
+    "digits",
+    "pydoc-gpt",
+    "pydoc-lstm",
+    "imagenet-resnet18",
+    "imagenet-resnet50",
+    "imagenet-vgg16bn",
+]
+STUDY = [
+    f"cifar10-{net}-{how}-{what}"
+    for net in ("resnet9", "alexnet")
+    for how in ("randomk", "topk", "threshold", "terngrad", "qsgd")
+    for what in ("layer", "model")
+]
+LANGUAGE = [
+    f"ptb-lstm700-{how}"
+    for how in [
+        "topk",
+        "adacomp",
+        "variance",
+        "efsign",
+        "terngrad",
+        "topk-sign",
+        "topk-terngrad",
+        "adacomp-sign",
+        "adacomp-terngrad",
+    ]
+]
+
+
+def test_every_experiment_has_a_recipe():
+    assert {*SOURCES, *STUDY, *LANGUAGE} <= {name for name, entry in shelf.listing().items() if not entry.fragment}
+
+
+@pytest.mark.parametrize("name", shelf.listing())
+def test_a_recipe_resolves_and_reads_back_as_itself(name):
+    recipe = shelf.resolve(["digits", name])
+    assert shelf.read(tomllib.loads(shelf.dumps(recipe))) == recipe
+    assert shelf.listing()[name].about.isascii()
+    assert shelf.listing()[name].about
+
+
+@pytest.mark.parametrize("name", [name for name, entry in shelf.listing().items() if not entry.fragment])
+def test_a_recipe_names_options_that_its_model_knows(name):
+    recipe = shelf.resolve([name])
+    with torch.device("meta"):
+        models.build(recipe.model.name, recipe.model.options, {"vocab": 100, "classes": 10})
+
+
+def test_later_files_win_and_overrides_win_over_them():
+    recipe = shelf.resolve(
+        ["cifar10-resnet20", "dgc", "ramp5", "fp16"], ["train.epochs=500", "optimizer.nesterov=true"]
+    )
+    assert recipe.sync.spec == "dgc(0.001, values=fp16, indices=int32)"
+    assert (recipe.sync.ramp, recipe.train.epochs, recipe.optimizer.nesterov) == (5, 500, True)
+    assert recipe.model.name == "resnet20"
+
+
+def test_another_model_drops_the_options_of_the_first():
+    recipe = shelf.resolve(["pydoc-lstm"], ["model.name=gpt"])
+    assert recipe.model.options == {}
+    assert shelf.resolve(["ptb-lstm700-topk"]).model.options["hidden"] == 700  # the same model's are kept
+
+
+def test_a_file_of_ones_own_extends_those_of_the_package(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('extends = ["digits", "dgc"]\n[train]\nepochs = 2\n')
+    recipe = shelf.resolve([str(path)])
+    assert (recipe.sync.spec, recipe.train.epochs) == ("dgc(0.001)", 2)
+    path.write_text(f'extends = ["{path}"]\n')
+    with pytest.raises(ValueError, match="in a circle"):
+        shelf.resolve([str(path)])
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("train.epoch=3", r"\[train\] has no key 'epoch'; did you mean 'epochs'\?"),
+        ("trian.epochs=3", r"no table \[trian\]; did you mean 'train'\?"),
+        ("train.epochs=many", "train.epochs = 'many' cannot be"),
+        ("train.epochs=-1", "train.epochs = -1 cannot be"),
+        ("train.batch=1.5", "train.batch = 1.5 cannot be"),
+        ("train.precision=bf61", "did you mean 'bf16'?"),
+        ("data.name=cifar11", "did you mean 'cifar10'?"),
+        ("model.name=resent9", "did you mean 'resnet9'?"),
+        ("sync.spec=tokp(0.1)", "did you mean topk?"),
+        ("sync.rules=[{spec='fp16', nane='x'}]", "did you mean 'name'?"),
+        ("schedule.points=[[1, 0], [0, 1]]", "by rising epoch"),
+        ("epochs=3", "write it as train.epochs=500"),
+    ],
+)
+def test_what_is_wrong_gets_a_sentence(override, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        shelf.resolve(["digits"], [override])
+
+
+@pytest.mark.parametrize(("name", "sentence"), [("digist", "did you mean 'digits'"), ("topk(0.1)", "sync.spec=topk")])
+def test_an_unknown_recipe_gets_a_sentence(name, sentence):
+    with pytest.raises(ValueError, match=sentence.replace("(", r"\(")):
+        shelf.resolve([name])
+
+
+# -- schedules ---------------------------------------------------------------------------------------------------------
+
+
+def schedule(*overrides: str, world: int = 1, batch: int = 60) -> Schedule:
+    recipe = shelf.resolve(
+        ["cifar10-resnet20"], ["train.batch=60", "train.epochs=100", "schedule.epochs=0", *overrides]
+    )
+    return Schedule(recipe, scale_of(recipe, world, batch))
+
+
+def test_the_rate_warms_up_to_the_scaled_one_and_falls_as_a_cosine():
+    rates = schedule("optimizer.lr=0.1", world=8)
+    assert rates.rate(0) == pytest.approx(0.1)
+    assert rates.rate(2.5) == pytest.approx(0.1 * (1 + 3.5))
+    assert rates.rate(5) == pytest.approx(0.8)
+    assert rates.rate(52.5) == pytest.approx(0.4)
+    assert rates.rate(100) == pytest.approx(0.0)
+
+
+def test_steps_exponential_and_lines():
+    steps = schedule("schedule.kind=steps", "schedule.milestones=[30, 60]", "schedule.warmup=0", "optimizer.lr=1.0")
+    assert [steps.rate(epoch) for epoch in (0, 29.9, 30, 60)] == pytest.approx([1, 1, 0.1, 0.01])
+    decay = schedule("schedule.kind=exponential", "schedule.factor=0.5", "schedule.warmup=0", "optimizer.lr=1.0")
+    assert decay.rate(2) == pytest.approx(0.25)
+    lines = schedule("schedule.kind=linear", "schedule.points=[[0, 0], [5, 1], [24, 0]]", "schedule.warmup=0")
+    assert [lines.rate(epoch) for epoch in (0, 2.5, 5, 14.5, 24, 30)] == pytest.approx([0, 0.05, 0.1, 0.05, 0, 0])
+
+
+def test_a_shorter_run_stretches_the_schedule():
+    lines = ("schedule.kind=linear", "schedule.points=[[0, 0], [5, 1], [24, 0]]", "schedule.warmup=0")
+    short = schedule(*lines, "schedule.epochs=24", "train.epochs=12")
+    assert short.rate(2.5) == pytest.approx(0.1)
+    assert short.rate(12) == pytest.approx(0.0)
+
+
+def test_a_plateau_cuts_the_rate_and_is_remembered():
+    rates = schedule("schedule.kind=plateau", "schedule.factor=0.25", "schedule.warmup=0", "optimizer.lr=20.0")
+    for loss in (5.0, 4.0, 4.5, 3.0, 3.0):
+        rates.heard(loss)
+    assert rates.rate(3) == pytest.approx(20 / 16)
+    again = schedule("schedule.kind=plateau", "schedule.factor=0.25", "schedule.warmup=0", "optimizer.lr=20.0")
+    again.load_state_dict(rates.state_dict())
+    assert again == rates
+
+
+def test_scaling_by_the_batch():
+    recipe = shelf.resolve(["cifar10-resnet44"])
+    assert scale_of(recipe, 4, 64) == pytest.approx(math.sqrt(2))  # 256 images, written for 128
+
+
+def test_a_model_may_bring_its_regime():
+    recipe = shelf.resolve(["digits"])
+    rates = Schedule(recipe, 2.0, {0: {"lr": 0.1, "momentum": 0.8}, 3: {"lr": 0.01}})
+    assert rates.settings(0.5) == {"lr": 0.2, "momentum": 0.8}
+    assert rates.settings(3.2) == {"lr": 0.02, "momentum": 0.8}
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+def test_momentum_is_the_compressors_or_the_optimizers_but_not_both():
+    plain, corrected = shelf.resolve(["digits"]), shelf.resolve(["digits", "dgc"], ["optimizer.momentum=0.8"])
+    model = torch.nn.Linear(2, 2)
+    assert type(optimizer_of(plain, model)) is torch.optim.SGD
+    assert type(optimizer_of(corrected, model)).__module__.startswith("gradwire")
+    assert "momentum=0.8" in str(method_of(corrected))
+
+
+def test_a_ramp_ends_with_the_specs_own_density():
+    table = method_of(shelf.resolve(["digits", "dgc", "ramp5"]), ramp_steps=100).table
+    assert [(step, chain.selector.ratio) for step, chain in table] == [
+        (0, 0.25),
+        (20, 0.0625),
+        (40, 0.015625),
+        (60, 0.004),
+        (80, 0.001),
+        (100, 0.001),
+    ]
+    assert len(method_of(shelf.resolve(["digits", "ramp5"], ["sync.spec=dense"]), ramp_steps=100).table) == 1
+
+
+def test_norms_and_biases_may_be_spared_the_decay():
+    model = torch.nn.Linear(3, 2)
+    matrices, vectors = decay_groups(model, 0.1, decay_norms=False)
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    optimizer = torch.optim.SGD([matrices, vectors], lr=1.0)
+    tell(optimizer, {"lr": 0.5, "weight_decay": 0.2})
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.2), (0.5, 0.0)]
+
+
+def test_clipping_shortens_what_is_too_long_only():
+    long, short = [torch.tensor([3.0, 4.0]), None], [torch.tensor([0.3, 0.4])]
+    clip_(long, 1.0)
+    clip_(short, 1.0)
+    torch.testing.assert_close(long[0], torch.tensor([0.6, 0.8]))
+    torch.testing.assert_close(short[0], torch.tensor([0.3, 0.4]))
+
+
+def test_defaults_are_a_recipe():
+    assert shelf.read({}) == Recipe()

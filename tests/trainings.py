@@ -1,0 +1,84 @@
+"""Trainings small enough for a test."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from gradwire.train import checkpoint, shelf
+from gradwire.train.place import alone
+from gradwire.train.recipe import Recipe
+from gradwire.train.record import open_folder
+from gradwire.train.run import sit
+
+DIGITS = ("train.batch=240", "train.epochs=2", "model.options={width=4}", "train.log_every=2")  # five steps an epoch
+LSTM = (
+    "model.options={hidden=16, layers=2, dropout=0.2}",
+    "train.batch=8",
+    "train.batch_per=world",
+    "data.length=400",
+    "data.options={level='byte'}",
+    "train.iterations=4",
+)
+GPT = (
+    "model.options={width=16, layers=1, heads=2, context=32}",
+    "data.length=32",
+    "train.batch=16",
+    "train.batch_per=world",
+    "train.iterations=4",
+    "data.columns=200",
+)
+
+
+def recipe_of(name: str, *overrides: str) -> Recipe:
+    small = {"digits": DIGITS, "pydoc-lstm": LSTM, "pydoc-gpt": GPT}[name]
+    return shelf.resolve([name], [*small, *overrides])
+
+
+def train(recipe: Recipe, world: int, folder: Path, resume: bool = False, heard: list[Any] | None = None) -> Any:
+    """Virtual workers; the final record."""
+    open_folder(folder, recipe)
+    return sit(recipe, alone(world), folder, (heard if heard is not None else []).append, resume)
+
+
+def saved(folder: Path, file: str = "model.safetensors") -> dict[str, Tensor]:
+    found = checkpoint.find(folder, "last")
+    assert found is not None
+    return load_file(found / file)
+
+
+class Normed(nn.Sequential):
+    """A model with batch norm, and a schedule of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Flatten(),
+            nn.Linear(64, 16),
+            nn.BatchNorm1d(16),
+            nn.ReLU(),
+            nn.Linear(16, 10),
+        )
+        self.regime = {0: {"lr": 0.1}, 1: {"lr": 0.01}}
+        self.input_transform = {"train": lambda x: 2 * x, "eval": lambda x: 2 * x}
+
+
+class Doomed(Normed):
+    """Kills its process in the seventh forward pass of rank 1, in torchrun's first attempt only.
+
+    Given the number of a process, it interrupts that one instead.
+    """
+
+    def __init__(self, pid: int = 0) -> None:
+        super().__init__()
+        self.pid, self.passes = pid, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if self.passes == 7 and dist.is_initialized() and dist.get_rank() == 1 and not again:
+            os.kill(self.pid or os.getpid(), signal.SIGINT if self.pid else signal.SIGKILL)
+        return super().forward(x)
