@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from gossip_scenes import LENGTH, virtual
+from gradwire.codecs import codec
+from gradwire.core.segments import Segments
 from gradwire.gossip import gauge
 from gradwire.gossip.steady import GRID, Fidelity, steady_step
 from gradwire.topology import graph
@@ -71,18 +73,41 @@ def test_a_window_is_as_long_as_news_takes() -> None:
     assert gauge.window(graph("one_peer_exponential").on(8)) == 10
 
 
-def test_growth_halves_the_step_and_calm_gives_it_back() -> None:
-    topology = graph("ring").on(4)
-    state = torch.zeros(gauge.LENGTH, dtype=torch.float64)
-    state[4:9] = -1.0
-    state[9] = state[10] = 1.0
-    d, taken = torch.ones(10), []
-    for step in range(60):
-        loud = 3.0 if 20 <= step < 30 else 1.0
-        state = gauge.turn(state, [(loud * d, loud * d)], [], step, topology, False)
-        taken.append(gauge.gamma(state))
-    assert taken[29] == 1.0 and taken[39] == pytest.approx(0.5)
-    assert taken[29] > taken[59] > taken[39]
+@pytest.mark.parametrize(("lag", "where"), [(1.3, (0.6, 0.8)), (8.0, (0.08, 0.12)), (0.2, (0.99, 1.0))])
+def test_the_step_goes_by_the_lag(lag: float, where: tuple[float, float]) -> None:
+    """Replicas whose codec tells everything, but whose x is ``lag`` pulls ahead of what neighbors know."""
+    topology, said = graph("ring").on(8), codec("fp16")
+    state = gauge.begin(said, Segments.single(100), topology)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(400):
+        r = torch.randn(100, generator=generator)
+        d = lag * gauge.gamma(state) * r
+        state = gauge.turn(state, gauge.Seen(d, 0.5 * d, r), [], step, topology, said)
+    assert where[0] <= gauge.gamma(state) <= where[1]
+
+
+def test_a_selector_waits_whatever_else_goes_on() -> None:
+    """Pushes that last make x stand still, and its lag look like none; what was left out waits all the same."""
+    topology, said = graph("ring").on(8), codec("topk(0.1)")
+    state = gauge.begin(said, Segments.single(100), topology)
+    for step in range(300):
+        r = torch.randn(100, generator=torch.Generator().manual_seed(step))
+        d = torch.randn(100, generator=torch.Generator().manual_seed(1000 + step))
+        state = gauge.turn(state, gauge.Seen(d, 0.2 * d, r), [], step, topology, said)
+    assert 0.1 < gauge.gamma(state) < 0.3
+
+
+def test_equal_random_entries_have_a_brink() -> None:
+    topology = graph("ring").on(8)
+    assert gauge.most(topology, codec("randomk(0.1)"), 0.1) == pytest.approx(0.85 * 0.2 / 1.9 / (4 / 3))
+    for spec in ("randomk(0.1, shared=False)", "topk(0.1)", "sign"):
+        assert gauge.most(topology, codec(spec), 0.1) == 1.0
+
+
+def test_only_some_entries_of_a_large_model_are_measured() -> None:
+    x = torch.arange(1_000_000.0)
+    assert gauge.sample(x).numel() == gauge.SAMPLE and float(gauge.sample(x)[-1]) > 990_000
+    assert gauge.sample(x[:100]).numel() == 100
 
 
 def test_nothing_said_changes_nothing() -> None:

@@ -7,8 +7,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gradwire.cli import bench, hosts
 from gradwire.cli.cards import HEADINGS, Card, alone, cards, size_of, traits_of
 from gradwire.cli.compare import compare
+from gradwire.cli.graph import graph
 from gradwire.cli.pages import codecs_page
 from gradwire.cli.report import report
 from gradwire.cli.train import evaluate, plan, recipes, train
@@ -27,8 +29,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for command in (train, evaluate, plan, recipes, compare, report):
+for command in (train, evaluate, plan, recipes, compare, report, graph):
     app.command()(command)
+app.add_typer(bench.app, name="bench")
+app.add_typer(hosts.app, name="hosts")
 
 Spec = Annotated[str, typer.Argument(help="A codec such as 'topk(0.01) | sign', or a preset such as 'dgc(0.001)'.")]
 Feedback = Annotated[str | None, typer.Option(help="none, residual, ...; by default what the spec needs.")]

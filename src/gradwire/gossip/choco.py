@@ -15,10 +15,11 @@ Differs:  xhat starts at the parameters that all ranks start from, not at zero; 
 Spec:     choco(ring), choco(ring, gamma=0.45), choco(torus, gamma='auto')
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec, codec
@@ -30,6 +31,7 @@ from gradwire.gossip.gossip import (
     Around,
     Gossip,
     Met,
+    Speech,
     hear,
     need_contraction,
     need_doubly,
@@ -41,7 +43,6 @@ from gradwire.gossip.letter import Letter, post
 from gradwire.topology import Graph, Topology
 
 AUTO = "auto"
-Spoken = Sequence[tuple[Tensor, Tensor]]  # what was meant, and what is heard
 
 
 @register("choco", kind="gossip")
@@ -101,8 +102,9 @@ class Choco(Gossip):
         for peer, weight in hears.items():
             mixed = mixed + weight * hear(letters[peer], codec, around, peer)
         gamma = self._gamma(memory)
+        apart = memory["mixed"] - memory["x_hat"]
         memory = {**memory, "x_hat": x_hat, "mixed": mixed}
-        memory = self._learn(memory, [(difference, mine.heard)], letters, codec, around)
+        memory = self._learn(memory, gauge.Seen(difference, mine.heard, apart), letters, codec, around)
         return Met(x + gamma * (mixed - x_hat), memory, gamma)
 
     def _by_edge(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
@@ -121,9 +123,9 @@ class Choco(Gossip):
         copies = {f"to_{peer}": (peer, speech.heard) for peer, speech in told.items()}
         copies |= {f"from_{peer}": (peer, q) for peer, q in heard.items()}
         gamma = self._gamma(memory)
+        seen = _seen(differences, told, memory, fresh, around) if self.gamma == AUTO else None
         memory = {**memory, **{n: q if peer in fresh else memory[n] + q for n, (peer, q) in copies.items()}}
-        spoken = [(differences[peer], speech.heard) for peer, speech in told.items() if peer not in fresh]
-        memory = self._learn(memory, spoken, letters, codec, around)
+        memory = self._learn(memory, seen, letters, codec, around)
         return Met(self._mix(x, memory, gamma, letters, around), memory, gamma)
 
     def _mix(self, x: Tensor, memory: Memory, gamma: float, letters: Mapping[int, Letter], around: Around) -> Tensor:
@@ -149,16 +151,34 @@ class Choco(Gossip):
         return (self._gamma(memory),) if around.elastic else gauge.note(memory["gauge"])
 
     def _learn(
-        self, memory: Memory, spoken: Spoken, letters: Mapping[int, Letter], codec: Codec, around: Around
+        self, memory: Memory, seen: gauge.Seen | None, letters: Mapping[int, Letter], codec: Codec, around: Around
     ) -> Memory:
         if self.gamma != AUTO:
             return memory
-        notes = [] if around.elastic else [letter.note for letter in letters.values()]
-        state = gauge.turn(memory["gauge"], spoken, notes, around.key.step, around.topology, gauge.loses_alike(codec))
+        heard = [] if around.elastic else [(weight, letters[peer].note) for peer, weight in around.hears.items()]
+        state = gauge.turn(memory["gauge"], seen, heard, around.key.step, around.topology, codec)
         return {**memory, "gauge": state}
 
 
 _WHOLE = codec("fp32")  # what an edge begins with, when one of its ends comes back
+
+
+def _seen(
+    differences: Mapping[int, Tensor],
+    told: Mapping[int, Speech],
+    memory: Memory,
+    fresh: Collection[int],
+    around: Around,
+) -> gauge.Seen | None:
+    """The mean over the edges of this step, new ones left out; None where there is none."""
+    tells = {peer: weight for peer, weight in around.tells.items() if peer not in fresh}
+    if not tells:
+        return None
+    flows = [weight * memory[f"from_{peer}"] for peer, weight in around.hears.items() if peer not in fresh]
+    flows += [-weight * memory[f"to_{peer}"] for peer, weight in tells.items()]
+    d = torch.stack([differences[peer] for peer in tells]).mean(0)
+    q = torch.stack([told[peer].heard for peer in tells]).mean(0)
+    return gauge.Seen(d, q, torch.stack(flows).sum(0))
 
 
 def _by_edge(around: Around) -> bool:

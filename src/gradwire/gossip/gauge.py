@@ -1,20 +1,34 @@
 """Gauge: ``gamma=auto``, the consensus step found while training.
 
-Each rank measures what the codec makes of its own differences x - xhat (`Fidelity`), in windows of a few steps, and
-smooths it. Headers carry the numbers on: a rank that hears of a worse fidelity passes that one on instead. A window
-lasts at least as long as news takes to get everywhere, so at its end all ranks know the same worst fidelity, bit for
-bit, and look up the same gamma in `steady`. Equal steps are what keeps the mean over ranks: x_i moves by
-gamma sum_j w_ij (xhat_j - xhat_i), and these sum to zero over ranks only if gamma is common. It is, so the mean drifts
-by rounding alone.
+Paper:    none; the optimum is that of averaging under delay, the delay is measured
+Formula:  r = s - xhat, how far neighbors are;  d = x - xhat, what they have not heard yet;  q = C(d)
+          lag L = <d, r> / (gamma <r, r>): for how many steps x has followed r without anybody's knowing
+          response a = <q, r> / <d, r>: how much of that the codec tells in one step
+          gamma = p / ((2 - a) L), at most 1;  p = 2 / (mu_min + mu_max), mu: 1 - the eigenvalues of W
+Wire:     six float32 in every header: five sums, which ranks average, and a logarithm, of which they pass on the least
+Traits:   no model of the codec, but for the first steps: a slow or noisy codec shows as a long lag. All ranks take the
+          same step, bit for bit, so the mean over ranks drifts by rounding alone
+Differs:  as there is no paper, from nothing
+Spec:     choco(ring), choco(ring, gamma=auto)
 
-Should differences grow from window to window all the same, the worst growth is passed on in the same way, and all ranks
-halve gamma together; every calm window gives a twelfth of an octave back.
+Where does the formula come from? A codec that tells each entry with probability a per step leaves x to follow an old r
+for a number of steps that is geometric, 1/a on average: L = 1/a. Then E x^2 along mu goes by
+1 - 2 gamma mu / a + (gamma mu)^2 (2 - a) / a^2, and gamma = p a / (2 - a) serves the slowest and the fastest mu best.
+Data that differ between ranks push for ever, and r holds out against them: x stands still along that part of r, which
+makes the lag look shorter than it is. So a selector's lag is never taken to be much less than its gain alone would make
+it. All this is measured on some thousand entries, evenly spread.
 
-State is one float64 vector, saved with the checkpoint.
+A rank measures in windows, each long enough for news to get from everybody to everybody. Its sums are pooled with those
+of others in the next window, so that few ranks in trouble weigh as much as their trouble does; the step that they ask
+for is agreed on in the window after, as the least that any rank found; and then taken.
+Equal steps are what keeps the mean: x_i moves by gamma sum_j w_ij (xhat_j - xhat_i), which sums to zero over ranks only
+if gamma is common.
 """
 
+import math
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,98 +38,126 @@ from gradwire.codecs.stage import Signal
 from gradwire.core.keys import Key
 from gradwire.core.segments import Segments
 from gradwire.gossip.gossip import dense
-from gradwire.gossip.steady import Fidelity, steady_step
+from gradwire.gossip.steady import Fidelity, modes, steady_step
 from gradwire.kernels import philox
 from gradwire.topology import Topology
 
-Note = tuple[float, ...]  # gain, power, growth: float32 numbers
-
 LEAST_WINDOW = 10
-SMOOTHING = 0.9  # weight of the past when a window ends
-ALARM = 3.0  # growth of |x - xhat|^2 from one window to the next that halves gamma
-CALM = 2.0 ** (1 / 12)
+SMOOTHING = 0.8  # weight of the past when a window ends
+HASTE = 0.5  # how far towards the new gamma a window goes, on a scale of logarithms
+MOST_UP, MOST_DOWN = 2.0**0.5, 0.5  # in one window
+LEAST_LAG = 0.6  # of a selector, in units of what its gain alone would make it
+LEAST = 1e-5
+SAMPLE = 8192  # entries that are measured
 PRIOR_ELEMENTS = 2**17
+BRINK = 0.85  # of the largest stable gamma, where that is known
 
-# Places in the state.
-_D2, _QD, _Q2 = 0, 1, 2  # sums over this window of |d|^2, <q, d>, |q|^2
-_BEFORE = 3  # |d|^2 of the window before
-_GAIN, _POWER = 4, 5  # smoothed, of this rank; -1 before the first window
-_NOTE = slice(6, 9)  # the worst that was heard in this window; growth -1: nothing yet
-_GAMMA, _BRAKE = 9, 10  # the step, and what the safeguard multiplies it by
-LENGTH = 11
+# Places in the state: sums over the window of |d|^2, <q, d>, <d, r>, <q, r>, |r|^2; those of the window before, pooled,
+# and the binary logarithm of a step to agree on, which headers carry; smoothed gain, lag, and lag times response, -1
+# before there are any; the step, and that of the window before.
+_SUMS, _NOTE, _GAIN, _LAG, _TOLD, _GAMMA, _BEFORE = slice(0, 5), slice(5, 11), 11, 12, 13, 14, 15
+_AGREED = 10
+LENGTH = 16
+
+
+class Seen(NamedTuple):
+    """What a step has to tell: what was meant, what was said of it, and how far neighbors were."""
+
+    d: Tensor
+    q: Tensor
+    r: Tensor
 
 
 def begin(codec: Codec, units: Segments, topology: Topology) -> Tensor:
-    """The state at step 0: gamma from what the codec makes of Gaussian noise, which all ranks compute alike."""
+    """The state at step 0: gamma by `steady`, from what the codec makes of Gaussian noise, the same on all ranks."""
     state = torch.zeros(LENGTH, dtype=torch.float64)
-    state[_GAIN] = state[_POWER] = state[_NOTE] = -1.0
-    state[_GAMMA] = steady_step(topology, prior(codec, units), loses_alike(codec))
-    state[_BRAKE] = 1.0
+    state[_GAIN] = -1.0
+    state[_GAMMA] = state[_BEFORE] = steady_step(topology, prior(codec, units), loses_alike(codec))
+    state[_AGREED] = state[_GAMMA].log2().float()
     return state
 
 
 def gamma(state: Tensor) -> float:
     """The consensus step, as a float32 number: headers may carry it."""
-    return float((state[_GAMMA] * state[_BRAKE]).float())
+    return float(state[_GAMMA].float())
 
 
-def note(state: Tensor) -> Note:
+def note(state: Tensor) -> tuple[float, ...]:
     """What to write into headers."""
-    gain, power, growth = state[_NOTE].tolist()
-    return gain, power, growth
+    return tuple(state[_NOTE].tolist())
 
 
 def turn(
     state: Tensor,
-    spoken: Iterable[tuple[Tensor, Tensor]],
-    notes: Iterable[Note],
+    seen: Seen | None,
+    heard: Iterable[tuple[float, tuple[float, ...]]],
     step: int,
     topology: Topology,
-    common: bool,
+    codec: Codec,
 ) -> Tensor:
-    """The state after a step in which d was said as q, for each pair in ``spoken``, and neighbors' notes were heard."""
+    """The state after a step in which notes were heard, each with a weight; none where every rank decides alone."""
     state = state.clone()
-    for d, q in spoken:
-        state[: _Q2 + 1] += torch.stack(((d * d).sum(), (q * d).sum(), (q * q).sum())).double().cpu()
-    state[_NOTE] = torch.tensor(_worst([note(state), *notes]), dtype=torch.float64)
+    if seen is not None:
+        d, q, r = map(sample, seen)
+        sums = ((d * d).sum(), (q * d).sum(), (d * r).sum(), (q * r).sum(), (r * r).sum())
+        state[_SUMS] += torch.stack(sums).double().cpu()
+    mine = state[_NOTE].clone()
+    for weight, numbers in heard:
+        theirs = torch.tensor(numbers, dtype=torch.float64)
+        state[_NOTE] += weight * (theirs - mine)
+        mine[-1] = min(mine[-1], theirs[-1])
+    state[_AGREED] = mine[-1]
     if (step + 1) % window(topology) == 0:
-        _decide_(state, topology, common)
-        _sum_up_(state)
+        _close_(state, topology, codec)
+    # As headers round them: the rank that says a number must compare the same one as those that hear it.
+    state[_NOTE] = state[_NOTE].float().double()
     return state
 
 
-def _decide_(state: Tensor, topology: Topology, common: bool) -> None:
-    """End of a window: what was passed on in it is known to all."""
-    gain, power, growth = note(state)
-    if growth < 0.0:
-        return
-    if growth > ALARM:
-        state[_BRAKE] = state[_BRAKE] / 2
-    else:
-        state[_BRAKE] = min(1.0, float(state[_BRAKE]) * CALM)
-    if gain >= 0.0:
-        state[_GAMMA] = steady_step(topology, Fidelity(gain, power), common)
+def _close_(state: Tensor, topology: Topology, codec: Codec) -> None:
+    """End a window: what was agreed on is done, what was pooled is judged, what was measured is pooled."""
+    used, now = float(state[_BEFORE]), float(2.0 ** state[_AGREED])
+    state[_AGREED] = math.log2(_finding(state, used, topology, codec))
+    state[_NOTE][:-1] = state[_SUMS]
+    state[_SUMS] = 0.0
+    state[_BEFORE], state[_GAMMA] = state[_GAMMA].clone(), now
 
 
-def _sum_up_(state: Tensor) -> None:
-    """What this rank measured in the window becomes what it passes on in the next."""
-    d2, qd, q2, before, gain, power = state[: _POWER + 1].tolist()
-    if d2 > 0.0:
-        fresh = qd / d2, q2 / d2
-        old = fresh if gain < 0.0 else (gain, power)
-        gain, power = (SMOOTHING * a + (1 - SMOOTHING) * b for a, b in zip(old, fresh, strict=True))
-    growth = d2 / before if before > 0.0 else 1.0
-    state[_GAIN], state[_POWER], state[_BEFORE] = gain, power, d2
-    state[: _Q2 + 1] = 0.0
-    # As headers round it, so that the rank that measured compares the same numbers as those that hear of it.
-    state[_NOTE] = torch.tensor([gain, power, growth], dtype=torch.float32).double()
+def _finding(state: Tensor, used: float, topology: Topology, codec: Codec) -> float:
+    """The step that the pooled sums ask for, which were measured under the step ``used``."""
+    d2, qd, dr, qr, r2 = state[_NOTE][:-1].tolist()
+    if not math.isfinite(d2 + abs(dr) + r2):
+        return max(LEAST, used * MOST_DOWN)
+    if not (d2 > 0.0 and r2 > 0.0):
+        return used
+    fresh = torch.tensor([qd / d2, dr / r2 / used, qr / r2 / used], dtype=torch.float64)
+    known = slice(_GAIN, _TOLD + 1)
+    state[known] = fresh if float(state[_GAIN]) < 0.0 else SMOOTHING * state[known] + (1 - SMOOTHING) * fresh
+    gain, lag, told = state[known].tolist()
+    response = min(1.0, max(gain, told / lag)) if lag > 0.0 else min(1.0, gain)
+    if codec.selector is not None and gain > 0.0:
+        lag = max(lag, LEAST_LAG / gain)  # entries that are left out wait, whatever else goes on
+    best = min(1.0, most(topology, codec, gain))
+    if lag > 0.0:
+        best = min(best, _plain(topology) / ((2.0 - response) * lag))
+    turned = min(MOST_UP, max(MOST_DOWN, (best / used) ** HASTE))
+    return float(max(LEAST, min(1.0, used * turned)))
 
 
-def _worst(notes: list[Note]) -> Note:
-    """The fidelity with the least contraction, and the largest growth."""
-    known = [(2 * gain - power, gain, power) for gain, power, growth in notes if growth >= 0.0 and gain >= 0.0]
-    _, gain, power = min(known, default=(0.0, -1.0, -1.0))
-    return gain, power, max(growth for _, _, growth in notes)
+@lru_cache(maxsize=64)
+def _plain(topology: Topology) -> float:
+    """The step that averages fastest without compression."""
+    found = [mu for mu in modes(topology) if mu > 1e-9]
+    return 2.0 / (min(found) + max(found)) if found else 1.0
+
+
+def most(topology: Topology, codec: Codec, gain: float) -> float:
+    """A bound that holds where all ranks tell the same random entries: beyond 2 a / (2 - a) / mu_max, E x^2 grows."""
+    found = modes(topology)
+    if not (codec.selector is not None and codec.selector.redrawn and loses_alike(codec) and found):
+        return 1.0
+    gain = min(1.0, max(gain, LEAST))
+    return BRINK * 2.0 * gain / (2.0 - gain) / max(found)
 
 
 def loses_alike(codec: Codec) -> bool:
@@ -123,19 +165,26 @@ def loses_alike(codec: Codec) -> bool:
     return codec.selector is not None and getattr(codec.selector, "shared", True)
 
 
+def sample(x: Tensor) -> Tensor:
+    """Some entries of a flat buffer, evenly spread; all of a small one."""
+    return x if x.numel() <= SAMPLE else x[_places(x.numel(), x.device)]
+
+
+@lru_cache(maxsize=16)
+def _places(n: int, device: torch.device) -> Tensor:
+    return (torch.arange(SAMPLE, dtype=torch.int64) * n // SAMPLE).to(device)
+
+
 @lru_cache(maxsize=64)
 def prior(codec: Codec, units: Segments) -> Fidelity:
     """What the codec makes of Gaussian noise of that shape, or of the first part of it."""
     table = units.window(0, PRIOR_ELEMENTS)
     key = Key(0, 0, 0, "gauge")
-    d = torch.cat([philox.normal(key, (name,), n, torch.device("cpu"))[0] for name, n in _named(table)])
+    named = zip(table.names, table.lengths, strict=True)
+    d = torch.cat([philox.normal(key, (name,), n, torch.device("cpu"))[0] for name, n in named])
     q = dense(codec.encode(Signal(d, d, {}, table), key).sent, d)
     d2 = float((d * d).sum())
     return Fidelity(float((q * d).sum()) / d2, float((q * q).sum()) / d2)
-
-
-def _named(table: Segments) -> Iterable[tuple[str, int]]:
-    return zip(table.names, table.lengths, strict=True)
 
 
 @lru_cache(maxsize=64)

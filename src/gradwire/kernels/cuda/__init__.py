@@ -1,0 +1,39 @@
+"""Triton versions of the kernels, by the names and signatures of their definitions."""
+
+from gradwire.kernels.cuda.enter import accumulate_, settle_
+from gradwire.kernels.cuda.quantize import (
+    feedback_integer_,
+    integer_decode,
+    integer_encode,
+    natural_decode,
+    natural_encode,
+    qsgd_decode,
+    qsgd_encode,
+    ternary_decode,
+    ternary_encode,
+)
+from gradwire.kernels.cuda.scatter import scatter_mean
+from gradwire.kernels.cuda.select import accumulate_topk_, topk
+from gradwire.kernels.cuda.sign import feedback_sign_, onebit_decode, onebit_encode, sign_decode, sign_encode
+
+__all__ = [
+    "accumulate_",
+    "accumulate_topk_",
+    "feedback_integer_",
+    "feedback_sign_",
+    "integer_decode",
+    "integer_encode",
+    "natural_decode",
+    "natural_encode",
+    "onebit_decode",
+    "onebit_encode",
+    "qsgd_decode",
+    "qsgd_encode",
+    "scatter_mean",
+    "settle_",
+    "sign_decode",
+    "sign_encode",
+    "ternary_decode",
+    "ternary_encode",
+    "topk",
+]

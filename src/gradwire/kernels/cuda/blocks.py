@@ -1,0 +1,204 @@
+"""Quantizing in blocks: scale, codes and what is left over, from one pass.
+
+A program takes whole blocks of one segment: a *slab*. Where segments do not start on whole bytes of codes, neighbors
+share bytes, and codes are merged into zeroed words one by one.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradwire.core.keys import Key
+from gradwire.kernels.cuda.codes import (
+    merge_codes,
+    message,
+    seeds,
+    step_words,
+    store_codes,
+    uniform,
+    uniform_fours,
+    word,
+)
+from gradwire.kernels.cuda.enter import PLAIN, READ, enter, put
+
+INTEGER = tl.constexpr(0)
+QSGD = tl.constexpr(1)
+
+_SLAB = 2048
+_MOST = tl.constexpr(3.4028234663852886e38)
+_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves no place for a fraction
+
+
+class Slabs(NamedTuple):
+    """Slabs of a buffer: where they start, and so on, each int64[slabs]; and the groups of each segment.
+
+    ``width`` is the block, rounded up to a power of two, and ``across`` how many blocks make a slab.
+    """
+
+    n: int
+    groups: int
+    width: int
+    across: int
+    start: Tensor
+    size: Tensor
+    group: Tensor
+    segment: Tensor
+    first: Tensor  # where the segment starts, for each slab
+    first_group: Tensor  # int64[segments]
+    sizes: Tensor  # int64[groups]
+    aligned: bool  # all starts and blocks are multiples of 8
+
+
+@lru_cache(maxsize=64)
+def slabs(lengths: tuple[int, ...], block: int, device: torch.device) -> Slabs:
+    """Cut segments into slabs of whole blocks."""
+    width = triton.next_power_of_2(block)
+    across = max(1, _SLAB // width)
+    size = torch.tensor(lengths, dtype=torch.int64)
+    starts = size.cumsum(0) - size
+    groups = -(-size // block)
+    counts = -(-groups // across)
+    segment = torch.arange(len(lengths)).repeat_interleave(counts)
+    index = torch.arange(segment.numel()) - (counts.cumsum(0) - counts)[segment]
+    first_group = groups.cumsum(0) - groups
+    inside = index * across * block
+    owner = torch.arange(len(lengths)).repeat_interleave(groups)
+    turn = torch.arange(owner.numel()) - first_group[owner]
+    return Slabs(
+        n=int(size.sum()),
+        groups=owner.numel(),
+        width=width,
+        across=across,
+        start=(starts[segment] + inside).to(device),
+        size=(size[segment] - inside).clamp(max=across * block).to(device),
+        group=(first_group[segment] + index * across).to(device),
+        segment=segment.to(device),
+        first=starts[segment].to(device),
+        first_group=first_group.to(device),
+        sizes=(size[owner] - turn * block).clamp(max=block).to(device),
+        aligned=block % 8 == 0 and not bool((starts[size > 0] % 8).any()),
+    )
+
+
+@triton.jit
+def _slab(
+    grad, residual, broken, scales, out, decay, start, size, group, place, seed, low, high,
+    LEVELS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, GROUP: tl.constexpr,
+    WIDTH: tl.constexpr, ACROSS: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    across, along = tl.arange(0, ACROSS)[:, None], tl.arange(0, WIDTH)[None, :]
+    at = across * GROUP + along
+    live = (along < GROUP) & (at < size)
+    x = enter(grad + start, residual + start, residual, broken, at, live, 0.0, decay, RULE, False, MASKED)
+    # Outside, x is 0: the loads say so.
+    if KIND == INTEGER:
+        scale = tl.max(tl.abs(x), 1)
+    else:
+        wide = x.to(tl.float64)
+        norm = tl.sqrt(tl.sum(wide * wide, 1))
+        scale = tl.where(norm < float("inf"), tl.minimum(norm, _MOST), norm).to(tl.float32)
+    tl.store(scales + group + tl.arange(0, ACROSS), scale, mask=tl.arange(0, ACROSS) * GROUP < size)
+    divisor = tl.where(scale != 0, scale, 1.0)[:, None] + tl.zeros_like(x)
+    if KIND == INTEGER:
+        q = (tl.div_rn(x, divisor) * LEVELS + _ROUND - _ROUND).to(tl.int32)
+        if RULE != READ:
+            part = q.to(tl.float32)
+            heard = scale[:, None] * tl.div_rn(part, tl.zeros_like(part) + LEVELS)
+            put(residual + start, at, x - heard, live, MASKED)
+    else:
+        level = tl.div_rn(tl.abs(x), divisor) * LEVELS
+        floor = tl.floor(level)
+        if GROUP % 4 == 0:
+            fours = tl.arange(0, ACROSS * WIDTH // 4)
+            fours = fours // (WIDTH // 4) * (GROUP // 4) + fours % (WIDTH // 4)
+            u = tl.reshape(uniform_fours((place >> 2) + fours, seed, low, high), [ACROSS, WIDTH])
+        else:
+            u = uniform(place + at, seed, low, high)
+        q = (floor + (u < level - floor).to(tl.float32)).to(tl.int32)
+        q = tl.where(x < 0, -q, q)
+    codes = q + LEVELS
+    if BITS == 8:
+        put(out + start, at, codes.to(tl.uint8), live, MASKED)
+    elif ALIGNED and GROUP == WIDTH:
+        eight = tl.arange(0, ACROSS * WIDTH // 8)
+        some = (eight[:, None] * 8 + tl.arange(0, 8)[None, :]) < size
+        # A row of eight takes one element of the type that holds it, or, of odd widths, BITS bytes.
+        row = start // 8 if BITS == 2 or BITS == 4 else start // 8 * BITS
+        store_codes(out + row, eight, tl.reshape(codes, [ACROSS * WIDTH // 8, 8]), some, BITS, MASKED)
+    else:
+        merge_codes(out, start + at, codes, live, BITS)
+
+
+@triton.jit(do_not_specialize=["low", "high"])
+def _quantize(
+    grad, residual, broken, scales, out, decay, starts, sizes, groups, segments, firsts, seeds, low, high,
+    LEVELS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, GROUP: tl.constexpr,
+    WIDTH: tl.constexpr, ACROSS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    slab = tl.program_id(0)
+    start, size, group = tl.load(starts + slab), tl.load(sizes + slab), tl.load(groups + slab)
+    place, seed = start - tl.load(firsts + slab), tl.load(seeds + tl.load(segments + slab))
+    if ALIGNED:
+        start = tl.multiple_of(start, 8)
+    if size == ACROSS * WIDTH:
+        _slab(
+            grad, residual, broken, scales, out, decay, start, size, group, place, seed, low, high,
+            LEVELS, BITS, KIND, RULE, GROUP, WIDTH, ACROSS, ALIGNED, False,
+        )  # fmt: skip
+    else:
+        _slab(
+            grad, residual, broken, scales, out, decay, start, size, group, place, seed, low, high,
+            LEVELS, BITS, KIND, RULE, GROUP, WIDTH, ACROSS, ALIGNED, True,
+        )  # fmt: skip
+
+
+def quantize(
+    x: Tensor,
+    where: Slabs,
+    block: int,
+    kind: tl.constexpr,
+    levels: int,
+    bits: int,
+    names: tuple[str, ...] = (),
+    key: Key | None = None,
+    grad: Tensor | None = None,
+    broken: Tensor | None = None,
+    decay: float = 1.0,
+) -> Tensor:
+    """The message of ``x``, or, with ``grad``, of what feedback makes of both; ``x`` then keeps the rest."""
+    straight = bits == 8 or (where.aligned and block == where.width)
+    data, scales, body = message(where.groups, where.n, bits, x.device, zero=not straight)
+    low, high = step_words(key) if key else (0, 0)
+    if where.n:
+        _quantize[(where.start.numel(),)](
+            x if grad is None else grad,
+            x,
+            x if broken is None else broken,
+            scales,
+            body.view(word(bits) if straight else torch.int32),
+            decay,
+            where.start,
+            where.size,
+            where.group,
+            where.segment,
+            where.first,
+            seeds(key, names, x.device) if key else where.first_group,
+            low,
+            high,
+            levels,
+            bits,
+            kind.value,
+            (READ if grad is None else PLAIN).value,
+            block,
+            where.width,
+            where.across,
+            where.aligned,
+            num_warps=8,
+            maxnreg=64,  # enough, and more programs fit side by side
+            enable_fp_fusion=False,
+        )
+    return data

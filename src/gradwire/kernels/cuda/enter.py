@@ -1,0 +1,128 @@
+"""How a gradient enters the memories: the arithmetic that several kernels begin with.
+
+Products and sums are rounded one by one, as the definition's are: launch with ``enable_fp_fusion=False``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradwire.kernels import fused
+from gradwire.kernels.cuda.tables import BLOCK, WIDE, definition, placed
+from gradwire.kernels.fused import Accumulation
+
+READ = tl.constexpr(0)  # no gradient: the residual is the target already
+PLAIN = tl.constexpr(1)
+MOMENTUM = tl.constexpr(2)
+NESTEROV = tl.constexpr(3)
+
+
+@triton.jit
+def fetch(pointer, at, live, MASKED: tl.constexpr):
+    # A mask would keep the compiler from loading 16 bytes at a time, so only the last tile has one.
+    x = tl.load(pointer + at, mask=live, other=0.0) if MASKED else tl.load(pointer + at)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def put(pointer, at, x, live, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(pointer + at, x, mask=live)
+    else:
+        tl.store(pointer + at, x)
+
+
+@triton.jit
+def enter(
+    grad, residual, momentum, broken, at, live, m, decay,
+    RULE: tl.constexpr, KEEP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Update the memories at these places, and give the target there; without KEEP, the caller stores it."""
+    v = fetch(residual, at, live, MASKED)
+    if RULE != READ:
+        g = fetch(grad, at, live, MASKED)
+        finite = tl.abs(g) < float("inf")
+        if tl.max((~finite).to(tl.int32), None) > 0:
+            tl.store(broken, 1)
+        g = tl.where(finite, g, 0.0)
+        if RULE == PLAIN:
+            v = g + decay * v
+        else:
+            u = fetch(momentum, at, live, MASKED)
+            if RULE == NESTEROV:
+                u = m * (u + g)
+                v = v + u + g
+            else:
+                u = m * u + g
+                v = v + u
+            put(momentum, at, u, live, MASKED)
+        if KEEP:
+            put(residual, at, v, live, MASKED)
+    return v
+
+
+@triton.jit
+def _accumulate(grad, residual, momentum, broken, n, m, decay, RULE: tl.constexpr, BLOCK: tl.constexpr):
+    base = tl.program_id(0).to(tl.int64) * BLOCK
+    at = tl.arange(0, BLOCK)
+    if base + BLOCK <= n:
+        enter(grad + base, residual + base, momentum + base, broken, at, at < BLOCK, m, decay, RULE, True, False)
+    else:
+        enter(grad + base, residual + base, momentum + base, broken, at, at < n - base, m, decay, RULE, True, True)
+
+
+@triton.jit
+def _settle(residual, momentum, indices, heard, k, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr):
+    j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = j < k
+    at = tl.load(indices + j, mask=live, other=0)
+    left = tl.load(residual + at, mask=live) - tl.load(heard + j, mask=live)
+    tl.store(residual + at, left, mask=live)
+    if MOMENTUM:
+        tl.store(momentum + at, tl.zeros_like(left), mask=live)
+
+
+def rule_of(momentum: Tensor | None, rule: Accumulation) -> int:
+    """Which of the rules above this is."""
+    found = PLAIN if momentum is None else NESTEROV if rule.nesterov else MOMENTUM
+    return int(found.value)
+
+
+def readable(*tensors: Tensor | None) -> bool:
+    """Whether kernels can walk these tensors as they lie."""
+    return all(x is None or (x.dtype in WIDE and x.is_contiguous()) for x in tensors)
+
+
+@placed
+def accumulate_(grad: Tensor, residual: Tensor, momentum: Tensor | None, rule: Accumulation) -> Tensor:
+    n = grad.numel()
+    if n == 0 or not readable(grad, residual, momentum):
+        return definition(fused.accumulate_)(grad, residual, momentum, rule)
+    broken = torch.zeros((), dtype=torch.uint8, device=grad.device)
+    spare = residual if momentum is None else momentum
+    _accumulate[(-(-n // BLOCK),)](
+        grad,
+        residual,
+        spare,
+        broken,
+        n,
+        rule.momentum,
+        rule.decay,
+        rule_of(momentum, rule),
+        BLOCK,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+    return broken.view(torch.bool)
+
+
+@placed
+def settle_(residual: Tensor, momentum: Tensor | None, indices: Tensor, heard: Tensor) -> None:
+    """As defined, but for positions that all differ."""
+    k = indices.numel()
+    if not (readable(residual, momentum, heard) and indices.is_contiguous()):
+        definition(fused.settle_)(residual, momentum, indices, heard)
+    elif k:
+        spare = residual if momentum is None else momentum
+        _settle[(-(-k // 1024),)](residual, spare, indices, heard, k, momentum is not None, 1024, num_warps=4)

@@ -1,0 +1,90 @@
+"""Signs: one bit a value, with one scale per segment or two; and error feedback with them."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradwire.core.payload import from_bytes
+from gradwire.kernels import fused, quantize
+from gradwire.kernels.cuda.codes import message
+from gradwire.kernels.cuda.decode import SIDE, SIGN, decode
+from gradwire.kernels.cuda.enter import PLAIN, fetch, put, readable
+from gradwire.kernels.cuda.survey import MEAN, ROOT, SIDES, survey
+from gradwire.kernels.cuda.tables import BLOCK, definition, grid, known, placed
+
+
+@triton.jit
+def _deduct_tile(residual, scales, n, tile_row, row_segment, starts, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    tile = tl.program_id(0).to(tl.int64)
+    base = tile * BLOCK
+    at = tl.arange(0, BLOCK)
+    live = at < n - base
+    row, stop = tl.load(tile_row + tile), tl.load(tile_row + tile + 1)
+    scale = tl.zeros([BLOCK], tl.float32) + tl.load(scales + tl.load(row_segment + row))
+    x = fetch(residual + base, at, live, MASKED)
+    for later in range(row + 1, stop):
+        segment = tl.load(row_segment + later)
+        first = (tl.load(starts + segment) - base).to(tl.int32)
+        scale = tl.where(at >= first, tl.load(scales + segment), scale)
+    put(residual + base, at, x - tl.where(x >= 0, scale, -scale), live, MASKED)
+
+
+@triton.jit
+def _deduct(residual, scales, n, tile_row, row_segment, starts, BLOCK: tl.constexpr):
+    """Take off what the signs and scales say."""
+    if (tl.program_id(0).to(tl.int64) + 1) * BLOCK <= n:
+        _deduct_tile(residual, scales, n, tile_row, row_segment, starts, False, BLOCK)
+    else:
+        _deduct_tile(residual, scales, n, tile_row, row_segment, starts, True, BLOCK)
+
+
+@placed
+def sign_encode(values: Tensor, lengths: Tensor, norm: bool) -> Tensor:
+    if not readable(values):
+        return definition(quantize.sign_encode)(values, lengths, norm)
+    where = grid(known(lengths), values.device)
+    data, scales, bits = message(lengths.numel(), where.n, 1, values.device)
+    survey(values, where, ROOT if norm else MEAN, scales, bits=bits)
+    return data
+
+
+@placed
+def sign_decode(data: Tensor, lengths: Tensor) -> Tensor:
+    head = 4 * lengths.numel()
+    scales = from_bytes(data[:head], torch.float32)
+    return decode(data[head:], scales, grid(known(lengths), data.device), SIGN)
+
+
+@placed
+def onebit_encode(values: Tensor, lengths: Tensor) -> Tensor:
+    if not readable(values):
+        return definition(quantize.onebit_encode)(values, lengths)
+    where, segments = grid(known(lengths), values.device), lengths.numel()
+    data, scales, bits = message(2 * segments, where.n, 1, values.device)
+    survey(values, where, SIDES, scales[:segments], scales[segments:], bits)
+    return data
+
+
+@placed
+def onebit_decode(data: Tensor, lengths: Tensor) -> Tensor:
+    head = 8 * lengths.numel()
+    upper, lower = from_bytes(data[:head], torch.float32).view(2, -1)
+    return decode(data[head:], upper, grid(known(lengths), data.device), SIDE, second=lower)
+
+
+@placed
+def feedback_sign_(
+    grad: Tensor, residual: Tensor, decay: float, lengths: tuple[int, ...], norm: bool
+) -> tuple[Tensor, Tensor]:
+    where = grid(lengths, grad.device)
+    if where.n == 0 or not readable(grad, residual):
+        return definition(fused.feedback_sign_)(grad, residual, decay, lengths, norm)
+    data, scales, bits = message(len(lengths), where.n, 1, grad.device)
+    broken = torch.zeros((), dtype=torch.uint8, device=grad.device)
+    stat = ROOT if norm else MEAN
+    survey(residual, where, stat, scales, bits=bits, grad=grad, broken=broken, decay=decay, rule=PLAIN)
+    _deduct[(where.tiles,)](
+        residual, scales, where.n, where.tile_row, where.row_segment, where.starts, BLOCK, num_warps=8
+    )
+    return data, broken.view(torch.bool)

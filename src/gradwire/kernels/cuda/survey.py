@@ -1,0 +1,181 @@
+"""One number per segment, from one pass; signs are packed, and a gradient enters the memory, in the same pass.
+
+Each row's sums go down in float64; a second, small launch adds up the rows of a segment, always in the same order.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradwire.kernels.cuda.codes import store_codes
+from gradwire.kernels.cuda.enter import READ, enter
+from gradwire.kernels.cuda.tables import BLOCK, Grid
+
+MEAN = tl.constexpr(0)  # of magnitudes
+ROOT = tl.constexpr(1)  # of the mean square
+NORM = tl.constexpr(2)
+SIDES = tl.constexpr(3)  # the mean of what is >= 0, then that of the rest
+PEAK = tl.constexpr(4)  # the largest magnitude, at most ``clip`` roots of the mean square; then that limit
+
+_PARTS = tl.constexpr(3)
+_WIDTH = tl.constexpr(4096)
+_MOST = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def _sum(x):
+    return tl.sum(tl.sum(x, 1), 0)
+
+
+@triton.jit
+def _span(row, base, row_segment, starts, BLOCK: tl.constexpr):
+    segment = tl.load(row_segment + row)
+    first = tl.maximum(tl.load(starts + segment) - base, 0)
+    return first.to(tl.int32), tl.minimum(tl.load(starts + segment + 1) - base, BLOCK).to(tl.int32)
+
+
+@triton.jit
+def _tile(
+    grad, residual, broken, bits, parts, n, decay, tile_row, row_segment, starts,
+    STAT: tl.constexpr, PACK: tl.constexpr, RULE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0).to(tl.int64)
+    base = tile * BLOCK
+    eight = tl.arange(0, BLOCK // 8)
+    at = eight[:, None] * 8 + tl.arange(0, 8)[None, :]
+    live = at < n - base
+    row, stop = tl.load(tile_row + tile), tl.load(tile_row + tile + 1)
+    first, end = _span(row, base, row_segment, starts, BLOCK)
+    x = enter(grad + base, residual + base, residual, broken, at, live, 0.0, decay, RULE, True, MASKED)
+    if PACK:
+        store_codes(bits + tile * (BLOCK // 8), eight, (x >= 0).to(tl.int32), live, 1, MASKED)
+    while row < stop:
+        inside = (at >= first) & (at < end)
+        wide = x.to(tl.float64)
+        to = parts + row * _PARTS
+        if STAT == MEAN:
+            tl.store(to, _sum(tl.where(inside, tl.abs(wide), 0.0)))
+        elif STAT == SIDES:
+            above = inside & (x >= 0)
+            tl.store(to, _sum(tl.where(above, wide, 0.0)))
+            tl.store(to + 1, _sum(tl.where(inside & ~above, wide, 0.0)))
+            tl.store(to + 2, _sum(above.to(tl.int32)).to(tl.float64))
+        else:
+            tl.store(to, _sum(tl.where(inside, wide * wide, 0.0)))
+        if STAT == PEAK:
+            size = tl.where(inside, tl.abs(x), 0.0)
+            tl.store(to + 1, tl.max(tl.max(size, 1), 0).to(tl.float64))
+        row += 1
+        if row < stop:
+            first, end = _span(row, base, row_segment, starts, BLOCK)
+
+
+@triton.jit
+def _survey(
+    grad, residual, broken, bits, parts, n, decay, tile_row, row_segment, starts,
+    STAT: tl.constexpr, PACK: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if (tl.program_id(0).to(tl.int64) + 1) * BLOCK <= n:
+        _tile(
+            grad, residual, broken, bits, parts, n, decay, tile_row, row_segment, starts,
+            STAT, PACK, RULE, False, BLOCK,
+        )  # fmt: skip
+    else:
+        _tile(
+            grad, residual, broken, bits, parts, n, decay, tile_row, row_segment, starts,
+            STAT, PACK, RULE, True, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _conclude(parts, starts, segment_row, scales, second, clip_at, STAT: tl.constexpr):
+    segment = tl.program_id(0)
+    row, end = tl.load(segment_row + segment), tl.load(segment_row + segment + 1)
+    count = tl.maximum(tl.load(starts + segment + 1) - tl.load(starts + segment), 1).to(tl.float64)
+    one, two, three = (tl.zeros([_WIDTH], tl.float64),) * 3
+    for i in range(row, end, _WIDTH):
+        at = (i + tl.arange(0, _WIDTH)) * _PARTS
+        live = at < end * _PARTS
+        one += tl.load(parts + at, mask=live, other=0.0)
+        if STAT == SIDES:
+            two += tl.load(parts + at + 1, mask=live, other=0.0)
+            three += tl.load(parts + at + 2, mask=live, other=0.0)
+        if STAT == PEAK:
+            two = tl.maximum(two, tl.load(parts + at + 1, mask=live, other=0.0))
+    total = tl.sum(one, 0)
+    if STAT == MEAN:
+        result = total / count
+    elif STAT == ROOT:
+        result = tl.sqrt(total / count)
+    elif STAT == NORM:
+        norm = tl.sqrt(total)
+        result = tl.where(norm < float("inf"), tl.minimum(norm, _MOST), norm)
+    elif STAT == SIDES:
+        above = tl.sum(three, 0)
+        exact = (tl.load(starts + segment + 1) - tl.load(starts + segment)).to(tl.float64)
+        result = total / tl.maximum(above, 1.0)
+        tl.store(second + segment, (tl.sum(two, 0) / tl.maximum(exact - above, 1.0)).to(tl.float32))
+    else:
+        root = tl.sqrt(total / count)
+        clip = tl.load(clip_at)
+        limit = tl.where((root != 0) & (clip > 0), clip * root, float("inf")).to(tl.float32)
+        tl.store(second + segment, limit)
+        result = tl.minimum(tl.max(two, 0).to(tl.float32), limit)
+    tl.store(scales + segment, result.to(tl.float32))
+
+
+def survey(
+    x: Tensor,
+    where: Grid,
+    stat: tl.constexpr,
+    scales: Tensor,
+    second: Tensor | None = None,
+    bits: Tensor | None = None,
+    clip: float = 0.0,
+    grad: Tensor | None = None,
+    broken: Tensor | None = None,
+    decay: float = 1.0,
+    rule: tl.constexpr = READ,
+) -> None:
+    """Write each segment's ``stat`` into ``scales``, and what else it gives into ``second``."""
+    parts = torch.empty(max(where.rows, 1) * _PARTS.value, dtype=torch.float64, device=x.device)
+    if where.tiles:
+        _survey[(where.tiles,)](
+            x if grad is None else grad,
+            x,
+            parts if broken is None else broken,
+            parts if bits is None else bits,
+            parts,
+            where.n,
+            decay,
+            where.tile_row,
+            where.row_segment,
+            where.starts,
+            stat.value,
+            bits is not None,
+            rule.value,
+            BLOCK,
+            num_warps=8,
+            maxnreg=48 if grad is None else 64,  # enough, and more programs fit side by side
+            enable_fp_fusion=False,
+        )
+    if scales.numel():
+        _conclude[(where.starts.numel() - 1,)](
+            parts,
+            where.starts,
+            where.segment_row,
+            scales,
+            scales if second is None else second,
+            _float64(clip, x.device),
+            stat.value,
+            num_warps=8,
+            enable_fp_fusion=False,
+        )
+
+
+@lru_cache(maxsize=64)
+def _float64(x: float, device: torch.device) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64, device=device)  # as an argument it would be a float32

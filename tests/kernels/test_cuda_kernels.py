@@ -1,0 +1,215 @@
+"""The Triton kernels against their definitions, bit for bit.
+
+They run on a GPU where there is one; else under Triton's interpreter, if ``TRITON_INTERPRET=1`` was set beforehand.
+"""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from gradwire.core.keys import Key
+from gradwire.kernels import fused, quantize
+from gradwire.kernels.dispatch import reference_only
+from gradwire.kernels.fused import Accumulation
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("there is no GPU, and TRITON_INTERPRET=1 is not set", allow_module_level=True)
+
+from gradwire.kernels import cuda
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(1,), (7,), (8, 0, 9), (1000,), (5000, 0, 3001), (16, 4096, 24, 5000)]
+RULES = [Accumulation(decay=0.7), Accumulation(0.9), Accumulation(0.9, nesterov=True)]
+KEY = Key(seed=7, step=3, rank=1)
+
+
+def draw(kind, n, seed=0):
+    torch.manual_seed(seed)
+    x = torch.randn(n)
+    if kind == "ties":
+        x = x.round()
+    elif kind == "zeros":
+        x[torch.rand(n) > 0.002] = 0.0
+    elif kind == "equal":
+        x = torch.full((n,), -2.0)
+    return x
+
+
+def plain(function, *args):
+    with reference_only():
+        return function(*args)
+
+
+def on(device, *args):
+    return [a.to(device) if isinstance(a, torch.Tensor) else a for a in args]
+
+
+def same(found, expected):
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    assert torch.equal(found.cpu(), expected), (found.cpu() != expected).nonzero().flatten()[:10]
+
+
+def budgets(lengths):
+    return {
+        "few": tuple(min(n, max(1, n // 100)) for n in lengths),
+        "some": tuple(n // 3 for n in lengths),
+        "mixed": tuple((0, n, n // 50)[i % 3] for i, n in enumerate(lengths)),
+    }
+
+
+@pytest.mark.parametrize("lengths", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "equal"])
+def test_topk(lengths, kind):
+    x = draw(kind, sum(lengths))
+    for counts in budgets(lengths).values():
+        same(cuda.topk(x.to(DEVICE), lengths, counts), plain(fused.topk, x, lengths, counts))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["decay", "momentum", "nesterov"])
+@pytest.mark.parametrize("lengths", [(7,), (1000,), (5000, 0, 3001), (16, 4096, 24, 9000)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_pass_selection(lengths, rule, dtype):
+    n = sum(lengths)
+    counts = budgets(lengths)["few"]
+    v, u = torch.zeros(n), None if rule.momentum == 0 else torch.zeros(n)
+    v2, u2 = on(DEVICE, v.clone(), None if u is None else u.clone())
+    edge = None
+    for step in range(3):
+        g = draw("normal", n, step).to(dtype)
+        if step == 1:
+            g[n // 2], g[0] = float("nan"), float("-inf")
+        expected = plain(fused.accumulate_topk_, g, v, u, rule, lengths, counts, None)
+        found = cuda.accumulate_topk_(g.to(DEVICE), v2, u2, rule, lengths, counts, edge)
+        edge = found.edge
+        for a, b in zip(found, expected, strict=True):
+            same(a, b)
+        plain(fused.settle_, v, u, expected.indices, expected.values)
+        cuda.settle_(v2, u2, found.indices, found.values)
+        same(v2, v)
+        if u is not None:
+            same(u2, u)
+
+
+@pytest.mark.parametrize("hint", [0.0, 1e-30, 0.5, 3.0, 1e30, float("inf"), float("nan")])
+@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "equal"])
+def test_any_hint_gives_the_same(hint, kind):
+    lengths, counts = (9000, 300, 6000), (60, 10, 6)
+    g = draw(kind, sum(lengths))
+    v = torch.zeros(sum(lengths))
+    v2, g2, edge = on(DEVICE, v.clone(), g, torch.full((3,), hint))
+    expected = plain(fused.accumulate_topk_, g, v, None, Accumulation(), lengths, counts, None)
+    found = cuda.accumulate_topk_(g2, v2, None, Accumulation(), lengths, counts, edge)
+    for a, b in zip(found, expected, strict=True):
+        same(a, b)
+
+
+def test_selection_leaves_its_scratch_clean():
+    lengths, counts = (9000, 100), (90, 3)
+    for seed in range(3):
+        x = draw("normal" if seed else "equal", sum(lengths), seed)
+        same(cuda.topk(x.to(DEVICE), lengths, counts), plain(fused.topk, x, lengths, counts))
+
+
+def coders(lengths):
+    """Encode and decode by name, with all arguments but the tensor and the lengths."""
+    names = tuple(map(str, range(len(lengths))))
+    yield "sign_encode", "sign_decode", (False,), ()
+    yield "sign_encode", "sign_decode", (True,), ()
+    yield "onebit_encode", "onebit_decode", (), ()
+    for bits, block in ((8, 256), (4, 256), (2, 64), (4, 10), (2, 13), (8, 100)):
+        yield "integer_encode", "integer_decode", (bits, block), (bits, block)
+    for levels, bucket in ((127, 512), (7, None), (3, 64), (1, 13), (15, 100), (2, None)):
+        for biased in (False, True):
+            yield "qsgd_encode", "qsgd_decode", (names, KEY, levels, bucket), (levels, bucket, biased)
+    for clip in (0.0, 2.5):
+        yield "ternary_encode", "ternary_decode", (names, KEY, clip), ()
+
+
+@pytest.mark.parametrize("lengths", SHAPES, ids=str)
+def test_coders(lengths):
+    x, table = draw("normal", sum(lengths)), torch.tensor(lengths)
+    x[::7] = 0.0
+    x2, table2 = on(DEVICE, x, table)
+    for encode, decode, how, back in coders(lengths):
+        data = plain(getattr(quantize, encode), x, table, *how)
+        same(getattr(cuda, encode)(x2, table2, *how), data)
+        same(
+            getattr(cuda, decode)(data.to(DEVICE), table2, *back), plain(getattr(quantize, decode), data, table, *back)
+        )
+
+
+@pytest.mark.parametrize("lengths", SHAPES, ids=str)
+def test_natural(lengths):
+    n, names = sum(lengths), tuple(map(str, range(len(lengths))))
+    x = draw("normal", n) * 10.0 ** torch.randint(-40, 38, (n,))
+    x[::7] = float("inf")
+    x2, table = on(DEVICE, x, torch.tensor(lengths))
+    data = plain(quantize.natural_encode, x, table.cpu(), names, KEY)
+    same(cuda.natural_encode(x2, table, names, KEY), data)
+    same(cuda.natural_decode(data.to(DEVICE), n), plain(quantize.natural_decode, data, n))
+
+
+@pytest.mark.parametrize("lengths", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_feedback(lengths, dtype):
+    n = sum(lengths)
+    g, e = draw("normal", n, 1).to(dtype), draw("normal", n, 2)
+    g[n // 2] = float("nan")
+    hows = [("feedback_sign_", (False,)), ("feedback_sign_", (True,))]
+    hows += [("feedback_integer_", how) for how in ((4, 256), (8, 100), (2, 64), (4, 10))]
+    for name, how in hows:
+        left, left2, g2 = e.clone(), e.clone().to(DEVICE), g.to(DEVICE)
+        expected = plain(getattr(fused, name), g, left, 0.9, lengths, *how)
+        found = getattr(cuda, name)(g2, left2, 0.9, lengths, *how)
+        for a, b in zip((*found, left2), (*expected, left), strict=True):
+            same(a, b)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_scatter_mean(world):
+    torch.manual_seed(0)
+    n = 5000
+    places = [torch.randperm(n)[: 500 * (r + 1)] for r in range(world)]
+    bounds = (0, *torch.tensor([p.numel() for p in places]).cumsum(0).tolist())
+    indices, values = torch.cat(places), torch.randn(bounds[-1])
+    expected = plain(fused.scatter_mean, values, indices, bounds, n, world)
+    same(cuda.scatter_mean(*on(DEVICE, values, indices), bounds, n, world), expected)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_large_segments_in_a_graph():
+    lengths = (3_000_001, 70_000, 1_000_000)
+    counts = (3000, 70, 1000)
+    n = sum(lengths)
+    g, v, u = torch.randn(n, device=DEVICE), torch.zeros(n, device=DEVICE), torch.zeros(n, device=DEVICE)
+    hint = torch.zeros(3, device=DEVICE)
+    cuda.accumulate_topk_(g, v.clone(), u.clone(), RULES[1], lengths, counts, hint)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = cuda.accumulate_topk_(g, v, u, RULES[1], lengths, counts, hint)
+        hint.copy_(found.edge)
+    v.zero_()
+    u.zero_()
+    v2, u2 = v.clone(), u.clone()
+    for _ in range(4):
+        g.normal_()
+        graph.replay()
+        expected = plain(fused.accumulate_topk_, g, v2, u2, RULES[1], lengths, counts, None)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_more_than_int32_elements():
+    n = 2**31 + 5000
+    x = torch.zeros(n, device=DEVICE)
+    at = torch.tensor([3, 2**31 - 1, 2**31 + 7, n - 1], device=DEVICE)
+    x[at] = torch.tensor([1.0, -2.0, 3.0, -4.0], device=DEVICE)
+    assert torch.equal(cuda.topk(x, (n,), (3,)), at[1:])
+    assert torch.equal(cuda.topk(x, (n - 10, 10), (2, 1)), at[1:])
+    x[at] = 0.0
+    assert torch.equal(cuda.topk(x, (n,), (5,)), torch.arange(5, device=DEVICE))
