@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -138,3 +139,42 @@ def test_one_is_killed_and_comes_back(tmp_path: Path) -> None:
     mean = sum(result[2] for result in results.values()) / WORLD
     assert abs(mean - sum(alone) / WORLD) <= 0.01
     assert min(result[2] for result in results.values()) > 0.9
+
+
+def test_one_that_was_left_behind_catches_up(tmp_path: Path) -> None:
+    """Two in one process: the second stalls, is dropped, and then takes the first one's parameters and step."""
+    models, nets = [build(), build()], {}
+    with torch.no_grad():
+        models[1][0].weight.add_(1.0)
+
+    def start(rank: int) -> None:
+        nets[rank] = gradwire.gossip(
+            models[rank], "dpsgd(ring)", elastic=True, meeting=tmp_path, rank=rank, world=2, timeout=0.5
+        )
+
+    threads = [threading.Thread(target=start, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, second = nets[0], nets[1]
+    both = [threading.Thread(target=net) for net in (first, second)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert torch.allclose(models[0][0].weight, models[1][0].weight, atol=1e-6)  # one round, half and half
+    for _ in range(30):
+        first()
+    assert first.report().dropped == 1 and first.step == 31
+    with torch.no_grad():
+        models[0][0].weight.mul_(2.0)
+    first()
+    deadline = time.monotonic() + 10
+    while second.step < 30 and time.monotonic() < deadline:
+        time.sleep(0.02)  # a step of training; faster, it would be alone for long
+        second()
+    assert second.step >= 32
+    assert torch.equal(models[0][0].weight, models[1][0].weight)
+    for net in (first, second):
+        net.close()
