@@ -6,10 +6,10 @@ STAMP := .venv/.installed
 
 # Some virtual machines advertise AMX without offering its tiles, and there a bfloat16 matmul dies
 # with SIGILL. Keeping oneDNN to AVX-512 costs little and works everywhere.
-test train: export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
+test study train: export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check format docs
+.PHONY: help setup train test study check format docs
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ train: setup  ## Train on the digits with compressed gradients
 
 test: setup  ## Run the tests
 	$(BIN)/python -m pytest $(ARGS)
+
+study: setup  ## Run the tests that take long
+	$(BIN)/python -m pytest -m study $(ARGS)
 
 check: setup  ## Check format, lint and types
 	$(BIN)/ruff format --check .

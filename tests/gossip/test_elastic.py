@@ -44,7 +44,7 @@ def step_(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: i
     chosen = torch.randint(0, 150, (16,), generator=torch.Generator().manual_seed(1000 * step + rank))
     mine = WORLD * chosen + rank
     for group in optimizer.param_groups:
-        group["lr"] = 0.2 * (1 - step / STEPS)
+        group["lr"] = 0.1 * (1 - step / STEPS)
     optimizer.zero_grad()
     F.cross_entropy(model(images[mine]), labels[mine]).backward()
     optimizer.step()
@@ -72,7 +72,7 @@ def work(rank: int, folder: str, pipe: Connection, waits: bool) -> None:
     )
     if waits:
         Path(folder, "joined").touch()
-    began, optimizer, longest = net.step, torch.optim.SGD(model.parameters(), lr=0.2), 0.0
+    began, optimizer, longest = net.step, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 0.0
     while net.step < STEPS:
         if rank == VICTIM and net.step == DIES and not waits:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -93,7 +93,7 @@ def work(rank: int, folder: str, pipe: Connection, waits: bool) -> None:
 def undisturbed(train: Pairs, test: Pairs) -> list[float]:
     models = [build() for _ in range(WORLD)]
     net = gradwire.gossip_lockstep(models, SPEC, CODEC)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.2) for model in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
     for step in range(STEPS):
         for rank in range(WORLD):
             step_(models[rank], optimizers[rank], rank, step, train)
@@ -138,7 +138,7 @@ def test_one_is_killed_and_comes_back(tmp_path: Path) -> None:
     assert results[0][4] == 0  # who is no neighbor lost nobody
     mean = sum(result[2] for result in results.values()) / WORLD
     assert abs(mean - sum(alone) / WORLD) <= 0.01
-    assert min(result[2] for result in results.values()) > 0.9
+    assert min(result[2] for result in results.values()) > min(alone) - 0.02  # a worker that did not come back shows
 
 
 def test_one_that_was_left_behind_catches_up(tmp_path: Path) -> None:

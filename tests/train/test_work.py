@@ -108,6 +108,7 @@ def test_what_is_refused_on_a_rank_is_a_sentence_here(tmp_path):
         work.spawned(work.Job(recipe, tmp_path), 2, lambda record: None)
 
 
+@pytest.mark.study  # three starts of torchrun take half a minute
 @pytest.mark.timeout(300)
 def test_torchrun_restarts_and_training_goes_on(tmp_path):
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]

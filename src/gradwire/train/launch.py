@@ -27,7 +27,7 @@ from gradwire.train.standing import Standing
 
 PRELOAD = ("torch", "torch.distributed", "numpy", "gradwire")
 PATIENCE = datetime.timedelta(minutes=5)  # of one collective
-LAST_WORDS_SECONDS = 1.0  # after a failure, until nobody has spoken for so long
+LAST_WORDS_SECONDS = 3.0  # a busy machine lets a death be seen late
 
 _context = multiprocessing.get_context("forkserver")
 _home: Connection | None = None  # in a rank: the way to whoever launched it
@@ -171,7 +171,7 @@ def _receive(rank: Rank) -> tuple[str, float, Any]:
     try:
         what, moment, value = pickle.loads(rank.pipe.recv_bytes())
     except EOFError:
-        rank.process.join(5)
+        rank.process.join(30)  # the fork server tells how it ended, when its turn comes
         return "failure", 0.0, f"died without a word: {_cause(rank.process.exitcode)}"
     return what, moment, value
 
