@@ -285,3 +285,27 @@ def test_the_first_rule_that_matches_wins():
         grads.append(net[4].weight.grad.clone())
     workers()
     assert torch.equal(nets[0][4].weight.grad, (grads[0] + grads[1]) / 2), "this layer travels in float32"
+
+
+def test_a_rank_that_forgot_its_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="init_process_group"):
+        gradwire.compress(nn.Linear(3, 2), "sign")
+
+
+def test_the_report_after_a_load_is_of_this_wire(tmp_path) -> None:
+    """Steps that another wire took are not in it, as their bytes are not."""
+    first, second = nn.Linear(30, 20), nn.Linear(30, 20)
+    opt = gradwire.DistributedOptimizer(torch.optim.SGD(first.parameters(), 0.1), first.named_parameters(), "sign")
+    for _ in range(3):
+        first(torch.ones(4, 30)).sum().backward()
+        opt.step()
+    gradwire.save(opt, tmp_path)
+    wire = gradwire.compress(second, "sign")
+    gradwire.load(wire, tmp_path)
+    second(torch.ones(4, 30)).sum().backward()
+    wire()
+    report = wire.report()
+    assert report.steps == 1
+    assert report.payload * 3 == opt.wire.report().payload
+    assert report.collectives * 3 == opt.wire.report().collectives

@@ -6,11 +6,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gradwire.adapters.agreement import telling
+from gradwire.adapters.optimizer import DistributedOptimizer
 from gradwire.adapters.wire import Wire
 
 
-def save(wire: Wire, folder: str | Path) -> Path:
+def save(wire: "Wire | DistributedOptimizer", folder: str | Path) -> Path:
     """Write this rank's state into a folder that all ranks share, as safetensors."""
+    wire = wire.wire if isinstance(wire, DistributedOptimizer) else wire
     path = Path(folder) / f"wire-{wire.link.rank}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -19,8 +21,9 @@ def save(wire: Wire, folder: str | Path) -> Path:
     return path
 
 
-def load(wire: Wire, folder: str | Path) -> None:
+def load(wire: "Wire | DistributedOptimizer", folder: str | Path) -> None:
     """Read the states that `save` wrote: one's own where the world is the same, else all of them."""
+    wire = wire.wire if isinstance(wire, DistributedOptimizer) else wire
     with telling(wire.link):
         world = int(_read(folder, 0)["gradwire/world"])
         ranks = [wire.link.rank] if world == wire.link.world else range(world)

@@ -58,6 +58,8 @@ def compress(
     Returns:
         A handle: ``report()``, ``state_dict()``, ``set(...)``, ``off()``; callable in plain loops.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"compress takes the model itself, not {type(model).__name__}; pass an nn.Module")
     ddp = find_ddp(model)
     inner = ddp.module if ddp is not None else model
     link = link or connect(ddp.process_group if ddp is not None else process_group)

@@ -60,6 +60,7 @@ class Wire:
         self._default: dict[str, Any] = {"granularity": granularity, "bundle": bundle}
         self._launch_bytes = launch_bytes
         self._hooked = hooked
+        self._begun = self._begun_skipped = 0  # where this wire's own account begins
         self._shared = dict(shared or {})
         self._veto = veto
         plan = self._agree(spec, feedback, exchange, seed, self._extra)
@@ -228,8 +229,13 @@ class Wire:
         states = [state] if isinstance(state, Mapping) else list(state)
         with telling(self.link):
             memory.check(self.session, states, self.spec)
+        account = self.link.traffic
         agree(self.link, self.spec, self._tensors(), int(states[0]["gradwire/step"]))
+        self.link.traffic = account  # an agreement is no step's
+        taken, skipped = self.session.step - self._begun, self.session.skipped - self._begun_skipped
         memory.load(self.session, states)
+        # The account is of this wire: steps that another one took are not in it, as their bytes are not.
+        self._begun, self._begun_skipped = self.session.step - taken, self.session.skipped - skipped
 
     def debts(self) -> dict[str, Tensor]:
         """This rank's share of the pending update by name; its mean over ranks is still to be applied."""
@@ -249,7 +255,8 @@ class Wire:
         session = self.session
         rules = {label: (session.said[label], dense) for label, dense in session.meant.items()}
         spent = {label: (clock.encode, clock.decode) for label, clock in session.spent.items()}
-        return Report.of(session.step, session.skipped, self.link.world, self.link.traffic, self.clock, rules, spent)
+        steps, skipped = session.step - self._begun, session.skipped - self._begun_skipped
+        return Report.of(steps, skipped, self.link.world, self.link.traffic, self.clock, rules, spent)
 
     def __str__(self) -> str:
         return show(self.session)

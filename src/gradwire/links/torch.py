@@ -1,5 +1,7 @@
 """TorchLink: a torch.distributed process group (gloo, NCCL, or gloo with CUDA tensors)."""
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -68,5 +70,11 @@ class TorchLink(Link):
 def connect(group: dist.ProcessGroup | None = None) -> Link:
     """A link of our own beside the user's group; a world of one where no process group exists."""
     if not (dist.is_available() and dist.is_initialized()):
+        ranks = os.environ.get("WORLD_SIZE", "1")
+        if ranks != "1":
+            raise ValueError(
+                f"WORLD_SIZE is {ranks}, but there is no process group, so this rank would train alone; "
+                "call torch.distributed.init_process_group before gradwire, or unset WORLD_SIZE"
+            )
         return SoloLink()
     return TorchLink(private_group(group))
