@@ -14,14 +14,14 @@ pytestmark = pytest.mark.timeout(600)  # a busy machine may take long for the on
 JOBS = (
     Job("dgc(0.01)"),
     Job("topk(0.01) | sign"),
-    Job("topk(0.05) | terngrad"),
-    Job("topk(0.05)", feedback="ef21"),
     Job("powersgd(2)"),
     Job("ef_signsgd", exchange="two_way", epochs=24, lr=0.03),
 )
 # The same law for more methods; `make study` runs these, since they take another minute.
 MORE = (
     Job("topk(0.01)"),
+    Job("topk(0.05) | terngrad"),
+    Job("topk(0.05)", feedback="ef21"),
     Job("adacomp | sign"),
     Job("qsgd(biased=True)", feedback="residual"),
     Job("sign", exchange="allgather"),

@@ -164,7 +164,9 @@ def take_steps(num_steps: int, case: Case, door: str, rank: int) -> Iterator[Any
     yield wire.report()
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["world2", "world4"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, marks=pytest.mark.study), 4], ids=["world2", "world4"]
+)  # two ranks say little that four do not
 def watched(request: pytest.FixtureRequest) -> Iterator[tuple[list[dict[tuple[str, str], Account]], str]]:
     """What every rank saw, and why the kernel did not count, if so."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:

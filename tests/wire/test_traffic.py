@@ -52,9 +52,11 @@ def test_a_collective_costs_what_we_say():
                 ranks = run_ranks(watch, 3, folder, names)
         except Unavailable as why:
             pytest.skip(str(why))
+    # Besides what it sends again, TCP probes a silent peer with a segment or a few, and counts them nowhere.
+    probes = 4 * SEGMENT
     for name in collectives(0):
         resent = SEGMENT * sum(seen[name][2].resent for seen in ranks)
         for sent, received, counted in (seen[name] for seen in ranks):
-            assert counted.data == pytest.approx(sent, rel=0.01, abs=2000), name
+            assert counted.data == pytest.approx(sent, rel=0.01, abs=2000 + probes), name
             into = counted.received - FRAME * counted.received_frames
-            assert into == pytest.approx(received, rel=0.01, abs=2000 + resent), name
+            assert into == pytest.approx(received, rel=0.01, abs=2000 + probes + resent), name
