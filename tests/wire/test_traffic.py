@@ -52,7 +52,7 @@ def test_a_collective_costs_what_we_say():
                 ranks = run_ranks(watch, 3, folder, names)
         except Unavailable as why:
             pytest.skip(str(why))
-    # Besides what it sends again, TCP probes a silent peer with a segment or a few, and counts them nowhere.
+    # Once, three segments more were seen than were sent or counted as resent; probes of TCP's own are a guess.
     probes = 4 * SEGMENT
     for name in collectives(0):
         resent = SEGMENT * sum(seen[name][2].resent for seen in ranks)

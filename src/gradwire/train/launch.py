@@ -27,7 +27,7 @@ from gradwire.train.standing import Standing
 
 PRELOAD = ("torch", "torch.distributed", "numpy", "gradwire")
 PATIENCE = datetime.timedelta(minutes=5)  # of one collective
-LAST_WORDS_SECONDS = 3.0  # a busy machine lets a death be seen late
+LAST_WORDS_SECONDS = 3.0  # after a failure, until nobody has spoken for so long
 
 _context = multiprocessing.get_context("forkserver")
 _home: Connection | None = None  # in a rank: the way to whoever launched it
