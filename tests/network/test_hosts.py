@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import gradwire
 from gradwire.cli.hosts import app
+from gradwire.links.rates import parse_rate, parse_seconds, parse_share
 from gradwire.network import Hosts, LinkSpec, Refused, namespaces, shaping, sweep
-from gradwire.network.rates import parse_rate, parse_seconds, parse_share
 from gradwire.network.switch import Port, Switch
 
 real = pytest.mark.skipif(bool(namespaces.lacking()), reason=namespaces.lacking() or "hosts can be made")

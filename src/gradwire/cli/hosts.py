@@ -4,9 +4,9 @@ from typing import Annotated
 
 import typer
 
+from gradwire.links.rates import LinkSpec, parse_rate, parse_seconds, parse_share
 from gradwire.network.hosts import Hosts
 from gradwire.network.namespaces import Refused, sweep
-from gradwire.network.rates import LinkSpec, parse_rate, parse_seconds, parse_share
 
 app = typer.Typer(no_args_is_help=True, help="Run commands in several hosts made on this machine.")
 

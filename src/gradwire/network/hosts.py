@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Literal, Self
 
+from gradwire.links.rates import LinkSpec
 from gradwire.network import namespaces, shaping, switch
 from gradwire.network.addresses import mac, private, unused
 from gradwire.network.guard import Guard, undisturbed
 from gradwire.network.launch import DEFAULTS, Crew, Ended, Sink, launch, place
 from gradwire.network.namespaces import Refused, ip, listed
-from gradwire.network.rates import LinkSpec
 
 DEVICE = "eth0"
 MOST_HOSTS = 250

@@ -7,8 +7,8 @@ small messages pay for the wire too; its queue holds 50 ms, more where that woul
 import json
 import math
 
+from gradwire.links.rates import LinkSpec
 from gradwire.network.namespaces import Refused, tc
-from gradwire.network.rates import LinkSpec
 
 _BURST_SECONDS = 0.001
 _QUEUE_SECONDS = 0.05

@@ -1,0 +1,96 @@
+"""Alpha and beta: how long a collective takes on a link, by the algorithm that gloo really runs.
+
+A message of n bytes arrives alpha + n beta after it was sent, and a rank's messages share its link. Gloo moves
+
+    all-reduce   around a ring, 2 (N-1) hops of n/N bytes, each hop in pieces of at most 1 MiB, two or more of them
+    all-gather   around the same ring, N-1 hops of n bytes in two pieces
+    all-to-all   straight to each peer, all messages at once (a gossip swap is one with few peers)
+    broadcast    down a binomial tree
+
+so that, with c the bytes of a hop and p its pieces, N-1 or 2 (N-1) hops h take
+
+    (h - 1) max(c beta, alpha + c beta / p) + alpha + c beta
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from gradwire.links.rates import LinkSpec
+
+Kind: TypeAlias = Literal["all_reduce", "all_gather", "all_to_all", "broadcast", "swap"]
+
+HEADERS = 66  # bytes of Ethernet, IPv4 and TCP with timestamps around a packet's data
+MTU = 1500
+_SEGMENT = MTU + 14 - HEADERS
+_PIECE_BYTES = 2**20  # gloo's largest message within a ring
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """What a link costs.
+
+    Attributes:
+        alpha: Seconds from one rank to another, however short the message.
+        beta: Seconds that a byte of a tensor occupies the link, headers included.
+        duplex: Whether a rank sends at full rate while it receives.
+    """
+
+    alpha: float = 0.0
+    beta: float = 0.0
+    duplex: bool = True
+
+    @staticmethod
+    def of(link: LinkSpec, message_seconds: float = 0.0, duplex: bool = True) -> "AlphaBeta":
+        """The costs of a link, whose ranks need ``message_seconds`` of software for each message."""
+        beta = 0.0 if link.rate_bits is None else 8 * framed(1.0) / link.rate_bits
+        return AlphaBeta(link.delay_seconds + message_seconds, beta, duplex)
+
+    def carry(self, sent: float, received: float) -> float:
+        """Seconds for which bytes occupy a rank's link."""
+        return self.beta * (max(sent, received) if self.duplex else sent + received)
+
+
+def framed(nbytes: float, answered: bool = True) -> float:
+    """Bytes on the wire for bytes of tensors, in packets that are full; ``answered``: with acknowledgments.
+
+    A rank that receives as much as it sends acknowledges every second packet on the way it sends by.
+    """
+    packets = nbytes / _SEGMENT
+    return nbytes + HEADERS * packets * (1.5 if answered else 1.0)
+
+
+def seconds(kind: Kind, nbytes: float, world: int, link: AlphaBeta | LinkSpec) -> float:
+    """How long a collective takes from the moment at which all ranks have called it.
+
+    Args:
+        kind: Which collective.
+        nbytes: Of the tensor that is reduced or broadcast; of what each rank shows to all; of what a rank hands to all
+            peers together, itself excluded.
+        world: How many ranks take part.
+        link: What every rank's link costs.
+    """
+    cost = AlphaBeta.of(link) if isinstance(link, LinkSpec) else link
+    if world < 2 and kind != "swap":
+        return 0.0
+    if kind == "all_reduce":
+        return ring(2 * (world - 1), nbytes / world, cost)
+    if kind == "all_gather":
+        return ring(world - 1, nbytes, cost, pieces=2)
+    if kind == "broadcast":
+        rounds = math.ceil(math.log2(world))
+        return rounds * (cost.alpha + nbytes * cost.beta)
+    return scatter(nbytes, nbytes, cost)
+
+
+def ring(hops: int, chunk: float, cost: AlphaBeta, pieces: int | None = None) -> float:
+    """Hops of ``chunk`` bytes around a ring; a piece of a hop leaves while the piece before it is still under way."""
+    pieces = pieces or max(2, math.ceil(chunk / _PIECE_BYTES))
+    full = cost.carry(chunk, chunk)
+    hop = max(full, cost.alpha + full / pieces)
+    return (hops - 1) * hop + cost.alpha + full
+
+
+def scatter(sent: float, received: float, cost: AlphaBeta) -> float:
+    """Messages straight to their peers, all at once. One for which nobody waits yet is announced first."""
+    return 2 * cost.alpha + cost.carry(sent, received)
