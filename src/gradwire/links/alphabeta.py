@@ -13,8 +13,8 @@ so that, with c the bytes of a hop and p its pieces, N-1 or 2 (N-1) hops h take
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeAlias
 
 from gradwire.links.rates import LinkSpec
 
@@ -60,6 +60,18 @@ def framed(nbytes: float, answered: bool = True) -> float:
     return nbytes + HEADERS * packets * (1.5 if answered else 1.0)
 
 
+class Cost(NamedTuple):
+    """How a collective spends its time.
+
+    Attributes:
+        busy: Seconds in which a rank's link carries it, and nothing else.
+        wait: Seconds beyond that, in which others may use the link.
+    """
+
+    busy: float
+    wait: float
+
+
 def seconds(kind: Kind, nbytes: float, world: int, link: AlphaBeta | LinkSpec) -> float:
     """How long a collective takes from the moment at which all ranks have called it.
 
@@ -70,27 +82,33 @@ def seconds(kind: Kind, nbytes: float, world: int, link: AlphaBeta | LinkSpec) -
         world: How many ranks take part.
         link: What every rank's link costs.
     """
-    cost = AlphaBeta.of(link) if isinstance(link, LinkSpec) else link
-    if world < 2 and kind != "swap":
+    costs = AlphaBeta.of(link) if isinstance(link, LinkSpec) else link
+    if world < 2:
         return 0.0
     if kind == "all_reduce":
-        return ring(2 * (world - 1), nbytes / world, cost)
+        return ring(2 * (world - 1), nbytes / world, costs)
     if kind == "all_gather":
-        return ring(world - 1, nbytes, cost, pieces=2)
+        return ring(world - 1, nbytes, costs, pieces=2)
     if kind == "broadcast":
-        rounds = math.ceil(math.log2(world))
-        return rounds * (cost.alpha + nbytes * cost.beta)
-    return scatter(nbytes, nbytes, cost)
+        return math.ceil(math.log2(world)) * (costs.alpha + nbytes * costs.beta)
+    return scatter(nbytes, nbytes, costs)
 
 
-def ring(hops: int, chunk: float, cost: AlphaBeta, pieces: int | None = None) -> float:
+def ring(hops: int, chunk: float, costs: AlphaBeta, pieces: int | None = None) -> float:
     """Hops of ``chunk`` bytes around a ring; a piece of a hop leaves while the piece before it is still under way."""
     pieces = pieces or max(2, math.ceil(chunk / _PIECE_BYTES))
-    full = cost.carry(chunk, chunk)
-    hop = max(full, cost.alpha + full / pieces)
-    return (hops - 1) * hop + cost.alpha + full
+    full = costs.carry(chunk, chunk)
+    hop = max(full, costs.alpha + full / pieces)
+    return (hops - 1) * hop + costs.alpha + full
 
 
-def scatter(sent: float, received: float, cost: AlphaBeta) -> float:
+def scatter(sent: float, received: float, costs: AlphaBeta) -> float:
     """Messages straight to their peers, all at once. One for which nobody waits yet is announced first."""
-    return 2 * cost.alpha + cost.carry(sent, received)
+    return 2 * costs.alpha + costs.carry(sent, received)
+
+
+def cost(kind: Kind, nbytes: float, world: int, link: AlphaBeta | LinkSpec) -> Cost:
+    """`seconds`, told apart into what occupies a rank's link and what does not."""
+    costs = AlphaBeta.of(link) if isinstance(link, LinkSpec) else link
+    busy = seconds(kind, nbytes, world, replace(costs, alpha=0.0))
+    return Cost(busy, seconds(kind, nbytes, world, costs) - busy)
