@@ -1,0 +1,87 @@
+"""Throttled: a fast link that pretends to be a thin one, without root.
+
+What it carries arrives when the alpha-beta model of the collective says, and never earlier. All throttled links of a
+process share one wire, so that what is sent at once takes as long as what is sent in turn.
+
+Ranks of one machine share a clock. A long collective begins when the last rank has called it, so ranks first tell one
+another when that was; a short one costs less than that question, and is taken to begin when it has been carried out.
+"""
+
+import os
+import threading
+import time
+
+import torch
+from torch import Tensor
+
+from gradwire.links.alphabeta import AlphaBeta, Cost, Kind, cost
+from gradwire.links.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective
+from gradwire.links.link import Link
+from gradwire.links.rates import LinkSpec
+
+VARIABLE = "GRADWIRE_LINK"  # every door takes a link like this for granted, where it is set
+_LONG_BYTES = 2**16
+_KINDS: dict[type[Collective], Kind] = {AllReduce: "all_reduce", AllGather: "all_gather", Broadcast: "broadcast"}
+
+
+class Medium:
+    """The one wire of a process: when it is free again."""
+
+    def __init__(self) -> None:
+        self._free = 0.0
+        self._lock = threading.Lock()
+
+    def book(self, start: float, took: Cost) -> float:
+        """The moment at which something arrives that could leave at ``start``."""
+        with self._lock:
+            self._free = max(start, self._free) + took.busy
+            return self._free + took.wait
+
+
+MEDIUM = Medium()
+
+
+class ThrottledLink(Link):
+    """Carries over another link, and takes as long as a thinner one would."""
+
+    def __init__(self, inner: Link, spec: LinkSpec | str, medium: Medium = MEDIUM) -> None:
+        super().__init__()
+        self.inner, self.rank, self.world, self.device = inner, inner.rank, inner.world, inner.device
+        self.spec = LinkSpec.parse(spec) if isinstance(spec, str) else spec
+        if self.spec.jitter_seconds or self.spec.loss:
+            raise ValueError(
+                f"a pretended link has a rate and a delay, but {self.spec} has jitter or loss too; "
+                "leave them out, or use gradwire hosts"
+            )
+        self._medium = medium
+        self._costs = AlphaBeta.of(self.spec)
+
+    def move(self, collective: Collective) -> Tensor:
+        called = self._last_call(collective)
+        out = self.inner.move(collective)
+        due = self._medium.book(called or time.monotonic(), self.cost(collective))
+        time.sleep(max(0.0, due - time.monotonic()))
+        return out
+
+    def cost(self, collective: Collective) -> Cost:
+        """What this rank pays for a collective."""
+        x = collective.tensor
+        nbytes = x.numel() * x.element_size()
+        if isinstance(collective, AllToAll):
+            sent, received = (sum(n) - n[self.rank] for n in (collective.out, collective.into))
+            return cost("all_to_all", max(sent, received), self.world, self._costs)
+        return cost(_KINDS[type(collective)], nbytes, self.world, self._costs)
+
+    def _last_call(self, collective: Collective) -> float | None:
+        """When the last rank called, for a collective that is long on every rank."""
+        x = collective.tensor
+        if isinstance(collective, AllToAll) or x.numel() * x.element_size() < _LONG_BYTES:
+            return None
+        now = torch.tensor([time.monotonic()], dtype=torch.float64, device=self.device)
+        return float(self.inner.move(AllReduce(now, "max")))
+
+
+def pretended(link: Link) -> Link:
+    """The link itself, or a throttled one where the environment asks for it."""
+    asked = os.environ.get(VARIABLE)
+    return ThrottledLink(link, asked) if asked else link
