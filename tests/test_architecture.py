@@ -13,7 +13,7 @@ import gradwire
 SOURCE = Path(gradwire.__file__).parent
 # Which rooms each room may import from, besides itself.
 BELOW_SYNC = {"core", "kernels", "codecs", "feedback", "topology", "exchanges", "gossip", "links"}
-BELOW_TOOLS = BELOW_SYNC | {"sync", "adapters"}
+BELOW_TOOLS = BELOW_SYNC | {"sync", "forecast", "adapters"}
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "kernels": {"core"},
@@ -24,7 +24,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gossip": {"codecs", "feedback", "topology", "kernels", "core"},
     "links": {"core"},
     "sync": BELOW_SYNC,
-    "adapters": BELOW_SYNC | {"sync"},
+    "forecast": BELOW_SYNC | {"sync"},
+    "adapters": BELOW_SYNC | {"sync", "forecast"},  # `auto` decides by the same costs as `advise`
     "train": BELOW_TOOLS | {"report"},  # `compare` reads its run folders back
     "bench": BELOW_TOOLS,
     "network": BELOW_TOOLS,

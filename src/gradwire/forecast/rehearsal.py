@@ -1,0 +1,108 @@
+"""Rehearsal: a step of compression without the others, for what it costs here.
+
+One rank's session runs as it would in a world of N, on gradients of the model's own shapes; an echo answers in place of
+the other ranks. So encoding, and decoding what N ranks said, take their real time on this machine, and the collectives
+that would have carried it are written down.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from gradwire.forecast.script import Message
+from gradwire.links.collectives import AllGather, AllReduce, AllToAll, Collective
+from gradwire.links.link import Link
+from gradwire.sync.drive import Clock, drive
+from gradwire.sync.plan import Plan
+from gradwire.sync.session import Session
+
+Grads = Mapping[str, Tensor]
+
+
+class Echo(Link):
+    """A link on which everybody else says what I say, and who notes what was asked of it."""
+
+    def __init__(self, world: int, device: torch.device) -> None:
+        super().__init__()
+        self.rank, self.world, self.device = 0, world, device
+        self.heard: list[Message] = []
+
+    def move(self, collective: Collective) -> Tensor:
+        x = collective.tensor
+        nbytes = x.numel() * x.element_size()
+        if isinstance(collective, AllReduce):
+            self.heard.append(Message("all_reduce", nbytes, x.dtype))
+            return x * self.world if collective.op == "sum" else x.clone()
+        if isinstance(collective, AllGather):
+            self.heard.append(Message("all_gather", nbytes))
+            return x.repeat(self.world, 1)
+        if isinstance(collective, AllToAll):
+            self.heard.append(Message("all_to_all", nbytes - collective.out[0]))
+            return x[: collective.out[0]].repeat(self.world)
+        raise AssertionError("nothing is broadcast in a step")
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """Seconds of one rank in one step, the wire aside, and what the wire would carry.
+
+    Attributes:
+        encode: Until the first message of a launch is ready, all launches together.
+        decode: From what was heard to the update, written back.
+        messages: The collectives of the step, in order.
+    """
+
+    encode: float
+    decode: float
+    messages: tuple[Message, ...] = ()
+
+
+def rehearse(
+    plan: Plan,
+    grads: Grads,
+    *,
+    repeats: int = 3,
+    meet: Callable[[], None] = lambda: None,
+) -> Rehearsed:
+    """What a plan costs on this machine.
+
+    Args:
+        plan: For the world that is meant.
+        grads: By name; read, never written.
+        repeats: Steps that count, after one that warms up.
+        meet: Called before each step that counts, so that ranks who measure together start together.
+    """
+    device = next(iter(grads.values())).device
+    session = Session(plan, 0, plan.world, 0, device)
+    into = {name: torch.empty_like(grad) for name, grad in grads.items()}
+    found = []
+    for _ in range(repeats + 1):
+        meet()
+        found.append(_step(session, grads, into))
+    counted = found[1:]
+    return Rehearsed(median(one.encode for one in counted), median(one.decode for one in counted), found[-1].messages)
+
+
+def _step(session: Session, grads: Grads, into: Mapping[str, Tensor]) -> Rehearsed:
+    device = session.device
+    link, clock = Echo(session.world, device), Clock()
+    _settle(device)
+    began = time.perf_counter()
+    heard = [drive(session.launch(i, grads), link, clock) for i in range(len(session.plan.launches))]
+    verdict = drive(session.judge(heard, grads), link, clock)
+    for name, update in verdict.updates.items():
+        into[name].copy_(update)
+    _settle(device)
+    # A clock of the host does not see what a GPU still has to do; the end of the step does.
+    decode = time.perf_counter() - began - clock.encode - clock.wire
+    return Rehearsed(clock.encode, decode, tuple(link.heard))
+
+
+def _settle(device: torch.device) -> None:
+    """Wait for the device, so that what was launched before is not counted with what comes after."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
