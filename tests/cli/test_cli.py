@@ -21,6 +21,11 @@ def registered() -> list[str]:
     return [name for kind in HEADINGS for name in gradwire.listing(kind)]
 
 
+def test_the_version():
+    done = run("--version")
+    assert (done.exit_code, done.stdout) == (0, f"gradwire {gradwire.__version__}\n")
+
+
 def test_codecs_lists_every_name():
     done = run("codecs")
     assert done.exit_code == 0

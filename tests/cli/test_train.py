@@ -39,6 +39,14 @@ def test_a_plan_needs_no_data(words, said):
         assert words in done.stdout
 
 
+def test_a_plan_says_from_which_step_its_lanes_are():
+    ramped = run("plan", "digits", "--spec", "dgc(0.01)", "--set", "sync.ramp=5").stdout
+    assert "lanes from step 100 on" in ramped  # 20 steps an epoch
+    short = run("plan", "digits", "--spec", "dgc(0.01)", "--set", "sync.ramp=5", "--set", "train.iterations=50").stdout
+    assert "lanes from step 33 on" in short and "topk(0.0625)" in short
+    assert "lanes\n" in run("plan", "digits").stdout.replace(" ", "")
+
+
 def test_train_evaluate_and_resume(tmp_path):
     folder = tmp_path / "digits-short-3"
     words = ["digits", *SMALL, "--in-process", "2", "--runs", str(tmp_path), "--suffix", "short", "--seed", "3"]

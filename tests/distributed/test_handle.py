@@ -228,6 +228,19 @@ def test_observations_must_fit_and_survive_a_step_under_way():
     assert torch.equal(kept["observed/0.weight"], moments["0.weight"].flatten())
 
 
+def test_lockstep_reports_seconds():
+    nets, workers = scenes.replicas(3, "topk(0.1)")
+    scenes.march(nets, workers, range(2))
+    before = [wire.report() for wire in workers.wires]
+    scenes.march(nets, workers, range(2, 6))
+    for old, wire in zip(before, workers.wires, strict=True):
+        new = wire.report()
+        assert 0 < old.encode_seconds < new.encode_seconds
+        assert 0 < old.decode_seconds < new.decode_seconds
+        assert 0 < old.wire_seconds < new.wire_seconds
+    assert len({wire.report().wire_seconds for wire in workers.wires}) == 1
+
+
 def test_lockstep_refuses_what_it_would_ignore():
     assert "no replica" in scenes.sentence(lambda: gradwire.lockstep([], "sign"))
     scaler = torch.amp.GradScaler("cpu", enabled=False)

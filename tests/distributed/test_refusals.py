@@ -39,6 +39,14 @@ SPECS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no exchange": ({"spec": "sign", "exchange": "residual"}, ("'residual'", "no exchange")),
     "granularity": ({"spec": "sign", "granularity": "row"}, ("'row'", "layer, bucket, model")),
     "bundle": ({"spec": "sign", "bundle": "fp17"}, ("'fp17'", "fp16")),
+    "an idle rule": (
+        {"spec": "sign", "rules": (gradwire.Rule("fp16", name="4.wieght"),)},
+        ("[4.wieght]", "names no trainable parameter", "the nearest names are 4.weight"),
+    ),
+    "a rule too tight": (
+        {"spec": "sign", "rules": (gradwire.Rule("fp16", name="4.*", min_size=1000),)},
+        ("[4.* size>=1000]", "fits none", "4.weight (5, 12)", "loosen it"),
+    ),
     "a rule": (
         {"spec": "sign", "rules": (gradwire.Rule("topk(0.1)", name="0.*", exchange="allreduce"),)},
         ("allreduce", "topk(0.1)"),

@@ -94,7 +94,9 @@ class Courier:
             # DDP drops what is handed back for a parameter that nobody used today: then wait and see who did.
             work = partial(self.wire.agree_on, grads, patient=self._may_lack)
         self._begin()
-        self.wire.ferry.board(partial(self._complete, futures, views, work))
+        completed = self.wire.ferry.board(partial(self._complete, futures, views, work))
+        # DDP, in C++, would only say that an error is no tensor. It queues its own last words when this hook returns.
+        _at_the_end(lambda: _at_the_end(completed.result))
 
     def _judge(self, launched: list[ThreadFuture[Heard]], grads: Grads) -> Verdict:
         """The verdict on launches that are all on their way."""
@@ -110,12 +112,14 @@ class Courier:
         try:
             for name, update in work().updates.items():
                 views[name].copy_(update)
-        except BaseException as wrong:
-            for future, _ in futures:
-                future.set_exception(wrong)  # type: ignore[arg-type]  # surfaces in the user's backward()
-            return
-        for future, buffer in futures:
-            future.set_result(buffer)
+        finally:
+            for future, buffer in futures:
+                future.set_result(buffer)  # also after an error, which the user's backward() raises at its end
+
+
+def _at_the_end(work: Callable[[], None]) -> None:
+    """Do something when the current backward pass is over, after all that was queued before; it may raise."""
+    torch.autograd.Variable._execution_engine.queue_callback(work)
 
 
 def hook(state: Courier, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

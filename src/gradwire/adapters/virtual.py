@@ -1,5 +1,6 @@
 """Virtual workers: N replicas in one process, synchronized in lockstep by the same code as real ones."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from gradwire.adapters.model import refuse_sparse, trainable
 from gradwire.adapters.wire import Wire
 from gradwire.links.collectives import Collective
 from gradwire.links.link import Link
+from gradwire.sync.drive import timed
 from gradwire.sync.lockstep import Lockstep
 from gradwire.sync.method import Spec
 from gradwire.sync.plan import LAUNCH_BYTES
@@ -60,9 +62,18 @@ class VirtualWorkers:
 
     def __call__(self) -> None:
         """One synchronization of all replicas."""
-        talks = [wire.session.run(wire.grads()) for wire in self.wires]
-        for wire, verdict in zip(self.wires, self.group.drive(talks), strict=True):
+        began, before = time.perf_counter(), self._worked
+        talks = [timed(wire.session.run(wire.grads()), wire.clock) for wire in self.wires]
+        verdicts = self.group.drive(talks)
+        moving = time.perf_counter() - began - (self._worked - before)
+        for wire, verdict in zip(self.wires, verdicts, strict=True):
+            wire.clock.wire += moving  # a collective takes everybody's time
             wire.write_(verdict)
+
+    @property
+    def _worked(self) -> float:
+        """Seconds in which any replica encoded or decoded."""
+        return sum(wire.clock.encode + wire.clock.decode for wire in self.wires)
 
 
 def lockstep(models: Sequence[nn.Module], spec: Spec, **options: Any) -> VirtualWorkers:

@@ -16,6 +16,7 @@ from gradwire.cli.report import report
 from gradwire.cli.train import evaluate, plan, recipes, train
 from gradwire.codecs import Codec
 from gradwire.sync import Method, Rule, build, method
+from gradwire.version import VERSION
 
 if TYPE_CHECKING:
     from gradwire.train.digits import Epoch, Result  # imports scikit-learn, which only a training needs
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 DEFAULT = "topk(0.01) | sign"
 
 app = typer.Typer(
-    help="Gradient compression for distributed training, down to the packed bytes.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -38,6 +38,21 @@ Spec = Annotated[str, typer.Argument(help="A codec such as 'topk(0.01) | sign', 
 Feedback = Annotated[str | None, typer.Option(help="none, residual, ...; by default what the spec needs.")]
 Exchange = Annotated[str | None, typer.Option(help="allgather, two_way, ...; by default the one that sends least.")]
 Workers = Annotated[int, typer.Option(min=1, help="How many ranks.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gradwire {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Gradient compression for distributed training, down to the packed bytes."""
 
 
 @app.command()

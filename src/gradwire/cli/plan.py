@@ -69,7 +69,8 @@ def _facts(recipe: Recipe, world: int) -> tuple[dict[str, object], int]:
 
 
 def _lanes(made: Plan, last: int) -> Table:
-    table = Table(title="lanes, from the first step on", title_justify="left")
+    settled = max(step for step in stages(made) if step <= last)
+    table = Table(title=f"lanes from step {settled:,} on" if settled else "lanes", title_justify="left")
     for column in ("launch", "rule", "tensors", "units", "parameters", "codec", "feedback", "exchange", "bytes"):
         table.add_column(column, justify="right" if column in ("tensors", "units", "parameters", "bytes") else "left")
     for number, launch in enumerate(made.launches):

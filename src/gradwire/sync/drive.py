@@ -73,3 +73,20 @@ def drive(conversation: Conversation[T], link: Link, clock: Clock) -> T:
         clock.work(time.perf_counter() - began, spoken=True)
         result: T = done.value
         return result
+
+
+def timed(conversation: Conversation[T], clock: Clock) -> Conversation[T]:
+    """The same conversation with its work on the clock, for whoever answers it in another way than `drive`."""
+    answers: Any = None
+    spoken = False
+    while True:
+        began = time.perf_counter()
+        try:
+            asks = conversation.send(answers)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        finally:
+            clock.work(time.perf_counter() - began, spoken)
+        answers = yield asks
+        spoken = True

@@ -4,8 +4,9 @@ The first matching rule wins. Parameters are taken in the reverse of their regis
 which backward delivers them, and cut into *launches*: sets of lanes that travel together.
 """
 
+import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -111,6 +112,8 @@ def _of_bundle(exchange: Exchange) -> Exchange:
 def build(shapes: Shapes, rules: Sequence[Rule], world: int, launch_bytes: int = LAUNCH_BYTES) -> Plan:
     """Assign every parameter to the first rule that matches it, and lay out lanes and launches."""
     methods = [method(rule.spec, rule.feedback, rule.exchange) for rule in rules]
+    for rule in rules:
+        _refuse_idle(rule, shapes)
     chosen = {name: _first(rules, name, shape) for name, shape in shapes.items()}
     whole = {i for i, rule in enumerate(rules) if rule.granularity == "model"}
     groups = _launch_groups(shapes, chosen, whole, launch_bytes)
@@ -123,6 +126,22 @@ def build(shapes: Shapes, rules: Sequence[Rule], world: int, launch_bytes: int =
         ]
         launches.append(tuple(lanes))
     return Plan(tuple(launches), world)
+
+
+def _refuse_idle(rule: Rule, shapes: Shapes) -> None:
+    """A rule that names what is not there is a slip; one by size or dimension may have nothing to do in a model."""
+    if rule.name == "*" or any(rule.matches(name, shape) for name, shape in shapes.items()):
+        return
+    named = [name for name in shapes if fnmatchcase(name, rule.name)]
+    if named:
+        found = ", ".join(f"{name} {shapes[name]}" for name in named[:3])
+        raise ValueError(f"the rule [{rule.label}] fits none of the parameters that it names: {found}; loosen it")
+    near = ", ".join(_nearest(rule.name, shapes))
+    raise ValueError(f"the rule [{rule.label}] names no trainable parameter; the nearest names are {near}")
+
+
+def _nearest(glob: str, names: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(glob.replace("*", ""), list(names), n=3, cutoff=0.0)
 
 
 def _first(rules: Sequence[Rule], name: str, shape: tuple[int, ...]) -> int:

@@ -6,7 +6,7 @@ gradients, compression memory and batch-norm statistics, and nothing else. One r
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,10 @@ from gradwire.adapters.virtual import Seat
 from gradwire.adapters.wire import Wire
 from gradwire.links.collectives import AllReduce
 from gradwire.sync import Lockstep
-from gradwire.sync.drive import Clock, Conversation
+from gradwire.sync.drive import Conversation, timed
 from gradwire.sync.session import Verdict
 from gradwire.train.place import Place
 
-T = TypeVar("T")
 Grads = dict[str, Tensor | None]
 
 
@@ -101,26 +100,9 @@ class Crew:
         clock = self.wire.clock
         before = clock.encode + clock.decode
         began = time.perf_counter()
-        verdict = group.drive([_timed(talk, clock) for talk in talks])[0]
+        verdict = group.drive([timed(talk, clock) for talk in talks])[0]
         clock.wire += time.perf_counter() - began - (clock.encode + clock.decode - before)
         return verdict
-
-
-def _timed(talk: Conversation[T], clock: Clock) -> Conversation[T]:
-    """The same conversation, on the clock: encoding until its first message, decoding from then on."""
-    answers: Any = None
-    phase = "encode"
-    while True:
-        began = time.perf_counter()
-        try:
-            asks = talk.send(answers)
-        except StopIteration as done:
-            result: T = done.value
-            return result
-        finally:
-            setattr(clock, phase, getattr(clock, phase) + time.perf_counter() - began)
-        answers = yield asks
-        phase = "decode"
 
 
 def _rescaled(update: Tensor, scale: float, verdict: Verdict) -> Tensor:
