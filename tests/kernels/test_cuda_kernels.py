@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gradwire.core.keys import Key
-from gradwire.kernels import fused, quantize
+from gradwire.kernels import fused, quantize, select
 from gradwire.kernels.dispatch import reference_only
 from gradwire.kernels.fused import Accumulation
 
@@ -114,6 +114,14 @@ def test_selection_leaves_its_scratch_clean():
         same(cuda.topk(x.to(DEVICE), lengths, counts), plain(fused.topk, x, lengths, counts))
 
 
+@pytest.mark.parametrize("lengths", SHAPES, ids=str)
+def test_draws(lengths):
+    names, sizes = tuple(map(str, range(len(lengths)))), torch.tensor(lengths)
+    for counts in budgets(lengths).values():
+        expected = plain(select.permute, sizes, names, KEY, lengths, counts)
+        same(cuda.permute(sizes.to(DEVICE), names, KEY, lengths, counts), expected)
+
+
 def coders(lengths):
     """Encode and decode by name, with all arguments but the tensor and the lengths."""
     names = tuple(map(str, range(len(lengths))))
@@ -122,7 +130,7 @@ def coders(lengths):
     yield "onebit_encode", "onebit_decode", (), ()
     for bits, block in ((8, 256), (4, 256), (2, 64), (4, 10), (2, 13), (8, 100)):
         yield "integer_encode", "integer_decode", (bits, block), (bits, block)
-    for levels, bucket in ((127, 512), (7, None), (3, 64), (1, 13), (15, 100), (2, None)):
+    for levels, bucket in ((127, 512), (7, None), (3, 64), (1, 13), (15, 100), (2, None), (255, None), (255, 64)):
         for biased in (False, True):
             yield "qsgd_encode", "qsgd_decode", (names, KEY, levels, bucket), (levels, bucket, biased)
     for clip in (0.0, 2.5):

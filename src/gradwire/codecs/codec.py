@@ -9,6 +9,7 @@ Wire, in this order and with no padding between the parts:
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from gradwire.codecs.stage import (
 )
 from gradwire.core.keys import Key
 from gradwire.core.payload import Malformed, Payload, as_bytes, from_bytes
-from gradwire.core.segments import Segments
+from gradwire.core.segments import Segments, on
 from gradwire.core.spec import parse
 from gradwire.core.traits import Traits
 from gradwire.kernels import groups
@@ -94,24 +95,25 @@ class Codec:
         table = self._table(segments)
         if self.selector is None:
             return self.quantizer.size(table.lengths)
-        most = tuple(map(self.selector.capacity, table.lengths))
+        most = _capacities(self.selector, table.lengths)
         index_bytes = self.indices.size(sum(most), table.total) if self.indices else 0
         return self._header_bytes + index_bytes + self.quantizer.size(most)
 
     def encode(self, signal: Signal, key: Key) -> Encoded:
         """Say ``signal.target`` in few bytes."""
         moved = self._move(signal, key)
-        table = moved.segments
-        if self.selector is None:
-            indices, values, lengths = None, moved.target, table.lengths_on(moved.target.device)
-            memory = signal.memory
-        else:
-            indices = self._choose(self.selector, moved, key)
-            lengths = _counts(indices, table)
-            values = moved.target[indices] * self._gains(lengths, table)
-            memory = self.selector.remember(moved, indices)
-        payload, heard = self._write(indices, values, lengths, table, key)
+        indices, values, lengths = self._chosen(moved, key)
+        memory = self.selector.remember(moved, indices) if self.selector and indices is not None else signal.memory
+        payload, heard = self._write(indices, values, lengths, moved.segments, key)
         return Encoded(payload, self._sent(indices, heard, signal.segments, key), memory)
+
+    def echo(self, signal: Signal, key: Key) -> Sent:
+        """What the group would hear of `encode`'s message, which is not written; codecs without memory only."""
+        moved = self._move(signal, key)
+        indices, values, lengths = self._chosen(moved, key)
+        body = self.quantizer.encode(values, lengths, moved.segments.names, key)
+        heard = self.quantizer.decode(body, lengths, moved.segments.names, key)
+        return self._sent(indices, heard, signal.segments, key)
 
     def encode_selected(self, indices: Tensor, values: Tensor, table: Segments, key: Key) -> tuple[Payload, Sent]:
         """The message of entries that were selected elsewhere, and what of them will be heard."""
@@ -119,7 +121,8 @@ class Codec:
             fitting = self.indices.fit(indices, table.total, key)
             if fitting.numel() < indices.numel():
                 indices, values = fitting, values[torch.isin(indices, fitting)]
-        payload, heard = self._write(indices, values, _counts(indices, table), table, key)
+        lengths = on(self._counts(indices, table), indices.device)
+        payload, heard = self._write(indices, values, lengths, table, key)
         return payload, Sent(indices, heard)
 
     def total(self, payloads: Iterable[Payload], segments: Segments, keys: Iterable[Key]) -> Tensor:
@@ -188,7 +191,14 @@ class Codec:
 
     def _most(self, table: Segments) -> int:
         """The most entries that a message may hold."""
-        return sum(map(self.selector.capacity, table.lengths)) if self.selector else table.total
+        return sum(_capacities(self.selector, table.lengths)) if self.selector else table.total
+
+    def _counts(self, indices: Tensor, table: Segments) -> tuple[int, ...]:
+        """How many of the rising positions lie in each segment. All there may be, mostly: then nobody has to look."""
+        if self.selector and indices.numel() == self._most(table):
+            return _capacities(self.selector, table.lengths)
+        found: list[int] = torch.searchsorted(indices, table.offsets_on(indices.device)).diff().tolist()
+        return tuple(found)
 
     def _table(self, segments: Segments) -> Segments:
         return self.transform.widen(segments) if self.transform else segments
@@ -203,14 +213,24 @@ class Codec:
     def _back(self, y: Tensor, segments: Segments, key: Key) -> Tensor:
         return self.transform.inverse(y, segments, key) if self.transform else y
 
-    def _choose(self, selector: Selector, moved: Signal, key: Key) -> Tensor:
-        indices = selector.select(moved, key)
-        return self.indices.fit(indices, moved.segments.total, key) if self.indices else indices
+    def _chosen(self, moved: Signal, key: Key) -> tuple[Tensor | None, Tensor, Tensor]:
+        """The positions to send, the values there, and how many each segment has."""
+        table = moved.segments
+        if self.selector is None:
+            return None, moved.target, table.lengths_on(moved.target.device)
+        indices = self.selector.select(moved, key)
+        if self.indices:
+            indices = self.indices.fit(indices, table.total, key)
+        lengths = on(self._counts(indices, table), indices.device)
+        return indices, self._scaled(moved.target[indices], lengths, table), lengths
 
-    def _gains(self, lengths: Tensor, table: Segments) -> Tensor:
+    def _scaled(self, values: Tensor, lengths: Tensor, table: Segments) -> Tensor:
+        """Times the selector's gains, which undo its bias."""
         assert self.selector is not None
-        gains = [self.selector.gain(n) for n in table.lengths]
-        return groups.spread(torch.tensor(gains, device=lengths.device), lengths)
+        gains = tuple(map(self.selector.gain, table.lengths))
+        if all(gain == 1.0 for gain in gains):
+            return values
+        return values * groups.spread(torch.tensor(gains, device=lengths.device), lengths)
 
     def _write(
         self, indices: Tensor | None, values: Tensor, lengths: Tensor, table: Segments, key: Key
@@ -241,11 +261,7 @@ class Codec:
     def _read(self, payload: Payload, segments: Segments, key: Key) -> Sent:
         table = self._table(segments)
         indices, taken = self._read_indices(payload.data, table, key)
-        if indices is None:
-            lengths, counts = table.lengths_on(payload.data.device), table.lengths
-        else:
-            lengths = _counts(indices, table)
-            counts = tuple(lengths.tolist())
+        counts = table.lengths if indices is None else self._counts(indices, table)
         stop = taken + self.quantizer.size(counts)
         if stop > payload.nbytes:
             raise Malformed(
@@ -253,7 +269,7 @@ class Codec:
                 "was it cut, or written by another version?"
             )
         body = payload.data[taken:stop]
-        return Sent(indices, self.quantizer.decode(body, lengths, table.names, key))
+        return Sent(indices, self.quantizer.decode(body, on(counts, body.device), table.names, key))
 
     def _read_indices(self, data: Tensor, table: Segments, key: Key) -> tuple[Tensor | None, int]:
         if self.selector is None:
@@ -290,9 +306,9 @@ def join(left: Stage, right: "Stage | Codec") -> Codec:
     return Codec.of((left, *(right.stages() if isinstance(right, Codec) else (right,))))
 
 
-def _counts(indices: Tensor, table: Segments) -> Tensor:
-    """How many of the rising positions lie in each segment."""
-    return torch.searchsorted(indices, table.offsets_on(indices.device)).diff()
+@lru_cache(maxsize=256)
+def _capacities(selector: Selector, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(selector.capacity, lengths))
 
 
 def _check(indices: Tensor, n: int) -> None:
@@ -300,7 +316,7 @@ def _check(indices: Tensor, n: int) -> None:
     if indices.numel() == 0:
         return
     # Compared, not subtracted: the difference of two damaged positions may wrap around.
-    rising = bool((indices[1:] > indices[:-1]).all()) and int(indices[0]) >= 0 and int(indices[-1]) < n
+    rising = (indices[1:] > indices[:-1]).all() & (indices[0] >= 0) & (indices[-1] < n)
     if not rising:
         raise Malformed(
             f"a message names positions that do not rise from 0 to {n - 1}; "

@@ -55,25 +55,30 @@ class Segments:
 
     def window(self, start: int, stop: int) -> "Segments":
         """The part of the table inside ``[start, stop)``; cut segments are named by what is left of them."""
-        names, shapes = [], []
-        for name, a, b in zip(self.names, self.offsets[:-1], self.offsets[1:], strict=True):
-            lo, hi = max(a, start), min(b, stop)
-            if lo < hi:
-                whole = (lo, hi) == (a, b)
-                names.append(name if whole else f"{name}[{lo - a}:{hi - a}]")
-                shapes.append((hi - lo,))
-        return Segments(tuple(names), tuple(shapes))
+        return _window(self, start, stop)
 
     def lengths_on(self, device: torch.device) -> Tensor:
         """The lengths as an int64 tensor."""
-        return _as_tensor(self.lengths, device)
+        return on(self.lengths, device)
 
     def offsets_on(self, device: torch.device) -> Tensor:
         """The offsets, end included, as an int64 tensor."""
-        return _as_tensor(self.offsets, device)
+        return on(self.offsets, device)
 
 
 @lru_cache(maxsize=256)
-def _as_tensor(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    # Cached, since the table is the same at every step; nobody may write into it.
+def _window(table: Segments, start: int, stop: int) -> Segments:
+    names, shapes = [], []
+    for name, a, b in zip(table.names, table.offsets[:-1], table.offsets[1:], strict=True):
+        lo, hi = max(a, start), min(b, stop)
+        if lo < hi:
+            whole = (lo, hi) == (a, b)
+            names.append(name if whole else f"{name}[{lo - a}:{hi - a}]")
+            shapes.append((hi - lo,))
+    return Segments(tuple(names), tuple(shapes))
+
+
+@lru_cache(maxsize=256)
+def on(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Numbers of a table as an int64 tensor. Kept, since they are the same at every step: nobody may write into it."""
     return torch.tensor(numbers, dtype=torch.int64, device=device)

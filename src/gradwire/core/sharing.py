@@ -31,7 +31,7 @@ def shared(payloads: Sequence[Payload], what: tuple[Any, ...], decode: Callable[
     """``decode()``, or what it gave to another rank for the very same bytes; nobody may write into it.
 
     Args:
-        payloads: The messages; those that share memory are the same.
+        payloads: The messages, if any; those that share memory are the same.
         what: Whatever else the outcome depends on.
         decode: Called for the first rank that asks.
     """

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Sent, Signal, Slot
 from gradwire.core.asks import Gather, Swap, Talk
 from gradwire.core.registry import register
 from gradwire.core.segments import Segments
+from gradwire.core.sharing import shared
 from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said, Say
 
 
@@ -75,11 +77,12 @@ class TwoWay(Exchange):
         if around.indebted:
             memory = {**memory, "served": verdict.sent.off(mine)}
         told = yield Gather(verdict.payload, max(sizes))
-        parts = [
-            codec.decode(payload, window, second.of(rank))
-            for rank, (payload, window) in enumerate(zip(told, windows, strict=True))
-        ]
-        return Agreed(torch.cat(parts), memory)
+
+        def decode() -> Tensor:
+            places = enumerate(zip(told, windows, strict=True))
+            return torch.cat([codec.decode(payload, window, second.of(rank)) for rank, (payload, window) in places])
+
+        return Agreed(shared(told, (codec, around.units, second.step), decode), memory)
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         return 2 * (world - 1) / world * codec.size(units)

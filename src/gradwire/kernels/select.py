@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from gradwire.core.keys import Key
-from gradwire.core.segments import Segments
+from gradwire.core.segments import Segments, on
+from gradwire.kernels.dispatch import kernel
 from gradwire.kernels.philox import philox
 
-_ROUNDS = 8
-_HEAD = 2  # words before a unit's tables; they make the rotation
+ROUNDS = 8
+HEAD = 2  # words before a unit's tables; they make the rotation
 _MASK = 0xFFFFFFFF
 
 
@@ -107,20 +108,33 @@ def draw(
     Each number is exactly uniform. The order is random, and drawing more only appends.
     """
     assert all(k <= n for k, n in zip(counts, lengths, strict=True))
-    sides = [_sides(n) for n in lengths]
-    words, start = _words(key, names, tuple(_HEAD + _ROUNDS * a for a, _ in sides), device)
+    return permute(on(lengths, device), names, key, lengths, counts)
+
+
+@kernel
+def permute(
+    sizes: Tensor, names: tuple[str, ...], key: Key, lengths: tuple[int, ...], counts: tuple[int, ...]
+) -> Tensor:
+    """The first ``counts[i]`` numbers of ``names[i]``'s permutation. ``sizes`` is ``lengths`` on the device."""
+    device = sizes.device
+    sides = [sides_of(n) for n in lengths]
+    words, start = _words(key, names, tuple(words_of(a) for a, _ in sides), device)
     a, b = torch.tensor(sides, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
-    n = torch.tensor(lengths, dtype=torch.int64, device=device)
     taken = torch.tensor(counts, dtype=torch.int64, device=device)
     unit = torch.arange(len(names), device=device).repeat_interleave(taken)
-    net = _Network(n, a, b, start).at(unit)
+    net = _Network(sizes, a, b, start).at(unit)
     return (_walk(_ragged(taken), net, words) + _rotation(words, net)) % net.n
 
 
-def _sides(n: int) -> tuple[int, int]:
+def sides_of(n: int) -> tuple[int, int]:
     """A = ceil(sqrt(n)), b = ceil(n / a)."""
     a = math.isqrt(max(n, 1) - 1) + 1
     return a, -(-max(n, 1) // a)
+
+
+def words_of(a: int) -> int:
+    """How many random words the network of a unit takes whose left half has ``a`` members."""
+    return HEAD + ROUNDS * a
 
 
 def _words(key: Key, names: tuple[str, ...], counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -158,8 +172,8 @@ def _walk(x: Tensor, net: _Network, words: Tensor) -> Tensor:
 def _feistel(x: Tensor, net: _Network, words: Tensor) -> Tensor:
     """A permutation of [0, a * b). Halves take turns in moving the other."""
     left, right = x // net.b, x % net.b
-    table = net.start + _HEAD
-    for turn in range(_ROUNDS):
+    table = net.start + HEAD
+    for turn in range(ROUNDS):
         # A word in [0, 2**32) times a side, shifted down, is a number below that side.
         if turn % 2 == 0:
             left = (left + (words[table + right] * net.a >> 32)) % net.a

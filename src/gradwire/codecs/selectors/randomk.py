@@ -16,14 +16,16 @@ Spec:     randomk(0.01), randomk(0.01, shared=False), randomk(0.01, unbiased=Tru
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import Selector, Signal
 from gradwire.core.arguments import is_share
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
+from gradwire.core.segments import Segments, on
+from gradwire.core.sharing import shared
 from gradwire.core.traits import Traits
-from gradwire.kernels.groups import spread
 from gradwire.kernels.select import draw, share
 
 
@@ -65,10 +67,14 @@ class RandomK(Selector):
     def select(self, signal: Signal, key: Key) -> Tensor:
         table, device = signal.segments, signal.target.device
         stream = (key.shared() if self.shared else key).fold("randomk")
-        counts = tuple(self.capacity(n) for n in table.lengths)
+        # Receivers redraw what the sender drew: among ranks of one process, once is enough.
+        return shared((), (self.ratio, table, stream, device), lambda: self._drawn(table, stream, device))
+
+    def _drawn(self, table: Segments, stream: Key, device: torch.device) -> Tensor:
+        counts = tuple(map(self.capacity, table.lengths))
         local = draw(stream, table.names, table.lengths, counts, device)
-        starts = table.offsets_on(device)[:-1]
-        return (local + spread(starts, local.new_tensor(counts))).sort().values
+        starts = table.offsets_on(device)[:-1].repeat_interleave(on(counts, device), output_size=sum(counts))
+        return (local + starts).sort().values
 
     def gain(self, n: int) -> float:
         return n / self.capacity(n) if self.unbiased and n else 1.0

@@ -1,5 +1,6 @@
 """Triton versions of the kernels, by the names and signatures of their definitions."""
 
+from gradwire.kernels.cuda.draw import permute
 from gradwire.kernels.cuda.enter import accumulate_, settle_
 from gradwire.kernels.cuda.quantize import (
     feedback_integer_,
@@ -27,6 +28,7 @@ __all__ = [
     "natural_encode",
     "onebit_decode",
     "onebit_encode",
+    "permute",
     "qsgd_decode",
     "qsgd_encode",
     "scatter_mean",

@@ -76,7 +76,7 @@ def _product(word, factor):
 
 
 @triton.jit
-def _words(block, seed, low, high):
+def philox_words(block, seed, low, high):
     """Philox4x32-10 of counter (block, step)."""
     c0, c1 = block.to(tl.uint32), (block >> 32).to(tl.uint32)
     c2, c3 = tl.zeros_like(c0) + low.to(tl.uint32), tl.zeros_like(c0) + high.to(tl.uint32)
@@ -92,7 +92,7 @@ def _words(block, seed, low, high):
 @triton.jit
 def uniform(i, seed, low, high):
     """Element i's number in [0, 1), each from its own Philox block."""
-    a, b, c, d = _words(i >> 2, seed, low, high)
+    a, b, c, d = philox_words(i >> 2, seed, low, high)
     word = i & 3
     return _unit(tl.where(word == 0, a, tl.where(word == 1, b, tl.where(word == 2, c, d))))
 
@@ -100,7 +100,7 @@ def uniform(i, seed, low, high):
 @triton.jit
 def uniform_fours(block, seed, low, high):
     """The numbers of elements 4 * block, ..., 4 * block + 3. [N] -> [N, 4]."""
-    a, b, c, d = _words(block, seed, low, high)
+    a, b, c, d = philox_words(block, seed, low, high)
     fours = tl.join(tl.join(a, c), tl.join(b, d))
     return _unit(tl.reshape(fours, [block.shape[0], 4]))
 

@@ -16,7 +16,7 @@ from gradwire.kernels.cuda.survey import NORM, PEAK, survey
 from gradwire.kernels.cuda.tables import definition, grid, known, placed
 
 _WIDEST = 8192  # a larger block does not fit into one program
-_MOST_BITS = 8
+_MOST_BITS = 9
 
 
 @placed
