@@ -83,7 +83,7 @@ class Passes:
                 losses.append(loss.detach())
                 if state is not None:
                     after.append(state)
-        grads = {name: _plain(p.grad) for name, p in self.crew.wire.parameters.items()}
+        grads = self._laid_out({name: p.grad for name, p in self.crew.wire.parameters.items()})
         self.model.zero_grad(set_to_none=True)
         if self.recipe.optimizer.local_clip:
             clip_(grads.values(), self.recipe.optimizer.local_clip * self._scale)
@@ -106,6 +106,16 @@ class Passes:
                 logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, label_smoothing=smoothing
             )
         return loss, state
+
+    def _laid_out(self, grads: Grads) -> Grads:
+        """The same, end to end in the order of the lanes: a recording does it for the host, who then copies nothing."""
+        tables = [lane.tensors for lane in self.crew.wire.session.plan.lanes]
+        named = [(name, shape) for table in tables for name, shape in zip(table.names, table.shapes, strict=True)]
+        parts = [grad.flatten() for name, _ in named if (grad := grads[name]) is not None]
+        if len(parts) < len(named) or len({part.dtype for part in parts}) > 1:
+            return {name: None if grad is None else grad.contiguous() for name, grad in grads.items()}
+        pieces = torch.cat(parts).split([part.numel() for part in parts])
+        return {name: piece.view(shape) for (name, shape), piece in zip(named, pieces, strict=True)}
 
     # -- scaling, seeding, splitting -------------------------------------------------------------------------------
 
@@ -152,8 +162,3 @@ class Passes:
 
 def _parts(share: Batch, passes: int) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(share.inputs.chunk(passes), share.targets.chunk(passes), strict=True)
-
-
-def _plain(grad: Tensor | None) -> Tensor | None:
-    """In the order of the flat buffer, whatever order the model computes in; a recording does it for the host."""
-    return None if grad is None else grad.contiguous()
