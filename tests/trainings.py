@@ -66,6 +66,20 @@ class Normed(nn.Sequential):
         self.input_transform = {"train": lambda x: 2 * x, "eval": lambda x: 2 * x}
 
 
+class Pooled(nn.Sequential):
+    """A model for images of any size; it writes down those that it sees in training."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+        self.append(nn.Linear(32, 10))
+        self.sides: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not x.is_meta:
+            self.sides.append(x.shape[-1])
+        return super().forward(x)
+
+
 class Doomed(Normed):
     """Kills its process in the seventh forward pass of rank 1, in torchrun's first attempt only.
 

@@ -20,6 +20,7 @@ from gradwire.train.data import (
     ColumnLoader,
     ImageLoader,
     ImageTask,
+    Resolution,
     TextTask,
     WindowLoader,
     evaluation,
@@ -376,6 +377,16 @@ def test_ranks_see_different_images() -> None:
         loader(100, (0,))
 
 
+def test_images_grow_by_epoch() -> None:
+    growing = loader(2, (0,), resolution=Resolution(((0, 4), (2, 6), (3, 8))))
+    sides = [next(growing.epoch(epoch)).inputs.shape[2:] for epoch in range(5)]
+    assert sides == [(4, 4), (4, 4), (6, 6), (8, 8), (8, 8)]
+    small, full = next(growing.epoch(0)), next(loader(2, (0,)).epoch(0))
+    assert torch.equal(small.targets, full.targets)  # the same images, each pixel a weighted mean of its neighbors
+    torch.testing.assert_close(small.inputs.mean(), full.inputs.mean(), rtol=0.1, atol=0.0)
+    assert torch.equal(next(growing.epoch(4)).inputs, next(loader(2, (0,)).epoch(4)).inputs)
+
+
 def test_evaluation_sees_each_image_once() -> None:
     task = data.load("digits")
     seen = [batch for rank in range(4) for batch in evaluation(task, 100, rank, 4)]
@@ -461,6 +472,8 @@ def test_folders_of_images(tmp_path: Path) -> None:
     alone = list(FolderLoader(task, 2, 2, (1,), size=16, threads=2).epoch(1))
     assert len(both) == 2 and both[0].inputs.shape == (4, 3, 16, 16)
     assert torch.equal(both[1].inputs[2:], alone[1].inputs)
+    growing = FolderLoader(task, 2, 2, (0,), size=16, threads=2, resolution=Resolution(((0, 8), (1, 12))))
+    assert [next(growing.epoch(epoch)).inputs.shape[-1] for epoch in (0, 1)] == [8, 12]
     red = torch.cat([batch.inputs[:, 0, 0, 0] for batch in both])
     assert torch.equal(red > 0, torch.cat([batch.targets for batch in both]) == 1)
     tested = list(folder_evaluation(task, 3, size=16, threads=2))

@@ -90,6 +90,17 @@ def test_passes_tell_the_variance_test_how_much_they_differ():
     assert seen.keys() == parts[0].keys()
 
 
+def test_images_grow_while_a_training_goes_on():
+    growing = ("model.name=trainings:Pooled", "data.sizes=[[0, 4], [1, 8]]")
+    training = Training(recipe_of("digits", *growing), alone(2))
+    training.go(lambda record: None, lambda training, best: None)
+    assert training.model.sides == [4] * 10 + [8] * 10  # two workers, five steps an epoch
+    with pytest.raises(ValueError, match="the model cnn cannot take the images of 6x6 pixels"):
+        Training(recipe_of("digits", "data.sizes=[[0, 6], [1, 8]]"), alone(2))
+    with pytest.raises(ValueError, match="pydoc has no images"):
+        Training(recipe_of("pydoc-gpt", "data.sizes=[[0, 8]]"), alone(2))
+
+
 def own_recipe(*overrides):
     return recipe_of("digits", "model.name=trainings:Normed", *overrides)
 

@@ -102,6 +102,10 @@ def test_a_file_of_ones_own_extends_those_of_the_package(tmp_path):
         ("sync.spec=tokp(0.1)", "did you mean topk?"),
         ("sync.rules=[{spec='fp16', nane='x'}]", "did you mean 'name'?"),
         ("schedule.points=[[1, 0], [0, 1]]", "by rising epoch"),
+        ("data.sizes=[[1, 6], [2, 8]]", "by rising epoch from 0"),
+        ("data.sizes=[[0, 6], [0, 8]]", "by rising epoch from 0"),
+        ("data.sizes=[[0, 6, 8]]", r"such as \[\[0, 24\], \[10, 32\]\]"),
+        ("data.sizes=[[0, 0]]", "pairs"),
         ("epochs=3", "write it as train.epochs=500"),
     ],
 )

@@ -10,7 +10,7 @@ from rich.text import Text
 from gradwire.sync import Plan, build, default_rules
 from gradwire.train.compression import arguments
 from gradwire.train.data import load
-from gradwire.train.feed import batch_of, loader_of
+from gradwire.train.feed import batch_of, check_sizes, loader_of
 from gradwire.train.models import build as build_model
 from gradwire.train.place import Place
 from gradwire.train.prediction import forecast, stages, total
@@ -41,6 +41,10 @@ def show(recipe: Recipe, world: int, console: Console) -> None:
     console.print(Text(f"{recipe.model.name} on {recipe.data.name}: {parameters:,} parameters, {world} workers"))
     batch = batch_of(recipe, world) * recipe.train.accumulate
     console.print(f"{batch} examples a worker and step, {steps:,} steps an epoch, {last:,} steps in all")
+    if recipe.data.sizes:
+        check_sizes(recipe, model, facts)
+        grown = ", ".join(f"{side} from epoch {epoch}" for epoch, side in recipe.data.sizes)
+        console.print(f"pixels on a side: {grown}; evaluated in full")
     console.print(_lanes(made, last))
     console.print(_bytes(made, last))
 

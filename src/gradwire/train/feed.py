@@ -1,9 +1,11 @@
 """Feed: the batches that a recipe asks for."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
+import torch
 from torch import nn
+from torch.func import functional_call
 
 from gradwire.train.data import (
     Augment,
@@ -13,6 +15,7 @@ from gradwire.train.data import (
     FolderTask,
     ImageLoader,
     ImageTask,
+    Resolution,
     Task,
     TextTask,
     WindowLoader,
@@ -21,6 +24,7 @@ from gradwire.train.data import (
     load,
     reading,
 )
+from gradwire.train.models import transform_of
 from gradwire.train.place import Place
 from gradwire.train.recipe import Recipe
 
@@ -62,13 +66,14 @@ def loader_of(recipe: Recipe, task: Task, model: nn.Module, place: Place) -> Loa
     plan, seed = recipe.data, recipe.train.seed
     batch = batch_of(recipe, place.world) * recipe.train.accumulate
     world, ranks = place.world, place.ranks
+    check_sizes(recipe, model, task.facts)
+    growing = Resolution(tuple((epoch, side) for epoch, side in plan.sizes))
     if isinstance(task, ImageTask):
         augment = Augment(plan.crop, plan.border, plan.flip, plan.cutout)
-        return ImageLoader(task, batch, world, ranks, seed, augment, plan.partition, plan.reshuffle)
+        return ImageLoader(task, batch, world, ranks, seed, augment, plan.partition, plan.reshuffle, growing)
     if isinstance(task, FolderTask):
-        return FolderLoader(
-            task, batch, world, ranks, seed, plan.size, place.device, plan.threads, plan.partition, plan.reshuffle
-        )
+        options = (plan.size, place.device, plan.threads, plan.partition, plan.reshuffle, growing)
+        return FolderLoader(task, batch, world, ranks, seed, *options)
     if plan.partition != "shuffled":
         raise ValueError(f"text is cut in order, so data.partition = {plan.partition!r} cannot be; leave it out")
     if recurrent(model):
@@ -86,3 +91,21 @@ def exam_of(recipe: Recipe, task: Task, place: Place, split: str = "test") -> It
         return folder_evaluation(task, batch, rank, world, plan.size, place.device, plan.threads)
     assert isinstance(task, TextTask)
     return reading(getattr(task, split), plan.columns, plan.length, rank, world)
+
+
+def check_sizes(recipe: Recipe, model: nn.Module, facts: Mapping[str, object]) -> None:
+    """Refuse sizes that the model cannot take, before it has trained for hours with those that it can."""
+    if not recipe.data.sizes or transform_of(model, training=True) is not None:
+        return  # of a transform nobody knows what it makes of them
+    channels = facts.get("channels")
+    if not isinstance(channels, int):
+        raise ValueError(f"{recipe.data.name} has no images, so data.sizes cannot be; leave it out")
+    weightless = {name: x.to("meta") for name, x in (*model.named_parameters(), *model.named_buffers())}
+    for _, side in recipe.data.sizes:
+        try:
+            functional_call(model, weightless, torch.empty((2, channels, side, side), device="meta"))
+        except RuntimeError as wrong:
+            raise ValueError(
+                f"the model {recipe.model.name} cannot take the images of {side}x{side} pixels that data.sizes asks "
+                f"for: {wrong}"
+            ) from None

@@ -40,10 +40,19 @@ class Data(Table):
     flip: bool = False
     cutout: Annotated[int, Field(ge=0)] = 0
     size: Count = 224  # image files: pixels on a side
+    sizes: list[list[int]] = []  # images: [epoch, pixels on a side] from that epoch on; empty: always the same
     threads: Count = 8  # image files: decoders
     length: Count = 35  # text: tokens in a row, which is how far back gradients reach
     columns: Count = 10  # text: columns that evaluation reads side by side
     options: dict[str, Any] = {}  # what only this data set knows, such as strict = false
+
+    @model_validator(mode="after")
+    def _sizes_in_order(self) -> "Data":
+        pairs = [entry for entry in self.sizes if len(entry) == 2 and entry[1] >= 1]
+        epochs = [pair[0] for pair in pairs]
+        if len(pairs) < len(self.sizes) or epochs != sorted(set(epochs)) or epochs[:1] not in ([], [0]):
+            raise ValueError("sizes must be pairs [epoch, pixels] by rising epoch from 0, such as [[0, 24], [10, 32]]")
+        return self
 
 
 class Model(Table):

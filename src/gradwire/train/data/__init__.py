@@ -16,6 +16,7 @@ from gradwire.train.data.idx import fashion_mnist, kmnist, mnist
 from gradwire.train.data.imagefolder import FolderLoader, FolderTask, folder_evaluation, imagenet
 from gradwire.train.data.images import Batch, ImageLoader, Images, ImageTask, evaluation
 from gradwire.train.data.pydoc import pydoc
+from gradwire.train.data.resolution import Resolution
 from gradwire.train.data.sequences import IGNORED, ColumnLoader, WindowLoader, reading
 from gradwire.train.data.text import TextTask, ptb, text, wikitext2
 from gradwire.train.keywords import call, nearest
@@ -50,6 +51,7 @@ __all__ = [
     "ImageLoader",
     "ImageTask",
     "Images",
+    "Resolution",
     "Task",
     "TextTask",
     "WindowLoader",

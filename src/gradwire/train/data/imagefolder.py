@@ -10,7 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from gradwire.train.data.folder import find
 from gradwire.train.data.images import Batch, Normalizer
 from gradwire.train.data.partition import shards, slices
+from gradwire.train.data.resolution import Resolution
 
 ENDINGS = frozenset({".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm"})
 AHEAD = 3  # batches under way
@@ -70,6 +71,7 @@ class FolderLoader:
     threads: int = 8
     partition: str = "shuffled"
     reshuffle: bool = True
+    resolution: Resolution = field(default_factory=Resolution)
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -88,10 +90,11 @@ class FolderLoader:
         parts = shards(len(labels), self.world, self.seed, when, self.partition, labels)
         order = torch.stack([parts[rank][: self.steps * self.batch] for rank in self.ranks])
         chunks = [order[:, i * self.batch : (i + 1) * self.batch].reshape(-1) for i in range(start, self.steps)]
+        side = self.resolution.at(epoch, self.size)
 
         def work(index: int) -> Tensor:
             dice = random.Random(f"{self.seed}/{epoch}/{index}")  # the same crop whoever decodes it, and when
-            pixels = decode(self.task.train.paths[index], self.size, lambda width, height: crop(width, height, dice))
+            pixels = decode(self.task.train.paths[index], side, lambda width, height: crop(width, height, dice))
             return pixels.flip(2) if dice.random() < 0.5 else pixels
 
         yield from _decoded(chunks, self.task.train.labels, work, self.task, self.device, self.threads)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradwire.train.data.augment import Augment
 from gradwire.train.data.partition import generator, shards, slices
+from gradwire.train.data.resolution import Resolution, resized
 
 
 class Batch(NamedTuple):
@@ -81,6 +82,7 @@ class ImageLoader:
     augment: Augment = field(default_factory=Augment)
     partition: str = "shuffled"
     reshuffle: bool = True
+    resolution: Resolution = field(default_factory=Resolution)
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -99,11 +101,12 @@ class ImageLoader:
         height, width = pixels.shape[2:]
         moves = self.augment.draw(len(labels), height, width, generator(self.seed, "augment", epoch)).to(pixels.device)
         normalize = Normalizer(self.task.mean, self.task.std, pixels.device)
+        side = self.resolution.at(epoch, width)
         for step in range(start, self.steps):
             index = order[:, step * self.batch : (step + 1) * self.batch].reshape(-1)
             mine = moves[index]
             images = normalize(self.augment.take(pixels, index, mine))
-            yield Batch(self.augment.cut(images, mine), labels[index])
+            yield Batch(resized(self.augment.cut(images, mine), side), labels[index])
 
     def order(self, epoch: int) -> Tensor:
         """Which images the ranks see, in order. -> [ranks, steps * batch]."""
