@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 SHARED = -1  # the rank written into a key whose bits every rank draws alike
+EACH = -2  # the rank of a key to units of many ranks, whose names say whose they are
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Key:
     Attributes:
         seed: The run's seed, equal on all ranks.
         step: The training step.
-        rank: Whose bits they are; `SHARED` when all ranks draw the same.
+        rank: Whose bits they are; `SHARED` when all ranks draw the same, `EACH` when every unit's name has an owner.
         purpose: What they are for. Streams of two purposes are independent.
     """
 
@@ -41,7 +42,13 @@ class Key:
 
     def words(self, unit: str) -> tuple[int, int]:
         """The 64-bit Philox key of one unit's stream, as two 32-bit words. The step goes into the counter."""
-        return _digest(self.seed, unit, self.rank, self.purpose)
+        owner, _, name = unit.rpartition("\0")
+        return _digest(self.seed, name, int(owner) if owner and self.rank == EACH else self.rank, self.purpose)
+
+
+def owned(name: str, rank: int) -> str:
+    """A unit's name where those of many ranks lie in one buffer; its bits are those that the rank draws alone."""
+    return f"{rank}\0{name}"
 
 
 @lru_cache(maxsize=65536)

@@ -27,19 +27,9 @@ from gradwire.codecs.stage import Memory, Slot
 from gradwire.core.asks import Talk
 from gradwire.core.registry import register
 from gradwire.gossip import gauge
-from gradwire.gossip.gossip import (
-    Around,
-    Gossip,
-    Met,
-    Speech,
-    hear,
-    need_contraction,
-    need_doubly,
-    need_step,
-    say,
-    size_of,
-)
+from gradwire.gossip.gossip import Around, Met, Speech, hear, need_contraction, need_doubly, need_step, say, size_of
 from gradwire.gossip.letter import Letter, post
+from gradwire.gossip.public import Heard, Public
 from gradwire.topology import Graph, Topology
 
 AUTO = "auto"
@@ -47,7 +37,7 @@ AUTO = "auto"
 
 @register("choco", kind="gossip")
 @dataclass(frozen=True)
-class Choco(Gossip):
+class Choco(Public):
     """Compressed gossip that forgets nothing: what a message leaves out stays in the next difference.
 
     Attributes:
@@ -84,28 +74,30 @@ class Choco(Gossip):
             memory["gauge"] = gauge.begin(codec, around.units, around.topology)
         return memory
 
+    def stacks(self, topology: Topology) -> bool:
+        return topology.period == 1
+
+    def words(self, x: Tensor, memory: Memory, step: int) -> Tensor:
+        del step
+        return x - memory["x_hat"]
+
+    def learn(self, x: Tensor, memory: Memory, heard: Heard, step: int) -> Met:
+        del step
+        gamma = self._gamma(memory)
+        x_hat, mixed = memory["x_hat"] + heard.mine, heard.onto(memory["mixed"])
+        return Met(x + gamma * (mixed - x_hat), {**memory, "x_hat": x_hat, "mixed": mixed}, gamma)
+
+    def seen(self, x: Tensor, memory: Memory, heard: Heard) -> gauge.Seen:
+        """What a step shows of lag and response, with the memory as it was before."""
+        return gauge.Seen(self.words(x, memory, 0), heard.mine, memory["mixed"] - memory["x_hat"])
+
     def talk(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
         return (yield from (self._by_edge if _by_edge(around) else self._by_node)(x, memory, codec, around))
 
     def _by_node(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
-        difference = x - memory["x_hat"]
-        mine = say(difference, codec, around)
-        letters = yield from post(
-            around.stamp(),
-            dict.fromkeys(around.tells, mine.payload),
-            dict.fromkeys(around.hears, size_of(codec, around)),
-            self._note(memory, around),
-        )
-        hears = around.hears
-        x_hat = memory["x_hat"] + mine.heard
-        mixed = memory["mixed"] + (1.0 - sum(hears.values())) * mine.heard
-        for peer, weight in hears.items():
-            mixed = mixed + weight * hear(letters[peer], codec, around, peer)
-        gamma = self._gamma(memory)
-        apart = memory["mixed"] - memory["x_hat"]
-        memory = {**memory, "x_hat": x_hat, "mixed": mixed}
-        memory = self._learn(memory, gauge.Seen(difference, mine.heard, apart), letters, codec, around)
-        return Met(x + gamma * (mixed - x_hat), memory, gamma)
+        met, heard, letters = yield from self.exchange(x, memory, codec, around, self._note(memory, around))
+        learned = self._learn(met.memory, self.seen(x, memory, heard), letters, codec, around)
+        return met._replace(memory=learned)
 
     def _by_edge(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
         fresh = {peer for peer, new in (around.live or {}).items() if new}

@@ -18,16 +18,15 @@ from torch import Tensor
 
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Memory, Slot
-from gradwire.core.asks import Talk
 from gradwire.core.registry import register
-from gradwire.gossip.gossip import Around, Gossip, Met, hear, need_forgetful, need_symmetric, say, size_of
-from gradwire.gossip.letter import post
+from gradwire.gossip.gossip import Around, Gossip, Met, need_forgetful, need_symmetric
+from gradwire.gossip.public import Heard, Public
 from gradwire.topology import Graph, Topology
 
 
 @register("dcd", kind="gossip")
 @dataclass(frozen=True)
-class DCD(Gossip):
+class DCD(Public):
     """Difference compression.
 
     Attributes:
@@ -51,18 +50,14 @@ class DCD(Gossip):
     def begin(self, common: Tensor, codec: Codec, around: Around) -> dict[str, Tensor]:
         return {name: common.clone() for name in self.slots(around)}
 
-    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
-        x_hat = memory["x_hat"]
-        mine = say(memory["mixed"] + (x - x_hat) - x_hat, codec, around)
-        size = size_of(codec, around)
-        letters = yield from post(
-            around.stamp(), dict.fromkeys(around.tells, mine.payload), dict.fromkeys(around.hears, size)
-        )
-        x_hat = x_hat + mine.heard
-        mixed = memory["mixed"] + (1.0 - sum(around.hears.values())) * mine.heard
-        for peer, weight in around.hears.items():
-            mixed = mixed + weight * hear(letters[peer], codec, around, peer)
-        return Met(x_hat, {**memory, "x_hat": x_hat, "mixed": mixed})
+    def words(self, x: Tensor, memory: Memory, step: int) -> Tensor:
+        del step
+        return memory["mixed"] + (x - memory["x_hat"]) - memory["x_hat"]
+
+    def learn(self, x: Tensor, memory: Memory, heard: Heard, step: int) -> Met:
+        del x, step
+        x_hat = memory["x_hat"] + heard.mine
+        return Met(x_hat, {**memory, "x_hat": x_hat, "mixed": heard.onto(memory["mixed"])})
 
 
 def need_unbiased(method: Gossip, codec: Codec, allow_biased: bool) -> None:

@@ -17,16 +17,15 @@ from torch import Tensor
 
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Memory, Slot
-from gradwire.core.asks import Talk
 from gradwire.core.registry import register
-from gradwire.gossip.gossip import Around, Gossip, Met, hear, need_contraction, need_doubly, need_step, say, size_of
-from gradwire.gossip.letter import post
+from gradwire.gossip.gossip import Around, Met, need_contraction, need_doubly, need_step
+from gradwire.gossip.public import Heard, Public
 from gradwire.topology import Graph, Topology
 
 
 @register("deepsqueeze", kind="gossip")
 @dataclass(frozen=True)
-class DeepSqueeze(Gossip):
+class DeepSqueeze(Public):
     """Error feedback on whole models.
 
     Attributes:
@@ -49,13 +48,10 @@ class DeepSqueeze(Gossip):
     def slots(self, around: Around) -> dict[str, Slot]:
         return {"residual": Slot(around.tensors.lengths)}
 
-    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
-        target = x + memory["residual"]
-        mine = say(target, codec, around)
-        size = size_of(codec, around)
-        letters = yield from post(
-            around.stamp(), dict.fromkeys(around.tells, mine.payload), dict.fromkeys(around.hears, size)
-        )
-        for peer, weight in around.hears.items():
-            x = x + self.gamma * weight * (hear(letters[peer], codec, around, peer) - mine.heard)
-        return Met(x, {**memory, "residual": target - mine.heard}, self.gamma)
+    def words(self, x: Tensor, memory: Memory, step: int) -> Tensor:
+        del step
+        return x + memory["residual"]
+
+    def learn(self, x: Tensor, memory: Memory, heard: Heard, step: int) -> Met:
+        residual = self.words(x, memory, step) - heard.mine
+        return Met(heard.toward(x, self.gamma), {**memory, "residual": residual}, self.gamma)

@@ -17,16 +17,15 @@ from torch import Tensor
 
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Memory
-from gradwire.core.asks import Talk
 from gradwire.core.registry import register
-from gradwire.gossip.gossip import Around, Gossip, Met, hear, need_cast, need_doubly, say, size_of
-from gradwire.gossip.letter import post
+from gradwire.gossip.gossip import Met, need_cast, need_doubly
+from gradwire.gossip.public import Heard, Public
 from gradwire.topology import Graph, Topology
 
 
 @register("dpsgd", kind="gossip")
 @dataclass(frozen=True)
-class DPSGD(Gossip):
+class DPSGD(Public):
     """Average whole models with the neighbors."""
 
     graph: Graph
@@ -37,13 +36,10 @@ class DPSGD(Gossip):
         need_cast(self, codec)
         need_doubly(self, topology)
 
-    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
-        mine = say(x, codec, around)
-        size = size_of(codec, around)
-        letters = yield from post(
-            around.stamp(), dict.fromkeys(around.tells, mine.payload), dict.fromkeys(around.hears, size)
-        )
-        for peer, weight in around.hears.items():
-            if peer in letters:
-                x = x + weight * (hear(letters[peer], codec, around, peer) - mine.heard)
-        return Met(x, memory)
+    def words(self, x: Tensor, memory: Memory, step: int) -> Tensor:
+        del memory, step
+        return x
+
+    def learn(self, x: Tensor, memory: Memory, heard: Heard, step: int) -> Met:
+        del step
+        return Met(heard.toward(x), memory)

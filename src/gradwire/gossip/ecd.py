@@ -15,21 +15,21 @@ Spec:     ecd(ring), ecd(ring, allow_biased=True)
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Memory, Slot
-from gradwire.core.asks import Talk
 from gradwire.core.registry import register
 from gradwire.gossip.dcd import need_unbiased
-from gradwire.gossip.gossip import Around, Gossip, Met, hear, need_symmetric, say, size_of
-from gradwire.gossip.letter import post
+from gradwire.gossip.gossip import Around, Met, need_symmetric
+from gradwire.gossip.public import Heard, Public
 from gradwire.topology import Graph, Topology
 
 
 @register("ecd", kind="gossip")
 @dataclass(frozen=True)
-class ECD(Gossip):
+class ECD(Public):
     """Extrapolation compression.
 
     Attributes:
@@ -53,16 +53,15 @@ class ECD(Gossip):
     def begin(self, common: Tensor, codec: Codec, around: Around) -> dict[str, Tensor]:
         return {name: common.clone() for name in self.slots(around)}
 
-    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
-        t = around.key.step + 1
-        before, mixed = memory["before"], memory["mixed"]
-        after = mixed + (x - before)
-        mine = say((1 - t / 2) * before + (t / 2) * after, codec, around)
-        size = size_of(codec, around)
-        letters = yield from post(
-            around.stamp(), dict.fromkeys(around.tells, mine.payload), dict.fromkeys(around.hears, size)
-        )
-        heard = (1.0 - sum(around.hears.values())) * mine.heard
-        for peer, weight in around.hears.items():
-            heard = heard + weight * hear(letters[peer], codec, around, peer)
-        return Met(after, {**memory, "before": after, "mixed": (1 - 2 / t) * mixed + (2 / t) * heard})
+    def words(self, x: Tensor, memory: Memory, step: int) -> Tensor:
+        t = step + 1
+        return (1 - t / 2) * memory["before"] + (t / 2) * _after(x, memory)
+
+    def learn(self, x: Tensor, memory: Memory, heard: Heard, step: int) -> Met:
+        t, after = step + 1, _after(x, memory)
+        mixed = (1 - 2 / t) * memory["mixed"] + (2 / t) * heard.onto(torch.zeros_like(x))
+        return Met(after, {**memory, "before": after, "mixed": mixed})
+
+
+def _after(x: Tensor, memory: Memory) -> Tensor:
+    return memory["mixed"] + (x - memory["before"])

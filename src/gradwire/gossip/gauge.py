@@ -55,7 +55,7 @@ BRINK = 0.85  # of the largest stable gamma, where that is known
 # Places in the state: sums over the window of |d|^2, <q, d>, <d, r>, <q, r>, |r|^2; those of the window before, pooled,
 # and the binary logarithm of a step to agree on, which headers carry; smoothed gain, lag, and lag times response, -1
 # before there are any; the step, and that of the window before.
-_SUMS, _NOTE, _GAIN, _LAG, _TOLD, _GAMMA, _BEFORE = slice(0, 5), slice(5, 11), 11, 12, 13, 14, 15
+SUMS, NOTE, _GAIN, _LAG, _TOLD, _GAMMA, _BEFORE = slice(0, 5), slice(5, 11), 11, 12, 13, 14, 15
 _AGREED = 10
 LENGTH = 16
 
@@ -78,13 +78,13 @@ def begin(codec: Codec, units: Segments, topology: Topology) -> Tensor:
 
 
 def gamma(state: Tensor) -> float:
-    """The consensus step, as a float32 number: headers may carry it."""
-    return float(state[_GAMMA].float())
+    """The consensus step, as a float32 number: headers may carry it. All rows of stacked states have the same."""
+    return float(state[..., _GAMMA].flatten()[0].float())
 
 
 def note(state: Tensor) -> tuple[float, ...]:
     """What to write into headers."""
-    return tuple(state[_NOTE].tolist())
+    return tuple(state[NOTE].tolist())
 
 
 def turn(
@@ -98,34 +98,46 @@ def turn(
     """The state after a step in which notes were heard, each with a weight; none where every rank decides alone."""
     state = state.clone()
     if seen is not None:
-        d, q, r = map(sample, seen)
-        sums = ((d * d).sum(), (q * d).sum(), (d * r).sum(), (q * r).sum(), (r * r).sum())
-        state[_SUMS] += torch.stack(sums).double().cpu()
-    mine = state[_NOTE].clone()
-    for weight, numbers in heard:
-        theirs = torch.tensor(numbers, dtype=torch.float64)
-        state[_NOTE] += weight * (theirs - mine)
-        mine[-1] = min(mine[-1], theirs[-1])
-    state[_AGREED] = mine[-1]
+        state[SUMS] += measured(seen).cpu()
+    notes = [(weight, torch.tensor(numbers, dtype=torch.float64)) for weight, numbers in heard]
+    state[NOTE] = pooled(state[NOTE], notes)
     if (step + 1) % window(topology) == 0:
-        _close_(state, topology, codec)
-    # As headers round them: the rank that says a number must compare the same one as those that hear it.
-    state[_NOTE] = state[_NOTE].float().double()
+        close_(state, topology, codec)
     return state
 
 
-def _close_(state: Tensor, topology: Topology, codec: Codec) -> None:
+def measured(seen: Seen) -> Tensor:
+    """|d|^2, <q, d>, <d, r>, <q, r>, |r|^2 of a step, or of each row. -> float64[..., 5]."""
+    d, q, r = map(sample, seen)
+    return torch.stack([(x * y).sum(-1) for x, y in ((d, d), (q, d), (d, r), (q, r), (r, r))], -1).double()
+
+
+def pooled(mine: Tensor, heard: Iterable[tuple[float | Tensor, Tensor]]) -> Tensor:
+    """A note, or one in each row, after a step: sums averaged with those heard, of logarithms the least.
+
+    As headers round them: the rank that says a number must compare the same one as those that hear it.
+    """
+    mixed, least = mine.clone(), mine[..., -1]
+    for weight, theirs in heard:
+        mixed += weight * (theirs - mine)
+        least = torch.minimum(least, theirs[..., -1])
+    mixed[..., -1] = least
+    return mixed.float().double()
+
+
+def close_(state: Tensor, topology: Topology, codec: Codec) -> None:
     """End a window: what was agreed on is done, what was pooled is judged, what was measured is pooled."""
     used, now = float(state[_BEFORE]), float(2.0 ** state[_AGREED])
     state[_AGREED] = math.log2(_finding(state, used, topology, codec))
-    state[_NOTE][:-1] = state[_SUMS]
-    state[_SUMS] = 0.0
+    state[NOTE][:-1] = state[SUMS]
+    state[NOTE] = state[NOTE].float().double()
+    state[SUMS] = 0.0
     state[_BEFORE], state[_GAMMA] = state[_GAMMA].clone(), now
 
 
 def _finding(state: Tensor, used: float, topology: Topology, codec: Codec) -> float:
     """The step that the pooled sums ask for, which were measured under the step ``used``."""
-    d2, qd, dr, qr, r2 = state[_NOTE][:-1].tolist()
+    d2, qd, dr, qr, r2 = state[NOTE][:-1].tolist()
     if not math.isfinite(d2 + abs(dr) + r2):
         return max(LEAST, used * MOST_DOWN)
     if not (d2 > 0.0 and r2 > 0.0):
@@ -166,8 +178,8 @@ def loses_alike(codec: Codec) -> bool:
 
 
 def sample(x: Tensor) -> Tensor:
-    """Some entries of a flat buffer, evenly spread; all of a small one."""
-    return x if x.numel() <= SAMPLE else x[_places(x.numel(), x.device)]
+    """Some entries of a flat buffer, or of each row, evenly spread; all of a small one."""
+    return x if x.shape[-1] <= SAMPLE else x[..., _places(x.shape[-1], x.device)]
 
 
 @lru_cache(maxsize=16)

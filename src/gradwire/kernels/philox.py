@@ -6,6 +6,8 @@ A unit's stream is words 0, 1, 2, ... of Philox under the unit's 64-bit key. Ele
 whose counter is (i div 4, step).
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -45,10 +47,27 @@ def words(key: Key, unit: str, n: int, device: torch.device) -> Tensor:
 
 def uniform(key: Key, names: tuple[str, ...], lengths: Tensor) -> Tensor:
     """One float32 in [0, 1) per element of a buffer that holds ``lengths[i]`` elements of unit ``names[i]``."""
-    counts = lengths.tolist()
-    drawn = [words(key, name, n, lengths.device) for name, n in zip(names, counts, strict=True)]
+    device = lengths.device
+    blocks = (lengths + 3) // 4
+    first = 4 * (blocks.cumsum(0) - blocks)  # where a unit's words begin, rounded up to whole blocks
+    keys = _keys(tuple(map(key.words, names)), device).repeat_interleave(blocks, dim=0)
+    block = _ragged(blocks)
+    step = torch.full_like(block, key.step & _MASK), torch.full_like(block, key.step >> 32)
+    drawn = philox((block & _MASK, block >> 32, *step), (keys[:, 0], keys[:, 1])).T.reshape(-1)
     # 24 bits: every value is a float32, and 1.0 is never reached.
-    return (torch.cat(drawn) >> 8).float() * 2.0**-24 if drawn else lengths.new_zeros(0).float()
+    return (drawn[first.repeat_interleave(lengths) + _ragged(lengths)] >> 8).float() * 2.0**-24
+
+
+def _ragged(counts: Tensor) -> Tensor:
+    """0, 1, ..., counts[0] - 1, 0, 1, ..., counts[1] - 1, and so on."""
+    before = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    return torch.arange(before.numel(), device=counts.device) - before
+
+
+@lru_cache(maxsize=64)
+def _keys(words: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    # Cached, since a unit's key is the same at every step; nobody may write into it.
+    return torch.tensor(words, dtype=torch.int64, device=device).view(-1, 2)
 
 
 def normal(key: Key, names: tuple[str, ...], n: int, device: torch.device) -> Tensor:

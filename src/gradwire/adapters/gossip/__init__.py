@@ -4,6 +4,7 @@ from gradwire.adapters.gossip.door import gossip
 from gradwire.adapters.gossip.elastic import ElasticNet
 from gradwire.adapters.gossip.net import Net
 from gradwire.adapters.gossip.report import GossipReport
+from gradwire.adapters.gossip.stacked import StackedNet
 from gradwire.adapters.gossip.virtual import VirtualNet, gossip_lockstep
 
-__all__ = ["ElasticNet", "GossipReport", "Net", "VirtualNet", "gossip", "gossip_lockstep"]
+__all__ = ["ElasticNet", "GossipReport", "Net", "StackedNet", "VirtualNet", "gossip", "gossip_lockstep"]
