@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "forecast": BELOW_SYNC | {"sync"},
     "adapters": BELOW_SYNC | {"sync", "forecast"},  # `auto` decides by the same costs as `advise`
     "train": BELOW_TOOLS | {"report"},  # `compare` reads its run folders back
-    "bench": BELOW_TOOLS,
+    "bench": BELOW_TOOLS | {"train", "network"},  # it measures training steps, on hosts
     "network": BELOW_TOOLS,
     "report": set(),
     "cli": BELOW_TOOLS | {"train", "bench", "network", "report"},
@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 MAY_IMPORT_DISTRIBUTED = (
     "links/*.py",
     "network/*.py",
+    "bench/network/*.py",
     "adapters/ddp.py",
     "adapters/compress.py",
     "adapters/optimizer.py",

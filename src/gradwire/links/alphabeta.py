@@ -22,6 +22,8 @@ Kind: TypeAlias = Literal["all_reduce", "all_gather", "all_to_all", "broadcast",
 
 HEADERS = 66  # bytes of Ethernet, IPv4 and TCP with timestamps around a packet's data
 MTU = 1500
+ACKNOWLEDGED = 0.35  # packets of nothing but an acknowledgment for each that arrives, measured
+MESSAGE_BYTES = 380  # around each message: announcements both ways, gloo's header, their own packets; measured
 _SEGMENT = MTU + 14 - HEADERS
 _PIECE_BYTES = 2**20  # gloo's largest message within a ring
 
@@ -51,13 +53,10 @@ class AlphaBeta:
         return self.beta * (max(sent, received) if self.duplex else sent + received)
 
 
-def framed(nbytes: float, answered: bool = True) -> float:
-    """Bytes on the wire for bytes of tensors, in packets that are full; ``answered``: with acknowledgments.
-
-    A rank that receives as much as it sends acknowledges every second packet on the way it sends by.
-    """
-    packets = nbytes / _SEGMENT
-    return nbytes + HEADERS * packets * (1.5 if answered else 1.0)
+def framed(sent: float, received: float | None = None, messages: float = 0.0) -> float:
+    """Bytes that a rank puts on the wire, for bytes of tensors that it sends and receives in so many messages."""
+    answers = ACKNOWLEDGED * (sent if received is None else received)
+    return sent + HEADERS * (sent + answers) / _SEGMENT + MESSAGE_BYTES * messages
 
 
 class Cost(NamedTuple):
@@ -96,10 +95,15 @@ def seconds(kind: Kind, nbytes: float, world: int, link: AlphaBeta | LinkSpec) -
 
 def ring(hops: int, chunk: float, costs: AlphaBeta, pieces: int | None = None) -> float:
     """Hops of ``chunk`` bytes around a ring; a piece of a hop leaves while the piece before it is still under way."""
-    pieces = pieces or max(2, math.ceil(chunk / _PIECE_BYTES))
+    pieces = pieces or ring_pieces(chunk)
     full = costs.carry(chunk, chunk)
     hop = max(full, costs.alpha + full / pieces)
     return (hops - 1) * hop + costs.alpha + full
+
+
+def ring_pieces(chunk: float) -> int:
+    """In how many messages a hop of an all-reduce travels."""
+    return max(2, math.ceil(chunk / _PIECE_BYTES))
 
 
 def scatter(sent: float, received: float, costs: AlphaBeta) -> float:

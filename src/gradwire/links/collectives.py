@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradwire.core.asks import Ask, Gather, Max, Sum, Swap
 from gradwire.core.payload import Payload
+from gradwire.links.alphabeta import ring_pieces
 
 
 @dataclass(frozen=True)
@@ -51,17 +52,19 @@ Collective: TypeAlias = AllReduce | AllGather | AllToAll | Broadcast
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that cross one rank's wire, and the collectives that carried them."""
+    """Bytes that cross one rank's wire, and the collectives and messages that carried them."""
 
     sent: float = 0.0
     received: float = 0.0
     collectives: int = 0
+    messages: float = 0.0  # that this rank sends: what headers and acknowledgments are for
 
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(
             self.sent + other.sent,
             self.received + other.received,
             self.collectives + other.collectives,
+            self.messages + other.messages,
         )
 
 
@@ -76,15 +79,17 @@ def traffic(collective: Collective, rank: int, world: int) -> Traffic:
     x = collective.tensor
     n = x.numel() * x.element_size()
     if isinstance(collective, AllReduce):
-        each = 2 * (world - 1) / world * n
-        return Traffic(each, each, 1)
+        around = 2 * (world - 1) / world
+        pieces = min(x.numel(), world * ring_pieces(n / world))
+        return Traffic(around * n, around * n, 1, around * pieces)
     if isinstance(collective, AllGather):
-        return Traffic((world - 1) * n, (world - 1) * n, 1)
+        return Traffic((world - 1) * n, (world - 1) * n, 1, 2 * (world - 1))
     if isinstance(collective, AllToAll):
         out, into = sum(collective.out), sum(collective.into)
-        return Traffic(out - collective.out[rank], into - collective.into[rank], 1)
+        peers = sum(n > 0 for other, n in enumerate(collective.out) if other != rank)
+        return Traffic(out - collective.out[rank], into - collective.into[rank], 1, peers)
     children = sum(2**i > rank and rank + 2**i < world for i in range(world.bit_length()))
-    return Traffic(children * n, n if rank else 0, 1)
+    return Traffic(children * n, n if rank else 0, 1, children)
 
 
 def fuse(asks: Sequence[Ask], world: int) -> Generator[Collective, Tensor, list[Any]]:

@@ -1,0 +1,1 @@
+"""The same training step over thin and thick links, by many methods."""

@@ -1,0 +1,90 @@
+"""Cells: what is to be measured, and what has been."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+Where = Literal["hosts", "throttled"]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Field:
+    """Where contestants meet: they run in turns, in the same processes.
+
+    Attributes:
+        model: The workload.
+        link: Every rank's, as text.
+        world: How many ranks.
+        where: In namespaces of their own, or on this host with a link that pretends.
+    """
+
+    model: str
+    link: str
+    world: int
+    where: Where
+
+    def key(self, method: str) -> tuple[Any, ...]:
+        return (self.model, self.link, self.world, self.where, method)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long to measure.
+
+    Attributes:
+        rounds: How often each contestant has its turn, so that drifts of the machine hit all alike.
+        steps: Of one turn.
+        warmup: Steps that do not count, at the beginning of each turn.
+        turn_seconds: A turn that would take longer has fewer steps, but two.
+        timeout: Seconds of a turn after which a contestant is given up.
+    """
+
+    rounds: int = 3
+    steps: int = 12
+    warmup: int = 4
+    turn_seconds: float = 20.0
+    timeout: float = 300.0
+
+
+def fields(models: Sequence[str], links: Sequence[str], worlds: Sequence[int], where: Where) -> Iterator[Field]:
+    """All of them, quick ones first."""
+    for model, link, world in product(models, links, worlds):
+        yield Field(model, link, world, where)
+
+
+def read(path: Path | None) -> list[Row]:
+    """Rows of an earlier run; a last line that was cut short is none."""
+    if path is None or not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def append(path: Path | None, row: Row) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(row) + "\n")
+
+
+def key_of(row: Row) -> tuple[Any, ...]:
+    return (row["model"], row["link"], row["world"], row["where"], row["method"])
+
+
+def missing(field: Field, methods: Iterable[str], rows: Iterable[Row]) -> list[str]:
+    """Methods without a row in this field."""
+    done = {key_of(row) for row in rows}
+    return [method for method in methods if field.key(method) not in done]
+
+
+def described(field: Field, method: str, pace: Pace) -> Row:
+    return {**asdict(field), "method": method, "pace": asdict(pace)}
