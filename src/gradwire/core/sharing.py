@@ -7,14 +7,12 @@ processes, and nothing is kept for them.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from gradwire.core.payload import Payload
-
-_Kept = dict[tuple[Any, ...], tuple[Sequence[Payload], Tensor]]
-_round: ContextVar[_Kept | None] = ContextVar("sharing", default=None)
+T = TypeVar("T")
+_round: ContextVar[dict[tuple[Any, ...], tuple[Sequence[Tensor], Any]] | None] = ContextVar("sharing", default=None)
 
 
 @contextmanager
@@ -27,18 +25,19 @@ def sharing() -> Iterator[None]:
         _round.reset(token)
 
 
-def shared(payloads: Sequence[Payload], what: tuple[Any, ...], decode: Callable[[], Tensor]) -> Tensor:
-    """``decode()``, or what it gave to another rank for the very same bytes; nobody may write into it.
+def shared(heard: Sequence[Tensor], what: tuple[Any, ...], decode: Callable[[], T]) -> T:
+    """``decode()``, or what it gave to another rank for the very same tensors; nobody may write into it.
 
     Args:
-        payloads: The messages, if any; those that share memory are the same.
+        heard: What the outcome was made of, if anything; tensors that share memory are the same.
         what: Whatever else the outcome depends on.
         decode: Called for the first rank that asks.
     """
     kept = _round.get()
     if kept is None:
         return decode()
-    key = (*what, *((payload.data.data_ptr(), payload.nbytes) for payload in payloads))
+    key = (*what, *((x.data_ptr(), x.numel()) for x in heard))
     if key not in kept:
-        kept[key] = payloads, decode()  # with the messages, so that their memory is not reused meanwhile
-    return kept[key][1]
+        kept[key] = heard, decode()  # with the tensors, so that their memory is not reused meanwhile
+    found: T = kept[key][1]
+    return found

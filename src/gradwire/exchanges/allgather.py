@@ -33,9 +33,8 @@ class AllGather(Exchange):
         size = codec.size(around.units) if codec.traits.fixed else None
         payloads = yield Gather(said.message, size)
         keys = [around.key.of(rank) for rank in range(around.world)]
-        mean = shared(
-            payloads, (codec, around.units, around.key.step), lambda: codec.mean(payloads, around.units, keys)
-        )
+        heard = [payload.data for payload in payloads]
+        mean = shared(heard, (codec, around.units, around.key.step), lambda: codec.mean(payloads, around.units, keys))
         return Agreed(mean, said.memory)
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:

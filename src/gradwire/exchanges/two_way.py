@@ -82,7 +82,7 @@ class TwoWay(Exchange):
             places = enumerate(zip(told, windows, strict=True))
             return torch.cat([codec.decode(payload, window, second.of(rank)) for rank, (payload, window) in places])
 
-        return Agreed(shared(told, (codec, around.units, second.step), decode), memory)
+        return Agreed(shared([payload.data for payload in told], (codec, around.units, second.step), decode), memory)
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         return 2 * (world - 1) / world * codec.size(units)

@@ -1,7 +1,9 @@
 """Complaint: what a rank has to tell the group beside its payloads. It rides along, and costs no round of its own."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from gradwire.core.asks import Ask, Gather, Sum, Swap
 from gradwire.core.payload import Payload
+from gradwire.core.sharing import shared
 
 # One byte, or one number that is added up.
 BROKEN = 1  # my gradient is not finite
@@ -16,16 +19,22 @@ MISSING = 2  # some of my parameters have no gradient
 UNFIT = 4  # my gradient is none that can be compressed
 
 
-def byte(complaint: int, device: torch.device) -> Payload:
-    """A complaint as a message."""
-    return Payload(torch.full((1,), complaint, dtype=torch.uint8, device=device))
+def byte(complaint: int, broken: Sequence[Tensor], device: torch.device) -> Payload:
+    """A complaint as a message; it also complains if any of ``broken`` holds, which nobody has to wait for."""
+    said = torch.full((1,), complaint, dtype=torch.uint8, device=device)
+    for flag in broken:
+        said |= flag
+    return Payload(said)
 
 
-def rider(complaint: int, ask: Ask, world: int, device: torch.device) -> Ask:
+def rider(complaint: int, broken: Sequence[Tensor], ask: Ask, world: int, device: torch.device) -> Ask:
     """A complaint as an ask that fuses with another one of the same round."""
     if isinstance(ask, Sum):
-        return Sum(ask.tensor.new_full((1,), _loud(complaint)))
-    said = byte(complaint, device)
+        loud = ask.tensor.new_full((1,), _loud(complaint))
+        for flag in broken:
+            loud = torch.where(flag, math.inf, loud)
+        return Sum(loud)
+    said = byte(complaint, broken, device)
     if isinstance(ask, Gather):
         return Gather(said, 1)
     assert isinstance(ask, Swap)
@@ -35,11 +44,9 @@ def rider(complaint: int, ask: Ask, world: int, device: torch.device) -> Ask:
 def complaints_in(answer: Any) -> int:
     """What anybody complained of, by the answer to a rider."""
     if isinstance(answer, Tensor):
-        return _worst(float(answer))
-    complaints = 0
-    for payload in answer.values() if isinstance(answer, Mapping) else answer:
-        complaints |= int(payload.data[0])
-    return complaints
+        return shared([answer], ("complaints",), lambda: _worst(float(answer)))
+    said = [payload.data[:1] for payload in (answer.values() if isinstance(answer, Mapping) else answer)]
+    return shared(said, ("complaints",), lambda: reduce(or_, torch.cat(said).tolist(), 0))
 
 
 def _loud(complaint: int) -> float:

@@ -31,6 +31,7 @@ class Heard(NamedTuple):
 
     released: list[Released]
     complaints: int
+    aside: Any = None  # what a session of several ranks on a host has to remember of the launch
 
 
 class Verdict(NamedTuple):
@@ -50,6 +51,8 @@ class Session:
     seed: int
     device: torch.device
 
+    local, beside = 0, 1  # where several ranks on a host share the work: which of how many this is
+
     def __post_init__(self) -> None:
         self.step = 0
         self.skipped = 0
@@ -68,11 +71,11 @@ class Session:
             heard.append((yield from self.launch(i, grads, factor)))
         return (yield from self.judge(heard, grads))
 
-    def launch(self, i: int, grads: Grads, factor: float = 1.0) -> Conversation[Heard]:
-        """Compress and exchange the lanes of one launch."""
+    def launch(self, i: int, grads: Grads, factor: float = 1.0, told: int = 0) -> Conversation[Heard]:
+        """Compress and exchange the lanes of one launch; ``told`` are complaints to pass on."""
         lanes = self.plan.launches[i]
         flats = [self._flat(lane, grads, factor) for lane in lanes]
-        complaint = self._complaint(i, grads, flats)
+        complaint = told | self._complaint(i, grads)
         if complaint & (BROKEN | UNFIT):
             flats = [torch.zeros_like(flat) for flat in flats]  # what is said now will be dropped by all
         for lane in lanes:
@@ -113,27 +116,50 @@ class Session:
             return unscale
         norms = [g.detach().double().norm() for g in grads.values() if g is not None]
         norm = float(torch.stack(norms).norm()) * unscale if norms else 0.0
-        return unscale * min(lane.feedback.clip_factor(norm, self.world) for lane in self.plan.lanes)
+        return unscale * min(lane.feedback.clip_factor(norm, self.world) for lane in self.whole.lanes)
 
     @property
     def clips(self) -> bool:
-        return any(getattr(lane.feedback, "clip", None) for lane in self.plan.lanes)
+        return any(getattr(lane.feedback, "clip", None) for lane in self.whole.lanes)
+
+    @property
+    def whole(self) -> Plan:
+        """The plan of all parameters, whoever serves them."""
+        return self.plan
+
+    @property
+    def pending(self) -> dict[str, Tensor]:
+        """What the last step agreed on, by name, to be handed back one step late; the memories themselves."""
+        held = [pair for pair in zip(self.plan.lanes, self.memories, strict=True) if "pending" in pair[1]]
+        return {name: memory["pending"][place] for lane, memory in held for name, place in lane.slices.items()}
+
+    @property
+    def facts(self) -> dict[str, Tensor]:
+        """What a saved state must hold beside memories."""
+        return {}
+
+    def recall(self, state: Memory) -> None:
+        """Take over what the facts of a saved state say."""
 
     def observe(self, moments: Mapping[str, Tensor]) -> None:
         """Add measured second moments, sum over samples of (g / batch)^2, for the variance test of the next step."""
-        sizes = {name: n for lane in self.plan.lanes for name, n in zip(lane.slices, lane.tensors.lengths, strict=True)}
-        for name, moment in moments.items():
-            if sizes.get(name) != moment.numel():
-                raise ValueError(
-                    f"second moments of {name!r} with {moment.numel()} elements fit no parameter; pass one tensor for "
-                    "each name of model.named_parameters(), in the parameter's shape"
-                )
+        self._check_moments(moments)
         for lane, memory in zip(self.plan.lanes, self.memories, strict=True):
             if "second_moment" in memory:
                 seen = memory.setdefault(OBSERVED, torch.zeros_like(memory["second_moment"]))
                 for name, place in lane.slices.items():
                     if name in moments:
                         seen[place] += moments[name].detach().flatten().to(seen)
+
+    def _check_moments(self, moments: Mapping[str, Tensor]) -> None:
+        lanes = self.whole.lanes
+        sizes = {name: n for lane in lanes for name, n in zip(lane.slices, lane.tensors.lengths, strict=True)}
+        for name, moment in moments.items():
+            if sizes.get(name) != moment.numel():
+                raise ValueError(
+                    f"second moments of {name!r} with {moment.numel()} elements fit no parameter; pass one tensor for "
+                    "each name of model.named_parameters(), in the parameter's shape"
+                )
 
     # -- the parts of a step ---------------------------------------------------------------------------------------
 
@@ -151,26 +177,21 @@ class Session:
             if grad is None or _is_sparse(grad):
                 parts.append(torch.zeros(n, device=self.device))
             else:
-                parts.append(grad.detach().flatten().to(self.device).float())
-        flat = torch.cat(parts)
+                parts.append(grad.detach().reshape(-1).to(self.device, torch.float32))
+        flat = _joined(parts)
         return flat if factor == 1.0 else flat * factor
 
-    def _complaint(self, i: int, grads: Grads, flats: Sequence[Tensor]) -> int:
+    def _complaint(self, i: int, grads: Grads) -> int:
         mine = [grads[name] for lane in self.plan.launches[i] for name in lane.tensors.names]
-        finite = all(
-            bool(torch.isfinite(flat).all())
-            for lane, flat, memory in zip(self.plan.launches[i], flats, self._memories(i), strict=True)
-            if not lane.lowered(memory, self._key(), self.world)  # a fused kernel looks for itself
-        )
-        return (
-            (0 if finite else BROKEN)
-            | (MISSING if any(grad is None for grad in mine) else 0)
-            | (UNFIT if any(grad is not None and _is_sparse(grad) for grad in mine) else 0)
+        return (MISSING if any(grad is None for grad in mine) else 0) | (
+            UNFIT if any(grad is not None and _is_sparse(grad) for grad in mine) else 0
         )
 
     def _talk(self, lane: Lane, flat: Tensor, memory: Memory, broken: list[Tensor]) -> Talk[Released]:
-        if lane.lowered(memory, self._key(), self.world):
+        if lane.lowered(memory, self._key(), self.world):  # a fused kernel looks for itself
             return lane.talk_fused(flat, memory, self._key(), self.world, broken)
+        flat, unfit = _censored(flat)
+        broken.append(unfit)
         return lane.talk(flat, memory, self._key(), self.world)
 
     def _counted(self, label: str, talk: Talk[Released]) -> Talk[Released]:
@@ -196,19 +217,18 @@ class Session:
         """Let the complaint ride along with the first round, in whatever kind of message that round sends."""
         try:
             asks = next(talk)
-            complaint |= BROKEN if any(map(bool, broken)) else 0
         except StopIteration as done:  # nobody had anything to ask
-            complaint |= BROKEN if any(map(bool, broken)) else 0
-            heard = [] if self._silent else (yield [Gather(byte(complaint, self.device), 1)])
-            return Heard(done.value, complaint | sum(map(complaints_in, heard)))
-        *answers, said = yield [*asks, rider(complaint, asks[0], self.world, self.device)]
+            mine = byte(complaint, broken, self.device)
+            (said,) = [[mine]] if self._silent else (yield [Gather(mine, 1)])
+            return Heard(done.value, complaints_in(said))
+        *answers, said = yield [*asks, rider(complaint, broken, asks[0], self.world, self.device)]
         released = yield from _resume(talk, answers)
         return Heard(released, complaint | complaints_in(said))
 
     @property
     def _silent(self) -> bool:
         """Whether ranks never hear of each other at all."""
-        return all(lane.at(self.step)[1].silent for lane in self.plan.lanes)
+        return all(lane.at(self.step)[1].silent for lane in self.whole.lanes)
 
     def _used(self, grads: Grads) -> Conversation[Mapping[str, bool]]:
         """Which parameters have a gradient on any rank at all."""
@@ -243,6 +263,26 @@ class Session:
                 if used is None or used[name]:
                     split[name] = update[place].view(shape)
         return split
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts end to end: a view, where that is how they lie in memory already."""
+    first, at = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if part.data_ptr() != at:
+            return torch.cat(list(parts))
+        at += 4 * part.numel()
+    begin, n = first.storage_offset(), sum(part.numel() for part in parts)
+    inside = 4 * (begin + n) <= first.untyped_storage().nbytes()
+    return first.as_strided((n,), (1,)) if inside else torch.cat(list(parts))
+
+
+def _censored(flat: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient, or zeros if anything in it is not finite: what is said then will be dropped by all. And whether."""
+    fine = torch.isfinite(flat).all()
+    if flat.device.type == "cpu":
+        return (flat if fine else torch.zeros_like(flat)), ~fine
+    return torch.where(fine, flat, 0.0), ~fine  # where looking would mean waiting
 
 
 def _is_sparse(grad: Tensor) -> bool:
