@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -43,6 +44,21 @@ class Runner:
         shutil.rmtree(folder / "made")
         if wrong is not None:
             raise wrong
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+
+class Pair(Runner):
+    """Needs two cells at once: each waits for the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = threading.Barrier(2)
+
+    def __call__(self, recipes: tuple[str, ...], overrides: tuple[str, ...], folder: Path) -> None:
+        self.both.wait(20)
+        super().__call__(recipes, overrides, folder)
 
 
 def quiet(_: str) -> None: ...
@@ -93,6 +109,20 @@ def test_the_budget_stops_before_the_next_cell(tmp_path: Path) -> None:
     runner = Runner()
     progress = run_grid(made, runner, budget_seconds=2.5, tell=quiet, clock=lambda: float(next(hours)))
     assert len(runner.calls) == 2 and len(progress.left) == 4
+
+
+def test_several_cells_run_at_once(tmp_path: Path) -> None:
+    made = grid(["digits"], arms(SPECS), range(2), runs=tmp_path)
+    progress = run_grid(made, Pair(), tell=quiet, jobs=2)
+    assert len(progress.ran) == 4 and not progress.failed
+
+
+def test_a_refusal_ends_what_runs_beside_it(tmp_path: Path) -> None:
+    made = grid(["digits"], arms(SPECS), range(2), runs=tmp_path)
+    runner = Runner(call1=ValueError("no such key"))
+    with pytest.raises(ValueError, match="no such key"):
+        run_grid(made, runner, tell=quiet)
+    assert runner.calls[-1] == "stop"
 
 
 def test_a_failed_cell_does_not_stop_the_others(tmp_path: Path) -> None:

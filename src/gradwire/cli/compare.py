@@ -42,6 +42,7 @@ def compare(
     workers: Annotated[int | None, typer.Option(min=1, help="Processes on this machine.")] = None,
     in_process: Annotated[int | None, typer.Option(min=1, help="Virtual workers in one process instead.")] = None,
     devices: Annotated[str, typer.Option(help="Of the workers, in order: 0,0,1,1 or cpu.")] = "",
+    jobs: Annotated[int, typer.Option(min=1, help="Cells at once; on one GPU, start CUDA's MPS before.")] = 1,
 ) -> None:
     """Train several specs with several seeds each, and compare them with the first.
 
@@ -57,7 +58,8 @@ def compare(
     try:
         made = grid(recipes, arms(specs), range(first_seed, first_seed + seeds), settings, runs, suffix)
         with _terminated():
-            progress = run_grid(made, TrainCommand(tuple(options), deadline), budget_seconds, typed, typer.echo)
+            runner = TrainCommand(tuple(options), deadline, quiet=jobs > 1)
+            progress = run_grid(made, runner, budget_seconds, typed, typer.echo, jobs=jobs)
     except ValueError as wrong:
         typer.echo(f"gradwire compare: {wrong}", err=True)
         raise typer.Exit(2) from None

@@ -4,7 +4,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradwire.report.load import LOG
@@ -12,6 +13,7 @@ from gradwire.train.compare import OutOfTime
 
 PATIENCE_SECONDS = 60.0  # for an orderly end, once asked to stop
 REFUSED = 2  # the exit code of a command that cannot be
+CONSOLE = "console.txt"  # what a cell says that does not run alone
 
 
 @dataclass(frozen=True)
@@ -21,26 +23,35 @@ class TrainCommand:
     Attributes:
         options: Further options of the command.
         deadline: On the monotonic clock; None never comes.
+        quiet: Whether a cell's console is a file in its folder, as befits one of several at once.
     """
 
     options: tuple[str, ...] = ()
     deadline: float | None = None
+    quiet: bool = False
+    _live: "set[subprocess.Popen[bytes]]" = field(default_factory=set, compare=False, repr=False)
 
     def __call__(self, recipes: tuple[str, ...], overrides: tuple[str, ...], folder: Path) -> None:
-        # In a group of its own: Ctrl-C reaches us alone, and we pass it on once.
-        process = subprocess.Popen(self.line(recipes, overrides, folder), process_group=0)
+        with (folder / CONSOLE).open("ab") if self.quiet else nullcontext() as console:
+            # In a group of its own: Ctrl-C reaches us alone, and we pass it on once.
+            line = self.line(recipes, overrides, folder)
+            process = subprocess.Popen(line, process_group=0, stdout=console, stderr=console and subprocess.STDOUT)
+        self._live.add(process)
         try:
             code = process.wait(self._left())
         except subprocess.TimeoutExpired:
             _stop(process)
             raise OutOfTime from None
-        except BaseException:
-            _stop(process)
-            raise
+        finally:
+            self._live.discard(process)
         if code == REFUSED:
             raise ValueError("gradwire train refused this; see above")
         if code:
             raise RuntimeError(f"gradwire train ended with code {code}")
+
+    def stop(self) -> None:
+        for process in list(self._live):
+            _stop(process)
 
     def line(self, recipes: tuple[str, ...], overrides: tuple[str, ...], folder: Path) -> list[str]:
         """The command, which resumes a run that has begun."""

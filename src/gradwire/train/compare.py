@@ -7,8 +7,10 @@ goes on from its checkpoint; and what is left when the time is up waits for the 
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Protocol
 
 from gradwire.report.groups import Group, Task, task_name
@@ -24,6 +26,9 @@ class RunCell(Protocol):
     """Train one cell to its end, from its checkpoint where there is one."""
 
     def __call__(self, recipes: tuple[str, ...], overrides: tuple[str, ...], folder: Path) -> None: ...
+
+    def stop(self) -> None:
+        """End whatever is running, in order: somebody wants to leave."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +123,9 @@ def run_grid(
     command: str = "",
     tell: Callable[[str], None] = print,
     clock: Callable[[], float] = time.monotonic,
+    jobs: int = 1,
 ) -> Progress:
-    """Run every cell that is not finished, until all are or the time is up.
+    """Run every cell that is not finished, ``jobs`` at once, until all are or the time is up.
 
     A cell that fails is told of and left behind; the others go on. Each cell's folder notes what was asked of it, so
     that no later grid mistakes it for another, and the command, which tables name as their source.
@@ -129,19 +135,35 @@ def run_grid(
     """
     for cell in cells:
         _check(cell)
-    begun, progress = clock(), Progress()
-    for number, cell in enumerate(cells, 1):
+    end = None if budget_seconds is None else clock() + budget_seconds
+    progress, halted = Progress(), Event()
+
+    def take(number: int, cell: Cell) -> None:
         place = f"[{number}/{len(cells)}] {cell.name}"
         if finished(cell.folder):
             progress.skipped.append(cell)
             tell(f"{place}: finished before")
-        elif progress.left or (budget_seconds is not None and clock() - begun >= budget_seconds):
+        elif halted.is_set() or progress.left or (end is not None and clock() >= end):
             progress.left.append(cell)
         else:
             tell(f"{place}: {'goes on' if (cell.folder / CELL).is_file() else 'starts'}")
             cell.folder.mkdir(parents=True, exist_ok=True)
             (cell.folder / CELL).write_text(json.dumps(cell.asked | {"command": command}, indent=2) + "\n")
-            _run(cell, run_cell, progress, tell)
+            try:
+                _run(cell, run_cell, progress, tell)
+            except BaseException:
+                halted.set()  # before this thread takes the next
+                raise
+
+    with ThreadPoolExecutor(jobs) as pool:
+        tasks = [pool.submit(take, number, cell) for number, cell in enumerate(cells, 1)]
+        try:
+            for task in tasks:
+                task.result()
+        except BaseException:
+            halted.set()
+            run_cell.stop()
+            raise
     return progress
 
 
