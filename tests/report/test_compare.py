@@ -155,7 +155,7 @@ def test_differences_are_paired_with_the_first_spec(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "TrainCommand", lambda *_: Runner())
+    monkeypatch.setattr(command, "TrainCommand", lambda *_, **__: Runner())
     done = CliRunner().invoke(app, ["digits", "--specs", SPECS, "--seeds", "3", "--runs", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "-0.07 [-0.45, +0.31]" in done.output
