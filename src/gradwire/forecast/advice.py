@@ -9,10 +9,11 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from gradwire.forecast.calibration import DENSE, Calibration
+from gradwire.forecast.calibration import Calibration
 from gradwire.forecast.candidates import CANDIDATES
 from gradwire.forecast.cluster import Cluster
 from gradwire.forecast.costs import Prediction, predict
+from gradwire.forecast.model import DENSE
 from gradwire.links.rates import FASTEST_BITS, SLOWEST_BITS, LinkSpec
 
 ERROR = 0.15  # that calibrations are trusted to
@@ -64,8 +65,13 @@ def advise(
     found = [predictor(calibration, spec, cluster) for spec in known(calibration, specs)]
     dense = min(plain, key=_seconds)
     faster = [way for way in found if way.seconds < dense.seconds]
-    safe = [way for way in faster if _holds(calibration, way.spec, cluster, predictor, error)]
-    return Advice(tuple(sorted((*plain, *found), key=_seconds)), dense, _least_lossy(safe) if safe else dense)
+    box = _Box(calibration, cluster, predictor, error)
+    fastest = next((way for way in sorted(faster, key=_seconds) if box.bears(way.spec)), None)
+    choice = dense
+    if fastest is not None:
+        equals = [way for way in found if way.seconds <= fastest.seconds * (1 + TIE)]
+        choice = next(way for way in equals if way is fastest or box.bears(way.spec))
+    return Advice(tuple(sorted((*plain, *found), key=_seconds)), dense, choice)
 
 
 def break_even(calibration: Calibration, cluster: Cluster, spec: str, predictor: Predict = predict) -> float | None:
@@ -92,19 +98,31 @@ def known(calibration: Calibration, specs: Sequence[str]) -> list[str]:
     return [spec for spec in specs if spec in calibration.costs]
 
 
-def _least_lossy(safe: list[Prediction]) -> Prediction:
-    """The first, as candidates are ordered, of those that are about as fast as the fastest."""
-    fastest = min(way.seconds for way in safe)
-    return next(way for way in safe if way.seconds <= fastest * (1 + TIE))
+class _Box:
+    """All that may be true, and what dense training takes there."""
 
+    def __init__(self, calibration: Calibration, cluster: Cluster, predictor: Predict, error: float) -> None:
+        self._predictor = predictor
+        self._corners = list(corners(calibration, cluster, error))
+        self._dense: dict[int, float] = {}
 
-def _holds(calibration: Calibration, spec: str, cluster: Cluster, predictor: Predict, error: float) -> bool:
-    """Whether a way is not much slower than dense, wherever within their error the true figures lie."""
-    for truth, place in corners(calibration, cluster, error):
-        dense = min(predictor(truth, each, place).seconds for each in known(truth, DENSE))
-        if predictor(truth, spec, place).seconds > (1 + LOSS) * dense:
-            return False
-    return True
+    def bears(self, spec: str) -> bool:
+        """Whether a way is nowhere much slower than dense."""
+        return all(self._predictor(*self._at(i, spec)).seconds <= (1 + LOSS) * self._plain(i) for i in self._numbers)
+
+    @property
+    def _numbers(self) -> range:
+        return range(len(self._corners))
+
+    def _at(self, i: int, spec: str) -> tuple[Calibration, str, Cluster]:
+        truth, place = self._corners[i]
+        return truth, spec, place
+
+    def _plain(self, i: int) -> float:
+        if i not in self._dense:
+            specs = known(self._corners[i][0], DENSE)
+            self._dense[i] = min(self._predictor(*self._at(i, spec)).seconds for spec in specs)
+        return self._dense[i]
 
 
 def corners(calibration: Calibration, cluster: Cluster, error: float) -> Iterator[tuple[Calibration, Cluster]]:

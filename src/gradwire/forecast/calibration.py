@@ -1,16 +1,13 @@
 """Calibration: all that a forecast must know of a model and of the machine it runs on. A value, saved as JSON."""
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gradwire.forecast.model import Model
 from gradwire.forecast.software import FREE, Software
-
-DENSE = ("ddp fp32", "ddp bf16")  # what everything is measured against: DistributedDataParallel as it comes
 
 
 @dataclass(frozen=True)
@@ -22,12 +19,18 @@ class Cost:
         decode: From what was heard to the update.
         per_peer: By how much decoding grows with every further rank.
         fill: Bytes sent over the most that could have been.
+        start: Seconds that every launch takes beside, however small.
     """
 
     encode: float
     decode: float
     per_peer: float = 0.0
     fill: float = 1.0
+    start: float = 0.0
+
+    def scaled(self, by: float) -> "Cost":
+        """The same at another speed."""
+        return Cost(self.encode * by, self.decode * by, self.per_peer * by, self.fill, self.start * by)
 
 
 @dataclass(frozen=True)
@@ -35,22 +38,20 @@ class Calibration:
     """Measured here, or assumed; ``note`` says which.
 
     Attributes:
-        shapes: Of the parameters by name, in order of registration.
+        model: Its tensors.
         forward: Seconds of all that is neither backward pass nor synchronization: forward pass, optimizer.
         backward: Seconds of the backward pass.
         costs: Of each way to synchronize, by spec; `DENSE` among them.
-        ready: When in the backward pass each gradient is there, 0 to 1; by elements where it was not measured.
         cores: Processors for each worker.
         software: What collectives cost beyond the link.
         world: The number of ranks whose messages were decoded.
         note: Where the figures come from.
     """
 
-    shapes: Mapping[str, tuple[int, ...]]
+    model: Model
     forward: float
     backward: float
     costs: Mapping[str, Cost]
-    ready: Mapping[str, float] = field(default_factory=dict)
     cores: float = 1.0
     software: Software = FREE
     world: int = 2
@@ -59,21 +60,6 @@ class Calibration:
     @property
     def compute(self) -> float:
         return self.forward + self.backward
-
-    @cached_property
-    def elements(self) -> int:
-        return sum(map(math.prod, self.shapes.values()))
-
-    @cached_property
-    def arrival(self) -> dict[str, float]:
-        """When each gradient is there; without measurement, as if a weight took as long as any other."""
-        if self.ready:
-            return dict(self.ready)
-        arrived, found = 0, {}
-        for name in reversed(list(self.shapes)):
-            arrived += math.prod(self.shapes[name])
-            found[name] = arrived / self.elements
-        return found
 
     def cost(self, spec: str, world: int) -> Cost:
         """What a spec costs in a world."""
@@ -84,10 +70,7 @@ class Calibration:
 
     def scaled(self, compute: float = 1.0, codec: float = 1.0) -> "Calibration":
         """The same with other speeds, for asking what an error in the figures would change."""
-        costs = {
-            spec: replace(c, encode=c.encode * codec, decode=c.decode * codec, per_peer=c.per_peer * codec)
-            for spec, c in self.costs.items()
-        }
+        costs = {spec: cost.scaled(codec) for spec, cost in self.costs.items()}
         return replace(self, forward=self.forward * compute, backward=self.backward * compute, costs=costs)
 
 
@@ -105,9 +88,11 @@ def load(path: Path) -> Calibration:
     """
     try:
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        shapes = {name: tuple(map(int, shape)) for name, shape in raw.pop("shapes").items()}
+        model = raw.pop("model")
+        shapes = {name: tuple(map(int, shape)) for name, shape in model["shapes"].items()}
         costs = {spec: Cost(**cost) for spec, cost in raw.pop("costs").items()}
-        return Calibration(shapes=shapes, costs=costs, software=Software(**raw.pop("software")), **raw)
+        software = Software(**raw.pop("software"))
+        return Calibration(Model(shapes, model["arrival"]), costs=costs, software=software, **raw)
     except OSError:
         raise ValueError(f"there is no calibration {path}; make one with `gradwire advise --save {path}`") from None
     except (ValueError, KeyError, TypeError, AttributeError) as wrong:

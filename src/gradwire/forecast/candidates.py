@@ -4,6 +4,8 @@ Momentum correction, as in ``dgc``, needs an optimizer without momentum, which n
 weighed in advice, but never chosen by ``auto``.
 """
 
+from collections.abc import Sequence
+
 from gradwire.feedback import MomentumCorrection
 from gradwire.sync.method import method
 
@@ -13,15 +15,29 @@ CANDIDATES = (
     "powersgd(4)",
     "sign",
     "powersgd(2)",
-    "topk(0.01)",
     "topk(0.01) | sign",
-    "randomk(0.01)",
-    "topk(0.001)",
+    "topk(0.001) | fp16",
     "topk(0.001) | sign",
     "dgc(0.001)",
 )
 
 
-def automatic(specs: tuple[str, ...] = CANDIDATES) -> tuple[str, ...]:
+def arguments(text: str) -> tuple[str, dict[str, str | None]]:
+    """The spec, and what else `gradwire.compress` is told, of ``int4; exchange=two_way``.
+
+    Raises:
+        ValueError: An option that decides nothing about what is sent.
+    """
+    spec, *pairs = (part.strip() for part in text.split(";"))
+    options: dict[str, str | None] = {}
+    for pair in pairs:
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or key not in ("exchange", "feedback", "granularity", "bundle"):
+            raise ValueError(f"cannot read the option {pair!r} of {text!r}; write for example exchange=two_way")
+        options[key] = None if value == "none" and key == "bundle" else value
+    return spec, options
+
+
+def automatic(specs: Sequence[str] = CANDIDATES) -> tuple[str, ...]:
     """Those that leave the user's optimizer as it is."""
     return tuple(spec for spec in specs if not isinstance(method(spec).feedback, MomentumCorrection))

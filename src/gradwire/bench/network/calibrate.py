@@ -1,0 +1,175 @@
+"""Calibrate: measure what a forecast must know, in as many processes as will share this machine's cores.
+
+Every worker computes, compresses and decodes at the same time as the others do, as in the training that is meant. What
+would cross the network stays in each process, but for short collectives between them that tell what those cost when
+the link is no hindrance.
+"""
+
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
+
+import gc
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.bench.network.workloads import Workload
+from gradwire.forecast.calibration import Calibration, Cost
+from gradwire.forecast.model import DENSE, DTYPES, Model
+from gradwire.forecast.rehearsal import rehearse
+from gradwire.forecast.script import script, sent, sent_by
+from gradwire.forecast.software import measure
+from gradwire.links.collectives import AllReduce
+from gradwire.links.torch import connect
+from gradwire.sync.plan import LAUNCH_BYTES
+from gradwire.train.launch import launch, threads
+
+MOST_DECODED = 16  # ranks whose messages are decoded in a rehearsal; more are extrapolated
+
+Make = Callable[[], Workload]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure.
+
+    Attributes:
+        make: Builds the workload; lives at the top of a module.
+        specs: Ways to synchronize, dense ones aside.
+        world: Ranks of the training that is meant.
+        steps: Whose medians count.
+        repeats: Of each rehearsal.
+    """
+
+    make: Make
+    specs: tuple[str, ...]
+    world: int
+    steps: int = 7
+    repeats: int = 2
+
+
+def calibrate(job: Job, beside: int) -> Calibration:
+    """Measure with ``beside`` workers on this machine at once; figures are those of the slowest of them."""
+    found: list[Calibration] = launch(_rank, beside, job)
+    return found[0]
+
+
+class Pass(NamedTuple):
+    """Seconds of one step that tells nobody anything."""
+
+    forward: float
+    backward: float
+    arrival: Mapping[str, float]
+
+
+def _rank(rank: int, world: int, job: Job) -> Calibration:
+    workload = job.make()
+    torch.manual_seed(rank)
+    found = _compute(workload, job.steps)
+    parameters = {name: p for name, p in workload.model.named_parameters() if p.requires_grad}
+    model = Model({name: tuple(p.shape) for name, p in parameters.items()}, found.arrival)
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()}
+    decoded = min(job.world, MOST_DECODED)
+    costs = {spec: _dense(grads, DTYPES[spec], job.world, job.repeats) for spec in DENSE}
+    costs |= {spec: _rehearsed(model, spec, grads, decoded, job) for spec in job.specs}
+    link = connect()
+    software = measure(link, dist.barrier)
+    cores = (os.cpu_count() or 1) / world
+    numbers = [found.forward, found.backward, *(x for c in costs.values() for x in (c.encode, c.decode, c.per_peer))]
+    slowest = iter(link.move(AllReduce(torch.tensor(numbers, dtype=torch.float64), "max")).tolist())
+    forward, backward = next(slowest), next(slowest)
+    agreed = {spec: Cost(next(slowest), next(slowest), next(slowest), cost.fill) for spec, cost in costs.items()}
+    note = f"measured on this machine, {world} at a time, {threads(world)} threads each"
+    return Calibration(model, forward, backward, agreed, cores, software, decoded, note)
+
+
+def _compute(workload: Workload, steps: int) -> Pass:
+    """Time steps under DDP that does not communicate, and leave the last gradients where they are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch have another name for it as well
+        ddp = DistributedDataParallel(workload.model, init_sync=False, broadcast_buffers=False)
+    ddp.register_comm_hook(None, debugging_hooks.noop_hook)
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.0)
+    passes = []
+    for _ in range(steps + 2):
+        dist.barrier()
+        passes.append(_step(ddp, workload, optimizer))
+    arrival = _arrival(ddp, workload)
+    del ddp
+    gc.collect()  # DDP takes its hooks off the parameters when it goes
+    counted = passes[2:]
+    return Pass(median(one.forward for one in counted), median(one.backward for one in counted), arrival)
+
+
+def _step(ddp: nn.Module, workload: Workload, optimizer: torch.optim.Optimizer) -> Pass:
+    began = time.perf_counter()
+    optimizer.zero_grad(set_to_none=False)
+    loss = workload.loss(ddp)
+    turned = time.perf_counter()
+    loss.backward()
+    back = time.perf_counter()
+    optimizer.step()
+    return Pass(time.perf_counter() - back + turned - began, back - turned, {})
+
+
+def _arrival(ddp: nn.Module, workload: Workload) -> dict[str, float]:
+    """When in the backward pass each gradient is there."""
+    moments: dict[str, float] = {}
+    named = [(name, p) for name, p in workload.model.named_parameters() if p.requires_grad]
+
+    def note(name: str) -> Callable[[Tensor], None]:
+        return lambda _: moments.__setitem__(name, time.perf_counter())
+
+    handles = [p.register_post_accumulate_grad_hook(note(name)) for name, p in named]
+    dist.barrier()
+    loss = workload.loss(ddp)
+    began = time.perf_counter()
+    loss.backward()
+    whole = max(time.perf_counter() - began, 1e-9)
+    for handle in handles:
+        handle.remove()
+    return {name: min(1.0, (moment - began) / whole) for name, moment in moments.items()}
+
+
+def _dense(grads: Mapping[str, Tensor], dtype: torch.dtype, world: int, repeats: int) -> Cost:
+    """What DDP's hooks do beside the all-reduce: divide and cast, and cast back."""
+    buckets = torch.cat([grad.flatten() for grad in grads.values()]).split(LAUNCH_BYTES // 4)
+    found = []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        said = [bucket.to(dtype).div_(world) if dtype != bucket.dtype else bucket.div_(1.0) for bucket in buckets]
+        spoken = time.perf_counter()
+        if dtype != buckets[0].dtype:
+            for bucket, heard in zip(buckets, said, strict=True):
+                bucket.copy_(heard)
+        found.append((spoken - began, time.perf_counter() - spoken))
+    encode, decode = zip(*found[1:], strict=True)
+    return Cost(median(encode), median(decode))
+
+
+def _rehearsed(model: Model, spec: str, grads: Mapping[str, Tensor], decoded: int, job: Job) -> Cost:
+    plan = model.plan(spec, decoded)
+    whole = rehearse(plan, grads, repeats=job.repeats, meet=dist.barrier)
+    per_peer = 0.0
+    if job.world > decoded:
+        few = decoded // 4
+        less = rehearse(model.plan(spec, few), grads, repeats=job.repeats, meet=dist.barrier)
+        per_peer = max(0.0, whole.decode - less.decode) / (decoded - few)
+    most = sent(script(plan, 0), decoded)
+    really = sum(sent_by(message, decoded) for message in whole.messages)
+    return Cost(whole.encode, whole.decode, per_peer, min(1.0, really / most) if most else 1.0)
+
+
+def specs_of(methods: Sequence[str]) -> tuple[str, ...]:
+    """The methods of a benchmark that can be rehearsed: ours."""
+    return tuple(method for method in methods if not method.startswith(("ddp-", "gossip:")))

@@ -1,0 +1,105 @@
+"""Model: what a forecast knows of a network: its tensors, when their gradients arrive, and what would be sent of them.
+
+A *parcel* is what DDP sends as a bucket, and gradwire as a launch.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from gradwire.forecast.candidates import arguments
+from gradwire.forecast.script import Message, Scene, script
+from gradwire.sync.plan import LAUNCH_BYTES, Plan, build, default_rules
+
+# What everything is measured against: DistributedDataParallel, plain or with one of torch's hooks.
+DENSE = ("ddp-fp32", "ddp-bf16", "ddp-fp16")
+DTYPES = {"ddp-fp32": torch.float32, "ddp-bf16": torch.bfloat16, "ddp-fp16": torch.float16}
+
+_FIRST_BUCKET = 2**20  # bytes: DDP's first bucket is small, so that something is on the wire early
+_BUCKET = 25 * 2**20
+_SETTLED = 10**9  # a step at which all warm-up is over
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What travels together.
+
+    Attributes:
+        scene: The collectives that carry it.
+        ready: When in the backward pass its last gradient is there, 0 to 1.
+        share: Of the model's elements.
+    """
+
+    scene: Scene
+    ready: float
+    share: float
+
+
+@dataclass(frozen=True, eq=False)  # one of a kind: looking plans up by hundreds of shapes would cost more than they do
+class Model:
+    """A network's trainable tensors.
+
+    Attributes:
+        shapes: By name, in order of registration.
+        arrival: When in the backward pass each gradient is there, 0 to 1, if that was measured.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    arrival: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(map(math.prod, self.shapes.values()))
+
+    @cached_property
+    def ready(self) -> dict[str, float]:
+        """When each gradient is there; where it was not measured, as if any weight took as long as any other."""
+        arrived, found = 0, {}
+        for name in reversed(list(self.shapes)):
+            arrived += math.prod(self.shapes[name])
+            found[name] = self.arrival.get(name, arrived / self.elements)
+        return found
+
+    def plan(self, spec: str, world: int, launch_bytes: int = LAUNCH_BYTES) -> Plan:
+        """The plan that `gradwire.compress` makes of a spec."""
+        text, options = arguments(spec)
+        return build(self.shapes, default_rules(text, **options), world, launch_bytes)  # type: ignore[arg-type]
+
+    def parcels(self, spec: str, world: int, launch_bytes: int = LAUNCH_BYTES) -> tuple[Parcel, ...]:
+        """What is sent in a step once all warm-up is over, in order."""
+        key = (spec, world, launch_bytes)
+        if key not in self._known:
+            dense = spec in DENSE
+            scenes = _buckets(self.shapes, spec) if dense else script(self.plan(*key), _SETTLED)
+            self._known[key] = tuple(map(self._parcel, scenes))
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, int, int], tuple[Parcel, ...]]:
+        return {}
+
+    def _parcel(self, scene: Scene) -> Parcel:
+        return Parcel(scene, max(self.ready[name] for name in scene.names), scene.elements / self.elements)
+
+
+def _buckets(shapes: Mapping[str, tuple[int, ...]], spec: str) -> Iterator[Scene]:
+    """What DDP sends: gradients in the reverse order of registration, a bucket closed once it is full."""
+    dtype = DTYPES[spec]
+    held: list[str] = []
+    nbytes, limit = 0, _FIRST_BUCKET
+    for name in reversed(list(shapes)):
+        held.append(name)
+        nbytes += 4 * math.prod(shapes[name])
+        if nbytes >= limit:
+            yield _bucket(held, shapes, dtype)
+            held, nbytes, limit = [], 0, _BUCKET
+    if held:
+        yield _bucket(held, shapes, dtype)
+
+
+def _bucket(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Scene:
+    elements = sum(math.prod(shapes[name]) for name in names)
+    return Scene(tuple(names), elements, (Message("all_reduce", elements * dtype.itemsize, dtype),))

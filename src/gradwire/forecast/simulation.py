@@ -1,0 +1,176 @@
+"""Simulation: the same costs and the same decision, for clusters that nobody has rented.
+
+A *subject* is a model with one batch size on one kind of machine. A *cell* is a subject on a cluster: what dense
+training takes there, what `auto` would choose, and what it gains or loses.
+"""
+
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gradwire.codecs.codec import codec
+from gradwire.core.segments import Segments
+from gradwire.forecast import h200
+from gradwire.forecast.advice import Predict, advise, known, scaled
+from gradwire.forecast.calibration import Calibration, Cost
+from gradwire.forecast.candidates import CANDIDATES, automatic
+from gradwire.forecast.cluster import Algorithm, Cluster
+from gradwire.forecast.costs import predict, predict_across
+from gradwire.forecast.model import DENSE, Model
+from gradwire.forecast.stragglers import Stragglers
+from gradwire.links.alphabeta import AlphaBeta, seconds
+from gradwire.links.rates import LinkSpec
+
+WORKERS = (8, 64, 512, 4096)
+LINKS = ("10mbit,20ms", "100mbit,5ms", "1gbit,500us", "25gbit,20us", "400gbit,5us")
+INSIDE = "3.6tbit,2us"  # NVLink of an H200: 450 GB/s in each direction, as published
+MANY_EXPOSED = 0.25  # share of a dense step that is exposed communication, from which compression ought to pay
+GAIN = 1.2  # by how much, there
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model at work on one worker.
+
+    Attributes:
+        name: Of the model.
+        batch: What a worker takes at a step, in words.
+        model: Its tensors.
+        seconds: Of forward and backward pass; the latter takes twice as long.
+        note: Where that comes from.
+    """
+
+    name: str
+    batch: str
+    model: Model
+    seconds: float
+    note: str = ""
+
+    def calibrated(self, world: int, specs: Iterable[str] = CANDIDATES) -> Calibration:
+        """On an H200 for each worker."""
+        costs = {spec: h200.cost(self.model, spec, world) for spec in (*DENSE[:2], *specs)}
+        return Calibration(self.model, self.seconds / 3, self.seconds * 2 / 3, costs, world=world, note=self.note)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a grid: a subject, calibrated, on a cluster."""
+
+    subject: Subject
+    cluster: Cluster
+    across: bool = False
+
+    @property
+    def speakers(self) -> int:
+        """Who exchanges compressed messages: workers, or hosts."""
+        return self.cluster.hosts if self.across else self.cluster.workers
+
+    @property
+    def predictor(self) -> Predict:
+        return predict_across if self.across else predict
+
+    def __str__(self) -> str:
+        way = f" in {self.cluster.hosts} hosts" if self.across else ""
+        return f"{self.subject.name}, {self.subject.batch}, {self.cluster.workers} workers{way}, {self.cluster.link}"
+
+
+def grid(
+    subjects: Sequence[Subject],
+    workers: Sequence[int] = WORKERS,
+    links: Sequence[str] = LINKS,
+    per_host: int = 1,
+    algorithm: Algorithm = "best",
+) -> Iterator[Cell]:
+    """Every subject on every cluster; with more workers to a host, hierarchically."""
+    for subject in subjects:
+        for count in workers:
+            for link in links:
+                spec = LinkSpec.parse(link)
+                cluster = Cluster(count, spec, per_host, LinkSpec.parse(INSIDE), algorithm)
+                yield Cell(subject, cluster, per_host > 1)
+
+
+def judge(cell: Cell, stragglers: Stragglers = Stragglers()) -> dict[str, Any]:  # noqa: B008 - a frozen value
+    """What `auto` would do in a cell, as a row."""
+    uneven = stragglers.together(cell.cluster.workers)
+    calibration = cell.subject.calibrated(cell.speakers, automatic()).scaled(compute=uneven)
+    found = advise(calibration, cell.cluster, automatic(), cell.predictor)
+    bf16 = cell.predictor(calibration, "ddp-bf16", cell.cluster)
+    best = next(way for way in found.ways if way.spec not in DENSE)
+    return {
+        "model": cell.subject.name,
+        "batch": cell.subject.batch,
+        "workers": cell.cluster.workers,
+        "per_host": cell.cluster.per_host,
+        "link": str(cell.cluster.link),
+        "algorithm": cell.cluster.algorithm,
+        "parameters": calibration.model.elements,
+        "compute_seconds": calibration.compute,
+        "ddp_fp32_seconds": cell.predictor(calibration, "ddp-fp32", cell.cluster).seconds,
+        "ddp_bf16_seconds": bf16.seconds,
+        "exposed": bf16.split.exposed / bf16.seconds,
+        "choice": found.choice.spec,
+        "seconds": found.choice.seconds,
+        "speedup": bf16.seconds / found.choice.seconds,
+        "fastest_compressed": best.spec,
+        "fastest_compressed_seconds": best.seconds,
+        "compression_loses": best.seconds >= found.dense.seconds,
+        "gossip_seconds": gossip(calibration, cell.cluster) * _ratio(stragglers, cell.cluster.workers),
+        "waiting": uneven,
+    }
+
+
+def gossip(calibration: Calibration, cluster: Cluster, spec: str = "sign", neighbors: int = 2) -> float:
+    """Seconds of a step in which workers tell only their neighbors, after it: the bytes do not grow with the world."""
+    cost = calibration.costs.get(spec, Cost(0.0, 0.0))
+    shapes = calibration.model.shapes
+    payload = codec(spec).size(Segments(tuple(shapes), tuple(shapes.values())))
+    wire = seconds("swap", neighbors * payload * cluster.per_host, neighbors + 1, AlphaBeta.of(cluster.link))
+    return calibration.compute + cost.encode + wire + cost.decode
+
+
+def _ratio(stragglers: Stragglers, workers: int) -> float:
+    """What of the waiting of an all-reduce remains with neighbors only; applied to the whole step."""
+    return stragglers.in_a_ring(workers) / stragglers.together(workers)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A decision on wrong figures, and what came of it on the true ones."""
+
+    cell: Cell
+    choice: str
+    speedup: float  # over overlapped bfloat16 DDP
+    exposed: float  # communication that bfloat16 DDP waits for, as a share of its step
+
+    @property
+    def loses(self) -> bool:
+        """More than two percent slower than not compressing."""
+        return self.speedup < 1 / 1.02
+
+    @property
+    def misses(self) -> bool:
+        """Much to gain, and not gained."""
+        return self.exposed > MANY_EXPOSED and self.speedup < GAIN
+
+
+def inverted(cell: Cell, error: float, draw: random.Random) -> Verdict:
+    """Decide on figures that are off by up to ``error``, each by a share of its own, and score on the true ones."""
+    truth = cell.subject.calibrated(cell.speakers, automatic())
+    off = [1 + draw.choice((-1, 1)) * error for _ in range(4)]
+    seen = truth.scaled(off[0], off[1])
+    place = replace(cell.cluster, link=scaled(cell.cluster.link, off[2], off[3]))
+    choice = advise(seen, place, automatic(), cell.predictor).choice.spec
+    bf16 = cell.predictor(truth, "ddp-bf16", cell.cluster)
+    taken = cell.predictor(truth, choice, cell.cluster)
+    return Verdict(cell, choice, bf16.seconds / taken.seconds, bf16.split.exposed / bf16.seconds)
+
+
+def best_possible(cell: Cell) -> float:
+    """The largest gain over bfloat16 DDP that any candidate has, on true figures."""
+    truth = cell.subject.calibrated(cell.speakers, automatic())
+    bf16 = cell.predictor(truth, "ddp-bf16", cell.cluster).seconds
+    ways = known(truth, (*DENSE, *automatic()))
+    return bf16 / min((cell.predictor(truth, spec, cell.cluster).seconds for spec in ways), default=math.inf)
