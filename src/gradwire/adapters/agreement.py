@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -32,14 +33,14 @@ def agree(link: Link, spec: str, model: Mapping[str, str], step: int = 0, error:
         ValueError: Some rank failed, or attached or loaded something else.
     """
     described = json.dumps(list(model.items())).encode()
-    mine = {
-        "version": VERSION,
-        "format": WIRE_FORMAT,
-        "spec": spec,
-        "model": f"{len(model)} tensors, fingerprint {hashlib.sha256(described).hexdigest()[:12]}",
-        "step": step,
-        "error": error,
-    }
+    fingerprint = f"{len(model)} tensors, fingerprint {hashlib.sha256(described).hexdigest()[:12]}"
+    compare(link, {"spec": spec, "model": fingerprint, "step": step, "error": error})
+
+
+def compare(link: Link, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Show all ranks a note, and refuse what must not differ; the notes of all."""
+    error = mine.get("error")
+    mine = {"version": VERSION, "format": WIRE_FORMAT, "spec": "", "model": "", "step": 0, "error": None, **mine}
     note = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(link.device)
     (payloads,) = link.answer([Gather(Payload(note))])
     notes = [json.loads(bytes(payload.data.tolist()).rstrip(b"\0")) for payload in payloads]
@@ -53,6 +54,7 @@ def agree(link: Link, spec: str, model: Mapping[str, str], step: int = 0, error:
                 raise ValueError(
                     f"rank {rank} has another {field} than rank 0: {other[field]!r}, not {notes[0][field]!r}; {remedy}"
                 )
+    return notes
 
 
 @contextmanager

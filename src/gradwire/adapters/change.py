@@ -23,6 +23,7 @@ def inherit(old: Session, new: Session) -> None:
     new.step, new.skipped = old.step, old.skipped
     new.said, new.meant, new.spent = old.said, old.meant, old.spent
     saved = memory.save(old, "")
+    new.recall(saved)
     owed = {}
     for lane, held in zip(old.plan.lanes, old.memories, strict=True):
         debt = lane.debt(held, old.rank, old.world).to(old.device)

@@ -8,6 +8,7 @@ from torch import Tensor
 from gradwire.adapters.agreement import telling
 from gradwire.adapters.optimizer import DistributedOptimizer
 from gradwire.adapters.wire import Wire
+from gradwire.sync import memory
 
 
 def save(wire: "Wire | DistributedOptimizer", folder: str | Path) -> Path:
@@ -25,9 +26,9 @@ def load(wire: "Wire | DistributedOptimizer", folder: str | Path) -> None:
     """Read the states that `save` wrote: one's own where the world is the same, else all of them."""
     wire = wire.wire if isinstance(wire, DistributedOptimizer) else wire
     with telling(wire.link):
-        world = int(_read(folder, 0)["gradwire/world"])
-        ranks = [wire.link.rank] if world == wire.link.world else range(world)
-        states = [_read(folder, rank) for rank in ranks]
+        first = _read(folder, 0)
+        states = [_read(folder, wire.link.rank)] if memory.same_shape(wire.session, first) else []
+        states = states or [_read(folder, rank) for rank in range(memory.seats(first))]
     wire.load_state_dict(states)
 
 

@@ -7,11 +7,13 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.adapters.agreement import telling
+from gradwire.adapters.arrangement import arrange
 from gradwire.adapters.ddp import attach, find_ddp
 from gradwire.adapters.model import refuse_sparse, trainable
 from gradwire.adapters.wire import Wire
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
+from gradwire.links.grouping import Across
 from gradwire.links.link import Link
 from gradwire.links.torch import connect
 from gradwire.sync.method import Spec
@@ -31,6 +33,7 @@ def compress(
     process_group: dist.ProcessGroup | None = None,
     seed: int = 0,
     launch_mb: float = LAUNCH_BYTES / 2**20,
+    across: Across | None = None,
     link: Link | None = None,
 ) -> Wire:
     """Compress a model's gradients.
@@ -53,6 +56,8 @@ def compress(
         process_group: The group to train over; by default the whole world, or DDP's.
         seed: Of all random bits; equal on all ranks.
         launch_mb: Megabytes of gradients that travel together under DDP.
+        across: ``"hosts"`` compresses only between hosts, which are found from the environment that torchrun, mpirun
+            or srun sets, and takes dense means inside; so does a list of the ranks of each host, ``[[0, 1], [2, 3]]``.
         link: Who moves the bytes, if not torch.distributed.
 
     Returns:
@@ -62,7 +67,7 @@ def compress(
         raise TypeError(f"compress takes the model itself, not {type(model).__name__}; pass an nn.Module")
     ddp = find_ddp(model)
     inner = ddp.module if ddp is not None else model
-    link = link or connect(ddp.process_group if ddp is not None else process_group)
+    link = arrange(link or connect(ddp.process_group if ddp is not None else process_group), across)
     ignored = ddp.parameters_to_ignore if ddp is not None else ()
     with telling(link):
         refuse_sparse(inner)

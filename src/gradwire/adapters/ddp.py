@@ -75,7 +75,7 @@ class Courier:
 
     def _launch_complete(self) -> None:
         wire = self.wire
-        launches = wire.session.plan.launches
+        launches = wire.session.whole.launches
         while len(self._launched) < len(launches):
             i = len(self._launched)
             names = [name for lane in launches[i] for name in lane.tensors.names]

@@ -32,10 +32,8 @@ class Ferry:
     def swap(self, wire: "Wire", grads: Mapping[str, Tensor | None], scale: float) -> Verdict:
         """Send today's gradients off, and hand back what was agreed on yesterday's."""
         self.land(wire)
-        yesterday = {}
-        for lane, memory in zip(wire.session.plan.lanes, wire.session.memories, strict=True):
-            for (name, place), shape in zip(lane.slices.items(), lane.tensors.shapes, strict=True):
-                yesterday[name] = memory["pending"][place].view(shape).clone()
+        shapes = {name: p.shape for name, p in wire.parameters.items()}
+        yesterday = {name: x.view(shapes[name]).clone() for name, x in wire.session.pending.items()}
         luggage = {name: None if g is None else g.detach().clone() for name, g in grads.items()}
         self._crossing = self.board(lambda: self._cross(wire, luggage, scale))
         return Verdict(yesterday, skipped=False)
@@ -62,10 +60,9 @@ class Ferry:
         if crossing is None:
             return
         verdict = crossing.result()
-        for lane, memory in zip(wire.session.plan.lanes, wire.session.memories, strict=True):
-            for name, place in lane.slices.items():
-                if verdict.skipped or name not in verdict.updates:
-                    memory["pending"][place] = 0.0  # it was handed out already
+        for name, pending in wire.session.pending.items():
+            if verdict.skipped or name not in verdict.updates:
+                pending.zero_()  # it was handed out already
 
     def _cross(self, wire: "Wire", grads: Mapping[str, Tensor | None], scale: float) -> Verdict:
         return drive(wire.session.run(grads, 1.0 / scale), wire.link, wire.clock)

@@ -10,10 +10,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwire.adapters.agreement import telling
+from gradwire.adapters.arrangement import arrange
 from gradwire.adapters.model import trainable
 from gradwire.adapters.wire import Wire
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback, MomentumCorrection
+from gradwire.links.grouping import Across
 from gradwire.links.link import Link
 from gradwire.links.torch import connect
 from gradwire.sync.method import Spec
@@ -49,9 +51,10 @@ class DistributedOptimizer(Optimizer):
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
         launch_mb: float = LAUNCH_BYTES / 2**20,
+        across: Across | None = None,
         link: Link | None = None,
     ) -> None:
-        link, named = link or connect(process_group), list(named_parameters)
+        link, named = arrange(link or connect(process_group), across), list(named_parameters)
         with telling(link):
             parameters = trainable(named)
             _check_covered(optimizer, parameters)

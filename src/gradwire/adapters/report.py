@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -19,17 +19,22 @@ class Report:
     Attributes:
         steps: Steps taken.
         skipped: Steps dropped because some rank's gradient was not finite.
-        sent: Bytes that this rank put on the wire, padding and agreements included.
+        sent: Bytes that this rank put on the wire, padding and agreements included; with ``across="hosts"``, on that
+            between hosts.
         received: Bytes that it took off the wire.
         collectives: How many collectives carried them.
         payload: Bytes that it encoded.
-        dense: Bytes of the same gradients in float32, as encoded.
+        dense: Bytes of the same gradients in float32, as encoded. With ``across="hosts"``, each rank of a host encodes
+            a share of them.
         world: Number of ranks.
         encode_seconds: Host time until the first message of a step was ready.
         wire_seconds: Host time inside collectives.
         decode_seconds: Host time from the first answer to the update, less the wire.
         rules: Encoded and dense bytes by rule. What crosses the wire is fused, and belongs to no rule.
         rule_seconds: Host time of encoding and decoding by rule.
+        hosts: Number of hosts, where only messages between them are compressed; else that of ranks.
+        sent_inside: Bytes that this rank sent to others on its host: dense gradients, and what was agreed on them.
+        received_inside: Bytes that it got from them.
     """
 
     steps: int
@@ -45,6 +50,9 @@ class Report:
     decode_seconds: float
     rules: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     rule_seconds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    hosts: int | None = None
+    sent_inside: float = 0.0
+    received_inside: float = 0.0
 
     @classmethod
     def of(
@@ -74,6 +82,10 @@ class Report:
             rule_seconds=rule_seconds,
         )
 
+    def among(self, hosts: int, inside: Traffic) -> "Report":
+        """The same account, of a rank that shares a host with others."""
+        return replace(self, hosts=hosts, sent_inside=inside.sent, received_inside=inside.received)
+
     @property
     def sent_per_step(self) -> float:
         return self.sent / max(1, self.steps)
@@ -89,8 +101,9 @@ class Report:
 
     @property
     def wire_ratio(self) -> float:
-        """Bytes that a float32 ring all-reduce sends, over bytes sent."""
-        ring = 2 * (self.world - 1) / self.world * self.dense
+        """Bytes that a float32 ring all-reduce sends, over bytes sent. With hosts, both of them between hosts."""
+        parties = self.world if self.hosts is None else self.hosts
+        ring = 2 * (parties - 1) / parties * self.dense
         return ring / self.sent if self.sent else math.inf
 
     @property
@@ -99,8 +112,10 @@ class Report:
         return self.wire_ratio / 2
 
     def __str__(self) -> str:
+        where = "" if self.hosts is None else f" on {self.hosts} hosts"
         lines = [
-            f"{self.steps} steps ({self.skipped} skipped), world of {self.world}",
+            f"{self.steps} steps ({self.skipped} skipped), world of {self.world}{where}",
+            *self._inside(),
             f"sent      {_bytes(self.sent)} ({_bytes(self.sent_per_step)} per step) in {self.collectives} collectives",
             f"received  {_bytes(self.received)} ({_bytes(self.received_per_step)} per step)",
             f"payload   {_bytes(self.payload)}, {_times(self.payload_ratio)} smaller than float32",
@@ -117,17 +132,26 @@ class Report:
             )
         return "\n".join(lines)
 
+    def _inside(self) -> list[str]:
+        if self.hosts is None:
+            return []
+        each = self.sent_inside / max(1, self.steps)
+        sent = f"inside    {_bytes(self.sent_inside)} sent ({_bytes(each)} per step) to ranks of this host, in float32"
+        return [sent, "between hosts:"]
 
-def show(session: Session) -> str:
+
+def show(session: Session, rank: int, world: int) -> str:
     """A session's plan as a table."""
     console = Console(width=120, no_color=True)
     with console.capture() as shown:
-        console.print(_table(session))
+        console.print(_table(session, f"gradwire, rank {rank} of {world}"))
     return shown.get()
 
 
-def _table(session: Session) -> Table:
-    table = Table(title=f"gradwire, rank {session.rank} of {session.world}")
+def _table(session: Session, title: str) -> Table:
+    if session.beside > 1:
+        title += f", {session.local + 1} of {session.beside} on host {session.rank + 1} of {session.world}: its share"
+    table = Table(title=title)
     for column in ("rule", "tensors", "units", "parameters", "codec", "feedback", "exchange", "bytes", "floats"):
         table.add_column(column, justify="left" if column in {"rule", "codec", "feedback", "exchange"} else "right")
     for lane, held in zip(session.plan.lanes, session.memories, strict=True):

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from gradwire.adapters.model import refuse_sparse, trainable
 from gradwire.adapters.wire import Wire
-from gradwire.links.collectives import Collective
+from gradwire.links.collectives import Collective, Traffic
+from gradwire.links.grouping import Across, Grouping
 from gradwire.links.link import Link
 from gradwire.sync.drive import timed
+from gradwire.sync.hierarchical_lockstep import HierarchicalLockstep
 from gradwire.sync.lockstep import Lockstep
 from gradwire.sync.method import Spec
 from gradwire.sync.plan import LAUNCH_BYTES
@@ -23,6 +25,7 @@ class Seat(Link):
     def __init__(self, group: Lockstep, rank: int) -> None:
         self.group = group
         self.rank, self.world = rank, group.world
+        self.grouping = group.grouping if isinstance(group, HierarchicalLockstep) else None
 
     @property
     def traffic(self) -> Any:
@@ -31,6 +34,15 @@ class Seat(Link):
     @traffic.setter
     def traffic(self, count: Any) -> None:
         self.group.traffic[self.rank] = count
+
+    @property
+    def inside(self) -> Any:
+        return self.group.inside[self.rank] if isinstance(self.group, HierarchicalLockstep) else Traffic()
+
+    @inside.setter
+    def inside(self, count: Any) -> None:
+        if isinstance(self.group, HierarchicalLockstep):
+            self.group.inside[self.rank] = count
 
     def move(self, collective: Collective) -> Tensor:
         raise AssertionError("a lockstep group moves bytes for all its ranks together")
@@ -44,13 +56,18 @@ class VirtualWorkers:
     """Wires of N replicas. Call it after all of them have run ``backward()``."""
 
     def __init__(
-        self, models: Sequence[nn.Module], spec: Spec, launch_mb: float = LAUNCH_BYTES / 2**20, **options: Any
+        self,
+        models: Sequence[nn.Module],
+        spec: Spec,
+        launch_mb: float = LAUNCH_BYTES / 2**20,
+        across: Across | None = None,
+        **options: Any,
     ) -> None:
         if not models:
             raise ValueError("lockstep got no replica to train; pass a list of models that are built alike")
         if options.get("scaler") is not None:
             raise ValueError("lockstep knows no GradScaler; unscale the gradients of all replicas before the call")
-        self.group = Lockstep(len(models))
+        self.group = assemble(len(models), across)
         options["launch_bytes"] = int(launch_mb * 2**20)
         self.wires = []
         for rank, model in enumerate(models):
@@ -74,6 +91,17 @@ class VirtualWorkers:
     def _worked(self) -> float:
         """Seconds in which any replica encoded or decoded."""
         return sum(wire.clock.encode + wire.clock.decode for wire in self.wires)
+
+
+def assemble(world: int, across: Across | None) -> Lockstep:
+    """The group of so many ranks in this process; ``across="hosts"`` has all of them on one host."""
+    if across is None:
+        return Lockstep(world)
+    if isinstance(across, str) and across != "hosts":
+        raise ValueError(f"across={across!r} is unknown; write 'hosts', or the ranks of each, [[0, 1], [2, 3]]")
+    grouping = Grouping.of([range(world)] if isinstance(across, str) else across)
+    grouping.check(world)
+    return HierarchicalLockstep(grouping)
 
 
 def lockstep(models: Sequence[nn.Module], spec: Spec, **options: Any) -> VirtualWorkers:

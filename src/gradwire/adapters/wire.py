@@ -18,9 +18,11 @@ from gradwire.links.collectives import Traffic
 from gradwire.links.link import Link
 from gradwire.sync import memory
 from gradwire.sync.drive import Clock, drive
+from gradwire.sync.hierarchical import HierarchicalSession, uncompressed
 from gradwire.sync.method import Spec, method
 from gradwire.sync.plan import LAUNCH_BYTES, Plan, Rule, build, default_rules
 from gradwire.sync.session import Grads, Session, Verdict
+from gradwire.sync.shares import owners
 
 
 class Wire:
@@ -64,8 +66,18 @@ class Wire:
         self._shared = dict(shared or {})
         self._veto = veto
         plan = self._agree(spec, feedback, exchange, seed, self._extra)
-        self.session = Session(plan, link.rank, link.world, seed, self.device)
+        self.session = self._session(plan, seed)
         self._follow()
+
+    def _session(self, plan: Plan, seed: int) -> Session:
+        """This rank's side of a plan."""
+        grouping = self.link.grouping
+        if grouping is None:
+            return Session(plan, self.link.rank, self.link.world, seed, self.device)
+        # Who serves what follows from rules, not from specs: then nothing changes hands when the spec changes.
+        lossy = (*self._extra, *default_rules("sign", **self._default))
+        owned = owners(build(self._shapes, lossy, plan.world, self._launch_bytes), grouping.beside)
+        return HierarchicalSession(plan, owned, grouping, self.link.rank, seed, self.device)
 
     def _follow(self) -> None:
         """Start as rank 0 does. The account of bytes begins with the first step."""
@@ -115,7 +127,7 @@ class Wire:
     def delayed(self) -> bool:
         """Whether every lane hands back last step's mean, so that this step's may travel meanwhile."""
         step = self.session.step
-        return all(isinstance(lane.at(step)[1], Delayed) for lane in self.session.plan.lanes)
+        return all(isinstance(lane.at(step)[1], Delayed) for lane in self.session.whole.lanes)
 
     @property
     def skipped(self) -> int:
@@ -175,7 +187,7 @@ class Wire:
         self.ferry.land(self)
         old = self.session
         plan = self._agree(spec, feedback, exchange, old.seed, rules, self._main.feedback)
-        self.session = Session(plan, self.link.rank, self.link.world, old.seed, self.device)
+        self.session = self._session(plan, old.seed)
         inherit(old, self.session)
 
     def _agree(
@@ -195,19 +207,31 @@ class Wire:
             feedback = going_on(spec, feedback, current)
             main = method(spec, feedback, exchange)
             rules = (*extra, *default_rules(spec, feedback, exchange, **self._default))
-            shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
-            plan = build(shapes, rules, self.link.world, self._launch_bytes)
             said = describe(rules)
+            parties = self._parties
+            if parties == 1 and self.link.grouping is not None:
+                rules = uncompressed(rules)
+            plan = build(self._shapes, rules, parties, self._launch_bytes)
             self._veto(plan)
         agree(self.link, f"{said}; {self._circumstances(seed)}", self._tensors())
         self._main, self.spec = main, said
         return plan
 
+    @property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(p.shape) for name, p in self.parameters.items()}
+
+    @property
+    def _parties(self) -> int:
+        """Between how many messages are compressed: ranks, or hosts."""
+        return self.link.world if self.link.grouping is None else len(self.link.grouping.hosts)
+
     def _circumstances(self, seed: int) -> str:
         """What else would have ranks speak past each other."""
         scaler = "no GradScaler" if self.scaler is None else "a GradScaler"
         door = "DDP" if self._hooked else "no DDP"
-        return f"seed {seed}, launches of {self._launch_bytes} bytes, {scaler}, {door}"
+        hosts = "" if self.link.grouping is None else f", hosts {self.link.grouping}"
+        return f"seed {seed}, launches of {self._launch_bytes} bytes, {scaler}, {door}{hosts}"
 
     def _tensors(self) -> dict[str, str]:
         found = {**self._shared, **self.parameters}
@@ -240,9 +264,10 @@ class Wire:
     def debts(self) -> dict[str, Tensor]:
         """This rank's share of the pending update by name; its mean over ranks is still to be applied."""
         self.ferry.land(self)
-        found = {}
-        for lane, held in zip(self.session.plan.lanes, self.session.memories, strict=True):
-            debt = lane.debt(held, self.link.rank, self.link.world).to(self.device)
+        session = self.session
+        found = {name: torch.zeros(p.shape, device=self.device) for name, p in self.parameters.items()}
+        for lane, held in zip(session.plan.lanes, session.memories, strict=True):
+            debt = lane.debt(held, session.rank, session.world).to(self.device) * session.beside  # for all of its host
             for (name, place), shape in zip(lane.slices.items(), lane.tensors.shapes, strict=True):
                 found[name] = debt[place].view(shape)
         return found
@@ -256,10 +281,11 @@ class Wire:
         rules = {label: (session.said[label], dense) for label, dense in session.meant.items()}
         spent = {label: (clock.encode, clock.decode) for label, clock in session.spent.items()}
         steps, skipped = session.step - self._begun, session.skipped - self._begun_skipped
-        return Report.of(steps, skipped, self.link.world, self.link.traffic, self.clock, rules, spent)
+        report = Report.of(steps, skipped, self.link.world, self.link.traffic, self.clock, rules, spent)
+        return report if self.link.grouping is None else report.among(self._parties, self.link.inside)
 
     def __str__(self) -> str:
-        return show(self.session)
+        return show(self.session, self.link.rank, self.link.world)
 
 
 def describe(rules: Sequence[Rule]) -> str:

@@ -1,15 +1,18 @@
 """Asks: all that an exchange may want from the group.
 
-An exchange is a generator. It yields an ask, and is sent the answer; who moves the bytes it never learns.
+An exchange is a generator. It yields an ask, and is sent the answer; who moves the bytes it never learns. Whom an ask
+reaches is its scope: everybody, or, where ranks share hosts, those on this host, or my counterparts on the others.
 """
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from torch import Tensor
 
 from gradwire.core.payload import Payload
+
+Scope: TypeAlias = Literal["world", "local", "across"]
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,7 @@ class Sum:
     """Add my tensor to everybody's. Answer: the sum, in the tensor's own dtype."""
 
     tensor: Tensor
+    scope: Scope = "world"
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Max:
     """The elementwise maximum over the group."""
 
     tensor: Tensor
+    scope: Scope = "world"
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Gather:
 
     payload: Payload
     size: int | None = None
+    scope: Scope = "world"
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ class Swap:
 
     out: Mapping[int, Payload]
     into: Mapping[int, int]
+    scope: Scope = "world"
 
 
 Ask: TypeAlias = Sum | Max | Gather | Swap

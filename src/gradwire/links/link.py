@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradwire.core.asks import Ask
 from gradwire.links.collectives import Broadcast, Collective, Traffic, fuse, traffic
+from gradwire.links.grouping import Grouping
 
 
 class Link(ABC):
@@ -17,6 +18,8 @@ class Link(ABC):
     rank: int
     world: int
     device = torch.device("cpu")  # where small agreements must live
+    grouping: Grouping | None = None  # which ranks share a host, where that makes a difference
+    inside = Traffic()  # what stays inside a host; `traffic` is the rest
 
     def __init__(self) -> None:
         self.traffic = Traffic()

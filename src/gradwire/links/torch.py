@@ -1,6 +1,8 @@
 """TorchLink: a torch.distributed process group (gloo, NCCL, or gloo with CUDA tensors)."""
 
 import os
+from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch import Tensor
 from gradwire.links.collectives import AllGather, AllReduce, AllToAll, Collective
 from gradwire.links.link import Link
 from gradwire.links.solo import SoloLink
+from gradwire.links.throttled import pretended
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -25,9 +28,28 @@ def private_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     # Ranks outside a smaller group are not here to help. Of the whole world all are, and then nobody needs the name
     # that torch makes of how many groups a rank has joined, which may differ between ranks.
     local = parent is not dist.group.WORLD
-    made = dist.new_group(dist.get_process_group_ranks(parent), use_local_synchronization=local)
+    ranks = dist.get_process_group_ranks(parent)
+    made = dist.new_group(ranks, timeout=patience(parent), use_local_synchronization=local)
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def subgroup(ranks: Sequence[int], parent: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """A group of some ranks of the world, as patient as their parent; only they must call it."""
+    waits = patience(parent if parent is not None else dist.group.WORLD)
+    made = dist.new_group(list(ranks), timeout=waits, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def patience(group: dist.ProcessGroup | None) -> timedelta | None:
+    """How long a group waits for its members. A new one would wait half an hour, whatever its parent was told."""
+    try:
+        assert group is not None
+        found = group._get_backend(group._device_types[0]).options._timeout
+    except (AssertionError, AttributeError, IndexError, RuntimeError):  # a backend that keeps it to itself
+        return None
+    return found if isinstance(found, timedelta) else None
 
 
 class TorchLink(Link):
@@ -77,4 +99,4 @@ def connect(group: dist.ProcessGroup | None = None) -> Link:
                 "call torch.distributed.init_process_group before gradwire, or unset WORLD_SIZE"
             )
         return SoloLink()
-    return TorchLink(private_group(group))
+    return pretended(TorchLink(private_group(group)))

@@ -221,7 +221,7 @@ class Training:
         from gradwire.train.prediction import bytes_by_layer
 
         rules = {label: list(pair) for label, pair in self.crew.wire.report().rules.items()}
-        return {"rules": rules, "layers": bytes_by_layer(self.crew.wire.session.plan, self.step)}
+        return {"rules": rules, "layers": bytes_by_layer(self.crew.wire.session.whole, self.step)}
 
 
 def _model(recipe: Recipe, place: Place, facts: Any) -> torch.nn.Module:
