@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.payload import Malformed, as_bytes, from_bytes
+from gradwire.kernels.dispatch import kernel
 
 BLOCK = 512
 CAP = 8
@@ -51,6 +52,7 @@ def most_bytes(count: int, total: int) -> int:
     return 2 * _num_blocks(count) + (streams + 14) // 8
 
 
+@kernel
 def encode_blocks(gaps: Tensor, width: int) -> Tensor:
     """Gaps, int64 and not negative, their sum below `LIMIT`, as bytes. An escape takes width."""
     count = gaps.numel()
@@ -75,6 +77,7 @@ def encode_blocks(gaps: Tensor, width: int) -> Tensor:
     )
 
 
+@kernel
 def decode_blocks(data: Tensor, count: int, width: int) -> tuple[Tensor, int]:
     """The first ``count`` gaps of a message, and how many of its bytes they took.
 
