@@ -1,6 +1,7 @@
 """The doors: one call that makes a model, or an optimizer, send few bytes."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,11 +11,13 @@ from gradwire.adapters.agreement import telling
 from gradwire.adapters.arrangement import arrange
 from gradwire.adapters.ddp import attach, find_ddp
 from gradwire.adapters.model import refuse_sparse, trainable
+from gradwire.adapters.pilot import AutoWire
 from gradwire.adapters.wire import Wire
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.links.grouping import Across
 from gradwire.links.link import Link
+from gradwire.links.rates import LinkSpec
 from gradwire.links.torch import connect
 from gradwire.sync.method import Spec
 from gradwire.sync.plan import LAUNCH_BYTES, Rule
@@ -34,7 +37,7 @@ def compress(
     seed: int = 0,
     launch_mb: float = LAUNCH_BYTES / 2**20,
     across: Across | None = None,
-    link: Link | None = None,
+    link: Link | str | None = None,
 ) -> Wire:
     """Compress a model's gradients.
 
@@ -47,6 +50,8 @@ def compress(
     Args:
         model: The model, wrapped in DDP or not.
         spec: A codec such as ``"topk(0.01) | sign"``, a preset such as ``"dgc(0.001)"``, or a table of codecs by step.
+            ``"auto"`` measures the first steps, takes what is faster than dense training, if anything is, and goes back
+            when it was wrong.
         feedback: ``"none"``, ``"residual"``, ...; by default what the spec needs.
         exchange: ``"allgather"``, ``"two_way"``, ...; by default the one that fits and sends least.
         granularity: What the codec sees as one vector: each ``"layer"``, a ``"bucket"``, or the whole ``"model"``.
@@ -58,7 +63,8 @@ def compress(
         launch_mb: Megabytes of gradients that travel together under DDP.
         across: ``"hosts"`` compresses only between hosts, which are found from the environment that torchrun, mpirun
             or srun sets, and takes dense means inside; so does a list of the ranks of each host, ``[[0, 1], [2, 3]]``.
-        link: Who moves the bytes, if not torch.distributed.
+        link: Who moves the bytes, if not torch.distributed. With ``"auto"``, what the link between hosts can do, as in
+            ``"100mbit,5ms"``; the first steps tell if this does not.
 
     Returns:
         A handle: ``report()``, ``state_dict()``, ``set(...)``, ``off()``; callable in plain loops.
@@ -67,26 +73,42 @@ def compress(
         raise TypeError(f"compress takes the model itself, not {type(model).__name__}; pass an nn.Module")
     ddp = find_ddp(model)
     inner = ddp.module if ddp is not None else model
-    link = arrange(link or connect(ddp.process_group if ddp is not None else process_group), across)
+    described = link if isinstance(link, str) else None
+    mover = link if isinstance(link, Link) else connect(ddp.process_group if ddp is not None else process_group)
+    link = arrange(mover, across)
     ignored = ddp.parameters_to_ignore if ddp is not None else ()
     with telling(link):
         refuse_sparse(inner)
         parameters = trainable((name, p) for name, p in inner.named_parameters() if name not in ignored)
-    wire = Wire(
-        parameters,
-        link,
-        spec,
-        feedback=feedback,
-        exchange=exchange,
-        granularity=granularity,
-        rules=rules,
-        bundle=bundle,
-        scaler=scaler,
-        seed=seed,
-        launch_bytes=int(launch_mb * 2**20),
-        hooked=ddp is not None,
-        shared=None if ddp is not None else dict((*inner.named_parameters(), *inner.named_buffers())),
-    )
+        spoken = _described(spec, described, feedback, exchange)
+    options: dict[str, Any] = {
+        "granularity": granularity,
+        "rules": rules,
+        "bundle": bundle,
+        "scaler": scaler,
+        "seed": seed,
+        "launch_bytes": int(launch_mb * 2**20),
+        "shared": None if ddp is not None else dict((*inner.named_parameters(), *inner.named_buffers())),
+    }
+    if spec == "auto":
+        return AutoWire(parameters, link, ddp, spoken, **options)
+    wire = Wire(parameters, link, spec, feedback=feedback, exchange=exchange, hooked=ddp is not None, **options)
     if ddp is not None:
         attach(wire, ddp)
     return wire
+
+
+def _described(
+    spec: Spec, link: str | None, feedback: str | Feedback | None, exchange: str | Exchange | None
+) -> LinkSpec | None:
+    """What a person says of the link, for ``auto`` alone."""
+    if spec != "auto":
+        if link is not None:
+            raise ValueError(
+                f"link={link!r} describes a link, which only the spec 'auto' asks for; to pretend that it is so, set "
+                "GRADWIRE_LINK in the environment"
+            )
+        return None
+    if feedback is not None or exchange is not None:
+        raise ValueError("'auto' chooses feedback and exchange by itself; leave them out, or name a spec")
+    return None if link is None else LinkSpec.parse(link)

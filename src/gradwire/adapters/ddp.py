@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.wire import Wire
@@ -29,10 +30,16 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
 
 
 class Courier:
-    """One backward pass after the other: collects gradients, launches, and completes DDP's futures."""
+    """One backward pass after the other: collects gradients, launches, and completes DDP's futures.
+
+    Attributes:
+        plain: Whether to add gradients up as DDP would do without us.
+    """
 
     def __init__(self, wire: Wire, ddp: DistributedDataParallel) -> None:
         self.wire = wire
+        self.plain = False
+        self._group = ddp.process_group
         self._names = {id(p): name for name, p in wire.parameters.items()}
         self._may_lack = bool(ddp.find_unused_parameters or ddp.static_graph)
         self._touched: set[str] = set()
@@ -49,6 +56,8 @@ class Courier:
 
     def receive(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Take one bucket; its future completes when the whole step is agreed on."""
+        if self.plain:
+            return allreduce_hook(self._group, bucket)
         device = self.wire.device
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
         self._futures.append((future, bucket.buffer()))
@@ -127,6 +136,8 @@ def hook(state: Courier, bucket: GradBucket) -> torch.futures.Future[torch.Tenso
     return state.receive(bucket)
 
 
-def attach(wire: Wire, ddp: DistributedDataParallel) -> None:
+def attach(wire: Wire, ddp: DistributedDataParallel) -> Courier:
     """Hand DDP's gradients to a wire from now on."""
-    ddp.register_comm_hook(Courier(wire, ddp), hook)
+    courier = Courier(wire, ddp)
+    ddp.register_comm_hook(courier, hook)
+    return courier

@@ -20,8 +20,11 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def private_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A group of our own over the same ranks, so that our collectives never mix with the user's."""
+def private_group(group: dist.ProcessGroup | None, waits: timedelta | None = None) -> dist.ProcessGroup:
+    """A group of our own over the same ranks, so that our collectives never mix with the user's.
+
+    It waits for its members as long as the given one does, or as it is told.
+    """
     parent = group if group is not None else dist.group.WORLD
     if not isinstance(parent, dist.ProcessGroup):  # what torch hands to those outside
         raise ValueError(f"rank {dist.get_rank()} is not in the process_group; attach only on the ranks that are")
@@ -29,7 +32,7 @@ def private_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     # that torch makes of how many groups a rank has joined, which may differ between ranks.
     local = parent is not dist.group.WORLD
     ranks = dist.get_process_group_ranks(parent)
-    made = dist.new_group(ranks, timeout=patience(parent), use_local_synchronization=local)
+    made = dist.new_group(ranks, timeout=waits or patience(parent), use_local_synchronization=local)
     assert isinstance(made, dist.ProcessGroup)
     return made
 
@@ -89,7 +92,7 @@ class TorchLink(Link):
         return out
 
 
-def connect(group: dist.ProcessGroup | None = None) -> Link:
+def connect(group: dist.ProcessGroup | None = None, patience: timedelta | None = None) -> Link:
     """A link of our own beside the user's group; a world of one where no process group exists."""
     if not (dist.is_available() and dist.is_initialized()):
         ranks = os.environ.get("WORLD_SIZE", "1")
@@ -99,4 +102,4 @@ def connect(group: dist.ProcessGroup | None = None) -> Link:
                 "call torch.distributed.init_process_group before gradwire, or unset WORLD_SIZE"
             )
         return SoloLink()
-    return pretended(TorchLink(private_group(group)))
+    return pretended(TorchLink(private_group(group, patience)))

@@ -1,0 +1,280 @@
+"""Pilot: ``auto``. Decides, while a model trains, whether and how its gradients are compressed.
+
+The first steps are dense. Then every rank knows how long a step takes, how much of that is waiting for the network,
+and, after a short rehearsal of what might be faster, what compressing would cost here. The ranks share these figures,
+so all decide alike, by the same costs as ``gradwire advise``. What was chosen is on trial for some steps: where it is
+not faster than the dense steps were, dense training goes on. Under DDP, dense is DDP's own all-reduce, with no hook of
+ours in its way unless there was one before.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.adapters.ddp import Courier, attach
+from gradwire.adapters.wire import Wire
+from gradwire.forecast.advice import Predict, advise
+from gradwire.forecast.calibration import Calibration, Cost
+from gradwire.forecast.candidates import automatic
+from gradwire.forecast.cluster import Cluster
+from gradwire.forecast.costs import predict, predict_across
+from gradwire.forecast.model import DENSE, Model
+from gradwire.forecast.probe import clipped, delay_of
+from gradwire.forecast.rehearsal import rehearse
+from gradwire.links.collectives import AllReduce
+from gradwire.links.grouping import seated
+from gradwire.links.link import Link
+from gradwire.links.rates import LinkSpec
+from gradwire.links.throttled import ThrottledLink
+
+WARMUP = 3  # steps that do not count: DDP rebuilds its buckets, kernels compile
+MEASURED = 5  # steps whose median counts
+REHEARSED = 4  # candidates at most that are worth a pause
+GAIN = 0.98  # of the dense step: what a way must be below, predicted and on trial
+TRY = 1.1  # a predicted gain that is worth a trial, though it is not sure
+HALVED = 0.9  # of the float32 step: what bfloat16 must be below to be worth its rounding
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided at a step, and why."""
+
+    step: int
+    spec: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.spec}, {self.why}"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The median step, in seconds, of the slowest rank."""
+
+    period: float
+    backward: float
+    exposed: float
+    comm: float
+
+
+class AutoWire(Wire):
+    """A wire that chooses its spec by itself.
+
+    Attributes:
+        decisions: All so far.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        link: Link,
+        ddp: DistributedDataParallel | None,
+        described: LinkSpec | None,
+        **options: Any,
+    ) -> None:
+        super().__init__(parameters, link, "fp32", hooked=ddp is not None, **options)
+        self.decisions: list[Decision] = []
+        self._ddp, self._described = ddp, described
+        self._courier: Courier | None = None
+        self._chosen = "fp32"
+        self._steps = 0
+        self._dense_seconds = 0.0
+        self._periods: list[Seen] = []
+        self._last: float | None = None
+        self._stage = self._weigh
+        self._wanted = WARMUP + MEASURED
+        self._begin()
+
+    def _begin(self) -> None:
+        if self.link.world < 2:
+            self._conclude("fp32", "there is nobody to talk to")
+        elif self._ddp is not None:
+            if isinstance(self.link, ThrottledLink):  # DDP's own all-reduces would not notice how thin it is
+                self._courier = attach(self, self._ddp)
+            self._ddp._set_ddp_runtime_logging_sample_rate(1)
+            ahead = torch.compiler.disable(self._ahead) if "torch._dynamo" in sys.modules else self._ahead
+            self._handle = self._ddp.register_forward_pre_hook(ahead)
+
+    @property
+    def decided(self) -> bool:
+        """Whether it has made up its mind."""
+        return self._wanted == 0
+
+    def __str__(self) -> str:
+        said = [f"auto: {decision}" for decision in self.decisions] or ["auto: still measuring dense steps"]
+        return "\n".join((super().__str__().rstrip(), *said, ""))
+
+    # -- watching --------------------------------------------------------------------------------------------------
+
+    def __call__(self) -> None:
+        if self._ddp is not None or self.decided:
+            super().__call__()
+            return
+        began = self._now()
+        super().__call__()
+        ended = self._now()
+        if self._last is not None:
+            self._periods.append(Seen(ended - self._last, began - self._last, ended - began, ended - began))
+        self._steps += 1
+        self._consider()
+        self._last = self._now()
+
+    def _ahead(self, module: nn.Module, inputs: object) -> None:
+        """DDP is about to begin a step, on all ranks."""
+        ddp = self._ddp
+        assert ddp is not None
+        if self.decided or not (ddp.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync):
+            return
+        now = self._now()
+        if self._last is not None:
+            self._steps += 1
+            self._periods.append(self._logged(ddp, now - self._last))
+        self._consider()
+        self._last = self._now()
+
+    def _logged(self, ddp: DistributedDataParallel, period: float) -> Seen:
+        """What DDP itself noted of its last step, in nanoseconds."""
+        told = ddp._get_ddp_logging_data()
+        compute, comm, overlap = (
+            told.get(f"backward_{name}_time", 0) / 1e9 for name in ("compute", "comm", "compute_comm_overlap")
+        )
+        exposed = min(max(0.0, comm - overlap), 0.99 * period)
+        backward = min(compute, period - exposed) or (period - exposed) * 2 / 3
+        return Seen(period, backward, exposed, comm)
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def _consider(self) -> None:
+        if len(self._periods) == self._wanted > 0:
+            seen, self._periods = self._periods[-MEASURED:], []
+            columns = zip(*((one.period, one.backward, one.exposed, one.comm) for one in seen), strict=True)
+            self._stage(Seen(*self._agreed_on([median(column) for column in columns])))
+
+    def _agreed_on(self, mine: Sequence[float]) -> list[float]:
+        """The largest of all ranks' figures: the same everywhere, so that all decide alike."""
+        told = torch.tensor(list(mine), dtype=torch.float64, device=self.link.device)
+        found: list[float] = self.link.move(AllReduce(told, "max")).tolist()
+        return found
+
+    # -- deciding --------------------------------------------------------------------------------------------------
+
+    def _weigh(self, seen: Seen) -> None:
+        """After the dense steps: is there anything that pays?"""
+        self._dense_seconds = seen.period
+        model = Model({name: tuple(p.shape) for name, p in self.parameters.items()})
+        forward = max(0.0, seen.period - seen.backward - seen.exposed)
+        cluster = self._cluster(model, seen)
+        free = {spec: Cost(0.0, 0.0) for spec in (*DENSE[:2], *automatic())}
+        calibration = Calibration(model, forward, seen.backward, free, self._cores(), world=self._parties)
+        promising = self._promising(calibration, cluster, seen)
+        if not promising:
+            self._conclude("fp32", f"no way to compress would beat {_ms(seen.period)} a step, even if it cost nothing")
+            return
+        costs = {**{spec: free[spec] for spec in DENSE[:2]}, **self._rehearsed(model, promising)}
+        self._choose(Calibration(model, forward, seen.backward, costs, self._cores(), world=self._parties), cluster)
+
+    def _promising(self, calibration: Calibration, cluster: Cluster, seen: Seen) -> list[str]:
+        ways = [self._predict(calibration, spec, cluster) for spec in automatic()]
+        fast = sorted((way for way in ways if way.seconds < GAIN * seen.period), key=lambda way: way.seconds)
+        return [way.spec for way in fast[:REHEARSED]]
+
+    def _rehearsed(self, model: Model, specs: Sequence[str]) -> dict[str, Cost]:
+        draw = torch.Generator().manual_seed(0)
+        grads = {name: torch.randn(p.shape, generator=draw).to(p) for name, p in self.parameters.items()}
+        found = [rehearse(model.plan(spec, self._parties, self._launch_bytes), grads, repeats=2) for spec in specs]
+        shared = iter(self._agreed_on([seconds for one in found for seconds in (one.encode, one.decode)]))
+        return {spec: Cost(next(shared), next(shared)) for spec in specs}
+
+    def _choose(self, calibration: Calibration, cluster: Cluster) -> None:
+        found = advise(calibration, cluster, automatic(), self._predict)
+        choice = found.choice
+        if found.tempting is not None and found.dense.seconds > TRY * found.tempting.seconds:
+            choice = found.tempting
+        plain = self._predict(calibration, DENSE[0], cluster)
+        if choice.spec == "ddp-bf16" and choice.seconds > HALVED * plain.seconds:
+            choice = plain
+        if choice.spec == DENSE[0] or choice.seconds > GAIN * self._dense_seconds:
+            self._conclude("fp32", f"nothing is surely faster than {_ms(self._dense_seconds)} a step")
+            return
+        self._take("bf16" if choice.spec == "ddp-bf16" else choice.spec)
+        why = f"on trial: {_ms(choice.seconds)} a step expected, {_ms(self._dense_seconds)} dense"
+        self._decide(self._trial, WARMUP + MEASURED, why)
+
+    def _trial(self, seen: Seen) -> None:
+        """After some steps in the chosen way: did it keep its promise?"""
+        why = f"{_ms(seen.period)} a step measured, {_ms(self._dense_seconds)} dense"
+        if seen.period < GAIN * self._dense_seconds:
+            self._conclude(self._chosen, why)
+            return
+        self.off()  # for one step, in which all that is owed is paid
+        self._chosen = "fp32"
+        self._decide(self._paid, 1, f"back to dense: {why}")
+
+    def _paid(self, seen: Seen) -> None:
+        self._conclude("fp32", "nothing is owed any more")
+
+    def _take(self, spec: str) -> None:
+        """Go on in another way, from this step on."""
+        self._chosen = spec
+        self.set(spec)
+        if self._ddp is not None and self._courier is None:
+            self._courier = attach(self, self._ddp)
+
+    def _decide(self, stage: Any, wanted: int, why: str) -> None:
+        self._stage, self._wanted = stage, wanted
+        self.decisions.append(Decision(self._steps, self._chosen, why))
+
+    def _conclude(self, spec: str, why: str) -> None:
+        """The end of all measuring."""
+        self._chosen = spec
+        self._decide(self._paid, 0, why)
+        if self._ddp is None or self.link.world < 2:
+            return
+        self._handle.remove()
+        self._ddp._set_ddp_runtime_logging_sample_rate(100)
+        if self._courier is not None and spec == "fp32" and not isinstance(self.link, ThrottledLink):
+            self._courier.plain = True
+
+    # -- circumstances ---------------------------------------------------------------------------------------------
+
+    @property
+    def _predict(self) -> Predict:
+        across = self.link.grouping is not None
+        overlaps = self._ddp is not None and self.scaler is None
+
+        def predicted(calibration: Calibration, spec: str, cluster: Cluster) -> Any:
+            return (predict_across if across else predict)(calibration, spec, cluster, overlaps)
+
+        return predicted
+
+    def _cluster(self, model: Model, seen: Seen) -> Cluster:
+        beside = 1 if self.link.grouping is None else self.link.grouping.beside
+        link = self._described
+        if link is None:  # then the dense steps tell: so many bytes took so long
+            sent = 2 * (self.link.world - 1) / self.link.world * 4 * model.elements
+            (comm,) = self._agreed_on([seen.comm])
+            link = LinkSpec(clipped(8 * sent / max(comm, 1e-9)), delay_of(self.link))
+        return Cluster(self.link.world, link, beside)
+
+    def _cores(self) -> float:
+        """Processors for each thread that a worker computes with; a GPU does one thing after the other."""
+        if self.device.type == "cuda":
+            return 1.0
+        place = seated(os.environ)
+        beside = place[1] if place is not None else 1
+        return (os.cpu_count() or 1) / beside / torch.get_num_threads()
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

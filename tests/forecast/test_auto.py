@@ -1,0 +1,133 @@
+"""``auto`` among real ranks: it decides alike everywhere, changes its mind, and gets out of the way."""
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.adapters import pilot
+from workers import RankError, run_ranks
+
+STEPS = 26
+
+
+def net(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4))
+
+
+def train(model: nn.Module, wire: gradwire.Wire, steps: int, seed: int, plain: bool) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    width = next(model.parameters()).shape[1]
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, width, generator=draw)).square().mean().backward()
+        if plain:
+            wire()
+        optimizer.step()
+
+
+def told(wire: Any, model: nn.Module) -> dict[str, Any]:
+    return {
+        "specs": [decision.spec for decision in wire.decisions],
+        "decided": wire.decided,
+        "hooked": wire._courier is not None,
+        "plain": wire._courier is not None and wire._courier.plain,
+        "weights": [p.detach().clone() for p in model.parameters()],
+        "text": str(wire),
+    }
+
+
+def over_a_thin_link(rank: int, world: int, plain: bool) -> dict[str, Any]:
+    os.environ["GRADWIRE_LINK"] = "40mbit,1ms"
+    inner = net(200)
+    model = inner if plain else DistributedDataParallel(inner)
+    wire = gradwire.compress(model, "auto", link="40mbit,1ms")
+    train(model, wire, STEPS, rank, plain)
+    return told(wire, inner)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_on_a_thin_link_it_compresses_and_ranks_stay_alike(plain: bool) -> None:
+    one, two = run_ranks(over_a_thin_link, 2, plain)
+    assert one["decided"] and one["specs"] == two["specs"]
+    assert one["specs"][-1] in pilot.automatic() and one["specs"][-1] != "fp32", one["text"]
+    assert "on trial" in one["text"]
+    assert all(map(torch.equal, one["weights"], two["weights"]))
+
+
+def on_loopback(rank: int, world: int, plain: bool) -> dict[str, Any]:
+    inner = net(24)
+    model = inner if plain else DistributedDataParallel(inner)
+    wire = gradwire.compress(model, "auto", link="100gbit")
+    train(model, wire, 12, rank, plain)
+    return told(wire, inner)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_on_a_fast_link_it_leaves_ddp_alone(plain: bool) -> None:
+    one, two = run_ranks(on_loopback, 2, plain)
+    assert one["decided"] and one["specs"] == two["specs"] == ["fp32"], one["text"]
+    assert not one["hooked"]
+    assert all(map(torch.equal, one["weights"], two["weights"]))
+
+
+def promised_too_much(rank: int, world: int) -> dict[str, Any]:
+    """As if forecasts had been wrong: what is chosen turns out slower than dense."""
+
+    def choose(self: Any, calibration: object, cluster: object) -> None:
+        self._take("topk(0.1)")
+        self._decide(self._trial, pilot.WARMUP + pilot.MEASURED, "on trial")
+
+    pilot.AutoWire._promising = lambda *_: ["topk(0.1)"]  # type: ignore[method-assign, assignment]
+    pilot.AutoWire._choose = choose  # type: ignore[method-assign]
+    inner = net(24)
+    model = DistributedDataParallel(inner)
+    wire = gradwire.compress(model, "auto", link="100gbit")
+    launch = wire.session.__class__.launch
+
+    def slow(self: Any, *args: Any) -> Any:
+        time.sleep(0.03)
+        return launch(self, *args)
+
+    wire.session.__class__.launch = slow  # type: ignore[method-assign]
+    train(model, wire, STEPS, rank, plain=False)
+    owed = max(float(debt.abs().max()) for debt in wire.debts().values())
+    return {**told(wire, inner), "owed": owed}
+
+
+def test_a_broken_promise_is_taken_back_and_nothing_stays_owed() -> None:
+    one, two = run_ranks(promised_too_much, 2)
+    assert one["specs"] == two["specs"] == ["topk(0.1)", "fp32", "fp32"], one["text"]
+    assert one["plain"] and "back to dense" in one["text"]
+    assert one["owed"] == two["owed"] == 0.0
+    assert all(map(torch.equal, one["weights"], two["weights"]))
+
+
+def misspelled(rank: int, world: int) -> None:
+    gradwire.compress(net(8), "auto", link="100 parsec" if rank else "100mbit")
+
+
+def test_what_is_wrong_on_one_rank_is_told_on_all() -> None:
+    with pytest.raises(RankError, match=r"on rank 1: .*parsec|cannot read|no unit of rate"):
+        run_ranks(misspelled, 2)
+
+
+def test_refusals_are_sentences() -> None:
+    with pytest.raises(ValueError, match="only the spec 'auto' asks"):
+        gradwire.compress(net(8), "sign", link="100mbit")
+    with pytest.raises(ValueError, match="by itself; leave them out"):
+        gradwire.compress(net(8), "auto", exchange="allgather")
+
+
+def test_alone_it_has_nothing_to_decide() -> None:
+    model = net(8)
+    wire = gradwire.compress(model, "auto")
+    train(model, wire, 3, 0, plain=True)
+    assert isinstance(wire, pilot.AutoWire) and wire.decided and "nobody to talk to" in str(wire)
