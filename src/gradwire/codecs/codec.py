@@ -125,6 +125,20 @@ class Codec:
         payload, heard = self._write(indices, values, lengths, table, key)
         return payload, Sent(indices, heard)
 
+    def echo_selected(self, indices: Tensor, values: Tensor, table: Segments, key: Key) -> Sent:
+        """What the group would hear of `encode_selected`'s message, which is not written; all positions must fit."""
+        lengths = on(self._counts(indices, table), indices.device)
+        body = self.quantizer.encode(values, lengths, table.names, key)
+        return Sent(indices, self.quantizer.decode(body, lengths, table.names, key))
+
+    def length(self, indices: Tensor, counts: tuple[int, ...], n: int) -> int:
+        """How long the message of these positions is, ``counts`` in each segment, of a buffer of ``n``."""
+        coder = self.indices
+        total = self._header_bytes + self.quantizer.size(counts)
+        if coder is None:
+            return total
+        return total + (coder.size(sum(counts), n) if coder.fixed else coder.encode(indices, n).numel())
+
     def total(self, payloads: Iterable[Payload], segments: Segments, keys: Iterable[Key]) -> Tensor:
         """The sum of several ranks' messages, added in the order given. -> float32[segments.total]."""
         out: Tensor | None = None
@@ -143,13 +157,19 @@ class Codec:
     def mean(self, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]) -> Tensor:
         """The mean of several ranks' messages, bit for bit their `total` over their number."""
         # Messages that are longer together than the vector are better read one after the other.
-        if self.transform or not self.selector or len(payloads) * self._most(segments) > segments.total:
+        if self.transform or not self.selector or len(payloads) * self.most(segments) > segments.total:
             return self.total(payloads, segments, keys) / len(payloads)
+        values, indices, bounds = self.entries(payloads, segments, keys)
+        return scatter_mean(values, indices, bounds, segments.total, len(payloads))
+
+    def entries(
+        self, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]
+    ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        """What sparse messages say: values and rising positions, rank by rank, and where each rank's begin and end."""
         heard = [self._read(payload, segments, key) for payload, key in zip(payloads, keys, strict=True)]
         values = torch.cat([one.values for one in heard])
         indices = torch.cat([one.indices for one in heard if one.indices is not None])
-        bounds = (0, *accumulate(one.values.numel() for one in heard))
-        return scatter_mean(values, indices, bounds, segments.total, len(heard))
+        return values, indices, (0, *accumulate(one.values.numel() for one in heard))
 
     def decode(self, payload: Payload, segments: Segments, key: Key) -> Tensor:
         """One message as a dense vector. ``key`` is the sender's.
@@ -189,13 +209,13 @@ class Codec:
     def _header_bytes(self) -> int:
         return 0 if self.indices is None or self.traits.fixed else _COUNT_BYTES
 
-    def _most(self, table: Segments) -> int:
+    def most(self, table: Segments) -> int:
         """The most entries that a message may hold."""
         return sum(_capacities(self.selector, table.lengths)) if self.selector else table.total
 
     def _counts(self, indices: Tensor, table: Segments) -> tuple[int, ...]:
         """How many of the rising positions lie in each segment. All there may be, mostly: then nobody has to look."""
-        if self.selector and indices.numel() == self._most(table):
+        if self.selector and indices.numel() == self.most(table):
             return _capacities(self.selector, table.lengths)
         found: list[int] = torch.searchsorted(indices, table.offsets_on(indices.device)).diff().tolist()
         return tuple(found)
@@ -277,7 +297,7 @@ class Codec:
         if self.indices is None:
             empty = data.new_zeros(0)
             return self.selector.select(Signal(empty, empty, {}, table), key), 0
-        most = self._most(table)
+        most = self.most(table)
         count = most
         if self._header_bytes:
             if data.numel() < _COUNT_BYTES:

@@ -80,6 +80,9 @@ class HierarchicalSession(Session):
     def whole(self) -> Plan:
         return self._whole
 
+    def donate(self) -> None:
+        """Gradients travel inside the host first: there is nothing to gain."""
+
     def run(self, grads: Grads, unscale: float = 1.0) -> Conversation[Verdict]:
         """A whole step. Clipping looks at the host's whole gradient, so all of it comes in before any goes out."""
         launches = range(len(self.plan.launches))
@@ -134,7 +137,7 @@ class HierarchicalSession(Session):
         sizes = {name: n for lane in lanes for name, n in zip(lane.tensors.names, lane.tensors.lengths, strict=True)}
         seen = [name in self._moments for name in tested]
         moments = [self._moments.pop(name, torch.zeros(sizes[name], device=self.device)) for name in tested]
-        flats = [self._flat(lane, grads, 1.0) for lane in lanes]
+        flats = [self.flat(lane, grads, 1.0) for lane in lanes]
         present = [grads[name] is not None for name in names]
         return _letter([*flats, *moments], [*present, UNFIT if sparse else 0, any(seen)], self.device)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ OBSERVED = "observed"  # second moments that the loop measured since the last st
 
 
 class Released(NamedTuple):
-    """What a lane hands back."""
+    """What a lane hands back; the update as a flat tensor, or laid out where the gradients were."""
 
-    update: Tensor
+    update: Any
     memory: Memory
 
 
@@ -48,7 +48,7 @@ class Lane:
         """Compensate, encode, settle, exchange, release."""
         codec, exchange = self.at(key.step)
         around = self._around(key, world)
-        memory = _absorb(codec, grad, memory)
+        memory = absorb(codec, grad, memory)
         target, memory = self.feedback.compensate(grad, memory)
         target, memory = self._collect(target, memory, exchange, around)
         said = exchange.encode(Signal(grad, target, memory, self.units), codec, around)
@@ -121,7 +121,7 @@ class Lane:
         return target, kept
 
 
-def _absorb(codec: Codec, grad: Tensor, memory: Memory) -> Memory:
+def absorb(codec: Codec, grad: Tensor, memory: Memory) -> Memory:
     """Feed a variance test: with what the loop observed, else with the batch as if it were one sample."""
     if not isinstance(codec.selector, Variance):
         return memory

@@ -75,6 +75,25 @@ class Lockstep:
             heard = move(asked)
 
 
+def asked_of(asks: Sequence[Ask], world: int) -> list[Collective]:
+    """The collectives that these asks would take; their tensors need no content, only a shape."""
+    collectives: list[Collective] = []
+    talk = fuse(asks, world)
+    try:
+        collectives.append(next(talk))
+        while True:
+            last = collectives[-1]
+            if isinstance(last, AllGather):
+                answer = last.tensor.new_empty(world, last.tensor.numel())
+            elif isinstance(last, AllToAll):
+                answer = last.tensor.new_empty(sum(last.into))
+            else:
+                answer = last.tensor
+            collectives.append(talk.send(answer))
+    except StopIteration:
+        return collectives
+
+
 def move(asked: Sequence[Collective]) -> list[Tensor]:
     """Carry out one collective of all ranks."""
     tensors = [collective.tensor for collective in asked]

@@ -4,6 +4,7 @@ The law is that nobody can tell, but for time: the same messages, the same memor
 copies: the old memories stay until the step is committed, since it may still be dropped.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from gradwire.codecs.codec import Codec
 from gradwire.codecs.quantizers import Sign
 from gradwire.codecs.quantizers.integer import AbsMax
 from gradwire.codecs.selectors import TopK
-from gradwire.codecs.stage import Memory
+from gradwire.codecs.stage import Memory, Sent
 from gradwire.core.keys import Key
 from gradwire.core.payload import Payload
 from gradwire.core.segments import Segments
@@ -65,7 +66,30 @@ class FusedSpeaker:
         speak = self._selected if self.codec.selector else self._dense
         return Spoken(speak(slice(start, stop), window), None, self._held)
 
+    def hear(self) -> Sent:
+        """What the group would hear of the whole buffer's message, which is not written."""
+        whole = slice(0, self.units.total)
+        if self.codec.selector:
+            found, settle = self._select(whole, self.units)
+            sent = self.codec.echo_selected(found.indices, found.values, self.units, self.key)
+            settle(sent)
+            return sent
+        said = self._dense(whole, self.units)
+        counts = self.units.lengths_on(self.grad.device)
+        return Sent(None, self.codec.quantizer.decode(said.data, counts, self.units.names, self.key))
+
+    @property
+    def memory_after(self) -> Memory:
+        return self._held
+
     def _selected(self, stretch: slice, window: Segments) -> Payload:
+        found, settle = self._select(stretch, window)
+        payload, sent = self.codec.encode_selected(found.indices, found.values, window, self.key)
+        settle(sent)
+        return payload
+
+    def _select(self, stretch: slice, window: Segments) -> tuple[fused.Selected, Callable[[Sent], None]]:
+        """Accumulate and select; and how to settle what will have been heard."""
         rule = rule_of(self.feedback)
         assert rule is not None and self.codec.selector is not None
         residual = self._held["residual"][stretch]
@@ -76,11 +100,13 @@ class FusedSpeaker:
         found = fused.accumulate_topk_(self.grad[stretch], residual, momentum, rule, window.lengths, counts, last)
         self._held[hint] = found.edge
         self.broken.append(found.broken)
-        payload, sent = self.codec.encode_selected(found.indices, found.values, window, self.key)
-        assert sent.indices is not None
-        masks = getattr(self.feedback, "masking", False)
-        fused.settle_(residual, momentum if masks else None, sent.indices, sent.values)
-        return payload
+        masked = momentum if getattr(self.feedback, "masking", False) else None
+
+        def settle(sent: Sent) -> None:
+            assert sent.indices is not None
+            fused.settle_(residual, masked, sent.indices, sent.values)
+
+        return found, settle
 
     def _dense(self, stretch: slice, window: Segments) -> Payload:
         assert isinstance(self.feedback, Residual)

@@ -17,6 +17,7 @@ from gradwire.codecs.stage import Memory, Slot
 from gradwire.core.asks import Ask, Gather, Max, Swap, Talk
 from gradwire.core.keys import Key
 from gradwire.sync.complaint import BROKEN, MISSING, UNFIT, byte, complaints_in, rider
+from gradwire.sync.direct import Laid, laid, talk
 from gradwire.sync.drive import Clock, Conversation, converse
 from gradwire.sync.lane import OBSERVED, OWED, Lane, Released
 from gradwire.sync.memory import fresh, spans
@@ -56,6 +57,7 @@ class Session:
     def __post_init__(self) -> None:
         self.step = 0
         self.skipped = 0
+        self._donated = False
         self.memories: list[dict[str, Tensor]] = [
             fresh(lane.slots(self.world), lane, self.rank, self.world, self.device) for lane in self.plan.lanes
         ]
@@ -74,10 +76,12 @@ class Session:
     def launch(self, i: int, grads: Grads, factor: float = 1.0, told: int = 0) -> Conversation[Heard]:
         """Compress and exchange the lanes of one launch; ``told`` are complaints to pass on."""
         lanes = self.plan.launches[i]
-        flats = [self._flat(lane, grads, factor) for lane in lanes]
         complaint = told | self._complaint(i, grads)
-        if complaint & (BROKEN | UNFIT):
-            flats = [torch.zeros_like(flat) for flat in flats]  # what is said now will be dropped by all
+        if complaint & (BROKEN | UNFIT):  # what is said now will be dropped by all
+            flats: list[Tensor | Laid] = [torch.zeros(lane.units.total, device=self.device) for lane in lanes]
+        else:
+            memories = self._memories(i)
+            flats = [self._vector(lane, grads, m, factor) for lane, m in zip(lanes, memories, strict=True)]
         for lane in lanes:
             self.meant[lane.label] += 4 * lane.units.total
         broken: list[Tensor] = []
@@ -97,11 +101,15 @@ class Session:
             raise ValueError(_refusal(grads))
         if complaints & BROKEN:
             self.skip()
-            return Verdict(self._split([torch.zeros_like(one.update) for one in released], None), True)
+            return Verdict(self.split([_zeros(one.update) for one in released], None), True)
         used = (yield from self._used(grads)) if complaints & MISSING else None
         self.step += 1
         self._commit([one.memory for one in released], used)
-        return Verdict(self._split([one.update for one in released], used), False)
+        return Verdict(self.split([one.update for one in released], used), False)
+
+    def donate(self) -> None:
+        """From now on, gradients may be overwritten by what is agreed on."""
+        self._donated = True
 
     def skip(self) -> None:
         """Count a step that was dropped, and forget what the loop observed in it."""
@@ -170,7 +178,13 @@ class Session:
         start = sum(len(launch) for launch in self.plan.launches[:i])
         return self.memories[start : start + len(self.plan.launches[i])]
 
-    def _flat(self, lane: Lane, grads: Grads, factor: float) -> Tensor:
+    def _vector(self, lane: Lane, grads: Grads, memory: Memory, factor: float) -> Tensor | Laid:
+        """The gradients of a lane: where they lie, if they may be left there, else end to end."""
+        lies = laid(lane, grads, memory, self._key(), self.world) if self._donated and factor == 1.0 else None
+        return self.flat(lane, grads, factor) if lies is None else lies
+
+    def flat(self, lane: Lane, grads: Grads, factor: float) -> Tensor:
+        """A lane's gradients end to end."""
         parts = []
         for name, n in zip(lane.tensors.names, lane.tensors.lengths, strict=True):
             grad = grads[name]
@@ -178,7 +192,7 @@ class Session:
                 parts.append(torch.zeros(n, device=self.device))
             else:
                 parts.append(grad.detach().reshape(-1).to(self.device, torch.float32))
-        flat = _joined(parts)
+        flat = joined(parts)
         return flat if factor == 1.0 else flat * factor
 
     def _complaint(self, i: int, grads: Grads) -> int:
@@ -187,10 +201,12 @@ class Session:
             UNFIT if any(grad is not None and _is_sparse(grad) for grad in mine) else 0
         )
 
-    def _talk(self, lane: Lane, flat: Tensor, memory: Memory, broken: list[Tensor]) -> Talk[Released]:
+    def _talk(self, lane: Lane, flat: Tensor | Laid, memory: Memory, broken: list[Tensor]) -> Talk[Released]:
+        if isinstance(flat, Laid):
+            return talk(lane, flat, memory, self._key(), self.world, broken)
         if lane.lowered(memory, self._key(), self.world):  # a fused kernel looks for itself
             return lane.talk_fused(flat, memory, self._key(), self.world, broken)
-        flat, unfit = _censored(flat)
+        flat, unfit = censored(flat)
         broken.append(unfit)
         return lane.talk(flat, memory, self._key(), self.world)
 
@@ -203,7 +219,7 @@ class Session:
             while True:
                 ask = talk.send(answer)
                 self.spent[label].work(time.perf_counter() - began, spoken)
-                self.said[label] += _nbytes(ask)
+                self.said[label] += nbytes(ask)
                 answer = yield ask
                 began, spoken = time.perf_counter(), True
         except StopIteration as done:
@@ -256,16 +272,22 @@ class Session:
             kept[memory] = kept[memory].clone() if memory in kept else torch.zeros_like(old[memory])
             kept[memory][span.live] = old[memory][span.live]
 
-    def _split(self, updates: Sequence[Tensor], used: Mapping[str, bool] | None) -> dict[str, Tensor]:
+    def split(self, updates: Sequence[Tensor | Laid], used: Mapping[str, bool] | None = None) -> dict[str, Tensor]:
+        """What the lanes hand back, by name."""
         split = {}
         for lane, update in zip(self.plan.lanes, updates, strict=True):
-            for (name, place), shape in zip(lane.slices.items(), lane.tensors.shapes, strict=True):
+            flats = update.parts if isinstance(update, Laid) else update.split(lane.tensors.lengths)
+            for name, flat, shape in zip(lane.tensors.names, flats, lane.tensors.shapes, strict=True):
                 if used is None or used[name]:
-                    split[name] = update[place].view(shape)
+                    split[name] = flat.view(shape)
         return split
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _zeros(update: Tensor | Laid) -> Tensor | Laid:
+    return update.zero_() if isinstance(update, Laid) else torch.zeros_like(update)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
     """The parts end to end: a view, where that is how they lie in memory already."""
     first, at = parts[0], parts[0].data_ptr()
     for part in parts:
@@ -277,12 +299,17 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return first.as_strided((n,), (1,)) if inside else torch.cat(list(parts))
 
 
-def _censored(flat: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient, or zeros if anything in it is not finite: what is said then will be dropped by all. And whether."""
-    fine = torch.isfinite(flat).all()
-    if flat.device.type == "cpu":
-        return (flat if fine else torch.zeros_like(flat)), ~fine
-    return torch.where(fine, flat, 0.0), ~fine  # where looking would mean waiting
+def censored(flat: Tensor, ranks: int = 1) -> tuple[Tensor, Tensor]:
+    """The gradients of so many ranks, with zeros for each that has anything not finite; and whether there was one.
+
+    What is said then will be dropped by all.
+    """
+    rows = flat.view(ranks, -1)
+    fine = torch.isfinite(rows).all(1)
+    broken = ~fine.all()
+    if flat.device.type == "cpu" and not broken:  # elsewhere, looking would mean waiting
+        return flat, broken
+    return torch.where(fine[:, None], rows, 0.0).view(-1), broken
 
 
 def _is_sparse(grad: Tensor) -> bool:
@@ -307,7 +334,8 @@ def _resume(talk: Conversation[T], answers: list[Any]) -> Conversation[T]:
         return result
 
 
-def _nbytes(ask: Ask) -> int:
+def nbytes(ask: Ask) -> int:
+    """What an ask says, in bytes."""
     if isinstance(ask, Gather):
         return ask.payload.nbytes
     if isinstance(ask, Swap):

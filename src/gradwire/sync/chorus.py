@@ -1,0 +1,368 @@
+"""Chorus: the ranks of a lockstep in unison.
+
+Ranks that live in one process do the same thing to buffers of the same shape. Laid end to end these are one buffer, in
+which each rank's units have names of their own, so that a step takes as many kernels for all ranks as for one. Nothing
+is written that nobody reads: the bytes of messages are counted, not made, wherever their number is known beforehand.
+The outcome is that of `lockstep`, bit for bit: updates, memories and account. What a chorus cannot sing, it declines.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.codec import Codec
+from gradwire.codecs.stage import IndexCoder, Memory, Sent, Signal
+from gradwire.core.asks import Ask, Gather, Sum, Swap
+from gradwire.core.keys import EACH, Key, owned
+from gradwire.core.payload import Payload
+from gradwire.core.segments import Segments
+from gradwire.exchanges import AllGather, AllReduce, Exchange, TwoWay
+from gradwire.exchanges.allreduce import most_summand
+from gradwire.exchanges.two_way import shard
+from gradwire.feedback import Feedback
+from gradwire.kernels.fused import scatter_mean
+from gradwire.links.collectives import AllReduce as Reduction
+from gradwire.links.collectives import Traffic, traffic
+from gradwire.sync.complaint import rider
+from gradwire.sync.lane import OBSERVED, OWED, Lane, absorb
+from gradwire.sync.lockstep import Lockstep, asked_of
+from gradwire.sync.lowering import FusedSpeaker, lowers
+from gradwire.sync.session import Grads, Session, Verdict, censored, joined, nbytes
+
+SERVED = "served"
+_META = torch.device("meta")
+
+
+class Sung(NamedTuple):
+    """What became of one lane: its update, the memories of all ranks, and what each rank said in each round."""
+
+    update: Tensor
+    memory: Memory
+    asks: list[list[Ask]]  # by round, then by rank; tensors without content
+
+
+@dataclass
+class Chorus:
+    """Steps of all sessions of a lockstep together."""
+
+    sessions: Sequence[Session]
+    group: Lockstep
+
+    def __post_init__(self) -> None:
+        self._stacked: list[dict[str, Tensor]] = []
+        self._rows: list[list[dict[str, Tensor]]] = []  # as the sessions were left with them, by lane and rank
+
+    @property
+    def world(self) -> int:
+        return len(self.sessions)
+
+    def knows(self, grads: Sequence[Grads]) -> bool:
+        """Whether this step can be sung."""
+        first = self.sessions[0]
+        plain = all(type(session) is Session and session.step == first.step for session in self.sessions)
+        whole = all(x is not None and x.layout == torch.strided for own in grads for x in own.values())
+        lanes = zip(first.plan.lanes, first.memories, strict=True)
+        return self.world > 1 and plain and whole and not first.clips and all(self._sings(*pair) for pair in lanes)
+
+    def _sings(self, lane: Lane, memory: Memory) -> bool:
+        codec, exchange = lane.at(self.sessions[0].step)
+        return (
+            sings(lane.feedback, codec, exchange)
+            and not (OWED in memory or OBSERVED in memory)
+            and (SERVED in memory) == (isinstance(exchange, TwoWay) and lane.feedback.indebted)
+        )
+
+    def step(self, grads: Sequence[Grads], unscale: float = 1.0) -> Verdict:
+        """What all ranks agree on. One look at the device, at the end: whether any gradient was not finite."""
+        first = self.sessions[0]
+        held, broken, sung = self._memories(), list[Tensor](), list[Sung]()
+        for lane, memory in zip(first.plan.lanes, held, strict=True):
+            began = time.perf_counter()
+            flat = joined([session.flat(lane, own, unscale) for session, own in zip(self.sessions, grads, strict=True)])
+            sung.append(self._sing(lane, flat, memory, Key(first.seed, first.step, EACH), broken))
+            first.spent[lane.label].encode += time.perf_counter() - began  # in unison, decoding is no work apart
+        self._count(sung)
+        if bool(torch.stack(broken).any()):
+            for session in self.sessions:
+                session.skip()
+            return Verdict(first.split([torch.zeros_like(one.update) for one in sung]), True)
+        self._commit([dict(one.memory) for one in sung])
+        return Verdict(first.split([one.update for one in sung]), False)
+
+    # -- one lane --------------------------------------------------------------------------------------------------
+
+    def _sing(self, lane: Lane, flat: Tensor, memory: Memory, key: Key, broken: list[Tensor]) -> Sung:
+        codec, exchange = lane.at(key.step)
+        table = choir(lane.units, self.world, isinstance(exchange, TwoWay))
+        served = memory.get(SERVED)
+        own: Memory = {name: x for name, x in memory.items() if name != SERVED}
+        sent, own = _speak(lane.feedback, codec, exchange, Signal(flat, flat, own, table), key, self.world, broken)
+        if isinstance(exchange, AllReduce):
+            return Sung(*self._add(lane, codec, sent, own, key))
+        if isinstance(exchange, AllGather):
+            n = lane.units.total
+            mean = _mean(codec, sent, n, self.world)
+            return Sung(mean, own, [self._gathers(codec, sent, lane.units)])
+        return self._two_ways(lane, codec, sent, own, served, key)
+
+    def _add(
+        self, lane: Lane, codec: Codec, sent: Sent, memory: Memory, key: Key
+    ) -> tuple[Tensor, Memory, list[list[Ask]]]:
+        """As `AllReduce.talk` does, where a summand is what was heard, in the format that it was said in."""
+        rows = summands(codec, sent, self.world).view(self.world, -1)
+        total = rows[0].clone()
+        for row in rows[1:]:
+            total = total + row
+        mean = codec.expand(total.float() / self.world, lane.units, key.of(0))
+        summand: Ask = Sum(torch.empty_like(rows[0], device=_META))
+        return mean, memory, [[summand] * self.world]
+
+    def _two_ways(
+        self, lane: Lane, codec: Codec, sent: Sent, memory: Memory, served: Tensor | None, key: Key
+    ) -> Sung:
+        """As `TwoWay.talk` does, all shards at once: end to end they are the buffer."""
+        n, world = lane.units.total, self.world
+        meant = _mean(codec, sent, n, world)
+        if served is not None:
+            meant = meant + served
+        table = shards(lane.units, world)
+        verdict = codec.echo(Signal(meant, meant, {}, table), key.fold("leg2"))
+        if served is not None:
+            memory = {**memory, SERVED: verdict.off(meant)}
+        asks = [_swaps(codec, lane.units, world), _told(codec, lane.units, world)]
+        return Sung(_dense(verdict, n), memory, asks)
+
+    def _gathers(self, codec: Codec, sent: Sent, units: Segments) -> list[Ask]:
+        fixed = codec.traits.fixed
+        sizes = [codec.size(units)] * self.world if fixed else _lengths(codec, sent, units, self.world)
+        longest = max(sizes)
+        return [_Varying(_blank(n), longest) if not fixed else Gather(_blank(n), n) for n in sizes]
+
+    # -- memories --------------------------------------------------------------------------------------------------
+
+    def _memories(self) -> list[dict[str, Tensor]]:
+        """All ranks' memories end to end, by lane; those of the last step, unless a session got others since."""
+        ours = self._rows and all(
+            session.memories[i] is rows[rank]
+            for i, rows in enumerate(self._rows)
+            for rank, session in enumerate(self.sessions)
+        )
+        if not ours:
+            every = range(len(self.sessions[0].memories))
+            self._stacked = [_stack([session.memories[i] for session in self.sessions]) for i in every]
+        return self._stacked
+
+    def _commit(self, memories: list[dict[str, Tensor]]) -> None:
+        self._stacked = memories
+        self._rows = []
+        for i, (lane, memory) in enumerate(zip(self.sessions[0].plan.lanes, memories, strict=True)):
+            kept = set(self.sessions[0].memories[i])
+            rows = _unstack({name: x for name, x in memory.items() if name in kept}, lane.units.total, self.world)
+            self._rows.append(rows)
+            for session, row in zip(self.sessions, rows, strict=True):
+                session.memories[i] = row
+        for session in self.sessions:
+            session.step += 1
+
+    # -- the account -----------------------------------------------------------------------------------------------
+
+    def _count(self, sung: Sequence[Sung]) -> None:
+        """Put on every rank's account what its messages would have cost."""
+        plan = self.sessions[0].plan
+        for lane, one in zip(plan.lanes, sung, strict=True):
+            for rank, session in enumerate(self.sessions):
+                session.meant[lane.label] += 4 * lane.units.total
+                session.said[lane.label] += sum(nbytes(asks[rank]) for asks in one.asks)
+        at = 0
+        for launch in plan.launches:
+            lanes, at = sung[at : at + len(launch)], at + len(launch)
+            rounds = max(len(one.asks) for one in lanes)
+            for i in range(rounds):
+                self._carry([one.asks[i] for one in lanes if i < len(one.asks)], first=i == 0)
+
+    def _carry(self, asks: Sequence[Sequence[Ask]], first: bool) -> None:
+        """Count one round of a launch: asks by lane, then by rank."""
+        for rank in range(self.world):
+            mine = [lane[rank] for lane in asks]
+            if first:
+                mine.append(rider(0, (), mine[0], self.world, _META))
+            self.group.traffic[rank] += _cost(tuple(map(_Shape.of, mine)), rank, self.world)
+
+
+class _Varying(Gather):
+    """A gather whose length the group had to agree on; ``size`` is what it agreed on."""
+
+
+class _Shape(NamedTuple):
+    """An ask as far as it costs anything; equal shapes cost the same."""
+
+    kind: str
+    numbers: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, ask: Ask) -> "_Shape":
+        if isinstance(ask, Swap):
+            out = tuple(payload.nbytes for _, payload in sorted(ask.out.items()))
+            return cls("swap", (*out, *(n for _, n in sorted(ask.into.items()))), torch.uint8)
+        if isinstance(ask, Gather):
+            assert ask.size is not None
+            return cls("varying" if isinstance(ask, _Varying) else "gather", (ask.size,), torch.uint8)
+        return cls("sum", (ask.tensor.numel(),), ask.tensor.dtype)
+
+    def ask(self) -> Ask:
+        if self.kind == "sum":
+            return Sum(torch.empty(self.numbers[0], dtype=self.dtype, device=_META))
+        if self.kind == "swap":
+            half = len(self.numbers) // 2
+            out = {rank: _blank(n) for rank, n in enumerate(self.numbers[:half])}
+            return Swap(out, dict(enumerate(self.numbers[half:])))
+        return Gather(_blank(self.numbers[0]), self.numbers[0])
+
+
+@lru_cache(maxsize=1024)
+def _cost(shapes: tuple[_Shape, ...], rank: int, world: int) -> Traffic:
+    total = Traffic()
+    varying = sum(shape.kind == "varying" for shape in shapes)
+    if varying:
+        total += traffic(Reduction(torch.empty(varying, dtype=torch.int64, device=_META), "max"), rank, world)
+    for collective in asked_of([shape.ask() for shape in shapes], world):
+        total += traffic(collective, rank, world)
+    return total
+
+
+def sings(feedback: Feedback, codec: Codec, exchange: Exchange) -> bool:
+    """Whether ranks of one process may speak in unison: whatever they do must be done unit by unit."""
+    known = type(exchange) in (AllGather, AllReduce, TwoWay)
+    fits = codec.indices is None or type(codec.indices).fit is IndexCoder.fit
+    same = type(feedback).release is Feedback.release
+    return known and fits and same and codec.transform is None
+
+
+@lru_cache(maxsize=64)
+def choir(units: Segments, world: int, cut: bool) -> Segments:
+    """The units of all ranks, one rank after the other; ``cut`` where shards are said apart."""
+    names, shapes = list[str](), list[tuple[int, ...]]()
+    for rank in range(world):
+        for table in _windows(units, world) if cut else [units]:
+            names += [owned(name, rank) for name in table.names]
+            shapes += table.shapes
+    return Segments(tuple(names), tuple(shapes))
+
+
+@lru_cache(maxsize=64)
+def shards(units: Segments, world: int) -> Segments:
+    """The units of one buffer, cut into shards, each in the name of the rank that serves it."""
+    tables = _windows(units, world)
+    names = [owned(name, rank) for rank, table in enumerate(tables) for name in table.names]
+    return Segments(tuple(names), tuple(shape for table in tables for shape in table.shapes))
+
+
+def _windows(units: Segments, world: int) -> list[Segments]:
+    return [units.window(*shard(units.total, world, rank)) for rank in range(world)]
+
+
+def _speak(
+    feedback: Feedback, codec: Codec, exchange: Exchange, signal: Signal, key: Key, world: int, broken: list[Tensor]
+) -> tuple[Sent, Memory]:
+    """Compensate, encode and settle, for all ranks; `broken` gets what is found of the gradients."""
+    if lowers(feedback, codec, exchange):
+        speaker = FusedSpeaker(signal.grad, signal.memory, signal.segments, codec, feedback, key)
+        sent = speaker.hear()
+        broken.extend(speaker.broken)
+        return sent, speaker.memory_after
+    grad, unfit = censored(signal.grad, world)
+    broken.append(unfit)
+    memory = absorb(codec, grad, signal.memory)
+    target, memory = feedback.compensate(grad, memory)
+    signal = Signal(grad, target, memory, signal.segments)
+    if codec.memories:
+        _, sent, memory = codec.encode(signal, key)
+    else:
+        sent = codec.echo(signal, key)
+    if isinstance(exchange, AllReduce):
+        sent = sent._replace(values=summands(codec, sent, world).float())
+    return sent, feedback.settle(target, sent, memory)
+
+
+def summands(codec: Codec, sent: Sent, world: int) -> Tensor:
+    """What ranks would add up: the values as they were said, limited as `AllReduce` does."""
+    dtype: torch.dtype = codec.quantizer.dtype  # type: ignore[attr-defined]
+    limit = most_summand(dtype, world)
+    return sent.values.to(dtype).clamp(-limit, limit)
+
+
+def _mean(codec: Codec, sent: Sent, n: int, world: int) -> Tensor:
+    """The mean over ranks of what all of them said, added in their order as `Codec.total` does."""
+    if sent.indices is None:
+        total = sent.values.new_zeros(n)
+        for row in sent.values.view(world, n):
+            total += row
+        return total / world
+    edges = torch.arange(world + 1, device=sent.indices.device) * n
+    bounds = torch.searchsorted(sent.indices, edges) if not codec.traits.fixed else None
+    each = sent.values.numel() // world
+    places = tuple(rank * each for rank in range(world + 1)) if bounds is None else tuple(bounds.tolist())
+    return scatter_mean(sent.values, sent.indices % n, places, n, world)
+
+
+def _dense(sent: Sent, n: int) -> Tensor:
+    out = sent.values.new_zeros(n)
+    return out + sent.values if sent.indices is None else out.index_add_(0, sent.indices, sent.values)
+
+
+def _lengths(codec: Codec, sent: Sent, units: Segments, world: int) -> list[int]:
+    """How long each rank's message would be, where that depends on what it says."""
+    assert sent.indices is not None and codec.indices is not None
+    n = units.total
+    offsets = torch.tensor(units.offsets[:-1], device=sent.indices.device)
+    edges = (torch.arange(world, device=offsets.device)[:, None] * n + offsets).flatten()
+    starts = [*torch.searchsorted(sent.indices, edges).tolist(), sent.indices.numel()]
+    found = []
+    for rank in range(world):
+        mine = starts[rank * len(units) : (rank + 1) * len(units) + 1]
+        counts = tuple(stop - start for start, stop in pairwise(mine))
+        found.append(codec.length(sent.indices[mine[0] : mine[-1]] - rank * n, counts, n))
+    return found
+
+
+@lru_cache(maxsize=64)
+def _swaps(codec: Codec, units: Segments, world: int) -> list[Ask]:
+    sizes = [codec.size(window) for window in _windows(units, world)]
+    out = {rank: _blank(n) for rank, n in enumerate(sizes)}
+    return [Swap(out, dict.fromkeys(range(world), sizes[rank])) for rank in range(world)]
+
+
+@lru_cache(maxsize=64)
+def _told(codec: Codec, units: Segments, world: int) -> list[Ask]:
+    sizes = [codec.size(window) for window in _windows(units, world)]
+    return [Gather(_blank(n), max(sizes)) for n in sizes]
+
+
+def _blank(n: int) -> Payload:
+    """A message of which only the length matters."""
+    return Payload(torch.empty(n, dtype=torch.uint8, device=_META))
+
+
+def _stack(memories: Sequence[Memory]) -> dict[str, Tensor]:
+    return {name: torch.cat([memory[name] for memory in memories]) for name in memories[0] if _is_slot(name)}
+
+
+def _is_slot(name: str) -> bool:
+    return not name.startswith("edge ")  # a hint of a selection: another buffer has another one
+
+
+def _unstack(memory: Memory, n: int, world: int) -> list[dict[str, Tensor]]:
+    """Each rank's part of every memory; of shards, its own."""
+    rows: list[dict[str, Tensor]] = [{} for _ in range(world)]
+    for name, x in memory.items():
+        for rank in range(world):
+            start, stop = shard(n, world, rank) if name == SERVED else (rank * n, (rank + 1) * n)
+            rows[rank][name] = x[start:stop]
+    return rows
