@@ -36,7 +36,7 @@ def early(rank: int, world: int) -> scenes.Case:
     """An error before anything was sent, in the first of several launches."""
     outer = scenes.ddp(scenes.model())
     wire = gradwire.compress(outer, "topk(0.1)", launch_mb=scenes.LAUNCH_MB)
-    wire.session._flat = lambda *_: fail()
+    wire.session.flat = lambda *_: fail()
     return scenes.sentence(lambda: scenes.loss(outer, rank, 0).backward()), ("Overcast: the sky is falling",)
 
 

@@ -61,6 +61,7 @@ class Courier:
         device = self.wire.device
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
         self._futures.append((future, bucket.buffer()))
+        self.wire.session.donate()  # DDP has no use for a bucket but to be overwritten
         for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
             self._views[self._names[id(p)]] = view
         if not self._must_wait:
@@ -120,7 +121,8 @@ class Courier:
     ) -> None:
         try:
             for name, update in work().updates.items():
-                views[name].copy_(update)
+                if update.data_ptr() != views[name].data_ptr():  # else it was written there
+                    views[name].copy_(update)
         finally:
             for future, buffer in futures:
                 future.set_result(buffer)  # also after an error, which the user's backward() raises at its end

@@ -93,6 +93,7 @@ class Wire:
         """Replace every ``p.grad`` by what the group agreed on. Call it after ``backward()``, before ``step()``."""
         if self._hooked:
             raise RuntimeError("DDP calls this wire by itself in every backward pass; remove the call")
+        self.session.donate()
         self.write_(self.agree_on(self.grads()))
 
     def grads(self) -> dict[str, Tensor | None]:
@@ -165,7 +166,7 @@ class Wire:
             p = self.parameters[name]
             if p.grad is None:
                 p.grad = update.to(device=p.device, dtype=p.dtype).clone()
-            else:
+            elif p.grad.data_ptr() != update.data_ptr():  # else it was written there
                 p.grad.copy_(update)
 
     # -- changing one's mind ---------------------------------------------------------------------------------------
