@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gradwire.core.segments import Segments
 from gradwire.train.compression import tests_variance
 from gradwire.train.crew import Crew, Grads
 from gradwire.train.data import IGNORED, Batch
@@ -45,6 +46,7 @@ class Passes:
         self._transform = transform_of(self.model, training=True)
         self._observed = self.recipe.train.accumulate > 1 and tests_variance(self.recipe)
         self._recorded: list[Recorded] = []
+        self._rows: list[Tensor] = []
 
     def __call__(self, batch: Batch, step: int) -> tuple[list[Grads], Tensor]:
         """Every worker's gradients, and the mean of their losses, still on the device."""
@@ -83,7 +85,7 @@ class Passes:
                 losses.append(loss.detach())
                 if state is not None:
                     after.append(state)
-        grads = self._laid_out({name: p.grad for name, p in self.crew.wire.parameters.items()})
+        grads = self._laid_out(worker, {name: p.grad for name, p in self.crew.wire.parameters.items()})
         self.model.zero_grad(set_to_none=True)
         if self.recipe.optimizer.local_clip:
             clip_(grads.values(), self.recipe.optimizer.local_clip * self._scale)
@@ -107,15 +109,29 @@ class Passes:
             )
         return loss, state
 
-    def _laid_out(self, grads: Grads) -> Grads:
-        """The same, end to end in the order of the lanes: a recording does it for the host, who then copies nothing."""
-        tables = [lane.tensors for lane in self.crew.wire.session.plan.lanes]
-        named = [(name, shape) for table in tables for name, shape in zip(table.names, table.shapes, strict=True)]
-        parts = [grad.flatten() for name, _ in named if (grad := grads[name]) is not None]
-        if len(parts) < len(named) or len({part.dtype for part in parts}) > 1:
+    def _laid_out(self, worker: int, grads: Grads) -> Grads:
+        """The same where its lane wants it, lane by lane and worker by worker: a recording does it, and nobody else.
+
+        The next pass of the worker overwrites it.
+        """
+        if any(grad is None or grad.dtype != torch.float32 for grad in grads.values()):
             return {name: None if grad is None else grad.contiguous() for name, grad in grads.items()}
-        pieces = torch.cat(parts).split([part.numel() for part in parts])
-        return {name: piece.view(shape) for (name, shape), piece in zip(named, pieces, strict=True)}
+        laid: Grads = {}
+        for table, rows in zip(self._tables(), self._rows, strict=True):
+            parts = [grad.flatten() for name in table.names if (grad := grads[name]) is not None]
+            pieces = torch.cat(parts, out=rows[worker]).split(list(table.lengths))
+            laid |= {
+                name: piece.view(shape) for name, shape, piece in zip(table.names, table.shapes, pieces, strict=True)
+            }
+        return laid
+
+    def _tables(self) -> list[Segments]:
+        """The lanes' parameters; and room for the gradients of all workers."""
+        tables = [lane.tensors for lane in self.crew.wire.session.whole.lanes]
+        sizes = [(len(self.crew.wires), table.total) for table in tables]
+        if [rows.shape for rows in self._rows] != sizes:
+            self._rows = [torch.empty(size, device=self.device) for size in sizes]
+        return tables
 
     # -- scaling, seeding, splitting -------------------------------------------------------------------------------
 
