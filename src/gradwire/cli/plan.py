@@ -45,6 +45,8 @@ def show(recipe: Recipe, world: int, console: Console) -> None:
         check_sizes(recipe, model, facts)
         grown = ", ".join(f"{side} from epoch {epoch}" for epoch, side in recipe.data.sizes)
         console.print(f"pixels on a side: {grown}; evaluated in full")
+    if recipe.sync.across != "ranks":
+        console.print("only hosts compress: read workers, and ranks, as hosts")
     console.print(_lanes(made, last))
     console.print(_bytes(made, last))
 
@@ -70,6 +72,11 @@ def _facts(recipe: Recipe, world: int) -> tuple[dict[str, object], int]:
         model = build_model(recipe.model.name, recipe.model.options, task.facts)
     place = Place(world, (0,), torch.device("cpu"))
     return dict(task.facts), loader_of(recipe, task, model, place).steps
+
+
+def facts_of(recipe: Recipe, world: int) -> dict[str, object]:
+    """What the model must know of the data."""
+    return _facts(recipe, world)[0]
 
 
 def _lanes(made: Plan, last: int) -> Table:

@@ -173,6 +173,7 @@ def _start(
 def _train(
     job: "Job", where: Any, workers: int, in_process: int | None, listen: Callable[[dict[str, Any]], None]
 ) -> None:
+    from gradwire.links.roll_call import LostError
     from gradwire.train import work
     from gradwire.train.launch import RankError
 
@@ -183,7 +184,7 @@ def _train(
             work.in_process(job, in_process or 1, listen)
         else:
             work.spawned(job, workers, listen)
-    except RankError as wrong:
+    except (RankError, LostError) as wrong:
         _stop(f"{wrong}\nthe last checkpoint is whole: --resume goes on from it", 1)
     except KeyboardInterrupt:
         _stop("stopped; the last checkpoint is whole: --resume goes on from it", INTERRUPTED)

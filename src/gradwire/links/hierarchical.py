@@ -89,4 +89,6 @@ def _group(whole: Link, ranks: Sequence[int]) -> Link:
             f"a {type(whole).__name__} cannot be divided into hosts; leave link= out, or hand in a HierarchicalLink"
         )
     members = [rank if whole.group is None else dist.get_global_rank(whole.group, rank) for rank in ranks]
-    return TorchLink(subgroup(members, whole.group))
+    link = TorchLink(subgroup(members, whole.group))
+    link.book = whole.book  # of everybody: who is missed on one link may have been lost on another
+    return link

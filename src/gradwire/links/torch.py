@@ -1,5 +1,6 @@
 """TorchLink: a torch.distributed process group (gloo, NCCL, or gloo with CUDA tensors)."""
 
+import json
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -8,8 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.core.asks import Gather
+from gradwire.core.payload import Payload
 from gradwire.links.collectives import AllGather, AllReduce, AllToAll, Collective
 from gradwire.links.link import Link
+from gradwire.links.roll_call import Book, Door, door, lost
 from gradwire.links.solo import SoloLink
 from gradwire.links.throttled import pretended
 
@@ -67,12 +71,23 @@ class TorchLink(Link):
             self.device = torch.device("cuda", torch.cuda.current_device())
         # Of CUDA tensors gloo takes only some collectives; through the host it takes all of them.
         self._via_host = dist.get_backend(group) == "gloo"
+        self.book: Book = {}  # where members can be knocked at, if they do not answer
+
+    def introduce(self) -> None:
+        """Tell each other where to knock. All members must call it."""
+        note = torch.tensor(list(json.dumps([dist.get_rank(), *door()]).encode()), dtype=torch.uint8)
+        (heard,) = self.answer([Gather(Payload(note.to(self.device)))])
+        rows = [json.loads(bytes(payload.data.tolist()).rstrip(b"\0")) for payload in heard]
+        self.book = {rank: Door(*where) for rank, *where in rows}
 
     def move(self, collective: Collective) -> Tensor:
         x = collective.tensor
-        if self._via_host and x.is_cuda:
-            return self._move(collective, x.cpu()).to(x.device)
-        return self._move(collective, x.detach().contiguous())
+        try:
+            if self._via_host and x.is_cuda:
+                return self._move(collective, x.cpu()).to(x.device)
+            return self._move(collective, x.detach().contiguous())
+        except RuntimeError as wrong:
+            raise lost(wrong, dist.get_rank(), self.book) from wrong
 
     def _move(self, collective: Collective, x: Tensor) -> Tensor:
         if isinstance(collective, AllReduce):
@@ -102,4 +117,6 @@ def connect(group: dist.ProcessGroup | None = None, patience: timedelta | None =
                 "call torch.distributed.init_process_group before gradwire, or unset WORLD_SIZE"
             )
         return SoloLink()
-    return pretended(TorchLink(private_group(group, patience)))
+    link = TorchLink(private_group(group, patience))
+    link.introduce()
+    return pretended(link)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from gradwire.adapters import compress
 from gradwire.adapters.model import refuse_sparse, trainable
-from gradwire.adapters.virtual import Seat
+from gradwire.adapters.virtual import Seat, assemble
 from gradwire.adapters.wire import Wire
 from gradwire.links.collectives import AllReduce
 from gradwire.sync import Lockstep
+from gradwire.sync.chorus import Chorus
 from gradwire.sync.drive import Conversation, timed
 from gradwire.sync.session import Verdict
 from gradwire.train.place import Place
@@ -36,16 +37,17 @@ class Crew:
         self, model: nn.Module, place: Place, arguments: Mapping[str, Any], scaler: torch.amp.GradScaler | None
     ) -> None:
         self.model, self.place, self.scaler = model, place, scaler
-        self._group = Lockstep(place.world) if place.virtual else None
+        self._group = assemble(place.world, arguments["across"]) if place.virtual else None
         if self._group is None:
             self.wires = [compress(model, scaler=scaler, **arguments)]
         else:
             refuse_sparse(model)
             parameters = trainable(model.named_parameters())
-            options = {name: value for name, value in arguments.items() if name != "spec"}
+            options = {name: value for name, value in arguments.items() if name not in ("spec", "across")}
             options["launch_bytes"] = int(options.pop("launch_mb") * 2**20)
             seats = (Seat(self._group, rank) for rank in place.ranks)
             self.wires = [Wire(parameters, seat, arguments["spec"], **options) for seat in seats]
+        self._chorus: Chorus | None = None
         self._homes = _homes(model)
         own = {name: _held(module, key) for name, (module, key) in self._homes.items()}
         self.buffers = [own, *(_copied(own) for _ in place.ranks[1:])]
@@ -61,8 +63,10 @@ class Crew:
             self.wire.write_(self.wire.agree_on(grads[0]))
             return
         scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
-        talks = [wire.session.run(own, 1.0 / scale) for wire, own in zip(self.wires, grads, strict=True)]
-        verdict = self._drive(self._group, talks)
+        verdict = self._in_unison(self._group, grads, 1.0 / scale)
+        if verdict is None:
+            talks = [wire.session.run(own, 1.0 / scale) for wire, own in zip(self.wires, grads, strict=True)]
+            verdict = self._drive(self._group, talks)
         if self.scaler is not None:
             verdict = verdict._replace(
                 updates={name: _rescaled(x, scale, verdict) for name, x in verdict.updates.items()}
@@ -95,6 +99,18 @@ class Crew:
         return shown
 
     # -- the conversation of virtual workers -----------------------------------------------------------------------
+
+    def _in_unison(self, group: Lockstep, grads: Sequence[Grads], unscale: float) -> Verdict | None:
+        """All workers' step at once; None where that is not possible."""
+        sessions = [wire.session for wire in self.wires]
+        if self._chorus is None or any(a is not b for a, b in zip(self._chorus.sessions, sessions, strict=True)):
+            self._chorus = Chorus(sessions, group)
+        if not self._chorus.knows(grads):
+            return None
+        began = time.perf_counter()
+        verdict = self._chorus.step(grads, unscale)
+        self.wire.clock.encode += time.perf_counter() - began
+        return verdict
 
     def _drive(self, group: Lockstep, talks: Sequence[Conversation[Verdict]]) -> Verdict:
         clock = self.wire.clock

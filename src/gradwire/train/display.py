@@ -93,7 +93,10 @@ def summary(final: Record) -> Table:
     table.add_row(
         final["metric"], f"{_value(final, final['value'])} at the end, {_value(final, final['best'])} at the best"
     )
-    table.add_row("sent", f"{final['sent'] / 1e6:,.3f} MB by each worker, {_ratio(final['wire_ratio'])} a float32 ring")
+    who = "by each worker" if "hosts" not in final else f"by the first worker, between {final['hosts']} hosts"
+    table.add_row("sent", f"{final['sent'] / 1e6:,.3f} MB {who}, {_ratio(final['wire_ratio'])} a float32 ring")
+    if "hosts" in final:
+        table.add_row("inside", f"{final['sent_inside'] / 1e6:,.3f} MB of float32 by the first worker, to its host's")
     table.add_row("payload", f"{final['payload'] / 1e6:,.3f} MB, {_ratio(final['payload_ratio'])} float32")
     names = ("encode_seconds", "wire_seconds", "decode_seconds")
     encode, wire, decode = (final[name] for name in names)

@@ -58,6 +58,7 @@ def launch(
     *args: Any,
     hear: Callable[[int, Any], None] | None = None,
     backend: str = "gloo",
+    patience: datetime.timedelta = PATIENCE,
 ) -> list[Any]:
     """Call ``function(rank, world, *args)`` in every rank of a new group.
 
@@ -67,6 +68,7 @@ def launch(
         args: Copied to every rank.
         hear: Called here with (rank, news) for whatever a rank passes to `tell`.
         backend: Who moves the bytes: ``gloo`` or ``nccl``.
+        patience: How long a rank waits for others in a collective.
 
     Returns:
         What each rank returned, in rank order. It crosses as bytes, so let it be plain.
@@ -77,7 +79,7 @@ def launch(
     if world < 1:
         raise ValueError(f"cannot launch {world} ranks; ask for at least one")
     prepare(function.__module__)
-    job = pickle.dumps((function, args, backend))
+    job = pickle.dumps((function, args, backend, patience))
     with tempfile.TemporaryDirectory() as folder, _started(world, job, folder) as ranks:
         return _collect(ranks, hear)
 
@@ -96,7 +98,7 @@ def prepare(*modules: str) -> None:
 
 
 @contextmanager
-def joined(where: Standing, backend: str) -> Iterator[None]:
+def joined(where: Standing, backend: str, patience: datetime.timedelta = PATIENCE) -> Iterator[None]:
     """Take one's place in the group that torchrun, mpirun or srun has started, and leave it at the end.
 
     torchrun's agent keeps one store through all its restarts, in which the dead have left their addresses. So every
@@ -106,7 +108,7 @@ def joined(where: Standing, backend: str) -> Iterator[None]:
     keeps = where.rank == 0 and not where.hosted
     store = dist.TCPStore(where.address, where.port, is_master=keeps, timeout=PATIENCE, wait_for_workers=False)  # type: ignore[attr-defined]
     names = dist.PrefixStore(f"gradwire-{where.attempt}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=names, rank=where.rank, world_size=where.world, timeout=PATIENCE)
+    dist.init_process_group(backend, store=names, rank=where.rank, world_size=where.world, timeout=patience)
     try:
         yield
     finally:
@@ -214,9 +216,10 @@ def _rank(rank: int, world: int, folder: str, job: bytes, pipe: Connection) -> N
     torch.set_num_threads(threads(world))
     _home = pipe
     try:
-        function, args, backend = pickle.loads(job)
+        function, args, backend, patience = pickle.loads(job)
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}  # all on this host
         store = Path(folder, "rendezvous").as_uri()
-        dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=PATIENCE)
+        dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=patience)
         answer = pickle.dumps(("result", time.monotonic(), function(rank, world, *args)))
     except BaseException:
         answer = pickle.dumps(("failure", time.monotonic(), f"failed:\n{traceback.format_exc()}"))

@@ -40,10 +40,10 @@ class Training:
     """
 
     def __init__(self, recipe: Recipe, place: Place, ramp_steps: int | None = None) -> None:
-        _prepare(recipe, place)
+        prepare(recipe, place)
         self.recipe, self.place = recipe, place
         self.task = task_of(recipe, place)
-        self.model = _model(recipe, place, self.task.facts)
+        self.model = model_of(recipe, place, self.task.facts)
         self.loader = loader_of(recipe, self.task, self.model, place)
         self.ramp_steps = round(recipe.sync.ramp * self.loader.steps) if ramp_steps is None else ramp_steps
         self.scaler = torch.amp.GradScaler(place.device.type) if recipe.train.precision == "fp16" else None
@@ -215,7 +215,8 @@ class Training:
         report = self.crew.wire.report()
         names = ("sent", "received", "payload", "dense", "payload_ratio", "wire_ratio", "skipped")
         clocks = ("encode_seconds", "wire_seconds", "decode_seconds")
-        return {**{name: getattr(report, name) for name in (*names, *clocks)}, "seconds": self.seconds}
+        hosts = () if report.hosts is None else ("hosts", "sent_inside")  # then all other bytes are between hosts
+        return {**{name: getattr(report, name) for name in (*names, *clocks, *hosts)}, "seconds": self.seconds}
 
     def _totals(self) -> dict[str, Any]:
         from gradwire.train.prediction import bytes_by_layer
@@ -224,12 +225,14 @@ class Training:
         return {"rules": rules, "layers": bytes_by_layer(self.crew.wire.session.whole, self.step)}
 
 
-def _model(recipe: Recipe, place: Place, facts: Any) -> torch.nn.Module:
+def model_of(recipe: Recipe, place: Place, facts: Any) -> torch.nn.Module:
+    """The recipe's model, on its device."""
     model = build(recipe.model.name, recipe.model.options, facts, recipe.train.seed).to(place.device)
     return model.to(memory_format=torch.channels_last) if recipe.train.channels_last else model  # type: ignore[call-overload]
 
 
-def _prepare(recipe: Recipe, place: Place) -> None:
+def prepare(recipe: Recipe, place: Place) -> None:
+    """Set what holds for the whole process."""
     if recipe.optimizer.name == "adamw" and corrects_momentum(recipe):
         raise ValueError(
             "AdamW has momentum of its own, and this feedback applies momentum too; choose another of both"

@@ -4,7 +4,8 @@
     [model]     which network
     [train]     how long, in which batches, in which precision
     [sync]      what the workers tell each other: the arguments of `gradwire.compress`
-    [optimizer] what is done with the agreed gradient
+    [gossip]    or how they talk to neighbors: the arguments of `gradwire.gossip`
+    [optimizer] what is done with the agreed gradient, or with each worker's own
     [schedule]  how the learning rate changes
 
 A recipe that was read is a value; `shelf` finds, merges and overrides the files that it is read from.
@@ -104,6 +105,20 @@ class Sync(Table):
     ramp: Amount = 0.0  # epochs of warm-up, in which the density falls to the spec's own
     densities: list[Annotated[float, Field(gt=0, le=1)]] = []  # of equal parts of the ramp; empty: 1/4, 1/16, ...
     launch_mb: Annotated[float, Field(gt=0)] = 25.0
+    across: Literal["ranks", "hosts"] | list[list[int]] = "ranks"  # between whom; lists: the ranks of each host
+    timeout: Annotated[float, Field(gt=0)] = 300.0  # seconds that a rank waits for others in a step
+
+
+class Gossip(Table):
+    """See `gradwire.gossip`; where a method is named, workers gossip, and [sync] is not used."""
+
+    method: str = ""  # choco, dpsgd, ...; empty: none
+    graph: str = "ring"
+    options: dict[str, Any] = {}  # further keywords of the method, such as gamma = 0.45
+    codec: str = ""  # what messages are written in; empty: float32
+    granularity: Literal["layer", "model"] = "layer"
+    overlap: bool = False  # whether what neighbors say comes a step late
+    passes: Literal["auto", "together", "in turn"] = "auto"  # of virtual workers, through the model
 
 
 class Optimizer(Table):
@@ -123,7 +138,7 @@ class Optimizer(Table):
 class Schedule(Table):
     kind: Kind = "constant"
     epochs: Amount = 0.0  # what the epochs below are written for: a run of other length stretches them; 0: never
-    scale: Literal["none", "linear", "sqrt"] = "none"  # of the rate, by how much larger the batch is
+    scale: Literal["none", "linear", "sqrt", "graph"] = "none"  # of the rate, by how much larger the batch is
     base_batch: Annotated[int, Field(ge=0)] = 0  # larger than this one; 0: than one worker's
     warmup: Amount = 0.0  # epochs
     warmup_from: Amount = 1.0  # times the unscaled rate
@@ -146,6 +161,7 @@ class Recipe(Table):
     model: Model = Model()
     train: Train = Train()
     sync: Sync = Sync()
+    gossip: Gossip = Gossip()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
 
@@ -178,8 +194,23 @@ def _check(recipe: Recipe) -> None:
 
     models.load(recipe.model.name)
     method_of(recipe, ramp_steps=100)
+    if recipe.gossip.method:
+        _check_gossip(recipe)
     if recipe.schedule.kind == "linear" and not recipe.schedule.points:
         raise ValueError("schedule.kind = 'linear' needs schedule.points, such as [[0, 0], [5, 1], [24, 0]]")
+
+
+def _check_gossip(recipe: Recipe) -> None:
+    from gradwire.codecs import codec
+    from gradwire.train.neighborhood import method_of
+
+    method = method_of(recipe)
+    if recipe.gossip.codec:
+        codec(recipe.gossip.codec)
+    if recipe.train.precision == "fp16":
+        raise ValueError("with gossip every worker would scale its loss by itself; use train.precision = 'bf16'")
+    if recipe.schedule.scale == "linear" and method.name != "centralized":
+        raise ValueError("a step of gossip averages a worker and its neighbors alone; use schedule.scale = 'graph'")
 
 
 def _sentence(error: Any) -> str:

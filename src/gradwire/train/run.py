@@ -13,7 +13,9 @@ from torch import Tensor
 from gradwire.links import Traffic
 from gradwire.train import checkpoint
 from gradwire.train.checkpoint import MODEL, OPTIMIZER, PROGRESS
+from gradwire.train.decentralized import Decentralized
 from gradwire.train.exam import Score
+from gradwire.train.gossip_run import keep_gossip, resume_gossip
 from gradwire.train.loop import Listener, Training
 from gradwire.train.place import Place, alone
 from gradwire.train.recipe import Recipe
@@ -33,9 +35,9 @@ def sit(
     """
     found = checkpoint.find(folder, "last") if resume else None
     progress = json.loads((found / PROGRESS).read_text(encoding="utf-8")) if found else {}
-    training = Training(recipe, place, progress.get("ramp_steps"))
+    training = (Decentralized if recipe.gossip.method else Training)(recipe, place, progress.get("ramp_steps"))
     if found is not None:
-        restore(training, found, progress)
+        (resume_gossip if isinstance(training, Decentralized) else restore)(training, found, progress)
     with Records(folder, training.position, place.first) as records:
 
         def hear(record: dict[str, Any]) -> None:
@@ -67,6 +69,9 @@ def evaluate(folder: Path, which: str, split: str, device: torch.device | str, r
 
 def keep(folder: Path, training: Training, best: bool) -> None:
     """Save a checkpoint of a training; every process calls it."""
+    if isinstance(training, Decentralized):
+        keep_gossip(folder, training, best)
+        return
     shown = training.crew.shown_buffers(training.recipe.train.buffers)  # all processes take part
     ranks = {rank: _rank_state(training, i) for i, rank in enumerate(training.place.ranks)}
     common = partial(_common, training, shown) if training.place.first else None
@@ -79,6 +84,7 @@ def _common(training: Training, shown: dict[str, Tensor], folder: Path) -> None:
     progress = {
         **{name: getattr(training, name) for name in COUNTERS},
         "world": training.place.world,
+        "hosts": _hosts(training),
         "optimizer": rest,
         "schedule": {k: None if v == math.inf else v for k, v in training.schedule.state_dict().items()},
         "scaler": training.scaler.state_dict() if training.scaler is not None else None,
@@ -100,13 +106,20 @@ def _rank_state(training: Training, i: int) -> dict[str, Tensor]:
 
 def _account(training: Training) -> dict[str, Any]:
     wire = training.crew.wire
-    traffic, clock = wire.link.traffic, wire.clock
+    traffic, inside, clock = wire.link.traffic, wire.link.inside, wire.clock
     return {
         "traffic": [traffic.sent, traffic.received, traffic.collectives],
+        "inside": [inside.sent, inside.received, inside.collectives],
         "clock": [clock.encode, clock.wire, clock.decode],
         "said": dict(wire.session.said),
         "meant": dict(wire.session.meant),
     }
+
+
+def _hosts(training: Training) -> list[list[int]] | None:
+    """The ranks of each host, where that makes a difference."""
+    grouping = training.crew.wire.link.grouping
+    return None if grouping is None else [list(host) for host in grouping.hosts]
 
 
 def _barrier(training: Training) -> None:
@@ -131,8 +144,11 @@ def restore(training: Training, folder: Path, progress: dict[str, Any]) -> None:
         training.scaler.load_state_dict(progress["scaler"])
     states = checkpoint.rank_states(folder, place.world, place.ranks)
     same = progress["world"] == place.world
+    alike = same and progress.get("hosts") == _hosts(training)
+    saved_by_all = states if alike or not same else checkpoint.rank_states(folder, 0, ())
     for i, wire in enumerate(crew.wires):
-        wire.load_state_dict([checkpoint.part(state, "wire/") for state in (states[i : i + 1] if same else states)])
+        held = states[i : i + 1] if alike else saved_by_all
+        wire.load_state_dict([checkpoint.part(state, "wire/") for state in held])
         _restore_account(wire, progress["account"])
         if same:
             _restore_own(training, i, states[i])
@@ -156,6 +172,8 @@ def _restore_own(training: Training, i: int, state: dict[str, Tensor]) -> None:
 
 def _restore_account(wire: Any, account: dict[str, Any]) -> None:
     wire.link.traffic = Traffic(*account["traffic"])
+    if wire.link.grouping is not None:
+        wire.link.inside = Traffic(*account.get("inside", ()))
     wire.clock.encode, wire.clock.wire, wire.clock.decode = account["clock"]
     wire.session.said.clear()
     wire.session.said.update(account["said"])

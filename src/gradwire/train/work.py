@@ -1,6 +1,7 @@
 """Work: how a training is spread over processes: all workers in this one, one of a launcher's, or ranks of our own."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ def as_rank(job: Job, where: Standing, listen: Listener) -> dict[str, Any]:
     """One rank of those that torchrun, mpirun or srun has started; after a restart, from the last checkpoint."""
     device = device_of(where.local, job.devices)
     named = min(where.beside, len(job.devices)) if job.devices else where.beside
-    with launch.joined(where, backend_of(device, job.devices, named)):
+    with launch.joined(where, backend_of(device, job.devices, named), _patience(job)):
         place = Place(where.world, (where.rank,), device)
         return sit(job.recipe, place, job.folder, listen, job.resume or where.attempt > 0, job.title)
 
@@ -54,7 +55,7 @@ def spawned(job: Job, world: int, listen: Listener) -> dict[str, Any]:
 
     backend = backend_of(device_of(0, job.devices), job.devices, world)
     try:
-        finals = launch.launch(_rank, world, job, hear=hear, backend=backend)
+        finals = launch.launch(_rank, world, job, hear=hear, backend=backend, patience=_patience(job))
     except launch.RankError:
         if refusals:
             raise Refused(refusals[0]) from None
@@ -70,6 +71,10 @@ def _rank(rank: int, world: int, job: Job) -> dict[str, Any]:
     except ValueError as wrong:
         launch.tell(str(wrong))
         raise
+
+
+def _patience(job: Job) -> timedelta:
+    return timedelta(seconds=job.recipe.sync.timeout)
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------
