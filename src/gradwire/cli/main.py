@@ -8,11 +8,13 @@ from rich.table import Table
 from rich.text import Text
 
 from gradwire.cli import bench, hosts
+from gradwire.cli.advise import advise
 from gradwire.cli.cards import HEADINGS, Card, alone, cards, size_of, traits_of
 from gradwire.cli.compare import compare
 from gradwire.cli.graph import graph
 from gradwire.cli.pages import codecs_page
 from gradwire.cli.report import report
+from gradwire.cli.simulate import simulate
 from gradwire.cli.train import evaluate, plan, recipes, train
 from gradwire.codecs import Codec
 from gradwire.sync import Method, Rule, build, method
@@ -29,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for command in (train, evaluate, plan, recipes, compare, report, graph):
+for command in (train, evaluate, plan, recipes, compare, report, graph, advise, simulate):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(hosts.app, name="hosts")

@@ -18,7 +18,7 @@ from gradwire.sync.plan import LAUNCH_BYTES
 
 LAUNCHES = (LAUNCH_BYTES, 16 * LAUNCH_BYTES)  # large ones leave late, but start fewer kernels and collectives
 
-Wire: TypeAlias = Callable[[Message], float]
+Actor: TypeAlias = Callable[[Message], Act]
 Acts: TypeAlias = Callable[[Parcel, Cost], tuple[Act, ...]]
 
 
@@ -47,27 +47,25 @@ class Prediction:
 
 def predict(calibration: Calibration, spec: str, cluster: Cluster, overlaps: bool = True) -> Prediction:
     """The step of one way to synchronize, all workers in one exchange."""
-    wire = cache(cluster.flat)
-    return _best(
-        calibration, spec, cluster.workers, overlaps, lambda parcel, cost: _acts(calibration, parcel, cost, wire)
-    )
+    act = _actor(calibration, cluster.flat, cluster.workers)
+    return _best(calibration, spec, cluster.workers, overlaps, lambda parcel, cost: _acts(parcel, cost, act))
 
 
 def predict_across(calibration: Calibration, spec: str, cluster: Cluster, overlaps: bool = True) -> Prediction:
     """The same with a dense mean inside every host first, so that only hosts exchange messages."""
-    wire, inside = cache(cluster.between), cache(cluster.within)
+    across = _actor(calibration, cluster.between, cluster.hosts)
+    inside = _actor(calibration, cluster.within, cluster.per_host)
     share = 1 / cluster.per_host
 
     def acts(parcel: Parcel, cost: Cost) -> tuple[Act, ...]:
         """Every worker of a host serves its share: mates hand it their gradients, and hear what came of them."""
-        swap = Message("all_to_all", 4 * parcel.scene.elements * (1 - share))
+        swap = inside(Message("all_to_all", 4 * parcel.scene.elements * (1 - share)))
         served = replace(cost, encode=cost.encode * share, decode=cost.decode * share)
-        inward, outward = (_act(swap, calibration, inside) for _ in range(2))
-        return inward, *_acts(calibration, parcel, served, wire), outward
+        return swap, *_acts(parcel, served, across), swap
 
     def plain(parcel: Parcel, cost: Cost) -> tuple[Act, ...]:
         (message,) = parcel.scene.messages
-        return _act(message, calibration, inside), *_acts(calibration, parcel, cost, wire)
+        return inside(message), *_acts(parcel, cost, across)
 
     return _best(calibration, spec, cluster.hosts, overlaps, plain if spec in DENSE else acts)
 
@@ -90,15 +88,21 @@ def _sized(
     return Prediction(spec, split, sent, len(messages), launch_bytes)
 
 
-def _acts(calibration: Calibration, parcel: Parcel, cost: Cost, wire: Wire) -> tuple[Act, ...]:
-    sent = (_act(_filled(message, cost.fill), calibration, wire) for message in parcel.scene.messages)
+def _acts(parcel: Parcel, cost: Cost, act: Actor) -> tuple[Act, ...]:
+    sent = (act(_filled(message, cost.fill)) for message in parcel.scene.messages)
     encode = Act("encode", cost.start + cost.encode * parcel.share)
     return encode, *sent, Act("decode", cost.decode * parcel.share)
 
 
-def _act(message: Message, calibration: Calibration, wire: Wire) -> Act:
+def _actor(calibration: Calibration, wire: Callable[[Message], float], world: int) -> Actor:
+    """How long messages take among so many; most parcels send the same ones."""
     software = calibration.software
-    return Act("wire", software.work(message), wire(message) + software.hold(message))
+
+    @cache
+    def act(message: Message) -> Act:
+        return Act("wire", software.work(message, world), wire(message) + software.hold(message, world))
+
+    return act
 
 
 def _filled(message: Message, fill: float) -> Message:

@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from gradwire.forecast.script import Message
+from gradwire.forecast.script import Message, sent_by
 from gradwire.links.collectives import AllGather, AllReduce, AllToAll, Collective
 from gradwire.links.link import Link
 
@@ -26,7 +26,7 @@ class Software:
 
     Attributes:
         latency: Seconds of an all but empty one, by kind.
-        per_byte: Seconds for each byte of the message, by kind; sums also by dtype, as ``all_reduce bfloat16``.
+        per_byte: Seconds for each byte that a rank sends, by kind; sums also by dtype, as ``all_reduce bfloat16``.
         world: Of how many ranks that was.
     """
 
@@ -34,14 +34,18 @@ class Software:
     per_byte: Mapping[str, float] = field(default_factory=dict)
     world: int = 2
 
-    def hold(self, message: Message) -> float:
-        """Seconds of waiting that no link shortens."""
-        return self.latency.get(message.kind, 0.0)
+    def hold(self, message: Message, world: int) -> float:
+        """Seconds of waiting that no link shortens: so much for every hop."""
+        return self.latency.get(message.kind, 0.0) * _hops(message.kind, world) / _hops(message.kind, self.world)
 
-    def work(self, message: Message) -> float:
+    def work(self, message: Message, world: int) -> float:
         """Seconds of the processor."""
         known = self.per_byte.get(key(message.kind, message.dtype), self.per_byte.get(message.kind, 0.0))
-        return known * message.nbytes
+        return known * sent_by(message, world)
+
+
+def _hops(kind: str, world: int) -> int:
+    return {"all_reduce": 2 * (world - 1), "all_gather": world - 1}.get(kind, 1)
 
 
 FREE = Software()
@@ -57,13 +61,15 @@ _SUMMED = (torch.float16, torch.bfloat16)
 
 def measure(link: Link, meet: Callable[[], None] = lambda: None) -> Software:
     """Time collectives among all ranks of a link; every rank calls this at once, and hears the slowest's figures."""
+    assert link.world > 1, "one rank has nobody to send to"
     latency, per_byte = {}, {}
     for name, make in _makers(link).items():
-        small = _seconds(link, make(_SMALL), meet)
-        large = _seconds(link, make(_LARGE), meet)
-        if " " not in name:
-            latency[name] = small
-        per_byte[name] = max(0.0, large - small) / (_LARGE - _SMALL)
+        small, large = (_seconds(link, make(nbytes), meet) for nbytes in (_SMALL, _LARGE))
+        kind = name.partition(" ")[0]
+        if kind == name:
+            latency[kind] = small
+        more = sent_by(Message(kind, _LARGE - _SMALL), link.world)  # type: ignore[arg-type]
+        per_byte[name] = max(0.0, large - small) / more
     return _agreed(Software(latency, per_byte, link.world), link)
 
 

@@ -1,7 +1,7 @@
 """One self-contained HTML page: data, charts, libraries and style in a single file that loads nothing."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -40,18 +40,23 @@ def page(tasks: Sequence[Task], title: str = "gradwire report") -> str:
         raise ValueError("no run has finished an epoch yet, so there is nothing to report")
     drawn = {task.name: figures(task) for task in tasks}
     specs = {_key(task, figure): spec(figure) for task in tasks for figure in drawn[task.name]}
+    return bound(title, _subtitle(tasks), [_section(task, drawn[task.name]) for task in tasks], specs)
+
+
+def bound(title: str, subtitle: str, sections: Sequence[Section], specs: Mapping[str, dict[str, Any]]) -> str:
+    """Sections and the charts that they name, as one file."""
     # The look is filled in by the browser: the style sheet has colors for light and for dark.
     placeholders = look("--ink", "--soft", "--faint", "transparent")
     return _template().render(
         title=title,
-        subtitle=_subtitle(tasks),
+        subtitle=subtitle,
         version=VERSION,
         style=_asset("page.css"),
         script=_asset("page.js"),
         bundle=vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"),
         figures=_embedded(specs),
         look=_embedded(placeholders),
-        sections=[_section(task, drawn[task.name]) for task in tasks],
+        sections=sections,
     )
 
 

@@ -12,7 +12,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from gradwire.forecast.calibration import Calibration, Cost
 from gradwire.forecast.model import DENSE, DTYPES, Model
 from gradwire.forecast.rehearsal import rehearse
 from gradwire.forecast.script import script, sent, sent_by
-from gradwire.forecast.software import measure
+from gradwire.forecast.software import FREE, Software, measure
 from gradwire.links.collectives import AllReduce
 from gradwire.links.torch import connect
 from gradwire.sync.plan import LAUNCH_BYTES
@@ -59,8 +59,12 @@ class Job:
 
 def calibrate(job: Job, beside: int) -> Calibration:
     """Measure with ``beside`` workers on this machine at once; figures are those of the slowest of them."""
-    found: list[Calibration] = launch(_rank, beside, job)
-    return found[0]
+    found: Calibration = launch(_rank, beside, job)[0]
+    return found if beside > 1 else replace(found, software=launch(_software, 2)[0])
+
+
+def _software(rank: int, world: int) -> Software:
+    return measure(connect(), dist.barrier)
 
 
 class Pass(NamedTuple):
@@ -82,8 +86,8 @@ def _rank(rank: int, world: int, job: Job) -> Calibration:
     costs = {spec: _dense(grads, DTYPES[spec], job.world, job.repeats) for spec in DENSE}
     costs |= {spec: _rehearsed(model, spec, grads, decoded, job) for spec in job.specs}
     link = connect()
-    software = measure(link, dist.barrier)
-    cores = (os.cpu_count() or 1) / world
+    software = measure(link, dist.barrier) if world > 1 else FREE
+    cores = (os.cpu_count() or 1) / world / torch.get_num_threads()  # for each thread that computes
     numbers = [found.forward, found.backward, *(x for c in costs.values() for x in (c.encode, c.decode, c.per_peer))]
     slowest = iter(link.move(AllReduce(torch.tensor(numbers, dtype=torch.float64), "max")).tolist())
     forward, backward = next(slowest), next(slowest)

@@ -1,0 +1,44 @@
+"""``python -m gradwire.cli.evidence RUNS...``: lines for `forecast/evidence.jsonl`, from finished run folders."""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from gradwire.forecast.evidence import Evidence
+from gradwire.report.groups import Group, Task, tasks
+from gradwire.report.load import find, load
+
+
+def collected(folders: Iterable[Path]) -> Iterator[Evidence]:
+    """Every group of finished runs that has a dense twin."""
+    for task in tasks([load(folder) for folder in find(list(folders))]):
+        for group in task.groups:
+            if group.ended and not group.dense and (told := _compared(task, group)) is not None:
+                yield told
+
+
+def _compared(task: Task, group: Group) -> Evidence | None:
+    versus = task.difference(group)
+    if versus is None or task.twin is None:
+        return None
+    shared = set(group.values) & set(task.twin.values)
+    ratio = group.mean("payload_ratio")
+    return Evidence(
+        group.spec,
+        task.name,
+        task.metric.axis,
+        group.runs[0].world,
+        len(shared),
+        round(task.twin.estimate.mean, 4),
+        round(versus.mean, 4),
+        None if versus.low is None else round(versus.low, 4),
+        None if versus.high is None else round(versus.high, 4),
+        None if ratio is None else round(ratio, 2),
+    )
+
+
+if __name__ == "__main__":
+    for one in collected(map(Path, sys.argv[1:])):
+        print(json.dumps(asdict(one)))

@@ -1,0 +1,65 @@
+"""Evidence: what the project's own trainings say of the accuracy under a spec. Where there is none, nothing is said.
+
+`evidence.jsonl` holds a line for each task and spec that was compared with dense training over several seeds; it is
+made from run folders by ``python -m gradwire.cli.evidence RUNS...``.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from gradwire.forecast.candidates import arguments
+from gradwire.sync.method import Method, method
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One comparison with dense training.
+
+    Attributes:
+        spec: What was compared.
+        task: What was learned by what.
+        metric: What it was judged by.
+        workers: How many ranks.
+        seeds: How many pairs of runs.
+        dense: The mean of the dense runs.
+        difference: The mean of the differences, seed by seed; negative is lower.
+        low: The lower end of its 95 % interval; None with one seed.
+        high: The upper end.
+        payload_ratio: Float32 bytes over bytes encoded.
+    """
+
+    spec: str
+    task: str
+    metric: str
+    workers: int
+    seeds: int
+    dense: float
+    difference: float
+    low: float | None
+    high: float | None
+    payload_ratio: float | None = None
+
+    def __str__(self) -> str:
+        span = "" if self.low is None or self.high is None else f" [{self.low:+.2f}, {self.high:+.2f}]"
+        seeds = f"{self.seeds} seed{'s' * (self.seeds != 1)}"
+        return f"{self.difference:+.2f}{span} on {self.task}, {seeds}"
+
+
+@cache
+def shelf() -> tuple[Evidence, ...]:
+    """All that there is."""
+    text = (resources.files("gradwire.forecast") / "evidence.jsonl").read_text(encoding="utf-8")
+    return tuple(Evidence(**json.loads(line)) for line in text.splitlines())
+
+
+def evidence(spec: str) -> list[Evidence]:
+    """What is known of a spec, whatever it was called in the run."""
+    return [one for one in shelf() if _same(one.spec) == _same(spec)]
+
+
+@cache
+def _same(spec: str) -> Method:
+    text, options = arguments(spec)
+    return method(text, options.get("feedback"), options.get("exchange"))
