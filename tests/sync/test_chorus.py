@@ -10,6 +10,7 @@ from gradwire.sync import Lockstep
 from gradwire.sync.chorus import Chorus
 from gradwire.sync.plan import Rule
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = {"a.weight": (40, 33), "a.bias": (40,), "b.weight": (7, 40), "b.bias": (7,), "c": (501,)}
 CASES = {
     "dense": {"spec": "dense"},
@@ -53,14 +54,14 @@ def crew(world, case):
     group = Lockstep(world)
     wires = []
     for rank in range(world):
-        parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+        parameters = {name: nn.Parameter(torch.zeros(shape, device=DEVICE)) for name, shape in SHAPES.items()}
         wires.append(Wire(parameters, Seat(group, rank), **{"seed": 5, **case}))
     return group, wires
 
 
 def draw(world, step):
     make = torch.Generator().manual_seed(step)
-    return [{name: torch.randn(shape, generator=make) for name, shape in SHAPES.items()} for _ in range(world)]
+    return [{name: torch.randn(shape, generator=make).to(DEVICE) for name, shape in SHAPES.items()} for _ in range(world)]
 
 
 def one_by_one(group, wires, grads):
