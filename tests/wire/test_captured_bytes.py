@@ -149,12 +149,12 @@ def watch(rank: int, world: int, folder: str, names: list[str] | None) -> dict[t
     return accounts
 
 
-def take_steps(num_steps: int, case: Case, door: str, rank: int) -> Iterator[Any]:
+def take_steps(num_steps: int, case: Case, door: str, rank: int, **options: Any) -> Iterator[Any]:
     """Attach; when asked on, take the steps, and report."""
     model = Model(case.rows)
     x = torch.randn(model.matrices[0].shape, generator=torch.Generator().manual_seed(rank))
     trained = DistributedDataParallel(model, bucket_cap_mb=4) if door == "ddp" else model
-    wire = gradwire.compress(trained, case.spec, exchange=case.exchange, launch_mb=4)  # several launches
+    wire = gradwire.compress(trained, case.spec, exchange=case.exchange, launch_mb=4, **options)  # several launches
     yield
     for _ in range(num_steps):
         model.zero_grad()
