@@ -79,11 +79,6 @@ def facts_of(recipe: Recipe, world: int) -> dict[str, object]:
     return _facts(recipe, world)[0]
 
 
-def facts_of(recipe: Recipe, world: int) -> dict[str, object]:
-    """What the model must know of the data."""
-    return _facts(recipe, world)[0]
-
-
 def _lanes(made: Plan, last: int) -> Table:
     settled = max(step for step in stages(made) if step <= last)
     table = Table(title=f"lanes from step {settled:,} on" if settled else "lanes", title_justify="left")
