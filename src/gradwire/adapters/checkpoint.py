@@ -27,8 +27,8 @@ def load(wire: "Wire | DistributedOptimizer", folder: str | Path) -> None:
     wire = wire.wire if isinstance(wire, DistributedOptimizer) else wire
     with telling(wire.link):
         first = _read(folder, 0)
-        states = [_read(folder, wire.link.rank)] if memory.same_shape(wire.session, first) else []
-        states = states or [_read(folder, rank) for rank in range(memory.seats(first))]
+        ranks = [wire.link.rank] if wire.fits(first) else range(memory.seats(first))
+        states = [_read(folder, rank) for rank in ranks]
     wire.load_state_dict(states)
 
 

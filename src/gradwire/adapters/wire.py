@@ -262,6 +262,10 @@ class Wire:
         # The account is of this wire: steps that another one took are not in it, as their bytes are not.
         self._begun, self._begun_skipped = self.session.step - taken, self.session.skipped - skipped
 
+    def fits(self, state: memory.State) -> bool:
+        """Whether a state was saved in a world like this one, so that each rank loads its own."""
+        return memory.same_shape(self.session, state)
+
     def debts(self) -> dict[str, Tensor]:
         """This rank's share of the pending update by name; its mean over ranks is still to be applied."""
         self.ferry.land(self)

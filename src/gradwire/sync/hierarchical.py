@@ -106,7 +106,7 @@ class HierarchicalSession(Session):
             complaints |= launch.complaints
             mine |= launch.aside.grads
         alike = [launch._replace(complaints=complaints) for launch in heard]
-        verdict = yield from _across(super().judge(alike, grads if complaints & UNFIT else mine))
+        verdict = yield from among_hosts(super().judge(alike, grads if complaints & UNFIT else mine))
         if self.beside == 1:
             return verdict
         updates = {name: x for launch in heard for name, x in launch.aside.updates.items()}
@@ -188,7 +188,7 @@ class HierarchicalSession(Session):
 
     def _outward(self, i: int, mean: Mean, factor: float) -> Conversation[Heard]:
         """Agree with the other hosts on my share, and with my mates on all."""
-        heard = yield from _across(super().launch(i, mean.grads, factor, mean.complaint))
+        heard = yield from among_hosts(super().launch(i, mean.grads, factor, mean.complaint))
         if self.beside == 1:
             return heard._replace(aside=Told(mean.grads, {}, {}))
         lanes = self.plan.launches[i]
@@ -259,7 +259,7 @@ def _uncompressed(rule: Rule) -> Rule:
     return replace(rule, spec=dense, feedback=None, exchange=None)
 
 
-def _across(conversation: Conversation[T]) -> Conversation[T]:
+def among_hosts(conversation: Conversation[T]) -> Conversation[T]:
     """The same conversation, held among counterparts."""
     answers: Any = None
     try:

@@ -4,7 +4,7 @@ Every rank of a host compresses some parameters for all of them, and talks to it
 a codec sees as one vector is never cut, so that hosts say exactly what single ranks with the same gradients would say.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from gradwire.core.segments import Segments
@@ -12,6 +12,7 @@ from gradwire.sync.lane import Lane
 from gradwire.sync.plan import Plan
 
 Owners = Mapping[str, int]  # by parameter: the number, on its host, of the rank that serves it
+Atom = tuple[tuple[str, ...], int]  # what one rank must serve as a whole, and its length
 
 
 def owners(plan: Plan, beside: int) -> dict[str, int]:
@@ -22,12 +23,19 @@ def owners(plan: Plan, beside: int) -> dict[str, int]:
     found: dict[str, int] = {}
     total = [0] * beside
     for launch in plan.launches:
-        filled = [0] * beside
-        for names, size in sorted(_atoms(launch), key=lambda atom: -atom[1]):
-            local = _lightest(filled, total, size)
-            filled[local] += size
-            total[local] += size
-            found.update(dict.fromkeys(names, local))
+        found |= deal(_atoms(launch), total)
+    return found
+
+
+def deal(atoms: Iterable[Atom], total: list[int]) -> dict[str, int]:
+    """Who gets what, and how much each has then: ``total`` is brought up to date."""
+    found: dict[str, int] = {}
+    filled = [0] * len(total)
+    for names, size in sorted(atoms, key=lambda atom: -atom[1]):
+        local = _lightest(filled, total, size)
+        filled[local] += size
+        total[local] += size
+        found.update(dict.fromkeys(names, local))
     return found
 
 
@@ -35,9 +43,8 @@ def _lightest(filled: list[int], total: list[int], size: int) -> int:
     return min(range(len(total)), key=lambda i: (max(*filled, filled[i] + size), total[i], i))
 
 
-def _atoms(launch: tuple[Lane, ...]) -> list[tuple[tuple[str, ...], int]]:
-    """What one rank must serve as a whole, and its length."""
-    atoms: list[tuple[tuple[str, ...], int]] = []
+def _atoms(launch: tuple[Lane, ...]) -> list[Atom]:
+    atoms: list[Atom] = []
     for lane in launch:
         if lane.units == lane.tensors:
             atoms += [((name,), n) for name, n in zip(lane.tensors.names, lane.tensors.lengths, strict=True)]

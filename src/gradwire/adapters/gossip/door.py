@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradwire.adapters.arrangement import arrange
 from gradwire.adapters.gossip.elastic import ElasticNet
+from gradwire.adapters.gossip.hosts import HostNet
 from gradwire.adapters.gossip.net import Net
 from gradwire.adapters.gossip.replica import CodecSpec
 from gradwire.gossip import Gossip
+from gradwire.links.grouping import Across
 from gradwire.links.link import Link
 from gradwire.links.torch import connect
 
@@ -24,6 +27,7 @@ def gossip(
     overlap: bool = False,
     process_group: "torch.distributed.ProcessGroup | None" = None,
     seed: int = 0,
+    across: Across | None = None,
     link: Link | None = None,
     elastic: bool = False,
     timeout: float = 30.0,
@@ -42,6 +46,9 @@ def gossip(
         overlap: Whether messages travel behind the next forward and backward pass; what they change comes a step late.
         process_group: The group to train over; by default the whole world.
         seed: Of all random bits; equal on all ranks.
+        across: ``"hosts"`` makes one node of all ranks of a host, which are found from the environment that torchrun,
+            mpirun or srun sets; so does a list of the ranks of each, ``[[0, 1], [2, 3]]``. The loop then calls
+            ``net.average_gradients()`` before ``optimizer.step()``.
         link: Who moves the bytes, if not torch.distributed.
         elastic: Whether to go on when neighbors die or stall, and to take them back; over connections of our own, so
             no process group is needed.
@@ -57,6 +64,8 @@ def gossip(
     if elastic:
         if link is not None or process_group is not None:
             raise ValueError("elastic=True opens connections of its own; leave link and process_group out")
+        if across is not None:
+            raise ValueError("elastic=True has nodes of one rank, which may come and go; leave across out")
         if meeting is None:
             raise ValueError("elastic=True needs meeting=: a folder that all ranks share, or tcp://host:port")
         place = _place("RANK", rank), _place("WORLD_SIZE", world)
@@ -68,7 +77,9 @@ def gossip(
             "host": host,
         }
         return ElasticNet(model, spec, codec, *place, meeting, **options)
-    return Net(model, spec, codec, link or connect(process_group), granularity=granularity, overlap=overlap, seed=seed)
+    found = arrange(link or connect(process_group), across)
+    kind = Net if found.grouping is None or found.grouping.beside == 1 else HostNet
+    return kind(model, spec, codec, found, granularity=granularity, overlap=overlap, seed=seed)
 
 
 def _place(name: str, given: int | None) -> int:

@@ -14,7 +14,7 @@ from gradwire.adapters.gossip.checkpoint import check_state, load_state, save_st
 from gradwire.adapters.gossip.replica import CodecSpec, Flat, describe, make_node
 from gradwire.adapters.gossip.report import GossipReport, summarize
 from gradwire.core.asks import Sum
-from gradwire.gossip import Gossip
+from gradwire.gossip import Gossip, Node
 from gradwire.links.collectives import Traffic
 from gradwire.links.link import Link
 from gradwire.sync.drive import Clock, converse, drive
@@ -39,27 +39,47 @@ class Net:
         self.link, self.model, self.clock = link, model, Clock()
         with telling(link):
             self.flat = Flat(model)
-            self.node = make_node(self.flat, spec, codec, link.rank, link.world, granularity, seed, overlap)
+            self.node = self._make_node(spec, codec, granularity, seed, overlap)
         self.said = describe(self.node, granularity)
         described = {name: f"{tuple(p.shape)} {p.dtype}" for name, p in self.flat.parameters.items()}
-        agree(link, f"{self.said}; seed {seed}, overlap {overlap}", described)
+        hosts = "" if link.grouping is None else f", hosts {link.grouping}"
+        agree(link, f"{self.said}; seed {seed}, overlap {overlap}{hosts}", described)
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 link.broadcast_(tensor)
-        self.node.begin(self.flat.read())
+        self._begin(self.flat.read())
         link.traffic = Traffic()
         self._thread: ThreadPoolExecutor | None = None
         self._crossing: Future[tuple[Tensor, Tensor]] | None = None
 
+    def _make_node(
+        self, spec: str | Gossip, codec: CodecSpec | None, granularity: str, seed: int, overlap: bool
+    ) -> Node:
+        return make_node(self.flat, spec, codec, self.link.rank, self.parties, granularity, seed, overlap)
+
+    def _begin(self, common: Tensor) -> None:
+        self.node.begin(common)
+
+    @property
+    def parties(self) -> int:
+        """How many gossip with each other: ranks, or hosts."""
+        return self.link.world if self.link.grouping is None else len(self.link.grouping.hosts)
+
+    def average_gradients(self) -> None:
+        """Take the mean over the ranks of this host, before the optimizer's step. Nobody else is on it."""
+
     def __call__(self) -> None:
         """Average with the neighbors; with ``overlap=True``, start to, and take over what the last call started."""
+        self.flat.write_(self.mix(self.flat.read()))
+
+    def mix(self, x: Tensor) -> Tensor:
+        """The same for parameters that lie elsewhere, as one vector in the order of ``model.named_parameters()``."""
         if not self.node.overlap:
-            self.flat.write_(self._talk(self.flat.read()))
-            return
+            return self._talk(x)
         self.land()
-        x = self.node.depart(self.flat.read())
-        self.flat.write_(x)
+        x = self.node.depart(x)
         self._crossing = self._board(lambda: (x, self._talk(x)))
+        return x
 
     def _talk(self, x: Tensor) -> Tensor:
         (met,) = drive(converse([self.node.run(x)]), self.link, self.clock)
@@ -134,7 +154,7 @@ class Net:
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's memories and step: plain tensors, keyed by parameter name."""
         self.land()
-        return save_state(self.node, self.flat, self.said, self.link.world)
+        return save_state(self.node, self.flat, self.said, self.parties)
 
     def load_state_dict(self, state: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> None:
         """Take over this rank's own state. All ranks must call it; what one of them cannot load, none does."""
@@ -142,14 +162,24 @@ class Net:
         states = [state] if isinstance(state, Mapping) else list(state)
         with telling(self.link):
             for one in states:
-                check_state(one, self.node, self.flat, self.said, self.link.world)
+                self._check(one)
         agree(self.link, self.said, {}, int(states[0]["gradwire/step"]))
-        load_state(self.node, states[0])
+        self._load(states[0])
+
+    def _check(self, state: Mapping[str, Tensor]) -> None:
+        check_state(state, self.node, self.flat, self.said, self.parties)
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        load_state(self.node, state)
 
     def report(self) -> GossipReport:
         """Bytes, distance, memory and gamma so far."""
         self.land()
-        return summarize(self.node, self.link.traffic, self.link.world)
+        return summarize(self.node, self.link.traffic, self.parties)
+
+    def fits(self, state: Mapping[str, Tensor]) -> bool:
+        """Whether a state was saved in a world like this one."""
+        return int(state["gradwire/world"]) == self.parties and int(state.get("gradwire/beside", 1)) == 1
 
 
 def _after(ready: "torch.cuda.Event", device: torch.device, work: Callable[[], T]) -> T:

@@ -13,7 +13,7 @@ class GossipReport:
 
     Attributes:
         steps: Steps taken.
-        world: Number of ranks.
+        world: Number of ranks, or of nodes, where several ranks are one.
         degree: Neighbors that this rank tells in a step, at most.
         sent: Bytes that this rank put on the wire, headers included.
         received: Bytes that it took off the wire.
@@ -25,6 +25,8 @@ class GossipReport:
         dropped: How many times a neighbor was lost.
         rejoined: How many times an edge came back.
         drift: A bound on how far losses may have moved the mean model, as a norm.
+        beside: Ranks in each node. Of the bytes above, each of them sends a share.
+        sent_inside: Bytes that this rank sent to others in its node: gradients, and mixed parameters.
     """
 
     steps: int
@@ -40,6 +42,8 @@ class GossipReport:
     dropped: int = 0
     rejoined: int = 0
     drift: float = 0.0
+    beside: int = 1
+    sent_inside: float = 0.0
 
     @property
     def sent_per_step(self) -> float:
@@ -53,6 +57,7 @@ class GossipReport:
     def __str__(self) -> str:
         lines = [
             f"{self.steps} steps, world of {self.world}, {self.degree} neighbors",
+            *([f"inside    {self.sent_inside:,.0f} B to the {self.beside} ranks of the node"] * (self.beside > 1)),
             f"sent      {self.sent:,.0f} B ({self.sent_per_step:,.0f} B per step), {self.ratio:.1f}x less than float32",
             f"received  {self.received:,.0f} B",
             f"gamma     {self.gamma:.4g}",

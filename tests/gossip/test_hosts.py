@@ -1,0 +1,165 @@
+"""A node of several ranks: dense means of gradients inside, gossip between; as if each node were one rank."""
+
+from collections import Counter
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+import scenes
+from gossip_scenes import optimizers, replicas
+from workers import run_ranks
+
+NODES = [[0, 1], [2, 3]]
+STEPS = range(13)  # beyond a window of gamma=auto
+SPECS: list[tuple[str, str | None, dict[str, Any]]] = [
+    ("choco(ring, gamma=0.4)", "sign", {}),
+    ("choco(ring, gamma=0.4)", "topk(0.1)", {"overlap": True}),
+    ("choco(ring, gamma=auto)", "sign", {"granularity": "model"}),  # one vector, hence one rank's, hence one gamma
+    ("dpsgd(complete)", "fp16", {}),
+    ("sgp(exponential)", None, {}),
+    ("powergossip(ring)", None, {}),
+]
+
+
+def composed(spec: str, codec: str | None, options: dict[str, Any]) -> tuple[list[nn.Module], gradwire.VirtualNet]:
+    """By hand: the mean of each node's gradients, and one replica for each node."""
+    models = replicas(len(NODES))
+    net = gradwire.gossip_lockstep(models, spec, codec, **options)
+    steppers = optimizers(models)
+    for step in STEPS:
+        for model, optimizer, node in zip(models, steppers, NODES, strict=True):
+            grads = []
+            for rank in node:
+                model.zero_grad()
+                scenes.loss(model, rank, step).backward()
+                grads.append([p.grad.clone() for p in model.parameters()])
+            for p, first, second in zip(model.parameters(), *grads, strict=True):
+                p.grad = (first + second) / 2
+            optimizer.step()
+        net()
+    return models, net
+
+
+def train(net: gradwire.Net, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        scenes.loss(model, rank, step).backward()
+        net.average_gradients()
+        optimizer.step()
+        net()
+
+
+def in_processes(rank: int, world: int, specs: list[Any]) -> list[Any]:
+    together, singly, found = dist.all_to_all_single, dist.isend, []
+    counted: Counter[str] = Counter()  # by group, whichever way a swap goes
+
+    def all_to_all(out: Tensor, x: Tensor, into: Any, splits: list[int], group: Any) -> Any:
+        counted[group.group_name] += (sum(splits) - splits[dist.get_rank(group)]) * x.element_size()
+        return together(out, x, into, splits, group=group)
+
+    def isend(x: Tensor, peer: int, group: Any) -> Any:
+        counted[group.group_name] += x.numel() * x.element_size()
+        return singly(x, peer, group=group)
+
+    for spec, codec, options in specs:
+        model = replicas(world)[rank]
+        net = gradwire.gossip(model, spec, codec, across=NODES, **options)
+        counted.clear()
+        dist.all_to_all_single, dist.isend = all_to_all, isend
+        train(net, model, optimizers([model])[0], rank, STEPS)
+        state = net.state_dict()
+        dist.all_to_all_single, dist.isend = together, singly
+        groups = [counted[link.group.group_name] for link in (net.link.between, net.link.local)]
+        found.append((scenes.tensors(model), state, net.report(), groups, net.distance()))
+    return found
+
+
+def memories(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: x for key, x in state.items() if not key.startswith("gradwire/")}
+
+
+def test_nodes_are_ranks_with_mean_gradients() -> None:
+    ranks = run_ranks(in_processes, 4, SPECS, timeout=100)
+    for i, (spec, codec, options) in enumerate(SPECS):
+        models, net = composed(spec, codec, options)
+        for number, node in enumerate(NODES):
+            single, states = net.state_dict()[number], []
+            for rank in node:
+                tensors, state, report, (between, inside), distance = ranks[rank][i]
+                assert scenes.same(tensors, scenes.tensors(models[number])), (spec, rank)
+                assert report.sent == between
+                # Gradients are summed around a ring; what was mixed is handed over.
+                gradients = len(STEPS) * 4 * (445 + 6)
+                assert report.sent_inside == pytest.approx(inside + gradients)
+                assert distance == pytest.approx(net.distance(), rel=1e-4, abs=1e-6)
+                states.append(memories(state))
+            assert not states[0].keys() & states[1].keys()
+            assert scenes.same(states[0] | states[1], memories(single))
+            sent = sum(ranks[rank][i][2].sent for rank in node)
+            assert net.report(number).sent <= sent <= net.report(number).sent + 200 * len(STEPS)
+
+
+def everyday(rank: int, world: int, folder: str) -> dict[str, str]:
+    """Saved and loaded; with gamma found by each share for itself; through DDP; and what is refused."""
+    model = scenes.model()
+    net, sgd = gradwire.gossip(model, "choco(ring, gamma=auto)", "sign", across=NODES), optimizers([model])[0]
+    train(net, model, sgd, rank, range(12))
+    gradwire.save(net, folder)  # type: ignore[arg-type]
+    dist.barrier()
+    copy = scenes.model()
+    other, sgd_other = gradwire.gossip(copy, "choco(ring, gamma=auto)", "sign", across=NODES), optimizers([copy])[0]
+    copy.load_state_dict(model.state_dict())
+    sgd_other.load_state_dict(deepcopy(sgd.state_dict()))
+    gradwire.load(other, folder)  # type: ignore[arg-type]
+    flat = gradwire.gossip(scenes.model(), "choco(ring, gamma=auto)", "sign")
+    refused = {"other nodes": scenes.sentence(lambda: gradwire.load(flat, folder))}  # type: ignore[arg-type]
+    for each, trained, optimizer in ((net, model, sgd), (other, copy, sgd_other)):
+        train(each, trained, optimizer, rank, range(12, 20))
+    assert scenes.same(scenes.tensors(model), scenes.tensors(copy))
+    assert scenes.same(net.state_dict(), other.state_dict())
+    mean = net.evaluate_mean(lambda: scenes.tensors(model))
+    assert scenes.agreed(torch.cat([x.flatten() for x in mean.values()]))
+
+    groups = [dist.new_group(node) for node in NODES]
+    wrapped = DistributedDataParallel(scenes.model(), process_group=groups[rank // 2])
+    through, stepper = gradwire.gossip(wrapped, "dpsgd(ring)", across=NODES), scenes.sgd(wrapped)
+    for step in range(2):
+        stepper.zero_grad()
+        scenes.loss(wrapped, rank, step).backward()
+        stepper.step()
+        through()
+    refused["forgotten"] = scenes.sentence(net)
+    refused["elastic"] = scenes.sentence(
+        lambda: gradwire.gossip(model, "choco(ring)", "sign", across=NODES, elastic=True, meeting=folder)
+    )
+    return refused
+
+
+def missing(rank: int, world: int) -> None:
+    """A gradient that one rank lacks counts as zero; one that both lack stays away; infinity is both's."""
+    model = scenes.model()
+    net = gradwire.gossip(model, "dpsgd(ring)", across=NODES)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    model[0].bias.grad = None
+    if rank % 2:
+        model[2].bias.grad = None
+        model[4].weight.grad[0, 0] = torch.inf
+    net.average_gradients()
+    assert model[0].bias.grad is None
+    assert torch.equal(model[2].bias.grad, torch.full((12,), 0.5))
+    assert torch.isinf(model[4].weight.grad[0, 0])
+
+
+def test_an_everyday_life_of_nodes(tmp_path: Any) -> None:
+    for refused in run_ranks(everyday, 4, str(tmp_path)):
+        assert "call net.average_gradients()" in refused["forgotten"]
+        assert "leave across out" in refused["elastic"]
+        assert "of 2, and this is rank" in refused["other nodes"]
+    run_ranks(missing, 4)
