@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from gradwire.core.keys import Key
-from gradwire.kernels import fused, quantize
+from gradwire.kernels import fused, quantize, select
+from gradwire.kernels.cpu import pages
 from gradwire.kernels.dispatch import reference_only, versions
 
 KEY = Key(seed=1, step=2**33 + 5, rank=2, purpose="test")
@@ -133,3 +134,64 @@ def test_sixteen_bit_gradients_are_widened() -> None:
             known = fused.accumulate_topk_(grad, slow, None, fused.Accumulation(), lengths, counts, None)
         assert torch.equal(found.indices, known.indices)
         assert torch.equal(fast, slow)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_casts(dtype: torch.dtype) -> None:
+    bits = torch.randint(-(2**31), 2**31, (100_003,), generator=torch.Generator().manual_seed(0))
+    edges = torch.tensor([65504.0, 65519.996, 65520.0, 3.39e38, 2.0**-14, 6e-8, 2.0**-25, -(2.0**-25), 1e-40, -0.0])
+    for x in (bits.to(torch.int32).view(torch.float32), torch.randn(1001) * 1e-5, edges, torch.tensor([])):
+        narrow = quantize.narrow(x, dtype)
+        with reference_only():
+            known = quantize.narrow(x, dtype)
+        whole = ~x.isnan()
+        assert torch.equal(narrow.view(torch.int16)[whole], known.view(torch.int16)[whole])
+        assert bool(narrow[~whole].isnan().all())
+        wide = quantize.widen(known)
+        assert torch.equal(wide[whole], known.float()[whole]) and wide.dtype == torch.float32
+
+
+def test_draws() -> None:
+    tables = [((1,), (1,)), ((5,), (5,)), ((1000, 1, 30, 17), (1000, 1, 0, 4)), ((10_000_019, 64), (9000, 64))]
+    for lengths, counts in tables:
+        names = tuple(f"unit{i}" for i in range(len(lengths)))
+        drawn = select.draw(KEY, names, lengths, counts, torch.device("cpu"))
+        with reference_only():
+            assert torch.equal(drawn, select.draw(KEY, names, lengths, counts, torch.device("cpu")))
+
+
+def test_mean_of_sparse_messages() -> None:
+    torch.manual_seed(0)
+    for n, k, world in ((100, 30, 4), (1_000_000, 5000, 3), (7, 0, 2)):
+        places = [torch.randperm(n)[:k] for _ in range(world)]
+        bounds = tuple(range(0, world * k + 1, k)) if k else (0,) * (world + 1)
+        indices, values = torch.cat(places), torch.randn(world * k)
+        mean = fused.scatter_mean(values, indices, bounds, n, world)
+        with reference_only():
+            assert torch.equal(mean, fused.scatter_mean(values, indices, bounds, n, world))
+
+
+def test_selection_where_all_that_is_large_lies_together() -> None:
+    """Candidates of one place may take the room of all others; a hint may be far too low or too high."""
+    n, lengths, counts = 300_000, (200_000, 100_000), (200, 100)
+    grad = torch.randn(n)
+    grad[50_000:50_600] *= 1000
+    grad[250_000:250_050] = 7.0  # ties
+    for hint in (None, torch.zeros(2), torch.full((2,), 1e30), torch.tensor([3.0, 3.5])):
+        fast, slow = torch.zeros(n), torch.zeros(n)
+        found = fused.accumulate_topk_(grad, fast, None, fused.Accumulation(), lengths, counts, hint)
+        with reference_only():
+            known = fused.accumulate_topk_(grad, slow, None, fused.Accumulation(), lengths, counts, None)
+        assert torch.equal(found.indices, known.indices)
+        assert torch.equal(found.values, known.values)
+        assert torch.equal(fast, slow)
+
+
+def test_pages_come_back_when_nobody_holds_them() -> None:
+    first = torch.from_numpy(pages.lend(2_000_000, "float32"))
+    where = first.data_ptr()
+    held = first[5:10]
+    del first
+    assert torch.from_numpy(pages.lend(2_000_000, "float32")).data_ptr() != where
+    del held
+    assert torch.from_numpy(pages.lend(2_000_000, "float32")).data_ptr() == where

@@ -20,6 +20,19 @@ _LARGEST = 254  # exponent bits of 2^127; 255 means infinity
 
 
 @kernel
+def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values in a shorter float format; finite ones beyond its range become its largest."""
+    most = torch.finfo(dtype).max
+    return torch.where(values.isinf(), values, values.clamp(-most, most)).to(dtype)
+
+
+@kernel
+def widen(values: Tensor) -> Tensor:
+    """Values of any float format as float32, which is never the same memory."""
+    return values.to(torch.float32, copy=True)
+
+
+@kernel
 def sign_encode(values: Tensor, lengths: Tensor, norm: bool) -> Tensor:
     """One scale per segment, then one bit per value: whether it is >= 0."""
     if norm:  # squared in float64, where no float32 overflows

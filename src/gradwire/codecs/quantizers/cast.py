@@ -22,6 +22,7 @@ from gradwire.core.keys import Key
 from gradwire.core.payload import as_bytes, from_bytes
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
+from gradwire.kernels.quantize import narrow, widen
 
 
 class Cast(Quantizer):
@@ -34,11 +35,13 @@ class Cast(Quantizer):
 
     def encode(self, values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
         del lengths, names, key
-        return as_bytes(_saturate(values, self.dtype))
+        # A payload never shares memory with what it was made of.
+        return as_bytes(values.clone() if values.dtype == self.dtype else narrow(values, self.dtype))
 
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
         del lengths, names, key
-        return from_bytes(data, self.dtype).float()
+        values = from_bytes(data, self.dtype)
+        return values if self.dtype == torch.float32 else widen(values)
 
 
 @register("fp32", kind="quantizer")
@@ -78,10 +81,3 @@ class BF16(Cast):
     @property
     def traits(self) -> Traits:
         return Traits(linear=True, contraction=True)
-
-
-def _saturate(values: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype == values.dtype:
-        return values.clone()  # a payload never shares memory with what it was made of
-    most = torch.finfo(dtype).max
-    return torch.where(values.isinf(), values, values.clamp(-most, most)).to(dtype)

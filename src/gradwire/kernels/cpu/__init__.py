@@ -1,39 +1,46 @@
 """Kernels for the CPU, compiled by Numba."""
 
+from gradwire.kernels.cpu.casts import narrow, widen
+from gradwire.kernels.cpu.draw import permute
 from gradwire.kernels.cpu.feedback import accumulate_, feedback_integer_, feedback_sign_
 from gradwire.kernels.cpu.quantize import (
     integer_decode,
     integer_encode,
     natural_decode,
     natural_encode,
-    onebit_decode,
-    onebit_encode,
     qsgd_decode,
     qsgd_encode,
-    sign_decode,
-    sign_encode,
     ternary_decode,
     ternary_encode,
 )
+from gradwire.kernels.cpu.rice import decode_blocks, encode_blocks
+from gradwire.kernels.cpu.scatter import scatter_mean
 from gradwire.kernels.cpu.select import accumulate_topk_, settle_, topk
+from gradwire.kernels.cpu.signs import onebit_decode, onebit_encode, sign_decode, sign_encode
 
 __all__ = [
     "accumulate_",
     "accumulate_topk_",
+    "decode_blocks",
+    "encode_blocks",
     "feedback_integer_",
     "feedback_sign_",
     "integer_decode",
     "integer_encode",
+    "narrow",
     "natural_decode",
     "natural_encode",
     "onebit_decode",
     "onebit_encode",
+    "permute",
     "qsgd_decode",
     "qsgd_encode",
+    "scatter_mean",
     "settle_",
     "sign_decode",
     "sign_encode",
     "ternary_decode",
     "ternary_encode",
     "topk",
+    "widen",
 ]

@@ -3,126 +3,147 @@
 import numpy as np
 import torch
 from numba import prange
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.cpu import scales
-from gradwire.kernels.cpu.codes import TILE, pack_tile
-from gradwire.kernels.cpu.threads import compiled, in_turn, serial
+from gradwire.kernels.cpu.codes import LARGEST, levels_of, nearest, scale_of
+from gradwire.kernels.cpu.packing import join, pack, pack_signs
+from gradwire.kernels.cpu.pages import lend
+from gradwire.kernels.cpu.pieces import blocked, groups_of, whole
+from gradwire.kernels.cpu.threads import compiled, in_turn, inlined, serial
 from gradwire.kernels.fused import Accumulation
+
+_EXPONENT = np.int32(0x7F800000)
+
+
+@inlined
+def _finite(x, raw):
+    return np.float32(0.0) if (raw & _EXPONENT) == _EXPONENT else x
 
 
 @serial
 def accumulate_tile(g, v, u, m, nesterov, decay, kind):
     """Add a tile of the gradient to the memories. Returns whether any of it was not finite; that counts as zero."""
     raw = g.view(np.int32)
-    bad = np.int32(0)
-    for j in range(g.size):
-        bad |= np.int32((raw[j] & np.int32(0x7F800000)) == np.int32(0x7F800000))
-    if bad:
-        g = np.where(np.isfinite(g), g, np.float32(0.0))
+    top = np.int32(0)
     if kind == 0:
         for j in range(g.size):
-            v[j] = g[j] + decay * v[j]
+            top = max(top, raw[j] & _EXPONENT)
+            v[j] = _finite(g[j], raw[j]) + decay * v[j]
     elif nesterov:
         for j in range(g.size):
-            u[j] = m * (u[j] + g[j])
-            v[j] = v[j] + u[j] + g[j]
+            top = max(top, raw[j] & _EXPONENT)
+            x = _finite(g[j], raw[j])
+            w = m * (u[j] + x)
+            u[j] = w
+            v[j] = v[j] + w + x
     else:
         for j in range(g.size):
-            u[j] = m * u[j] + g[j]
-            v[j] = v[j] + u[j]
-    return bad != 0
+            top = max(top, raw[j] & _EXPONENT)
+            w = m * u[j] + _finite(g[j], raw[j])
+            u[j] = w
+            v[j] = v[j] + w
+    return top == _EXPONENT
 
 
 @compiled
-def _accumulate(grad, residual, momentum, m, nesterov, decay, kind):
-    n = grad.size
-    broken = np.zeros((n + TILE - 1) // TILE, dtype=np.uint8)
+def _accumulate(grad, residual, momentum, m, nesterov, decay, kind, pieces, broken):
     for t in prange(broken.size):
-        a, b = t * TILE, min(n, (t + 1) * TILE)
+        a, b = pieces.start[t], pieces.stop[t]
         broken[t] = accumulate_tile(grad[a:b], residual[a:b], momentum[a:b], m, nesterov, decay, kind)
-    return broken.any()
 
 
 @compiled
-def _signs(v, ends, sizes, out):
+def _accumulate_and_sum(grad, v, decay, pieces, what, broken, sums):
+    for t in prange(broken.size):
+        a, b = pieces.start[t], pieces.stop[t]
+        target = v[a:b]
+        broken[t] = accumulate_tile(grad[a:b], target, target, np.float32(0.0), False, decay, 0)
+        sums[t] = scales.squares(target) if what == scales.SQUARES else scales.magnitudes(target)
+
+
+@compiled
+def _signs(v, pieces, sizes, heads, out):
     """Pack the signs of the target, and leave what they do not say."""
-    n = v.size
-    for t in prange((n + TILE - 1) // TILE):
-        a, b = t * TILE, min(n, (t + 1) * TILE)
-        for i in range(a // 8, (b + 7) // 8):
-            byte = 0
-            for j in range(min(8, n - 8 * i)):
-                byte |= (v[8 * i + j] >= 0.0) << j
-            out[i] = byte
-        s = np.searchsorted(ends, a, side="right")
-        while a < b:
-            stop = min(b, ends[s])
-            size = sizes[s]
-            for i in range(a, stop):
-                v[i] = v[i] - (size if v[i] >= 0.0 else -size)
-            a = stop
-            s += 1
+    for t in prange(heads.size):
+        a, b = pieces.start[t], pieces.stop[t]
+        target = v[a:b]
+        heads[t] = pack_signs(target, a, out)
+        size = sizes[pieces.segment[t]]
+        for i in range(target.size):
+            target[i] = target[i] - (size if target[i] >= 0.0 else -size)
+
+
+@serial
+def _settle_block(v, scale, levels, codes, heard):
+    nearest(v, scale, levels, codes)
+    levels_of(codes, scale, levels, heard)
+    for i in range(v.size):
+        v[i] = v[i] - heard[i]
 
 
 @compiled
-def _integers(v, scales_, ends, levels, bits, table, out):
-    """Round the target to levels, pack them, and leave the rounding."""
-    n = v.size
-    most = np.float32(levels)
-    for t in prange((n + TILE - 1) // TILE):
-        a, b = t * TILE, min(n, (t + 1) * TILE)
+def _integers(grad, v, decay, pieces, block, levels, bits, broken, group_scales, heads, out):
+    """Accumulate, round the target to levels, pack them, and leave the rounding."""
+    for t in prange(heads.size):
+        a, b = pieces.start[t], pieces.stop[t]
+        target = v[a:b]
+        broken[t] = accumulate_tile(grad[a:b], target, target, np.float32(0.0), False, decay, 0)
         codes = np.empty(b - a, dtype=np.uint32)
-        g = np.searchsorted(ends, a, side="right")
-        j = a
-        while j < b:
-            stop = min(b, ends[g])
-            scale = scales_[g]
-            divisor = scale if scale != 0.0 else np.float32(1.0)
-            for i in range(j, stop):
-                code = levels + np.int32(np.rint(v[i] / divisor * most))
-                codes[i - a] = code
-                v[i] = v[i] - scale * table[min(max(code, 0), 2 * levels)]
-            j = stop
-            g += 1
-        pack_tile(codes, bits, out[a * bits // 8 : (b * bits + 7) // 8])
+        heard = np.empty(min(block, b - a), dtype=np.float32)
+        for i in range((b - a + block - 1) // block):
+            part = target[i * block : (i + 1) * block]
+            scale = scale_of(part, LARGEST)
+            group_scales[pieces.group[t] + i] = scale
+            _settle_block(part, scale, levels, codes[i * block : (i + 1) * block], heard[: part.size])
+        heads[t] = pack(codes, a, bits, out)
+
+
+def _flat(grad: Tensor) -> NDArray[np.float32]:
+    return grad.detach().float().contiguous().numpy()
 
 
 @in_turn
 def accumulate_(grad: Tensor, residual: Tensor, momentum: Tensor | None, rule: Accumulation) -> Tensor:
     v = residual.numpy()
     u = v if momentum is None else momentum.numpy()
-    g = grad.detach().float().contiguous().numpy()
     numbers = np.float32(rule.momentum), rule.nesterov, np.float32(rule.decay), int(momentum is not None)
-    return torch.tensor(bool(_accumulate(g, v, u, *numbers)))
+    pieces = whole((v.size,))
+    broken = np.zeros(pieces.start.size, dtype=np.bool_)
+    _accumulate(_flat(grad), v, u, *numbers, pieces, broken)
+    return torch.tensor(bool(broken.any()))
 
 
 @in_turn
 def feedback_sign_(
     grad: Tensor, residual: Tensor, decay: float, lengths: tuple[int, ...], norm: bool
 ) -> tuple[Tensor, Tensor]:
-    broken = accumulate_(grad, residual, None, Accumulation(decay=decay))
-    v, groups = residual.numpy(), np.array(lengths, dtype=np.int64)
-    sums = scales.total(v, groups, scales.SQUARES if norm else scales.TOTAL) / np.maximum(groups, 1)
-    sizes = (np.sqrt(sums) if norm else sums).astype(np.float32)
-    message = np.empty(4 * sizes.size + packed_bytes(v.size, 1), dtype=np.uint8)
+    v, pieces = residual.numpy(), whole(lengths)
+    what = scales.SQUARES if norm else scales.MAGNITUDES
+    count = pieces.start.size
+    broken, sums, heads = np.zeros(count, dtype=np.bool_), np.empty(count), np.empty(count, dtype=np.uint8)
+    _accumulate_and_sum(_flat(grad), v, np.float32(decay), pieces, what, broken, sums)
+    sizes = scales.mean(scales.summed(sums, pieces.segment, len(lengths)), lengths, what)
+    message = lend(4 * sizes.size + packed_bytes(v.size, 1), np.uint8)
     message[: 4 * sizes.size] = sizes.view(np.uint8)
-    _signs(v, groups.cumsum(), sizes, message[4 * sizes.size :])
-    return torch.from_numpy(message), broken
+    body = message[4 * sizes.size :]
+    _signs(v, pieces, sizes, heads, body)
+    join(pieces.start, 1, heads, body)
+    return torch.from_numpy(message), torch.tensor(bool(broken.any()))
 
 
 @in_turn
 def feedback_integer_(
     grad: Tensor, residual: Tensor, decay: float, lengths: tuple[int, ...], bits: int, block: int
 ) -> tuple[Tensor, Tensor]:
-    broken = accumulate_(grad, residual, None, Accumulation(decay=decay))
-    v = residual.numpy()
-    groups = scales.cut(np.array(lengths, dtype=np.int64), block)
-    tops = scales.largest(v, groups)
+    v, pieces, groups = residual.numpy(), blocked(lengths, block), groups_of(lengths, block)
+    count = pieces.start.size
+    broken, heads = np.zeros(count, dtype=np.bool_), np.empty(count, dtype=np.uint8)
+    message = lend(4 * groups + packed_bytes(v.size, bits), np.uint8)
+    head, body = message[: 4 * groups].view(np.float32), message[4 * groups :]
     levels = (1 << bits - 1) - 1
-    table = np.arange(-levels, levels + 1, dtype=np.float32) / np.float32(levels)
-    message = np.empty(4 * tops.size + packed_bytes(v.size, bits), dtype=np.uint8)
-    message[: 4 * tops.size] = tops.view(np.uint8)
-    _integers(v, tops, groups.cumsum(), levels, bits, table, message[4 * tops.size :])
-    return torch.from_numpy(message), broken
+    _integers(_flat(grad), v, np.float32(decay), pieces, block, levels, bits, broken, head, heads, body)
+    join(pieces.start, bits, heads, body)
+    return torch.from_numpy(message), torch.tensor(bool(broken.any()))

@@ -1,4 +1,4 @@
-"""Quantizers for the CPU: scales in one pass, codes and bytes in another."""
+"""Quantizers for the CPU: one pass where a scale belongs to a block, two where it belongs to a whole segment."""
 
 import numpy as np
 import torch
@@ -8,18 +8,21 @@ from torch import Tensor
 from gradwire.core.keys import Key
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.cpu import codes, scales
+from gradwire.kernels.cpu.packing import join
+from gradwire.kernels.cpu.pages import lend
+from gradwire.kernels.cpu.pieces import Pieces, blocked, groups_of, whole
 from gradwire.kernels.cpu.random import streams
 from gradwire.kernels.cpu.threads import in_turn
 
 _NO_KEYS: NDArray[np.uint32] = np.zeros((1, 2), dtype=np.uint32)
 _LARGEST = np.finfo(np.float32).max
+_LONG = 1 << 62  # a block that no piece exceeds
 
 
-def _message(head: NDArray[np.float32], body_bytes: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """A message, its head filled in, and the part that is to be filled."""
-    message = np.empty(4 * head.size + body_bytes, dtype=np.uint8)
-    message[: 4 * head.size] = head.view(np.uint8)
-    return message, message[4 * head.size :]
+def _message(scales_: int, body_bytes: int) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.uint8]]:
+    """A message, and its two parts that are to be filled."""
+    message = lend(4 * scales_ + body_bytes, np.uint8)
+    return message, message[: 4 * scales_].view(np.float32), message[4 * scales_ :]
 
 
 def _head(data: Tensor, count: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
@@ -31,54 +34,23 @@ def _flat(values: Tensor) -> NDArray[np.float32]:
     return values.detach().contiguous().numpy()
 
 
-@in_turn
-def sign_encode(values: Tensor, lengths: Tensor, norm: bool) -> Tensor:
-    x, groups = _flat(values), lengths.numpy()
-    sums = scales.total(x, groups, scales.SQUARES if norm else scales.TOTAL) / np.maximum(groups, 1)
-    message, body = _message((np.sqrt(sums) if norm else sums).astype(np.float32), packed_bytes(x.size, 1))
-    codes.encode_signs(x, body)
-    return torch.from_numpy(message)
-
-
-@in_turn
-def sign_decode(data: Tensor, lengths: Tensor) -> Tensor:
-    head, body = _head(data, lengths.numel())
-    return _signs(body, lengths, head, -head)
-
-
-@in_turn
-def onebit_encode(values: Tensor, lengths: Tensor) -> Tensor:
-    x, groups = _flat(values), lengths.numpy()
-    above, below = scales.mean_of(x, groups, scales.ABOVE), scales.mean_of(x, groups, scales.BELOW)
-    message, body = _message(np.concatenate((above, below)), packed_bytes(x.size, 1))
-    codes.encode_signs(x, body)
-    return torch.from_numpy(message)
-
-
-@in_turn
-def onebit_decode(data: Tensor, lengths: Tensor) -> Tensor:
-    head, body = _head(data, 2 * lengths.numel())
-    above, below = np.split(head, 2)
-    return _signs(body, lengths, above, below)
-
-
-def _signs(body: NDArray[np.uint8], lengths: Tensor, above: NDArray[np.float32], below: NDArray[np.float32]) -> Tensor:
-    ends = lengths.numpy().cumsum()
-    out = np.empty(int(ends[-1]) if ends.size else 0, dtype=np.float32)
-    codes.decode_signs(body, ends, above, below, out)
-    return torch.from_numpy(out)
+def _cut(lengths: Tensor, block: int | None) -> tuple[tuple[int, ...], Pieces, int]:
+    """The segments, the pieces, and the block as the kernels take it."""
+    table: tuple[int, ...] = tuple(lengths.tolist())
+    return (table, whole(table), _LONG) if block is None else (table, blocked(table, block), block)
 
 
 @in_turn
 def ternary_encode(values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key, clip: float) -> Tensor:
     x, groups = _flat(values), lengths.numpy()
-    tops = scales.largest(x, groups)
+    tops, squares = scales.tops_and_squares(x, tuple(lengths.tolist()))
     limits = np.full(groups.size, np.inf, dtype=np.float32)
     if clip:
-        sigma = np.sqrt(scales.total(x, groups, scales.SQUARES) / np.maximum(groups, 1))
+        sigma = np.sqrt(squares / np.maximum(groups, 1))
         limits = np.where(sigma != 0, clip * sigma, np.inf).astype(np.float32)
         tops = np.minimum(tops, limits)
-    message, body = _message(tops, (x.size + 4) // 5)
+    message, head, body = _message(groups.size, (x.size + 4) // 5)
+    head[:] = tops
     codes.encode_trits(x, groups.cumsum(), limits, tops, streams(key, names), np.uint64(key.step), body)
     return torch.from_numpy(message)
 
@@ -87,7 +59,7 @@ def ternary_encode(values: Tensor, lengths: Tensor, names: tuple[str, ...], key:
 def ternary_decode(data: Tensor, lengths: Tensor) -> Tensor:
     head, body = _head(data, lengths.numel())
     ends = lengths.numpy().cumsum()
-    out = np.empty(int(ends[-1]) if ends.size else 0, dtype=np.float32)
+    out = lend(int(ends[-1]) if ends.size else 0, np.float32)
     codes.decode_trits(body, ends, head, out)
     return torch.from_numpy(out)
 
@@ -96,65 +68,69 @@ def ternary_decode(data: Tensor, lengths: Tensor) -> Tensor:
 def qsgd_encode(
     values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key, levels: int, bucket: int | None
 ) -> Tensor:
-    x = _flat(values)
-    groups = scales.cut(lengths.numpy(), bucket)
-    norms = np.sqrt(scales.total(x, groups, scales.SQUARES))
-    heads = np.where(np.isfinite(norms), np.minimum(norms, _LARGEST), norms).astype(np.float32)
+    x, (table, pieces, block) = _flat(values), _cut(lengths, bucket)
     bits = (2 * levels).bit_length()
-    message, body = _message(heads, packed_bytes(x.size, bits))
-    ends, keys, step = lengths.numpy().cumsum(), streams(key, names), np.uint64(key.step)
-    codes.encode(x, ends, heads, groups.cumsum(), keys, step, levels, bits, True, body)
+    message, head, body = _message(groups_of(table, bucket), packed_bytes(x.size, bits))
+    if bucket is None:
+        norms = np.sqrt(scales.tops_and_squares(x, table)[1])
+        head[:] = np.where(np.isfinite(norms), np.minimum(norms, _LARGEST), norms)
+    heads = np.empty(pieces.start.size, dtype=np.uint8)
+    random = streams(key, names), np.uint64(key.step)
+    codes.encode(x, pieces, block, codes.NORM, bucket is None, head, *random, levels, bits, True, heads, body)
+    join(pieces.start, bits, heads, body)
     return torch.from_numpy(message)
 
 
 @in_turn
 def qsgd_decode(data: Tensor, lengths: Tensor, levels: int, bucket: int | None, biased: bool) -> Tensor:
-    groups = scales.cut(lengths.numpy(), bucket)
-    head, body = _head(data, groups.size)
+    table = tuple(lengths.tolist())
+    head, body = _head(data, groups_of(table, bucket))
     if biased:
-        omega = np.minimum(groups / levels**2, np.sqrt(groups) / levels)
+        sizes = scales.sizes_of(table, bucket)
+        omega = np.minimum(sizes / levels**2, np.sqrt(sizes) / levels)
         head = (head.astype(np.float64) / (1 + omega)).astype(np.float32)
-    return _levels(body, groups, head, levels, (2 * levels).bit_length())
+    return _levels(body, lengths, bucket, head, levels, (2 * levels).bit_length())
 
 
 @in_turn
 def integer_encode(values: Tensor, lengths: Tensor, bits: int, block: int) -> Tensor:
-    x = _flat(values)
-    groups = scales.cut(lengths.numpy(), block)
-    tops = scales.largest(x, groups)
-    message, body = _message(tops, packed_bytes(x.size, bits))
+    x, (table, pieces, _) = _flat(values), _cut(lengths, block)
+    message, head, body = _message(groups_of(table, block), packed_bytes(x.size, bits))
+    heads = np.empty(pieces.start.size, dtype=np.uint8)
+    random = _NO_KEYS, np.uint64(0)
     levels = (1 << bits - 1) - 1
-    codes.encode(x, lengths.numpy().cumsum(), tops, groups.cumsum(), _NO_KEYS, np.uint64(0), levels, bits, False, body)
+    codes.encode(x, pieces, block, codes.LARGEST, False, head, *random, levels, bits, False, heads, body)
+    join(pieces.start, bits, heads, body)
     return torch.from_numpy(message)
 
 
 @in_turn
 def integer_decode(data: Tensor, lengths: Tensor, bits: int, block: int) -> Tensor:
-    groups = scales.cut(lengths.numpy(), block)
-    head, body = _head(data, groups.size)
-    return _levels(body, groups, head, (1 << bits - 1) - 1, bits)
+    head, body = _head(data, groups_of(tuple(lengths.tolist()), block))
+    return _levels(body, lengths, block, head, (1 << bits - 1) - 1, bits)
 
 
 def _levels(
-    body: NDArray[np.uint8], groups: NDArray[np.int64], head: NDArray[np.float32], levels: int, bits: int
+    body: NDArray[np.uint8], lengths: Tensor, block: int | None, head: NDArray[np.float32], levels: int, bits: int
 ) -> Tensor:
-    ends = groups.cumsum()
-    table = np.arange(-levels, levels + 1, dtype=np.float32) / np.float32(levels)
-    out = np.empty(int(ends[-1]) if ends.size else 0, dtype=np.float32)
-    codes.decode(body, head, ends, table, bits, out)
+    table, pieces, size = _cut(lengths, block)
+    out = lend(sum(table), np.float32)
+    codes.decode(body, pieces, size, head, levels, bits, out)
     return torch.from_numpy(out)
 
 
 @in_turn
 def natural_encode(values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
-    raw = _flat(values).view(np.int32)
-    message = np.empty(packed_bytes(raw.size, 9), dtype=np.uint8)
-    codes.encode_powers(raw, lengths.numpy().cumsum(), streams(key, names), np.uint64(key.step), message)
+    raw, (_, pieces, _) = _flat(values).view(np.int32), _cut(lengths, None)
+    message = lend(packed_bytes(raw.size, 9), np.uint8)
+    heads = np.empty(pieces.start.size, dtype=np.uint8)
+    codes.encode_powers(raw, pieces, streams(key, names), np.uint64(key.step), heads, message)
+    join(pieces.start, 9, heads, message)
     return torch.from_numpy(message)
 
 
 @in_turn
 def natural_decode(data: Tensor, count: int) -> Tensor:
-    out = np.empty(count, dtype=np.int32)
-    codes.decode_powers(data.numpy(), out)
+    out = lend(count, np.int32)
+    codes.decode_powers(data.numpy(), whole((count,)), out)
     return torch.from_numpy(out.view(np.float32))

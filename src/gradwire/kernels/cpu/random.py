@@ -1,10 +1,12 @@
 """Philox4x32-10 in registers, the bits of `gradwire.kernels.philox`."""
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwire.core.keys import Key
-from gradwire.kernels.cpu.threads import inlined
+from gradwire.kernels.cpu.threads import inlined, serial
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
@@ -34,6 +36,25 @@ def unit(word):
     return np.float32(word >> np.uint32(8)) * np.float32(2.0**-24)
 
 
+@serial
+def uniform(first, count, step, k0, k1):
+    """Uniform numbers of the elements from ``first`` on of a stream."""
+    base = first // 4
+    drawn = np.empty(((first + count + 3) // 4 - base, 4), dtype=np.float32)
+    for b in range(drawn.shape[0]):
+        w0, w1, w2, w3 = block(np.uint64(base + b), step, k0, k1)
+        drawn[b, 0] = unit(w0)
+        drawn[b, 1] = unit(w1)
+        drawn[b, 2] = unit(w2)
+        drawn[b, 3] = unit(w3)
+    return drawn.reshape(drawn.size)[first % 4 : first % 4 + count]
+
+
 def streams(key: Key, names: tuple[str, ...]) -> NDArray[np.uint32]:
     """The Philox keys of all segments. [segments, 2]."""
-    return np.array([key.words(name) for name in names], dtype=np.uint32).reshape(-1, 2)
+    return _table(tuple(map(key.words, names)))
+
+
+@lru_cache(maxsize=64)
+def _table(words: tuple[tuple[int, int], ...]) -> NDArray[np.uint32]:
+    return np.array(words, dtype=np.uint32).reshape(-1, 2)

@@ -141,14 +141,14 @@ def encode_blocks(gaps: Tensor, width: int) -> Tensor:
 
 def decode_blocks(data: Tensor, count: int, width: int) -> tuple[Tensor, int]:
     message = data.contiguous().numpy()
-    headers = message[: 2 * -(-count // _BLOCK)].view("<u2").astype(np.int64)
+    start = 2 * -(-count // _BLOCK)
+    headers = message[: min(start, message.size // 2 * 2)].view("<u2").astype(np.int64)
     gaps = np.empty(count, dtype=np.int64)
     sizes = np.full(headers.size, _BLOCK)
     sizes[-1:] = (count - 1) % _BLOCK + 1
-    start = 2 * headers.size
     middle = start + (int((sizes + (headers >> 6)).sum()) + 7) // 8
     stop = middle + (int((sizes * (headers & 31)).sum()) + 7) // 8
-    whole = count > 0 and 2 * -(-count // _BLOCK) == start and message.size >= stop
+    whole = count > 0 and 2 * headers.size == start and message.size >= stop
     far = _read(headers, message[start:middle], message[middle:stop], message[stop:], width, gaps) if whole else -1
     if far < 0:
         plainly: tuple[Tensor, int] = unwrap(rice.decode_blocks)(data, count, width)  # knows what to say of it

@@ -1,82 +1,108 @@
 """One number per group: sums in float64, in pieces that do not depend on the number of threads."""
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 from numpy.typing import NDArray
 
-TOTAL, SQUARES, LARGEST, ABOVE, BELOW = range(5)
+from gradwire.kernels.cpu.pieces import whole
+from gradwire.kernels.cpu.threads import compiled, serial, summing
+
+MAGNITUDES, SQUARES = range(2)
 _PIECE = 1 << 15
-
-# Sums may be reordered: they are in float64, and end as one float32.
-_summing = njit(cache=True, nogil=True, parallel=True, error_model="numpy", fastmath={"reassoc", "nsz"})
+_LARGEST = np.finfo(np.float32).max
 
 
-@_summing
-def _pieces(x, starts, stops, what, out, seen):
-    for i in prange(starts.size):
-        piece = x[starts[i] : stops[i]]
-        total = 0.0
-        count = 0
-        if what == TOTAL:
-            for j in range(piece.size):
-                total += np.float64(abs(piece[j]))
-        elif what == SQUARES:
-            for j in range(piece.size):
-                total += np.float64(piece[j]) * np.float64(piece[j])
-        elif what == LARGEST:
-            # As integers, magnitudes keep their order, and NaN comes last: a broken value stays visible.
-            bits = piece.view(np.int32)
-            top = np.int32(0)
-            for j in range(bits.size):
-                top = max(top, bits[j] & np.int32(0x7FFFFFFF))
-            count += np.int64(top)
-        else:
-            for j in range(piece.size):
-                if (piece[j] >= 0.0) == (what == ABOVE):
-                    total += np.float64(piece[j])
-                    count += 1
-        out[i] = total
-        seen[i] = count
+@summing
+def magnitudes(x):
+    total = 0.0
+    for j in range(x.size):
+        total += np.float64(abs(x[j]))
+    return total
 
 
-def cut(lengths: NDArray[np.int64], block: int | None) -> NDArray[np.int64]:
-    """Group lengths: segments, or blocks of segments."""
+@summing
+def squares(x):
+    total = 0.0
+    for j in range(x.size):
+        total += np.float64(x[j]) * np.float64(x[j])
+    return total
+
+
+@summing
+def upper(x):
+    """The sum of all that is >= 0."""
+    total = 0.0
+    for j in range(x.size):
+        total += np.float64(x[j] if x[j] >= 0.0 else np.float32(0.0))
+    return total
+
+
+@summing
+def lower(x):
+    """The sum of the rest, which is where a NaN goes."""
+    total = 0.0
+    for j in range(x.size):
+        total += np.float64(np.float32(0.0) if x[j] >= 0.0 else x[j])
+    return total
+
+
+@serial
+def largest(x):
+    """The largest magnitude."""
+    # As integers, magnitudes keep their order, and NaN comes last: a broken value stays visible.
+    bits = x.view(np.int32)
+    top = np.int32(0)
+    for j in range(bits.size):
+        top = max(top, bits[j] & np.int32(0x7FFFFFFF))
+    return top
+
+
+@serial
+def norm(x):
+    """The l2 norm; infinite only if some value is."""
+    root = np.sqrt(squares(x))
+    return np.float32(min(root, _LARGEST) if np.isfinite(root) else root)
+
+
+@compiled
+def _reduce(x, pieces, tops, sums):
+    for t in prange(sums.size):
+        piece = x[pieces.start[t] : pieces.stop[t]]
+        tops[t] = largest(piece)
+        sums[t] = squares(piece)
+
+
+def tops_and_squares(
+    x: NDArray[np.float32], lengths: tuple[int, ...]
+) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+    """Each segment's largest magnitude, and its sum of squares."""
+    pieces = whole(lengths, _PIECE)
+    tops, sums = np.empty(pieces.start.size, dtype=np.int32), np.empty(pieces.start.size)
+    _reduce(x, pieces, tops, sums)
+    top = np.zeros(len(lengths), dtype=np.int32)
+    np.maximum.at(top, pieces.segment, tops)
+    return top.view(np.float32), summed(sums, pieces.segment, len(lengths))
+
+
+def summed(sums: NDArray[np.float64], segment: NDArray[np.int64], segments: int) -> NDArray[np.float64]:
+    """The pieces' sums by segment, added in order."""
+    total: NDArray[np.float64] = np.bincount(segment, weights=sums, minlength=segments).astype(np.float64)
+    return total
+
+
+def mean(sums: NDArray[np.float64], lengths: tuple[int, ...], what: int) -> NDArray[np.float32]:
+    """The mean magnitude, or the root of the mean square."""
+    means: NDArray[np.float64] = sums / np.maximum(np.array(lengths), 1)
+    return (np.sqrt(means) if what == SQUARES else means).astype(np.float32)
+
+
+def sizes_of(lengths: tuple[int, ...], block: int | None) -> NDArray[np.int64]:
+    """How many values each group has: a segment, or a block of one."""
+    n = np.array(lengths, dtype=np.int64)
     if block is None:
-        return lengths
-    counts = -(-lengths // block)
+        return n
+    counts = -(-n // block)
     sizes = np.full(int(counts.sum()), block, dtype=np.int64)
     used = counts > 0
-    sizes[counts.cumsum()[used] - 1] = lengths[used] - (counts[used] - 1) * block
+    sizes[counts.cumsum()[used] - 1] = n[used] - (counts[used] - 1) * block
     return sizes
-
-
-def _reduce(
-    x: NDArray[np.float32], groups: NDArray[np.int64], what: int
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    ends = groups.cumsum()
-    pieces = np.maximum(1, -(-groups // _PIECE))
-    first = pieces.cumsum() - pieces
-    owner = np.repeat(np.arange(groups.size), pieces)
-    starts = (ends - groups)[owner] + (np.arange(owner.size) - first[owner]) * _PIECE
-    stops = np.minimum(starts + _PIECE, ends[owner])
-    out, seen = np.empty(owner.size), np.empty(owner.size, dtype=np.int64)
-    _pieces(x, starts, stops, what, out, seen)
-    if owner.size == groups.size:
-        return out, seen
-    return np.add.reduceat(out, first), (np.maximum if what == LARGEST else np.add).reduceat(seen, first)
-
-
-def total(x: NDArray[np.float32], groups: NDArray[np.int64], what: int) -> NDArray[np.float64]:
-    """Each group's sum of magnitudes, or of squares."""
-    return _reduce(x, groups, what)[0]
-
-
-def largest(x: NDArray[np.float32], groups: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Each group's largest magnitude."""
-    return _reduce(x, groups, LARGEST)[1].astype(np.int32).view(np.float32)
-
-
-def mean_of(x: NDArray[np.float32], groups: NDArray[np.int64], what: int) -> NDArray[np.float32]:
-    """The mean of each group's values on one side of zero."""
-    out, seen = _reduce(x, groups, what)
-    return (out / np.maximum(seen, 1)).astype(np.float32)

@@ -1,7 +1,7 @@
 """Top-k in one pass: collect what lies above a loose edge, then choose exactly among the few.
 
-The edge comes from the last step where there is one, else from a histogram of magnitudes. It never decides the outcome:
-a segment where it let too few or too many through is searched again by histogram.
+The edge comes from the last step where there is one, else from a sample. It never decides the outcome: a segment where
+it let too few or too many through is searched again.
 """
 
 from functools import lru_cache
@@ -13,195 +13,161 @@ from numba import prange
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradwire.kernels.cpu.candidates import MAGNITUDE, choose, collect, guess
 from gradwire.kernels.cpu.feedback import accumulate_tile
+from gradwire.kernels.cpu.pieces import whole
 from gradwire.kernels.cpu.threads import compiled, in_turn, serial
 from gradwire.kernels.fused import Accumulation, Selected
 
-_TILE = 4096  # a tile's target stays in the first-level cache until it has been searched
 _SHIFT = 20  # histogram bins: the exponent and three bits of the mantissa
 _BINS = 1 << 31 - _SHIFT
-_SLACK = np.float32(0.75)  # what is kept of last step's edge: gradients vary from step to step
-_MAGNITUDE = np.int32(0x7FFFFFFF)
+_RESIDUAL, _MOMENTUM, _AS_IT_IS = range(3)
 
 
-class Tiles(NamedTuple):
-    """Pieces of work, each inside one segment."""
+class Work(NamedTuple):
+    """Tiles, the segments that they lie in, and how many candidates there should be."""
 
-    start: NDArray[np.int64]
+    start: NDArray[np.int64]  # of tiles, each inside one segment
     stop: NDArray[np.int64]
     segment: NDArray[np.int64]
-    first: NDArray[np.int64]  # of each segment, and one past the last
-    room: NDArray[np.int64]  # where each tile's candidates go, and one past the last
+    offsets: NDArray[np.int64]  # of segments, and one past the last
+    first: NDArray[np.int64]  # tile of each segment, and one past the last
+    ks: NDArray[np.int64]
+    ends: NDArray[np.int64]  # where each segment's choice begins, and one past the last
+    wanted: NDArray[np.int64]  # candidates
 
 
 @lru_cache(maxsize=64)
-def _tiles(lengths: tuple[int, ...], counts: tuple[int, ...]) -> Tiles:
+def _work(lengths: tuple[int, ...], counts: tuple[int, ...]) -> Work:
     n, k = np.array(lengths, dtype=np.int64), np.array(counts, dtype=np.int64)
-    pieces = -(-n // _TILE)
-    segment = np.repeat(np.arange(n.size), pieces)
-    first = np.concatenate(([0], pieces.cumsum()))
-    start = (n.cumsum() - n)[segment] + (np.arange(segment.size) - first[segment]) * _TILE
-    stop = np.minimum(start + _TILE, n.cumsum()[segment])
-    fair = k[segment] * (stop - start) // np.maximum(n[segment], 1)
-    room = np.minimum(stop - start, 32 + 8 * fair)
-    return Tiles(start, stop, segment, first, np.concatenate(([0], room.cumsum())))
+    tiles = whole(lengths)
+    first = np.searchsorted(tiles.segment, np.arange(n.size + 1))
+    # After a step in which k were sent, about twice as many remain above the edge, and some are new.
+    wanted = np.minimum(3 * k, k + (n - k + 3) // 4)
+    return Work(*tiles[:3], _running(n), first, k, _running(k), wanted)
 
 
-@serial
-def _collect(bits, start, edge, places, found):
-    """Positions and magnitudes of a tile from the edge up; returns how many there are, room or not."""
-    count = 0
-    n = bits.size
-    i = 0
-    while i < n:
-        stop = min(n, i + 64)
-        top = np.int32(0)
-        for j in range(i, stop):
-            top = max(top, bits[j] & _MAGNITUDE)
-        if top >= edge:
-            for j in range(i, stop):
-                size = bits[j] & _MAGNITUDE
-                if size >= edge:
-                    if count < places.size:
-                        places[count] = start + j
-                        found[count] = size
-                    count += 1
-        i = stop
-    return count
+def _running(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate((np.zeros(1, dtype=np.int64), numbers.cumsum()))
 
 
 @compiled
-def _sweep(grad, residual, momentum, m, nesterov, decay, kind, tiles, edges, places, found, counts):
-    """Accumulate tile by tile, and collect while the tile is still in cache. Returns whether all was finite."""
-    start, stop, segment, _, room = tiles
-    broken = np.zeros(start.size, dtype=np.uint8)
-    for t in prange(start.size):
-        a, b = start[t], stop[t]
+def _sweep(grad, residual, momentum, m, nesterov, decay, kind, work, edges, taken, places, found, first, counts, bad):
+    """Accumulate tile by tile, and collect while the tile is still in cache."""
+    for t in prange(counts.size):
+        a, b = work.start[t], work.stop[t]
         v = residual[a:b]
-        broken[t] = accumulate_tile(grad[a:b], v, momentum[a:b], m, nesterov, decay, kind)
-        where = slice(room[t], room[t + 1])
-        counts[t] = _collect(v.view(np.int32), a, edges[segment[t]], places[where], found[where])
-    return not broken.any()
+        if kind != _AS_IT_IS:
+            bad[t] = accumulate_tile(grad[a:b], v, momentum[a:b], m, nesterov, decay, kind)
+        first[t], counts[t] = collect(v.view(np.int32), edges[work.segment[t]], taken, places, found)
 
 
 @compiled
-def _histogram(x, begin, end, lanes):
+def _guess_all(x, work, edges):
+    for s in prange(edges.size):
+        segment = x[work.offsets[s] : work.offsets[s + 1]]
+        if work.ks[s]:
+            edges[s] = guess(segment.view(np.int32), work.ks[s])
+
+
+@compiled
+def _choose_all(work, places, found, first, counts, indices, values, edges, lost):
+    """Choose in every segment whose candidates suffice and had room; report the others."""
+    for s in prange(edges.size):
+        a, b = work.first[s], work.first[s + 1]
+        k = work.ks[s]
+        lost[s] = counts[a:b].sum() < k
+        for t in range(a, b):
+            lost[s] |= first[t] + counts[t] > places.size
+        if k and not lost[s]:
+            mine = slice(work.ends[s], work.ends[s + 1])
+            edges[s] = choose(
+                work.start[a:b],
+                first[a:b],
+                counts[a:b],
+                places,
+                found,
+                k,
+                work.wanted[s],
+                indices[mine],
+                values[mine],
+            )
+
+
+@compiled
+def _histogram(x, lanes):
     """Counts of magnitudes by their leading bits, one row for each of a few stretches."""
     rows = np.zeros((lanes, _BINS), dtype=np.int64)
-    each = (end - begin + lanes - 1) // lanes
+    each = (x.size + lanes - 1) // lanes
     for r in prange(lanes):
-        bits = x[begin + r * each : min(end, begin + (r + 1) * each)].view(np.int32)
-        row = rows[r]
+        bits = x[r * each : (r + 1) * each].view(np.int32)
         for j in range(bits.size):
-            row[(bits[j] & _MAGNITUDE) >> _SHIFT] += 1
+            rows[r, (bits[j] & MAGNITUDE) >> _SHIFT] += 1
     return rows
-
-
-@compiled
-def _gather(x, begin, end, edge, starts, places, found):
-    """All positions of a segment from the edge up, given where each tile's begin."""
-    for t in prange(starts.size - 1):
-        a = begin + t * _TILE
-        bits = x[a : min(end, a + _TILE)].view(np.int32)
-        where = slice(starts[t], starts[t + 1])
-        _collect(bits, a, edge, places[where], found[where])
-
-
-@compiled
-def _tally(x, begin, end, edge, counts):
-    for t in prange(counts.size):
-        a = begin + t * _TILE
-        bits = x[a : min(end, a + _TILE)].view(np.int32)
-        total = 0
-        for j in range(bits.size):
-            total += np.int64((bits[j] & _MAGNITUDE) >= edge)
-        counts[t] = total
-
-
-@serial
-def _choose(places, found, k, out):
-    """The k largest of rising candidates, in rising order; of equals the first. Returns the k-th magnitude."""
-    edge = np.partition(found, found.size - k)[found.size - k]
-    above = 0
-    for i in range(found.size):
-        above += np.int64(found[i] > edge)
-    ties = k - above
-    at = 0
-    for i in range(found.size):
-        if found[i] > edge:
-            out[at] = places[i]
-            at += 1
-        elif found[i] == edge and ties > 0:
-            out[at] = places[i]
-            at += 1
-            ties -= 1
-    return edge
-
-
-@compiled
-def _choose_all(tiles, places, found, counts, ks, ends, out, edges, lost):
-    """Choose in every segment whose candidates suffice and had room; report the others."""
-    _, _, _, first, room = tiles
-    for s in prange(ks.size):
-        total = 0
-        lost[s] = False
-        for t in range(first[s], first[s + 1]):
-            total += counts[t]
-            lost[s] |= counts[t] > room[t + 1] - room[t]
-        lost[s] |= total < ks[s]
-        if lost[s] or ks[s] == 0:
-            continue
-        mine, sizes = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int32)
-        at = 0
-        for t in range(first[s], first[s + 1]):
-            c = counts[t]
-            mine[at : at + c] = places[room[t] : room[t] + c]
-            sizes[at : at + c] = found[room[t] : room[t] + c]
-            at += c
-        edges[s] = _choose(mine, sizes, ks[s], out[ends[s] : ends[s + 1]])
-
-
-def _by_histogram(x: NDArray[np.float32], begin: int, end: int, k: int) -> tuple[NDArray[np.int64], int]:
-    """Exact top-k of one segment, whatever it holds: two more passes over it."""
-    rows = _histogram(x, begin, end, 8)
-    at_least = rows.sum(0)[::-1].cumsum()[::-1]
-    edge = np.int32(int(np.nonzero(at_least >= k)[0][-1]) << _SHIFT)
-    counts = np.empty(-(-(end - begin) // _TILE), dtype=np.int64)
-    _tally(x, begin, end, edge, counts)
-    starts = np.concatenate(([0], counts.cumsum()))
-    places, found = np.empty(starts[-1], dtype=np.int64), np.empty(starts[-1], dtype=np.int32)
-    _gather(x, begin, end, edge, starts, places, found)
-    out = np.empty(k, dtype=np.int64)
-    return out, int(_choose(places, found, k, out))
 
 
 class _Search:
     """The candidates of all segments, and the choice among them."""
 
-    def __init__(self, lengths: tuple[int, ...], counts: tuple[int, ...]) -> None:
-        self.lengths, self.ks = lengths, np.array(counts, dtype=np.int64)
-        self.tiles = _tiles(lengths, counts)
-        self.places = np.empty(self.tiles.room[-1], dtype=np.int64)
-        self.found = np.empty(self.tiles.room[-1], dtype=np.int32)
-        self.counts = np.zeros(self.tiles.start.size, dtype=np.int64)
+    def __init__(self, work: Work, room: int | None = None) -> None:
+        self.work = work
+        tiles, segments, chosen = work.start.size, work.ks.size, int(work.ends[-1])
+        room = 64 + 2 * int(work.wanted.sum()) if room is None else room
+        self.places, self.found = np.empty(room, dtype=np.uint16), np.empty(room, dtype=np.int32)
+        self.taken = np.zeros(1, dtype=np.int64)
+        self.first, self.counts = np.zeros(tiles, dtype=np.int64), np.zeros(tiles, dtype=np.int64)
+        self.broken = np.zeros(tiles, dtype=np.bool_)
+        self.indices, self.values = np.empty(chosen, dtype=np.int64), np.empty(chosen, dtype=np.int32)
+        self.edges, self.lost = np.zeros(segments, dtype=np.int32), np.zeros(segments, dtype=np.bool_)
 
-    def choose(self, x: NDArray[np.float32], swept: bool) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        ends = np.concatenate(([0], self.ks.cumsum()))
-        out, edges = np.empty(ends[-1], dtype=np.int64), np.zeros(self.ks.size, dtype=np.int32)
-        lost = np.ones(self.ks.size, dtype=np.bool_)
-        if swept:
-            _choose_all(self.tiles, self.places, self.found, self.counts, self.ks, ends, out, edges, lost)
-        starts = np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
-        for s in np.nonzero(lost & (self.ks > 0))[0]:
-            place = slice(ends[s], ends[s + 1])
-            out[place], edges[s] = _by_histogram(x, starts[s], starts[s + 1], int(self.ks[s]))
-        return out, edges
+    def sweep(
+        self,
+        grad: NDArray[np.float32],
+        residual: NDArray[np.float32],
+        momentum: NDArray[np.float32],
+        rule: Accumulation,
+        kind: int,
+        edges: NDArray[np.int32],
+    ) -> None:
+        numbers = np.float32(rule.momentum), rule.nesterov, np.float32(rule.decay), kind
+        found = self.taken, self.places, self.found, self.first, self.counts, self.broken
+        _sweep(grad, residual, momentum, *numbers, self.work, edges, *found)
+
+    def look(self, x: NDArray[np.float32], edges: NDArray[np.int32] | None = None) -> None:
+        """Collect in values that stay as they are, from some edges up; by default from guessed ones."""
+        if edges is None:
+            edges = np.zeros(self.edges.size, dtype=np.int32)
+            _guess_all(x, self.work, edges)
+        self.sweep(x, x, x, Accumulation(), _AS_IT_IS, edges)
+
+    def choose(self, x: NDArray[np.float32]) -> None:
+        found = self.places, self.found, self.first, self.counts
+        _choose_all(self.work, *found, self.indices, self.values, self.edges, self.lost)
+        for s in np.nonzero(self.lost)[0]:
+            begin, stop = self.work.offsets[s : s + 2]
+            again = _thorough(x[begin:stop], int(self.work.ks[s]))
+            mine = slice(*self.work.ends[s : s + 2])
+            self.indices[mine], self.values[mine] = again.indices + begin, again.values
+            self.edges[s] = again.edges[0]
+
+
+def _thorough(x: NDArray[np.float32], k: int) -> _Search:
+    """The choice in one segment, whatever it holds: two more passes over it."""
+    work = _work((x.size,), (k,))
+    at_least = _histogram(x, 8).sum(0)[::-1].cumsum()[::-1]
+    bin_ = int(np.nonzero(at_least >= work.wanted[0])[0][-1])
+    search = _Search(work, int(at_least[bin_]))
+    search.look(x, np.full(1, bin_ << _SHIFT, dtype=np.int32))
+    search.choose(x)
+    return search
 
 
 @in_turn
 def topk(x: Tensor, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Tensor:
-    indices, _ = _Search(lengths, counts).choose(x.detach().contiguous().numpy(), swept=False)
-    return torch.from_numpy(indices)
+    search, values = _Search(_work(lengths, counts)), x.detach().contiguous().numpy()
+    search.look(values)
+    search.choose(values)
+    return torch.from_numpy(search.indices)
 
 
 @in_turn
@@ -214,31 +180,33 @@ def accumulate_topk_(
     counts: tuple[int, ...],
     edge: Tensor | None,
 ) -> Selected:
-    search = _Search(lengths, counts)
-    v = residual.numpy()
-    # No edge yet: let nothing pass, and search by histogram afterwards.
-    edges = np.full(len(lengths), _MAGNITUDE) if edge is None else (edge.numpy() * _SLACK).view(np.int32)
-    whole = _sweep(
-        grad.detach().float().contiguous().numpy(),
-        v,
-        v if momentum is None else momentum.numpy(),
-        np.float32(rule.momentum),
-        rule.nesterov,
-        np.float32(rule.decay),
-        int(momentum is not None),
-        tuple(search.tiles),
-        edges,
-        search.places,
-        search.found,
-        search.counts,
+    search = _Search(_work(lengths, counts))
+    g, v = grad.detach().float().contiguous().numpy(), residual.numpy()
+    u, kind = (v, _RESIDUAL) if momentum is None else (momentum.numpy(), _MOMENTUM)
+    # Without an edge nothing passes, and candidates are looked for afterwards.
+    edges = np.full(len(lengths), MAGNITUDE) if edge is None else edge.numpy().view(np.int32)
+    search.sweep(g, v, u, rule, kind, edges)
+    if edge is None:
+        search.look(v)
+    search.choose(v)
+    return Selected(
+        torch.from_numpy(search.indices),
+        torch.from_numpy(search.values.view(np.float32)),
+        torch.tensor(bool(search.broken.any())),
+        torch.from_numpy(search.edges.view(np.float32)),
     )
-    indices, found = search.choose(v, swept=edge is not None)
-    chosen = torch.from_numpy(indices)
-    return Selected(chosen, residual[chosen], torch.tensor(not whole), torch.from_numpy(found.view(np.float32)))
+
+
+@serial
+def _settle(residual, momentum, masks, indices, heard):
+    for i in range(indices.size):
+        j = indices[i]
+        residual[j] = residual[j] - heard[i]
+        if masks:
+            momentum[j] = np.float32(0.0)
 
 
 @in_turn
 def settle_(residual: Tensor, momentum: Tensor | None, indices: Tensor, heard: Tensor) -> None:
-    residual.index_add_(0, indices, heard, alpha=-1)
-    if momentum is not None:
-        momentum.index_fill_(0, indices, 0.0)
+    v = residual.numpy()
+    _settle(v, v if momentum is None else momentum.numpy(), momentum is not None, indices.numpy(), heard.numpy())

@@ -2,6 +2,8 @@
 
 Kernels release the interpreter lock, and one of them runs at a time: Numba's simplest threading layer would not survive
 two, and on the machines where it is chosen there is nothing better.
+
+Loops become vectors only where Numba sees that no index is negative: they run from 0 over a slice.
 """
 
 import threading
@@ -23,6 +25,8 @@ _SMALL = 1 << 18
 compiled: Callable[..., Any] = numba.njit(cache=True, nogil=True, parallel=True, error_model="numpy")
 inlined: Callable[..., Any] = numba.njit(cache=True, nogil=True, inline="always", error_model="numpy")
 serial: Callable[..., Any] = numba.njit(cache=True, nogil=True, error_model="numpy")
+# Sums may be reordered where they are in float64, and end as one float32.
+summing: Callable[..., Any] = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "nsz"})
 
 
 def in_turn(function: Callable[P, R]) -> Callable[P, R]:

@@ -1,0 +1,117 @@
+"""Signs: bits and their scale in one pass over the values."""
+
+import numpy as np
+import torch
+from numba import prange
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradwire.kernels.bits import packed_bytes
+from gradwire.kernels.cpu import scales
+from gradwire.kernels.cpu.packing import join, pack_signs, sign_at, signs_at
+from gradwire.kernels.cpu.pages import lend
+from gradwire.kernels.cpu.pieces import whole
+from gradwire.kernels.cpu.threads import compiled, in_turn
+from gradwire.kernels.cpu.vectors import choose
+
+
+@compiled
+def _encode(x, pieces, what, sums, heads, out):
+    for t in prange(sums.size):
+        a, b = pieces.start[t], pieces.stop[t]
+        piece = x[a:b]
+        sums[t] = scales.squares(piece) if what == scales.SQUARES else scales.magnitudes(piece)
+        heads[t] = pack_signs(piece, a, out)
+
+
+@compiled
+def _encode_sides(x, pieces, above, below, counts, heads, out):
+    for t in prange(above.size):
+        a, b = pieces.start[t], pieces.stop[t]
+        piece = x[a:b]
+        above[t] = scales.upper(piece)
+        below[t] = scales.lower(piece)
+        count = 0
+        for j in range(piece.size):
+            count += np.int64(piece[j] >= 0.0)
+        counts[t] = count
+        heads[t] = pack_signs(piece, a, out)
+
+
+@compiled
+def _decode(data, pieces, above, below, out):
+    for t in prange(pieces.start.size):
+        a, b = pieces.start[t], pieces.stop[t]
+        up, down = above[pieces.segment[t]], below[pieces.segment[t]]
+        first = min(b, a + -a % 8)
+        last = first + (b - first) // 64 * 64
+        for i in range(a, first):
+            out[i] = up if sign_at(data, i) else down
+        for i in range(first, last, 64):
+            choose(signs_at(data, i), up, down, out, i)
+        for i in range(last, b):
+            out[i] = up if sign_at(data, i) else down
+
+
+def _table(lengths: Tensor) -> tuple[int, ...]:
+    return tuple(lengths.tolist())
+
+
+def _message(head: int, bits: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    message = lend(4 * head + packed_bytes(bits, 1), np.uint8)
+    return message, message[4 * head :]
+
+
+@in_turn
+def sign_encode(values: Tensor, lengths: Tensor, norm: bool) -> Tensor:
+    x, table = values.detach().contiguous().numpy(), _table(lengths)
+    pieces, what = whole(table), scales.SQUARES if norm else scales.MAGNITUDES
+    message, body = _message(len(table), x.size)
+    sums, heads = np.empty(pieces.start.size), np.empty(pieces.start.size, dtype=np.uint8)
+    _encode(x, pieces, what, sums, heads, body)
+    join(pieces.start, 1, heads, body)
+    sizes = scales.mean(scales.summed(sums, pieces.segment, len(table)), table, what)
+    message[: 4 * sizes.size] = sizes.view(np.uint8)
+    return torch.from_numpy(message)
+
+
+@in_turn
+def sign_decode(data: Tensor, lengths: Tensor) -> Tensor:
+    head, body = _parts(data, lengths.numel())
+    return _decoded(body, lengths, head, -head)
+
+
+@in_turn
+def onebit_encode(values: Tensor, lengths: Tensor) -> Tensor:
+    x, table = values.detach().contiguous().numpy(), _table(lengths)
+    pieces = whole(table)
+    message, body = _message(2 * len(table), x.size)
+    above, below, counts = (np.empty(pieces.start.size) for _ in range(3))
+    heads = np.empty(pieces.start.size, dtype=np.uint8)
+    _encode_sides(x, pieces, above, below, counts, heads, body)
+    join(pieces.start, 1, heads, body)
+    up, down, held = (scales.summed(part, pieces.segment, len(table)) for part in (above, below, counts))
+    means = up / np.maximum(held, 1), down / np.maximum(np.array(table) - held, 1)
+    message[: 8 * len(table)] = np.concatenate(means).astype(np.float32).view(np.uint8)
+    return torch.from_numpy(message)
+
+
+@in_turn
+def onebit_decode(data: Tensor, lengths: Tensor) -> Tensor:
+    head, body = _parts(data, 2 * lengths.numel())
+    above, below = np.split(head, 2)
+    return _decoded(body, lengths, above, below)
+
+
+def _parts(data: Tensor, count: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+    raw = data.numpy()
+    return raw[: 4 * count].copy().view(np.float32), raw[4 * count :]
+
+
+def _decoded(
+    body: NDArray[np.uint8], lengths: Tensor, above: NDArray[np.float32], below: NDArray[np.float32]
+) -> Tensor:
+    table = _table(lengths)
+    out = lend(sum(table), np.float32)
+    _decode(body, whole(table), above, below, out)
+    return torch.from_numpy(out)
