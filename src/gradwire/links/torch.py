@@ -99,12 +99,38 @@ class TorchLink(Link):
         elif isinstance(collective, AllToAll):
             out = x.new_empty(sum(collective.into))
             splits = list(collective.into), list(collective.out)
-            dist.all_to_all_single(out, x, *splits, group=self.group)
+            if self._via_host:
+                self._hand_round(x.split(splits[1]), out.split(splits[0]))
+            else:
+                dist.all_to_all_single(out, x, *splits, group=self.group)
         else:
             out = x.clone()
             root = 0 if self.group is None else dist.get_global_rank(self.group, 0)
             dist.broadcast(out, root, group=self.group)
         return out
+
+    def _hand_round(self, mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+        """All-to-all in turns, to the next rank, the one after it and so on.
+
+        Gloo's own sends to all at once, and to each peer in one direction at a time: on a thin link that takes 1.4
+        times as long among 4 ranks, and twice as long between 2.
+        """
+        theirs[self.rank].copy_(mine[self.rank])
+        turns = [(self.rank + turn) % self.world for turn in range(1, self.world)]
+        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        receipts = [
+            dist.irecv(theirs[peer], ranks[peer], group=self.group) for peer in turns[::-1] if theirs[peer].numel()
+        ]
+        for peer in turns:
+            if mine[peer].numel():
+                _wait(dist.isend(mine[peer], ranks[peer], group=self.group))
+        for receipt in receipts:
+            _wait(receipt)
+
+
+def _wait(work: dist.Work | None) -> None:
+    assert work is not None, "a rank hands nothing to itself"
+    work.wait()
 
 
 def connect(group: dist.ProcessGroup | None = None, patience: timedelta | None = None) -> Link:
