@@ -16,6 +16,7 @@ from gradwire.codecs import Codec, codec
 from gradwire.core.payload import Malformed
 from gradwire.core.registry import listing, register
 from gradwire.core.spec import parse
+from gradwire.links.roll_call import LostError
 from gradwire.sync import Method, Rule, method
 from gradwire.version import VERSION as __version__
 
@@ -25,6 +26,7 @@ __all__ = [
     "DistributedOptimizer",
     "ElasticNet",
     "GossipReport",
+    "LostError",
     "Malformed",
     "Method",
     "Net",
