@@ -1,5 +1,6 @@
 """Every example runs, and says what it should."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -14,6 +15,13 @@ SAYS = {
     "03_ddp.py": "50 steps (0 skipped), world of 2",
     "04_your_own_codec.py": "topk(0.05) | crowd",
     "05_gossip_ring.py": "120 steps, world of 8, 2 neighbors",
+    "06_accelerate.py": "64 steps (0 skipped), world of 2",
+    "07_lightning.py": "64 steps (0 skipped), world of 2",
+}
+# Other people's trainers, and what they are started with. Their warnings are their own business.
+FRAMEWORKS = {
+    "06_accelerate.py": ("accelerate", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]),
+    "07_lightning.py": ("lightning", []),
 }
 
 
@@ -22,9 +30,12 @@ def test_no_example_is_forgotten():
 
 
 @pytest.mark.parametrize("name", sorted(SAYS))
-def test_example(name):
+def test_example(name, tmp_path):
+    framework, how = FRAMEWORKS.get(name, ("torch", ["-W", "error"]))
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed: pip install gradwire[{framework}]")
     done = subprocess.run(
-        [sys.executable, "-W", "error", FOLDER / name],
+        [sys.executable, *how, FOLDER / name, *([tmp_path] if name in FRAMEWORKS else [])],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -5,6 +5,7 @@ results.csv       one line an epoch
 recipe.toml       the recipe, resolved
 environment.json  versions, device, git revision, command line
 events.out.*      TensorBoard, where it is installed
+wandb-run         the run's name at Weights & Biases, where WANDB_PROJECT is set
 """
 
 import csv
@@ -14,6 +15,7 @@ import os
 import platform
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,10 +39,11 @@ class Records:
         self._board: Any = None
         self._wandb: Any = None
         if writes:
-            self._keep_until(epoch)
+            wandb = _find_wandb()  # or a sentence, before anything is written
+            step = self._keep_until(epoch)
             self._file = (folder / "run.jsonl").open("a", encoding="utf-8")
-            self._board = _tensorboard(folder)
-            self._wandb = _wandb(folder)
+            self._board = _tensorboard(folder, step)
+            self._wandb = None if wandb is None else _begin(wandb, folder, step)
 
     def __enter__(self) -> "Records":
         return self
@@ -71,11 +74,13 @@ class Records:
         if self._wandb is not None:
             self._wandb.log(curves, step=step)
 
-    def _keep_until(self, epoch: float) -> None:
-        """Forget what was written after the checkpoint that training goes on from."""
+    def _keep_until(self, epoch: float) -> int:
+        """Forget what was written after the checkpoint that training goes on from; the last step that is kept."""
         past = [record for record in read(self.folder) if record["event"] != "final"]
         kept = [record for record in past if record.get("epoch", 0.0) <= epoch + 1e-4]  # written with four digits
-        write_text(self.folder / "run.jsonl", "".join(json.dumps(record) + "\n" for record in (kept if epoch else [])))
+        kept = kept if epoch else []
+        write_text(self.folder / "run.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
+        return max((record["step"] for record in kept), default=0)
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -144,19 +149,29 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tensorboard(folder: Path) -> Any:
+def _tensorboard(folder: Path, step: int) -> Any:
+    """A writer whose curves go on after a step: what an earlier sitting drew beyond it is not shown."""
     try:
-        return importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
     except ImportError:
         return None
+    return writer(str(folder), purge_step=step + 1)
 
 
-def _wandb(folder: Path) -> Any:
+def _find_wandb() -> Any:
     """Weights & Biases, for whoever has set WANDB_PROJECT."""
-    project = os.environ.get("WANDB_PROJECT")
-    if not project:
+    if not os.environ.get("WANDB_PROJECT"):
         return None
     try:
-        return importlib.import_module("wandb").init(project=project, name=folder.name, dir=str(folder), resume="allow")
+        return importlib.import_module("wandb")
     except ImportError:
         raise ValueError("WANDB_PROJECT is set, but wandb is not installed: pip install wandb") from None
+
+
+def _begin(wandb: Any, folder: Path, step: int) -> Any:
+    """One run there for all sittings of a run here."""
+    project = os.environ["WANDB_PROJECT"]
+    name = folder / "wandb-run"
+    if not step or not name.is_file():
+        write_text(name, uuid.uuid4().hex)
+    return wandb.init(project=project, name=folder.name, dir=str(folder), id=name.read_text(), resume="allow")

@@ -1,0 +1,46 @@
+"""Accelerate's door: what `gradwire.compress` does, told of the Accelerator's scaler and of its checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from gradwire.adapters.checkpoint import load, save
+from gradwire.adapters.compress import compress
+from gradwire.adapters.wire import Wire
+from gradwire.sync.method import Spec
+
+
+def attach(accelerator: Any, model: nn.Module, spec: Spec, **options: Any) -> Wire:
+    """Compress the gradients of a model that ``accelerator.prepare`` has returned.
+
+    From now on ``accelerator.save_state`` writes every rank's compression memory into the same folder, and
+    ``accelerator.load_state`` reads it back, also into another number of ranks.
+
+    Args:
+        accelerator: An `accelerate.Accelerator`.
+        model: The prepared model: in several processes, one in DistributedDataParallel.
+        spec: See `gradwire.compress`, as for all other options.
+        options: All of `gradwire.compress` but the scaler.
+    """
+    wire = compress(model, spec, scaler=accelerator.scaler, **options)
+    check_world(accelerator, wire)
+
+    def keep(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        save(wire, Path(folder))
+
+    def recall(models: list[nn.Module], folder: str) -> None:
+        load(wire, Path(folder))
+
+    accelerator.register_save_state_pre_hook(keep)
+    accelerator.register_load_state_pre_hook(recall)
+    return wire
+
+
+def check_world(accelerator: Any, wire: Wire) -> None:
+    """An Accelerator that was not told to use CPUs trains alone there, in however many processes."""
+    if accelerator.num_processes != wire.link.world:
+        raise ValueError(
+            f"the Accelerator counts {accelerator.num_processes} processes, and the process group {wire.link.world}, "
+            "so that each would train alone; on CPUs, build Accelerator(cpu=True), or TrainingArguments(use_cpu=True)"
+        )

@@ -1,0 +1,110 @@
+"""Curves elsewhere: TensorBoard's events are read back, and Weights & Biases is played by a stand-in."""
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gradwire.train.record import Records, read
+from trainings import recipe_of, train
+
+
+def scalars(folder: Any) -> dict[str, dict[int, float]]:
+    """What TensorBoard would draw, by name and step."""
+    reason = "TensorBoard is not installed: pip install gradwire[boards]"
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason=reason)
+    found = events.EventAccumulator(str(folder))
+    found.Reload()
+    return {name: {event.step: event.value for event in found.Scalars(name)} for name in found.Tags()["scalars"]}
+
+
+def test_tensorboard_draws_what_was_recorded(tmp_path):
+    train(recipe_of("digits"), 2, tmp_path)
+    curves, records = scalars(tmp_path), read(tmp_path)
+    drawn = {"step": ("loss", "lr", "sent"), "epoch": ("train_loss", "test_loss", "value", "wire_ratio")}
+    for record in records:
+        for name in drawn.get(record["event"], ()):
+            assert curves[name][record["step"]] == pytest.approx(record[name], rel=1e-6), (name, record["step"])
+    assert set(curves["test_loss"]) == {5, 10}
+    assert set(curves["loss"]) == {1, 2, 4, 6, 8, 10}
+
+
+def step_record(step: int, loss: float) -> dict[str, Any]:
+    return {"event": "step", "step": step, "epoch": step / 10, "loss": loss, "lr": 0.1}
+
+
+def test_a_second_sitting_draws_over_what_the_first_one_lost(tmp_path):
+    for begin, loss in ((1, 1.0), (4, 2.0)):  # the second goes on from a checkpoint of step 3
+        with Records(tmp_path, (begin - 1) / 10, writes=True) as records:
+            for step in range(begin, 7):
+                records.write(step_record(step, loss))
+    expected = {1: 1.0, 2: 1.0, 3: 1.0, 4: 2.0, 5: 2.0, 6: 2.0}
+    assert {record["step"]: record["loss"] for record in read(tmp_path)} == expected
+    assert scalars(tmp_path)["loss"] == expected
+
+
+class Wandb(SimpleNamespace):
+    """Stands in for the module, and for the run that its init returns."""
+
+    def __init__(self) -> None:
+        super().__init__(begun=[], logged=[], ended=[])
+
+    def init(self, **options: Any) -> "Wandb":
+        self.begun.append(options)
+        return self
+
+    def log(self, curves: dict[str, float], step: int) -> None:
+        self.logged.append((step, json.loads(json.dumps(curves))))
+
+    def finish(self, exit_code: int) -> None:
+        self.ended.append(exit_code)
+
+
+@pytest.fixture
+def wandb(monkeypatch) -> Wandb:
+    played = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", played)
+    monkeypatch.setenv("WANDB_PROJECT", "thin-wires")
+    monkeypatch.setenv("WANDB_MODE", "offline")  # in case it is the real one after all
+    return played
+
+
+def test_weights_and_biases_hear_every_step_and_epoch(tmp_path, wandb):
+    train(recipe_of("digits"), 2, tmp_path / "run")
+    (begun,) = wandb.begun
+    assert (begun["project"], begun["name"], begun["resume"]) == ("thin-wires", "run", "allow")
+    told = [record for record in read(tmp_path / "run") if record["event"] in ("step", "epoch")]
+    assert [step for step, _ in wandb.logged] == [record["step"] for record in told]
+    for (_, curves), record in zip(wandb.logged, told, strict=True):
+        assert curves and all(record[name] == value for name, value in curves.items())
+    assert "test_loss" in wandb.logged[-1][1] and "loss" in wandb.logged[0][1]
+    assert wandb.ended == [0]
+
+
+def test_sittings_of_a_run_are_one_run_there(tmp_path, wandb):
+    for epoch in (0.0, 0.2, 0.0):  # begun, gone on with, and begun again
+        with Records(tmp_path, epoch, writes=True) as records:
+            records.write(step_record(2, 1.0))
+    first, second, third = (begun["id"] for begun in wandb.begun)
+    assert first == second != third
+    with pytest.raises(ZeroDivisionError), Records(tmp_path, 0.2, writes=True):
+        _ = 1 / 0
+    assert wandb.ended == [0, 0, 0, 1]
+
+
+def test_ranks_that_do_not_write_tell_nobody(tmp_path, wandb):
+    with Records(tmp_path, 0.0, writes=False):
+        pass
+    assert not wandb.begun and not list(tmp_path.iterdir())
+
+
+def test_without_a_project_or_without_the_module(tmp_path, wandb, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="WANDB_PROJECT is set, but wandb is not installed: pip install wandb"):
+        Records(tmp_path, 0.0, writes=True)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.delenv("WANDB_PROJECT")
+    with Records(tmp_path, 0.0, writes=True):
+        assert not wandb.begun

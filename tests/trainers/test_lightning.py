@@ -1,0 +1,159 @@
+"""Lightning: what a Trainer with our callback computes is what a plain loop computes, and it goes on where it was."""
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradwire
+import scenes
+from workers import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("lightning") is None, reason="Lightning is not installed: pip install gradwire[lightning]"
+)
+# Importing Lightning takes seconds, so ranks alone import it, and each tells several stories.
+
+BATCH, STEPS = 8, 6  # of one rank, in an epoch
+SPEC = "topk(0.1)"
+
+
+def examples(rank: int) -> Tensor:
+    return torch.cat([scenes.batch(rank, step, BATCH) for step in range(STEPS)])
+
+
+def module(momentum: float) -> Any:
+    from lightning.pytorch import LightningModule
+
+    class Small(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = scenes.model()
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return scenes.sgd(self, momentum=momentum)
+
+    return Small()
+
+
+def fit(
+    rank: int,
+    world: int,
+    epochs: int = 1,
+    spec: str = SPEC,
+    start: Path | None = None,
+    momentum: float = 0.0,
+    **options: Any,
+) -> tuple[Any, Any, Any]:
+    """The Trainer, its callback and the net, after some epochs on a CPU; in a world of one, without DDP."""
+    from lightning.pytorch import Trainer
+
+    from gradwire.adapters.lightning import Compression
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": "x"}
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    compression = Compression(spec, launch_mb=scenes.LAUNCH_MB)
+    where = {"accelerator": "cpu", "devices": world, "strategy": "ddp" if world > 1 else "auto"}
+    options = {"use_distributed_sampler": False, **where, **quiet, **options}
+    trainer = Trainer(max_epochs=epochs, callbacks=[compression], **options)
+    fitted = module(momentum)
+    trainer.fit(fitted, DataLoader(TensorDataset(examples(rank)), BATCH), ckpt_path=start)
+    return trainer, compression, fitted.net
+
+
+def loop(rank: int, world: int, epochs: int = 1, passes: int = 1, clip: float = 0.0) -> tuple[gradwire.Wire, nn.Module]:
+    """The same without Lightning."""
+    net = scenes.model()
+    wire = gradwire.compress(net, SPEC, launch_mb=scenes.LAUNCH_MB)
+    optimizer = scenes.sgd(net)
+    for _ in range(epochs):
+        for step, batch in enumerate(examples(rank).split(BATCH)):
+            (net(batch).square().mean() / passes).backward()
+            if (step + 1) % passes == 0:
+                wire()
+                if clip:
+                    nn.utils.clip_grad_norm_(net.parameters(), clip)
+                optimizer.step()
+                optimizer.zero_grad()
+    return wire, net
+
+
+def equal(wire: gradwire.Wire, net: nn.Module, expected: tuple[gradwire.Wire, nn.Module]) -> bool:
+    """Parameters and memories, bit for bit."""
+    theirs = {name.removeprefix("net."): x for name, x in wire.debts().items()}
+    return scenes.same(scenes.tensors(net), scenes.tensors(expected[1])) and scenes.same(theirs, expected[0].debts())
+
+
+def two_ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    _, compression, net = fit(rank, world, epochs=2)
+    expected = loop(rank, world, epochs=2)
+    assert equal(compression.wire, net, expected)
+    assert all(scenes.agreed(p.detach()) for p in net.parameters())
+    report = compression.wire.report()
+    assert (report.steps, report.payload, report.sent) == (2 * STEPS, expected[0].report().payload, report.sent)
+
+    _, accumulating, net = fit(rank, world, accumulate_grad_batches=2, gradient_clip_val=0.05)
+    assert accumulating.wire.report().steps == STEPS // 2
+    assert equal(accumulating.wire, net, loop(rank, world, passes=2, clip=0.05))
+
+    _, half, net = fit(rank, world, precision="bf16-mixed")
+    assert half.wire.report().steps == STEPS and half.wire.skipped == 0
+    assert all(scenes.agreed(p.detach()) for p in net.parameters())
+
+    stopped, _, _ = fit(rank, world, epochs=1)
+    stopped.save_checkpoint(folder / "stopped.ckpt")
+    _, going_on, net = fit(rank, world, epochs=2, start=folder / "stopped.ckpt")
+    assert equal(going_on.wire, net, expected), "resuming changes nothing"
+    assert going_on.wire.report().steps == STEPS, "the account is of the second fit alone"
+    return {name: debt.double() for name, debt in compression.wire.debts().items()}
+
+
+def test_two_ranks_compute_what_a_plain_loop_computes(tmp_path):
+    first, second = run_ranks(two_ranks, 2, tmp_path, timeout=100)
+    assert any(not torch.equal(first[name], second[name]) for name in first), "each rank has debts of its own"
+    saved = torch.load(tmp_path / "stopped.ckpt", weights_only=True)["gradwire"]
+    assert [int(state["gradwire/rank"]) for state in saved] == [0, 1]
+    run_ranks(one_rank, 1, tmp_path, timeout=100)
+
+
+def one_rank(rank: int, world: int, folder: Path) -> None:
+    """On a single device there is no DDP, and still compression."""
+    from lightning.pytorch.loggers import CSVLogger
+
+    _, compression, net = fit(rank, world, logger=CSVLogger(folder, version=0), log_every_n_steps=1)
+    assert equal(compression.wire, net, loop(rank, world))
+    assert compression.wire.report().payload_ratio > 5
+    names = (folder / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"gradwire/sent_mb", "gradwire/payload_ratio", "gradwire/skipped"} <= set(names)
+    assert "did you mean topk" in scenes.sentence(lambda: fit(rank, world, spec="tpok(0.1)"))
+    assert "momentum of its own" in scenes.sentence(lambda: fit(rank, world, spec="dgc(0.1)", momentum=0.9))
+    narrowed(folder)
+    without_memories(folder)
+
+
+def narrowed(folder: Path) -> None:
+    """A checkpoint of two ranks, gone on with by one: what was owed is still owed."""
+    states = torch.load(folder / "stopped.ckpt", weights_only=True)["gradwire"]
+    _, compression, _ = fit(0, 1, epochs=1, start=folder / "stopped.ckpt")
+    assert compression.wire.report().steps == 0
+    for name, debt in compression.wire.debts().items():
+        owed = torch.stack([state[f"residual/{name}"] for state in states]).mean(0)
+        torch.testing.assert_close(debt.flatten(), owed)
+
+
+def without_memories(folder: Path) -> None:
+    """A checkpoint that was saved before anything was compressed."""
+    checkpoint = torch.load(folder / "stopped.ckpt", weights_only=True)
+    del checkpoint["gradwire"]
+    torch.save(checkpoint, folder / "dense.ckpt")
+    with pytest.warns(UserWarning, match="memories begin empty"):
+        _, compression, _ = fit(0, 1, epochs=2, start=folder / "dense.ckpt")
+    assert compression.wire.report().steps == STEPS
