@@ -2,7 +2,8 @@
 
 Calibrations are wrong by some percent, so the fastest prediction alone is no good reason. A way is taken only if it
 would not be much slower than dense training even where the figures err against it: the worst corner of a box around
-them. Of those, the fastest; of those about as fast, the one that loses least.
+them. Of those, the fastest; of those about as fast, the one that loses least, which is dense training if it is among
+them.
 """
 
 import itertools
@@ -64,7 +65,7 @@ def advise(
     plain = [predictor(calibration, spec, cluster) for spec in known(calibration, DENSE)]
     found = [predictor(calibration, spec, cluster) for spec in known(calibration, specs)]
     dense = min(plain, key=_seconds)
-    faster = [way for way in found if way.seconds < dense.seconds]
+    faster = [way for way in found if way.seconds * (1 + TIE) < dense.seconds]
     box = _Box(calibration, cluster, predictor, error)
     fastest = next((way for way in sorted(faster, key=_seconds) if box.bears(way.spec)), None)
     choice = dense

@@ -6,12 +6,12 @@ the workers of a host add up their gradients first, densely and over a fast link
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeAlias
 
 from gradwire.forecast.script import Message
-from gradwire.links.alphabeta import AlphaBeta, scatter, seconds
+from gradwire.links.alphabeta import AlphaBeta, seconds
 from gradwire.links.rates import LinkSpec
 
 Algorithm: TypeAlias = Literal["ring", "tree", "best"]
@@ -53,8 +53,8 @@ class Cluster:
         if message.kind == "all_to_all" and self.hosts > 1:
             # Unlike a ring, which enters and leaves a host once, everybody's messages meet on the host's link.
             beyond = (self.workers - self.per_host) / (self.workers - 1)
-            crowd = message.nbytes * self.per_host * beyond
-            return scatter(crowd, crowd, cost) + self._greetings(self.workers, cost)
+            crowd = replace(message, nbytes=message.nbytes * self.per_host * beyond)
+            return self._among(crowd, self.workers, cost)
         return self._among(message, self.workers, cost)
 
     def between(self, message: Message) -> float:

@@ -1,0 +1,96 @@
+"""The adviser as people meet it: a table, a verdict, JSON, and sentences for what cannot be."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from gradwire.cli.advise import recipe_workload
+from gradwire.cli.main import app
+from gradwire.forecast.calibration import Calibration, Cost, save
+from gradwire.forecast.evidence import Evidence, evidence, shelf
+from gradwire.forecast.model import Model
+from gradwire.train.shelf import resolve
+
+FIGURES = Calibration(
+    Model({"embed": (10_000, 650), "bias": (2600,), "head": (10_000, 650)}),
+    0.1,
+    0.2,
+    {"ddp-fp32": Cost(0.0, 0.0), "ddp-bf16": Cost(0.004, 0.004), "sign": Cost(0.02, 0.03), "int4": Cost(0.03, 0.03)},
+    world=4,
+    note="by hand",
+)
+
+
+def told(*options: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["advise", *options])
+    return done.exit_code, done.output
+
+
+@pytest.fixture
+def figures(tmp_path: Path) -> str:
+    save(FIGURES, tmp_path / "figures.json")
+    return str(tmp_path / "figures.json")
+
+
+def test_it_says_what_to_take(figures: str) -> None:
+    code, said = told("--workers", "4", "--link", "100mbit,5ms", "--calibration", figures)
+    assert code == 0
+    assert "Take sign:" in said and "times faster than bf16 DDP" in said
+    assert 'gradwire.compress(model, "sign")' in said and "pays on links below" in said
+    assert "by hand" in said
+
+
+def test_it_says_when_not_to(figures: str) -> None:
+    code, said = told("--workers", "4", "--link", "100gbit", "--calibration", figures)
+    assert code == 0 and "Stay with fp32 DDP" in said and "pays on links below" in said
+
+
+def test_hosts_are_compressed_between(figures: str) -> None:
+    code, said = told("--hosts", "4", "--per-host", "8", "--link", "1gbit", "--calibration", figures)
+    assert code == 0 and "32 workers on 4 hosts" in said and 'across="hosts"' in said
+
+
+def test_the_same_as_json(figures: str) -> None:
+    code, said = told("--workers", "4", "--link", "100mbit,5ms", "--calibration", figures, "--json")
+    found = json.loads(said)
+    assert code == 0 and found["choice"] == "sign" and found["compresses"] and found["speedup"] > 5
+    assert {way["spec"] for way in found["ways"]} == set(FIGURES.costs)
+    for way in found["ways"]:
+        parts = way["compute"] + way["encode"] + way["wire"] + way["decode"] - way["hidden"]
+        assert way["seconds"] == pytest.approx(parts)
+    assert found["break_even"]["spec"] == "sign" and 1e8 < found["break_even"]["bits_per_second"] < 1e12
+
+
+def test_refusals_are_sentences(figures: str) -> None:
+    for options, words in (
+        (["--link", "100mbit", "--hosts", "3", "--workers", "4"], "3 hosts of 1 are not 4 workers"),
+        (["--link", "0mbit"], "impossible"),
+        (["--link", "fast"], "cannot read 'fast'"),
+        ([], "what is the link between the workers?"),
+        (["--link", "1gbit", "--specs", "sing"], "did you mean"),
+        (["--link", "1gbit", "--model", "nothing"], "there is no workload 'nothing'"),
+        (["nothing", "--link", "1gbit"], "no recipe called 'nothing'"),
+        (["digits", "--model", "lstm", "--link", "1gbit"], "not both"),
+        (["--link", "1gbit", "--calibration", figures + "x"], "there is no calibration"),
+    ):
+        code, said = told(*options)
+        assert code == 2 and words in said, said
+
+
+def test_a_recipe_is_a_workload() -> None:
+    for name in ("digits", "cifar10-resnet20", "ptb-lstm700", "pydoc-gpt"):
+        recipe = resolve([name], ["train.batch=4", "train.batch_per=worker"])
+        workload = recipe_workload(recipe, 2)
+        workload.loss(workload.model).backward()
+        assert all(p.grad is not None for p in workload.model.parameters())
+
+
+def test_evidence_is_looked_up_by_what_a_spec_means() -> None:
+    assert evidence("randomk(0.3)") == [], "nobody has trained that"
+    for one in shelf():
+        assert one in evidence(one.spec) and one.seeds >= 1
+    if evidence("sign"):
+        assert evidence("ef_signsgd") == evidence("sign")
+    assert str(Evidence("x", "digits", "%", 4, 3, 98.0, -0.5, -1.0, 0.0)) == "-0.50 [-1.00, +0.00] on digits, 3 seeds"

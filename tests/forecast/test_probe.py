@@ -1,0 +1,57 @@
+"""A probe finds what the link is, the same on all ranks, or says in time that it cannot."""
+
+import os
+import time
+from typing import Any
+
+import torch
+
+from gradwire.forecast.probe import found, probe
+from gradwire.forecast.software import measure
+from gradwire.links.rates import LinkSpec
+from gradwire.links.throttled import ThrottledLink
+from gradwire.links.torch import connect
+from workers import run_ranks
+
+
+def probed(rank: int, world: int) -> tuple[LinkSpec, LinkSpec]:
+    thin = found(ThrottledLink(connect(), "20mbit,5ms"))
+    os.environ.pop("GRADWIRE_LINK", None)
+    return thin, probe()
+
+
+def test_a_pretended_link_is_found_out() -> None:
+    (one, fast), (two, same) = run_ranks(probed, 2)
+    assert one == two and fast == same
+    assert one.rate_bits is not None and fast.rate_bits is not None
+    assert 14e6 < one.rate_bits < 24e6 and 0.004 < one.delay_seconds < 0.015
+    assert fast.rate_bits > 5 * one.rate_bits
+
+
+def left_alone(rank: int, world: int) -> Any:
+    if rank:
+        time.sleep(4)
+        return None
+    began = time.monotonic()
+    try:
+        probe(patience_seconds=1.5)
+    except ValueError as wrong:
+        return str(wrong), time.monotonic() - began
+
+
+def test_a_silent_rank_is_told_in_a_sentence() -> None:
+    (said, took), _ = run_ranks(left_alone, 2)
+    assert "did not hear from all ranks within 1.5 s" in said and "100mbit,20ms" in said
+    assert took < 3.5
+
+
+def timed(rank: int, world: int) -> Any:
+    software = measure(connect(), torch.distributed.barrier)
+    return software.latency, software.per_byte
+
+
+def test_software_costs_are_the_same_figures_everywhere() -> None:
+    one, two = run_ranks(timed, 2)
+    assert one == two
+    assert set(one[0]) == {"all_reduce", "all_gather", "all_to_all"}
+    assert all(seconds > 0 for seconds in one[0].values())
