@@ -1,6 +1,7 @@
 """Compression between hosts only: hosts say what single ranks with the hosts' mean gradients would say."""
 
 import math
+import os
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import gradwire
 import scenes
 from gradwire.links.grouping import Grouping
+from gradwire.links.throttled import ThrottledLink
 from workers import run_ranks
 
 HOSTS = [[0, 1], [2, 3]]
@@ -373,15 +375,14 @@ def test_hosts_are_found_in_the_environment():
 
 
 def attached(rank: int, world: int, monkey: dict[str, str]) -> dict[str, str]:
-    """What ranks hear that are told different things."""
-    import os
-
+    """Hosts from the environment, of which a link between them may be thin; what ranks hear who ask different things."""
     os.environ |= monkey | {"LOCAL_RANK": str(rank % 2)}
     net = scenes.model()
     wire = gradwire.compress(net, "topk(0.1)", across="hosts")
     assert wire.link.grouping == Grouping.of(HOSTS[: world // 2])
     scenes.plain(net, wire, scenes.sgd(net), range(2), rank)
     assert wire.report().hosts == world // 2
+    assert isinstance(wire.link.between, ThrottledLink) and not isinstance(wire.link.local, ThrottledLink)
     return {
         "different": scenes.sentence(lambda: gradwire.compress(net, "topk(0.1)", across="hosts" if rank else HOSTS)),
         "one alone": scenes.sentence(lambda: gradwire.compress(net, "topk(0.1)", across=None if rank else "hosts")),
@@ -392,7 +393,7 @@ def attached(rank: int, world: int, monkey: dict[str, str]) -> dict[str, str]:
 
 
 def test_what_cannot_be_is_refused_everywhere():
-    answers = run_ranks(attached, 4, {"LOCAL_WORLD_SIZE": "2"})
+    answers = run_ranks(attached, 4, {"LOCAL_WORLD_SIZE": "2", "GRADWIRE_LINK": "1gbit"})
     words = {
         "different": "another spec than rank 0",
         "one alone": "another spec than rank 0",

@@ -38,10 +38,10 @@ Book = Mapping[int, Door]  # by rank, in the numbers that people see
 
 def door() -> Door:
     """This process's own."""
-    address = _address()
-    listener = _listener(address, os.getpid())
+    listener = _listener(os.getpid())
+    address, port = listener.getsockname() if listener is not None else ("", 0)
     name = socket.gethostname() if not address or address.startswith("127.") else address
-    return Door(name, address if listener is not None else "", listener.getsockname()[1] if listener else 0)
+    return Door(name, address, port)
 
 
 def lost(wrong: RuntimeError, me: int, book: Book, seconds: float = SECONDS) -> RuntimeError:
@@ -108,10 +108,11 @@ def _reason(wrong: RuntimeError) -> str:
 
 
 @lru_cache(maxsize=1)
-def _listener(address: str, process: int) -> socket.socket | None:
+def _listener(process: int) -> socket.socket | None:
     """One for each process, as long as it lives; a forked child has none of its own yet."""
     del process
     try:
+        address = _address()
         return socket.create_server((address, 0), backlog=64) if address else None
     except OSError:
         return None
