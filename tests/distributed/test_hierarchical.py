@@ -375,7 +375,7 @@ def test_hosts_are_found_in_the_environment():
 
 
 def attached(rank: int, world: int, monkey: dict[str, str]) -> dict[str, str]:
-    """Hosts from the environment, of which a link between them may be thin; what ranks hear who ask different things."""
+    """Hosts from the environment, with a thin link between them; and what ranks hear who ask different things."""
     os.environ |= monkey | {"LOCAL_RANK": str(rank % 2)}
     net = scenes.model()
     wire = gradwire.compress(net, "topk(0.1)", across="hosts")
