@@ -1,6 +1,7 @@
-"""`gradwire bench`: how fast kernels are here, and steps over thin links."""
+"""`gradwire bench`: how fast kernels are here, what a step costs, what is held, and steps over thin links."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.links.rates import LinkSpec
-from gradwire.network.namespaces import Refused
+from gradwire.network.namespaces import Refused, lacking
 
 if TYPE_CHECKING:
     from gradwire.bench.network.cells import Field, Where
@@ -20,6 +21,18 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Measure, on this machine.", no_args_is_help=True)
 
 COLUMNS = ("kernel", "elements", "segments", "ms", "GB/s", "x floor", "x plain torch")
+STEP_COLUMNS = (
+    "workload",
+    "ranks",
+    "method",
+    "ms",
+    "x DDP",
+    "quartiles",
+    "x silent",
+    "CPU x DDP",
+    "floats kept",
+    "peak",
+)
 
 
 @app.callback()
@@ -36,6 +49,7 @@ def kernels(
     ] = False,
     only: Annotated[str, typer.Option(help="Only kernels whose name holds this.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Medians are of this many runs.")] = 10,
+    picture: Annotated[Path | None, typer.Option(help="Draw times over bytes into this PNG or SVG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")] = False,
 ) -> None:
     """Time every kernel against the memory it must touch, and against its definition in plain torch."""
@@ -43,14 +57,22 @@ def kernels(
 
     sizes: list[int | tuple[int, ...]] = list(size or [25_600_000])
     sizes += [bench_kernels.resnet50()] if resnet50 else []
-    if as_json:
-        bench_kernels.measure(device, sizes, only, repeats, lambda row: typer.echo(json.dumps(row)))
-        return
     table = Table(title=f"kernels on {device}: the floor is a copy of as many bytes, in the same run")
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "kernel" else "right")
-    bench_kernels.measure(device, sizes, only, repeats, lambda row: table.add_row(*_cells(row)))
-    Console().print(table)
+
+    def report(row: dict[str, Any]) -> None:
+        if as_json:
+            typer.echo(json.dumps(row))
+        table.add_row(*_cells(row))
+
+    rows = bench_kernels.measure(device, sizes, only, repeats, report)
+    if picture:
+        from gradwire.bench import roofline
+
+        roofline.picture(rows, picture)
+    if not as_json:
+        Console().print(table)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -63,6 +85,85 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['to_floor']:.2f}",
         f"{row['to_reference']:.1f}",
     )
+
+
+@app.command()
+def step(
+    workload: Annotated[list[str] | None, typer.Option(help="resnet20, gpt, resnet50, gpt2; several.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    workers: Annotated[int, typer.Option(min=0, help="How many ranks, on this machine.")] = 0,
+    method: Annotated[list[str] | None, typer.Option(help="ddp-bf16, 'topk(0.01) | sign', ...; several.")] = None,
+    batch: Annotated[int, typer.Option(min=0, help="Of each rank; 0 for the usual one.")] = 0,
+    rounds: Annotated[int, typer.Option(min=1, help="Blocks of steps of each method, interleaved.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="Of one block.")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")] = False,
+) -> None:
+    """Time a training step without a network: by plain DDP, by torch's hooks, by ours, and without any exchange.
+
+    A world of two on a CPU, of one on a GPU, unless you say otherwise.
+    """
+    from gradwire.bench import step as bench_step
+
+    on_gpu = device == "cuda"
+    world = workers or (1 if on_gpu else 2)
+    methods = tuple(dict.fromkeys((bench_step.SILENT, bench_step.DENSE, *(method or bench_step.METHODS))))
+    table = Table(title=f"steps on {device}: DDP is torch's in float32; silent does not communicate")
+    for column in STEP_COLUMNS:
+        table.add_column(column, justify="left" if column in ("workload", "method") else "right")
+    try:
+        for name in workload or (["gpt2", "resnet50"] if on_gpu else ["resnet20", "gpt"]):
+            job = bench_step.Job(name, device, methods, batch, rounds, steps)
+            for row in bench_step.measure(job, world, lambda line: typer.echo(line, err=True)):
+                if as_json:
+                    typer.echo(json.dumps(row))
+                table.add_row(*_step_cells(row))
+    except (ValueError, RuntimeError) as wrong:
+        typer.echo(f"gradwire bench step: {wrong}", err=True)
+        raise typer.Exit(2) from None
+    if not as_json:
+        Console(width=None if sys.stdout.isatty() else 150).print(table)
+
+
+def _step_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    start = (row["workload"], str(row["world"]), row["method"])
+    if "refused" in row:
+        return (*start, "refused", *("" for _ in STEP_COLUMNS[4:]))
+    low, high = row["to_dense_quartiles"]
+    return (
+        *start,
+        f"{row['step_ms']:.2f}",
+        f"{row['to_dense']:.3f}",
+        f"{low:.3f} to {high:.3f}",
+        f"{row['to_silent']:.3f}",
+        f"{row['busy_to_dense']:.3f}",
+        *("" if row[name] is None else f"{row[name]:.2f}" for name in ("kept_floats", "peak_floats")),
+    )
+
+
+@app.command()
+def memory(
+    spec: Annotated[list[str] | None, typer.Option(help="'dgc(0.001)', 'sign; feedback=none', ...; several.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    size: Annotated[int, typer.Option(min=10, help="Parameters of the model.")] = 25_600_000,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")] = False,
+) -> None:
+    """Weigh methods: floats per parameter that they keep, and that they hold at most within a step."""
+    from gradwire.bench import memory as bench_memory
+
+    table = Table(title=f"floats per parameter on {device}, beside parameters and gradients")
+    for column in ("spec", "kept", "peak", "due"):
+        table.add_column(column, justify="left" if column == "spec" else "right")
+    try:
+        for row in bench_memory.measure(spec or bench_memory.SPECS, device, size):
+            if as_json:
+                typer.echo(json.dumps(row))
+            numbers = (row["kept_floats"], row["peak_floats"], row["due_floats"])
+            table.add_row(row["spec"], *("" if number is None else f"{number:.2f}" for number in numbers))
+    except RuntimeError as wrong:
+        typer.echo(f"gradwire bench memory: {wrong}", err=True)
+        raise typer.Exit(2) from None
+    if not as_json:
+        Console().print(table)
 
 
 @app.command()
@@ -116,8 +217,6 @@ def network(
 
 
 def _where(throttled: bool) -> "Where":
-    from gradwire.network.namespaces import lacking
-
     missing = lacking()
     if missing and not throttled:
         typer.echo(f"{missing}; measuring with links that pretend instead", err=True)
@@ -141,3 +240,45 @@ def _show(found: "list[Standing]") -> None:
     for one in found:
         if "failed" in one.row:
             typer.echo(f"{one.row['link']}, {one.row['world']} ranks, {one.row['method']}: {one.row['failed']}")
+
+
+@app.command("link")
+def likeness(
+    link: Annotated[list[str] | None, typer.Option(help="100mbit, 100mbit,20ms, ...; several.")] = None,
+    workers: Annotated[int, typer.Option(min=2, help="How many ranks.")] = 4,
+    model: Annotated[str, typer.Option(help="The workload: linear, lstm, ...")] = "linear",
+    exchange: Annotated[list[str] | None, typer.Option(help="all-reduce, all-gather, two-way, gossip.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each exchange, interleaved.")] = 3,
+    steps: Annotated[int, typer.Option(min=2, help="Of one turn.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")] = False,
+) -> None:
+    """Compare step times on a link that pretends with those among hosts on shaped links. Needs root."""
+    from gradwire.bench.network.cells import Field, Pace
+    from gradwire.bench.network.likeness import EXCHANGES, compare
+
+    table = Table(title=f"{workers} ranks, milliseconds of a step")
+    for column in ("link", "exchange", "method", "shaped", "pretended", "ratio"):
+        table.add_column(column, justify="left" if column in ("link", "exchange", "method") else "right")
+    try:
+        if missing := lacking():
+            raise Refused(missing)
+        chosen = exchange or list(EXCHANGES)
+        for name in chosen:
+            if name not in EXCHANGES:
+                raise ValueError(f"there is no exchange {name!r}; take {', '.join(EXCHANGES)}")
+        for text in link or ("100mbit", "1gbit", "100mbit,5ms", "100mbit,20ms"):
+            named = str(LinkSpec.parse(text))
+            tell = _tell(Field(model, named, workers, "hosts"))
+            for one in compare(model, named, workers, Pace(rounds, steps), tell, chosen):
+                if as_json:
+                    load = os.getloadavg()[0]
+                    typer.echo(
+                        json.dumps({"link": named, "world": workers, "model": model, **one._asdict(), "load": load})
+                    )
+                shown = one.failed or f"{one.shaped:.1f}"
+                table.add_row(named, one.exchange, one.method, shown, f"{one.pretended:.1f}", f"{one.ratio:.3f}")
+    except (ValueError, Refused) as wrong:
+        typer.echo(f"gradwire bench link: {wrong}", err=True)
+        raise typer.Exit(2) from None
+    if not as_json:
+        Console(width=None if sys.stdout.isatty() else 120).print(table)

@@ -9,10 +9,13 @@ the link is no hindrance.
 
 import gc
 import os
+import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -22,8 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.bench.network.workloads import Workload
-from gradwire.forecast.calibration import Calibration, Cost
+from gradwire.bench.network.workloads import Workload, load
+from gradwire.forecast.calibration import Calibration, Cost, save
 from gradwire.forecast.model import DENSE, DTYPES, Model
 from gradwire.forecast.rehearsal import rehearse
 from gradwire.forecast.script import script, sent, sent_by
@@ -174,6 +177,21 @@ def _rehearsed(model: Model, spec: str, grads: Mapping[str, Tensor], decoded: in
     return Cost(whole.encode, whole.decode, per_peer, min(1.0, really / most) if most else 1.0)
 
 
-def specs_of(methods: Sequence[str]) -> tuple[str, ...]:
+def specs_of(methods: Iterable[str]) -> tuple[str, ...]:
     """The methods of a benchmark that can be rehearsed: ours."""
     return tuple(method for method in methods if not method.startswith(("ddp-", "gossip:")))
+
+
+def main(model: str, path: Path, specs: tuple[str, ...]) -> None:
+    """One rank of those that hosts or torchrun have started; the first writes the figures down."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = _rank(rank, world, Job(partial(load, model), specs, world))
+    if rank == 0:
+        save(found, path)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), tuple(sys.argv[3:]))
