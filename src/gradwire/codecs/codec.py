@@ -158,7 +158,7 @@ class Codec:
         """The mean of several ranks' messages, bit for bit their `total` over their number."""
         # Messages that are longer together than the vector are better read one after the other.
         if self.transform or not self.selector or len(payloads) * self.most(segments) > segments.total:
-            return self.total(payloads, segments, keys) / len(payloads)
+            return groups.over(self.total(payloads, segments, keys), len(payloads))
         values, indices, bounds = self.entries(payloads, segments, keys)
         return scatter_mean(values, indices, bounds, segments.total, len(payloads))
 

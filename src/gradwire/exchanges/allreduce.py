@@ -21,6 +21,7 @@ from gradwire.core.payload import Payload
 from gradwire.core.registry import register
 from gradwire.core.segments import Segments
 from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
+from gradwire.kernels.groups import over
 
 
 @register("allreduce", kind="exchange")
@@ -46,7 +47,7 @@ class AllReduce(Exchange):
     def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
         assert isinstance(said.message, Payload)
         total = yield Sum(codec.summand(said.message))
-        mean = total.float() / around.world
+        mean = over(total.float(), around.world)
         return Agreed(codec.expand(mean, around.units, around.key), said.memory)
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:

@@ -24,6 +24,7 @@ from gradwire.core.registry import register
 from gradwire.core.segments import Segments
 from gradwire.core.sharing import shared
 from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said, Say
+from gradwire.kernels.groups import over
 
 
 def shard(n: int, world: int, rank: int) -> tuple[int, int]:
@@ -66,7 +67,7 @@ class TwoWay(Exchange):
         # Leg 1: hear everybody's version of my shard.
         heard = yield Swap(said.message, {rank: sizes[me] for rank in range(world)})
         keys = [around.key.of(rank) for rank in range(world)]
-        mine = codec.total([heard[rank] for rank in range(world)], windows[me], keys) / world
+        mine = over(codec.total([heard[rank] for rank in range(world)], windows[me], keys), world)
         if around.indebted:
             mine = mine + said.memory["served"]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, wraps
 from types import ModuleType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -30,7 +30,7 @@ def kernel(definition: Callable[P, R]) -> Callable[P, R]:
     def dispatched(*args: P.args, **named: P.kwargs) -> R:
         first = args[0]
         assert isinstance(first, Tensor)
-        fast = None if _reference else getattr(versions(first.device.type), name, None)
+        fast = None if _reference else faster(first.device.type).get(name)
         return definition(*args, **named) if fast is None else fast(*args, **named)
 
     return dispatched
@@ -43,6 +43,13 @@ def versions(device: str) -> ModuleType | None:
     if needed is None or importlib.util.find_spec(needed) is None:
         return None
     return importlib.import_module(f"gradwire.kernels.{device}")
+
+
+@lru_cache
+def faster(device: str) -> dict[str, Callable[..., Any]]:
+    """What a kind of device offers, by the names of definitions. Only what is exported: modules have names too."""
+    module = versions(device)
+    return {} if module is None else {name: getattr(module, name) for name in module.__all__}
 
 
 def accelerated() -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradwire.kernels import quantize
 from gradwire.kernels.dispatch import kernel
+from gradwire.kernels.groups import over
 
 
 class Accumulation(NamedTuple):
@@ -125,7 +126,7 @@ def scatter_mean(values: Tensor, indices: Tensor, bounds: tuple[int, ...], n: in
     out = values.new_zeros(n)
     for start, stop in pairwise(bounds):
         out.index_add_(0, indices[start:stop], values[start:stop])
-    return out / world
+    return over(out, world)
 
 
 def _largest(size: Tensor, k: int) -> Tensor:

@@ -29,6 +29,11 @@ def spread(numbers: Tensor, groups: Tensor) -> Tensor:
     return numbers.repeat_interleave(groups)
 
 
+def over(x: Tensor, count: int) -> Tensor:
+    """``x / count``, rounded once. On a GPU, torch multiplies by the reciprocal of a Python number, which rounds twice."""
+    return x / count if x.device.type == "cpu" else x / torch.full((), count, dtype=x.dtype, device=x.device)
+
+
 def total(x: Tensor, groups: Tensor) -> Tensor:
     """Each group's sum, in float64: the order of addition must not show in a float32 scale."""
     return torch.segment_reduce(x.double(), "sum", lengths=groups, unsafe=True, initial=0.0)

@@ -27,6 +27,7 @@ from gradwire.exchanges.allreduce import most_summand
 from gradwire.exchanges.two_way import shard
 from gradwire.feedback import Feedback
 from gradwire.kernels.fused import scatter_mean
+from gradwire.kernels.groups import over
 from gradwire.links.collectives import AllReduce as Reduction
 from gradwire.links.collectives import Traffic, traffic
 from gradwire.sync.complaint import rider
@@ -119,7 +120,7 @@ class Chorus:
         total = rows[0].clone()
         for row in rows[1:]:
             total = total + row
-        mean = codec.expand(total.float() / self.world, lane.units, key.of(0))
+        mean = codec.expand(over(total.float(), self.world), lane.units, key.of(0))
         summand: Ask = Sum(torch.empty_like(rows[0], device=_META))
         return mean, memory, [[summand] * self.world]
 
@@ -304,7 +305,7 @@ def _mean(codec: Codec, sent: Sent, n: int, world: int) -> Tensor:
         total = sent.values.new_zeros(n)
         for row in sent.values.view(world, n):
             total += row
-        return total / world
+        return over(total, world)
     edges = torch.arange(world + 1, device=sent.indices.device) * n
     bounds = torch.searchsorted(sent.indices, edges) if not codec.traits.fixed else None
     each = sent.values.numel() // world
