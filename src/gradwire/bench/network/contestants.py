@@ -2,8 +2,8 @@
 
 ``ddp-none`` does not communicate at all. Other names that begin with ``ddp-`` are torch's: DDP with overlapped
 buckets whose storage is the gradients', plain or with one of its hooks. ``gossip:`` averages parameters after the
-step. Everything else is a spec of ours under DDP. Options follow after semicolons, as keywords of `gradwire.compress`:
-``ef_signsgd; exchange=two_way``.
+step. ``auto`` enters once it has made up its mind. Everything else is a spec of ours under DDP. Options follow after
+semicolons, as keywords of `gradwire.compress`: ``ef_signsgd; exchange=two_way``.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hooks' annotations with the types themselves.
@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters import compress
 from gradwire.adapters.gossip import Net, gossip
+from gradwire.adapters.pilot import AutoWire
 from gradwire.adapters.wire import Wire
 from gradwire.bench.network.workloads import Workload
 from gradwire.links import Traffic
@@ -35,6 +36,7 @@ from gradwire.sync import method
 
 DENSE = ("ddp-fp32", "ddp-fp16", "ddp-bf16")
 SILENT = "ddp-none"
+AUTO = "auto"
 POWERSGD = "ddp-powersgd"
 OURS = (
     "topk(0.001) | fp16; bundle=none",
@@ -70,6 +72,8 @@ def parse(name: str) -> tuple[str, dict[str, Any]]:
 
 def check(name: str) -> None:
     """Refuse a name that stands for nothing, with a sentence."""
+    if name == AUTO:
+        return
     if name.startswith("gossip:"):
         parse(name)
     elif name.startswith("ddp-"):
@@ -107,11 +111,24 @@ def enter(name: str, workload: Workload) -> Contestant:
         return Contestant(model, net, lambda: net.link.traffic)
     if name.startswith("ddp-"):
         return _torch(name, model)
+    if name == AUTO:
+        return _decided(workload)
     # All gradients in one bucket deliver as early as several do: our launches are cut by the plan.
     ddp = _ddp(model)
     spec, options = parse(name)
     wire: Wire = compress(ddp, spec, **options)
     return Contestant(ddp, lambda: None, lambda: wire.link.traffic)
+
+
+def _decided(workload: Workload) -> Contestant:
+    """Step until the wire has decided how to go on; weights stay as they are."""
+    ddp = _ddp(workload.model)
+    wire = compress(ddp, AUTO)
+    assert isinstance(wire, AutoWire)
+    while not wire.decided:
+        workload.model.zero_grad(set_to_none=False)
+        workload.loss(ddp).backward()
+    return Contestant(ddp, lambda: None, lambda: None)  # what DDP sends by itself, nobody counts
 
 
 def _ddp(model: nn.Module, bucket_mb: float = 25.0) -> DistributedDataParallel:
