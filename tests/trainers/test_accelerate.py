@@ -94,6 +94,8 @@ def two_ranks(rank: int, world: int, folder: Path) -> None:
     assert all(scenes.agreed(p.detach()) for p in net.parameters())
     assert not equal(wire, net, halfway), "bfloat16 rounds"
     torch.testing.assert_close(net[0].weight, halfway[1][0].weight, rtol=0.1, atol=0.01)
+    said = scenes.sentence(lambda: attach(accelerator, net, **OPTIONS))
+    assert "in 2 processes the prepared model is a Sequential" in said and "DistributedDataParallel" in said
     lonely(rank, world)
 
 

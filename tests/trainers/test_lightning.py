@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def fit(
     spec: str = SPEC,
     start: Path | None = None,
     momentum: float = 0.0,
+    more: Sequence[Any] = (),
     **options: Any,
 ) -> tuple[Any, Any, Any]:
     """The Trainer, its callback and the net, after some epochs on a CPU; in a world of one, without DDP."""
@@ -63,7 +65,7 @@ def fit(
     compression = Compression(spec, launch_mb=scenes.LAUNCH_MB)
     where = {"accelerator": "cpu", "devices": world, "strategy": "ddp" if world > 1 else "auto"}
     options = {"use_distributed_sampler": False, **where, **quiet, **options}
-    trainer = Trainer(max_epochs=epochs, callbacks=[compression], **options)
+    trainer = Trainer(max_epochs=epochs, callbacks=[compression, *more], **options)
     fitted = module(momentum)
     trainer.fit(fitted, DataLoader(TensorDataset(examples(rank)), BATCH), ckpt_path=start)
     return trainer, compression, fitted.net
@@ -108,12 +110,29 @@ def two_ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
     assert half.wire.report().steps == STEPS and half.wire.skipped == 0
     assert all(scenes.agreed(p.detach()) for p in net.parameters())
 
+    scaled(rank, world)
     stopped, _, _ = fit(rank, world, epochs=1)
     stopped.save_checkpoint(folder / "stopped.ckpt")
     _, going_on, net = fit(rank, world, epochs=2, start=folder / "stopped.ckpt")
     assert equal(going_on.wire, net, expected), "resuming changes nothing"
     assert going_on.wire.report().steps == STEPS, "the account is of the second fit alone"
     return {name: debt.double() for name, debt in compression.wire.debts().items()}
+
+
+def scaled(rank: int, world: int) -> None:
+    """Lightning's GradScaler, and an overflow on one rank, which makes both back off."""
+    from lightning.pytorch.callbacks import LambdaCallback
+    from lightning.pytorch.plugins import MixedPrecision
+
+    def strike(trainer: Any, module: Any, batch: list[Tensor], batch_idx: int) -> None:
+        batch[0].mul_(torch.inf if rank == 1 and batch_idx == 2 else 1.0)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    _, compression, net = fit(rank, world, plugins=[plugin], more=[LambdaCallback(on_train_batch_start=strike)])
+    assert compression.wire.scaler is scaler
+    assert (compression.wire.report().steps, compression.wire.skipped, scaler.get_scale()) == (STEPS, 1, 2.0**7)
+    assert all(scenes.agreed(p.detach()) and bool(p.isfinite().all()) for p in net.parameters())
 
 
 def test_two_ranks_compute_what_a_plain_loop_computes(tmp_path):

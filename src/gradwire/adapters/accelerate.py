@@ -1,5 +1,6 @@
 """Accelerate's door: what `gradwire.compress` does, told of the Accelerator's scaler and of its checkpoints."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from torch import nn
 
 from gradwire.adapters.checkpoint import load, save
 from gradwire.adapters.compress import compress
+from gradwire.adapters.ddp import find_ddp
 from gradwire.adapters.wire import Wire
 from gradwire.sync.method import Spec
 
@@ -23,8 +25,7 @@ def attach(accelerator: Any, model: nn.Module, spec: Spec, **options: Any) -> Wi
         spec: See `gradwire.compress`, as for all other options.
         options: All of `gradwire.compress` but the scaler.
     """
-    wire = compress(model, spec, scaler=accelerator.scaler, **options)
-    check_world(accelerator, wire)
+    wire = compress_prepared(accelerator, model, spec, options)
 
     def keep(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         save(wire, Path(folder))
@@ -37,10 +38,17 @@ def attach(accelerator: Any, model: nn.Module, spec: Spec, **options: Any) -> Wi
     return wire
 
 
-def check_world(accelerator: Any, wire: Wire) -> None:
-    """An Accelerator that was not told to use CPUs trains alone there, in however many processes."""
+def compress_prepared(accelerator: Any, model: nn.Module, spec: Spec, options: Mapping[str, Any]) -> Wire:
+    """`gradwire.compress`, for a model that an Accelerator has wrapped in DDP, or has to itself."""
+    if accelerator.num_processes > 1 and find_ddp(model) is None:
+        raise ValueError(
+            f"in {accelerator.num_processes} processes the prepared model is a {type(model).__name__}, and only the "
+            "gradients of DistributedDataParallel are compressed; prepare it without FSDP, DeepSpeed and the like"
+        )
+    wire = compress(model, spec, scaler=accelerator.scaler, **options)
     if accelerator.num_processes != wire.link.world:
         raise ValueError(
             f"the Accelerator counts {accelerator.num_processes} processes, and the process group {wire.link.world}, "
             "so that each would train alone; on CPUs, build Accelerator(cpu=True), or TrainingArguments(use_cpu=True)"
         )
+    return wire

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradwire.adapters.accelerate import check_world
+from gradwire.adapters.accelerate import compress_prepared
 from gradwire.adapters.checkpoint import load, save
-from gradwire.adapters.compress import compress
 from gradwire.adapters.ddp import find_ddp
 from gradwire.adapters.optimizer import refuse_second_momentum
 from gradwire.adapters.wire import Wire
@@ -54,14 +53,13 @@ class Compression(TrainerCallback):
             self._recall(args, state)
 
     def _attach(self, model: Any) -> None:
-        scaler = self.trainer.accelerator.scaler
-        if find_ddp(model) is None and scaler is not None:
+        accelerator = self.trainer.accelerator
+        if accelerator.scaler is not None and accelerator.num_processes == 1:
             raise ValueError(
                 "a Trainer in one process may or may not have unscaled its gradients when it steps, so they cannot be "
                 "compressed under fp16; train with bf16=True, or in several processes"
             )
-        self._model, self.wire = model, compress(model, self.spec, scaler=scaler, **self.options)
-        check_world(self.trainer.accelerator, self.wire)
+        self._model, self.wire = model, compress_prepared(accelerator, model, self.spec, self.options)
         optimizer = self.trainer.optimizer
         refuse_second_momentum(getattr(optimizer, "optimizer", optimizer), self.wire.session.plan)
 
