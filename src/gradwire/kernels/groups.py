@@ -30,7 +30,7 @@ def spread(numbers: Tensor, groups: Tensor) -> Tensor:
 
 
 def over(x: Tensor, count: int) -> Tensor:
-    """``x / count``, rounded once. On a GPU, torch multiplies by the reciprocal of a Python number, which rounds twice."""
+    """``x / count``, rounded once: on a GPU, torch would multiply by the reciprocal of a Python number."""
     return x / count if x.device.type == "cpu" else x / torch.full((), count, dtype=x.dtype, device=x.device)
 
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradwire.report.groups import Group, Task
-from gradwire.report.numbers import in_seconds
 from gradwire.report.summary import cells, columns
 
 
@@ -21,24 +20,23 @@ def markdown(tasks: Sequence[Task], base: Path | None = None) -> str:
 
 def _section(task: Task, base: Path) -> str:
     heads = [column.title for column in columns(task)]
+    said = list(dict.fromkeys(run.command for group in task.groups for run in group.runs))
     lines = [
         f"## {task.name}",
         "",
-        _row([*heads, "made by"]),
-        _row(["---", *(["---:"] * (len(heads) - 1)), "---"]),
+        _row([*heads, "made by", "logs by seed"]),
+        _row(["---", *(["---:"] * (len(heads) - 1)), "---", "---"]),
     ]
-    for number, group in enumerate(task.groups, 1):
-        lines.append(_row([*(_text(cell.text) for cell in cells(task, group)), f"({number})"]))
-    lines += ["", *(_source(number, group, base) for number, group in enumerate(task.groups, 1)), ""]
+    for group in task.groups:
+        commands = sorted({said.index(run.command) + 1 for run in group.runs})
+        shown = [_text(cell.text) for cell in cells(task, group)]
+        lines.append(_row([*shown, ", ".join(f"({number})" for number in commands), _logs(group, base)]))
+    lines += ["", *(f"({number}) `{command}`\n" for number, command in enumerate(said, 1))]
     return "\n".join(lines)
 
 
-def _source(number: int, group: Group, base: Path) -> str:
-    """The command and the logs behind a row."""
-    logs = ", ".join(f"[{run.seed}]({_link(run.folder, base)}/run.jsonl)" for run in group.runs)
-    said = dict.fromkeys(run.command for run in group.runs)
-    took = sum(run.number("seconds") or 0 for run in group.runs)
-    return f"({number}) `{'`, `'.join(said)}`; {in_seconds(took)} in all; logs by seed: {logs}\n"
+def _logs(group: Group, base: Path) -> str:
+    return ", ".join(f"[{run.seed}]({_link(run.folder, base)}/run.jsonl)" for run in group.runs)
 
 
 def _row(entries: Sequence[str]) -> str:
