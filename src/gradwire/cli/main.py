@@ -18,6 +18,7 @@ from gradwire.cli.report import report
 from gradwire.cli.simulate import simulate
 from gradwire.cli.train import evaluate, plan, recipes, train
 from gradwire.codecs import Codec
+from gradwire.links.throttled import ask_for
 from gradwire.sync import Method, Rule, build, method
 from gradwire.version import VERSION
 
@@ -95,12 +96,18 @@ def demo(
     exchange: Exchange = None,
     workers: Workers = 4,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the 1200 images.")] = 18,
+    link: Annotated[str, typer.Option(help="Pretend that ranks are joined by such links: 100mbit,20ms.")] = "",
     seed: Annotated[int, typer.Option(help="Of weights, shuffling and random bits.")] = 0,
 ) -> None:
     """Train on handwritten digits in real processes, dense and compressed, and compare."""
     named = specs or [DEFAULT]
     for spec in named:
         _method(spec, feedback, exchange)
+    try:
+        ask_for(link)
+    except ValueError as wrong:
+        typer.echo(str(wrong), err=True)
+        raise typer.Exit(2) from None
 
     from gradwire.train import digits
     from gradwire.train.launch import RankError, launch

@@ -48,6 +48,7 @@ def train(
     folder: Annotated[
         Path | None, typer.Option(help="The run's folder; by default made of recipe, suffix, seed.")
     ] = None,
+    link: Annotated[str, typer.Option(help="Pretend that workers are joined by such links: 100mbit,20ms.")] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")] = False,
 ) -> None:
@@ -60,6 +61,12 @@ def train(
 
     names = recipes or ["digits"]
     with _sentences():
+        if link and in_process:
+            raise ValueError("virtual workers have no link that could pretend; leave --link or --in-process out")
+        if link:
+            from gradwire.links.throttled import ask_for
+
+            ask_for(link)
         recipe = _resolve(names, overrides, spec, data, model, seed)
         place = folder or runs / "-".join(filter(None, (title(names), suffix, str(recipe.train.seed))))
         _start(names, recipe, place, workers, in_process, devices, resume, overwrite)

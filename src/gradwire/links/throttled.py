@@ -18,6 +18,7 @@ from gradwire.links.alphabeta import AlphaBeta, Cost, Kind, cost
 from gradwire.links.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective
 from gradwire.links.link import Link
 from gradwire.links.rates import LinkSpec
+from gradwire.links.solo import SoloLink
 
 VARIABLE = "GRADWIRE_LINK"  # every door takes a link like this for granted, where it is set
 _LONG_BYTES = 2**16
@@ -79,6 +80,13 @@ class ThrottledLink(Link):
             return None
         now = torch.tensor([time.monotonic()], dtype=torch.float64, device=self.device)
         return float(self.inner.move(AllReduce(now, "max")))
+
+
+def ask_for(spec: str) -> None:
+    """Have all links of this process, and of those that it starts, pretend; refuse one that cannot be pretended."""
+    if spec:
+        ThrottledLink(SoloLink(), spec)
+        os.environ[VARIABLE] = spec
 
 
 def pretended(link: Link) -> Link:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from gradwire.links import throttled
 from gradwire.train.standing import Standing
 
 PRELOAD = ("torch", "torch.distributed", "numpy", "gradwire")
@@ -79,7 +80,7 @@ def launch(
     if world < 1:
         raise ValueError(f"cannot launch {world} ranks; ask for at least one")
     prepare(function.__module__)
-    job = pickle.dumps((function, args, backend, patience))
+    job = pickle.dumps((function, args, backend, patience, os.environ.get(throttled.VARIABLE, "")))
     with tempfile.TemporaryDirectory() as folder, _started(world, job, folder) as ranks:
         return _collect(ranks, hear)
 
@@ -216,7 +217,9 @@ def _rank(rank: int, world: int, folder: str, job: bytes, pipe: Connection) -> N
     torch.set_num_threads(threads(world))
     _home = pipe
     try:
-        function, args, backend, patience = pickle.loads(job)
+        function, args, backend, patience, link = pickle.loads(job)
+        os.environ.pop(throttled.VARIABLE, None)  # the fork server's, which is that of its first use
+        throttled.ask_for(link)
         os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}  # all on this host
         store = Path(folder, "rendezvous").as_uri()
         dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=patience)
