@@ -1,0 +1,97 @@
+"""A link that pretends: as late as its formula says, shared by all that travels at once, and the same numbers."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from gradwire.links.alphabeta import Cost
+from gradwire.links.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective
+from gradwire.links.solo import SoloLink
+from gradwire.links.throttled import VARIABLE, Medium, ThrottledLink, pretended
+from workers import run_ranks
+
+
+class Crowd(SoloLink):
+    """A world of four that answers at once."""
+
+    world = 4
+
+
+def throttled(spec: str = "10mbit,2ms") -> ThrottledLink:
+    return ThrottledLink(Crowd(), spec, Medium())
+
+
+X = torch.zeros(20_000)
+SHARES = (20_000,) * 4
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [AllReduce(X, "sum"), AllGather(X), AllToAll(X.view(torch.uint8), SHARES, SHARES), Broadcast(X)],
+    ids=lambda one: type(one).__name__,
+)
+def test_it_takes_what_the_formula_says(collective: Collective) -> None:
+    link = throttled()
+    began = time.perf_counter()
+    link.run(collective)
+    took = time.perf_counter() - began
+    expected = sum(link.cost(collective))
+    assert expected > 0.05
+    assert expected <= took < expected + 0.1
+
+
+def test_what_is_sent_at_once_shares_the_wire() -> None:
+    medium, ends = Medium(), []
+    links = [ThrottledLink(Crowd(), "10mbit", medium) for _ in range(3)]
+    began = time.perf_counter()
+
+    def send(link: ThrottledLink) -> None:
+        link.run(Broadcast(X))
+        ends.append(time.perf_counter() - began)
+
+    threads = [threading.Thread(target=send, args=(link,)) for link in links]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    one = links[0].cost(Broadcast(X)).busy
+    assert sorted(ends) == pytest.approx([one, 2 * one, 3 * one], abs=0.08)
+
+
+def test_delays_overlap_where_bytes_do_not() -> None:
+    medium = Medium()
+    assert medium.book(10.0, Cost(1.0, 5.0)) == 16.0
+    assert medium.book(10.0, Cost(1.0, 5.0)) == 17.0
+    assert medium.book(30.0, Cost(1.0, 0.0)) == 31.0
+
+
+def test_jitter_and_loss_cannot_be_pretended() -> None:
+    with pytest.raises(ValueError, match="jitter or loss"):
+        throttled("10mbit,20ms,1ms")
+
+
+def test_the_environment_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Crowd()
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert pretended(link) is link
+    monkeypatch.setenv(VARIABLE, "1gbit")
+    assert isinstance(pretended(link), ThrottledLink)
+
+
+def ranks(rank: int, world: int) -> tuple[list[float], float, float]:
+    from gradwire.links.torch import connect
+
+    plain = connect()
+    link = ThrottledLink(plain, "20mbit", Medium())
+    x = torch.full((50_000,), float(rank + 1))
+    began = time.perf_counter()
+    total = link.run(AllReduce(x, "sum"))
+    return total[:2].tolist(), time.perf_counter() - began, sum(link.cost(AllReduce(x, "sum")))
+
+
+def test_ranks_agree_on_the_sum_and_on_the_time() -> None:
+    for total, took, expected in run_ranks(ranks, 2):
+        assert total == [3.0, 3.0]
+        assert expected <= took < expected + 0.25
