@@ -148,7 +148,7 @@ def _torch(name: str, model: nn.Module) -> Contestant:
     n = sum(p.numel() for p in model.parameters() if p.requires_grad)
     hook, state, nbytes = _hook(name, n)
     thin = os.environ.get(VARIABLE)
-    if thin and name != SILENT:
+    if thin and name not in (SILENT, "ddp-bf16"):  # of which the latter is DDP's to refuse
         hook, state = _thin_hook, Thin(hook, state, LinkSpec.parse(thin), {"ddp-fp32": 1.0}.get(name, 0.5))
     ddp.register_comm_hook(state, hook)
     steps = _Count()

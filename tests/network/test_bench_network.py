@@ -1,0 +1,99 @@
+"""The bench of steps over thin links: what it accepts, what it remembers, what it concludes, and one short contest."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from gradwire.bench.network import cells, contestants, standings
+from gradwire.bench.network.cells import Field, Pace
+from gradwire.bench.network.contest import hold
+from gradwire.cli.main import app
+from gradwire.links.throttled import VARIABLE
+
+FIELD = Field("linear", "100mbit", 4, "hosts")
+
+
+def row(method: str, ms: float, **more: Any) -> dict[str, Any]:
+    found = {"step_ms": ms, "silent_ms": 10.0, "nic": None, "framed": None, "reported": None}
+    return {**cells.described(FIELD, method, Pace()), **found, **more}
+
+
+def told(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["bench", "network", *words])
+    return done.exit_code, done.output
+
+
+def test_options_follow_the_spec() -> None:
+    spec, options = contestants.parse("int8; exchange=two_way; bundle=none; launch_mb=50")
+    assert spec == "int8" and options == {"exchange": "two_way", "bundle": None, "launch_mb": 50.0}
+
+
+def test_every_contestant_that_is_measured_by_default_exists() -> None:
+    for name in contestants.ALL:
+        contestants.check(name)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--method", "ddp-int7"), "torch has no 'ddp-int7'"),
+        (("--method", "topk(0.1); exchange"), "write for example exchange=two_way"),
+        (("--method", "topkk(0.1)"), "topkk"),
+        (("--link", "12parsec", "--method", "ddp-none"), "no unit of rate"),
+        (("--link", "0bit", "--method", "ddp-none"), "impossible"),
+    ],
+)
+def test_bad_input_gets_a_sentence(words: tuple[str, ...], sentence: str) -> None:
+    code, said = told(*words)
+    assert code == 2 and sentence in said
+
+
+def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    cells.append(path, row("ddp-fp32", 50.0))
+    with path.open("a") as out:
+        out.write('{"model": "li')  # an interrupted run
+    assert cells.missing(FIELD, ["ddp-fp32", "int8"], cells.read(path)) == ["int8"]
+
+
+def test_speed_ups_are_over_the_better_dense_way() -> None:
+    rows = [row("ddp-fp32", 90.0), row("ddp-fp16", 50.0), row("int8", 20.0, nic=103.0, framed=100.0)]
+    rows.append({**cells.described(FIELD, "ddp-bf16", Pace()), "failed": "refused: it does"})
+    found = {one.row["method"]: one for one in standings.standings(rows)}
+    assert found["int8"].multiple == 2.0 and found["int8"].speedup == 2.5
+    assert found["int8"].honest == pytest.approx(1.03)
+    assert found["ddp-bf16"].multiple is None
+    assert standings.words(found["ddp-bf16"])[4] == "refused"
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    standings.picture(standings.standings([row("ddp-fp32", 90.0), row("int8", 20.0)]), tmp_path / "bench.svg")
+    assert "<svg" in (tmp_path / "bench.svg").read_text()
+
+
+def test_ranks_on_a_pretended_link_make_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    pace = Pace(rounds=1, steps=2, warmup=2)
+    methods = ["ddp-fp32", "ddp-bf16", "fp16"]
+    found = {one["method"]: one for one in hold(Field("linear", "200mbit", 2, "throttled"), methods, pace)}
+    assert "refused" in found["ddp-bf16"]["failed"]
+    dense, ours = found["ddp-fp32"], found["fp16"]
+    assert dense["steps"] == 4 and dense["reported"] == 4 * 4 * 512 * 512
+    # 4.2 MB at 200 mbit, with headers.
+    assert dense["step_ms"] > 170 and dense["silent_ms"] < dense["step_ms"]
+    assert ours["reported"] == pytest.approx(dense["reported"] / 2, rel=0.01)
+    assert VARIABLE not in os.environ
+
+
+def test_rows_are_shown_as_json(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for one in (row("ddp-none", 10.0), row("int8", 20.0)):
+        cells.append(path, {**one, "where": "throttled"})
+    words = ["--model", "linear", "--link", "100mbit", "--workers", "4", "--throttled", "--json", "--out", str(path)]
+    code, said = told(*words, "--method", "ddp-none", "--method", "int8")
+    assert code == 0
+    assert [json.loads(line)["multiple"] for line in said.splitlines()] == [1.0, 2.0]
