@@ -36,6 +36,7 @@ MAY_IMPORT_DISTRIBUTED = (
     "links/*.py",
     "network/*.py",
     "bench/network/*.py",
+    "bench/step.py",
     "adapters/ddp.py",
     "adapters/compress.py",
     "adapters/optimizer.py",

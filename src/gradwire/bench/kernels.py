@@ -3,6 +3,7 @@
 The floor of a kernel is the time of a copy that reads and writes as many bytes as the kernel must, in the same run.
 """
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor
 
 from gradwire.core.keys import Key
+from gradwire.core.segments import on
 from gradwire.kernels import fused, quantize
 from gradwire.kernels.dispatch import reference_only
 from gradwire.kernels.fused import Accumulation
 from gradwire.kernels.rice import decode_blocks, encode_blocks
-from gradwire.kernels.select import share
+from gradwire.kernels.select import permute, share
 
 RATIO = 0.001
 WORLD = 8
@@ -77,8 +79,11 @@ def measure(
 def _row(case: Case, lengths: tuple[int, ...], device: torch.device, repeats: int) -> dict[str, Any]:
     n = sum(lengths)
     needed = int(case.bytes * n)
-    floor = _copy(needed, device, repeats)
-    ms = _median(case.run, device, repeats)
+    copy = _copier(needed, device)
+    if device.type == "cpu":
+        floor, ms = _in_turns(copy, case.run, repeats)
+    else:
+        floor, ms = _median(copy, device, repeats), _median(case.run, device, repeats)
     replayed = _replayed(case.run, repeats) if device.type == "cuda" and case.repeatable else None
     with reference_only():
         plain = _median(case.run, device, max(3, repeats // 10))
@@ -98,14 +103,24 @@ def _row(case: Case, lengths: tuple[int, ...], device: torch.device, repeats: in
         "to_floor": ms / floor,
         "graph_to_floor": replayed / floor if replayed else None,
         "to_reference": plain / ms,
+        "load": os.getloadavg()[0],  # of the machine: others' work shows in a CPU's figures
     }
 
 
-def _copy(needed: int, device: torch.device, repeats: int) -> float:
-    """Milliseconds of a copy that reads and writes so many bytes in all."""
+def _copier(needed: int, device: torch.device) -> Callable[[], object]:
+    """A copy that reads and writes so many bytes in all."""
     source = torch.empty(max(needed // 8, 1), device=device).uniform_()
     target = torch.empty_like(source)
-    return _median(lambda: target.copy_(source), device, repeats)
+    return lambda: target.copy_(source)
+
+
+def _in_turns(one: Callable[[], object], other: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Medians of both, in milliseconds, run by turns: what else the machine does hits both alike."""
+    for _ in range(3):
+        one()
+        other()
+    pairs = [(_clocked(one), _clocked(other)) for _ in range(repeats)]
+    return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
 
 
 def _cases(lengths: tuple[int, ...], device: torch.device) -> Iterator[Case]:
@@ -149,12 +164,15 @@ def _cases(lengths: tuple[int, ...], device: torch.device) -> Iterator[Case]:
             lambda d: quantize.natural_decode(d, n),
         ),
     ]
+    coders += [(name, 6.0, *_cast(x, dtype)) for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16))]
     coders += [(f"int{bits}", 4 + bits / 8 + 4 / 256, *_integer(x, table, bits)) for bits in (8, 4, 2)]
     for name, needed, encode, decode in coders:
         yield Case(f"{name}_encode", needed, encode)
         data = encode()
         # Decoding has no second pass over the values.
-        yield Case(f"{name}_decode", min(needed, 5.2), partial(decode, data))
+        yield Case(f"{name}_decode", min(needed, 6.0 if name in ("fp16", "bf16") else 5.2), partial(decode, data))
+    sizes = on(lengths, device)
+    yield Case("draw", 8 * RATIO, lambda: permute(sizes, names, _KEY, lengths, counts))
     yield from _sparse(n, sum(counts), device)
 
 
@@ -166,6 +184,10 @@ def _integer(x: Tensor, table: Tensor, bits: int) -> tuple[Callable[[], Tensor],
         return quantize.integer_decode(data, table, bits, 256)
 
     return encode, decode
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+    return partial(quantize.cast_encode, x, dtype), quantize.cast_decode
 
 
 def _dgc(

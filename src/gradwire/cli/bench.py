@@ -21,18 +21,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Measure, on this machine.", no_args_is_help=True)
 
 COLUMNS = ("kernel", "elements", "segments", "ms", "GB/s", "x floor", "x plain torch")
-STEP_COLUMNS = (
-    "workload",
-    "ranks",
-    "method",
-    "ms",
-    "x DDP",
-    "quartiles",
-    "x silent",
-    "CPU x DDP",
-    "floats kept",
-    "peak",
-)
+STEP_COLUMNS = ("workload", "ranks", "method", "ms", "x DDP", "quartiles", "x silent", "CPU x DDP", "kept", "peak")
 
 
 @app.callback()
@@ -59,7 +48,7 @@ def kernels(
     sizes += [bench_kernels.resnet50()] if resnet50 else []
     table = Table(title=f"kernels on {device}: the floor is a copy of as many bytes, in the same run")
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "kernel" else "right")
+        table.add_column(column, justify="left" if column == "kernel" else "right", no_wrap=column == "kernel")
 
     def report(row: dict[str, Any]) -> None:
         if as_json:
@@ -106,7 +95,7 @@ def step(
 
     on_gpu = device == "cuda"
     world = workers or (1 if on_gpu else 2)
-    methods = tuple(dict.fromkeys((bench_step.SILENT, bench_step.DENSE, *(method or bench_step.METHODS))))
+    methods = tuple(dict.fromkeys((*bench_step.ALWAYS, *(method or bench_step.METHODS))))
     table = Table(title=f"steps on {device}: DDP is torch's in float32; silent does not communicate")
     for column in STEP_COLUMNS:
         table.add_column(column, justify="left" if column in ("workload", "method") else "right")

@@ -20,14 +20,14 @@ _LARGEST = 254  # exponent bits of 2^127; 255 means infinity
 
 
 @kernel
-def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_encode(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Values in a shorter float format; finite ones beyond its range become its largest."""
     most = torch.finfo(dtype).max
     return torch.where(values.isinf(), values, values.clamp(-most, most)).to(dtype)
 
 
 @kernel
-def widen(values: Tensor) -> Tensor:
+def cast_decode(values: Tensor) -> Tensor:
     """Values of any float format as float32, which is never the same memory."""
     return values.to(torch.float32, copy=True)
 

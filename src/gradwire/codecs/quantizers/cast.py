@@ -22,7 +22,7 @@ from gradwire.core.keys import Key
 from gradwire.core.payload import as_bytes, from_bytes
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
-from gradwire.kernels.quantize import narrow, widen
+from gradwire.kernels.quantize import cast_decode, cast_encode
 
 
 class Cast(Quantizer):
@@ -36,12 +36,12 @@ class Cast(Quantizer):
     def encode(self, values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
         del lengths, names, key
         # A payload never shares memory with what it was made of.
-        return as_bytes(values.clone() if values.dtype == self.dtype else narrow(values, self.dtype))
+        return as_bytes(values.clone() if values.dtype == self.dtype else cast_encode(values, self.dtype))
 
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
         del lengths, names, key
         values = from_bytes(data, self.dtype)
-        return values if self.dtype == torch.float32 else widen(values)
+        return values if self.dtype == torch.float32 else cast_decode(values)
 
 
 @register("fp32", kind="quantizer")

@@ -1,6 +1,6 @@
 """Kernels for the CPU, compiled by Numba."""
 
-from gradwire.kernels.cpu.casts import narrow, widen
+from gradwire.kernels.cpu.casts import cast_decode, cast_encode
 from gradwire.kernels.cpu.draw import permute
 from gradwire.kernels.cpu.feedback import accumulate_, feedback_integer_, feedback_sign_
 from gradwire.kernels.cpu.quantize import (
@@ -21,13 +21,14 @@ from gradwire.kernels.cpu.signs import onebit_decode, onebit_encode, sign_decode
 __all__ = [
     "accumulate_",
     "accumulate_topk_",
+    "cast_decode",
+    "cast_encode",
     "decode_blocks",
     "encode_blocks",
     "feedback_integer_",
     "feedback_sign_",
     "integer_decode",
     "integer_encode",
-    "narrow",
     "natural_decode",
     "natural_encode",
     "onebit_decode",
@@ -42,5 +43,4 @@ __all__ = [
     "ternary_decode",
     "ternary_encode",
     "topk",
-    "widen",
 ]

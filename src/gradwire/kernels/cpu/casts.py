@@ -60,7 +60,7 @@ def _cast(raw, half, out):
 
 
 @in_turn
-def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_encode(values: Tensor, dtype: torch.dtype) -> Tensor:
     raw = values.detach().float().contiguous().numpy().view(np.uint32)
     out = lend(raw.size, np.uint16)
     _cast(raw, dtype == torch.float16, out)
@@ -68,6 +68,6 @@ def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @in_turn
-def widen(values: Tensor) -> Tensor:
+def cast_decode(values: Tensor) -> Tensor:
     # torch's own loop is as fast as memory; only its output would be of fresh pages.
     return torch.from_numpy(lend(values.numel(), np.float32)).copy_(values.flatten()).view(values.shape)

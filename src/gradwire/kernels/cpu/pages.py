@@ -8,7 +8,7 @@ from numpy.typing import DTypeLike, NDArray
 
 _LARGE = 1 << 22  # below that, malloc has a shelf of its own
 _ROUND = 1 << 21  # the size of a large page
-_MOST = 1 << 28  # bytes that may lie idle
+_MOST = 1 << 27  # bytes that may lie idle
 
 _idle: dict[int, list[NDArray[np.uint8]]] = {}  # by size; touched in single steps, since any thread may free
 
