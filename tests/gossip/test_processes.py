@@ -32,20 +32,24 @@ SPECS: list[tuple[str, str | None, dict[str, Any]]] = [
 
 def in_process(rank: int, world: int, specs: list[tuple[str, str | None, dict[str, Any]]]) -> list[Any]:
     """Train by each spec; parameters, state, and bytes as reported and as counted at torch's door."""
-    real, counted, results = dist.all_to_all_single, [0], []
+    together, singly, counted, results = dist.all_to_all_single, dist.isend, [0], []
 
     def counting(out: Tensor, x: Tensor, into: Any, splits: list[int], **rest: Any) -> Any:
         counted[0] += (sum(splits) - splits[rank]) * x.element_size()
-        return real(out, x, into, splits, **rest)
+        return together(out, x, into, splits, **rest)
+
+    def counting_one(x: Tensor, peer: int, **rest: Any) -> Any:
+        counted[0] += x.numel() * x.element_size()
+        return singly(x, peer, **rest)
 
     for spec, codec, options in specs:
         counted[0] = 0
         model = replicas(world)[rank]
         net = gradwire.gossip(model, spec, codec, **options)
-        dist.all_to_all_single = counting
+        dist.all_to_all_single, dist.isend = counting, counting_one  # whichever way a swap goes
         train(net, [model], optimizers([model]), range(rank, rank + 1), STEPS)
         state = net.state_dict()
-        dist.all_to_all_single = real
+        dist.all_to_all_single, dist.isend = together, singly
         report = net.report()
         mean = net.evaluate_mean(lambda model=model: scenes.tensors(model))
         results.append((scenes.tensors(model), state, report.sent, counted[0], mean, net.distance()))
