@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from gradwire.cli.advise import recipe_workload
 from gradwire.cli.main import app
 from gradwire.forecast.calibration import Calibration, Cost, save
-from gradwire.forecast.evidence import Evidence, evidence, shelf
+from gradwire.forecast.evidence import Evidence, evidence, shelf, sound
 from gradwire.forecast.model import Model
 from gradwire.train.shelf import resolve
 
@@ -17,7 +17,13 @@ FIGURES = Calibration(
     Model({"embed": (10_000, 650), "bias": (2600,), "head": (10_000, 650)}),
     0.1,
     0.2,
-    {"ddp-fp32": Cost(0.0, 0.0), "ddp-bf16": Cost(0.004, 0.004), "sign": Cost(0.02, 0.03), "int4": Cost(0.03, 0.03)},
+    {
+        "ddp-fp32": Cost(0.0, 0.0),
+        "ddp-bf16": Cost(0.004, 0.004),
+        "topk(0.001) | sign": Cost(0.02, 0.01),
+        "powersgd(2)": Cost(0.02, 0.03),
+        "int4": Cost(0.03, 0.03),
+    },
     world=4,
     note="by hand",
 )
@@ -37,9 +43,17 @@ def figures(tmp_path: Path) -> str:
 def test_it_says_what_to_take(figures: str) -> None:
     code, said = told("--workers", "4", "--link", "100mbit,5ms", "--calibration", figures)
     assert code == 0
-    assert "Take sign:" in said and "times faster than bf16 DDP" in said
-    assert 'gradwire.compress(model, "sign")' in said and "pays on links below" in said
+    assert "Take powersgd(2):" in said and "times faster than bf16 DDP" in said
+    assert 'gradwire.compress(model, "powersgd(2)")' in said and "pays on links below" in said
     assert "by hand" in said
+
+
+def test_what_lost_accuracy_is_shown_but_not_taken(figures: str) -> None:
+    place = ("--workers", "4", "--link", "100mbit,5ms", "--calibration", figures, "--json")
+    free, asked = (json.loads(told(*place, *more)[1]) for more in ((), ("--specs", "topk(0.001) | sign")))
+    assert free["ways"][0]["spec"] == "topk(0.001) | sign" != free["choice"]
+    assert asked["choice"] == "topk(0.001) | sign"
+    assert evidence("topk(0.001) | sign")[0].gain < -0.01
 
 
 def test_it_says_when_not_to(figures: str) -> None:
@@ -55,12 +69,12 @@ def test_hosts_are_compressed_between(figures: str) -> None:
 def test_the_same_as_json(figures: str) -> None:
     code, said = told("--workers", "4", "--link", "100mbit,5ms", "--calibration", figures, "--json")
     found = json.loads(said)
-    assert code == 0 and found["choice"] == "sign" and found["compresses"] and found["speedup"] > 5
+    assert code == 0 and found["choice"] == "powersgd(2)" and found["compresses"] and found["speedup"] > 5
     assert {way["spec"] for way in found["ways"]} == set(FIGURES.costs)
     for way in found["ways"]:
         parts = way["compute"] + way["encode"] + way["wire"] + way["decode"] - way["hidden"]
         assert way["seconds"] == pytest.approx(parts)
-    assert found["break_even"]["spec"] == "sign" and 1e8 < found["break_even"]["bits_per_second"] < 1e12
+    assert found["break_even"]["spec"] == "powersgd(2)" and 1e8 < found["break_even"]["bits_per_second"] < 1e12
 
 
 def test_refusals_are_sentences(figures: str) -> None:
@@ -91,6 +105,6 @@ def test_evidence_is_looked_up_by_what_a_spec_means() -> None:
     assert evidence("randomk(0.3)") == [], "nobody has trained that"
     for one in shelf():
         assert one in evidence(one.spec) and one.seeds >= 1
-    if evidence("sign"):
-        assert evidence("ef_signsgd") == evidence("sign")
+    assert evidence("ef_signsgd") == evidence("sign") != []
+    assert set(sound(["int4", "sign", "randomk(0.3)"])) == {"int4", "randomk(0.3)"}
     assert str(Evidence("x", "digits", "%", 4, 3, 98.0, -0.5, -1.0, 0.0)) == "-0.50 [-1.00, +0.00] on digits, 3 seeds"

@@ -11,13 +11,14 @@ from gradwire.cli.main import app
 from gradwire.cli.subjects import subjects
 from gradwire.forecast import h200
 from gradwire.forecast.candidates import CANDIDATES
+from gradwire.forecast.costs import predict
 from gradwire.forecast.simulation import Cell, Verdict, best_possible, grid, inverted, judge
 from gradwire.forecast.stragglers import Stragglers
 
 # A step of 3 ms on a link of 400 gbit: whether compressing pays hangs on fractions of a millisecond, and a decision
-# that can never lose must sometimes pass.
+# that can never lose must sometimes pass. Among two hosts, nothing would gain so much there.
 MISSED = {
-    "LSTM 2x1500, 700 tokens, 8 workers, 400gbit,5us",
+    *(f"LSTM 2x1500, 700 tokens, {workers} workers, 400gbit,5us" for workers in (8, 64, 512, 4096)),
     "LSTM 2x1500, 700 tokens, 16 workers in 2 hosts, 400gbit,5us",
 }
 
@@ -55,11 +56,11 @@ def test_the_same_with_other_errors_and_hierarchically(seed: int) -> None:
 
 
 def test_more_workers_make_gathers_lose() -> None:
-    small, large = (
-        judge(next(grid([subjects()[0]], [workers], ["1gbit,500us"], algorithm="ring"))) for workers in (8, 4096)
-    )
-    assert small["choice"].startswith("topk") and not large["choice"].startswith("topk")
-    assert small["speedup"] > 5 and large["ddp_bf16_seconds"] > small["ddp_bf16_seconds"]
+    spec = "topk(0.01) | sign"
+    small, large = (next(grid([subjects()[0]], [workers], ["1gbit,500us"])) for workers in (8, 4096))
+    seconds = [predict(cell.subject.calibrated(cell.speakers), spec, cell.cluster).seconds for cell in (small, large)]
+    assert seconds[1] > 50 * seconds[0]
+    assert judge(small)["speedup"] > 5 and not judge(large)["choice"].startswith("topk")
 
 
 def test_trees_beat_rings_where_there_are_many_workers() -> None:

@@ -26,6 +26,7 @@ from gradwire.forecast.calibration import Calibration, Cost
 from gradwire.forecast.candidates import automatic
 from gradwire.forecast.cluster import Cluster
 from gradwire.forecast.costs import predict, predict_across
+from gradwire.forecast.evidence import sound
 from gradwire.forecast.model import DENSE, Model
 from gradwire.forecast.probe import clipped, delay_of
 from gradwire.forecast.rehearsal import rehearse
@@ -175,7 +176,7 @@ class AutoWire(Wire):
         model = Model({name: tuple(p.shape) for name, p in self.parameters.items()})
         forward = max(0.0, seen.period - seen.backward - seen.exposed)
         cluster = self._cluster(model, seen)
-        free = {spec: Cost(0.0, 0.0) for spec in (*DENSE[:2], *automatic())}
+        free = {spec: Cost(0.0, 0.0) for spec in (*DENSE[:2], *sound(automatic()))}
         calibration = Calibration(model, forward, seen.backward, free, self._cores(), world=self._parties)
         promising = self._promising(calibration, cluster, seen)
         if not promising:
@@ -185,7 +186,7 @@ class AutoWire(Wire):
         self._choose(Calibration(model, forward, seen.backward, costs, self._cores(), world=self._parties), cluster)
 
     def _promising(self, calibration: Calibration, cluster: Cluster, seen: Seen) -> list[str]:
-        ways = [self._predict(calibration, spec, cluster) for spec in automatic()]
+        ways = [self._predict(calibration, spec, cluster) for spec in sound(automatic())]
         fast = sorted((way for way in ways if way.seconds < GAIN * seen.period), key=lambda way: way.seconds)
         return [way.spec for way in fast[:REHEARSED]]
 
@@ -197,7 +198,7 @@ class AutoWire(Wire):
         return {spec: Cost(next(shared), next(shared)) for spec in specs}
 
     def _choose(self, calibration: Calibration, cluster: Cluster) -> None:
-        found = advise(calibration, cluster, automatic(), self._predict)
+        found = advise(calibration, cluster, sound(automatic()), self._predict)
         choice = found.choice
         if found.tempting is not None and found.dense.seconds > TRY * found.tempting.seconds:
             choice = found.tempting

@@ -46,11 +46,13 @@ def advise(
 ) -> None:
     """Say whether compression pays, which spec to take, and what to expect of it.
 
+    Specs that lost more than a percent in the project's own trainings are shown, but taken only if --specs names them.
     Computing and compressing are measured here. The link is what --link says; started by torchrun on all hosts without
     it, a short probe between the ranks tells.
     """
     from gradwire.forecast.advice import advise as weigh
     from gradwire.forecast.candidates import CANDIDATES, arguments
+    from gradwire.forecast.evidence import sound
     from gradwire.sync import method
     from gradwire.train.launch import RankError
 
@@ -68,7 +70,8 @@ def advise(
 
             keep(found, save)
         predictor = _predictor(cluster, overlap)
-        advice = weigh(found, cluster, chosen, predictor)
+        barred = () if specs else tuple(set(chosen) - set(sound(chosen)))
+        advice = weigh(found, cluster, chosen, predictor, barred=barred)
     except (ValueError, TypeError) as wrong:
         typer.echo(f"gradwire advise: {wrong}", err=True)
         raise typer.Exit(2) from None
@@ -202,7 +205,8 @@ def _limit(
     from gradwire.forecast.advice import break_even
     from gradwire.forecast.model import DENSE
 
-    way = advice.choice if advice.compresses else next(way for way in advice.ways if way.spec not in DENSE)
+    fastest = next(way for way in advice.ways if way.spec not in DENSE)
+    way = advice.choice if advice.compresses else advice.runner_up or fastest
     return way.spec, break_even(found, cluster, way.spec, predictor)
 
 
@@ -226,12 +230,13 @@ def _table(found: "Calibration", cluster: "Cluster", advice: "Advice") -> Table:
 
 
 def _known(spec: str) -> str:
-    from gradwire.forecast.evidence import evidence
+    from gradwire.forecast.evidence import evidence, sound
     from gradwire.forecast.model import DENSE
 
     if spec in DENSE:
         return ""
-    return "; ".join(map(str, evidence(spec))) or "no evidence yet"
+    doubt = "" if sound([spec]) else "not taken: "
+    return doubt + ("; ".join(map(str, evidence(spec))) or "no evidence yet")
 
 
 def _verdict(found: "Calibration", cluster: "Cluster", advice: "Advice", limit: tuple[str, float | None]) -> str:

@@ -36,6 +36,7 @@ def _compared(task: Task, group: Group) -> Evidence | None:
         None if versus.low is None else round(versus.low, 4),
         None if versus.high is None else round(versus.high, 4),
         None if ratio is None else round(ratio, 2),
+        task.metric.larger_is_better,
     )
 
 

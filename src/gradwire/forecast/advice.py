@@ -7,7 +7,7 @@ them.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gradwire.forecast.calibration import Calibration
@@ -32,11 +32,13 @@ class Advice:
         ways: Every way's prediction, fastest first.
         dense: The better of float32 and bfloat16 DDP.
         choice: What to take; ``dense`` where compression does not pay, or might not.
+        runner_up: The fastest that compresses and may be taken.
     """
 
     ways: tuple[Prediction, ...]
     dense: Prediction
     choice: Prediction
+    runner_up: Prediction | None = None
 
     @property
     def compresses(self) -> bool:
@@ -50,8 +52,9 @@ class Advice:
     @property
     def tempting(self) -> Prediction | None:
         """A way that looks faster than dense, but not surely enough to be taken."""
-        fastest = self.ways[0]
-        return fastest if not self.compresses and fastest.seconds < self.dense.seconds else None
+        if self.compresses or self.runner_up is None or self.runner_up.seconds >= self.dense.seconds:
+            return None
+        return self.runner_up
 
 
 def advise(
@@ -60,19 +63,22 @@ def advise(
     specs: Sequence[str] = CANDIDATES,
     predictor: Predict = predict,
     error: float = ERROR,
+    barred: Container[str] = (),
 ) -> Advice:
-    """Weigh all candidates that were calibrated."""
+    """Weigh all candidates that were calibrated. What is ``barred`` is predicted, but not taken."""
     plain = [predictor(calibration, spec, cluster) for spec in known(calibration, DENSE)]
     found = [predictor(calibration, spec, cluster) for spec in known(calibration, specs)]
     dense = min(plain, key=_seconds)
-    faster = [way for way in found if way.seconds * (1 + TIE) < dense.seconds]
+    fit = [way for way in found if way.spec not in barred]
+    faster = [way for way in fit if way.seconds * (1 + TIE) < dense.seconds]
     box = _Box(calibration, cluster, predictor, error)
     fastest = next((way for way in sorted(faster, key=_seconds) if box.bears(way.spec)), None)
     choice = dense
     if fastest is not None:
-        equals = [way for way in found if way.seconds <= fastest.seconds * (1 + TIE)]
+        equals = [way for way in fit if way.seconds <= fastest.seconds * (1 + TIE)]
         choice = next(way for way in equals if way is fastest or box.bears(way.spec))
-    return Advice(tuple(sorted((*plain, *found), key=_seconds)), dense, choice)
+    runner_up = min(fit, key=_seconds, default=None)
+    return Advice(tuple(sorted((*plain, *found), key=_seconds)), dense, choice, runner_up)
 
 
 def break_even(calibration: Calibration, cluster: Cluster, spec: str, predictor: Predict = predict) -> float | None:

@@ -6,7 +6,7 @@ shared out by elements. `timeline.play` plays all trips beside the backward pass
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import TypeAlias
 
 from gradwire.forecast.calibration import Calibration, Cost
@@ -16,6 +16,7 @@ from gradwire.forecast.script import Message, sent_by
 from gradwire.forecast.timeline import Act, Split, Trip, play
 from gradwire.sync.plan import LAUNCH_BYTES
 
+CLEARLY = 0.97
 LAUNCHES = (LAUNCH_BYTES, 16 * LAUNCH_BYTES)  # large ones leave late, but start fewer kernels and collectives
 
 Actor: TypeAlias = Callable[[Message], Act]
@@ -71,9 +72,13 @@ def predict_across(calibration: Calibration, spec: str, cluster: Cluster, overla
 
 
 def _best(calibration: Calibration, spec: str, world: int, overlaps: bool, acts: Acts) -> Prediction:
-    """With launches as large as serves best; DDP's buckets are as they are."""
-    sizes = LAUNCHES[:1] if spec in DENSE else LAUNCHES
-    return min((_sized(calibration, spec, world, overlaps, acts, size) for size in sizes), key=lambda one: one.seconds)
+    """With large launches where those are clearly faster; DDP's buckets are as they are."""
+    usual, large = (partial(_sized, calibration, spec, world, overlaps, acts, size) for size in LAUNCHES)
+    found = usual()
+    if spec in DENSE or calibration.model.elements * 4 <= LAUNCH_BYTES:
+        return found
+    other = large()
+    return other if other.seconds < CLEARLY * found.seconds else found
 
 
 def _sized(

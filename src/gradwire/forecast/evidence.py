@@ -5,12 +5,15 @@ made from run folders by ``python -m gradwire.cli.evidence RUNS...``.
 """
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
 from gradwire.forecast.candidates import arguments
 from gradwire.sync.method import Method, method
+
+LOST = 0.01  # share of the metric
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Evidence:
         low: The lower end of its 95 % interval; None with one seed.
         high: The upper end.
         payload_ratio: Float32 bytes over bytes encoded.
+        larger_is_better: Of the metric.
     """
 
     spec: str
@@ -40,6 +44,12 @@ class Evidence:
     low: float | None
     high: float | None
     payload_ratio: float | None = None
+    larger_is_better: bool = True
+
+    @property
+    def gain(self) -> float:
+        """The difference as a share of the dense runs' mean; negative is worse."""
+        return self.difference / self.dense * (1 if self.larger_is_better else -1)
 
     def __str__(self) -> str:
         span = "" if self.low is None or self.high is None else f" [{self.low:+.2f}, {self.high:+.2f}]"
@@ -57,6 +67,15 @@ def shelf() -> tuple[Evidence, ...]:
 def evidence(spec: str) -> list[Evidence]:
     """What is known of a spec, whatever it was called in the run."""
     return [one for one in shelf() if _same(one.spec) == _same(spec)]
+
+
+def sound(specs: Iterable[str]) -> tuple[str, ...]:
+    """Those that nothing speaks against: trainings lost less than a percent on average, or there were none."""
+    return tuple(spec for spec in specs if _mean(evidence(spec)) > -LOST)
+
+
+def _mean(found: Sequence[Evidence]) -> float:
+    return sum(one.gain for one in found) / len(found) if found else 0.0
 
 
 @cache

@@ -18,6 +18,7 @@ from gradwire.forecast.calibration import Calibration, Cost
 from gradwire.forecast.candidates import CANDIDATES, automatic
 from gradwire.forecast.cluster import Algorithm, Cluster
 from gradwire.forecast.costs import predict, predict_across
+from gradwire.forecast.evidence import sound
 from gradwire.forecast.model import DENSE, Model
 from gradwire.forecast.stragglers import Stragglers
 from gradwire.links.alphabeta import AlphaBeta, seconds
@@ -25,6 +26,7 @@ from gradwire.links.rates import LinkSpec
 
 WORKERS = (8, 64, 512, 4096)
 LINKS = ("10mbit,20ms", "100mbit,5ms", "1gbit,500us", "25gbit,20us", "400gbit,5us")
+CHOOSABLE = sound(automatic())  # what `auto` weighs
 INSIDE = "3.6tbit,2us"  # NVLink of an H200: 450 GB/s in each direction, as published
 MANY_EXPOSED = 0.25  # share of a dense step that is exposed communication, from which compression ought to pay
 GAIN = 1.2  # by how much, there
@@ -99,8 +101,8 @@ def grid(
 def judge(cell: Cell, stragglers: Stragglers = Stragglers()) -> dict[str, Any]:  # noqa: B008 - a frozen value
     """What `auto` would do in a cell, as a row."""
     uneven = stragglers.together(cell.cluster.workers)
-    calibration = cell.subject.calibrated(cell.speakers, automatic()).scaled(compute=uneven)
-    found = advise(calibration, cell.cluster, automatic(), cell.predictor)
+    calibration = cell.subject.calibrated(cell.speakers, CHOOSABLE).scaled(compute=uneven)
+    found = advise(calibration, cell.cluster, CHOOSABLE, cell.predictor)
     bf16 = cell.predictor(calibration, "ddp-bf16", cell.cluster)
     best = next(way for way in found.ways if way.spec not in DENSE)
     return {
@@ -162,11 +164,11 @@ class Verdict:
 
 def inverted(cell: Cell, error: float, draw: random.Random) -> Verdict:
     """Decide on figures that are off by up to ``error``, each by a share of its own, and score on the true ones."""
-    truth = cell.subject.calibrated(cell.speakers, automatic())
+    truth = cell.subject.calibrated(cell.speakers, CHOOSABLE)
     off = [1 + draw.choice((-1, 1)) * error for _ in range(4)]
     seen = truth.scaled(off[0], off[1])
     place = replace(cell.cluster, link=scaled(cell.cluster.link, off[2], off[3]))
-    choice = advise(seen, place, automatic(), cell.predictor).choice.spec
+    choice = advise(seen, place, CHOOSABLE, cell.predictor).choice.spec
     bf16 = cell.predictor(truth, "ddp-bf16", cell.cluster)
     taken = cell.predictor(truth, choice, cell.cluster)
     return Verdict(cell, choice, bf16.seconds / taken.seconds, bf16.split.exposed / bf16.seconds)
@@ -174,7 +176,7 @@ def inverted(cell: Cell, error: float, draw: random.Random) -> Verdict:
 
 def best_possible(cell: Cell) -> float:
     """The largest gain over bfloat16 DDP that any candidate has, on true figures."""
-    truth = cell.subject.calibrated(cell.speakers, automatic())
+    truth = cell.subject.calibrated(cell.speakers, CHOOSABLE)
     bf16 = cell.predictor(truth, "ddp-bf16", cell.cluster).seconds
-    ways = known(truth, (*DENSE, *automatic()))
+    ways = known(truth, (*DENSE, *CHOOSABLE))
     return bf16 / min((cell.predictor(truth, spec, cell.cluster).seconds for spec in ways), default=math.inf)
