@@ -44,7 +44,7 @@ def test_it_says_what_to_take(figures: str) -> None:
     code, said = told("--workers", "4", "--link", "100mbit,5ms", "--calibration", figures)
     assert code == 0
     assert "Take powersgd(2):" in said and "times faster than bf16 DDP" in said
-    assert 'gradwire.compress(model, "powersgd(2)")' in said and "pays on links below" in said
+    assert 'gradwire.compress(model, "powersgd(2)"' in said and "pays on links below" in said
     assert "by hand" in said
 
 
