@@ -1,33 +1,58 @@
 """Stacked replicas are replicas, and a study of them learns."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradwire.gossip.rate import rate_scale
 from gradwire.topology import graph
-from gradwire.train.data.digits import digits
-from gradwire.train.decentralized import Plan, study
+from gradwire.train.gossip_study import finished, read, run
 from gradwire.train.replicas import Replicas
+from gradwire.train.side_by_side import channels_beside
+
+
+class Small(nn.Module):
+    """All that an image model is made of: convolutions with and without bias, norms, a shortcut, dropout-free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 6, 3, stride=2, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(6)
+        self.second = nn.Conv2d(6, 6, 3, padding=1, groups=2)
+        self.plain = nn.BatchNorm2d(6, affine=False)
+        self.head = nn.Linear(6 * 16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.first(x)))
+        return self.head(F.relu(self.plain(self.second(x)) + x).flatten(1))
 
 
 def make() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(1, 6, 3, stride=2), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(54, 10))
+    return Small()
 
 
-def test_stacked_replicas_are_replicas() -> None:
+def objective(model: object, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("way", ["together", "beside", "in turn"])
+def test_stacked_replicas_are_replicas(way: str) -> None:
     """Losses, gradients and running statistics, after two steps that drive them apart."""
     generator = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randn(3, 8, 1, 8, 8, generator=generator), torch.randint(0, 10, (3, 8), generator=generator)
+    inputs, targets = torch.randn(3, 8, 2, 8, 8, generator=generator), torch.randint(0, 10, (3, 8), generator=generator)
     stacked, singles = Replicas(make(), 3), [make() for _ in range(3)]
-    optimizer = torch.optim.SGD(stacked.parameters.values(), lr=0.1)
     for _ in range(2):
-        optimizer.zero_grad()
-        losses = stacked.losses(inputs, targets, F.cross_entropy)
-        losses.sum().backward()
-        optimizer.step()
+        x = channels_beside(inputs) if way == "beside" else inputs
+        if way == "in turn":
+            losses = torch.stack([stacked.alone(i, objective, inputs[i], targets[i]) for i in range(3)])
+        else:
+            losses = stacked.together(objective, x, targets)
+        stacked.rows -= 0.1 * stacked.grads
         for rank, model in enumerate(singles):
             model.zero_grad()
             loss = F.cross_entropy(model(inputs[rank]), targets[rank])
@@ -37,25 +62,56 @@ def test_stacked_replicas_are_replicas() -> None:
                 for p in model.parameters():
                     p -= 0.1 * p.grad
     for rank, model in enumerate(singles):
-        shown = stacked.show_(rank).state_dict()
+        shown = stacked.show_(stacked.rows[rank], stacked.own_buffers(rank)).state_dict()
         for name, value in model.state_dict().items():
             assert torch.allclose(shown[name], value, atol=1e-5), name
-    rows = stacked.read()
-    stacked.write_(rows.flip(0))
-    assert torch.equal(stacked.read(), rows.flip(0))
 
 
-@pytest.mark.parametrize(("spec", "codec"), [("choco(ring)", "sign"), ("dcd(ring)", "qsgd(levels=1)")])
-def test_a_study(spec: str, codec: str) -> None:
-    heard = []
-    plan = Plan(spec, codec, workers=4, epochs=4, batch=20, lr=0.05, drops=(0.8,))
-    outcome = study(digits(), make, plan, heard.append)
-    if codec == "sign":
-        assert outcome.diverged is None and min(outcome.workers) > 0.8 and outcome.mean > 0.8
-        assert len(heard) == 4 and heard[-1].loss < heard[0].loss and 0 < heard[-1].distance < 10
-        assert outcome.report.steps == 4 * 15 and outcome.report.sent > 0
-    else:  # three levels of noise, and nothing to make up for them
-        assert outcome.diverged is not None or outcome.accuracy < 0.5
+STUDY = """
+recipes = ["digits", "ring8"]
+set = ["train.workers=4", "train.epochs=4", "train.batch=80", "optimizer.lr=0.15", "schedule.scale=none"]
+[[cell]]
+name = "sign"
+set = ["gossip.codec=sign"]
+seeds = [0, 1]
+[[cell]]
+name = "noise"
+set = ["gossip.method=dcd", "gossip.codec=qsgd(levels=1)"]
+"""
+
+
+def test_a_study_learns_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "study.toml").write_text(STUDY)
+    cells, results = read(tmp_path / "study.toml"), tmp_path / "out" / "cells.jsonl"
+    assert [cell.seed for cell in cells] == [0, 1, 0]
+    run(cells[1:], results, tell=lambda line: None)
+    told: list[str] = []
+    run(cells, results, tell=told.append)
+    assert told[0].startswith("1 of 3 cells") and len(told) == 2
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [line["name"] for line in lines] == ["sign", "noise", "sign"]
+    assert set(finished(results)) == {cell.key for cell in cells}
+    for line in (lines[0], lines[2]):
+        final = line["final"]
+        assert min(final["workers"]) > 0.7 and final["mean_model"] > 0.7 and 0 < final["consensus"] < 10
+        assert final["value"] == pytest.approx(sum(final["workers"]) / 4)
+        assert line["steps"] == final["step"] == 4 * 15 and final["sent"] > 0
+    noise = lines[1]["final"]  # three levels of noise, and nothing to make up for them
+    assert "diverged" in noise or noise["value"] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("recipe = 1", "has a key 'recipe'"),
+        ("recipes = ['digits']", "at least one"),
+        (STUDY + "[[cell]]\nname = 'sign'\nset = ['gossip.codec=sign']", "a cell twice"),
+    ],
+)
+def test_a_file_that_is_no_study(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "study.toml").write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        read(tmp_path / "study.toml")
 
 
 def test_the_rate_grows_with_how_many_are_averaged() -> None:

@@ -1,168 +1,251 @@
-"""Decentralized: train N replicas that gossip, all in this process, and say how they did.
+"""Decentralized: one training in which workers gossip, from its recipe to its last record.
 
-It is what the tables of papers on gossip need: the accuracy of each worker and of the mean model, the distance between
-replicas epoch by epoch, and true bytes. One pass of stacked replicas serves all workers, on a CPU or one GPU.
+    batches -> every worker's gradient -> clip -> its own step -> a round with its neighbors
+
+Each worker is evaluated by itself on all test data, and so is the mean of their models, which is what is saved as the
+run's model.
 """
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from gradwire.adapters.gossip import GossipReport, gossip_lockstep
-from gradwire.gossip.letter import Diverged
-from gradwire.gossip.rate import rate_scale
-from gradwire.train.data import Augment, ImageLoader, ImageTask, evaluation
-from gradwire.train.replicas import Replicas
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How to train.
-
-    Attributes:
-        spec: The gossip, such as ``"choco(ring)"``.
-        codec: What messages are written in.
-        workers: How many replicas.
-        epochs: Passes over the data of all workers.
-        batch: Images of one worker.
-        lr: The rate of one worker alone.
-        scale: Times `rate_scale` of the graph, or this number.
-        warmup: Share of the training in which the rate rises from ``lr`` to its scaled value.
-        drops: Shares of the training after which the rate falls to a tenth.
-        partition: Who sees what: ``shuffled``, ``fixed``, or ``sorted`` by label.
-        overlap: Whether what messages change comes one step late.
-    """
-
-    spec: str
-    codec: str | None = None
-    workers: int = 8
-    epochs: int = 10
-    batch: int = 128
-    lr: float = 0.1
-    scale: float | None = None
-    warmup: float = 0.02
-    drops: tuple[float, ...] = (0.5, 0.75)
-    momentum: float = 0.9
-    nesterov: bool = True
-    weight_decay: float = 1e-4
-    decay_norms: bool = False
-    partition: str = "shuffled"
-    overlap: bool = False
-    seed: int = 0
-    augment: Augment = field(default_factory=Augment)
+from gradwire.gossip import Centralized, Diverged
+from gradwire.train.data import Batch, ImageTask, Task, TextTask
+from gradwire.train.exam import Score, better, examine
+from gradwire.train.feed import batch_of, exam_of, loader_of, task_of
+from gradwire.train.local import LocalPasses
+from gradwire.train.loop import Listener, Training, model_of, prepare
+from gradwire.train.models import regime_of
+from gradwire.train.neighborhood import Neighborhood, Weights, method_of
+from gradwire.train.optim import tell
+from gradwire.train.place import Place, alone
+from gradwire.train.recipe import Recipe
+from gradwire.train.schedule import Schedule, scale_of
 
 
-@dataclass(frozen=True)
-class Epoch:
-    """One epoch of all workers."""
-
-    loss: float
-    distance: float
-    gamma: float
-    rate: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a training ended.
+class Decentralized(Training):
+    """A `Training` whose workers never agree on one model.
 
     Attributes:
-        workers: Test accuracy of each replica.
-        mean: Test accuracy of the mean model.
-        history: Epoch by epoch.
-        report: The first worker's account.
-        diverged: The sentence, if parameters were no longer finite; accuracies are then of chance.
+        hood: The workers of this process.
     """
 
-    workers: list[float]
-    mean: float
-    history: list[Epoch]
-    report: GossipReport
-    diverged: str | None = None
+    passes: LocalPasses  # type: ignore[assignment]
+
+    def __init__(self, recipe: Recipe, place: Place, ramp_steps: int | None = None, task: Task | None = None) -> None:
+        del ramp_steps  # of compression that [sync] describes
+        prepare(recipe, place)
+        self.recipe, self.place, self.scaler, self.ramp_steps = recipe, place, None, 0
+        self.task = task or task_of(recipe, place)
+        self.model = model_of(recipe, place, self.task.facts)
+        self.loader = loader_of(recipe, self.task, self.model, place)
+        self.hood = Neighborhood(self.model, place, recipe)
+        self.passes = LocalPasses(recipe, self.hood.replicas, place)
+        self.optimizer = _optimizer(recipe, self.hood.replicas.rows)
+        self._decay = _decay(recipe, self.hood.replicas.tensors.shapes, place.device)
+        self.batch = batch_of(recipe, place.world)
+        self.schedule = Schedule(recipe, scale_of(recipe, place.world, self.batch), regime_of(self.model))
+        self.epoch = self.at = self.step = 0
+        self.seconds = 0.0
+        self.best: float | None = None
+        self.kept: float | None = None
+        self.loss = torch.zeros((), dtype=torch.float64, device=place.device)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def go(self, listen: Listener, save: Any, record: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Train to the end, or until parameters are no longer finite; the final record then says so."""
+        try:
+            return super().go(listen, save, record)
+        except Diverged as wrong:
+            if not self.place.virtual:  # the others do not know, and wait
+                raise
+            final = {**(record or {}), **self._hopeless(str(wrong)), **self._account(), **self._totals()}
+            listen(final)
+            return final
+
+    def _one_step(self, batch: Batch) -> Tensor:
+        tell(self.optimizer, self.schedule.settings(self.position))
+        loss = self.passes(batch, self.step)
+        self._update()
+        self.hood.mix_()
+        self.loss += loss
+        self.at += 1
+        self.step += 1
+        if self.at == self.loader.steps:
+            self.hood.check()
+        return loss
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        """Each worker's own step, all workers' at once."""
+        rows, grads = self.hood.replicas.rows, self.hood.replicas.grads
+        plan = self.recipe.optimizer
+        longest = plan.local_clip or plan.clip
+        if longest:
+            grads *= (longest / (grads.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1.0)
+        if self._decay is not None and plan.name == "sgd":
+            grads += self._decay * rows
+        elif self._decay is not None:
+            rows *= 1.0 - self.optimizer.param_groups[0]["lr"] * self._decay
+        rows.grad = grads
+        self.optimizer.step()
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def examined(self, weights: Weights, split: str, share: bool) -> Score:
+        """A model's score; all processes examine the same one and share the data, or each its own on all of them."""
+        model = self.hood.replicas.show_(*weights)
+        place = self.place if share else alone(1, self.place.device)
+        total = self.hood.total if share else lambda sums: sums
+        return examine(model, self.task, exam_of(self.recipe, self.task, place, split), total, self._precision)
 
     @property
-    def accuracy(self) -> float:
-        """The mean over workers."""
-        return sum(self.workers) / len(self.workers)
+    def _precision(self) -> str:
+        return self.recipe.train.precision
+
+    def score(self, split: str = "test") -> Score:
+        """Of the mean model."""
+        return self.examined(self.hood.mean(), split, share=True)
+
+    def workers(self, split: str = "test") -> list[Score]:
+        """Of every worker, by rank."""
+        own = [self.examined(self.hood.own(i), split, share=False) for i in range(len(self.place.ranks))]
+        sheet = torch.zeros(self.place.world, 2, dtype=torch.float64, device=self.place.device)
+        for rank, score in zip(self.place.ranks, own, strict=True):
+            sheet[rank] = torch.tensor([score.loss, score.value], dtype=torch.float64)
+        return [Score(loss, own[0].metric, value, None) for loss, value in self.hood.total(sheet).tolist()]
+
+    def _evaluate(self) -> tuple[dict[str, Any], bool]:
+        """A record of the epoch, and whether it is the best so far, by the mean over workers."""
+        self.hood.check()
+        tested = self.workers()
+        test, mean = _mean(tested), self.hood.mean()
+        middle = self.examined(mean, "test", share=True)
+        judge = _mean(self.workers("valid")) if isinstance(self.task, TextTask) else test
+        self.schedule.heard(judge.loss)
+        best = better(judge.metric, judge.value, self.best)
+        if best:
+            self.best, self.kept = judge.value, test.value
+        self._tick()
+        return {
+            "event": "epoch",
+            "epoch": round(self.position, 4),
+            "step": self.step,
+            "train_loss": self._train_loss(),
+            "test_loss": test.loss,
+            "metric": test.metric,
+            "value": test.value,
+            "top5": None,
+            "workers": [score.value for score in tested],
+            "mean_model": middle.value,
+            "consensus": self.hood.distance(mean[0]),
+            **({"valid_loss": judge.loss} if judge is not test else {}),
+            **self._account(),
+        }, best
+
+    def _train_loss(self) -> float:
+        summed = self.hood.total(self.loss / max(1, self.at)).item()
+        return summed / (1 if self.place.virtual else self.place.world)
+
+    def _hopeless(self, why: str) -> dict[str, Any]:
+        """The final record of a training that diverged: as good as guessing."""
+        image = isinstance(self.task, ImageTask)
+        metric = "top1" if image else "perplexity"
+        chance = 1.0 / self.task.classes if isinstance(self.task, ImageTask) else float(self.task.facts["vocab"])  # type: ignore[arg-type]
+        self._tick()
+        return {
+            "event": "final",
+            "epoch": round(self.position, 4),
+            "step": self.step,
+            "metric": metric,
+            "value": chance,
+            "best": self.kept,
+            "diverged": why,
+        }
+
+    # -- records -----------------------------------------------------------------------------------------------------
+
+    def _opening(self) -> dict[str, Any]:
+        codec = "" if self.hood.method.late else f" with {self.recipe.gossip.codec or 'fp32'}"
+        spec = f"{self.hood.method}{codec}"
+        return {
+            "event": "start",
+            "spec": spec,
+            "method": f"{spec} on {self.hood.method.graph.on(self.place.world)}",
+            "world": self.place.world,
+            "virtual": self.place.virtual,
+            "device": str(self.place.device),
+            "parameters": self.hood.replicas.tensors.total,
+            "batch": self.batch * self.recipe.train.accumulate,
+            "steps_per_epoch": self.loader.steps,
+            "steps": self.last_step,
+            "step": self.step,
+        }
+
+    def _progress(self, loss: float) -> dict[str, Any]:
+        self._tick()
+        account = self._account()
+        return {
+            "event": "step",
+            "step": self.step,
+            "epoch": round(self.position, 4),
+            "loss": loss,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "gamma": account["gamma"],
+            "sent": account["sent"],
+            "payload_ratio": account["payload_ratio"],
+            "seconds": self.seconds,
+        }
+
+    def _account(self) -> dict[str, Any]:
+        """Bytes as the first worker counts them; it speaks to as many neighbors as it has."""
+        report = self.hood.report()
+        dense = 4.0 * self.hood.replicas.tensors.total * self.step
+        ring = 2 * (self.place.world - 1) / self.place.world * dense
+        central = isinstance(self.hood.method, Centralized)  # each number goes around a ring, not to each neighbor
+        payload = report.sent / max(1e-9, 2 * (self.place.world - 1) / self.place.world if central else report.degree)
+        return {
+            "sent": report.sent,
+            "received": report.received,
+            "payload": payload,
+            "dense": dense,
+            "payload_ratio": dense / payload if payload else float("inf"),
+            "wire_ratio": ring / report.sent if report.sent else float("inf"),
+            "skipped": 0,
+            "gamma": report.gamma,
+            "encode_seconds": 0.0,
+            "wire_seconds": 0.0,
+            "decode_seconds": 0.0,
+            "seconds": self.seconds,
+        }
+
+    def _totals(self) -> dict[str, Any]:
+        return {"rules": {}, "layers": {}}
 
 
-def study(
-    task: ImageTask, make: Callable[[], nn.Module], plan: Plan, hear: Callable[[Epoch], None] = lambda news: None
-) -> Outcome:
-    """Train as planned; ``task`` lies on the device to train on."""
-    device = task.train.pixels.device
-    model = make().to(device)
-    net = gossip_lockstep([model] * plan.workers, plan.spec, plan.codec, overlap=plan.overlap, seed=plan.seed)
-    replicas = Replicas(model, plan.workers)
-    optimizer = _optimizer(replicas, plan)
-    loader = ImageLoader(
-        task, plan.batch, plan.workers, tuple(range(plan.workers)), plan.seed, plan.augment, plan.partition
-    )
-    top = rate_scale(net.nodes[0].topology) if plan.scale is None else plan.scale
-    steps, step, history = plan.epochs * loader.steps, 0, []
-    try:
-        for number in range(plan.epochs):
-            began, total = time.perf_counter(), torch.zeros((), device=device)
-            for inputs, targets in loader.epoch(number):
-                rate = _set_rate(optimizer, plan, top, step / steps)
-                total += _step(replicas, optimizer, inputs, targets)
-                replicas.write_(net.mix(replicas.read()))
-                step += 1
-            distance, gamma = _distance(replicas.read()), net.nodes[0].gamma
-            seconds = time.perf_counter() - began
-            history.append(Epoch(float(total) / loader.steps, distance, gamma, rate, seconds))
-            hear(history[-1])
-    except Diverged as wrong:
-        chance = 1.0 / task.classes
-        return Outcome([chance] * plan.workers, chance, history, net.report(), str(wrong))
-    workers = [accuracy_of(replicas.show_(rank), task) for rank in range(plan.workers)]
-    return Outcome(workers, accuracy_of(replicas.show_(None), task), history, net.report())
+def _mean(scores: list[Score]) -> Score:
+    n = len(scores)
+    return Score(sum(s.loss for s in scores) / n, scores[0].metric, sum(s.value for s in scores) / n, None)
 
 
-def accuracy_of(model: nn.Module, task: ImageTask, batch: int = 1000) -> float:
-    """The share of test images that a model in evaluation mode gets right."""
-    right = torch.zeros((), device=task.test.labels.device)
-    with torch.no_grad():
-        for inputs, targets in evaluation(task, batch):
-            right += (model(inputs).argmax(1) == targets).sum()
-    return float(right) / len(task.test)
+def _optimizer(recipe: Recipe, rows: Tensor) -> torch.optim.Optimizer:
+    """Over all rows at once; weight decay, which spares some columns, is not its own."""
+    plan = recipe.optimizer
+    if plan.name == "adamw":
+        return torch.optim.AdamW([rows], lr=plan.lr, betas=(plan.beta1, plan.beta2), eps=plan.eps, weight_decay=0.0)
+    return torch.optim.SGD([rows], lr=plan.lr, momentum=plan.momentum, nesterov=plan.nesterov and plan.momentum > 0)
 
 
-def _step(replicas: Replicas, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> Tensor:
-    """One local step of all replicas; their mean loss."""
-    optimizer.zero_grad()
-    stacked = inputs.view(replicas.count, -1, *inputs.shape[1:])
-    losses = replicas.losses(stacked, targets.view(replicas.count, -1), F.cross_entropy)
-    losses.sum().backward()
-    optimizer.step()
-    return losses.detach().mean()
+def _decay(recipe: Recipe, shapes: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor | None:
+    """The weight decay of every column; None if nothing decays."""
+    plan = recipe.optimizer
+    if not plan.weight_decay:
+        return None
+    each = [torch.full(shape, plan.weight_decay if plan.decay_norms or len(shape) > 1 else 0.0) for shape in shapes]
+    return torch.cat([x.flatten() for x in each]).to(device)
 
 
-def _optimizer(replicas: Replicas, plan: Plan) -> torch.optim.SGD:
-    flat = [
-        p for p in replicas.parameters.values() if p.dim() <= 2
-    ]  # norms and biases, below their replica's dimension
-    deep = [p for p in replicas.parameters.values() if p.dim() > 2]
-    groups = [
-        {"params": deep, "weight_decay": plan.weight_decay},
-        {"params": flat, "weight_decay": plan.weight_decay if plan.decay_norms else 0.0},
-    ]
-    kept = [group for group in groups if group["params"]]
-    return torch.optim.SGD(kept, lr=plan.lr, momentum=plan.momentum, nesterov=plan.nesterov)
-
-
-def _set_rate(optimizer: torch.optim.Optimizer, plan: Plan, top: float, done: float) -> float:
-    warm = min(1.0, done / plan.warmup) if plan.warmup else 1.0
-    rate = plan.lr * (1.0 + (top - 1.0) * warm) * 0.1 ** sum(done >= drop for drop in plan.drops)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    return rate
-
-
-def _distance(rows: Tensor) -> float:
-    return float((rows - rows.mean(0)).square().sum(1).mean().sqrt())
+__all__ = ["Decentralized", "method_of"]

@@ -36,8 +36,10 @@ def sit(
     found = checkpoint.find(folder, "last") if resume else None
     progress = json.loads((found / PROGRESS).read_text(encoding="utf-8")) if found else {}
     training = (Decentralized if recipe.gossip.method else Training)(recipe, place, progress.get("ramp_steps"))
-    if found is not None:
-        (resume_gossip if isinstance(training, Decentralized) else restore)(training, found, progress)
+    if found is not None and isinstance(training, Decentralized):
+        resume_gossip(training, found, progress)
+    elif found is not None:
+        restore(training, found, progress)
     with Records(folder, training.position, place.first) as records:
 
         def hear(record: dict[str, Any]) -> None:

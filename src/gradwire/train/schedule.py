@@ -90,8 +90,19 @@ class Schedule:
 def scale_of(recipe: Recipe, world: int, batch: int) -> float:
     """How much the rate grows: by the batch of a step of all workers over the one that the rate is meant for."""
     plan = recipe.schedule
-    larger = world * batch * recipe.train.accumulate / (plan.base_batch or batch)
-    return {"none": 1.0, "linear": larger, "sqrt": math.sqrt(larger)}[plan.scale]
+    averaged = _averaged(recipe, world) if plan.scale == "graph" else world
+    larger = averaged * batch * recipe.train.accumulate / (plan.base_batch or batch)
+    return {"none": 1.0, "linear": larger, "graph": larger, "sqrt": math.sqrt(larger)}[plan.scale]
+
+
+def _averaged(recipe: Recipe, world: int) -> float:
+    """How many workers a step averages: all of them, or with gossip a worker and its neighbors."""
+    if not recipe.gossip.method:
+        return world
+    from gradwire.gossip.rate import rate_scale
+    from gradwire.train.neighborhood import method_of
+
+    return rate_scale(method_of(recipe).graph.on(world))
 
 
 def _between(points: list[list[float]], place: float) -> float:

@@ -1,0 +1,37 @@
+"""``gradwire gossip-study STUDY.toml``: a table of decentralized trainings."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def gossip_study(
+    study: Annotated[Path, typer.Argument(help="A TOML file: recipes, set, and [[cell]] with name, set, seeds.")],
+    results: Annotated[Path, typer.Option(help="Where finished cells are written, one JSON object a line.")],
+    data: Annotated[
+        str, typer.Option("--data", help="The folder that holds data sets in their standard layouts.")
+    ] = "",
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="For all cells, and not part of what they are: data.options...")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that train side by side on one device.")] = 1,
+    device: Annotated[str, typer.Option(help="cpu, cuda:0, ...; by default the first GPU.")] = "",
+    budget_seconds: Annotated[
+        float | None, typer.Option(min=0, help="Start no cell that would not end in time; the same command goes on.")
+    ] = None,
+) -> None:
+    """Train the cells of a study that are not finished yet, all workers of a cell in one process."""
+    from gradwire.train import gossip_study as work
+    from gradwire.train.work import device_of
+
+    extra = [*([f"data.root={data}"] if data else []), *(overrides or [])]
+    try:
+        cells = work.read(study)
+        for cell in cells:
+            cell.recipe(extra)
+    except ValueError as wrong:
+        typer.echo(f"gradwire gossip-study: {wrong}", err=True)
+        raise typer.Exit(2) from None
+    where = str(device_of(0, [device] if device else []))
+    work.run(cells, results, jobs, where, extra, budget_seconds, typer.echo)
