@@ -23,6 +23,7 @@ from gradwire.sync.method import Spec, method
 from gradwire.sync.plan import LAUNCH_BYTES, Plan, Rule, build, default_rules
 from gradwire.sync.session import Grads, Session, Verdict
 from gradwire.sync.shares import owners
+from gradwire.sync.warmup import warm_up
 
 
 class Wire:
@@ -71,6 +72,7 @@ class Wire:
 
     def _session(self, plan: Plan, seed: int) -> Session:
         """This rank's side of a plan."""
+        warm_up(plan, self.device)
         grouping = self.link.grouping
         if grouping is None:
             return Session(plan, self.link.rank, self.link.world, seed, self.device)
