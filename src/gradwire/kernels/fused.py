@@ -89,6 +89,23 @@ def accumulate_topk_(
 
 
 @kernel
+def carry_topk_(
+    grad: Tensor,
+    before: tuple[Tensor, Tensor | None],
+    after: tuple[Tensor, Tensor | None],
+    rule: Accumulation,
+    lengths: tuple[int, ...],
+    counts: tuple[int, ...],
+    edge: Tensor | None,
+) -> Selected:
+    """`accumulate_topk_` with memories that are read, residual and momentum, and others that are written."""
+    for old, new in zip(before, after, strict=True):
+        if old is not None and new is not None:
+            new.copy_(old)
+    return accumulate_topk_(grad, *after, rule, lengths, counts, edge)
+
+
+@kernel
 def settle_(residual: Tensor, momentum: Tensor | None, indices: Tensor, heard: Tensor) -> None:
     """Take what was heard off the debt, and mask the momentum, if given, where something was sent."""
     residual.index_add_(0, indices, heard, alpha=-1)

@@ -113,11 +113,11 @@ def _run(start: int, group: Sequence[Tensor]) -> Run:
 
 
 def _turned(lane: Lane, memory: Memory) -> dict[str, Tensor]:
-    """The memories to be written now, copies of the old. The old stay until the step is committed, then take turns."""
+    """The memories to be written now, still empty. The old stay until the step is committed, then take turns."""
     held = dict(memory)
     for name in lane.feedback.memories:
         old, spare = memory[name], memory.get(f"spare {name}")
-        held[name] = old.clone() if spare is None or spare.shape != old.shape else spare.copy_(old)
+        held[name] = torch.empty_like(old) if spare is None or spare.shape != old.shape else spare
         held[f"spare {name}"] = old
     return held
 
@@ -127,12 +127,14 @@ def _accumulate(lane: Lane, run: Run, held: dict[str, Tensor], key: Key) -> fuse
     rule = rule_of(lane.feedback)
     assert rule is not None and codec.selector is not None
     place = slice(run.start, run.start + run.flat.numel())
-    momentum = held["momentum"][place] if isinstance(lane.feedback, MomentumCorrection) else None
+    momentum = isinstance(lane.feedback, MomentumCorrection)
+    before, after = (
+        (held[f"{which}residual"][place], held[f"{which}momentum"][place] if momentum else None)
+        for which in ("spare ", "")
+    )
     counts = tuple(map(codec.selector.capacity, run.lengths))
     hint = f"edge {run.start} {counts}"
-    found = fused.accumulate_topk_(
-        run.flat, held["residual"][place], momentum, rule, run.lengths, counts, held.get(hint)
-    )
+    found = fused.carry_topk_(run.flat, before, after, rule, run.lengths, counts, held.get(hint))
     held[hint] = found.edge
     return found
 

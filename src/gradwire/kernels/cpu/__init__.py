@@ -15,12 +15,13 @@ from gradwire.kernels.cpu.quantize import (
 )
 from gradwire.kernels.cpu.rice import decode_blocks, encode_blocks
 from gradwire.kernels.cpu.scatter import scatter_mean
-from gradwire.kernels.cpu.select import accumulate_topk_, settle_, topk
+from gradwire.kernels.cpu.select import accumulate_topk_, carry_topk_, settle_, topk
 from gradwire.kernels.cpu.signs import onebit_decode, onebit_encode, sign_decode, sign_encode
 
 __all__ = [
     "accumulate_",
     "accumulate_topk_",
+    "carry_topk_",
     "cast_decode",
     "cast_encode",
     "decode_blocks",

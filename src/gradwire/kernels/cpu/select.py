@@ -22,6 +22,7 @@ from gradwire.kernels.fused import Accumulation, Selected
 _SHIFT = 20  # histogram bins: the exponent and three bits of the mantissa
 _BINS = 1 << 31 - _SHIFT
 _RESIDUAL, _MOMENTUM, _AS_IT_IS = range(3)
+_NONE = np.zeros(0, dtype=np.float32)
 
 
 class Work(NamedTuple):
@@ -52,11 +53,21 @@ def _running(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 @compiled
-def _sweep(grad, residual, momentum, m, nesterov, decay, kind, work, edges, taken, places, found, first, counts, bad):
-    """Accumulate tile by tile, and collect while the tile is still in cache."""
+def _sweep(
+    grad, before, residual, momentum, m, nesterov, decay, kind, work, edges, taken, places, found, first, counts, bad
+):
+    """Accumulate tile by tile, and collect while the tile is still in cache.
+
+    What lies in ``before``, a residual and a momentum, is carried over first, where it holds anything.
+    """
+    old_residual, old_momentum = before
     for t in prange(counts.size):
         a, b = work.start[t], work.stop[t]
         v = residual[a:b]
+        if old_residual.size:
+            v[:] = old_residual[a:b]
+        if old_momentum.size:
+            momentum[a:b] = old_momentum[a:b]
         if kind != _AS_IT_IS:
             bad[t] = accumulate_tile(grad[a:b], v, momentum[a:b], m, nesterov, decay, kind)
         first[t], counts[t] = collect(v.view(np.int32), edges[work.segment[t]], taken, places, found)
@@ -128,10 +139,11 @@ class _Search:
         rule: Accumulation,
         kind: int,
         edges: NDArray[np.int32],
+        before: tuple[NDArray[np.float32], NDArray[np.float32]] = (_NONE, _NONE),
     ) -> None:
         numbers = np.float32(rule.momentum), rule.nesterov, np.float32(rule.decay), kind
         found = self.taken, self.places, self.found, self.first, self.counts, self.broken
-        _sweep(grad, residual, momentum, *numbers, self.work, edges, *found)
+        _sweep(grad, before, residual, momentum, *numbers, self.work, edges, *found)
 
     def look(self, x: NDArray[np.float32], edges: NDArray[np.int32] | None = None) -> None:
         """Collect in values that stay as they are, from some edges up; by default from guessed ones."""
@@ -180,12 +192,40 @@ def accumulate_topk_(
     counts: tuple[int, ...],
     edge: Tensor | None,
 ) -> Selected:
+    return _accumulate_topk(grad, (_NONE, _NONE), residual, momentum, rule, lengths, counts, edge)
+
+
+@in_turn
+def carry_topk_(
+    grad: Tensor,
+    before: tuple[Tensor, Tensor | None],
+    after: tuple[Tensor, Tensor | None],
+    rule: Accumulation,
+    lengths: tuple[int, ...],
+    counts: tuple[int, ...],
+    edge: Tensor | None,
+) -> Selected:
+    residual, momentum = before
+    old = residual.numpy(), _NONE if momentum is None else momentum.numpy()
+    return _accumulate_topk(grad, old, *after, rule, lengths, counts, edge)
+
+
+def _accumulate_topk(
+    grad: Tensor,
+    before: tuple[NDArray[np.float32], NDArray[np.float32]],
+    residual: Tensor,
+    momentum: Tensor | None,
+    rule: Accumulation,
+    lengths: tuple[int, ...],
+    counts: tuple[int, ...],
+    edge: Tensor | None,
+) -> Selected:
     search = _Search(_work(lengths, counts))
     g, v = grad.detach().float().contiguous().numpy(), residual.numpy()
     u, kind = (v, _RESIDUAL) if momentum is None else (momentum.numpy(), _MOMENTUM)
     # Without an edge nothing passes, and candidates are looked for afterwards.
     edges = np.full(len(lengths), MAGNITUDE) if edge is None else edge.numpy().view(np.int32)
-    search.sweep(g, v, u, rule, kind, edges)
+    search.sweep(g, v, u, rule, kind, edges, before)
     if edge is None:
         search.look(v)
     search.choose(v)
