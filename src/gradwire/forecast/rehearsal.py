@@ -78,16 +78,18 @@ def rehearse(
     """
     device = next(iter(grads.values())).device
     session = Session(plan, 0, plan.world, 0, device)
-    into = {name: torch.empty_like(grad) for name, grad in grads.items()}
+    own = {name: grad.clone() for name, grad in grads.items()}
     found = []
     for _ in range(repeats + 1):
+        for name, grad in grads.items():  # a step leaves the mean where the gradient was
+            own[name].copy_(grad)
         meet()
-        found.append(_step(session, grads, into))
+        found.append(_step(session, own))
     counted = found[1:]
     return Rehearsed(median(one.encode for one in counted), median(one.decode for one in counted), found[-1].messages)
 
 
-def _step(session: Session, grads: Grads, into: Mapping[str, Tensor]) -> Rehearsed:
+def _step(session: Session, grads: Grads) -> Rehearsed:
     device = session.device
     link, clock = Echo(session.world, device), Clock()
     _settle(device)
@@ -95,7 +97,8 @@ def _step(session: Session, grads: Grads, into: Mapping[str, Tensor]) -> Rehears
     heard = [drive(session.launch(i, grads), link, clock) for i in range(len(session.plan.launches))]
     verdict = drive(session.judge(heard, grads), link, clock)
     for name, update in verdict.updates.items():
-        into[name].copy_(update)
+        if update.data_ptr() != grads[name].data_ptr():
+            grads[name].copy_(update)
     _settle(device)
     # A clock of the host does not see what a GPU still has to do; the end of the step does.
     decode = time.perf_counter() - began - clock.encode - clock.wire
