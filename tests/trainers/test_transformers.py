@@ -105,6 +105,15 @@ def test_two_ranks_stay_alike_and_go_on_where_they_were(tmp_path):
     run_ranks(two_ranks, 2, tmp_path, timeout=100)
     checkpoint = tmp_path / "run" / "checkpoint-3"
     assert {path.name for path in checkpoint.glob("wire-*")} == {"wire-0.safetensors", "wire-1.safetensors"}
+
+
+def saving(rank: int, world: int, folder: Path) -> None:
+    train(rank, world, folder / "run", 3, save_strategy="steps", save_steps=3)
+
+
+@pytest.mark.study
+def test_one_process_goes_on_from_a_checkpoint_of_two(tmp_path):
+    run_ranks(saving, 2, tmp_path, timeout=100)
     run_ranks(one_rank, 1, tmp_path, timeout=100)
 
 
