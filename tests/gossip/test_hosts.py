@@ -22,7 +22,6 @@ SPECS: list[tuple[str, str | None, dict[str, Any]]] = [
     ("choco(ring, gamma=0.4)", "topk(0.1)", {"overlap": True}),
     ("choco(ring, gamma=auto)", "sign", {"granularity": "model"}),  # one vector, hence one rank's, hence one gamma
     ("dpsgd(complete)", "fp16", {}),
-    ("sgp(exponential)", None, {}),
     ("powergossip(ring)", None, {}),
 ]
 

@@ -23,7 +23,6 @@ STEPS = 2
 CASES = {
     "allgather": Case("topk(0.06)", None, 1024),
     "two_way": Case("int4", "two_way", 1024),
-    "powersgd": Case("powersgd(32)", None, 1024),
 }
 DOORS = ("loop", "ddp")
 
