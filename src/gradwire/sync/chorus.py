@@ -18,9 +18,8 @@ from torch import Tensor
 
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import IndexCoder, Memory, Sent, Signal
-from gradwire.core.asks import Ask, Gather, Sum, Swap
+from gradwire.core.asks import Ask, Gather, Sum
 from gradwire.core.keys import EACH, Key, owned
-from gradwire.core.payload import Payload
 from gradwire.core.segments import Segments
 from gradwire.exchanges import AllGather, AllReduce, Exchange, TwoWay
 from gradwire.exchanges.allreduce import most_summand
@@ -28,16 +27,13 @@ from gradwire.exchanges.two_way import shard
 from gradwire.feedback import Feedback
 from gradwire.kernels.fused import scatter_mean
 from gradwire.kernels.groups import over
-from gradwire.links.collectives import AllReduce as Reduction
-from gradwire.links.collectives import Traffic, traffic
-from gradwire.sync.complaint import rider
 from gradwire.sync.lane import OBSERVED, OWED, Lane, absorb
-from gradwire.sync.lockstep import Lockstep, asked_of
+from gradwire.sync.lockstep import Lockstep
 from gradwire.sync.lowering import FusedSpeaker, lowers
 from gradwire.sync.session import Grads, Session, Verdict, censored, joined, nbytes
+from gradwire.sync.tally import META, Agreed, blank, cost, two_rounds
 
 SERVED = "served"
-_META = torch.device("meta")
 
 
 class Sung(NamedTuple):
@@ -121,12 +117,10 @@ class Chorus:
         for row in rows[1:]:
             total = total + row
         mean = codec.expand(over(total.float(), self.world), lane.units, key.of(0))
-        summand: Ask = Sum(torch.empty_like(rows[0], device=_META))
+        summand: Ask = Sum(torch.empty_like(rows[0], device=META))
         return mean, memory, [[summand] * self.world]
 
-    def _two_ways(
-        self, lane: Lane, codec: Codec, sent: Sent, memory: Memory, served: Tensor | None, key: Key
-    ) -> Sung:
+    def _two_ways(self, lane: Lane, codec: Codec, sent: Sent, memory: Memory, served: Tensor | None, key: Key) -> Sung:
         """As `TwoWay.talk` does, all shards at once: end to end they are the buffer."""
         n, world = lane.units.total, self.world
         meant = _mean(codec, sent, n, world)
@@ -136,14 +130,14 @@ class Chorus:
         verdict = codec.echo(Signal(meant, meant, {}, table), key.fold("leg2"))
         if served is not None:
             memory = {**memory, SERVED: verdict.off(meant)}
-        asks = [_swaps(codec, lane.units, world), _told(codec, lane.units, world)]
+        asks = two_rounds([codec.size(window) for window in _windows(lane.units, world)])
         return Sung(_dense(verdict, n), memory, asks)
 
     def _gathers(self, codec: Codec, sent: Sent, units: Segments) -> list[Ask]:
         fixed = codec.traits.fixed
         sizes = [codec.size(units)] * self.world if fixed else _lengths(codec, sent, units, self.world)
         longest = max(sizes)
-        return [_Varying(_blank(n), longest) if not fixed else Gather(_blank(n), n) for n in sizes]
+        return [Agreed(blank(n), longest) if not fixed else Gather(blank(n), n) for n in sizes]
 
     # -- memories --------------------------------------------------------------------------------------------------
 
@@ -185,57 +179,9 @@ class Chorus:
             lanes, at = sung[at : at + len(launch)], at + len(launch)
             rounds = max(len(one.asks) for one in lanes)
             for i in range(rounds):
-                self._carry([one.asks[i] for one in lanes if i < len(one.asks)], first=i == 0)
-
-    def _carry(self, asks: Sequence[Sequence[Ask]], first: bool) -> None:
-        """Count one round of a launch: asks by lane, then by rank."""
-        for rank in range(self.world):
-            mine = [lane[rank] for lane in asks]
-            if first:
-                mine.append(rider(0, (), mine[0], self.world, _META))
-            self.group.traffic[rank] += _cost(tuple(map(_Shape.of, mine)), rank, self.world)
-
-
-class _Varying(Gather):
-    """A gather whose length the group had to agree on; ``size`` is what it agreed on."""
-
-
-class _Shape(NamedTuple):
-    """An ask as far as it costs anything; equal shapes cost the same."""
-
-    kind: str
-    numbers: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, ask: Ask) -> "_Shape":
-        if isinstance(ask, Swap):
-            out = tuple(payload.nbytes for _, payload in sorted(ask.out.items()))
-            return cls("swap", (*out, *(n for _, n in sorted(ask.into.items()))), torch.uint8)
-        if isinstance(ask, Gather):
-            assert ask.size is not None
-            return cls("varying" if isinstance(ask, _Varying) else "gather", (ask.size,), torch.uint8)
-        return cls("sum", (ask.tensor.numel(),), ask.tensor.dtype)
-
-    def ask(self) -> Ask:
-        if self.kind == "sum":
-            return Sum(torch.empty(self.numbers[0], dtype=self.dtype, device=_META))
-        if self.kind == "swap":
-            half = len(self.numbers) // 2
-            out = {rank: _blank(n) for rank, n in enumerate(self.numbers[:half])}
-            return Swap(out, dict(enumerate(self.numbers[half:])))
-        return Gather(_blank(self.numbers[0]), self.numbers[0])
-
-
-@lru_cache(maxsize=1024)
-def _cost(shapes: tuple[_Shape, ...], rank: int, world: int) -> Traffic:
-    total = Traffic()
-    varying = sum(shape.kind == "varying" for shape in shapes)
-    if varying:
-        total += traffic(Reduction(torch.empty(varying, dtype=torch.int64, device=_META), "max"), rank, world)
-    for collective in asked_of([shape.ask() for shape in shapes], world):
-        total += traffic(collective, rank, world)
-    return total
+                said = [one.asks[i] for one in lanes if i < len(one.asks)]
+                for rank in range(self.world):
+                    self.group.traffic[rank] += cost([lane[rank] for lane in said], rank, self.world, first=i == 0)
 
 
 def sings(feedback: Feedback, codec: Codec, exchange: Exchange) -> bool:
@@ -331,24 +277,6 @@ def _lengths(codec: Codec, sent: Sent, units: Segments, world: int) -> list[int]
         counts = tuple(stop - start for start, stop in pairwise(mine))
         found.append(codec.length(sent.indices[mine[0] : mine[-1]] - rank * n, counts, n))
     return found
-
-
-@lru_cache(maxsize=64)
-def _swaps(codec: Codec, units: Segments, world: int) -> list[Ask]:
-    sizes = [codec.size(window) for window in _windows(units, world)]
-    out = {rank: _blank(n) for rank, n in enumerate(sizes)}
-    return [Swap(out, dict.fromkeys(range(world), sizes[rank])) for rank in range(world)]
-
-
-@lru_cache(maxsize=64)
-def _told(codec: Codec, units: Segments, world: int) -> list[Ask]:
-    sizes = [codec.size(window) for window in _windows(units, world)]
-    return [Gather(_blank(n), max(sizes)) for n in sizes]
-
-
-def _blank(n: int) -> Payload:
-    """A message of which only the length matters."""
-    return Payload(torch.empty(n, dtype=torch.uint8, device=_META))
 
 
 def _stack(memories: Sequence[Memory]) -> dict[str, Tensor]:
