@@ -61,7 +61,9 @@ def crew(world, case):
 
 def draw(world, step):
     make = torch.Generator().manual_seed(step)
-    return [{name: torch.randn(shape, generator=make).to(DEVICE) for name, shape in SHAPES.items()} for _ in range(world)]
+    return [
+        {name: torch.randn(shape, generator=make).to(DEVICE) for name, shape in SHAPES.items()} for _ in range(world)
+    ]
 
 
 def one_by_one(group, wires, grads):

@@ -1,8 +1,8 @@
 """Host net: all ranks of a host are one node of the gossip.
 
 Inside, replicas stay equal: they start alike, and `average_gradients` hands every rank the mean of the host's gradients
-before its optimizer steps (or DistributedDataParallel does, over the ranks of the host). Each then gossips some of the parameters with its counterparts on neighboring hosts, and
-hands the outcome to the others on its own.
+before its optimizer steps (or DistributedDataParallel does, over the ranks of the host). Each then gossips some of the
+parameters with its counterparts on neighboring hosts, and hands the outcome to the others on its own.
 """
 
 from collections.abc import Mapping, Sequence

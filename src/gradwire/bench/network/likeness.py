@@ -46,4 +46,5 @@ def compare(model: str, link: str, world: int, pace: Pace, tell: Tell, names: Se
         if method in wrong:
             yield Likeness(name, method, 0.0, 0.0, wrong[method])
         else:
-            yield Likeness(name, method, *(found[where][method]["step_ms"] for where in places))
+            shaped, pretended = (found[where][method]["step_ms"] for where in places)
+            yield Likeness(name, method, shaped, pretended)
