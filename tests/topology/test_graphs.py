@@ -73,11 +73,17 @@ def test_alone_a_rank_keeps_everything(spec: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "grid", "degree"), [(1, (1, 1), 0), (4, (2, 2), 2), (8, (2, 4), 3), (7, (1, 7), 2), (12, (3, 4), 4)]
+    ("size", "grid", "degree"), [(1, (1, 1), 0), (4, (2, 2), 2), (8, (2, 4), 3), (3, (1, 3), 2), (12, (3, 4), 4)]
 )
 def test_thin_tori_merge_double_edges(size: int, grid: tuple[int, int], degree: int) -> None:
     assert sides(size) == grid
     assert set(Torus().on(size).degrees) == {degree}
+
+
+@pytest.mark.parametrize("size", [5, 7, 31])
+def test_a_prime_torus_would_be_a_ring(size: int) -> None:
+    with pytest.raises(ValueError, match=f"a torus of {size} ranks would be a ring.* use ring, or a torus of"):
+        Torus().on(size)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 32])

@@ -12,6 +12,7 @@ from gradwire.cli.advise import advise
 from gradwire.cli.cards import HEADINGS, Card, alone, cards, size_of, traits_of
 from gradwire.cli.compare import compare
 from gradwire.cli.forecast import forecast
+from gradwire.cli.gossip_study import gossip_study
 from gradwire.cli.graph import graph
 from gradwire.cli.pages import codecs_page
 from gradwire.cli.report import report
@@ -33,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for command in (train, evaluate, plan, recipes, compare, report, graph, advise, simulate):
+for command in (train, evaluate, plan, recipes, compare, report, graph, gossip_study, advise, simulate):
     app.command()(command)
 bench.app.command()(forecast)
 app.add_typer(bench.app, name="bench")

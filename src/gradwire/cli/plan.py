@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gradwire.cli.gossip_plan import show_gossip
 from gradwire.sync import Plan, build, default_rules
 from gradwire.train.compression import arguments
 from gradwire.train.data import load
@@ -34,8 +35,6 @@ def show(recipe: Recipe, world: int, console: Console) -> None:
     facts, steps = _facts(recipe, world)
     with torch.device("meta"):
         model = build_model(recipe.model.name, recipe.model.options, facts)
-    ramp = round(recipe.sync.ramp * steps)
-    made = _plan(recipe, model, world, ramp)
     parameters = sum(p.numel() for p in model.parameters())
     last = recipe.train.iterations or round(recipe.train.epochs * steps)
     console.print(Text(f"{recipe.model.name} on {recipe.data.name}: {parameters:,} parameters, {world} workers"))
@@ -45,6 +44,10 @@ def show(recipe: Recipe, world: int, console: Console) -> None:
         check_sizes(recipe, model, facts)
         grown = ", ".join(f"{side} from epoch {epoch}" for epoch, side in recipe.data.sizes)
         console.print(f"pixels on a side: {grown}; evaluated in full")
+    if recipe.gossip.method:
+        show_gossip(recipe, model, world, console)
+        return
+    made = _plan(recipe, model, world, round(recipe.sync.ramp * steps))
     if recipe.sync.across != "ranks":
         console.print("only hosts compress: read workers, and ranks, as hosts")
     console.print(_lanes(made, last))

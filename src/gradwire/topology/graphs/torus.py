@@ -4,9 +4,9 @@ Paper:    Koloskova et al., "Decentralized deep learning with arbitrary communic
           https://arxiv.org/abs/1907.09356
 Formula:  n = a b with a <= b as near as may be;  (y, x) ~ (y + 1 mod a, x), (y, x + 1 mod b);  w_ij = 1/5 from a = 3 on
 Wire:     nothing
-Traits:   any size; symmetric; degree 4, or 3 where a = 2, or 2 where n is prime; rho of the order of 1/n
-Differs:  on a side of 2 the two edges between neighbors are one, and a side of 1 has none, so that rows always sum to
-          1; a prime number of ranks has no other grid than the ring
+Traits:   sizes up to 3, and those that are not prime; symmetric; degree 4, or 3 where a = 2; rho of the order of 1/n
+Differs:  on a side of 2 the two edges between neighbors are one, so that rows always sum to 1; a prime number of ranks
+          has no other grid than a ring, and is refused
 Spec:     torus
 """
 
@@ -35,6 +35,11 @@ class Torus(Undirected):
 
     def links(self, size: int) -> Iterable[tuple[int, int]]:
         a, b = sides(size)
+        if a == 1 and size > 3:
+            raise ValueError(
+                f"a torus of {size} ranks would be a ring, since {size} is prime; "
+                f"use ring, or a torus of {size - 1} or {size + 1} ranks"
+            )
         for rank in range(size):
             y, x = divmod(rank, b)
             for other in ((y + 1) % a * b + x, y * b + (x + 1) % b):

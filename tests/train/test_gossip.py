@@ -1,0 +1,178 @@
+"""Recipes whose workers gossip: alone or in processes, resumed, evaluated, reported."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from gradwire.cli.gossip_plan import rows
+from gradwire.cli.main import app
+from gradwire.report.charts import figures
+from gradwire.report.groups import tasks
+from gradwire.report.load import load
+from gradwire.train import shelf, work
+from gradwire.train.decentralized import Decentralized
+from gradwire.train.models import build
+from gradwire.train.place import alone
+from gradwire.train.record import open_folder, read
+from gradwire.train.run import evaluate, sit
+from gradwire.train.schedule import scale_of
+from trainings import DIGITS, recipe_of, saved, train
+
+RING = ("gossip.method=choco", "gossip.graph=ring", "gossip.codec=sign", "schedule.scale=graph", "optimizer.lr=0.05")
+KINDS = [
+    ("digits", ("gossip.codec=topk(0.1) | sign", "model.name=trainings:Normed", "model.options={}")),
+    ("digits", ("gossip.codec=qsgd(levels=7, biased=True)", "gossip.overlap=true", "optimizer.weight_decay=1e-3")),
+    ("digits", ("gossip.method=dcd", "gossip.codec=qsgd", "optimizer.name=adamw", "optimizer.lr=0.002")),
+    ("digits", ("gossip.method=powergossip", "gossip.codec=", "data.partition=sorted", "train.accumulate=2")),
+    ("pydoc-lstm", ("optimizer.local_clip=0.5",)),
+]
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_at(step: int) -> Callable[[dict[str, Any]], None]:
+    def listen(record: dict[str, Any]) -> None:
+        if record["event"] == "step" and record["step"] >= step:
+            raise Stop
+
+    return listen
+
+
+def timeless(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if "seconds" not in name}
+
+
+@pytest.mark.parametrize(("name", "overrides"), KINDS)
+def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path: Path, name: str, overrides: tuple[str, ...]) -> None:
+    """In mid-epoch too, with copies, residuals, gamma, momenta, statistics and recurrent states."""
+    recipe = recipe_of(name, *RING, *overrides, "train.log_every=1", "train.save_every=3")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    through = train(recipe, 4, whole)
+    open_folder(broken, recipe)
+    with pytest.raises(Stop):
+        sit(recipe, alone(4), broken, stop_at(4))
+    resumed = train(recipe, 4, broken, resume=True)
+    for file in ("model.safetensors", "rank-0.safetensors", "rank-3.safetensors"):
+        one, other = saved(whole, file), saved(broken, file)
+        assert one.keys() == other.keys()
+        assert [key for key in one if not torch.equal(one[key], other[key])] == []
+    assert timeless(through) == timeless(resumed)
+
+
+def test_processes_do_as_virtual_workers_do(tmp_path: Path) -> None:
+    """Bit for bit, if virtual workers pass in turn: models, memories, bytes, and every number of the records."""
+    recipe = recipe_of("digits", *RING, "model.name=trainings:Normed", "model.options={}", "gossip.passes=in turn")
+    here, there = tmp_path / "here", tmp_path / "there"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        final = train(recipe, 3, here)
+    finally:
+        torch.set_num_threads(threads)
+    open_folder(there, recipe)
+    other = work.spawned(work.Job(recipe, there), 3, lambda record: None)
+    for rank in range(3):
+        mine, theirs = saved(here, f"rank-{rank}.safetensors"), saved(there, f"rank-{rank}.safetensors")
+        assert mine.keys() == theirs.keys()
+        skip = {"loss"}  # a real rank knows its own alone
+        assert [key for key in mine if key not in skip and not torch.equal(mine[key], theirs[key])] == []
+    for name in ("sent", "received", "payload_ratio", "gamma", "workers", "step"):
+        assert final[name] == other[name], name
+    for name in ("value", "mean_model", "train_loss", "consensus"):
+        assert final[name] == pytest.approx(other[name], rel=1e-5), name
+
+
+def test_together_and_in_turn_are_the_same_training(tmp_path: Path) -> None:
+    finals = []
+    for way in ("together", "in turn"):
+        recipe = recipe_of("digits", *RING, f"gossip.passes={way}", "gossip.codec=fp32")
+        finals.append(train(recipe, 4, tmp_path / way))
+    assert finals[0]["train_loss"] == pytest.approx(finals[1]["train_loss"], rel=1e-3)
+
+
+def test_every_worker_and_the_mean_model_are_judged(tmp_path: Path) -> None:
+    recipe = recipe_of("digits", *RING, "train.epochs=8", "train.batch=80")
+    final = train(recipe, 4, tmp_path)
+    assert len(final["workers"]) == 4 and min(final["workers"]) > 0.8
+    assert final["value"] == pytest.approx(sum(final["workers"]) / 4)
+    assert final["mean_model"] > 0.8 and final["consensus"] > 0
+    score = evaluate(tmp_path, "last", "test", "cpu")  # what is saved is the mean model
+    assert score.value == pytest.approx(final["mean_model"])
+    start = read(tmp_path)[0]
+    assert start["spec"] == "choco(ring) with sign" and "ring on 4 ranks" in start["method"]
+
+
+def test_the_report_draws_the_distance(tmp_path: Path) -> None:
+    pytest.importorskip("altair")
+    train(recipe_of("digits", *RING), 4, tmp_path / "digits-0")
+    drawn = {figure.name for figure in figures(tasks([load(tmp_path / "digits-0")])[0])}
+    assert {"consensus-by-epoch", "metric-by-epoch"} <= drawn
+
+
+def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
+    recipe = recipe_of("digits", *RING, "gossip.method=dcd", "gossip.codec=qsgd(levels=1)", "optimizer.lr=1e30")
+    final = train(recipe, 4, tmp_path)
+    assert "no longer finite" in final["diverged"] and final["value"] == 0.1
+    assert read(tmp_path)[-1]["event"] == "final"
+
+
+def test_another_number_of_workers_is_refused(tmp_path: Path) -> None:
+    recipe = recipe_of("digits", *RING)
+    train(recipe, 4, tmp_path)
+    with pytest.raises(ValueError, match="go on with as many"):
+        train(recipe_of("digits", *RING, "train.epochs=3"), 3, tmp_path, resume=True)
+
+
+def test_fragments_make_a_gossiping_recipe() -> None:
+    recipe = shelf.resolve(["cifar10-resnet20", "ring8", "choco", "sign"])
+    assert (recipe.gossip.method, recipe.gossip.graph, recipe.gossip.codec) == ("choco", "ring", "sign")
+    assert recipe.train.workers == 8
+    assert scale_of(recipe, 8, 128) == 3.0  # itself and two neighbors
+    published = shelf.resolve(["cifar10-resnet20-ring8", "dpsgd"])
+    assert published.optimizer.lr * scale_of(published, 8, 128) == pytest.approx(0.6)
+    social = shelf.resolve(["wikitext2-lstm650-social32", "sign"])
+    assert social.train.workers == 32 and social.gossip.graph == "social"
+    assert scale_of(shelf.resolve(["digits", "ring8", "centralized"]), 8, 60) == 8.0
+
+
+@pytest.mark.parametrize(
+    ("sets", "sentence"),
+    [
+        (["gossip.method=choc"], "choco"),
+        (["gossip.graph=rong"], "ring"),
+        (["gossip.codec=sing"], "sign"),
+        (["gossip.options.gamma=2"], "consensus step in"),
+        (["train.precision=fp16"], "bf16"),
+        (["schedule.scale=linear"], "schedule.scale = 'graph'"),
+        (["gossip.passes=both"], "in turn"),
+    ],
+)
+def test_what_cannot_be_is_a_sentence(sets: list[str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        shelf.resolve(["digits", "ring8"], sets)
+
+
+def test_the_plan_knows_the_bytes(tmp_path: Path) -> None:
+    """What `gradwire plan` says of a message is what a training sends."""
+    done = CliRunner().invoke(app, ["plan", "cifar10-resnet20-ring8", "sign"])
+    assert done.exit_code == 0, done.output
+    for words in ("choco(ring)", "spectral gap 0.1953, 2 neighbors", "0.1 x 6", "33,992 bytes", "gamma", "269,722"):
+        assert words in done.output, words
+    recipe = recipe_of("digits", *RING, "gossip.graph=star", "train.epochs=1")
+    model = build(recipe.model.name, recipe.model.options, {"classes": 10, "channels": 1, "size": 8})
+    told = dict(rows(recipe, model, 4))["sent"]
+    final = train(recipe, 4, tmp_path)  # the first worker is the hub, and has three neighbors
+    assert f"{int(final['sent'] / final['step']):,} bytes" in told
+
+
+def test_what_a_graph_cannot_be_is_a_sentence_too() -> None:
+    with pytest.raises(ValueError, match="would be a ring"):
+        Decentralized(shelf.resolve(["digits", "torus16"], [*DIGITS, "train.workers=7"]), alone(7))
+    with pytest.raises(ValueError, match="pass in turn"):
+        Decentralized(recipe_of("pydoc-lstm", *RING, "gossip.passes=together"), alone(4))
