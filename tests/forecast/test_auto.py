@@ -13,7 +13,7 @@ import gradwire
 from gradwire.adapters import pilot
 from workers import RankError, run_ranks
 
-STEPS = 26
+STEPS = 30
 
 
 def net(width: int) -> nn.Module:
@@ -38,17 +38,17 @@ def told(wire: Any, model: nn.Module) -> dict[str, Any]:
         "specs": [decision.spec for decision in wire.decisions],
         "decided": wire.decided,
         "hooked": wire._courier is not None,
-        "plain": wire._courier is not None and wire._courier.plain,
+        "plain": None if wire._courier is None else str(wire._courier.plain),
         "weights": [p.detach().clone() for p in model.parameters()],
         "text": str(wire),
     }
 
 
 def over_a_thin_link(rank: int, world: int, plain: bool) -> dict[str, Any]:
-    os.environ["GRADWIRE_LINK"] = "40mbit,1ms"
+    os.environ["GRADWIRE_LINK"] = "10mbit,1ms"
     inner = net(200)
     model = inner if plain else DistributedDataParallel(inner)
-    wire = gradwire.compress(model, "auto", link="40mbit,1ms")
+    wire = gradwire.compress(model, "auto", link="10mbit,1ms")
     train(model, wire, STEPS, rank, plain)
     return told(wire, inner)
 
@@ -66,15 +66,16 @@ def on_loopback(rank: int, world: int, plain: bool) -> dict[str, Any]:
     inner = net(24)
     model = inner if plain else DistributedDataParallel(inner)
     wire = gradwire.compress(model, "auto", link="100gbit")
-    train(model, wire, 12, rank, plain)
+    train(model, wire, 20, rank, plain)
     return told(wire, inner)
 
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_on_a_fast_link_it_leaves_ddp_alone(plain: bool) -> None:
     one, two = run_ranks(on_loopback, 2, plain)
-    assert one["decided"] and one["specs"] == two["specs"] == ["fp32"], one["text"]
-    assert not one["hooked"]
+    assert one["decided"] and one["specs"] == two["specs"], one["text"]
+    assert set(one["specs"]) <= {"fp32", "bf16"}, "nothing is worth compressing here"
+    assert one["hooked"] is (not plain and one["specs"] != ["fp32"])
     assert all(map(torch.equal, one["weights"], two["weights"]))
 
 
@@ -82,8 +83,7 @@ def promised_too_much(rank: int, world: int) -> dict[str, Any]:
     """As if forecasts had been wrong: what is chosen turns out slower than dense."""
 
     def choose(self: Any, calibration: object, cluster: object) -> None:
-        self._take("topk(0.1)")
-        self._decide(self._trial, pilot.WARMUP + pilot.MEASURED, "on trial")
+        self._try("topk(0.1)", "on trial")
 
     pilot.AutoWire._promising = lambda *_: ["topk(0.1)"]  # type: ignore[method-assign, assignment]
     pilot.AutoWire._choose = choose  # type: ignore[method-assign]
@@ -104,8 +104,9 @@ def promised_too_much(rank: int, world: int) -> dict[str, Any]:
 
 def test_a_broken_promise_is_taken_back_and_nothing_stays_owed() -> None:
     one, two = run_ranks(promised_too_much, 2)
-    assert one["specs"] == two["specs"] == ["topk(0.1)", "fp32", "fp32"], one["text"]
-    assert one["plain"] and "back to dense" in one["text"]
+    assert one["specs"] == two["specs"] and one["specs"][:2] == ["topk(0.1)", "fp32"], one["text"]
+    assert one["specs"][-1] in ("fp32", "bf16") and one["plain"] in ("torch.float32", "torch.bfloat16")
+    assert "back to dense" in one["text"]
     assert one["owed"] == two["owed"] == 0.0
     assert all(map(torch.equal, one["weights"], two["weights"]))
 

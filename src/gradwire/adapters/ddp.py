@@ -13,6 +13,7 @@ from concurrent.futures import Future as ThreadFuture
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -33,12 +34,12 @@ class Courier:
     """One backward pass after the other: collects gradients, launches, and completes DDP's futures.
 
     Attributes:
-        plain: Whether to add gradients up as DDP would do without us.
+        plain: In what format to add gradients up as DDP would do without us, if so.
     """
 
     def __init__(self, wire: Wire, ddp: DistributedDataParallel) -> None:
         self.wire = wire
-        self.plain = False
+        self.plain: torch.dtype | None = None
         self._group = ddp.process_group
         self._names = {id(p): name for name, p in wire.parameters.items()}
         self._may_lack = bool(ddp.find_unused_parameters or ddp.static_graph)
@@ -56,8 +57,8 @@ class Courier:
 
     def receive(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Take one bucket; its future completes when the whole step is agreed on."""
-        if self.plain:
-            return allreduce_hook(self._group, bucket)
+        if self.plain is not None:
+            return _sum(self._group, bucket, self.plain)
         device = self.wire.device
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
         self._futures.append((future, bucket.buffer()))
@@ -126,6 +127,18 @@ class Courier:
         finally:
             for future, buffer in futures:
                 future.set_result(buffer)  # also after an error, which the user's backward() raises at its end
+
+
+def _sum(group: dist.ProcessGroup, bucket: GradBucket, dtype: torch.dtype) -> torch.futures.Future[Tensor]:
+    """The mean of a bucket, added up in some format; torch's own hook for bfloat16 refuses gloo, which can do it."""
+    if dtype == bucket.buffer().dtype:
+        return allreduce_hook(group, bucket)
+    buffer = bucket.buffer()
+    said = buffer.to(dtype).div_(group.size())
+    work = dist.all_reduce(said, group=group, async_op=True)
+    assert work is not None
+    done: torch.futures.Future[Tensor] = work.get_future().then(lambda heard: buffer.copy_(heard.value()[0]))
+    return done
 
 
 def _at_the_end(work: Callable[[], None]) -> None:

@@ -41,7 +41,6 @@ MEASURED = 5  # steps whose median counts
 REHEARSED = 4  # candidates at most that are worth a pause
 GAIN = 0.98  # of the dense step: what a way must be below, predicted and on trial
 TRY = 1.1  # a predicted gain that is worth a trial, though it is not sure
-HALVED = 0.9  # of the float32 step: what bfloat16 must be below to be worth its rounding
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,7 @@ class AutoWire(Wire):
         self._ddp, self._described = ddp, described
         self._courier: Courier | None = None
         self._chosen = "fp32"
+        self._halves = False
         self._steps = 0
         self._dense_seconds = 0.0
         self._periods: list[Seen] = []
@@ -178,9 +178,10 @@ class AutoWire(Wire):
         cluster = self._cluster(model, seen)
         free = {spec: Cost(0.0, 0.0) for spec in (*DENSE[:2], *sound(automatic()))}
         calibration = Calibration(model, forward, seen.backward, free, self._cores(), world=self._parties)
+        self._halves = seen.exposed > 2 * (1 - GAIN) * seen.period
         promising = self._promising(calibration, cluster, seen)
         if not promising:
-            self._conclude("fp32", f"no way to compress would beat {_ms(seen.period)} a step, even if it cost nothing")
+            self._halve(f"no way to compress would beat {_ms(seen.period)} a step, even if it cost nothing")
             return
         costs = {**{spec: free[spec] for spec in DENSE[:2]}, **self._rehearsed(model, promising)}
         self._choose(Calibration(model, forward, seen.backward, costs, self._cores(), world=self._parties), cluster)
@@ -202,14 +203,28 @@ class AutoWire(Wire):
         choice = found.choice
         if found.tempting is not None and found.dense.seconds > TRY * found.tempting.seconds:
             choice = found.tempting
-        plain = self._predict(calibration, DENSE[0], cluster)
-        if choice.spec == "ddp-bf16" and choice.seconds > HALVED * plain.seconds:
-            choice = plain
-        if choice.spec == DENSE[0] or choice.seconds > GAIN * self._dense_seconds:
-            self._conclude("fp32", f"nothing is surely faster than {_ms(self._dense_seconds)} a step")
+        if choice.spec in DENSE or choice.seconds > GAIN * self._dense_seconds:
+            self._halve(f"no way to compress is surely faster than {_ms(self._dense_seconds)} a step")
             return
-        self._take("bf16" if choice.spec == "ddp-bf16" else choice.spec)
-        why = f"on trial: {_ms(choice.seconds)} a step expected, {_ms(self._dense_seconds)} dense"
+        self._try(choice.spec, f"on trial: {_ms(choice.seconds)} a step expected, {_ms(self._dense_seconds)} dense")
+
+    def _halve(self, why: str) -> None:
+        """Dense it is; in bfloat16, if float32 waits long enough for the network to make that worth a trial."""
+        if self._halves:
+            self._halves = False
+            self._try("bf16", f"{why}; on trial")
+        else:
+            self._conclude("fp32", why)
+
+    def _try(self, spec: str, why: str) -> None:
+        """Go on in another way, from this step on."""
+        self._chosen = spec
+        if self._ddp is not None and self._courier is None:
+            self._courier = attach(self, self._ddp)
+        if spec == "bf16" and self._bypasses:
+            self._courier.plain = torch.bfloat16  # type: ignore[union-attr]
+        else:
+            self.set(spec)
         self._decide(self._trial, WARMUP + MEASURED, why)
 
     def _trial(self, seen: Seen) -> None:
@@ -217,20 +232,15 @@ class AutoWire(Wire):
         why = f"{_ms(seen.period)} a step measured, {_ms(self._dense_seconds)} dense"
         if seen.period < GAIN * self._dense_seconds:
             self._conclude(self._chosen, why)
-            return
-        self.off()  # for one step, in which all that is owed is paid
-        self._chosen = "fp32"
-        self._decide(self._paid, 1, f"back to dense: {why}")
+        elif self._chosen == "bf16":
+            self._conclude("fp32", f"back to float32: {why}")
+        else:
+            self.off()  # for one step, in which all that is owed is paid
+            self._chosen = "fp32"
+            self._decide(self._paid, 1, f"back to dense: {why}")
 
     def _paid(self, seen: Seen) -> None:
-        self._conclude("fp32", "nothing is owed any more")
-
-    def _take(self, spec: str) -> None:
-        """Go on in another way, from this step on."""
-        self._chosen = spec
-        self.set(spec)
-        if self._ddp is not None and self._courier is None:
-            self._courier = attach(self, self._ddp)
+        self._halve("nothing is owed any more")
 
     def _decide(self, stage: Any, wanted: int, why: str) -> None:
         self._stage, self._wanted = stage, wanted
@@ -240,12 +250,22 @@ class AutoWire(Wire):
         """The end of all measuring."""
         self._chosen = spec
         self._decide(self._paid, 0, why)
-        if self._ddp is None or self.link.world < 2:
+        if self.link.world < 2:
             return
-        self._handle.remove()
-        self._ddp._set_ddp_runtime_logging_sample_rate(100)
-        if self._courier is not None and spec == "fp32" and not isinstance(self.link, ThrottledLink):
-            self._courier.plain = True
+        if self._ddp is not None:
+            self._handle.remove()
+            self._ddp._set_ddp_runtime_logging_sample_rate(100)
+        if spec != "fp32" or len(self.decisions) == 1:
+            return
+        if self._bypasses:
+            self._courier.plain = torch.float32  # type: ignore[union-attr]
+        else:
+            self.set("fp32", feedback="none")
+
+    @property
+    def _bypasses(self) -> bool:
+        """Whether dense gradients travel as DDP sends them; a pretended link would not notice those."""
+        return self._courier is not None and not isinstance(self.link, ThrottledLink)
 
     # -- circumstances ---------------------------------------------------------------------------------------------
 
