@@ -15,8 +15,21 @@ def collected(folders: Iterable[Path]) -> Iterator[Evidence]:
     """Every group of finished runs that has a dense twin."""
     for task in tasks([load(folder) for folder in find(list(folders))]):
         for group in task.groups:
-            if group.ended and not group.dense and (told := _compared(task, group)) is not None:
+            if group.ended and _usual(group) and (told := _compared(task, group)) is not None:
                 yield told
+
+
+def _usual(group: Group) -> bool:
+    """Whether it was compressed by layers and from the first step on, as advice means a spec."""
+    sync = group.runs[0].recipe.get("sync", {})
+    return not group.dense and sync.get("granularity", "layer") == "layer" and not sync.get("ramp")
+
+
+def _said(group: Group) -> str:
+    """The spec, and what else the recipe says of it."""
+    sync = group.runs[0].recipe.get("sync", {})
+    named = [(key, sync.get(key, "auto")) for key in ("feedback", "exchange")]
+    return "; ".join([group.spec, *(f"{key}={value}" for key, value in named if value != "auto")])
 
 
 def _compared(task: Task, group: Group) -> Evidence | None:
@@ -26,7 +39,7 @@ def _compared(task: Task, group: Group) -> Evidence | None:
     shared = set(group.values) & set(task.twin.values)
     ratio = group.mean("payload_ratio")
     return Evidence(
-        group.spec,
+        _said(group),
         task.name,
         task.metric.axis,
         group.runs[0].world,
