@@ -1,14 +1,18 @@
 """Stacked replicas are replicas, and a study of them learns."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typer.testing import CliRunner
 
+from gradwire.cli.main import app
 from gradwire.gossip.rate import rate_scale
+from gradwire.report.gossip_table import gossip_page
 from gradwire.topology import graph
 from gradwire.train.gossip_study import finished, read, run
 from gradwire.train.replicas import Replicas
@@ -122,3 +126,26 @@ def test_the_rate_grows_with_how_many_are_averaged() -> None:
     assert scales == [3.0, 5.0, 8.0, 2.0]
     assert rate_scale(graph("social").on(32)) == pytest.approx(1 + 2 * 89 / 32)
     assert rate_scale(graph("ring").on(1)) == 1.0
+
+
+def test_the_published_page_is_what_its_results_say(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2] / "docs"
+    folder = root / "results" / "gossip-cifar10"
+    page = tmp_path / "page.md"
+    command = ["gossip-study", str(folder / "study.toml"), "--results", str(folder / "cells.jsonl"), "--no-train"]
+    done = CliRunner().invoke(app, [*command, "--page", str(page)])
+    assert done.exit_code == 0, done.output
+    here = os.path.relpath(folder, tmp_path)
+    told = page.read_text().replace(here, "results/gossip-cifar10")
+    assert told == (root / "results-gossip.md").read_text()
+
+
+def test_a_page_says_what_is_missing() -> None:
+    study = {"about": "# Digits", "cell": [{"name": "sign"}, {"name": "topk"}]}
+    final = {"value": 0.1, "diverged": "not finite at step 7; lower it", "gamma": 0.5, "payload": 8e3, "step": 8}
+    gossip = {"method": "choco", "options": {"gamma": 0.5}}
+    environment = {"device": "cpu", "torch": "2", "command": ["gradwire"]}
+    line = {"name": "sign", "seed": 2, "world": 4, "final": final, "gossip": gossip, "environment": environment}
+    page = gossip_page(study, [line], ["study.toml"])
+    assert "| sign, seed 2 | 0.5 | 1.0 | diverged at step 7 |" in page
+    assert "Not trained yet: topk." in page

@@ -1,9 +1,12 @@
 """``gradwire gossip-study STUDY.toml``: a table of decentralized trainings."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from gradwire.report.gossip_table import gossip_page
 
 
 def gossip_study(
@@ -20,6 +23,8 @@ def gossip_study(
     budget_seconds: Annotated[
         float | None, typer.Option(min=0, help="Start no cell that would not end in time; the same command goes on.")
     ] = None,
+    page: Annotated[Path | None, typer.Option(help="Write a page of Markdown about what is finished.")] = None,
+    train: Annotated[bool, typer.Option(help="With --no-train, only write the page.")] = True,
 ) -> None:
     """Train the cells of a study that are not finished yet, all workers of a cell in one process."""
     from gradwire.train import gossip_study as work
@@ -33,5 +38,11 @@ def gossip_study(
     except ValueError as wrong:
         typer.echo(f"gradwire gossip-study: {wrong}", err=True)
         raise typer.Exit(2) from None
-    where = str(device_of(0, [device] if device else []))
-    work.run(cells, results, jobs, where, extra, budget_seconds, typer.echo)
+    if train:
+        where = str(device_of(0, [device] if device else []))
+        work.run(cells, results, jobs, where, extra, budget_seconds, typer.echo)
+    if page is not None:
+        known = {cell.key for cell in cells}
+        lines = [line for key, line in work.finished(results).items() if key in known]
+        sources = [os.path.relpath(path, page.parent) for path in (study, results)]
+        page.write_text(gossip_page(work.load(study), lines, sources), encoding="utf-8")

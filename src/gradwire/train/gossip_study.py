@@ -1,9 +1,10 @@
 """Gossip study: a table of decentralized trainings, made by few processes that train one cell after another.
 
 A study is a TOML file: ``recipes``, ``set`` (settings of all cells), and ``[[cell]]`` with a ``name``, its own ``set``
-and ``seeds``. Each finished cell is a line of a JSONL file; a cell that has its line is never trained again, so the
-same command goes on wherever the last one stopped. Small models leave a GPU idle between kernels: several processes
-share it.
+and ``seeds``; for the page that `report.gossip_table` makes of it, also ``about`` and ``groups``, and of a cell its
+``group`` and the ``published`` figure. Each finished cell is a line of a JSONL file; a cell that has its line is never
+trained again, so the same command goes on wherever the last one stopped. Small models leave a GPU idle between kernels:
+several processes share it.
 """
 
 import json
@@ -24,7 +25,8 @@ from gradwire.train.recipe import Recipe
 from gradwire.train.record import environment
 from gradwire.train.shelf import resolve
 
-KEYS = ("recipes", "set", "cell")
+KEYS = ("about", "recipes", "set", "groups", "cell")
+CELL_KEYS = ("name", "group", "set", "seeds", "published")
 
 
 class Cell(NamedTuple):
@@ -54,18 +56,28 @@ class Work:
     deadline: float | None  # on the clock of time.time()
 
 
-def read(path: Path) -> list[Cell]:
-    """The cells of a study, in order.
+def load(path: Path) -> dict[str, Any]:
+    """The file of a study, its keys checked.
 
     Raises:
-        ValueError: The file is no study.
+        ValueError: It is no study.
     """
-    told = tomllib.loads(path.read_text(encoding="utf-8"))
-    for key in told:
-        if key not in KEYS:
-            raise ValueError(f"{path} has a key {key!r}; a study has {', '.join(KEYS)}")
+    try:
+        told = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as wrong:
+        raise ValueError(f"{path} cannot be read as TOML: {wrong}") from None
+    for keys, allowed in ((told, KEYS), *((entry, CELL_KEYS) for entry in told.get("cell", []))):
+        for key in keys:
+            if key not in allowed:
+                raise ValueError(f"{path} has a key {key!r}; known are {', '.join(allowed)}")
     if not told.get("recipes") or not told.get("cell"):
         raise ValueError(f"{path} needs recipes = [...] and at least one [[cell]]")
+    return told
+
+
+def read(path: Path) -> list[Cell]:
+    """The cells of a study, in order."""
+    told = load(path)
     made = [cell for entry in told["cell"] for cell in _cells(entry, tuple(told["recipes"]), told.get("set", []))]
     if len({cell.key for cell in made}) < len(made):
         raise ValueError(f"{path} has a cell twice; give each a name and settings of its own")
