@@ -201,15 +201,15 @@ def _dgc(
     grads = [torch.randn(n, device=device) for _ in range(2)]
     u = 2.3 * torch.randn(n, device=device) if momentum else None
     v = (300 if momentum else 30) * torch.randn(n, device=device)
-    hint, turn = torch.zeros(len(lengths), device=device), 0
+    hint: Tensor | None = None
+    turn = 0
 
     def step() -> None:
-        nonlocal turn
-        edge = hint if turn else None
+        nonlocal turn, hint
         turn += 1
-        found = fused.accumulate_topk_(grads[turn % 2], v, u, _RULE, lengths, counts, edge)
+        found = fused.accumulate_topk_(grads[turn % 2], v, u, _RULE, lengths, counts, hint)
         fused.settle_(v, u, found.indices, found.values)
-        hint.copy_(found.edge)
+        hint = found.edge if hint is None or hint.shape != found.edge.shape else hint.copy_(found.edge)
 
     return step
 

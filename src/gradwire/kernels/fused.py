@@ -34,7 +34,8 @@ class Selected(NamedTuple):
         indices: Rising flat positions.
         values: What lies there.
         broken: A bool tensor: some gradient entry was not finite.
-        edge: The smallest selected magnitude of each segment: a hint for the next step, never a result.
+        edge: A hint for the next step, never a result, such as the smallest selected magnitude of each segment. Only
+            the kernel that gave it can read it.
     """
 
     indices: Tensor

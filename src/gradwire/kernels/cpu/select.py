@@ -1,7 +1,8 @@
 """Top-k in one pass: collect what lies above a loose edge, then choose exactly among the few.
 
-The edge comes from the last step where there is one, else from a sample. It never decides the outcome: a segment where
-it let too few or too many through is searched again.
+The edge comes from the last step where there is one, else from a sample. It grows and shrinks with the target, whose
+level a few of its values tell before it is made. It never decides the outcome: a segment where it let too few or too
+many through is searched again.
 """
 
 from functools import lru_cache
@@ -19,6 +20,7 @@ from gradwire.kernels.cpu.pieces import whole
 from gradwire.kernels.cpu.threads import compiled, in_turn, serial
 from gradwire.kernels.fused import Accumulation, Selected
 
+_TILE = 1024  # a tile of five vectors fits into the first-level cache
 _SHIFT = 20  # histogram bins: the exponent and three bits of the mantissa
 _BINS = 1 << 31 - _SHIFT
 _RESIDUAL, _MOMENTUM, _AS_IT_IS = range(3)
@@ -41,7 +43,7 @@ class Work(NamedTuple):
 @lru_cache(maxsize=64)
 def _work(lengths: tuple[int, ...], counts: tuple[int, ...]) -> Work:
     n, k = np.array(lengths, dtype=np.int64), np.array(counts, dtype=np.int64)
-    tiles = whole(lengths)
+    tiles = whole(lengths, _TILE)
     first = np.searchsorted(tiles.segment, np.arange(n.size + 1))
     # After a step in which k were sent, about twice as many remain above the edge, and some are new.
     wanted = np.minimum(3 * k, k + (n - k + 3) // 4)
@@ -50,6 +52,12 @@ def _work(lengths: tuple[int, ...], counts: tuple[int, ...]) -> Work:
 
 def _running(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate((np.zeros(1, dtype=np.int64), numbers.cumsum()))
+
+
+@serial
+def _carry(old, new):
+    for j in range(new.size):  # an assignment of slices would look for an overlap, and is not a plain copy
+        new[j] = old[j]
 
 
 @compiled
@@ -65,12 +73,41 @@ def _sweep(
         a, b = work.start[t], work.stop[t]
         v = residual[a:b]
         if old_residual.size:
-            v[:] = old_residual[a:b]
+            _carry(old_residual[a:b], v)
         if old_momentum.size:
-            momentum[a:b] = old_momentum[a:b]
+            _carry(old_momentum[a:b], momentum[a:b])
         if kind != _AS_IT_IS:
             bad[t] = accumulate_tile(grad[a:b], v, momentum[a:b], m, nesterov, decay, kind)
         first[t], counts[t] = collect(v.view(np.int32), edges[work.segment[t]], taken, places, found)
+
+
+@serial
+def _level(grad, residual, momentum, m, nesterov, decay, kind):
+    """The mean magnitude of a target that is not there yet, of up to 64 lines of neighbors."""
+    n = grad.size
+    lines = max(1, min(64, n // 16))
+    total = np.float32(0.0)
+    for i in range(lines):
+        for j in range(i * (n // lines), min(n, i * (n // lines) + 16)):
+            target = decay * residual[j] + grad[j]
+            if kind == _MOMENTUM:
+                target = residual[j] + m * (momentum[j] + grad[j]) + grad[j]
+                if not nesterov:
+                    target = residual[j] + m * momentum[j] + grad[j]
+            total += abs(target) if np.isfinite(target) else np.float32(0.0)
+    return total / np.float32(lines)
+
+
+@compiled
+def _follow(grad, residual, momentum, m, nesterov, decay, kind, work, levels, edges):
+    """Take the levels of all segments, and move edges of the last step as much as those have moved."""
+    for s in prange(levels.size):
+        own = slice(work.offsets[s], work.offsets[s + 1])
+        last = levels[s]
+        now = _level(grad[own], residual[own], momentum[own], m, nesterov, decay, kind)
+        if now > 0.0 and last > 0.0:
+            edges[s] *= min(max(now / last, np.float32(0.5)), np.float32(2.0))
+        levels[s] = now
 
 
 @compiled
@@ -223,17 +260,24 @@ def _accumulate_topk(
     search = _Search(_work(lengths, counts))
     g, v = grad.detach().float().contiguous().numpy(), residual.numpy()
     u, kind = (v, _RESIDUAL) if momentum is None else (momentum.numpy(), _MOMENTUM)
+    # The edges of the last step, and the levels that they belonged to.
+    known = edge is not None and edge.shape == (2, len(lengths))
+    hints = edge.numpy().copy() if edge is not None and known else np.zeros((2, len(lengths)), dtype=np.float32)
+    edges, levels = hints
+    old_v, old_u = (old if old.size else new for old, new in zip(before, (v, u), strict=True))
+    numbers = np.float32(rule.momentum), rule.nesterov, np.float32(rule.decay), kind
+    _follow(g, old_v, old_u, *numbers, search.work, levels, edges)
     # Without an edge nothing passes, and candidates are looked for afterwards.
-    edges = np.full(len(lengths), MAGNITUDE) if edge is None else edge.numpy().view(np.int32)
-    search.sweep(g, v, u, rule, kind, edges, before)
-    if edge is None:
+    search.sweep(g, v, u, rule, kind, edges.view(np.int32) if known else np.full(len(lengths), MAGNITUDE), before)
+    if not known:
         search.look(v)
     search.choose(v)
+    edges[:] = search.edges.view(np.float32)
     return Selected(
         torch.from_numpy(search.indices),
         torch.from_numpy(search.values.view(np.float32)),
         torch.tensor(bool(search.broken.any())),
-        torch.from_numpy(search.edges.view(np.float32)),
+        torch.from_numpy(hints),
     )
 
 
