@@ -119,21 +119,22 @@ class PowerSGD(Exchange):
         loose = _loose(around.tensors, self.rank, x.device)
 
         # Round 1: everyone's projection onto the shared basis, and what travels dense.
-        left = [m @ q for m, q in zip(matrices, bases, strict=True)]
+        # Transposed, so that long rows of the matrix are read as they lie: several times faster on a CPU.
+        left = [(q.mT @ m.mT).mT for m, q in zip(matrices, bases, strict=True)]
         total = yield Sum(torch.cat([*(p.flatten() for p in left), x[loose]]))
         *summed, dense = total.split([*(p.numel() for p in left), loose.numel()])
         left = [orthonormal(s.view_as(p)) for s, p in zip(summed, left, strict=True)]
 
         # Round 2: everyone's coefficients.
-        mine = [m.mT @ p for m, p in zip(matrices, left, strict=True)]
+        mine = [(p.mT @ m).mT for m, p in zip(matrices, left, strict=True)]
         total = yield Sum(torch.cat([x.new_zeros(0), *(q.flatten() for q in mine)]))
         right = [s.view_as(q) / around.world for s, q in zip(total.split([q.numel() for q in mine]), mine, strict=True)]
 
-        mean, own = torch.zeros_like(x), torch.zeros_like(x)
+        mean, own = torch.empty_like(x), torch.empty_like(x)  # factored or loose, everything is written
         mean[loose], own[loose] = dense / around.world, x[loose]
         for f, p, q, q_own in zip(shapes, left, right, mine, strict=True):
-            _unstack_(mean, p @ q.mT, f.starts)
-            _unstack_(own, p @ q_own.mT, f.starts)
+            _multiply_(mean, p, q, f.starts)
+            _multiply_(own, p, q_own, f.starts)
         memory = {**memory, "basis": _remember(memory["basis"], shapes, right)}
         return Agreed(mean, memory, Sent(None, own))
 
@@ -156,7 +157,15 @@ class PowerSGD(Exchange):
 
 
 def _stack(flat: Tensor, starts: tuple[int, ...], rows: int, columns: int) -> Tensor:
-    return torch.stack([flat[s : s + rows * columns].view(rows, columns) for s in starts])
+    matrices = [flat[s : s + rows * columns].view(rows, columns) for s in starts]
+    return torch.stack(matrices) if len(matrices) > 1 else matrices[0][None]
+
+
+def _multiply_(flat: Tensor, left: Tensor, right: Tensor, starts: tuple[int, ...]) -> None:
+    """The products of left and right factors, written where the matrices lie."""
+    for p, q, start in zip(left, right, starts, strict=True):
+        rows, columns = p.shape[0], q.shape[0]
+        torch.mm(p, q.mT, out=flat[start : start + rows * columns].view(rows, columns))
 
 
 def _unstack_(flat: Tensor, matrices: Tensor, starts: tuple[int, ...]) -> None:

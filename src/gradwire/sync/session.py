@@ -304,6 +304,8 @@ def censored(flat: Tensor, ranks: int = 1) -> tuple[Tensor, Tensor]:
 
     What is said then will be dropped by all.
     """
+    if flat.device.type == "cpu" and torch.isfinite(flat.sum()):  # then all are, which is dear to see one by one
+        return flat, torch.tensor(False)
     rows = flat.view(ranks, -1)
     fine = torch.isfinite(rows).all(1)
     broken = ~fine.all()
