@@ -63,6 +63,14 @@ class Model:
             found[name] = self.arrival.get(name, arrived / self.elements)
         return found
 
+    @cached_property
+    def delivered(self) -> dict[str, float]:
+        """When DDP hands each gradient over: with its bucket."""
+        found = {}
+        for bucket in _buckets(self.shapes, DENSE[0]):
+            found.update(dict.fromkeys(bucket.names, max(self.ready[name] for name in bucket.names)))
+        return found
+
     def plan(self, spec: str, world: int, launch_bytes: int = LAUNCH_BYTES) -> Plan:
         """The plan that `gradwire.compress` makes of a spec."""
         text, options = arguments(spec)
@@ -82,7 +90,7 @@ class Model:
         return {}
 
     def _parcel(self, scene: Scene) -> Parcel:
-        return Parcel(scene, max(self.ready[name] for name in scene.names), scene.elements / self.elements)
+        return Parcel(scene, max(self.delivered[name] for name in scene.names), scene.elements / self.elements)
 
 
 def _buckets(shapes: Mapping[str, tuple[int, ...]], spec: str) -> Iterator[Scene]:
