@@ -11,8 +11,10 @@ from typer.testing import CliRunner
 from gradwire.bench.network import cells, contestants, standings
 from gradwire.bench.network.cells import Field, Pace
 from gradwire.bench.network.contest import hold
+from gradwire.bench.network.likeness import EXCHANGES, compare
 from gradwire.cli.main import app
 from gradwire.links.throttled import VARIABLE
+from gradwire.network.namespaces import lacking
 
 FIELD = Field("linear", "100mbit", 4, "hosts")
 
@@ -97,3 +99,14 @@ def test_rows_are_shown_as_json(tmp_path: Path) -> None:
     code, said = told(*words, "--method", "ddp-none", "--method", "int8")
     assert code == 0
     assert [json.loads(line)["multiple"] for line in said.splitlines()] == [1.0, 2.0]
+
+
+@pytest.mark.study
+@pytest.mark.skipif(bool(lacking()), reason=lacking() or "hosts can be made")
+@pytest.mark.parametrize("link", ["100mbit", "1gbit"])
+def test_pretended_links_are_like_shaped_ones(link: str) -> None:
+    """Within 15 % at 4 hosts. Timings: run it on an idle machine."""
+    found = list(compare("linear", link, 4, Pace(rounds=3, steps=8), lambda line: None, list(EXCHANGES)))
+    assert len(found) == 4
+    for one in found:
+        assert not one.failed and 0.85 < one.ratio < 1.15, one
