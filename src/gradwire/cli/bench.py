@@ -170,6 +170,7 @@ def network(
         bool, typer.Option("--throttled", help="On a link that pretends, also where hosts could be made.")
     ] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw the multiples into this PNG or SVG.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="The table as Markdown.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")] = False,
 ) -> None:
     """Time the same training step over shaped links, by torch's methods and ours.
@@ -201,6 +202,9 @@ def network(
     if as_json:
         for one in found:
             typer.echo(json.dumps(one.row | {"multiple": one.multiple, "speedup": one.speedup, "honest": one.honest}))
+        return
+    if markdown:
+        typer.echo(standings.markdown(found))
         return
     _show(found)
 

@@ -65,6 +65,16 @@ def words(one: Standing) -> tuple[str, ...]:
     )
 
 
+def markdown(found: Sequence[Standing]) -> str:
+    """The table for a page."""
+    rows = [
+        COLUMNS,
+        tuple("--:" if i in (2, *range(4, 10)) else "---" for i in range(len(COLUMNS))),
+        *map(words, found),
+    ]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
+
+
 def _bytes(n: float | None) -> str:
     if n is None:
         return ""
