@@ -10,7 +10,7 @@ A message of n bytes arrives alpha + n beta after it was sent, and a rank's mess
 A receiver tells the sender that it is ready before a message leaves, so each costs alpha twice; two short pieces of a
 hop travel together, two long ones do not. With c the bytes of a hop, the h hops of a ring take
 
-    h (c beta + 2 alpha)        or, for pieces above 256 KiB,        h (c beta + 4 alpha)
+    h (c beta + 2 alpha)        or, for pieces above 384 KiB,        h (c beta + 4 alpha)
 """
 
 import math
@@ -27,7 +27,7 @@ ACKNOWLEDGED = 0.35  # packets of nothing but an acknowledgment for each that ar
 MESSAGE_BYTES = 380  # around each message: announcements both ways, gloo's header, their own packets; measured
 _SEGMENT = MTU + 14 - HEADERS
 _PIECE_BYTES = 2**20  # gloo's largest message within a ring
-_LONG_BYTES = 2**18  # a longer one fills the sockets' buffers, so that the next has to wait for it
+_LONG_BYTES = 3 * 2**17  # a longer one fills the sockets' buffers, so that the next has to wait for it
 _SINGLE_BYTES = 16
 
 # How much longer TCP takes than an ideal link of that rate, measured among 2 and 4 hosts at 100 mbit: streams that meet
