@@ -94,6 +94,36 @@ def test_one_pass_selection(lengths, rule, dtype):
             same(u2, u)
 
 
+@pytest.mark.parametrize("rule", RULES, ids=["decay", "momentum", "nesterov"])
+@pytest.mark.parametrize("mask", [False, True])
+def test_memories_that_take_turns(rule, mask):
+    lengths, counts = (5000, 0, 3001, 16), (50, 0, 0, 16)
+    n = sum(lengths)
+    first = torch.zeros(n), None if rule.momentum == 0 else torch.zeros(n)
+    before = tuple(x if x is None else x.clone().to(DEVICE) for x in first)
+    after = tuple(x if x is None else torch.empty_like(x) for x in before)
+    edge = None
+    for step in range(3):
+        g = draw("normal", n, step)
+        if step == 1:
+            g[6000] = float("inf")  # where nothing is wanted
+        held = [x if x is None else x.clone() for x in before]
+        expected = plain(fused.send_topk_, g, first, first, rule, mask, lengths, counts, None)
+        if step == 2:
+            found = cuda.carry_topk_(g.to(DEVICE), before, after, rule, lengths, counts, edge)
+            cuda.settle_(after[0], after[1] if mask else None, found.indices, found.values)
+        else:
+            found = cuda.send_topk_(g.to(DEVICE), before, after, rule, mask, lengths, counts, edge)
+        edge = found.edge
+        for a, b in zip(found, expected, strict=True):
+            same(a, b)
+        for old, kept, new, wanted in zip(before, held, after, first, strict=True):
+            if old is not None:
+                assert torch.equal(old, kept)
+                same(new, wanted)
+        before, after = after, before
+
+
 @pytest.mark.parametrize("hint", [0.0, 1e-30, 0.5, 3.0, 1e30, float("inf"), float("nan")])
 @pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "equal"])
 def test_any_hint_gives_the_same(hint, kind):
@@ -177,11 +207,11 @@ def test_feedback(lengths, dtype):
             same(a, b)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 9])
 def test_scatter_mean(world):
     torch.manual_seed(0)
     n = 5000
-    places = [torch.randperm(n)[: 500 * (r + 1)] for r in range(world)]
+    places = [torch.randperm(n)[: 40 * (r + 1)].sort().values for r in range(world)]
     bounds = (0, *torch.tensor([p.numel() for p in places]).cumsum(0).tolist())
     indices, values = torch.cat(places), torch.randn(bounds[-1])
     expected = plain(fused.scatter_mean, values, indices, bounds, n, world)
@@ -221,3 +251,22 @@ def test_more_than_int32_elements():
     assert torch.equal(cuda.topk(x, (n - 10, 10), (2, 1)), at[1:])
     x[at] = 0.0
     assert torch.equal(cuda.topk(x, (n,), (5,)), torch.arange(5, device=DEVICE))
+
+
+@pytest.mark.parametrize("lengths", [(7,), (16, 4096, 24, 5003), (0, 2048, 0), (1000,)], ids=str)
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("owes", [False, True])
+def test_a_servers_turn(lengths, ranks, owes):
+    n, table = sum(lengths), torch.tensor(lengths)
+    served = draw("normal", n, 9) if owes else None
+    hows = [("sign", (norm,)) for norm in (False, True)] + [("integer", how) for how in ((4, 128), (8, 256), (2, 64))]
+    for name, how in hows:
+        encode = getattr(quantize, f"{name}_encode")
+        said = [plain(encode, draw("normal", n, rank), table, *how) for rank in range(ranks)]
+        rows = torch.stack([torch.cat((one, one.new_zeros(1))) for one in said])  # an odd byte: nothing is aligned
+        expected = plain(getattr(fused, f"merge_{name}"), rows[:, :-1], served, lengths, *how)
+        found = getattr(cuda, f"merge_{name}")(rows.to(DEVICE)[:, :-1], *on(DEVICE, served), lengths, *how)
+        same(found[0], expected[0])
+        assert (found[1] is None) == (served is None)
+        if owes:
+            same(found[1], expected[1])

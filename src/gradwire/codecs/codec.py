@@ -30,7 +30,7 @@ from gradwire.codecs.stage import (
     Transform,
 )
 from gradwire.core.keys import Key
-from gradwire.core.payload import Malformed, Payload, as_bytes, from_bytes
+from gradwire.core.payload import Malformed, Payload, as_bytes, as_rows, from_bytes
 from gradwire.core.segments import Segments, on
 from gradwire.core.spec import parse
 from gradwire.core.traits import Traits
@@ -145,12 +145,12 @@ class Codec:
         key = None
         for payload, key in zip(payloads, keys, strict=True):
             heard = self._read(payload, segments, key)
+            if heard.indices is None:
+                out = heard.values if out is None else out.add_(heard.values)  # what is read is nobody else's
+                continue
             if out is None:
                 out = heard.values.new_zeros(self._table(segments).total)
-            if heard.indices is None:
-                out += heard.values
-            else:
-                out.index_add_(0, heard.indices, heard.values)  # distinct within one message
+            out.index_add_(0, heard.indices, heard.values)  # distinct within one message
         assert out is not None and key is not None
         return self._back(out, segments, key)
 
@@ -158,7 +158,7 @@ class Codec:
         """The mean of several ranks' messages, bit for bit their `total` over their number."""
         # Messages that are longer together than the vector are better read one after the other.
         if self.transform or not self.selector or len(payloads) * self.most(segments) > segments.total:
-            return groups.over(self.total(payloads, segments, keys), len(payloads))
+            return groups.over_(self.total(payloads, segments, keys), len(payloads))
         values, indices, bounds = self.entries(payloads, segments, keys)
         return scatter_mean(values, indices, bounds, segments.total, len(payloads))
 
@@ -166,10 +166,59 @@ class Codec:
         self, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]
     ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """What sparse messages say: values and rising positions, rank by rank, and where each rank's begin and end."""
+        together = self._entries_together(payloads, segments, keys)
+        if together is not None:
+            return together
         heard = [self._read(payload, segments, key) for payload, key in zip(payloads, keys, strict=True)]
         values = torch.cat([one.values for one in heard])
         indices = torch.cat([one.indices for one in heard if one.indices is not None])
         return values, indices, (0, *accumulate(one.values.numel() for one in heard))
+
+    def _entries_together(
+        self, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]
+    ) -> tuple[Tensor, Tensor, tuple[int, ...]] | None:
+        """`entries`, with one look at all messages. None: look at each by itself.
+
+        Whatever is not as it should be is left to that: it knows what to say.
+        """
+        first, ranks = payloads[0].data, len(payloads)
+        if self.indices is None or self.selector is None or self.transform or not self._header_bytes:
+            return None
+        if len({payload.nbytes for payload in payloads}) > 1 or first.numel() < _COUNT_BYTES:
+            return None
+        counts, rows = _capacities(self.selector, segments.lengths), as_rows(payloads)
+        found = self.indices.decode_rows(rows[:, _COUNT_BYTES:], sum(counts), segments.total)
+        if found is None:
+            return None
+        heads = from_bytes(rows[:, :_COUNT_BYTES].reshape(-1), torch.int32).long()
+        *said, faulty = torch.cat((heads, found.used, found.faults.any().long()[None])).tolist()
+        size = self.quantizer.size(counts)
+        starts = [_COUNT_BYTES + used for used in said[ranks:]]
+        if faulty or set(said[:ranks]) != {sum(counts)} or max(starts) + size > first.numel():
+            return None
+        lengths = on(counts, first.device)
+        values = [
+            self.quantizer.decode(row[start : start + size], lengths, segments.names, key)
+            for row, start, key in zip(rows, starts, keys, strict=True)
+        ]
+        bounds = tuple(range(0, (ranks + 1) * sum(counts), sum(counts)))
+        return torch.cat(values), found.indices.flatten(), bounds
+
+    def merge(
+        self, payloads: Sequence[Payload], debt: Tensor | None, segments: Segments, keys: Sequence[Key], key: Key
+    ) -> tuple[Payload, Tensor | None]:
+        """The mean of several ranks' messages, and a debt on top of it, said again under ``key``; and what that loses.
+
+        Only with a debt there is a loss to be kept.
+        """
+        if self.selector is None and self.transform is None:
+            made = self.quantizer.merge(as_rows(payloads), debt, segments.lengths)
+            if made is not None:
+                return Payload(made[0]), made[1]
+        mine = groups.over(self.total(payloads, segments, keys), len(payloads))
+        mine = mine if debt is None else mine + debt
+        said = self.encode(Signal(mine, mine, {}, segments), key)
+        return said.payload, None if debt is None else said.sent.off(mine)
 
     def decode(self, payload: Payload, segments: Segments, key: Key) -> Tensor:
         """One message as a dense vector. ``key`` is the sender's.

@@ -15,6 +15,7 @@ from gradwire.core.keys import Key
 from gradwire.core.segments import Segments
 from gradwire.core.spec import write
 from gradwire.core.traits import Traits
+from gradwire.kernels.rice import Found
 
 if TYPE_CHECKING:
     from gradwire.codecs.codec import Codec
@@ -146,6 +147,16 @@ class Quantizer(Stage):
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
         """uint8[size] -> float32[m]: the values as everybody hears them, the sender included."""
 
+    def merge(
+        self, shards: Tensor, debt: Tensor | None, lengths: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """The mean of messages, uint8[ranks, size], and a debt, said again; with the debt that is left.
+
+        None: there is no shorter way than to decode, add, and encode.
+        """
+        del shards, debt, lengths
+        return None
+
     @property
     @abstractmethod
     def traits(self) -> Traits: ...
@@ -167,6 +178,11 @@ class IndexCoder(Stage):
     @abstractmethod
     def decode(self, data: Tensor, count: int, n: int) -> tuple[Tensor, int]:
         """The positions, and how many bytes of ``data`` they took. Positions are *not* trusted: the codec checks."""
+
+    def decode_rows(self, rows: Tensor, count: int, n: int) -> Found | None:
+        """What several messages of ``count`` positions say, at once and without waiting; None: not by this coder."""
+        del rows, count, n
+        return None
 
     def fit(self, indices: Tensor, n: int, key: Key) -> Tensor:
         """The positions that fit into `size`; nearly always all of them."""

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Sent, Signal, Slot
+from gradwire.codecs.stage import Sent, Slot
 from gradwire.core.asks import Gather, Swap, Talk
 from gradwire.core.registry import register
 from gradwire.core.segments import Segments
 from gradwire.core.sharing import shared
 from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said, Say
-from gradwire.kernels.groups import over
 
 
 def shard(n: int, world: int, rank: int) -> tuple[int, int]:
@@ -67,17 +66,13 @@ class TwoWay(Exchange):
         # Leg 1: hear everybody's version of my shard.
         heard = yield Swap(said.message, {rank: sizes[me] for rank in range(world)})
         keys = [around.key.of(rank) for rank in range(world)]
-        mine = over(codec.total([heard[rank] for rank in range(world)], windows[me], keys), world)
-        if around.indebted:
-            mine = mine + said.memory["served"]
+        debt = said.memory["served"] if around.indebted else None
 
         # Leg 2: tell everybody the outcome.
         second = around.key.fold("leg2")
-        verdict = codec.encode(Signal(mine, mine, {}, windows[me]), second)
-        memory = said.memory
-        if around.indebted:
-            memory = {**memory, "served": verdict.sent.off(mine)}
-        told = yield Gather(verdict.payload, max(sizes))
+        verdict, debt = codec.merge([heard[rank] for rank in range(world)], debt, windows[me], keys, second)
+        memory = said.memory if debt is None else {**said.memory, "served": debt}
+        told = yield Gather(verdict, max(sizes))
 
         def decode() -> Tensor:
             places = enumerate(zip(told, windows, strict=True))

@@ -52,6 +52,11 @@ def faster(device: str) -> dict[str, Callable[..., Any]]:
     return {} if module is None else {name: getattr(module, name) for name in module.__all__}
 
 
+def offers(device: str, name: str) -> bool:
+    """Whether a kind of device has a version of its own of this kernel, and may use it."""
+    return not _reference and name in faster(device)
+
+
 def accelerated() -> bool:
     """Whether anything but definitions may run."""
     return not _reference

@@ -106,6 +106,29 @@ def carry_topk_(
     return accumulate_topk_(grad, *after, rule, lengths, counts, edge)
 
 
+def send_topk_(
+    grad: Tensor,
+    before: tuple[Tensor, Tensor | None],
+    after: tuple[Tensor, Tensor | None],
+    rule: Accumulation,
+    mask: bool,
+    lengths: tuple[int, ...],
+    counts: tuple[int, ...],
+    edge: Tensor | None,
+) -> Selected:
+    """`carry_topk_` of values that are heard as they are, and so settled at once; ``mask``: the momentum, too.
+
+    The memories before and after may be the same.
+    """
+    if before[0] is after[0]:
+        found = accumulate_topk_(grad, *after, rule, lengths, counts, edge)
+    else:
+        found = carry_topk_(grad, before, after, rule, lengths, counts, edge)
+    settle_(after[0], after[1] if mask else None, found.indices, found.values)
+    return found
+
+
+@kernel
 @kernel
 def settle_(residual: Tensor, momentum: Tensor | None, indices: Tensor, heard: Tensor) -> None:
     """Take what was heard off the debt, and mask the momentum, if given, where something was sent."""
@@ -138,13 +161,50 @@ def feedback_integer_(
     return data, broken
 
 
+def merge_sign(
+    shards: Tensor, served: Tensor | None, lengths: tuple[int, ...], norm: bool
+) -> tuple[Tensor, Tensor | None]:
+    """A server's turn between two legs of `sign`: the mean of messages, uint8[ranks, bytes], and its debt, said again.
+
+    Gives the message, and the debt that it leaves, if there was one.
+    """
+    counts = torch.tensor(lengths, device=shards.device)
+    mine = _mean([quantize.sign_decode(row, counts) for row in shards], served)
+    data = quantize.sign_encode(mine, counts, norm)
+    return data, None if served is None else mine - quantize.sign_decode(data, counts)
+
+
+@kernel
+def merge_integer(
+    shards: Tensor, served: Tensor | None, lengths: tuple[int, ...], bits: int, block: int
+) -> tuple[Tensor, Tensor | None]:
+    """`merge_sign` of `int8`, `int4` or `int2`."""
+    counts = torch.tensor(lengths, device=shards.device)
+    mine = _mean([quantize.integer_decode(row, counts, bits, block) for row in shards], served)
+    data = quantize.integer_encode(mine, counts, bits, block)
+    return data, None if served is None else mine - quantize.integer_decode(data, counts, bits, block)
+
+
+@kernel
 @kernel
 def scatter_mean(values: Tensor, indices: Tensor, bounds: tuple[int, ...], n: int, world: int) -> Tensor:
-    """Add several ranks' sparse messages, ``bounds[r]:bounds[r + 1]`` being rank r's, in rank order; over ``world``."""
+    """Add several ranks' sparse messages, ``bounds[r]:bounds[r + 1]`` being rank r's, in rank order; over ``world``.
+
+    Positions rise within a message.
+    """
     out = values.new_zeros(n)
     for start, stop in pairwise(bounds):
         out.index_add_(0, indices[start:stop], values[start:stop])
     return over(out, world)
+
+
+def _mean(parts: list[Tensor], debt: Tensor | None) -> Tensor:
+    """Parts added in their order, over their number, and a debt on top of it."""
+    total = torch.zeros_like(parts[0])
+    for part in parts:
+        total += part
+    mean = over(total, len(parts))
+    return mean if debt is None else mean + debt
 
 
 def _largest(size: Tensor, k: int) -> Tensor:

@@ -26,6 +26,8 @@ whose E does not fit is not considered. A decoder takes any b, capped or not, bu
 the quotients say.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -40,6 +42,64 @@ _MOST_EXCESS = 1023
 _LOW = 0xFFFFFFFF
 
 
+class Found(NamedTuple):
+    """What several messages say.
+
+    Attributes:
+        indices: int64[messages, count]; of a damaged message, anything below n.
+        used: int64[messages], how many bytes the codes took.
+        faults: int[messages, any]: not all zero if the message was damaged.
+    """
+
+    indices: Tensor
+    used: Tensor
+    faults: Tensor
+
+
+@kernel
+def rice_encode(indices: Tensor, n: int, before: int = 0, after: int = 0) -> tuple[Tensor, Tensor]:
+    """Rising positions below n as codes, and how many bytes those take, without waiting for that number.
+
+    The codes start at byte ``before`` of a vector that has room for the longest codes, and for ``after`` bytes behind
+    them. What the other bytes hold is not said.
+    """
+    count = indices.numel()
+    coded = encode_blocks(gaps_of(indices), width_of(n))
+    data = coded.new_zeros(before + most_bytes(count, n - count) + after)
+    data[before : before + coded.numel()] = coded
+    return data, torch.tensor(coded.numel(), device=indices.device)
+
+
+@kernel
+def rice_decode(data: Tensor, count: int, n: int) -> Found:
+    """``count`` positions below n from each row of ``data``, uint8[messages, bytes]; see `Found` for damaged ones."""
+    found, used, faults = [], [], []
+    for row in data:
+        try:
+            gaps, taken = decode_blocks(row, count, width_of(n))
+            indices = (gaps + 1).cumsum(0) - 1
+        except Malformed:
+            indices, taken = torch.full((count,), n, device=data.device), 0
+        found.append(indices.clamp(0, n - 1))
+        used.append(taken)
+        faults.append(bool((indices != found[-1]).any()))
+    return Found(torch.stack(found), torch.tensor(used), torch.tensor(faults, dtype=torch.int32)[:, None])
+
+
+def gaps_of(indices: Tensor) -> Tensor:
+    """How many positions are passed over before each one."""
+    return torch.diff(indices, prepend=indices.new_full((1,), -1)) - 1
+
+
+def width_of(n: int) -> int:
+    """How many bytes hold any position below n."""
+    return max(1, ((n - 1).bit_length() + 7) // 8)
+
+
+def num_blocks(count: int) -> int:
+    return (count + BLOCK - 1) // BLOCK
+
+
 def most_bytes(count: int, total: int) -> int:
     """A bound on the bytes of any ``count`` gaps that sum to ``total`` at most; grows with both.
 
@@ -49,7 +109,7 @@ def most_bytes(count: int, total: int) -> int:
     if count == 0:
         return 0
     streams = min(count * (b + 1) + (total >> b) for b in range(_MOST_BITS + 1))
-    return 2 * _num_blocks(count) + (streams + 14) // 8
+    return 2 * num_blocks(count) + (streams + 14) // 8
 
 
 @kernel
@@ -86,7 +146,7 @@ def decode_blocks(data: Tensor, count: int, width: int) -> tuple[Tensor, int]:
     """
     if count == 0:
         return data.new_zeros(0, dtype=torch.int64), 0
-    start = 2 * _num_blocks(count)
+    start = 2 * num_blocks(count)
     _check_length(data, start, count)
     header = from_bytes(data[:start], torch.int16).long() & 0xFFFF
     bits, capped, excess = header & 31, (header >> 5 & 1).bool(), header >> 6
@@ -116,13 +176,9 @@ def find_bits(data: Tensor) -> Tensor:
     return (data[:, None] >> place & 1).flatten().nonzero().flatten()
 
 
-def _num_blocks(count: int) -> int:
-    return (count + BLOCK - 1) // BLOCK
-
-
 def _counts(count: int, device: torch.device) -> Tensor:
     """How many gaps each block holds."""
-    counts = torch.full((_num_blocks(count),), BLOCK, dtype=torch.int64, device=device)
+    counts = torch.full((num_blocks(count),), BLOCK, dtype=torch.int64, device=device)
     counts[-1] = (count - 1) % BLOCK + 1
     return counts
 

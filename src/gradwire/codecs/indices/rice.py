@@ -28,7 +28,18 @@ from torch import Tensor
 
 from gradwire.codecs.stage import IndexCoder
 from gradwire.core.registry import register
-from gradwire.kernels.rice import LIMIT, decode_blocks, encode_blocks, most_bytes
+from gradwire.kernels.dispatch import offers
+from gradwire.kernels.rice import (
+    LIMIT,
+    Found,
+    decode_blocks,
+    encode_blocks,
+    gaps_of,
+    most_bytes,
+    rice_decode,
+    rice_encode,
+    width_of,
+)
 
 
 @register("rice", kind="indices")
@@ -45,17 +56,22 @@ class Rice(IndexCoder):
 
     def encode(self, indices: Tensor, n: int) -> Tensor:
         _check_length(n)
-        gaps = torch.diff(indices, prepend=indices.new_full((1,), -1)) - 1
-        return encode_blocks(gaps, _width(n))
+        if offers(indices.device.type, "rice_encode"):
+            data, used = rice_encode(indices, n)
+            return data[: int(used)]
+        return encode_blocks(gaps_of(indices), width_of(n))
 
     def decode(self, data: Tensor, count: int, n: int) -> tuple[Tensor, int]:
-        gaps, used = decode_blocks(data, count, _width(n))
+        found = self.decode_rows(data[None], count, n)
+        if found is not None:
+            used, fault = torch.cat((found.used, found.faults.any().long()[None])).tolist()
+            if not fault:
+                return found.indices[0], used
+        gaps, used = decode_blocks(data, count, width_of(n))
         return (gaps + 1).cumsum(0) - 1, used
 
-
-def _width(n: int) -> int:
-    """How many bytes hold any position below n."""
-    return max(1, ((n - 1).bit_length() + 7) // 8)
+    def decode_rows(self, rows: Tensor, count: int, n: int) -> Found | None:
+        return rice_decode(rows, count, n) if offers(rows.device.type, "rice_decode") else None
 
 
 def _check_length(n: int) -> None:

@@ -23,7 +23,7 @@ from gradwire.core.arguments import is_count
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
-from gradwire.kernels import quantize
+from gradwire.kernels import fused, quantize
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.groups import num_blocks
 
@@ -52,6 +52,9 @@ class AbsMax(Quantizer):
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
         del names, key
         return quantize.integer_decode(data, lengths, self.bits, self.block)
+
+    def merge(self, shards: Tensor, debt: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        return fused.merge_integer(shards, debt, lengths, self.bits, self.block)
 
     @property
     def traits(self) -> Traits:

@@ -21,7 +21,7 @@ from gradwire.codecs.stage import Quantizer
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
-from gradwire.kernels import quantize
+from gradwire.kernels import fused, quantize
 from gradwire.kernels.bits import packed_bytes
 
 
@@ -47,6 +47,9 @@ class Sign(Quantizer):
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
         del names, key
         return quantize.sign_decode(data, lengths)
+
+    def merge(self, shards: Tensor, debt: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        return fused.merge_sign(shards, debt, lengths, self.scale == "norm")
 
     @property
     def traits(self) -> Traits:

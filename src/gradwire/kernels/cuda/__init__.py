@@ -2,6 +2,7 @@
 
 from gradwire.kernels.cuda.draw import permute
 from gradwire.kernels.cuda.enter import accumulate_, settle_
+from gradwire.kernels.cuda.merge import merge_integer, merge_sign
 from gradwire.kernels.cuda.quantize import (
     feedback_integer_,
     integer_decode,
@@ -13,17 +14,21 @@ from gradwire.kernels.cuda.quantize import (
     ternary_decode,
     ternary_encode,
 )
+from gradwire.kernels.cuda.rice import rice_decode, rice_encode
 from gradwire.kernels.cuda.scatter import scatter_mean
-from gradwire.kernels.cuda.select import accumulate_topk_, topk
+from gradwire.kernels.cuda.select import accumulate_topk_, carry_topk_, send_topk_, topk
 from gradwire.kernels.cuda.sign import feedback_sign_, onebit_decode, onebit_encode, sign_decode, sign_encode
 
 __all__ = [
     "accumulate_",
     "accumulate_topk_",
+    "carry_topk_",
     "feedback_integer_",
     "feedback_sign_",
     "integer_decode",
     "integer_encode",
+    "merge_integer",
+    "merge_sign",
     "natural_decode",
     "natural_encode",
     "onebit_decode",
@@ -31,7 +36,10 @@ __all__ = [
     "permute",
     "qsgd_decode",
     "qsgd_encode",
+    "rice_decode",
+    "rice_encode",
     "scatter_mean",
+    "send_topk_",
     "settle_",
     "sign_decode",
     "sign_encode",

@@ -16,6 +16,8 @@ from gradwire.core.keys import Key
 from gradwire.kernels.cuda.codes import (
     merge_codes,
     message,
+    part_of,
+    reciprocal,
     seeds,
     step_words,
     store_codes,
@@ -23,7 +25,7 @@ from gradwire.kernels.cuda.codes import (
     uniform_fours,
     word,
 )
-from gradwire.kernels.cuda.enter import PLAIN, READ, enter, put
+from gradwire.kernels.cuda.enter import PLAIN, READ, enter, put, report
 
 INTEGER = tl.constexpr(0)
 QSGD = tl.constexpr(1)
@@ -31,6 +33,7 @@ QSGD = tl.constexpr(1)
 _SLAB = 2048
 _MOST = tl.constexpr(3.4028234663852886e38)
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves no place for a fraction
+_ROUND_BITS = tl.constexpr(0x4B400000)  # the same as it lies in memory
 
 
 class Slabs(NamedTuple):
@@ -85,41 +88,54 @@ def slabs(lengths: tuple[int, ...], block: int, device: torch.device) -> Slabs:
 
 
 @triton.jit
-def _slab(
-    grad, residual, broken, scales, out, decay, start, size, group, place, seed, low, high,
-    LEVELS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, GROUP: tl.constexpr,
-    WIDTH: tl.constexpr, ACROSS: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
+def _nearest(x, divisor, LEVELS: tl.constexpr):
+    """``x / divisor * LEVELS``, rounded by `_ROUND` on top of it; and where that may be off by one.
+
+    The definition divides every value. A product with the inverse of the block differs from that by two parts in 2^22
+    at most, which matters only next to a tie.
+    """
+    inverse = tl.div_rn(tl.zeros_like(divisor) + LEVELS, divisor)
+    inverse = tl.where(inverse > 1e-36, inverse, float("nan"))  # a smaller one has fewer bits
+    level = x * inverse[:, None]
+    raw = level + _ROUND
+    return raw, ~(tl.abs(level - (raw - _ROUND)) < 0.5 - LEVELS * 1e-6)
+
+
+@triton.jit
+def _any(doubt, bad, broken, RULE: tl.constexpr):
+    """Whether there is any doubt. Whatever is bad is reported by the way: one wait of all threads for each other."""
+    both = doubt.to(tl.int32) | (bad.to(tl.int32) << 16)
+    flags = tl.max(both, None)
+    if (RULE != READ) & (flags >> 16 != 0):
+        tl.store(broken, 1)
+        flags = flags | 1  # whether there is doubt, too, is not known then
+    return flags & 0xFFFF != 0
+
+
+@triton.jit
+def round_integers(
+    x, bad, broken, left, at, live, high_part, low_part,
+    LEVELS: tl.constexpr, RULE: tl.constexpr, KEEP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    across, along = tl.arange(0, ACROSS)[:, None], tl.arange(0, WIDTH)[None, :]
-    at = across * GROUP + along
-    live = (along < GROUP) & (at < size)
-    x = enter(grad + start, residual + start, residual, broken, at, live, 0.0, decay, RULE, False, MASKED)
-    # Outside, x is 0: the loads say so.
-    if KIND == INTEGER:
-        scale = tl.max(tl.abs(x), 1)
-    else:
-        wide = x.to(tl.float64)
-        norm = tl.sqrt(tl.sum(wide * wide, 1))
-        scale = tl.where(norm < float("inf"), tl.minimum(norm, _MOST), norm).to(tl.float32)
+    """Blocks, [blocks, values], to the nearest steps of their scales. KEEP: what that loses goes to ``left``."""
+    scale = tl.max(tl.abs(x), 1)
+    divisor = tl.where(scale != 0, scale, 1.0)
+    raw, doubt = _nearest(x, divisor, LEVELS)
+    if _any(doubt, bad, broken, RULE):
+        raw = tl.div_rn(x, divisor[:, None] + tl.zeros_like(x)) * LEVELS + _ROUND
+    if KEEP:
+        put(left, at, x - scale[:, None] * part_of(raw - _ROUND, high_part, low_part), live, MASKED)
+    return scale, raw.to(tl.int32, bitcast=True) - _ROUND_BITS
+
+
+@triton.jit
+def write_blocks(
+    q, scale, scales, out, start, size, group, at, live,
+    LEVELS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, ACROSS: tl.constexpr,
+    ALIGNED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Write scales and codes of a slab."""
     tl.store(scales + group + tl.arange(0, ACROSS), scale, mask=tl.arange(0, ACROSS) * GROUP < size)
-    divisor = tl.where(scale != 0, scale, 1.0)[:, None] + tl.zeros_like(x)
-    if KIND == INTEGER:
-        q = (tl.div_rn(x, divisor) * LEVELS + _ROUND - _ROUND).to(tl.int32)
-        if RULE != READ:
-            part = q.to(tl.float32)
-            heard = scale[:, None] * tl.div_rn(part, tl.zeros_like(part) + LEVELS)
-            put(residual + start, at, x - heard, live, MASKED)
-    else:
-        level = tl.div_rn(tl.abs(x), divisor) * LEVELS
-        floor = tl.floor(level)
-        if GROUP % 4 == 0:
-            fours = tl.arange(0, ACROSS * WIDTH // 4)
-            fours = fours // (WIDTH // 4) * (GROUP // 4) + fours % (WIDTH // 4)
-            u = tl.reshape(uniform_fours((place >> 2) + fours, seed, low, high), [ACROSS, WIDTH])
-        else:
-            u = uniform(place + at, seed, low, high)
-        q = (floor + (u < level - floor).to(tl.float32)).to(tl.int32)
-        q = tl.where(x < 0, -q, q)
     codes = q + LEVELS
     if BITS == 8:
         put(out + start, at, codes.to(tl.uint8), live, MASKED)
@@ -133,9 +149,47 @@ def _slab(
         merge_codes(out, start + at, codes, live, BITS)
 
 
+@triton.jit
+def _slab(
+    grad, residual, broken, scales, out, decay, start, size, group, place, seed, low, high, high_part, low_part,
+    LEVELS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, GROUP: tl.constexpr,
+    WIDTH: tl.constexpr, ACROSS: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    across, along = tl.arange(0, ACROSS)[:, None], tl.arange(0, WIDTH)[None, :]
+    at = across * GROUP + along
+    live = (along < GROUP) & (at < size)
+    old = residual + start
+    x, bad = enter(grad + start, old, old, old, old, at, live, 0.0, decay, RULE, False, MASKED)
+    # Outside, x is 0: the loads say so.
+    if KIND == INTEGER:
+        scale, q = round_integers(
+            x, bad, broken, old, at, live, high_part, low_part, LEVELS, RULE, RULE != READ, MASKED
+        )
+    else:
+        if RULE != READ:
+            report(bad, broken)
+        wide = x.to(tl.float64)
+        norm = tl.sqrt(tl.sum(wide * wide, 1))
+        scale = tl.where(norm < float("inf"), tl.minimum(norm, _MOST), norm).to(tl.float32)
+        level = tl.div_rn(tl.abs(x), tl.where(scale != 0, scale, 1.0)[:, None] + tl.zeros_like(x)) * LEVELS
+        floor = tl.floor(level)
+        if GROUP % 4 == 0:
+            fours = tl.arange(0, ACROSS * WIDTH // 4)
+            fours = fours // (WIDTH // 4) * (GROUP // 4) + fours % (WIDTH // 4)
+            u = tl.reshape(uniform_fours((place >> 2) + fours, seed, low, high), [ACROSS, WIDTH])
+        else:
+            u = uniform(place + at, seed, low, high)
+        q = (floor + (u < level - floor).to(tl.float32)).to(tl.int32)
+        q = tl.where(x < 0, -q, q)
+    write_blocks(
+        q, scale, scales, out, start, size, group, at, live, LEVELS, BITS, GROUP, WIDTH, ACROSS, ALIGNED, MASKED
+    )
+
+
 @triton.jit(do_not_specialize=["low", "high"])
 def _quantize(
     grad, residual, broken, scales, out, decay, starts, sizes, groups, segments, firsts, seeds, low, high,
+    high_part, low_part,
     LEVELS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, GROUP: tl.constexpr,
     WIDTH: tl.constexpr, ACROSS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -146,12 +200,12 @@ def _quantize(
         start = tl.multiple_of(start, 8)
     if size == ACROSS * WIDTH:
         _slab(
-            grad, residual, broken, scales, out, decay, start, size, group, place, seed, low, high,
+            grad, residual, broken, scales, out, decay, start, size, group, place, seed, low, high, high_part, low_part,
             LEVELS, BITS, KIND, RULE, GROUP, WIDTH, ACROSS, ALIGNED, False,
         )  # fmt: skip
     else:
         _slab(
-            grad, residual, broken, scales, out, decay, start, size, group, place, seed, low, high,
+            grad, residual, broken, scales, out, decay, start, size, group, place, seed, low, high, high_part, low_part,
             LEVELS, BITS, KIND, RULE, GROUP, WIDTH, ACROSS, ALIGNED, True,
         )  # fmt: skip
 
@@ -189,6 +243,7 @@ def quantize(
             seeds(key, names, x.device) if key else where.first_group,
             low,
             high,
+            *reciprocal(levels),
             levels,
             bits,
             kind.value,

@@ -6,7 +6,9 @@ The bar comes from coarse bins of all magnitudes, or of a sample.
 import triton
 import triton.language as tl
 
+from gradwire.kernels.cuda.collect import AGAIN_BITS, close, collect_chunk, first_row
 from gradwire.kernels.cuda.plan import (
+    APART,
     BAR,
     BINS,
     CHUNK,
@@ -17,14 +19,11 @@ from gradwire.kernels.cuda.plan import (
     LENGTH,
     MET,
     MISSED,
-    ROOM,
     ROW,
-    ROW_END,
     ROWS,
-    SLOT,
     START,
 )
-from gradwire.kernels.cuda.sweep import key_of, lanes, put_aside, span
+from gradwire.kernels.cuda.sweep import key_of, lanes, mark, span
 
 COARSE = tl.constexpr(20)  # bits of a key below its coarse bin: 8 bins for a factor of two
 LOWEST = tl.constexpr(27 << 3)  # bin 0 is for all below 2^-100
@@ -57,13 +56,6 @@ def count_chunk(x, chunk, entry, hist, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def first_row(chunk, entry):
-    """The first row of a chunk, and the one after its last."""
-    row = tl.load(entry + ROW) + (chunk - tl.load(entry + CHUNK)) * ROWS
-    return row, tl.minimum(row + ROWS, tl.load(entry + ROW_END))
-
-
-@triton.jit
 def bar_for(hist, wanted):
     """The lower end, as a key, of the bin at which ``wanted`` are reached from above; 1 below all bins."""
     counts = tl.load(hist + tl.arange(0, BINS)).to(tl.int64)
@@ -73,12 +65,12 @@ def bar_for(hist, wanted):
 
 
 @triton.jit
-def sample(x, table, chunk_segment, edge, state, hist, BLOCK: tl.constexpr):
+def sample(x, edge, table, chunk_segment, state, coarse, BLOCK: tl.constexpr):
     """Write a bar for each segment, as a magnitude, into ``edge``."""
     chunk = tl.program_id(0)
     segment = tl.load(chunk_segment + chunk)
     entry, line = table + segment * COLUMNS, state + segment * COLUMNS
-    bins = hist + (segment * 2 + 1) * BINS
+    bins = coarse + segment * BINS
     place = (chunk - tl.load(entry + CHUNK)) * ROWS * BLOCK
     place += tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, RUN)[None, :]
     place = tl.reshape(place, [ROWS * RUN])
@@ -100,32 +92,32 @@ def sample(x, table, chunk_segment, edge, state, hist, BLOCK: tl.constexpr):
 
 @triton.jit
 def gather(
-    residual, chunk, entry, line, counter, hist, row_base, row_count, keys, places,
+    x, chunk, entry, line, counter, fine, words, base, count, keys, places, groups,
     HIST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Put a chunk's candidates aside, as the sweep does."""
+    """Mark a chunk's candidates for another bar, and put them aside."""
     row, end = first_row(chunk, entry)
     start, bar = tl.load(entry + START), tl.load(line + BAR).to(tl.int32)
-    slot, room = tl.load(entry + SLOT), tl.load(entry + ROOM)
     tile = start // BLOCK + row - tl.load(entry + ROW)
     at = lanes(BLOCK)
     for i in range((end - row).to(tl.int32)):
-        base = (tile + i) * BLOCK
-        first, stop = span(base, entry, BLOCK)
+        first, stop = span((tile + i) * BLOCK, entry, BLOCK)
         inside = (at >= first) & (at < stop)
-        key = key_of(tl.load(residual + base + at, mask=inside, other=0.0).to(tl.float32))
-        put_aside(
-            residual + base, inside & (key >= bar), base - start, row + i, slot, room, counter, bar, hist,
-            row_base, row_count, keys, places, HIST, BLOCK,
-        )  # fmt: skip
+        key = key_of(tl.load(x + (tile + i) * BLOCK + at, mask=inside, other=0.0).to(tl.float32))
+        mark(inside & (key >= bar), at < 0, row + i, words, BLOCK)
+    tl.debug_barrier()
+    collect_chunk(
+        x, chunk, entry, bar, AGAIN_BITS, counter, fine, words, words, base, count, keys, places, groups, HIST, BLOCK
+    )
 
 
 @triton.jit
-def regather(residual, table, chunk_segment, state, hist, row_base, row_count, keys, places, BLOCK: tl.constexpr):
+def regather(x, table, chunk_segment, state, fine, words, base, count, keys, places, groups, BLOCK: tl.constexpr):
     """Gather candidates anew in segments whose hint was of no use."""
     chunk = tl.program_id(0)
     segment = tl.load(chunk_segment + chunk)
     entry, line = table + segment * COLUMNS, state + segment * COLUMNS
     if tl.load(line + MISSED) != 0:
-        bins = hist + segment * 2 * BINS
-        gather(residual, chunk, entry, line, line + FOUND, bins, row_base, row_count, keys, places, True, BLOCK)
+        fine += segment * BINS * APART
+        gather(x, chunk, entry, line, line + FOUND, fine, words, base, count, keys, places, groups, True, BLOCK)
+        close(entry, line, fine)

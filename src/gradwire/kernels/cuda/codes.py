@@ -105,6 +105,24 @@ def uniform_fours(block, seed, low, high):
     return _unit(tl.reshape(fours, [block.shape[0], 4]))
 
 
+@triton.jit
+def part_of(q, high, low):
+    """``q / levels``, rounded as a division would round it; ``high`` and ``low`` are `reciprocal` of the levels.
+
+    A whole number of 8 bits times ``high`` is exact, so that only one rounding matters: that of the sum.
+    """
+    return q * high + q * low
+
+
+@lru_cache(maxsize=256)
+def reciprocal(levels: int) -> tuple[float, float]:
+    """1 / levels as a sum of two float32, of which the first has 15 bits. Good for `part_of` of up to 255 levels."""
+    assert 0 < levels < 256
+    whole = torch.tensor(1.0 / levels)
+    high = float((whole.view(torch.int32) & -512).view(torch.float32))
+    return high, float(torch.tensor(1.0 / levels - high))
+
+
 def word(bits: int) -> torch.dtype:
     """What `store_codes` stores at once."""
     return {2: torch.int16, 4: torch.int32}.get(bits, torch.uint8)

@@ -1,14 +1,15 @@
-"""The last launch of a selection: write down the winners, in the order of their places.
+"""The last launch of a selection: write down the winners, in the order of their places, and settle them if asked.
 
 A segment whose hint was of no use gathers candidates anew, now that `narrow` has found a bar, and its last program does
-the rest alone: slower, but seldom, and with the same result.
+the rest alone: slower, but seldom, and with the same result. SETTLE: 1 takes winners off the debt, 2 also masks the
+momentum.
 """
 
 import triton
 import triton.language as tl
 
-from gradwire.kernels.cuda.census import first_row, gather
-from gradwire.kernels.cuda.narrow import ACROSS, candidates, most
+from gradwire.kernels.cuda.census import gather
+from gradwire.kernels.cuda.narrow import WIDE
 from gradwire.kernels.cuda.plan import (
     AGAIN,
     BAR,
@@ -23,7 +24,6 @@ from gradwire.kernels.cuda.plan import (
     MISSED,
     OUT,
     ROOM,
-    ROWS,
     SLOT,
     START,
 )
@@ -34,119 +34,97 @@ MOST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def _write(residual, at, to, won, indices, values, VALUES: tl.constexpr):
+def _write(residual, momentum, at, to, won, indices, values, VALUES: tl.constexpr, SETTLE: tl.constexpr):
     tl.store(indices + to, at, mask=won)
     if VALUES:
-        tl.store(values + to, tl.load(residual + at, mask=won), mask=won)
-
-
-@triton.jit
-def _winners(row, end, j, entry, low, last, floor, row_base, row_count, keys, places):
-    slot, live = candidates(row, end, j, entry, row_base, row_count)
-    place = tl.load(places + slot, mask=live, other=0).to(tl.int64)
-    won = live & wins(tl.load(keys + slot, mask=live, other=-1), place, low, last) & (place >= floor)
-    return place, won.to(tl.int32)
+        value = tl.load(residual + at, mask=won)
+        tl.store(values + to, value, mask=won)
+        if SETTLE > 0:  # what is sent as it is leaves nothing, unless it was infinite
+            tl.store(residual + at, value - value, mask=won)
+        if SETTLE > 1:
+            tl.store(momentum + at, tl.zeros_like(value), mask=won)
 
 
 @triton.jit
 def _emit_chunk(
-    residual,
-    chunk,
-    entry,
-    low,
-    last,
-    floor,
-    to,
-    row_base,
-    row_count,
-    keys,
-    places,
-    indices,
-    values,
-    VALUES: tl.constexpr,
-):
+    residual, momentum, chunk, entry, low, last, floor, to, base, count, keys, places, indices, values,
+    VALUES: tl.constexpr, SETTLE: tl.constexpr,
+):  # fmt: skip
     """Write a chunk's winners from place ``floor`` on; returns where the next chunk's go."""
-    row, end = first_row(chunk, entry)
-    deep, start = most(row, end, row_count), tl.load(entry + START)
-    number = tl.zeros([ROWS], tl.int32)
-    for j in range(0, deep, ACROSS):
-        _, won = _winners(row, end, j, entry, low, last, floor, row_base, row_count, keys, places)
-        number += tl.sum(won, 1)
-    done = to + tl.cumsum(number, 0) - number
-    for j in range(0, deep, ACROSS):
-        place, won = _winners(row, end, j, entry, low, last, floor, row_base, row_count, keys, places)
-        slot = done[:, None] + tl.cumsum(won, 1) - won
-        _write(residual, start + place, slot, won > 0, indices, values, VALUES)
-        done += tl.sum(won, 1)
-    return to + tl.sum(number, 0)
+    first, number = tl.load(entry + SLOT) + tl.load(base + chunk), tl.load(count + chunk)
+    start = tl.load(entry + START)
+    for j in range(0, number, WIDE):
+        at = j + tl.arange(0, WIDE)
+        live = at < number
+        place = tl.load(places + first + at, mask=live, other=0).to(tl.int64)
+        won = live & wins(tl.load(keys + first + at, mask=live, other=-1), place, low, last) & (place >= floor)
+        slot = to + tl.cumsum(won.to(tl.int32), 0) - 1
+        _write(residual, momentum, start + place, slot, won, indices, values, VALUES, SETTLE)
+        to += tl.sum(won.to(tl.int32), 0)
+    return to
 
 
 @triton.jit
-def _emit_raw(residual, start, floor, low, last, to, indices, values, VALUES: tl.constexpr):
+def _emit_raw(
+    residual, momentum, start, floor, low, last, to, indices, values, VALUES: tl.constexpr, SETTLE: tl.constexpr
+):
     """Write the winners among the segment's first ``floor`` entries, reading them all."""
     for i in range(0, floor, WIDTH):
         at = i + tl.arange(0, WIDTH)
         key = key_of(tl.load(residual + start + at, mask=at < floor, other=0.0).to(tl.float32))
         won = (at < floor) & wins(key, at, low, last)
         slot = to + tl.cumsum(won.to(tl.int32), 0) - 1
-        _write(residual, start + at, slot, won, indices, values, VALUES)
+        _write(residual, momentum, start + at, slot, won, indices, values, VALUES, SETTLE)
         to += tl.sum(won.to(tl.int32), 0)
     return to
 
 
 @triton.jit
-def _retry(residual, entry, line, edge, row_base, row_count, keys, places, indices, values, VALUES: tl.constexpr):
-    start, length, count = tl.load(entry + START), tl.load(entry + LENGTH), tl.load(entry + COUNT)
+def _retry(
+    residual, momentum, entry, line, edge, base, count, keys, places, indices, values,
+    VALUES: tl.constexpr, SETTLE: tl.constexpr,
+):  # fmt: skip
+    start, length, wanted = tl.load(entry + START), tl.load(entry + LENGTH), tl.load(entry + COUNT)
     found, slot = tl.load(line + AGAIN), tl.load(entry + SLOT)
     bar = tl.load(line + BAR).to(tl.int32)
     low, last, floor = bar, tl.zeros([], tl.int64), tl.zeros([], tl.int64)
-    if found < count:  # zeros win, too: the first ones, which lie among the first ``count`` entries
+    if found < wanted:  # zeros win, too: the first ones, which lie among the first ``wanted`` entries
         low = bar * 0
-        last = last_tied(residual + start, places, count, low, count - found, count, True)
-        floor = count
+        last = last_tied(residual + start, places, wanted, low, wanted - found, wanted, True)
+        floor = wanted
     elif found > tl.load(entry + ROOM):  # very many are equal
-        low, last = search(residual + start, places, length, count, bar, bar * 0 + TOP, length, True)
+        low, last = search(residual + start, places, length, wanted, bar, bar * 0 + TOP, length, True)
         floor = length
     else:
-        low, last = search(keys + slot, places + slot, found.to(tl.int32), count, bar, bar * 0 + TOP, length, False)
+        low, last = search(keys + slot, places + slot, found.to(tl.int32), wanted, bar, bar * 0 + TOP, length, False)
     tl.store(edge, low.to(tl.float32, bitcast=True))
-    to = _emit_raw(residual, start, floor, low, last, tl.load(entry + OUT), indices, values, VALUES)
+    to = tl.load(entry + OUT)
+    to = _emit_raw(residual, momentum, start, floor, low, last, to, indices, values, VALUES, SETTLE)
     if floor < length:
         first = tl.load(entry + CHUNK)
         for i in range(tl.load(entry + CHUNKS).to(tl.int32)):
             to = _emit_chunk(
-                residual,
-                first + i,
-                entry,
-                low,
-                last,
-                floor,
-                to,
-                row_base,
-                row_count,
-                keys,
-                places,
-                indices,
-                values,
-                VALUES,
-            )
+                residual, momentum, first + i, entry, low, last, floor, to, base, count, keys, places, indices, values,
+                VALUES, SETTLE,
+            )  # fmt: skip
 
 
 @triton.jit
 def emit(
-    residual, table, chunk_segment, segments, edge, state, row_base, row_count, keys, places, out, broken,
-    indices, values, was_broken,
-    VALUES: tl.constexpr, BLOCK: tl.constexpr,
+    residual, momentum, edge, indices, values, was_broken, table, chunk_segment, segments, state, words, base, count,
+    keys, places, groups, out, broken,
+    VALUES: tl.constexpr, SETTLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     segment = tl.load(chunk_segment + chunk)
     entry, line, edge_at = table + segment * COLUMNS, state + segment * COLUMNS, edge + segment
     if tl.load(line + MISSED) != 0:
-        gather(residual, chunk, entry, line, line + AGAIN, line, row_base, row_count, keys, places, False, BLOCK)
+        again = line + AGAIN
+        gather(residual, chunk, entry, line, again, words, words, base, count, keys, places, groups, False, BLOCK)
         tl.debug_barrier()
         if tl.atomic_add(line + LEFT, 1) == tl.load(entry + CHUNKS) - 1:
             tl.debug_barrier()
-            _retry(residual, entry, line, edge_at, row_base, row_count, keys, places, indices, values, VALUES)
+            _retry(residual, momentum, entry, line, edge_at, base, count, keys, places, indices, values, VALUES, SETTLE)
             tl.debug_barrier()
             tl.store(line + LEFT, 0)
             tl.store(line + AGAIN, 0)
@@ -155,8 +133,9 @@ def emit(
         floor = tl.zeros([], tl.int64)
         to = tl.load(out + chunk)
         _emit_chunk(
-            residual, chunk, entry, low, last, floor, to, row_base, row_count, keys, places, indices, values, VALUES
-        )
+            residual, momentum, chunk, entry, low, last, floor, to, base, count, keys, places, indices, values,
+            VALUES, SETTLE,
+        )  # fmt: skip
     if chunk == 0:
         if VALUES:
             tl.store(was_broken, tl.load(broken))

@@ -35,16 +35,19 @@ def put(pointer, at, x, live, MASKED: tl.constexpr):
 
 @triton.jit
 def enter(
-    grad, residual, momentum, broken, at, live, m, decay,
+    grad, residual, momentum, new_residual, new_momentum, at, live, m, decay,
     RULE: tl.constexpr, KEEP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Update the memories at these places, and give the target there; without KEEP, the caller stores it."""
+    """Write new memories at these places. Gives the target there, and where the gradient is not finite.
+
+    Without KEEP, the caller stores the target.
+    """
     v = fetch(residual, at, live, MASKED)
+    bad = at < 0
     if RULE != READ:
         g = fetch(grad, at, live, MASKED)
         finite = tl.abs(g) < float("inf")
-        if tl.max((~finite).to(tl.int32), None) > 0:
-            tl.store(broken, 1)
+        bad = ~finite
         g = tl.where(finite, g, 0.0)
         if RULE == PLAIN:
             v = g + decay * v
@@ -56,20 +59,31 @@ def enter(
             else:
                 u = m * u + g
                 v = v + u
-            put(momentum, at, u, live, MASKED)
+            put(new_momentum, at, u, live, MASKED)
         if KEEP:
-            put(residual, at, v, live, MASKED)
-    return v
+            put(new_residual, at, v, live, MASKED)
+    return v, bad
+
+
+@triton.jit
+def report(bad, broken):
+    """Set ``broken`` if any entry is bad."""
+    if tl.max(bad.to(tl.int32), None) > 0:
+        tl.store(broken, 1)
 
 
 @triton.jit
 def _accumulate(grad, residual, momentum, broken, n, m, decay, RULE: tl.constexpr, BLOCK: tl.constexpr):
     base = tl.program_id(0).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
+    live = at < n - base
+    v, u = residual + base, momentum + base
     if base + BLOCK <= n:
-        enter(grad + base, residual + base, momentum + base, broken, at, at < BLOCK, m, decay, RULE, True, False)
+        _, bad = enter(grad + base, v, u, v, u, at, live, m, decay, RULE, True, False)
+        report(bad, broken)
     else:
-        enter(grad + base, residual + base, momentum + base, broken, at, at < n - base, m, decay, RULE, True, True)
+        _, bad = enter(grad + base, v, u, v, u, at, live, m, decay, RULE, True, True)
+        report(bad, broken)
 
 
 @triton.jit

@@ -8,8 +8,11 @@ finds a better bar, for another try.
 import triton
 import triton.language as tl
 
-from gradwire.kernels.cuda.census import bar_for, count_chunk, first_row
+from gradwire.kernels.cuda.census import bar_for, count_chunk
+from gradwire.kernels.cuda.collect import AGAIN_BITS, count_from_above, fine_bin, fine_bits
 from gradwire.kernels.cuda.plan import (
+    ABOVE,
+    APART,
     BAR,
     BINS,
     BOUND,
@@ -17,6 +20,7 @@ from gradwire.kernels.cuda.plan import (
     CHUNKS,
     COLUMNS,
     COUNT,
+    CUT,
     FOUND,
     KEY,
     LAST,
@@ -30,69 +34,42 @@ from gradwire.kernels.cuda.plan import (
     START,
 )
 from gradwire.kernels.cuda.search import TOP, WIDTH, search, wins
-from gradwire.kernels.cuda.sweep import FINE, bar_of, fine_bin
+from gradwire.kernels.cuda.sweep import bar_of
 
-ACROSS = tl.constexpr(16)  # candidates of a row that are looked at together
-BELOW = tl.constexpr((1 << FINE.value) - 1)
-
-
-@triton.jit
-def candidates(row, end, j, entry, row_base, row_count):
-    """Slots of candidates j, j + 1, ... of each row of a chunk, [ROWS, ACROSS], and which of them are any."""
-    rows = row + tl.arange(0, ROWS)
-    base = tl.load(row_base + rows, mask=rows < end, other=0)
-    count = tl.load(row_count + rows, mask=rows < end, other=0)
-    across = j + tl.arange(0, ACROSS)
-    slot = tl.load(entry + SLOT) + base[:, None] + across[None, :]
-    return slot, across[None, :] < count[:, None]
+WIDE = tl.constexpr(512)  # candidates of a chunk that are looked at together
 
 
 @triton.jit
-def most(row, end, row_count):
-    rows = row + tl.arange(0, ROWS)
-    return tl.max(tl.load(row_count + rows, mask=rows < end, other=0), 0)
-
-
-@triton.jit
-def _cut(hist, count):
-    """The bin in which the count is reached from above, and how many lie above it."""
-    bins = tl.arange(0, BINS)
-    found = tl.load(hist + bins)
-    above = tl.sum(found, 0) - tl.cumsum(found, 0)
-    cut = tl.sum((above + found >= count).to(tl.int32), 0) - 1
-    return cut, tl.sum(tl.where(bins > cut, found, 0), 0)
-
-
-@triton.jit
-def _weigh(chunk, entry, line, bar, cut, row_base, row_count, keys, places, bound_keys, bound_places, sure):
+def _weigh(chunk, entry, line, bar, bits, cut, base, count, keys, places, bound_keys, bound_places, sure):
     """Count a chunk's sure winners; put those in the cut bin aside."""
-    row, end = first_row(chunk, entry)
-    winners = tl.zeros([ROWS * ACROSS], tl.int32)
-    for j in range(0, most(row, end, row_count), ACROSS):
-        slot, any_ = candidates(row, end, j, entry, row_base, row_count)
-        slot = tl.reshape(slot, [ROWS * ACROSS])
-        live = tl.reshape(any_, [ROWS * ACROSS])
-        key = tl.load(keys + slot, mask=live, other=0)
-        bin = fine_bin(key, bar)
+    slot, number = tl.load(entry + SLOT), tl.load(count + chunk)
+    keys += slot + tl.load(base + chunk)
+    places += slot + tl.load(base + chunk)
+    winners = tl.zeros([WIDE], tl.int32)
+    for j in range(0, number, WIDE):
+        at = j + tl.arange(0, WIDE)
+        live = at < number
+        key = tl.load(keys + at, mask=live, other=0)
+        bin = fine_bin(key, bar, bits)
         winners += (live & (bin > cut)).to(tl.int32)
         unsure = live & (bin == cut)
-        number = tl.sum(unsure.to(tl.int32), 0)
-        if number > 0:
-            base = tl.atomic_add(line + BOUND, number.to(tl.int64), sem="relaxed") + tl.load(entry + SLOT)
-            to = base + tl.cumsum(unsure.to(tl.int32), 0) - 1
+        several = tl.sum(unsure.to(tl.int32), 0)
+        if several > 0:
+            to = tl.atomic_add(line + BOUND, several.to(tl.int64), sem="relaxed") + slot
+            to += tl.cumsum(unsure.to(tl.int32), 0) - 1
             tl.store(bound_keys + to, key, mask=unsure)
-            tl.store(bound_places + to, tl.load(places + slot, mask=unsure), mask=unsure)
+            tl.store(bound_places + to, tl.load(places + at, mask=unsure), mask=unsure)
     tl.store(sure + chunk, tl.sum(winners, 0))
 
 
 @triton.jit
-def _decide(entry, line, edge, bar, cut, above, keys, places, sure, out, BLOCK: tl.constexpr):
+def _decide(entry, line, edge, bar, bits, cut, above, keys, places, sure, out, BLOCK: tl.constexpr):
     """Search the cut bin, and add its winners to their chunks'; then sum up. Returns the last winner's key."""
     start, length, count = tl.load(entry + START), tl.load(entry + LENGTH), tl.load(line + BOUND).to(tl.int32)
     keys += tl.load(entry + SLOT)
     places += tl.load(entry + SLOT)
-    low = bar + (cut << FINE)
-    high = tl.where(cut == BINS - 1, TOP, low + BELOW)
+    low = bar + (cut << bits)
+    high = tl.where(cut == BINS - 1, TOP, low + (1 << bits) - 1)
     low, last = search(keys, places, count, tl.load(entry + COUNT) - above, low, high, length, False)
     tl.store(line + KEY, low.to(tl.int64))
     tl.store(line + LAST, last)
@@ -116,59 +93,61 @@ def _decide(entry, line, edge, bar, cut, above, keys, places, sure, out, BLOCK: 
 
 
 @triton.jit
-def _learn(slack, bins, bar, key, found, count):
-    """Set the slack such that thrice as many as wanted would have been candidates; ``key`` is the last winner's."""
-    goal = 3 * count + 64
-    counts = tl.load(bins + tl.arange(0, BINS))
-    reached = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts >= goal
-    cut = tl.sum(reached.to(tl.int32), 0) - 1
+def _learn(slack, fine, bar, bits, key, found, wanted):
+    """Set the slack such that two and a half times as many as wanted would have come; ``key`` is the last winner's."""
+    goal = 5 * wanted // 2 + 64
+    _, reached = count_from_above(fine)
+    cut = tl.sum((reached >= goal).to(tl.int32), 0) - 1
     edge, low = key.to(tl.float32, bitcast=True), bar.to(tl.float32, bitcast=True)
-    more = (goal - count).to(tl.float32) / tl.maximum(found - count, 1).to(tl.float32)
+    more = (goal - wanted).to(tl.float32) / tl.maximum(found - wanted, 1).to(tl.float32)
     wider = edge - tl.maximum(edge - low, 0.002 * edge) * tl.minimum(more, 4.0)
-    goal_at = tl.where(cut >= 0, (bar + (cut << FINE)).to(tl.float32, bitcast=True), wider)
+    goal_at = tl.where(cut >= 0, (bar + (cut << bits)).to(tl.float32, bitcast=True), wider)
     if (edge > 0) & (edge < float("inf")) & (tl.load(slack) > 0):
         tl.store(slack, tl.minimum(tl.maximum(goal_at / edge, 0.5), 0.9995))
 
 
 @triton.jit
 def _narrow(
-    residual, segment, chunk, bar, entry, line, bins, learned, edge, row_base, row_count, keys, places,
+    residual, segment, chunk, bar, bits, entry, line, fine, coarse, learned, edge, base, count, keys, places,
     bound_keys, bound_places, sure, out,
     FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    found, count = tl.load(line + FOUND), tl.load(entry + COUNT)
-    cut, above = _cut(bins, count)
-    missed = (found < count) | (found > tl.load(entry + ROOM))
+    found, wanted = tl.load(line + FOUND), tl.load(entry + COUNT)
+    cut, above = tl.load(line + CUT).to(tl.int32), tl.load(line + ABOVE)
+    missed = (found < wanted) | (found > tl.load(entry + ROOM))
     # Bins count what found no room, too; they miss the last winner only far from the bar.
-    unseen = missed & ((found < count) | (cut == BINS - 1)) & FIRST
+    unseen = missed & ((found < wanted) | (cut == BINS - 1)) & FIRST
     if not missed:
-        _weigh(chunk, entry, line, bar, cut, row_base, row_count, keys, places, bound_keys, bound_places, sure)
+        _weigh(chunk, entry, line, bar, bits, cut, base, count, keys, places, bound_keys, bound_places, sure)
     elif unseen:
-        count_chunk(residual, chunk, entry, bins + BINS, BLOCK)
+        count_chunk(residual, chunk, entry, coarse, BLOCK)
     tl.debug_barrier()
     if tl.atomic_add(line + MET, 1) == tl.load(entry + CHUNKS) - 1:
         tl.debug_barrier()
         if not missed:
-            key = _decide(entry, line, edge + segment, bar, cut, above, bound_keys, bound_places, sure, out, BLOCK)
+            key = _decide(
+                entry, line, edge + segment, bar, bits, cut, above, bound_keys, bound_places, sure, out, BLOCK
+            )
             if FIRST:
-                _learn(learned + segment, bins, bar, key, found, count)
+                _learn(learned + segment, fine, bar, bits, key, found, wanted)
         elif unseen:
-            tl.store(line + BAR, bar_for(bins + BINS, count).to(tl.int64))
+            tl.store(line + BAR, bar_for(coarse, wanted).to(tl.int64))
             tl.store(learned + segment, tl.load(learned + segment) * 0.97)
         elif FIRST:
-            tl.store(line + BAR, (bar + (cut << FINE)).to(tl.int64))
-            _learn(learned + segment, bins, bar, bar + (cut << FINE), found, count)
+            tl.store(line + BAR, (bar + (cut << bits)).to(tl.int64))
+            _learn(learned + segment, fine, bar, bits, bar + (cut << bits), found, wanted)
         tl.debug_barrier()
         tl.store(line + MISSED, missed.to(tl.int64))
         tl.store(line + FOUND, 0)
         tl.store(line + BOUND, 0)
         tl.store(line + MET, 0)
-        tl.store(bins + tl.arange(0, 2 * BINS), tl.zeros([2 * BINS], tl.int32))
+        tl.store(fine + tl.arange(0, BINS) * APART, tl.zeros([BINS], tl.int32))
+        tl.store(coarse + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
 
 
 @triton.jit
 def narrow(
-    residual, table, chunk_segment, hint, slack, learned, edge, state, hist, row_base, row_count, keys, places,
+    residual, hint, edge, table, chunk_segment, slack, learned, state, fine, coarse, base, count, keys, places,
     bound_keys, bound_places, sure, out,
     FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -176,14 +155,16 @@ def narrow(
     chunk = tl.program_id(0)
     segment = tl.load(chunk_segment + chunk)
     entry, line = table + segment * COLUMNS, state + segment * COLUMNS
-    bins = hist + segment * 2 * BINS
+    fine += segment * BINS * APART
+    coarse += segment * BINS
     if FIRST:
+        bar = bar_of(hint, slack, segment)
         _narrow(
-            residual, segment, chunk, bar_of(hint, slack, segment), entry, line, bins, learned, edge, row_base,
-            row_count, keys, places, bound_keys, bound_places, sure, out, True, BLOCK,
+            residual, segment, chunk, bar, fine_bits(hint, bar, segment), entry, line, fine, coarse, learned, edge,
+            base, count, keys, places, bound_keys, bound_places, sure, out, True, BLOCK,
         )  # fmt: skip
     elif tl.load(line + MISSED) != 0:
         _narrow(
-            residual, segment, chunk, tl.load(line + BAR).to(tl.int32), entry, line, bins, learned, edge, row_base,
-            row_count, keys, places, bound_keys, bound_places, sure, out, False, BLOCK,
+            residual, segment, chunk, tl.load(line + BAR).to(tl.int32), AGAIN_BITS, entry, line, fine, coarse,
+            learned, edge, base, count, keys, places, bound_keys, bound_places, sure, out, False, BLOCK,
         )  # fmt: skip

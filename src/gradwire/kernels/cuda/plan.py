@@ -4,10 +4,11 @@ Kernels read ``table``, int64[segments, 16], by the columns named here, and work
 scratch is zero before a selection and is left so by its last kernel: clearing it would be one more launch.
 """
 
+import itertools
 import threading
 from collections import defaultdict
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -36,20 +37,30 @@ BAR = tl.constexpr(5)  # the key they had to reach
 MISSED = tl.constexpr(6)  # whether the hint was of no use
 KEY = tl.constexpr(7)  # winners have a larger key than this,
 LAST = tl.constexpr(8)  # or the same and a place no later than this
+CAME = tl.constexpr(9)  # programs that have put their candidates aside
+CUT = tl.constexpr(10)  # the fine bin that holds the last winner
+ABOVE = tl.constexpr(11)  # how many candidates lie above that bin
 
 BINS = tl.constexpr(1024)
-ROWS = tl.constexpr(64)  # in a chunk, the work of one program after the sweep
+APART = tl.constexpr(8)  # words from one fine bin to the next: many programs count there, and neighbors would wait
+SPAN = tl.constexpr(64)  # entries that the sweep describes in one word
+ROWS = tl.constexpr(32)  # in a chunk, the work of one program after the sweep
 
+_serial = itertools.count()
+_recent: dict[tuple[int, int, torch.device], tuple[Any, Any, "Plan"]] = {}  # to hash hundreds of numbers takes longer
 _SMALL = 2048  # segments up to this are candidates as a whole
 
 
 class Scratch(NamedTuple):
-    """Memory of a selection in flight. Candidates are (key, place) pairs; see `sweep`."""
+    """Memory of a selection in flight. Candidates are (key, place) pairs; see `collect`."""
 
+    serial: int  # no other scratch has the same
     state: Tensor  # int64[segments, 16]
-    hist: Tensor  # int32[segments, 2, BINS]: candidates, and everything
-    row_base: Tensor  # int64[rows], where a row's candidates start
-    row_count: Tensor  # int32[rows]
+    fine: Tensor  # int32[segments, BINS, APART], of candidates
+    coarse: Tensor  # int32[segments, BINS], of everything
+    words: Tensor  # int32[rows, BLOCK / SPAN], where candidates are; see `sweep`
+    base: Tensor  # int64[chunks], where a chunk's candidates start
+    number: Tensor  # int32[chunks], how many there are
     key: Tensor  # int32[slots], magnitudes as bits, which order alike
     place: Tensor  # int32 or int64[slots], in the segment
     bound_key: Tensor
@@ -62,11 +73,13 @@ class Scratch(NamedTuple):
 class Plan(NamedTuple):
     """What to select from where. Of the tensors, all on the device, kernels change ``slack`` alone."""
 
+    serial: int  # no other plan has the same
     grid: Grid
     total: int  # results
     chunks: int
     deepest: int  # chunks of one segment
     slots: int
+    silent: bool  # some segment has entries, but none of them is wanted
     place: torch.dtype
     table: Tensor
     slack: Tensor  # float32[segments]: candidates reach this part of the hint; 0: all are. `narrow` learns it
@@ -75,9 +88,19 @@ class Plan(NamedTuple):
     pool: "Pool"
 
 
-@lru_cache(maxsize=64)
 def plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Plan:
     """The plan of these lengths and budgets; a budget may exceed its length."""
+    key = (id(lengths), id(counts), device)
+    found = _recent.get(key)
+    if found is None or found[0] is not lengths or found[1] is not counts:
+        if len(_recent) >= 64:
+            _recent.clear()
+        found = _recent[key] = (lengths, counts, _plan(lengths, counts, device))
+    return found[2]
+
+
+@lru_cache(maxsize=64)
+def _plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Plan:
     tiles = grid(lengths, device)
     size = torch.tensor(lengths, dtype=torch.int64)
     count = torch.minimum(torch.tensor(counts, dtype=torch.int64), size)
@@ -104,11 +127,13 @@ def plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device
     table[:, : len(columns)] = torch.stack(columns, 1)
     segment = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(chunks)
     return Plan(
+        next(_serial),
         tiles,
         int(count.sum()),
         segment.numel(),
         int(chunks.max()) if len(lengths) else 0,
         int(room.sum()),
+        bool(((size > 0) & (count == 0)).any()),
         torch.int32 if max(lengths, default=0) < 2**31 else torch.int64,
         table.to(device),
         slack.float().to(device),
@@ -125,28 +150,28 @@ class Pool:
         self._free: defaultdict[int, list[Scratch]] = defaultdict(list)
         self._lock = threading.Lock()
 
-    def take(self, plan: Plan) -> Scratch:
+    def take(self, plan: Plan, stream: int | None) -> Scratch:
         """Clean scratch: used before on this stream, or new."""
-        stream = _stream(plan.table.device)
         if stream is not None:
             with self._lock:
                 if free := self._free[stream]:
                     return free.pop()
         return _scratch(plan)
 
-    def give(self, scratch: Scratch) -> None:
+    def give(self, scratch: Scratch, stream: int | None) -> None:
         """Take it back, all kernels of its selection being launched."""
-        stream = _stream(scratch.state.device)
         if stream is not None:
             with self._lock:
                 self._free[stream].append(scratch)
 
 
-def _stream(device: torch.device) -> int | None:
+def stream_of(device: torch.device) -> int | None:
     """A name for the current stream; None while a graph is being captured, which must own what it uses."""
     if device.type != "cuda":
         return 0
-    return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).cuda_stream
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 def _scratch(plan: Plan) -> Scratch:
@@ -159,10 +184,13 @@ def _scratch(plan: Plan) -> Scratch:
         return torch.empty(n, dtype=dtype, device=device)
 
     return Scratch(
+        next(_serial),
         zeros(segments, COLUMNS.value, dtype=torch.int64),
-        zeros(segments, 2, BINS.value),
-        empty(plan.grid.rows, torch.int64),
-        empty(plan.grid.rows),
+        zeros(segments, BINS.value, APART.value),
+        zeros(segments, BINS.value),
+        empty(plan.grid.rows * (BLOCK // SPAN.value)),
+        empty(plan.chunks, torch.int64),
+        empty(plan.chunks),
         empty(plan.slots),
         empty(plan.slots, plan.place),
         empty(plan.slots),
@@ -177,4 +205,4 @@ def _before(x: Tensor) -> Tensor:
     return x.cumsum(0) - x
 
 
-assert BLOCK <= 2**15  # a row's candidates are counted in int32
+assert BLOCK % SPAN.value == 0

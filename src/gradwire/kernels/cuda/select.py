@@ -1,26 +1,36 @@
-"""Exact top-k, with or without error feedback, in one pass over memory and two small launches.
+"""Exact top-k, with or without error feedback, in one pass over memory and three small launches.
 
-`sweep` puts candidates aside, `narrow` finds the last winner of each segment, `emit` writes the winners down. Nothing
-waits for the device, and shapes are known beforehand, so all of it can be captured in a graph.
+`sweep` marks candidates, `collect` puts them aside, `narrow` finds the last winner of each segment, `emit` writes the
+winners down. Nothing waits for the device, and shapes are known beforehand, so all of it can be captured in a graph.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire.kernels import fused
 from gradwire.kernels.cuda.census import regather, sample
+from gradwire.kernels.cuda.collect import collect
 from gradwire.kernels.cuda.emit import emit
 from gradwire.kernels.cuda.enter import READ, accumulate_, readable, rule_of
+from gradwire.kernels.cuda.launch import form, launch
 from gradwire.kernels.cuda.narrow import narrow
-from gradwire.kernels.cuda.plan import Plan, Scratch, plan
+from gradwire.kernels.cuda.plan import Plan, Scratch, plan, stream_of
 from gradwire.kernels.cuda.sweep import sweep
 from gradwire.kernels.cuda.tables import BLOCK, definition, placed
 from gradwire.kernels.fused import Accumulation, Selected
 
 _STILL = Accumulation()
-_DEEP = 32  # chunks of a segment, from which on a second try is worth two launches of its own
+_DEEP = 64  # chunks of a segment, from which on a second try is worth two launches of its own
 # Fewer registers than the compiler would take, so that more programs wait for memory side by side.
-_OPTIONS = {"num_warps": 8, "maxnreg": 56, "enable_fp_fusion": False}
+_STREAM = {"num_warps": 8, "maxnreg": 48, "enable_fp_fusion": False}
+_COLLECT = {"num_warps": 4, "maxnreg": 80}
+_NARROW = {"num_warps": 4, "maxnreg": 96}
+_EMIT = {"num_warps": 4, "maxnreg": 80}
+
+
+Memories = tuple[Tensor, Tensor | None]  # the residual, and the momentum if there is one
 
 
 @placed
@@ -28,7 +38,7 @@ def topk(x: Tensor, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Tensor
     chosen = plan(lengths, counts, x.device)
     if chosen.total == 0 or not readable(x):
         return definition(fused.topk)(x, lengths, counts)
-    return _select(x, chosen, False).indices
+    return _Selection((x, None), (x, None), chosen).run(None, _STILL, None, values=False).indices
 
 
 @placed
@@ -44,132 +54,135 @@ def accumulate_topk_(
     chosen = plan(lengths, counts, grad.device)
     if chosen.total == 0 or not readable(grad, residual, momentum):
         return definition(fused.accumulate_topk_)(grad, residual, momentum, rule, lengths, counts, edge)
-    if edge is None or edge.shape != (len(lengths),):
-        broken = accumulate_(grad, residual, momentum, rule)
-        return _select(residual, chosen, True)._replace(broken=broken)
-    scratch = chosen.pool.take(chosen)
-    spare = residual if momentum is None else momentum
-    _sweep(grad, residual, spare, rule, rule_of(momentum, rule), chosen, scratch, edge, chosen.slack)
-    found = _finish(residual, chosen, scratch, edge, chosen.slack, True)
-    chosen.pool.give(scratch)
-    return found
+    memories = residual, momentum
+    return _Selection(memories, memories, chosen).run(grad, rule, edge)
 
 
-def _select(x: Tensor, chosen: Plan, values: bool) -> Selected:
-    """Top-k without a hint: a sample says where candidates begin."""
-    scratch = chosen.pool.take(chosen)
-    hint = torch.empty_like(chosen.slack)
-    sample[(chosen.chunks,)](
-        x, chosen.table, chosen.chunk_segment, hint, scratch.state, scratch.hist, BLOCK, num_warps=8
-    )
-    # The sample has left its own slack.
-    _sweep(x, x, x, _STILL, int(READ.value), chosen, scratch, hint, chosen.whole)
-    found = _finish(x, chosen, scratch, hint, chosen.whole, values)
-    chosen.pool.give(scratch)
-    return found
-
-
-def _sweep(
+@placed
+def carry_topk_(
     grad: Tensor,
-    residual: Tensor,
-    momentum: Tensor,
+    before: Memories,
+    after: Memories,
     rule: Accumulation,
-    kind: int,
-    chosen: Plan,
-    scratch: Scratch,
-    hint: Tensor,
-    slack: Tensor,
-) -> None:
-    sweep[(chosen.grid.tiles,)](
-        grad,
-        residual,
-        momentum,
-        scratch.broken,
-        chosen.grid.n,
-        rule.momentum,
-        rule.decay,
-        chosen.grid.tile_row,
-        chosen.grid.row_segment,
-        chosen.table,
-        hint,
-        slack,
-        scratch.state,
-        scratch.hist,
-        scratch.row_base,
-        scratch.row_count,
-        scratch.key,
-        scratch.place,
-        kind,
-        BLOCK,
-        **_OPTIONS,
-    )
+    lengths: tuple[int, ...],
+    counts: tuple[int, ...],
+    edge: Tensor | None,
+) -> Selected:
+    chosen = plan(lengths, counts, grad.device)
+    if chosen.total == 0 or not readable(grad, *before, *after):
+        return definition(fused.carry_topk_)(grad, before, after, rule, lengths, counts, edge)
+    return _Selection(before, after, chosen).run(grad, rule, edge)
 
 
-def _finish(x: Tensor, chosen: Plan, scratch: Scratch, hint: Tensor, slack: Tensor, values: bool) -> Selected:
-    device = x.device
-    edge = torch.empty_like(chosen.slack)
-    indices = torch.empty(chosen.total, dtype=torch.int64, device=device)
-    found = torch.empty(chosen.total if values else 0, dtype=x.dtype, device=device)
-    broken = torch.empty((), dtype=torch.uint8, device=device)
-    _narrow(x, chosen, scratch, hint, slack, edge, True)
-    if chosen.deepest > _DEEP:
-        regather[(chosen.chunks,)](
-            x,
-            chosen.table,
-            chosen.chunk_segment,
-            scratch.state,
-            scratch.hist,
-            scratch.row_base,
-            scratch.row_count,
-            scratch.key,
-            scratch.place,
-            BLOCK,
-            num_warps=8,
-        )
-        _narrow(x, chosen, scratch, hint, slack, edge, False)
-    emit[(chosen.chunks,)](
-        x,
-        chosen.table,
-        chosen.chunk_segment,
-        chosen.slack.numel(),
-        edge,
-        scratch.state,
-        scratch.row_base,
-        scratch.row_count,
-        scratch.key,
-        scratch.place,
-        scratch.out,
-        scratch.broken,
-        indices,
-        found,
-        broken,
-        values,
-        BLOCK,
-        num_warps=8,
-    )
-    return Selected(indices, found, broken.view(torch.bool), edge)
+@placed
+def send_topk_(
+    grad: Tensor,
+    before: Memories,
+    after: Memories,
+    rule: Accumulation,
+    mask: bool,
+    lengths: tuple[int, ...],
+    counts: tuple[int, ...],
+    edge: Tensor | None,
+) -> Selected:
+    chosen = plan(lengths, counts, grad.device)
+    if chosen.total == 0 or not readable(grad, *before, *after):
+        return definition(fused.send_topk_)(grad, before, after, rule, mask, lengths, counts, edge)
+    settle = 2 if mask and after[1] is not None else 1
+    return _Selection(before, after, chosen).run(grad, rule, edge, settle=settle)
 
 
-def _narrow(x: Tensor, chosen: Plan, scratch: Scratch, hint: Tensor, slack: Tensor, edge: Tensor, first: bool) -> None:
-    narrow[(chosen.chunks,)](
-        x,
-        chosen.table,
-        chosen.chunk_segment,
-        hint,
-        slack,
-        chosen.slack,
-        edge,
-        scratch.state,
-        scratch.hist,
-        scratch.row_base,
-        scratch.row_count,
-        scratch.key,
-        scratch.place,
-        scratch.bound_key,
-        scratch.bound_place,
-        scratch.sure,
-        scratch.out,
-        first,
-        BLOCK,
-        num_warps=8,
-    )
+class _Selection:
+    """One selection in flight: the memories that it reads, and those that it writes and selects from."""
+
+    def __init__(self, before: Memories, after: Memories, chosen: Plan) -> None:
+        self.before, self.after = before, after
+        self.x = after[0]
+        self.spare = self.x if after[1] is None else after[1]
+        self.plan = chosen
+        self.facts: tuple[Any, ...] = (chosen.serial, *form(self.x, self.spare))
+
+    def run(
+        self, grad: Tensor | None, rule: Accumulation, edge: Tensor | None, values: bool = True, settle: int = 0
+    ) -> Selected:
+        stream = stream_of(self.x.device)
+        scratch = self.plan.pool.take(self.plan, stream)
+        broken = None
+        if grad is not None and edge is not None and edge.shape == self.plan.slack.shape:
+            hint, slack = edge, self.plan.slack
+            self._sweep(scratch, grad, self.before, rule, rule_of(self.after[1], rule), hint, slack)
+        else:  # no hint: a sample says where candidates begin, and has left its own slack
+            if grad is not None:
+                broken = self._accumulate(grad, rule)
+            hint, slack = torch.zeros_like(self.plan.slack), self.plan.whole
+            self._sample(scratch, hint)
+            self._sweep(scratch, self.x, self.after, _STILL, int(READ.value), hint, slack)
+        found = self._finish(scratch, hint, slack, values, settle)
+        self.plan.pool.give(scratch, stream)
+        return found if broken is None else found._replace(broken=broken)
+
+    def _accumulate(self, grad: Tensor, rule: Accumulation) -> Tensor:
+        for old, new in zip(self.before, self.after, strict=True):
+            if old is not None and new is not None and old is not new:
+                new.copy_(old)
+        return accumulate_(grad, *self.after, rule)
+
+    def _sample(self, scratch: Scratch, hint: Tensor) -> None:
+        p = self.plan
+        rest = (p.table, p.chunk_segment, scratch.state, scratch.coarse, BLOCK)
+        launch(sample, p.chunks, (self.facts, scratch.serial), (self.x, hint), rest, num_warps=8)
+
+    def _sweep(
+        self,
+        scratch: Scratch,
+        grad: Tensor,
+        memories: Memories,
+        rule: Accumulation,
+        kind: int,
+        hint: Tensor,
+        slack: Tensor,
+    ) -> None:
+        p, tiles = self.plan, self.plan.grid
+        residual, momentum = memories
+        spare = residual if momentum is None else momentum
+        facts = (self.facts, scratch.serial, rule, kind, *form(grad, residual, spare, hint))
+        fresh = (grad, residual, spare, self.x, self.spare, hint)
+        rest = (
+            scratch.broken, tiles.n, rule.momentum, rule.decay, tiles.tile_row, tiles.row_segment, p.table, slack,
+            scratch.words, kind, p.silent, BLOCK,
+        )  # fmt: skip
+        launch(sweep, tiles.tiles, facts, fresh, rest, **_STREAM)
+
+    def _finish(self, scratch: Scratch, hint: Tensor, slack: Tensor, values: bool, settle: int) -> Selected:
+        p, x = self.plan, self.x
+        facts = (self.facts, scratch.serial, slack is p.slack, *form(hint))
+        edge = torch.empty_like(p.slack)
+        indices = torch.empty(p.total, dtype=torch.int64, device=x.device)
+        found = torch.empty(p.total if values else 0, dtype=x.dtype, device=x.device)
+        broken = torch.empty((), dtype=torch.bool, device=x.device)
+        kept = (scratch.words, scratch.base, scratch.number, scratch.key, scratch.place, scratch.bound_place)
+        rest = (p.table, p.chunk_segment, slack, scratch.state, scratch.fine, scratch.broken, *kept, BLOCK)
+        launch(collect, p.chunks, facts, (x, hint), rest, **_COLLECT)
+        self._narrow(scratch, facts, hint, slack, edge, True)
+        if p.deepest > _DEEP:
+            again = (p.table, p.chunk_segment, scratch.state, scratch.fine, *kept, BLOCK)
+            launch(regather, p.chunks, facts, (x,), again, num_warps=8)
+            self._narrow(scratch, facts, hint, slack, edge, False)
+        fresh = (x, self.spare, edge, indices, found, broken)
+        last = (
+            p.table, p.chunk_segment, p.slack.numel(), scratch.state, *kept, scratch.out, scratch.broken, values,
+            settle, BLOCK,
+        )  # fmt: skip
+        launch(emit, p.chunks, (self.facts, scratch.serial, values, settle), fresh, last, **_EMIT)
+        return Selected(indices, found, broken, edge)
+
+    def _narrow(
+        self, scratch: Scratch, facts: tuple[Any, ...], hint: Tensor, slack: Tensor, edge: Tensor, first: bool
+    ) -> None:
+        p = self.plan
+        rest = (
+            p.table, p.chunk_segment, slack, p.slack, scratch.state, scratch.fine, scratch.coarse, scratch.base,
+            scratch.number, scratch.key, scratch.place, scratch.bound_key, scratch.bound_place, scratch.sure,
+            scratch.out, first, BLOCK,
+        )  # fmt: skip
+        launch(narrow, p.chunks, (facts, first), (self.x, hint, edge), rest, **_NARROW)

@@ -11,7 +11,7 @@ from gradwire.kernels.cuda.codes import message
 from gradwire.kernels.cuda.decode import SIDE, SIGN, decode
 from gradwire.kernels.cuda.enter import PLAIN, fetch, put, readable
 from gradwire.kernels.cuda.survey import MEAN, ROOT, SIDES, survey
-from gradwire.kernels.cuda.tables import BLOCK, definition, grid, known, placed
+from gradwire.kernels.cuda.tables import BLOCK, Grid, definition, grid, known, placed
 
 
 @triton.jit
@@ -84,7 +84,12 @@ def feedback_sign_(
     broken = torch.zeros((), dtype=torch.uint8, device=grad.device)
     stat = ROOT if norm else MEAN
     survey(residual, where, stat, scales, bits=bits, grad=grad, broken=broken, decay=decay, rule=PLAIN)
+    deduct(residual, scales, where)
+    return data, broken.view(torch.bool)
+
+
+def deduct(residual: Tensor, scales: Tensor, where: Grid) -> None:
+    """Take off what its signs say, times the scales."""
     _deduct[(where.tiles,)](
         residual, scales, where.n, where.tile_row, where.row_segment, where.starts, BLOCK, num_warps=8
     )
-    return data, broken.view(torch.bool)

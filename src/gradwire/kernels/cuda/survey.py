@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.kernels.cuda.codes import store_codes
-from gradwire.kernels.cuda.enter import READ, enter
+from gradwire.kernels.cuda.enter import READ, enter, report
 from gradwire.kernels.cuda.tables import BLOCK, Grid
 
 MEAN = tl.constexpr(0)  # of magnitudes
@@ -38,20 +38,18 @@ def _span(row, base, row_segment, starts, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _tile(
-    grad, residual, broken, bits, parts, n, decay, tile_row, row_segment, starts,
-    STAT: tl.constexpr, PACK: tl.constexpr, RULE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+def describe(
+    x, bits, parts, n, tile, tile_row, row_segment, starts,
+    STAT: tl.constexpr, PACK: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0).to(tl.int64)
+    """Pack the signs of a tile, [BLOCK / 8, 8], and write down what each of its rows gives."""
     base = tile * BLOCK
     eight = tl.arange(0, BLOCK // 8)
     at = eight[:, None] * 8 + tl.arange(0, 8)[None, :]
-    live = at < n - base
     row, stop = tl.load(tile_row + tile), tl.load(tile_row + tile + 1)
     first, end = _span(row, base, row_segment, starts, BLOCK)
-    x = enter(grad + base, residual + base, residual, broken, at, live, 0.0, decay, RULE, True, MASKED)
     if PACK:
-        store_codes(bits + tile * (BLOCK // 8), eight, (x >= 0).to(tl.int32), live, 1, MASKED)
+        store_codes(bits + tile * (BLOCK // 8), eight, (x >= 0).to(tl.int32), at < n - base, 1, MASKED)
     while row < stop:
         inside = (at >= first) & (at < end)
         wide = x.to(tl.float64)
@@ -71,6 +69,21 @@ def _tile(
         row += 1
         if row < stop:
             first, end = _span(row, base, row_segment, starts, BLOCK)
+
+
+@triton.jit
+def _tile(
+    grad, residual, broken, bits, parts, n, decay, tile_row, row_segment, starts,
+    STAT: tl.constexpr, PACK: tl.constexpr, RULE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    old = residual + tile * BLOCK
+    live = at < n - tile * BLOCK
+    x, bad = enter(grad + tile * BLOCK, old, old, old, old, at, live, 0.0, decay, RULE, True, MASKED)
+    if RULE != READ:
+        report(bad, broken)
+    describe(x, bits, parts, n, tile, tile_row, row_segment, starts, STAT, PACK, MASKED, BLOCK)
 
 
 @triton.jit
@@ -141,7 +154,7 @@ def survey(
     rule: tl.constexpr = READ,
 ) -> None:
     """Write each segment's ``stat`` into ``scales``, and what else it gives into ``second``."""
-    parts = torch.empty(max(where.rows, 1) * _PARTS.value, dtype=torch.float64, device=x.device)
+    parts = room(where, x.device)
     if where.tiles:
         _survey[(where.tiles,)](
             x if grad is None else grad,
@@ -162,6 +175,13 @@ def survey(
             maxnreg=48 if grad is None else 64,  # enough, and more programs fit side by side
             enable_fp_fusion=False,
         )
+    conclude(parts, where, stat, scales, second, clip)
+
+
+def conclude(
+    parts: Tensor, where: Grid, stat: tl.constexpr, scales: Tensor, second: Tensor | None = None, clip: float = 0.0
+) -> None:
+    """Add up what `describe` has written down, segment by segment."""
     if scales.numel():
         _conclude[(where.starts.numel() - 1,)](
             parts,
@@ -169,11 +189,16 @@ def survey(
             where.segment_row,
             scales,
             scales if second is None else second,
-            _float64(clip, x.device),
+            _float64(clip, scales.device),
             stat.value,
             num_warps=8,
             enable_fp_fusion=False,
         )
+
+
+def room(where: Grid, device: torch.device) -> Tensor:
+    """Room for what `describe` writes down."""
+    return torch.empty(max(where.rows, 1) * _PARTS.value, dtype=torch.float64, device=device)
 
 
 @lru_cache(maxsize=64)

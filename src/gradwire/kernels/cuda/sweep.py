@@ -1,17 +1,20 @@
-"""The one pass over memory: update the target, and put aside the candidates for selection.
+"""The one pass over memory: update the target, and mark the candidates for selection.
 
-A candidate is an entry whose magnitude reaches a bar: a little less than the last winner's of the step before. Its key,
-the magnitude's bits, goes with its place into the segment's room, rows in any order, but each row's together and
-rising. Fine bins above the bar are counted on the way.
+A candidate is an entry whose magnitude reaches a bar: a little less than the last winner's of the step before. The pass
+only streams. It leaves a word for every `SPAN` entries of a row: a bit for each four of them, set where there is a
+candidate, and above the bits two numbers: of candidates, and of gradient entries that are not finite. `collect` reads
+the words, and of the entries only those marked.
 """
 
 import triton
 import triton.language as tl
 
-from gradwire.kernels.cuda.enter import enter
-from gradwire.kernels.cuda.plan import BINS, COLUMNS, COUNT, FOUND, LENGTH, ROOM, SLOT, START
+from gradwire.kernels.cuda.enter import enter, report
+from gradwire.kernels.cuda.plan import COLUMNS, COUNT, LENGTH, SPAN, START
 
-FINE = tl.constexpr(14)  # bits of a key below its fine bin: 512 bins for a factor of two
+GROUP = tl.constexpr(4)  # entries behind one bit
+COUNTED = tl.constexpr(16)  # where in a word the number of candidates starts,
+BAD = tl.constexpr(24)  # and that of entries whose gradient is not finite
 NEVER = tl.constexpr(0x7FFFFFFF)
 
 
@@ -29,11 +32,6 @@ def bar_of(edge, slack, segment):
 
 
 @triton.jit
-def fine_bin(key, bar):
-    return tl.minimum((key - bar) >> FINE, BINS - 1)
-
-
-@triton.jit
 def span(base, entry, BLOCK: tl.constexpr):
     """Where the segment starts and ends in the tile that starts at ``base``, as int32, which is kinder to registers."""
     start = tl.load(entry + START) - base
@@ -43,46 +41,19 @@ def span(base, entry, BLOCK: tl.constexpr):
 
 @triton.jit
 def lanes(BLOCK: tl.constexpr):
-    """The places of a tile, eight to a row: [BLOCK / 8, 8]."""
-    return tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    """The places of a tile, those of a word to a row: [BLOCK / SPAN, SPAN]."""
+    return tl.arange(0, BLOCK // SPAN)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
 
 
 @triton.jit
-def put_aside(
-    x, hit, place, row, slot, room, counter, bar, hist, row_base, row_count, keys, places,
-    HIST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Keep a row's candidates in the ``room`` from ``slot``. The tile, which lies at ``x``, starts at ``place``.
-
-    Hits are few. So each eight entries become one word first, and only words are looked at, a bit at a time; what a bit
-    stands for is read back.
-    """
-    word = tl.sum(hit.to(tl.int32) << tl.arange(0, 8)[None, :], 1)
-    count = tl.sum(hit.to(tl.int32), 1)
-    number = tl.sum(count, 0)
-    base = tl.full([], 0, tl.int64)
-    if number > 0:
-        base = tl.atomic_add(counter, number.to(tl.int64), sem="relaxed")
-        rank = tl.cumsum(count, 0) - count
-        keys += slot + base
-        places += slot + base
-        left = tl.maximum(room - base, 0).to(tl.int32)
-        tl.debug_barrier()  # other threads of the program have stored what is read here
-        for _ in range(tl.max(count, 0)):
-            some = word != 0
-            lowest = word & -word
-            bit = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-            at = tl.arange(0, BLOCK // 8) * 8 + tl.where(some, bit, 0)
-            key = key_of(tl.load(x + at, mask=some, other=0.0).to(tl.float32))
-            kept = some & (rank < left)
-            tl.store(keys + rank, key, mask=kept)
-            tl.store(places + rank, place.to(places.dtype.element_ty) + at, mask=kept)
-            if HIST:
-                tl.atomic_add(hist + fine_bin(tl.where(some, key, bar), bar), 1, mask=some, sem="relaxed")
-            word = word ^ lowest
-            rank += 1
-    tl.store(row_base + row, base)
-    tl.store(row_count + row, number)
+def mark(hit, bad, row, words, BLOCK: tl.constexpr):
+    """Write down a row's candidates, and how many entries are bad. Both are laid out as `lanes` is."""
+    number = hit.to(tl.int32) + (bad.to(tl.int32) << (BAD - COUNTED))
+    number = tl.sum(tl.reshape(number, [BLOCK // SPAN, SPAN // GROUP, GROUP]), 2)
+    bit = tl.arange(0, SPAN // GROUP)[None, :]
+    marks = tl.where(number & 0xFF != 0, 1 << bit, 0)
+    word = tl.sum(marks + (number << COUNTED), 1)
+    tl.store(words + row * (BLOCK // SPAN) + tl.arange(0, BLOCK // SPAN), word)
 
 
 @triton.jit
@@ -92,48 +63,50 @@ def _line(row, base, row_segment, table, edge, slack, BLOCK: tl.constexpr):
     entry = table + segment * COLUMNS
     bar = tl.where(tl.load(entry + COUNT) > 0, bar_of(edge, slack, segment), NEVER)
     first, end = span(base, entry, BLOCK)
-    return segment, bar, first, end, base - tl.load(entry + START), tl.load(entry + SLOT), tl.load(entry + ROOM)
+    return bar, first, end
 
 
 @triton.jit
 def _tile(
-    grad, residual, momentum, broken, n, m, decay, tile_row, row_segment, table, edge, slack, state, hist,
-    row_base, row_count, keys, places,
-    RULE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    grad, residual, momentum, new_residual, new_momentum, edge, broken, n, m, decay, tile_row, row_segment, table,
+    slack, words,
+    RULE: tl.constexpr, TELL: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0).to(tl.int64)
     base = tile * BLOCK
     at = lanes(BLOCK)
     row, stop = tl.load(tile_row + tile), tl.load(tile_row + tile + 1)
     # Ask for the row before waiting for the data: one wait instead of four.
-    segment, bar, first, end, place, slot, room = _line(row, base, row_segment, table, edge, slack, BLOCK)
-    v = enter(grad + base, residual + base, momentum + base, broken, at, at < n - base, m, decay, RULE, True, MASKED)
+    bar, first, end = _line(row, base, row_segment, table, edge, slack, BLOCK)
+    v, bad = enter(
+        grad + base, residual + base, momentum + base, new_residual + base, new_momentum + base,
+        at, at < n - base, m, decay, RULE, True, MASKED,
+    )  # fmt: skip
+    if TELL:
+        report(bad, broken)
     key = key_of(v)
     while row < stop:
-        hit = (at >= first) & (at < end) & (key >= bar)
-        counter, bins = state + segment * COLUMNS + FOUND, hist + segment * 2 * BINS
-        put_aside(
-            residual + base, hit, place, row, slot, room, counter, bar, bins, row_base, row_count, keys, places,
-            True, BLOCK,
-        )  # fmt: skip
+        inside = (at >= first) & (at < end)
+        mark(inside & (key >= bar), inside & bad, row, words, BLOCK)
         row += 1
         if row < stop:
-            segment, bar, first, end, place, slot, room = _line(row, base, row_segment, table, edge, slack, BLOCK)
+            bar, first, end = _line(row, base, row_segment, table, edge, slack, BLOCK)
 
 
 @triton.jit
 def sweep(
-    grad, residual, momentum, broken, n, m, decay, tile_row, row_segment, table, edge, slack, state, hist,
-    row_base, row_count, keys, places,
-    RULE: tl.constexpr, BLOCK: tl.constexpr,
+    grad, residual, momentum, new_residual, new_momentum, edge, broken, n, m, decay, tile_row, row_segment, table,
+    slack, words,
+    RULE: tl.constexpr, TELL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """TELL: some segment is collected by nobody, so that the sweep itself must say when an entry is bad."""
     if (tl.program_id(0).to(tl.int64) + 1) * BLOCK <= n:
         _tile(
-            grad, residual, momentum, broken, n, m, decay, tile_row, row_segment, table, edge, slack, state, hist,
-            row_base, row_count, keys, places, RULE, False, BLOCK,
+            grad, residual, momentum, new_residual, new_momentum, edge, broken, n, m, decay, tile_row, row_segment,
+            table, slack, words, RULE, TELL, False, BLOCK,
         )  # fmt: skip
     else:
         _tile(
-            grad, residual, momentum, broken, n, m, decay, tile_row, row_segment, table, edge, slack, state, hist,
-            row_base, row_count, keys, places, RULE, True, BLOCK,
+            grad, residual, momentum, new_residual, new_momentum, edge, broken, n, m, decay, tile_row, row_segment,
+            table, slack, words, RULE, TELL, True, BLOCK,
         )  # fmt: skip
