@@ -21,7 +21,8 @@ from gradwire.core.payload import Payload
 from gradwire.core.registry import register
 from gradwire.core.segments import Segments
 from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
-from gradwire.kernels.groups import over
+from gradwire.kernels.groups import over_
+from gradwire.kernels.quantize import cast_decode
 
 
 @register("allreduce", kind="exchange")
@@ -47,7 +48,7 @@ class AllReduce(Exchange):
     def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
         assert isinstance(said.message, Payload)
         total = yield Sum(codec.summand(said.message))
-        mean = over(total.float(), around.world)
+        mean = over_(cast_decode(total), around.world)
         return Agreed(codec.expand(mean, around.units, around.key), said.memory)
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:

@@ -34,6 +34,13 @@ def over(x: Tensor, count: int) -> Tensor:
     return x / count if x.device.type == "cpu" else x / torch.full((), count, dtype=x.dtype, device=x.device)
 
 
+def over_(x: Tensor, count: int) -> Tensor:
+    """`over`, in place: of what is long, new memory costs more than the division."""
+    if count == 1:
+        return x
+    return x.div_(count) if x.device.type == "cpu" else x.div_(torch.full((), count, dtype=x.dtype, device=x.device))
+
+
 def total(x: Tensor, groups: Tensor) -> Tensor:
     """Each group's sum, in float64: the order of addition must not show in a float32 scale."""
     return torch.segment_reduce(x.double(), "sum", lengths=groups, unsafe=True, initial=0.0)
