@@ -108,12 +108,12 @@ def test_memories_that_take_turns(rule, mask):
         if step == 1:
             g[6000] = float("inf")  # where nothing is wanted
         held = [x if x is None else x.clone() for x in before]
-        expected = plain(fused.send_topk_, g, first, first, rule, mask, lengths, counts, None)
+        expected = plain(fused.send_topk_, g, first, first, mask, rule, lengths, counts, None)
         if step == 2:
             found = cuda.carry_topk_(g.to(DEVICE), before, after, rule, lengths, counts, edge)
             cuda.settle_(after[0], after[1] if mask else None, found.indices, found.values)
         else:
-            found = cuda.send_topk_(g.to(DEVICE), before, after, rule, mask, lengths, counts, edge)
+            found = cuda.send_topk_(g.to(DEVICE), before, after, mask, rule, lengths, counts, edge)
         edge = found.edge
         for a, b in zip(found, expected, strict=True):
             same(a, b)

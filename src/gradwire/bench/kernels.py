@@ -16,9 +16,9 @@ from torch import Tensor
 from gradwire.core.keys import Key
 from gradwire.core.segments import on
 from gradwire.kernels import fused, quantize
-from gradwire.kernels.dispatch import reference_only
+from gradwire.kernels.dispatch import offers, reference_only
 from gradwire.kernels.fused import Accumulation
-from gradwire.kernels.rice import decode_blocks, encode_blocks
+from gradwire.kernels.rice import decode_blocks, encode_blocks, gaps_of, rice_decode, rice_encode
 from gradwire.kernels.select import permute, share
 
 RATIO = 0.001
@@ -44,14 +44,15 @@ class Case(NamedTuple):
 
 
 def resnet50() -> tuple[int, ...]:
-    """The sizes of ResNet-50's 54 weight tensors with two or more dimensions."""
-    sizes, inputs = [64 * 3 * 49], 64
+    """The sizes of ResNet-50's 161 tensors: each convolution is followed by the two of its norm."""
+    sizes, inputs = [64 * 3 * 49, 64, 64], 64
     for width, depth in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for i in range(depth):
-            sizes += [inputs * width, width * width * 9, width * width * 4]
-            sizes += [inputs * width * 4] if i == 0 else []
+            sizes += [inputs * width, width, width, width * width * 9, width, width]
+            sizes += [width * width * 4, 4 * width, 4 * width]
+            sizes += [inputs * width * 4, 4 * width, 4 * width] if i == 0 else []
             inputs = 4 * width
-    return (*sizes, 2048 * 1000)
+    return (*sizes, 2048 * 1000, 1000)
 
 
 def measure(
@@ -200,15 +201,14 @@ def _dgc(
     n = sum(lengths)
     grads = [torch.randn(n, device=device) for _ in range(2)]
     u = 2.3 * torch.randn(n, device=device) if momentum else None
-    v = (300 if momentum else 30) * torch.randn(n, device=device)
+    memories = (300 if momentum else 30) * torch.randn(n, device=device), u
     hint: Tensor | None = None
     turn = 0
 
     def step() -> None:
         nonlocal turn, hint
         turn += 1
-        found = fused.accumulate_topk_(grads[turn % 2], v, u, _RULE, lengths, counts, hint)
-        fused.settle_(v, u, found.indices, found.values)
+        found = fused.send_topk_(grads[turn % 2], memories, memories, True, _RULE, lengths, counts, hint)
         hint = found.edge if hint is None or hint.shape != found.edge.shape else hint.copy_(found.edge)
 
     return step
@@ -220,10 +220,35 @@ def _sparse(n: int, k: int, device: torch.device) -> Iterator[Case]:
     bounds = (0, *torch.tensor([p.numel() for p in places]).cumsum(0).tolist())
     indices, values = torch.cat(places), torch.randn(bounds[-1], device=device)
     yield Case(f"scatter_mean_{WORLD}", 4.0, lambda: fused.scatter_mean(values, indices, bounds, n, WORLD))
-    gaps = torch.diff(places[0], prepend=places[0].new_full((1,), -1)) - 1
+    yield from _rice(places[0], n)
+    yield from _merges(n // WORLD // 8 * 8, device)
+
+
+def _rice(places: Tensor, n: int) -> Iterator[Case]:
+    """Positions, or, where the device has no kernel for those, their gaps."""
+    if offers(places.device.type, "rice_encode"):
+        yield Case("rice_encode", 0.002, lambda: rice_encode(places, n))
+        row = rice_encode(places, n)[0][None]
+        yield Case("rice_decode", 0.002, lambda: rice_decode(row, places.numel(), n))
+        return
+    gaps = gaps_of(places)
     yield Case("rice_encode", 0.002, lambda: encode_blocks(gaps, 4), False)
     data = encode_blocks(gaps, 4)
     yield Case("rice_decode", 0.002, lambda: decode_blocks(data, gaps.numel(), 4), False)
+
+
+def _merges(n: int, device: torch.device) -> Iterator[Case]:
+    """A server's turn with messages of several ranks for ``n`` elements, a debt, and one message back."""
+    if n == 0:
+        return
+    x, debt, table = torch.randn(n, device=device), torch.randn(n, device=device), torch.tensor([n], device=device)
+    rows = quantize.integer_encode(x, table, 4, 256).repeat(WORLD, 1)
+    code = 0.5 + 4 / 256
+    needed = (WORLD * code + 8 + code) / WORLD  # of each element of the whole vector, of which this is one shard
+    yield Case(f"merge_int4_{WORLD}", needed, lambda: fused.merge_integer(rows, debt, (n,), 4, 256))
+    bits = quantize.sign_encode(x, table, False).repeat(WORLD, 1)
+    needed = (WORLD / 8 + 16 + 1 / 8) / WORLD
+    yield Case(f"merge_sign_{WORLD}", needed, lambda: fused.merge_sign(bits, debt, (n,), False))
 
 
 def _median(run: Callable[[], object], device: torch.device, repeats: int) -> float:

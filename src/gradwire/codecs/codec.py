@@ -90,6 +90,17 @@ class Codec:
     def memories(self) -> tuple[str, ...]:
         return self.selector.memories if self.selector else ()
 
+    @property
+    def plain(self) -> bool:
+        """Whether selected entries are heard just as they are, all of them."""
+        whole = self.indices is None or type(self.indices).fit is IndexCoder.fit
+        return self.transform is None and self.quantizer.traits.lossless and whole
+
+    def capacities(self, segments: Segments) -> tuple[int, ...]:
+        """The most entries that each segment may send."""
+        table = self._table(segments)
+        return _capacities(self.selector, table.lengths) if self.selector else table.lengths
+
     def size(self, segments: Segments) -> int:
         """The most bytes a message for this buffer may take; exact when the codec is `fixed`."""
         table = self._table(segments)

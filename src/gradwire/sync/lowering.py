@@ -1,12 +1,14 @@
 """Lowering: where a fused kernel exists for a pair of feedback and codec, a lane runs it instead of the composition.
 
-The law is that nobody can tell, but for time: the same messages, the same memories. The kernels work in place, on
-copies: the old memories stay until the step is committed, since it may still be dropped.
+The law is that nobody can tell, but for time: the same messages, the same memories. The old memories stay until the
+step is committed, since it may still be dropped: kernels write new ones, or work in place, on copies.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
@@ -42,6 +44,12 @@ def lowers(feedback: Feedback, codec: Codec, exchange: Exchange) -> bool:
     return plain and isinstance(feedback, Residual)
 
 
+@lru_cache(maxsize=256)
+def _hint(start: int, counts: tuple[int, ...]) -> str:
+    """Where a hint is kept: that of one stretch and density. It may be lost without harm."""
+    return f"edge {start} {counts}"
+
+
 @dataclass
 class FusedSpeaker:
     """Compensates, encodes and settles one lane's buffers, stretch by stretch.
@@ -58,7 +66,9 @@ class FusedSpeaker:
 
     def __post_init__(self) -> None:
         self.broken: list[Tensor] = []
-        self._held = {**self.memory, **{name: self.memory[name].clone() for name in self.feedback.memories}}
+        # Sparse kernels read the old memories and write new ones; dense ones work in place.
+        new = torch.empty_like if self.codec.selector else torch.clone
+        self._held = {**self.memory, **{name: new(self.memory[name]) for name in self.feedback.memories}}
 
     def say(self, start: int, stop: int) -> Spoken:
         """The message of ``[start, stop)``."""
@@ -92,19 +102,26 @@ class FusedSpeaker:
         """Accumulate and select; and how to settle what will have been heard."""
         rule = rule_of(self.feedback)
         assert rule is not None and self.codec.selector is not None
-        residual = self._held["residual"][stretch]
-        momentum = self._held["momentum"][stretch] if isinstance(self.feedback, MomentumCorrection) else None
-        counts = tuple(map(self.codec.selector.capacity, window.lengths))
-        hint = f"edge {stretch.start} {counts}"  # of this stretch and density; a hint may be lost without harm
-        last = self._held.get(hint)
-        found = fused.accumulate_topk_(self.grad[stretch], residual, momentum, rule, window.lengths, counts, last)
+        carries = isinstance(self.feedback, MomentumCorrection)
+        before, after = (
+            (held["residual"][stretch], held["momentum"][stretch] if carries else None)
+            for held in (self.memory, self._held)
+        )
+        counts = self.codec.capacities(window)
+        hint = _hint(stretch.start, counts)
+        about = rule, window.lengths, counts, self._held.get(hint)
+        masks = bool(getattr(self.feedback, "masking", False))
+        if self.codec.plain:
+            found = fused.send_topk_(self.grad[stretch], before, after, masks, *about)
+        else:
+            found = fused.carry_topk_(self.grad[stretch], before, after, *about)
         self._held[hint] = found.edge
         self.broken.append(found.broken)
-        masked = momentum if getattr(self.feedback, "masking", False) else None
 
         def settle(sent: Sent) -> None:
             assert sent.indices is not None
-            fused.settle_(residual, masked, sent.indices, sent.values)
+            if not self.codec.plain:
+                fused.settle_(after[0], after[1] if masks else None, sent.indices, sent.values)
 
         return found, settle
 

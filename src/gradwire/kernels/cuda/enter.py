@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.kernels import fused
+from gradwire.kernels.cuda.launch import form, launch
 from gradwire.kernels.cuda.tables import BLOCK, WIDE, definition, placed
 from gradwire.kernels.fused import Accumulation
 
@@ -138,5 +139,6 @@ def settle_(residual: Tensor, momentum: Tensor | None, indices: Tensor, heard: T
     if not (readable(residual, momentum, heard) and indices.is_contiguous()):
         definition(fused.settle_)(residual, momentum, indices, heard)
     elif k:
-        spare = residual if momentum is None else momentum
-        _settle[(-(-k // 1024),)](residual, spare, indices, heard, k, momentum is not None, 1024, num_warps=4)
+        fresh = (residual, residual if momentum is None else momentum, indices, heard)
+        facts = (k, momentum is None, *form(*fresh))
+        launch(_settle, -(-k // 1024), facts, fresh, (k, momentum is not None, 1024), num_warps=4)

@@ -79,15 +79,15 @@ def send_topk_(
     grad: Tensor,
     before: Memories,
     after: Memories,
-    rule: Accumulation,
     mask: bool,
+    rule: Accumulation,
     lengths: tuple[int, ...],
     counts: tuple[int, ...],
     edge: Tensor | None,
 ) -> Selected:
     chosen = plan(lengths, counts, grad.device)
     if chosen.total == 0 or not readable(grad, *before, *after):
-        return definition(fused.send_topk_)(grad, before, after, rule, mask, lengths, counts, edge)
+        return definition(fused.send_topk_)(grad, before, after, mask, rule, lengths, counts, edge)
     settle = 2 if mask and after[1] is not None else 1
     return _Selection(before, after, chosen).run(grad, rule, edge, settle=settle)
 
