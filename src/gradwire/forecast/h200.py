@@ -10,6 +10,7 @@ import json
 from collections import defaultdict
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from gradwire.codecs.codec import Codec
 from gradwire.feedback import MomentumCorrection
@@ -26,11 +27,17 @@ ASSUMED = ("powersgd", "randomk")
 
 
 @cache
+def rows() -> tuple[dict[str, Any], ...]:
+    """What was measured."""
+    text = (resources.files("gradwire.forecast") / "kernels-h200.jsonl").read_text(encoding="utf-8")
+    return tuple(map(json.loads, text.splitlines()))
+
+
+@cache
 def lines() -> dict[str, tuple[float, float]]:
     """Kernels by name: seconds to start, and seconds for each element."""
-    text = (resources.files("gradwire.forecast") / "kernels-h200.jsonl").read_text(encoding="utf-8")
     points: defaultdict[str, dict[int, float]] = defaultdict(dict)
-    for row in map(json.loads, text.splitlines()):
+    for row in rows():
         seconds = row["ms"] / 1000
         points[row["kernel"]][row["n"]] = min(seconds, points[row["kernel"]].get(row["n"], seconds))
     start = _line(points["dgc"], 0.0)[0]
@@ -40,9 +47,7 @@ def lines() -> dict[str, tuple[float, float]]:
 @cache
 def copy_seconds() -> float:
     """Of one byte, read or written."""
-    text = (resources.files("gradwire.forecast") / "kernels-h200.jsonl").read_text(encoding="utf-8")
-    rows = [json.loads(line) for line in text.splitlines()]
-    (dgc,) = [row for row in rows if row["kernel"] == "dgc" and row["segments"] == 1 and row["n"] > 3e8]
+    dgc = max((row for row in rows() if row["kernel"] == "dgc"), key=lambda row: int(row["n"]))
     seconds, moved = float(dgc["floor_ms"]) / 1000, float(dgc["bytes_per_element"]) * int(dgc["n"])
     return seconds / moved
 
