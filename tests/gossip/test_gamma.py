@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gossip_scenes import LENGTH, virtual
+from gradwire.bench.gamma import Scene, drive
 from gradwire.codecs import codec
 from gradwire.core.segments import Segments
 from gradwire.gossip import gauge
@@ -62,6 +63,13 @@ def test_as_good_as_the_best_by_hand(codec: str, grid: tuple[float, ...]) -> Non
     assert math.sqrt(auto / by_hand) < 1.1
 
 
+def test_equal_random_entries_do_not_run_away() -> None:
+    """Nothing but noise: no gradient pulls back what a large step throws too far, so the lag alone must tell."""
+    ring = Scene("ring", 8, 1800, curvature=0.0)
+    by_hand = min(drive(ring, "randomk(0.02)", gamma, 0).distance for gamma in (0.01, 0.012))
+    assert drive(ring, "randomk(0.02)", None, 0).distance < 1.15 * by_hand
+
+
 def test_all_ranks_take_the_same_step_on_a_changing_graph() -> None:
     _, seen = quadratic("choco(one_peer_exponential)", "topk(0.05)", 8, 45)
     assert len(seen) > 1  # it was measured anew
@@ -95,13 +103,6 @@ def test_a_selector_waits_whatever_else_goes_on() -> None:
         d = torch.randn(100, generator=torch.Generator().manual_seed(1000 + step))
         state = gauge.turn(state, gauge.Seen(d, 0.2 * d, r), [], step, topology, said)
     assert 0.1 < gauge.gamma(state) < 0.3
-
-
-def test_equal_random_entries_have_a_brink() -> None:
-    topology = graph("ring").on(8)
-    assert gauge.most(topology, codec("randomk(0.1)"), 0.1) == pytest.approx(0.85 * 0.2 / 1.9 / (4 / 3))
-    for spec in ("randomk(0.1, shared=False)", "topk(0.1)", "sign"):
-        assert gauge.most(topology, codec(spec), 0.1) == 1.0
 
 
 def test_only_some_entries_of_a_large_model_are_measured() -> None:

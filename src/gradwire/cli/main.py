@@ -12,6 +12,7 @@ from gradwire.cli.advise import advise
 from gradwire.cli.cards import HEADINGS, Card, alone, cards, size_of, traits_of
 from gradwire.cli.compare import compare
 from gradwire.cli.forecast import forecast
+from gradwire.cli.gamma import gamma
 from gradwire.cli.gossip_study import gossip_study
 from gradwire.cli.graph import graph
 from gradwire.cli.pages import codecs_page
@@ -37,6 +38,7 @@ app = typer.Typer(
 for command in (train, evaluate, plan, recipes, compare, report, graph, gossip_study, advise, simulate):
     app.command()(command)
 bench.app.command()(forecast)
+bench.app.command()(gamma)
 app.add_typer(bench.app, name="bench")
 app.add_typer(hosts.app, name="hosts")
 

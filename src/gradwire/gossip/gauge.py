@@ -46,11 +46,10 @@ LEAST_WINDOW = 10
 SMOOTHING = 0.8  # weight of the past when a window ends
 HASTE = 0.5  # how far towards the new gamma a window goes, on a scale of logarithms
 MOST_UP, MOST_DOWN = 2.0**0.5, 0.5  # in one window
-LEAST_LAG = 0.6  # of a selector, in units of what its gain alone would make it
+LEAST_LAG = 0.5  # of a selector, in units of what its gain alone would make it
 LEAST = 1e-5
 SAMPLE = 8192  # entries that are measured
 PRIOR_ELEMENTS = 2**17
-BRINK = 0.85  # of the largest stable gamma, where that is known
 
 # Places in the state: sums over the window of |d|^2, <q, d>, <d, r>, <q, r>, |r|^2; those of the window before, pooled,
 # and the binary logarithm of a step to agree on, which headers carry; smoothed gain, lag, and lag times response, -1
@@ -102,7 +101,7 @@ def turn(
     notes = [(weight, torch.tensor(numbers, dtype=torch.float64)) for weight, numbers in heard]
     state[NOTE] = pooled(state[NOTE], notes)
     if (step + 1) % window(topology) == 0:
-        close_(state, topology, codec)
+        close_(state, topology, codec, step + 1)
     return state
 
 
@@ -125,33 +124,36 @@ def pooled(mine: Tensor, heard: Iterable[tuple[float | Tensor, Tensor]]) -> Tens
     return mixed.float().double()
 
 
-def close_(state: Tensor, topology: Topology, codec: Codec) -> None:
-    """End a window: what was agreed on is done, what was pooled is judged, what was measured is pooled."""
+def close_(state: Tensor, topology: Topology, codec: Codec, steps: int) -> None:
+    """End a window after so many steps: do what was agreed on, judge what was pooled, pool what was measured."""
     used, now = float(state[_BEFORE]), float(2.0 ** state[_AGREED])
-    state[_AGREED] = math.log2(_finding(state, used, topology, codec))
+    age = max(1.0, steps - 1.5 * window(topology))  # what is judged now was measured then
+    state[_AGREED] = math.log2(_finding(state, used, age, topology, codec))
     state[NOTE][:-1] = state[SUMS]
     state[NOTE] = state[NOTE].float().double()
     state[SUMS] = 0.0
     state[_BEFORE], state[_GAMMA] = state[_GAMMA].clone(), now
 
 
-def _finding(state: Tensor, used: float, topology: Topology, codec: Codec) -> float:
-    """The step that the pooled sums ask for, which were measured under the step ``used``."""
+def _finding(state: Tensor, used: float, age: float, topology: Topology, codec: Codec) -> float:
+    """The step that the pooled sums ask for, which were measured under the step ``used``, ``age`` steps from the start.
+
+    Nobody can have waited longer than that: of waits that are geometric, 1/gain on average, a share is not there yet.
+    """
     d2, qd, dr, qr, r2 = state[NOTE][:-1].tolist()
     if not math.isfinite(d2 + abs(dr) + r2):
         return max(LEAST, used * MOST_DOWN)
     if not (d2 > 0.0 and r2 > 0.0):
         return used
-    fresh = torch.tensor([qd / d2, dr / r2 / used, qr / r2 / used], dtype=torch.float64)
+    there = 1.0 - (1.0 - min(1.0, max(LEAST, qd / d2))) ** age
+    fresh = torch.tensor([qd / d2, dr / r2 / used / there, qr / r2 / used / there], dtype=torch.float64)
     known = slice(_GAIN, _TOLD + 1)
     state[known] = fresh if float(state[_GAIN]) < 0.0 else SMOOTHING * state[known] + (1 - SMOOTHING) * fresh
     gain, lag, told = state[known].tolist()
     response = min(1.0, max(gain, told / lag)) if lag > 0.0 else min(1.0, gain)
     if codec.selector is not None and gain > 0.0:
         lag = max(lag, LEAST_LAG / gain)  # entries that are left out wait, whatever else goes on
-    best = min(1.0, most(topology, codec, gain))
-    if lag > 0.0:
-        best = min(best, _plain(topology) / ((2.0 - response) * lag))
+    best = min(1.0, _plain(topology) / ((2.0 - response) * lag)) if lag > 0.0 else 1.0
     turned = min(MOST_UP, max(MOST_DOWN, (best / used) ** HASTE))
     return float(max(LEAST, min(1.0, used * turned)))
 
@@ -161,15 +163,6 @@ def _plain(topology: Topology) -> float:
     """The step that averages fastest without compression."""
     found = [mu for mu in modes(topology) if mu > 1e-9]
     return 2.0 / (min(found) + max(found)) if found else 1.0
-
-
-def most(topology: Topology, codec: Codec, gain: float) -> float:
-    """A bound that holds where all ranks tell the same random entries: beyond 2 a / (2 - a) / mu_max, E x^2 grows."""
-    found = modes(topology)
-    if not (codec.selector is not None and codec.selector.redrawn and loses_alike(codec) and found):
-        return 1.0
-    gain = min(1.0, max(gain, LEAST))
-    return BRINK * 2.0 * gain / (2.0 - gain) / max(found)
 
 
 def loses_alike(codec: Codec) -> bool:

@@ -28,6 +28,7 @@ class Gauges:
         sums: float64 [ranks, 5], on the device: this window's, so far.
         pooled: How many steps of this window ``state`` has pooled.
         steps: How many there were.
+        before: And before this window.
     """
 
     topology: Topology
@@ -36,6 +37,7 @@ class Gauges:
     sums: Tensor
     pooled: int = 0
     steps: int = 0
+    before: int = 0
     _late: "tuple[Tensor, torch.cuda.Event | None] | None" = field(init=False, default=None)
 
     @staticmethod
@@ -45,7 +47,7 @@ class Gauges:
         steps = step % gauge.window(topology)
         sums = rows[:, gauge.SUMS].to(device, copy=True)
         rows[:, gauge.SUMS] = 0.0
-        return Gauges(topology, codec, rows, sums, steps, steps)
+        return Gauges(topology, codec, rows, sums, steps, steps, step - steps)
 
     def turn(self, seen: gauge.Seen) -> None:
         """Take note of a step."""
@@ -55,8 +57,9 @@ class Gauges:
             return
         self._catch_up()
         for row in self.state:
-            gauge.close_(row, self.topology, self.codec)
+            gauge.close_(row, self.topology, self.codec, self.before + self.steps)
         self._late, self.sums = self._sent_off(self.sums), torch.zeros_like(self.sums)
+        self.before += self.steps
         self.pooled = self.steps = 0
 
     def states(self) -> list[Tensor]:
