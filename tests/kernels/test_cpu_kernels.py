@@ -124,6 +124,28 @@ def test_error_feedback(lengths: tuple[int, ...]) -> None:
             assert not broken
 
 
+@pytest.mark.parametrize("indebted", [False, True])
+@pytest.mark.parametrize("lengths", TABLES)
+def test_a_server_s_turn(lengths: tuple[int, ...], indebted: bool) -> None:
+    n, counts = sum(lengths), torch.tensor(lengths)
+    ways = [
+        (fused.merge_sign, (False,), lambda x: quantize.sign_encode(x, counts, False)),
+        (fused.merge_sign, (True,), lambda x: quantize.sign_encode(x, counts, True)),
+        (fused.merge_integer, (8, 256), lambda x: quantize.integer_encode(x, counts, 8, 256)),
+        (fused.merge_integer, (4, 100), lambda x: quantize.integer_encode(x, counts, 4, 100)),
+        (fused.merge_integer, (2, 7), lambda x: quantize.integer_encode(x, counts, 2, 7)),
+    ]
+    for merge, how, encode in ways:
+        rows = torch.stack([encode(x) for x in list(inputs(n).values())[:3]])
+        debt = torch.randn(n) if indebted else None
+        data, left = merge(rows, debt, lengths, *how)
+        with reference_only():
+            known, owed = merge(rows, debt, lengths, *how)
+        assert torch.equal(data, known)
+        assert (left is None) == (owed is None) == (not indebted)
+        assert left is None or torch.equal(left, owed)
+
+
 def test_sixteen_bit_gradients_are_widened() -> None:
     lengths, counts = (500,), (9,)
     for dtype in (torch.bfloat16, torch.float16):

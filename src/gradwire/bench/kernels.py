@@ -87,7 +87,7 @@ def _row(case: Case, lengths: tuple[int, ...], device: torch.device, repeats: in
         floor, ms = _median(copy, device, repeats), _median(case.run, device, repeats)
     replayed = _replayed(case.run, repeats) if device.type == "cuda" and case.repeatable else None
     with reference_only():
-        plain = _median(case.run, device, max(3, repeats // 10))
+        plain = _median(case.run, device, max(3, repeats // 10), warm=1)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return {
@@ -251,9 +251,9 @@ def _merges(n: int, device: torch.device) -> Iterator[Case]:
     yield Case(f"merge_sign_{WORLD}", needed, lambda: fused.merge_sign(bits, debt, (n,), False))
 
 
-def _median(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+def _median(run: Callable[[], object], device: torch.device, repeats: int, warm: int = 3) -> float:
     """Milliseconds of one call: the median of several, after some that do not count."""
-    for _ in range(3):
+    for _ in range(warm):
         run()
     if device.type != "cuda":
         return statistics.median(_clocked(run) for _ in range(repeats))

@@ -106,6 +106,7 @@ def carry_topk_(
     return accumulate_topk_(grad, *after, rule, lengths, counts, edge)
 
 
+@kernel
 def send_topk_(
     grad: Tensor,
     before: tuple[Tensor, Tensor | None],
@@ -128,7 +129,6 @@ def send_topk_(
     return found
 
 
-@kernel
 @kernel
 def settle_(residual: Tensor, momentum: Tensor | None, indices: Tensor, heard: Tensor) -> None:
     """Take what was heard off the debt, and mask the momentum, if given, where something was sent."""
@@ -161,6 +161,7 @@ def feedback_integer_(
     return data, broken
 
 
+@kernel
 def merge_sign(
     shards: Tensor, served: Tensor | None, lengths: tuple[int, ...], norm: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -185,7 +186,6 @@ def merge_integer(
     return data, None if served is None else mine - quantize.integer_decode(data, counts, bits, block)
 
 
-@kernel
 @kernel
 def scatter_mean(values: Tensor, indices: Tensor, bounds: tuple[int, ...], n: int, world: int) -> Tensor:
     """Add several ranks' sparse messages, ``bounds[r]:bounds[r + 1]`` being rank r's, in rank order; over ``world``.

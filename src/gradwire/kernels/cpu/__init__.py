@@ -3,6 +3,7 @@
 from gradwire.kernels.cpu.casts import cast_decode, cast_encode
 from gradwire.kernels.cpu.draw import permute
 from gradwire.kernels.cpu.feedback import accumulate_, feedback_integer_, feedback_sign_
+from gradwire.kernels.cpu.merge import merge_integer, merge_sign
 from gradwire.kernels.cpu.quantize import (
     integer_decode,
     integer_encode,
@@ -30,6 +31,8 @@ __all__ = [
     "feedback_sign_",
     "integer_decode",
     "integer_encode",
+    "merge_integer",
+    "merge_sign",
     "natural_decode",
     "natural_encode",
     "onebit_decode",

@@ -9,9 +9,10 @@ from torch import Tensor
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.cpu import scales
 from gradwire.kernels.cpu.codes import LARGEST, levels_of, nearest, scale_of
-from gradwire.kernels.cpu.packing import join, pack, pack_signs
+from gradwire.kernels.cpu.packing import join, pack
 from gradwire.kernels.cpu.pages import lend
 from gradwire.kernels.cpu.pieces import blocked, groups_of, whole
+from gradwire.kernels.cpu.signs import settle_signs
 from gradwire.kernels.cpu.threads import compiled, in_turn, inlined, serial
 from gradwire.kernels.fused import Accumulation
 
@@ -62,18 +63,6 @@ def _accumulate_and_sum(grad, v, decay, pieces, what, broken, sums):
         target = v[a:b]
         broken[t] = accumulate_tile(grad[a:b], target, target, np.float32(0.0), False, decay, 0)
         sums[t] = scales.squares(target) if what == scales.SQUARES else scales.magnitudes(target)
-
-
-@compiled
-def _signs(v, pieces, sizes, heads, out):
-    """Pack the signs of the target, and leave what they do not say."""
-    for t in prange(heads.size):
-        a, b = pieces.start[t], pieces.stop[t]
-        target = v[a:b]
-        heads[t] = pack_signs(target, a, out)
-        size = sizes[pieces.segment[t]]
-        for i in range(target.size):
-            target[i] = target[i] - (size if target[i] >= 0.0 else -size)
 
 
 @serial
@@ -129,7 +118,7 @@ def feedback_sign_(
     message = lend(4 * sizes.size + packed_bytes(v.size, 1), np.uint8)
     message[: 4 * sizes.size] = sizes.view(np.uint8)
     body = message[4 * sizes.size :]
-    _signs(v, pieces, sizes, heads, body)
+    settle_signs(v, pieces, sizes, heads, body)
     join(pieces.start, 1, heads, body)
     return torch.from_numpy(message), torch.tensor(bool(broken.any()))
 

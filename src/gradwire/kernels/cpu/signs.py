@@ -11,7 +11,7 @@ from gradwire.kernels.cpu import scales
 from gradwire.kernels.cpu.packing import join, pack_signs, sign_at, signs_at
 from gradwire.kernels.cpu.pages import lend
 from gradwire.kernels.cpu.pieces import whole
-from gradwire.kernels.cpu.threads import compiled, in_turn
+from gradwire.kernels.cpu.threads import compiled, in_turn, serial
 from gradwire.kernels.cpu.vectors import choose
 
 
@@ -38,19 +38,37 @@ def _encode_sides(x, pieces, above, below, counts, heads, out):
         heads[t] = pack_signs(piece, a, out)
 
 
+@serial
+def choose_signs(data, first, up, down, out):
+    """The upper number where a bit is set, from bit number ``first`` on, else the lower one."""
+    n = out.size
+    begin = min(n, -first % 8)
+    end = begin + (n - begin) // 64 * 64
+    for i in range(begin):
+        out[i] = up if sign_at(data, first + i) else down
+    for i in range(begin, end, 64):
+        choose(signs_at(data, first + i), up, down, out, i)
+    for i in range(end, n):
+        out[i] = up if sign_at(data, first + i) else down
+
+
 @compiled
 def _decode(data, pieces, above, below, out):
     for t in prange(pieces.start.size):
         a, b = pieces.start[t], pieces.stop[t]
-        up, down = above[pieces.segment[t]], below[pieces.segment[t]]
-        first = min(b, a + -a % 8)
-        last = first + (b - first) // 64 * 64
-        for i in range(a, first):
-            out[i] = up if sign_at(data, i) else down
-        for i in range(first, last, 64):
-            choose(signs_at(data, i), up, down, out, i)
-        for i in range(last, b):
-            out[i] = up if sign_at(data, i) else down
+        choose_signs(data, a, above[pieces.segment[t]], below[pieces.segment[t]], out[a:b])
+
+
+@compiled
+def settle_signs(v, pieces, sizes, heads, out):
+    """Pack the signs of the target, and leave what they do not say."""
+    for t in prange(heads.size):
+        a, b = pieces.start[t], pieces.stop[t]
+        target = v[a:b]
+        heads[t] = pack_signs(target, a, out)
+        size = sizes[pieces.segment[t]]
+        for i in range(target.size):
+            target[i] = target[i] - (size if target[i] >= 0.0 else -size)
 
 
 def _table(lengths: Tensor) -> tuple[int, ...]:
