@@ -5,10 +5,14 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -177,4 +181,83 @@ def test_one_that_was_left_behind_catches_up(tmp_path: Path) -> None:
     assert second.step >= 32
     assert torch.equal(models[0][0].weight, models[1][0].weight)
     for net in (first, second):
+        net.close()
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """What calls return that wait for each other."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(30) for future in [pool.submit(call) for call in calls]]
+
+
+def start(folder: Path, models: list[nn.Module], spec: str, codec: str | None = None, **options: Any) -> list[Any]:
+    def one(rank: int) -> Any:
+        place = {"rank": rank, "world": len(models), "meeting": folder, "timeout": 5.0}
+        return gradwire.gossip(models[rank], spec, codec, elastic=True, **place, **options)
+
+    return together(*(partial(one, rank) for rank in range(len(models))))
+
+
+def test_the_mean_model_of_those_who_are_there(tmp_path: Path) -> None:
+    """Four on a ring that is too weak to agree; then three, on what is left of it. Nothing of it is on the account."""
+    models = [nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)) for _ in range(4)]
+    nets = start(tmp_path, models, "choco(ring, gamma=0.01)", "sign")
+    for rank, model in enumerate(models):
+        nn.init.constant_(model[0].weight, float(rank))
+        model[1].running_mean.fill_(float(rank))
+    together(*nets)
+    own = [model[0].weight.detach().clone() for model in models]
+    sent = [net.report().sent for net in nets]
+
+    def shown(model: nn.Module) -> tuple[Tensor, Tensor]:
+        return model[0].weight.detach().clone(), model[1].running_mean.clone()
+
+    everyone = together(*(partial(net.evaluate_mean, partial(shown, m)) for net, m in zip(nets, models, strict=True)))
+    for weight, statistics in everyone:
+        assert torch.equal(weight, everyone[0][0]) and torch.allclose(weight, torch.stack(own).mean(0), atol=1e-6)
+        assert torch.allclose(statistics, torch.full((3,), 1.5))
+    assert [net.report().sent for net in nets] == sent
+    assert all(torch.equal(model[0].weight, weight) for model, weight in zip(models, own, strict=True))
+    apart = together(*(net.distance for net in nets))
+    flat = torch.stack([torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models]).double()
+    assert apart == pytest.approx([float((flat - flat.mean(0)).square().sum(1).mean().sqrt())] * 4)
+
+    nets[3].close()
+    together(*nets[:3])
+    left = torch.stack([model[0].weight.detach().clone() for model in models[:3]]).mean(0)
+    rest = zip(nets[:3], models[:3], strict=True)
+    for weight, _ in together(*(partial(net.evaluate_mean, partial(shown, m)) for net, m in rest)):
+        assert torch.allclose(weight, left, atol=1e-6)
+    for net in nets[:3]:
+        net.close()
+
+
+def test_elastic_ranks_may_train_while_they_talk(tmp_path: Path) -> None:
+    """With overlap=True they do as ranks in lockstep do, to rounding, and go on when one of them leaves."""
+    models, twins = [build() for _ in range(4)], [build() for _ in range(4)]
+    nets = start(tmp_path, models, "choco(ring, gamma=0.4)", "fp32", overlap=True)
+    lockstep = gradwire.gossip_lockstep(twins, "choco(ring, gamma=0.4)", "fp32", overlap=True)
+
+    def train(replicas: list[nn.Module], step: int) -> None:
+        with torch.no_grad():
+            for rank, model in enumerate(replicas):
+                draw = torch.Generator().manual_seed(10 * step + rank)
+                for p in model.parameters():
+                    p += 0.05 * torch.randn(p.shape, generator=draw)
+
+    for step in range(6):
+        train(models, step)
+        train(twins, step)
+        together(*nets)
+        lockstep()
+    for model, twin in zip(models, twins, strict=True):
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.allclose(p, q, atol=1e-4)
+    nets[2].close()
+    rest = [nets[0], nets[1], nets[3]]
+    for _ in range(40):
+        together(*rest)
+    assert [net.step for net in rest] == [46] * 3
+    assert max(together(*(net.distance for net in rest))) < 0.02  # three on what is left of the ring agree
+    for net in rest:
         net.close()

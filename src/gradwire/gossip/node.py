@@ -71,8 +71,6 @@ class Node:
             raise ValueError(
                 f"elastic=True needs a static graph with edges both ways, unlike {self.topology}; use ring"
             )
-        if self.overlap:
-            raise ValueError("elastic=True waits for its neighbors in every step; leave overlap=True out")
 
     def begin(self, common: Tensor) -> None:
         """Start from the parameters that all ranks hold."""

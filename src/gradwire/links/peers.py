@@ -31,6 +31,7 @@ _FRAME = struct.Struct("<BqIQ")
 _MOST_BYTES = 2**36
 _REDIAL_SECONDS = 0.05
 _FAREWELL_SECONDS = 0.3
+OFF_THE_RECORD = 2**31  # legs from here on are not counted: what is said in them is no part of training
 Snapshot = Callable[[], bytes]
 
 
@@ -308,7 +309,7 @@ class Peers:
         try:
             while edge.alive:
                 kind, step, leg, body = _receive(edge.line)
-                self._count(Traffic(0.0, _FRAME.size + len(body), 0))
+                self._count(Traffic(0.0, _FRAME.size + len(body), 0), leg)
                 self._heard(edge, kind, step, leg, body)
         except (OSError, ConnectionError, struct.error):
             with self._changed:
@@ -353,15 +354,16 @@ class Peers:
             step = edge.offered
         self._send(edge, Kind.OFFER, step)
 
-    def _count(self, traffic: Traffic) -> None:
-        with self._counting:
-            self.traffic += traffic
+    def _count(self, traffic: Traffic, leg: int) -> None:
+        if leg < OFF_THE_RECORD:
+            with self._counting:
+                self.traffic += traffic
 
     def _send(self, edge: Edge, kind: Kind, step: int = 0, leg: int = 0, body: bytes = b"") -> bool:
         try:
             with edge.writing:
                 edge.line.sendall(_FRAME.pack(kind, step, leg, len(body)) + body)
-            self._count(Traffic(_FRAME.size + len(body), 0.0, 0))
+            self._count(Traffic(_FRAME.size + len(body), 0.0, 0), leg)
             return True
         except OSError:
             with self._changed:

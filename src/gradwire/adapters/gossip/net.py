@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from gradwire.adapters.agreement import agree, telling
 from gradwire.adapters.gossip.checkpoint import check_state, load_state, save_state
+from gradwire.adapters.gossip.crossing import Crossing
 from gradwire.adapters.gossip.replica import CodecSpec, Flat, describe, make_node
 from gradwire.adapters.gossip.report import GossipReport, summarize
 from gradwire.core.asks import Sum
@@ -49,8 +49,7 @@ class Net:
                 link.broadcast_(tensor)
         self._begin(self.flat.read())
         link.traffic = Traffic()
-        self._thread: ThreadPoolExecutor | None = None
-        self._crossing: Future[tuple[Tensor, Tensor]] | None = None
+        self._crossing: Crossing[tuple[Tensor, Tensor]] = Crossing(self.flat.device)
 
     def _make_node(
         self, spec: str | Gossip, codec: CodecSpec | None, granularity: str, seed: int, overlap: bool
@@ -78,27 +77,18 @@ class Net:
             return self._talk(x)
         self.land()
         x = self.node.depart(x)
-        self._crossing = self._board(lambda: (x, self._talk(x)))
+        self._crossing.board(lambda: (x, self._talk(x)))
         return x
 
     def _talk(self, x: Tensor) -> Tensor:
         (met,) = drive(converse([self.node.run(x)]), self.link, self.clock)
         return met
 
-    def _board(self, work: Callable[[], T]) -> "Future[T]":
-        """One thread, first in, first out: ranks would otherwise meet in the wrong swap."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "gradwire-gossip")
-        if self.flat.device.type != "cuda":
-            return self._thread.submit(work)
-        ready = torch.cuda.current_stream(self.flat.device).record_event()
-        return self._thread.submit(_after, ready, self.flat.device, work)
-
     def land(self) -> None:
         """Wait until nothing is under way."""
-        crossing, self._crossing = self._crossing, None
-        if crossing is not None:
-            self.node.arrive(*crossing.result())
+        landed = self._crossing.land()
+        if landed is not None:
+            self.node.arrive(*landed)
 
     # -- the mean model ------------------------------------------------------------------------------------------------
 
@@ -180,12 +170,3 @@ class Net:
     def fits(self, state: Mapping[str, Tensor]) -> bool:
         """Whether a state was saved in a world like this one."""
         return int(state["gradwire/world"]) == self.parties and int(state.get("gradwire/beside", 1)) == 1
-
-
-def _after(ready: "torch.cuda.Event", device: torch.device, work: Callable[[], T]) -> T:
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        stream.wait_event(ready)
-        done = work()
-        stream.synchronize()
-        return done
