@@ -22,6 +22,8 @@ from gradwire.sync.session import Session
 
 Grads = Mapping[str, Tensor]
 
+WARMUP = 2  # steps that do not count: the first begins with nothing owed, and no hints
+
 
 class Echo(Link):
     """A link on which everybody else says what I say, and who notes what was asked of it."""
@@ -73,19 +75,19 @@ def rehearse(
     Args:
         plan: For the world that is meant.
         grads: By name; read, never written.
-        repeats: Steps that count, after one that warms up.
+        repeats: Steps that count, after two that warm up.
         meet: Called before each step that counts, so that ranks who measure together start together.
     """
     device = next(iter(grads.values())).device
     session = Session(plan, 0, plan.world, 0, device)
     own = {name: grad.clone() for name, grad in grads.items()}
     found = []
-    for _ in range(repeats + 1):
+    for _ in range(repeats + WARMUP):
         for name, grad in grads.items():  # a step leaves the mean where the gradient was
             own[name].copy_(grad)
         meet()
         found.append(_step(session, own))
-    counted = found[1:]
+    counted = found[WARMUP:]
     return Rehearsed(median(one.encode for one in counted), median(one.decode for one in counted), found[-1].messages)
 
 

@@ -50,14 +50,18 @@ class Job:
         specs: Ways to synchronize, dense ones aside.
         world: Ranks of the training that is meant.
         steps: Whose medians count.
-        repeats: Of each rehearsal.
+        most_elements: That all rehearsals of a spec handle together; there are three at least, and nine at most.
     """
 
     make: Make
     specs: tuple[str, ...]
     world: int
-    steps: int = 7
-    repeats: int = 2
+    steps: int = 9
+    most_elements: int = 40_000_000
+
+    def repeats(self, elements: int) -> int:
+        """Of each rehearsal: short ones are disturbed more easily."""
+        return max(3, min(9, self.most_elements // elements))
 
 
 def calibrate(job: Job, beside: int) -> Calibration:
@@ -86,7 +90,7 @@ def _rank(rank: int, world: int, job: Job) -> Calibration:
     model = Model({name: tuple(p.shape) for name, p in parameters.items()}, found.arrival)
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()}
     decoded = min(job.world, MOST_DECODED)
-    costs = {spec: _dense(grads, DTYPES[spec], job.world, job.repeats) for spec in DENSE}
+    costs = {spec: _dense(grads, DTYPES[spec], job.world, job.repeats(model.elements)) for spec in DENSE}
     costs |= {spec: _rehearsed(model, spec, grads, decoded, job) for spec in job.specs}
     link = connect()
     software = measure(link, dist.barrier) if world > 1 else FREE
@@ -166,11 +170,12 @@ def _dense(grads: Mapping[str, Tensor], dtype: torch.dtype, world: int, repeats:
 
 def _rehearsed(model: Model, spec: str, grads: Mapping[str, Tensor], decoded: int, job: Job) -> Cost:
     plan = model.plan(spec, decoded)
-    whole = rehearse(plan, grads, repeats=job.repeats, meet=dist.barrier)
+    repeats = job.repeats(model.elements)
+    whole = rehearse(plan, grads, repeats=repeats, meet=dist.barrier)
     per_peer = 0.0
     if job.world > decoded:
         few = decoded // 4
-        less = rehearse(model.plan(spec, few), grads, repeats=job.repeats, meet=dist.barrier)
+        less = rehearse(model.plan(spec, few), grads, repeats=repeats, meet=dist.barrier)
         per_peer = max(0.0, whole.decode - less.decode) / (decoded - few)
     most = sent(script(plan, 0), decoded)
     really = sum(sent_by(message, decoded) for message in whole.messages)
