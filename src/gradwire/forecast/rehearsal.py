@@ -80,7 +80,8 @@ def rehearse(
     """
     device = next(iter(grads.values())).device
     session = Session(plan, 0, plan.world, 0, device)
-    own = {name: grad.clone() for name, grad in grads.items()}
+    session.donate()  # as DDP does, and plain loops do
+    own = end_to_end(grads)
     found = []
     for _ in range(repeats + WARMUP):
         for name, grad in grads.items():  # a step leaves the mean where the gradient was
@@ -89,6 +90,14 @@ def rehearse(
         found.append(_step(session, own))
     counted = found[WARMUP:]
     return Rehearsed(median(one.encode for one in counted), median(one.decode for one in counted), found[-1].messages)
+
+
+def end_to_end(grads: Grads) -> dict[str, Tensor]:
+    """Room for gradients in one buffer, in the order in which DDP's buckets hold them, so that they are read there."""
+    order = list(reversed(list(grads)))
+    whole = torch.empty(sum(grads[name].numel() for name in order), device=grads[order[0]].device)
+    parts = whole.split([grads[name].numel() for name in order])
+    return {name: part.view(grads[name].shape) for name, part in zip(order, parts, strict=True)}
 
 
 def _step(session: Session, grads: Grads) -> Rehearsed:
