@@ -71,7 +71,8 @@ def test_memories_are_seen() -> None:
 def test_a_roofline_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     rows = [
-        {"kernel": name, "n": 1000, "bytes_per_element": each, "ms": 1.0, "floor_ms": 0.8}
+        {"kernel": name, "device": "cpu", "n": 1000, "segments": 1, "bytes_per_element": each}
+        | {"ms": 1.0, "floor_ms": 0.8, "to_floor": 1.25, "reference_ms": 9.0}
         for name, each in (("dgc", 20.0), ("sign_encode", 4.125), ("topk", 4.0))
     ]
     for name in ("roof.svg", "roof.png"):

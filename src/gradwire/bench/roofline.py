@@ -1,39 +1,39 @@
-"""Roofline: every kernel's time over the bytes it cannot avoid, and the line of a copy of as many bytes."""
+"""Roofline: every kernel's time beside that of a copy of the bytes it cannot avoid, and of its definition in torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+SERIES = ("copy of as many bytes", "kernel", "plain torch")
+
 
 def picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Rows of `bench kernels`, as PNG or SVG by the file's name."""
+    """Rows of `bench kernels`, as PNG or SVG by the file's name; kernels nearest to memory's speed first."""
     import altair as alt
 
-    points = [_point(row) for row in rows]
-    floor = sorted(
-        ({"bytes": point["bytes"], "ms": row["floor_ms"]} for point, row in zip(points, rows, strict=True)),
-        key=lambda point: point["bytes"],
-    )
-    x = alt.X("bytes:Q", title="bytes that must be read and written", scale=alt.Scale(type="log"), axis=_bytes(alt))
-    y = alt.Y("ms:Q", title="milliseconds", scale=alt.Scale(type="log"))
-    line = alt.Chart(alt.InlineData(values=floor)).mark_line(color="#7F7F7F", strokeDash=[4, 3]).encode(x, y)
-    base = alt.Chart(alt.InlineData(values=points)).encode(x, y)
-    dots = base.mark_point(filled=True, size=70, opacity=0.9).encode(
-        alt.Color("kind:N", title=None, scale=alt.Scale(range=["#0072B2", "#D55E00", "#009E73", "#CC79A7"])),
-        alt.Shape("kind:N", title=None),
-    )
-    names = base.mark_text(align="left", dx=8, fontSize=9).encode(alt.Text("kernel:N"))
-    title = {"text": "Kernels against a copy of as many bytes", "subtitle": "dashed: the copy, in the same run"}
-    drawn = alt.layer(line, dots, names).properties(width=640, height=420, title=title)
-    drawn.save(str(path), scale_factor=2)
+    ordered = sorted(rows, key=lambda row: row["to_floor"])
+    names = [_name(row) for row in ordered]
+    values = [
+        {"kernel": name, "what": what, "ms": ms, "low": row["floor_ms"], "high": row["ms"]}
+        for name, row in zip(names, ordered, strict=True)
+        for what, ms in zip(SERIES, (row["floor_ms"], row["ms"], row["reference_ms"]), strict=True)
+    ]
+    base = alt.Chart(alt.InlineData(values=values))
+    y = alt.Y("kernel:N", sort=names, title=None, axis=alt.Axis(grid=True, labelLimit=300))
+    x = alt.X("ms:Q", title="milliseconds", scale=alt.Scale(type="log"))
+    above = base.mark_rule(color="#B0B0B0", strokeWidth=3).encode(y, alt.X("low:Q"), alt.X2("high:Q"))
+    color = alt.Color("what:N", sort=SERIES, title=None, scale=alt.Scale(range=["#7F7F7F", "#0072B2", "#E69F00"]))
+    dots = base.mark_point(filled=True, size=70, opacity=1).encode(x, y, color)
+    drawn = alt.layer(above, dots).properties(width=520, height=alt.Step(17), title=_title(ordered))
+    drawn.configure_legend(orient="bottom").save(str(path), scale_factor=2)
 
 
-def _bytes(alt: Any) -> Any:
-    return alt.Axis(format="~s", labelExpr="datum.label ? datum.label + 'B' : ''", tickCount=6)
+def _name(row: dict[str, Any]) -> str:
+    each = f"{row['bytes_per_element']:.3g} B"
+    sizes = f"{row['n'] / 1e6:.3g} M" + (f" / {row['segments']}" if row["segments"] > 1 else "")
+    return f"{row['kernel']}, {each} x {sizes}"
 
 
-def _point(row: dict[str, Any]) -> dict[str, Any]:
-    name = str(row["kernel"])
-    kinds = {"encode": "encode", "decode": "decode"}
-    kind = kinds.get(name.rpartition("_")[2], "with feedback" if "feedback" in name or name == "dgc" else "choose, add")
-    return {"kernel": name, "kind": kind, "bytes": row["bytes_per_element"] * row["n"], "ms": row["ms"]}
+def _title(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    devices = ", ".join(sorted({row["device"] for row in rows}))
+    return {"text": f"Kernels against memory, {devices}", "subtitle": "gray: a copy that moves as many bytes, same run"}
