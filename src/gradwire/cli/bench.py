@@ -33,9 +33,7 @@ def bench() -> None:
 def kernels(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     size: Annotated[list[int] | None, typer.Option(help="Elements; several may be given. By default 25.6 M.")] = None,
-    resnet50: Annotated[
-        bool, typer.Option("--resnet50", help="ResNet-50's 161 tensors too, layer by layer.")
-    ] = False,
+    resnet50: Annotated[bool, typer.Option("--resnet50", help="ResNet-50's 161 tensors too, layer by layer.")] = False,
     only: Annotated[str, typer.Option(help="Only kernels whose name holds this.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Medians are of this many runs.")] = 10,
     picture: Annotated[Path | None, typer.Option(help="Draw times over bytes into this PNG or SVG.")] = None,
