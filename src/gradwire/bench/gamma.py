@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from gradwire.adapters.gossip import StackedNet
 
 ENTRIES = 400
-GRID = tuple(1.26**-k for k in range(25))
+GRID = tuple(1.26**-k for k in range(30))
+FAR = 4.0
 CODECS = (
     "sign",
     *(f"topk({share}) | int32" for share in (0.01, 0.1, 0.5)),
@@ -83,9 +84,13 @@ def _measure(x: Tensor, curvature: Tensor, optimum: Tensor) -> Tensor:
 
 
 def compare(scene: Scene, codec: str, seeds: Sequence[int], grid: Sequence[float] = GRID) -> dict[str, Any]:
-    """``auto`` beside the best of a grid, means over seeds; the best distance and the best loss may be two gammas."""
-    swept = {gamma: _mean([drive(scene, codec, gamma, seed) for seed in seeds]) for gamma in grid}
+    """``auto`` beside the best of a grid, means over seeds; the best distance and the best loss may be two gammas.
+
+    Of the grid, what lies within a factor of `FAR` of where ``auto`` went is tried.
+    """
     auto = _mean([drive(scene, codec, None, seed) for seed in seeds])
+    near_by = [gamma for gamma in grid if auto.gamma / FAR <= gamma <= auto.gamma * FAR]
+    swept = {gamma: _mean([drive(scene, codec, gamma, seed) for seed in seeds]) for gamma in near_by}
     near = min(swept, key=lambda gamma: _finite(swept[gamma].distance))
     low = min(swept, key=lambda gamma: _finite(swept[gamma].loss))
     return {

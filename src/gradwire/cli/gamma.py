@@ -12,7 +12,7 @@ def gamma(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell, which are averaged.")] = 2,
     only: Annotated[str, typer.Option(help="Only codecs whose name holds this.")] = "",
 ) -> None:
-    """Compare ``gamma=auto`` with the best of 25 gammas on noisy quadratics, and print a table of Markdown."""
+    """Compare ``gamma=auto`` with the best of a grid of gammas on noisy quadratics, and print a table of Markdown."""
     from gradwire.bench.gamma import CODECS, SCENES, compare, table
 
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []

@@ -66,7 +66,7 @@ class Display:
     def _epoch(self, record: Record) -> None:
         self._say(
             f"epoch {record['epoch']:6.2f}  loss {record['train_loss']:.4f}  {_metric(record)}  "
-            f"{_bytes(record)}  {record['seconds']:.1f} s"
+            f"{_bytes(record)}{_apart(record)}  {record['seconds']:.1f} s"
         )
 
     def _end(self, record: Record) -> None:
@@ -110,6 +110,13 @@ def summary(final: Record) -> Table:
 
 def _metric(record: Record) -> str:
     return f"test {record['metric']} {_value(record, record['value'])}"
+
+
+def _apart(record: Record) -> str:
+    """Of workers that gossip: how good their mean is, and how far they are from it."""
+    if "consensus" not in record:
+        return ""
+    return f"  mean model {_value(record, record['mean_model'])}, {record['consensus']:.2g} away"
 
 
 def _value(record: Record, value: float | None) -> str:

@@ -4,6 +4,7 @@ One real rank is a neighborhood of one row, whose net talks to other processes; 
 tensor, and gossip at once.
 """
 
+import time
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from gradwire.adapters.gossip import Net, StackedNet, gossip
 from gradwire.adapters.gossip.report import GossipReport
 from gradwire.gossip import Gossip, gossip_method
 from gradwire.links.collectives import AllReduce, Traffic
+from gradwire.sync.drive import Clock
 from gradwire.train.place import Place
 from gradwire.train.recipe import Recipe
 from gradwire.train.replicas import Replicas
@@ -52,12 +54,17 @@ class Neighborhood:
             assert isinstance(net, Net)
             self.net = net
         self.replicas = Replicas(model, len(place.ranks))
+        self._clock = Clock()
 
     def mix_(self) -> None:
         """One round of gossip."""
         rows = self.replicas.rows
-        met = self.net.mix(rows) if isinstance(self.net, StackedNet) else self.net.mix(rows[0])[None]
-        rows.copy_(met)
+        if isinstance(self.net, Net):
+            rows.copy_(self.net.mix(rows[0])[None])
+            return
+        began = time.perf_counter()
+        rows.copy_(self.net.mix(rows))
+        self._clock.encode += time.perf_counter() - began  # of all workers, by the host's clock
 
     def check(self) -> None:
         """Raise `Diverged` if parameters are no longer finite; this may wait for the device."""
@@ -97,6 +104,11 @@ class Neighborhood:
     def report(self) -> GossipReport:
         """The first local worker's account."""
         return self.net.report() if isinstance(self.net, Net) else self.net.report(0)
+
+    @property
+    def clock(self) -> Clock:
+        """Where the time of rounds went; virtual workers have nothing but encoding."""
+        return self.net.clock if isinstance(self.net, Net) else self._clock
 
     def traffic(self, which: int) -> list[float]:
         counted = self.net.link.traffic if isinstance(self.net, Net) else self.net.traffic[which]
