@@ -16,7 +16,8 @@ from gradwire.forecast.script import Message, sent_by
 from gradwire.links.collectives import AllGather, AllReduce, AllToAll, Collective
 from gradwire.links.link import Link
 
-_SMALL, _LARGE = 4096, 2**21  # bytes
+_SMALL = 4096  # bytes
+_LARGE = {"all_reduce": 2**23, "all_gather": 2**21, "all_to_all": 2**21}  # about what a step sends; caches matter
 _REPEATS = 5
 
 
@@ -64,11 +65,11 @@ def measure(link: Link, meet: Callable[[], None] = lambda: None) -> Software:
     assert link.world > 1, "one rank has nobody to send to"
     latency, per_byte = {}, {}
     for name, make in _makers(link).items():
-        small, large = (_seconds(link, make(nbytes), meet) for nbytes in (_SMALL, _LARGE))
         kind = name.partition(" ")[0]
+        small, large = (_seconds(link, make(nbytes), meet) for nbytes in (_SMALL, _LARGE[kind]))
         if kind == name:
             latency[kind] = small
-        more = sent_by(Message(kind, _LARGE - _SMALL), link.world)  # type: ignore[arg-type]
+        more = sent_by(Message(kind, _LARGE[kind] - _SMALL), link.world)  # type: ignore[arg-type]
         per_byte[name] = max(0.0, large - small) / more
     return _agreed(Software(latency, per_byte, link.world), link)
 
