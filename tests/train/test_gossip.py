@@ -66,17 +66,19 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path: Path, name: str
 
 
 def test_processes_do_as_virtual_workers_do(tmp_path: Path) -> None:
-    """Bit for bit, if virtual workers pass in turn: models, memories, bytes, and every number of the records."""
-    recipe = recipe_of("digits", *RING, "model.name=trainings:Normed", "model.options={}", "gossip.passes=in turn")
+    """Bit for bit, if virtual workers pass in turn; so processes may go on where virtual workers stopped."""
+    common = (*RING, "model.name=trainings:Normed", "model.options={}", "gossip.passes=in turn")
+    recipe = recipe_of("digits", *common)
     here, there = tmp_path / "here", tmp_path / "there"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         final = train(recipe, 3, here)
+        train(recipe_of("digits", *common, "train.iterations=5"), 3, there)
     finally:
         torch.set_num_threads(threads)
     open_folder(there, recipe)
-    other = work.spawned(work.Job(recipe, there), 3, lambda record: None)
+    other = work.spawned(work.Job(recipe, there, resume=True), 3, lambda record: None)
     for rank in range(3):
         mine, theirs = saved(here, f"rank-{rank}.safetensors"), saved(there, f"rank-{rank}.safetensors")
         assert mine.keys() == theirs.keys()
