@@ -18,7 +18,7 @@ from gradwire.train.feed import batch_of, exam_of, loader_of, task_of
 from gradwire.train.local import LocalPasses
 from gradwire.train.loop import Listener, Training, model_of, prepare
 from gradwire.train.models import regime_of
-from gradwire.train.neighborhood import Neighborhood, Weights, method_of
+from gradwire.train.neighborhood import Neighborhood, Weights
 from gradwire.train.optim import tell
 from gradwire.train.place import Place, alone
 from gradwire.train.recipe import Recipe
@@ -246,6 +246,3 @@ def _decay(recipe: Recipe, shapes: tuple[tuple[int, ...], ...], device: torch.de
         return None
     each = [torch.full(shape, plan.weight_decay if plan.decay_norms or len(shape) > 1 else 0.0) for shape in shapes]
     return torch.cat([x.flatten() for x in each]).to(device)
-
-
-__all__ = ["Decentralized", "method_of"]
