@@ -29,12 +29,12 @@ def ranks_of(spec: str) -> int:
     return 9 if "torus" in spec else 6
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("spec", "codec"), SPECS + SLOW)
+@pytest.mark.parametrize(
+    ("spec", "codec", "overlap"),
+    [*((*pair, False) for pair in SPECS + SLOW), *((*pair, True) for pair in (SPECS[0], SPECS[8], SLOW[2]))],
+)
 def test_rows_are_ranks(spec: str, codec: str | None, overlap: bool) -> None:
     """Parameters, memories and accounts, through more than three windows of gamma=auto."""
-    if overlap and not spec.startswith(("choco", "dpsgd", "centralized", "powergossip")):
-        pytest.skip("a method that replaces parameters cannot overlap")
     n = ranks_of(spec)
     talking, stacked = virtual(n, spec, codec, overlap=overlap), StackedNet(Vector(), n, spec, codec, overlap=overlap)
     assert (stacked._stack is not None) == ((spec, codec) in SPECS)
@@ -59,7 +59,7 @@ def test_rows_are_ranks(spec: str, codec: str | None, overlap: bool) -> None:
         assert one.consensus == pytest.approx(other.consensus, rel=1e-6)
 
 
-@pytest.mark.parametrize(("spec", "codec"), SPECS[:6] + SLOW[:1])
+@pytest.mark.parametrize(("spec", "codec"), [SPECS[0], SPECS[3], SPECS[5], SLOW[0]])
 def test_states_may_change_hands(spec: str, codec: str | None) -> None:
     """Saved in mid-window by rows, loaded by ranks that talk, and back."""
     n = ranks_of(spec)
