@@ -102,7 +102,7 @@ def test_a_selector_waits_whatever_else_goes_on() -> None:
         r = torch.randn(100, generator=torch.Generator().manual_seed(step))
         d = torch.randn(100, generator=torch.Generator().manual_seed(1000 + step))
         state = gauge.turn(state, gauge.Seen(d, 0.2 * d, r), [], step, topology, said)
-    assert 0.1 < gauge.gamma(state) < 0.35
+    assert 0.1 < gauge.gamma(state) < 0.3
 
 
 def test_only_some_entries_of_a_large_model_are_measured() -> None:

@@ -16,9 +16,7 @@ for a number of steps that is geometric, 1/a on average: L = 1/a. Then E x^2 alo
 1 - 2 gamma mu / a + (gamma mu)^2 (2 - a) / a^2, and gamma = p a / (2 - a) serves the slowest and the fastest mu best.
 Data that differ between ranks push for ever, and r holds out against them: x stands still along that part of r, which
 makes the lag look shorter than it is. So a selector's lag is never taken to be much less than its gain alone would make
-it. Gradients that pull x back while it waits do make the lag shorter, and larger steps safe; they have no time to where
-waits are short. And soon after the start nobody can have waited long: the lag is divided by the share of waits that fit
-into the time. All this is measured on some thousand entries, evenly spread.
+it. All this is measured on some thousand entries, evenly spread.
 
 A rank measures in windows, each long enough for news to get from everybody to everybody. Its sums are pooled with those
 of others in the next window, so that few ranks in trouble weigh as much as their trouble does; the step that they ask
@@ -48,8 +46,7 @@ LEAST_WINDOW = 10
 SMOOTHING = 0.8  # weight of the past when a window ends
 HASTE = 0.5  # how far towards the new gamma a window goes, on a scale of logarithms
 MOST_UP, MOST_DOWN = 2.0**0.5, 0.5  # in one window
-LEAST_LAG = 0.46  # of a selector, in units of what its gain alone would make it
-SHORT_WAITS = 4.0  # how fast that rises to 1 with the gain, where entries are drawn at random
+LEAST_LAG = 0.5  # of a selector, in units of what its gain alone would make it
 LEAST = 1e-5
 SAMPLE = 8192  # entries that are measured
 PRIOR_ELEMENTS = 2**17
@@ -155,9 +152,7 @@ def _finding(state: Tensor, used: float, age: float, topology: Topology, codec: 
     gain, lag, told = state[known].tolist()
     response = min(1.0, max(gain, told / lag)) if lag > 0.0 else min(1.0, gain)
     if codec.selector is not None and gain > 0.0:
-        # Entries that are left out wait, whatever else goes on; little else does where waits are random and short.
-        short = SHORT_WAITS * gain if codec.selector.redrawn else 0.0
-        lag = max(lag, min(1.0, LEAST_LAG + short) / gain)
+        lag = max(lag, LEAST_LAG / gain)  # entries that are left out wait, whatever else goes on
     best = min(1.0, _plain(topology) / ((2.0 - response) * lag)) if lag > 0.0 else 1.0
     turned = min(MOST_UP, max(MOST_DOWN, (best / used) ** HASTE))
     return float(max(LEAST, min(1.0, used * turned)))
