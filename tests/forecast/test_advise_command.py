@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from gradwire.bench.network import calibrate, workloads
 from gradwire.cli.advise import recipe_workload
 from gradwire.cli.main import app
 from gradwire.forecast.calibration import Calibration, Cost, save
@@ -56,6 +57,23 @@ def test_what_lost_accuracy_is_shown_but_not_taken(figures: str) -> None:
     assert evidence("topk(0.001) | sign")[0].gain < -0.01
 
 
+def test_figures_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked: list[int] = []
+    before = [0]
+
+    def measure(job: object, beside: int) -> Calibration:
+        asked.append(beside)
+        return FIGURES
+
+    monkeypatch.setattr(calibrate, "calibrate", measure)
+    for words, times in (((), 1), ((), 1), (("--link", "1gbit"), 1), (("--sharing", "2"), 2), (("--fresh",), 3)):
+        code, said = told("digits", "--workers", "4", "--link", "100mbit", *words)
+        assert code == 0 and len(asked) == times, said
+        assert ("--fresh measures again" in said) == (asked == before), "what is old is told as old"
+        before = list(asked)
+
+
 def test_it_says_when_not_to(figures: str) -> None:
     code, said = told("--workers", "4", "--link", "100gbit", "--calibration", figures)
     assert code == 0 and "Stay with fp32 DDP" in said and "pays on links below" in said
@@ -91,6 +109,14 @@ def test_refusals_are_sentences(figures: str) -> None:
     ):
         code, said = told(*options)
         assert code == 2 and words in said, said
+
+
+def test_a_changed_file_is_another_workload(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def make():\n    return 1\n")
+    first = workloads.source(f"{mine}:make")
+    mine.write_text("def make():\n    return 2\n")
+    assert first != workloads.source(f"{mine}:make") and workloads.source("lstm") == ""
 
 
 def test_a_recipe_is_a_workload() -> None:

@@ -62,6 +62,26 @@ def test_on_a_thin_link_it_compresses_and_ranks_stay_alike(plain: bool) -> None:
     assert all(map(torch.equal, one["weights"], two["weights"]))
 
 
+def by_an_optimizer(rank: int, world: int) -> dict[str, Any]:
+    os.environ["GRADWIRE_LINK"] = "10mbit,1ms"
+    model = net(200)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = gradwire.DistributedOptimizer(inner, model.named_parameters(), "auto", link="10mbit,1ms")
+    draw = torch.Generator().manual_seed(rank)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(8, 200, generator=draw)).square().mean().backward()
+        optimizer.step()
+    return told(optimizer.wire, model)
+
+
+def test_a_wrapped_optimizer_decides_too() -> None:
+    one, two = run_ranks(by_an_optimizer, 2)
+    assert one["decided"] and one["specs"] == two["specs"]
+    assert one["specs"][-1] in pilot.automatic(), one["text"]
+    assert all(map(torch.equal, one["weights"], two["weights"]))
+
+
 def on_loopback(rank: int, world: int, plain: bool) -> dict[str, Any]:
     inner = net(24)
     model = inner if plain else DistributedDataParallel(inner)

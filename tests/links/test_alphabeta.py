@@ -55,6 +55,28 @@ def test_it_is_what_shaped_hosts_took(kind: Kind, nbytes: float, world: int, mea
 
 
 @pytest.mark.parametrize(
+    ("kind", "nbytes", "link", "measured"),
+    [
+        ("all_reduce", 8, "100mbit,20ms", 0.164),
+        ("all_reduce", 4096, "100mbit,20ms", 0.246),
+        ("all_reduce", 2**20, "100mbit,20ms", 0.339),
+        ("all_reduce", 2**22, "100mbit,20ms", 0.654),
+        ("all_reduce", 2**18, "100mbit,5ms", 0.089),
+        ("all_reduce", 2**22, "100mbit,5ms", 0.568),
+        ("all_gather", 8, "100mbit,20ms", 0.125),
+        ("all_gather", 2**18, "100mbit,20ms", 0.171),
+        ("all_gather", 2**20, "100mbit,5ms", 0.290),
+        ("all_to_all", 4096, "100mbit,20ms", 0.042),
+        ("all_to_all", 2**20, "100mbit,20ms", 0.146),
+        ("swap", 2**22, "100mbit,20ms", 0.482),
+    ],
+)
+def test_it_is_what_distant_hosts_took(kind: Kind, nbytes: float, link: str, measured: float) -> None:
+    """Medians among four namespaces whose frames are late."""
+    assert seconds(kind, nbytes, 4, LinkSpec.parse(link)) == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(
     ("sent", "messages", "measured"),
     [(3_000, 12, 7_769), (300_000, 12, 322_828), (3_000_000, 12, 3_191_429), (600_000, 6, 640_061), (12, 6, 2_480)],
 )

@@ -80,6 +80,26 @@ def test_the_environment_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(pretended(link), ThrottledLink)
 
 
+def late_swap(rank: int, world: int) -> tuple[float, float]:
+    """Two neighbors swap, one of whom comes late."""
+    from gradwire.links.torch import connect
+
+    link = ThrottledLink(connect(), "50mbit", Medium())
+    each = (0, 500_000) if rank == 0 else (500_000, 0)
+    swap = AllToAll(torch.zeros(500_000, dtype=torch.uint8), each, each)
+    link.run(swap)  # connections are made
+    link.run(AllReduce(torch.zeros(1), "sum"))
+    began = time.perf_counter()
+    time.sleep(0.3 * rank)
+    link.run(swap)
+    return time.perf_counter() - began, sum(link.cost(swap))
+
+
+def test_a_swap_begins_when_the_later_of_two_has_come() -> None:
+    for took, expected in run_ranks(late_swap, 2):
+        assert 0.3 + expected - 0.02 <= took < 0.3 + expected + 0.2
+
+
 def ranks(rank: int, world: int) -> tuple[list[float], float, float]:
     from gradwire.links.torch import connect
 

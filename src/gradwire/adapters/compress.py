@@ -11,13 +11,12 @@ from gradwire.adapters.agreement import telling
 from gradwire.adapters.arrangement import arrange
 from gradwire.adapters.ddp import attach, find_ddp
 from gradwire.adapters.model import refuse_sparse, trainable
-from gradwire.adapters.pilot import AutoWire
+from gradwire.adapters.pilot import AUTO, AutoWire, described
 from gradwire.adapters.wire import Wire
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.links.grouping import Across
 from gradwire.links.link import Link
-from gradwire.links.rates import LinkSpec
 from gradwire.links.torch import connect
 from gradwire.sync.method import Spec
 from gradwire.sync.plan import LAUNCH_BYTES, Rule
@@ -73,14 +72,14 @@ def compress(
         raise TypeError(f"compress takes the model itself, not {type(model).__name__}; pass an nn.Module")
     ddp = find_ddp(model)
     inner = ddp.module if ddp is not None else model
-    described = link if isinstance(link, str) else None
+    text = link if isinstance(link, str) else None
     mover = link if isinstance(link, Link) else connect(ddp.process_group if ddp is not None else process_group)
     link = arrange(mover, across)
     ignored = ddp.parameters_to_ignore if ddp is not None else ()
     with telling(link):
         refuse_sparse(inner)
         parameters = trainable((name, p) for name, p in inner.named_parameters() if name not in ignored)
-        spoken = _described(spec, described, feedback, exchange)
+        spoken = described(spec, text, feedback, exchange)
     options: dict[str, Any] = {
         "granularity": granularity,
         "rules": rules,
@@ -90,25 +89,9 @@ def compress(
         "launch_bytes": int(launch_mb * 2**20),
         "shared": None if ddp is not None else dict((*inner.named_parameters(), *inner.named_buffers())),
     }
-    if spec == "auto":
+    if spec == AUTO:
         return AutoWire(parameters, link, ddp, spoken, **options)
     wire = Wire(parameters, link, spec, feedback=feedback, exchange=exchange, hooked=ddp is not None, **options)
     if ddp is not None:
         attach(wire, ddp)
     return wire
-
-
-def _described(
-    spec: Spec, link: str | None, feedback: str | Feedback | None, exchange: str | Exchange | None
-) -> LinkSpec | None:
-    """What a person says of the link, for ``auto`` alone."""
-    if spec != "auto":
-        if link is not None:
-            raise ValueError(
-                f"link={link!r} describes a link, which only the spec 'auto' asks for; to pretend that it is so, set "
-                "GRADWIRE_LINK in the environment"
-            )
-        return None
-    if feedback is not None or exchange is not None:
-        raise ValueError("'auto' chooses feedback and exchange by itself; leave them out, or name a spec")
-    return None if link is None else LinkSpec.parse(link)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from gradwire.adapters.agreement import telling
 from gradwire.adapters.arrangement import arrange
 from gradwire.adapters.model import trainable
+from gradwire.adapters.pilot import AUTO, AutoWire, described
 from gradwire.adapters.wire import Wire
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback, MomentumCorrection
@@ -52,30 +53,31 @@ class DistributedOptimizer(Optimizer):
         seed: int = 0,
         launch_mb: float = LAUNCH_BYTES / 2**20,
         across: Across | None = None,
-        link: Link | None = None,
+        link: Link | str | None = None,
     ) -> None:
-        link, named = arrange(link or connect(process_group), across), list(named_parameters)
-        with telling(link):
+        mover, named = link if isinstance(link, Link) else connect(process_group), list(named_parameters)
+        mover, text = arrange(mover, across), link if isinstance(link, str) else None
+        with telling(mover):
             parameters = trainable(named)
             _check_covered(optimizer, parameters)
+            spoken = described(spec, text, feedback, exchange)
         self.inner = optimizer
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
         self.state = optimizer.state
-        self.wire = Wire(
-            parameters,
-            link,
-            spec,
-            feedback=feedback,
-            exchange=exchange,
-            granularity=granularity,
-            rules=rules,
-            bundle=bundle,
-            seed=seed,
-            launch_bytes=int(launch_mb * 2**20),
-            shared=dict((*named, *named_buffers)),
-            veto=partial(refuse_second_momentum, optimizer),
-        )
+        options: dict[str, Any] = {
+            "granularity": granularity,
+            "rules": rules,
+            "bundle": bundle,
+            "seed": seed,
+            "launch_bytes": int(launch_mb * 2**20),
+            "shared": dict((*named, *named_buffers)),
+            "veto": partial(refuse_second_momentum, optimizer),
+        }
+        if spec == AUTO:
+            self.wire: Wire = AutoWire(parameters, mover, None, spoken, **options)
+        else:
+            self.wire = Wire(parameters, mover, spec, feedback=feedback, exchange=exchange, **options)
         self._scaler = scaler
 
     @overload

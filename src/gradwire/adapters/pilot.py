@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.ddp import Courier, attach
 from gradwire.adapters.wire import Wire
+from gradwire.exchanges import Exchange
+from gradwire.feedback import Feedback
 from gradwire.forecast.advice import Predict, advise
 from gradwire.forecast.calibration import Calibration, Cost
 from gradwire.forecast.candidates import automatic
@@ -35,7 +37,10 @@ from gradwire.links.grouping import seated
 from gradwire.links.link import Link
 from gradwire.links.rates import LinkSpec
 from gradwire.links.throttled import ThrottledLink
+from gradwire.sync.method import Spec
+from gradwire.sync.session import Grads, Verdict
 
+AUTO = "auto"
 WARMUP = 3  # steps that do not count: DDP rebuilds its buckets, kernels compile
 MEASURED = 5  # steps whose median counts
 REHEARSED = 4  # candidates at most that are worth a pause
@@ -115,18 +120,18 @@ class AutoWire(Wire):
 
     # -- watching --------------------------------------------------------------------------------------------------
 
-    def __call__(self) -> None:
+    def agree_on(self, grads: Grads, patient: bool = False) -> Verdict:
         if self._ddp is not None or self.decided:
-            super().__call__()
-            return
+            return super().agree_on(grads, patient)
         began = self._now()
-        super().__call__()
+        verdict = super().agree_on(grads, patient)
         ended = self._now()
         if self._last is not None:
             self._periods.append(Seen(ended - self._last, began - self._last, ended - began, ended - began))
         self._steps += 1
         self._consider()
         self._last = self._now()
+        return verdict
 
     def _ahead(self, module: nn.Module, inputs: object) -> None:
         """DDP is about to begin a step, on all ranks."""
@@ -295,6 +300,26 @@ class AutoWire(Wire):
         place = seated(os.environ)
         beside = place[1] if place is not None else 1
         return (os.cpu_count() or 1) / beside / torch.get_num_threads()
+
+
+def described(
+    spec: Spec, link: str | None, feedback: str | Feedback | None, exchange: str | Exchange | None
+) -> LinkSpec | None:
+    """What a person says of the link, which only ``auto`` asks for.
+
+    Raises:
+        ValueError: Something was said that does not go together.
+    """
+    if spec != AUTO:
+        if link is not None:
+            raise ValueError(
+                f"link={link!r} describes a link, which only the spec 'auto' asks for; to pretend that it is so, set "
+                "GRADWIRE_LINK in the environment"
+            )
+        return None
+    if feedback is not None or exchange is not None:
+        raise ValueError("'auto' chooses feedback and exchange by itself; leave them out, or name a spec")
+    return None if link is None else LinkSpec.parse(link)
 
 
 def _ms(seconds: float) -> str:

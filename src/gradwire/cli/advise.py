@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gradwire.links.rates import FASTEST_BITS, LinkSpec
+from gradwire.links.rates import FASTEST_BITS, SLOWEST_BITS, LinkSpec
 
 if TYPE_CHECKING:
     from gradwire.bench.network.workloads import Workload
-    from gradwire.forecast.advice import Advice, Predict
+    from gradwire.forecast.advice import Advice, Predict, Span
     from gradwire.forecast.calibration import Calibration
     from gradwire.forecast.cluster import Cluster
     from gradwire.forecast.costs import Prediction
@@ -39,7 +40,8 @@ def advise(
     ] = None,
     specs: Annotated[str, typer.Option(help="What to weigh, parted by commas; else all candidates.")] = "",
     calibration: Annotated[Path | None, typer.Option(help="Figures that --save wrote, instead of measuring.")] = None,
-    save: Annotated[Path | None, typer.Option(help="Keep the measured figures.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the figures to a file.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, though figures are kept.")] = False,
     overlap: Annotated[bool, typer.Option(help="As under DDP: messages leave during the backward pass.")] = True,
     patience: Annotated[float, typer.Option(help="Seconds that a probe waits for other ranks.")] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
@@ -64,7 +66,7 @@ def advise(
         if described is None:  # another rank speaks
             return
         cluster = _cluster(workers, hosts, per_host, described, inside)
-        found = _figures(recipes, model, cluster, sharing, chosen, calibration)
+        found = _figures(recipes, model, cluster, sharing, chosen, calibration, fresh)
         if save is not None:
             from gradwire.forecast.calibration import save as keep
 
@@ -135,26 +137,41 @@ def _figures(
     sharing: int | None,
     specs: tuple[str, ...],
     path: Path | None,
+    fresh: bool,
 ) -> "Calibration":
+    """What a file says, or the drawer, or measuring."""
     if path is not None:
         from gradwire.forecast.calibration import load
 
         return load(path)
-    from gradwire.bench.network import workloads
+    from gradwire.bench.network import drawer
     from gradwire.bench.network.calibrate import Job, calibrate
 
+    make, facts = _subject(recipes, model, cluster.workers)
+    speakers = cluster.hosts if cluster.per_host > 1 else cluster.workers
+    beside = sharing or cluster.per_host
+    home = drawer.place({**facts, "specs": specs, "speakers": speakers, "beside": beside})
+    found = None if fresh else drawer.find(home)
+    if found is None:
+        make()  # what is wrong with it is said here, and not by a rank
+        typer.echo("measuring here; this takes some seconds", err=True)
+        found = calibrate(Job(make, specs, speakers), beside)
+        drawer.keep(found, home)
+    return found
+
+
+def _subject(recipes: list[str] | None, model: str, workers: int) -> "tuple[Callable[[], Workload], dict[str, str]]":
+    """How to make the workload, and what its figures depend on."""
     if model and recipes:
         raise ValueError("give a recipe or --model, not both")
     if model:
-        make = partial(workloads.load, model)
-    else:
-        from gradwire.train.shelf import resolve
+        from gradwire.bench.network import workloads
 
-        make = partial(recipe_workload, resolve(recipes or ["digits"]), cluster.workers)
-    make()  # what is wrong with it is said here, and not by a rank
-    speakers = cluster.hosts if cluster.per_host > 1 else cluster.workers
-    typer.echo("measuring here; this takes some seconds", err=True)
-    return calibrate(Job(make, specs, speakers), sharing or cluster.per_host)
+        return partial(workloads.load, model), {"model": model, "source": workloads.source(model)}
+    from gradwire.train.shelf import resolve
+
+    recipe = resolve(recipes or ["digits"])
+    return partial(recipe_workload, recipe, workers), {"recipe": recipe.model_dump_json(), "workers": str(workers)}
 
 
 def recipe_workload(recipe: "Recipe", world: int) -> "Workload":
@@ -200,13 +217,11 @@ def _predictor(cluster: "Cluster", overlap: bool) -> "Predict":
 
 def _limit(
     found: "Calibration", cluster: "Cluster", advice: "Advice", predictor: "Predict"
-) -> "tuple[str, float | None]":
-    """The way to ask about, and the rate up to which it pays."""
+) -> "tuple[str, Span | None]":
+    """The way to ask about, and the rates at which it pays."""
     from gradwire.forecast.advice import break_even
-    from gradwire.forecast.model import DENSE
 
-    fastest = next(way for way in advice.ways if way.spec not in DENSE)
-    way = advice.choice if advice.compresses else advice.runner_up or fastest
+    way = advice.choice if advice.compresses else advice.runner_up or advice.fastest
     return way.spec, break_even(found, cluster, way.spec, predictor)
 
 
@@ -239,7 +254,7 @@ def _known(spec: str) -> str:
     return doubt + ("; ".join(map(str, evidence(spec))) or "no evidence yet")
 
 
-def _verdict(found: "Calibration", cluster: "Cluster", advice: "Advice", limit: tuple[str, float | None]) -> str:
+def _verdict(found: "Calibration", cluster: "Cluster", advice: "Advice", limit: "tuple[str, Span | None]") -> str:
     dense = advice.dense.spec.removeprefix("ddp-")
     if not advice.compresses:
         said = f"Stay with {dense} DDP: {_ms(advice.dense.seconds)} a step."
@@ -260,16 +275,22 @@ def _verdict(found: "Calibration", cluster: "Cluster", advice: "Advice", limit: 
     )
 
 
-def _until(spec: str, bits: float | None) -> str:
-    if bits is None:
+def _until(spec: str, span: "Span | None") -> str:
+    if span is None:
         return f"{spec} would not pay on any link."
-    if bits >= FASTEST_BITS:
-        return f"{spec} pays on any link."
-    return f"{spec} pays on links below {LinkSpec(float(f'{bits:.2g}'))}."
+    low, high = (LinkSpec(float(f"{bits:.2g}")) for bits in span)
+    if span.low > SLOWEST_BITS:
+        return f"{spec} pays on links above {low}" + (f" and below {high}." if span.high < FASTEST_BITS else ".")
+    return f"{spec} pays on links below {high}." if span.high < FASTEST_BITS else f"{spec} pays on any link."
+
+
+def _paying(spec: str, span: "Span | None") -> dict[str, Any]:
+    low, high = span or (None, None)
+    return {"spec": spec, "bits_per_second": high, "from_bits_per_second": low}
 
 
 def _object(
-    found: "Calibration", cluster: "Cluster", advice: "Advice", limit: tuple[str, float | None]
+    found: "Calibration", cluster: "Cluster", advice: "Advice", limit: "tuple[str, Span | None]"
 ) -> dict[str, Any]:
     from gradwire.forecast.evidence import evidence
     from gradwire.forecast.model import DENSE
@@ -284,7 +305,7 @@ def _object(
         "compresses": advice.compresses,
         "dense": advice.dense.spec,
         "speedup": advice.speedup,
-        "break_even": {"spec": limit[0], "bits_per_second": limit[1]},
+        "break_even": _paying(*limit),
         "ways": [
             {
                 "spec": way.spec,

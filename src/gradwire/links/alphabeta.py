@@ -7,10 +7,11 @@ A message of n bytes arrives alpha + n beta after it was sent, and a rank's mess
     all-to-all   straight to each peer (a gossip swap is one with few peers); by our own link, in turns
     broadcast    down a binomial tree
 
-A receiver tells the sender that it is ready before a message leaves, so each costs alpha twice; two short pieces of a
-hop travel together, two long ones do not. With c the bytes of a hop, the h hops of a ring take
+A receiver tells the sender that it is ready before a message leaves, so each costs alpha twice. Around a ring, a rank
+says so for the next hop while this one still travels, which hides the second alpha the better, the longer a hop takes.
+With c the bytes of a hop, the h hops of a ring take
 
-    h (c beta + 2 alpha)        or, for pieces above 384 KiB,        h (c beta + 4 alpha)
+    h (c beta + alpha + max(0, alpha - c beta / 4))
 """
 
 import math
@@ -27,12 +28,14 @@ ACKNOWLEDGED = 0.35  # packets of nothing but an acknowledgment for each that ar
 MESSAGE_BYTES = 380  # around each message: announcements both ways, gloo's header, their own packets; measured
 _SEGMENT = MTU + 14 - HEADERS
 _PIECE_BYTES = 2**20  # gloo's largest message within a ring
-_LONG_BYTES = 3 * 2**17  # a longer one fills the sockets' buffers, so that the next has to wait for it
-_SINGLE_BYTES = 16
+_SINGLE_BYTES = 16  # what fits into one piece is awaited long before it comes
+_HIDES = 0.25  # of a hop's time, behind which the word that a rank is ready for the next one is hidden
 
 # How much longer TCP takes than an ideal link of that rate, measured among 2 and 4 hosts at 100 mbit: streams that meet
-# at a port drain unevenly, and who finishes early leaves its share of the link idle.
-_RING, _MEETING, _TREE = 1.07, 1.25, 1.4
+# at a port drain unevenly, and who finishes early leaves its share of the link idle. What queues and sockets hold does
+# not meet.
+_RING, _MEETING, _TREE = 1.07, 0.25, 1.4
+_BUFFERED = 2**20  # bytes, of which half of that loss is felt
 
 
 @dataclass(frozen=True)
@@ -101,10 +104,11 @@ def seconds(kind: Kind, nbytes: float, world: int, link: AlphaBeta | LinkSpec) -
 
 
 def ring(hops: int, chunk: float, costs: AlphaBeta, pieces: int | None = None) -> float:
-    """Hops of ``chunk`` bytes around a ring. What fits into one piece is awaited long before it comes."""
-    pieces = pieces or ring_pieces(chunk)
-    waits = 1 if chunk <= _SINGLE_BYTES else 4 if chunk / pieces > _LONG_BYTES else 2
-    return hops * (_RING * costs.carry(chunk, chunk) + waits * costs.alpha)
+    """Hops of ``chunk`` bytes around a ring."""
+    travel = _RING * costs.carry(chunk, chunk)
+    if pieces is None and chunk <= _SINGLE_BYTES:
+        return hops * travel + (hops + 2) * costs.alpha
+    return hops * (travel + costs.alpha + max(0.0, costs.alpha - _HIDES * travel))
 
 
 def ring_pieces(chunk: float) -> int:
@@ -114,7 +118,9 @@ def ring_pieces(chunk: float) -> int:
 
 def scatter(sent: float, received: float, costs: AlphaBeta, peers: int = 1) -> float:
     """Messages straight to so many peers. One for which nobody waits yet is announced first."""
-    return 2 * costs.alpha + (_MEETING if peers > 1 else 1.0) * costs.carry(sent, received)
+    most = max(sent, received)
+    meeting = 1 + _MEETING * most / (most + _BUFFERED) if peers > 1 else 1.0
+    return 2 * costs.alpha + meeting * costs.carry(sent, received)
 
 
 def cost(kind: Kind, nbytes: float, world: int, link: AlphaBeta | LinkSpec) -> Cost:

@@ -22,6 +22,7 @@ from gradwire.links.solo import SoloLink
 
 VARIABLE = "GRADWIRE_LINK"  # every door takes a link like this for granted, where it is set
 _LONG_BYTES = 2**16
+_STAMP_BYTES = 8
 _KINDS: dict[type[Collective], Kind] = {AllReduce: "all_reduce", AllGather: "all_gather", Broadcast: "broadcast"}
 
 
@@ -74,12 +75,27 @@ class ThrottledLink(Link):
         return cost(_KINDS[type(collective)], nbytes, self.world, self._costs)
 
     def _last_call(self, collective: Collective) -> float | None:
-        """When the last rank called, for a collective that is long on every rank."""
+        """When the last rank of those that this one hears called, for what is long on both ends."""
         x = collective.tensor
-        if isinstance(collective, AllToAll) or x.numel() * x.element_size() < _LONG_BYTES:
+        now = time.monotonic()
+        if isinstance(collective, AllToAll):
+            return self._last_peer(collective, now) if self.device.type == "cpu" else None
+        if x.numel() * x.element_size() < _LONG_BYTES:
             return None
-        now = torch.tensor([time.monotonic()], dtype=torch.float64, device=self.device)
-        return float(self.inner.move(AllReduce(now, "max")))
+        told = torch.tensor([now], dtype=torch.float64, device=self.device)
+        return float(self.inner.move(AllReduce(told, "max")))
+
+    def _last_peer(self, collective: AllToAll, now: float) -> float | None:
+        """The same among those who swap; both ends know how long a message is, so both know whether to ask."""
+        out, into = (
+            tuple(_STAMP_BYTES if n >= _LONG_BYTES and peer != self.rank else 0 for peer, n in enumerate(lengths))
+            for lengths in (collective.out, collective.into)
+        )
+        if not any(out) and not any(into):
+            return None
+        stamps = torch.tensor([now], dtype=torch.float64).repeat(sum(map(bool, out))).view(torch.uint8)
+        heard: list[float] = self.inner.move(AllToAll(stamps, out, into)).view(torch.float64).tolist()
+        return max(now, *heard) if heard else now
 
 
 def ask_for(spec: str) -> None:

@@ -5,8 +5,10 @@ no time depends on what they say. A person's own workload is a function that tak
 function from that model to a loss: ``mine.py:make`` or ``package.module:make``.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -82,3 +84,11 @@ def load(name: str) -> Workload:
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
         raise ValueError(f"{name} must return a model and a function from it to a loss, but returned {made!r:.80}")
     return Workload(*made)
+
+
+def source(name: str) -> str:
+    """The text of the file that makes a workload, which its owner may change; nothing for ours."""
+    if ":" not in name:
+        return ""
+    path = inspect.getsourcefile(inspect.unwrap(models.load(name)))
+    return Path(path).read_text(encoding="utf-8") if path else ""

@@ -1,0 +1,57 @@
+"""Drawer: calibrations of earlier, filed under all that they depend on, so that nobody waits for the same one twice."""
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradwire.forecast.calibration import Calibration, load, save
+from gradwire.version import VERSION
+
+
+def folder() -> Path:
+    """Where caches of this user are."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "gradwire" / "calibrations"
+
+
+def place(facts: Mapping[str, Any]) -> Path:
+    """Where figures lie that depend on these facts, and on this machine and what is installed on it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    here = {"processor": _processor(), "cores": cores, "torch": torch.__version__, "gradwire": VERSION}
+    told = json.dumps({**here, **facts}, sort_keys=True, default=str)
+    return folder() / f"{hashlib.sha256(told.encode()).hexdigest()[:24]}.json"
+
+
+def find(path: Path) -> Calibration | None:
+    """Figures of an earlier time, which their note then tells; None if there are none."""
+    try:
+        found = load(path)
+    except ValueError:
+        return None
+    day = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
+    return replace(found, note=f"{found.note}, on {day} (--fresh measures again)")
+
+
+def keep(found: Calibration, path: Path) -> None:
+    """File figures; a home that cannot be written to is no reason to give no advice."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        save(found, part)
+        part.replace(path)  # two who measure at once leave one whole file
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return platform.processor() or platform.machine()
