@@ -1,5 +1,7 @@
 """The compiled CPU kernels say, bit for bit, what their plain-torch definitions say."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
@@ -191,6 +193,43 @@ def test_mean_of_sparse_messages() -> None:
         mean = fused.scatter_mean(values, indices, bounds, n, world)
         with reference_only():
             assert torch.equal(mean, fused.scatter_mean(values, indices, bounds, n, world))
+
+
+@pytest.mark.parametrize(("n", "k", "world"), [(100, 30, 4), (3_000_000, 300_000, 3), (7, 0, 2), (5000, 5000, 4)])
+def test_mean_of_sparse_messages_in_place(n: int, k: int, world: int) -> None:
+    torch.manual_seed(0)
+    indices = torch.cat([torch.randperm(n)[:k].sort().values for _ in range(world)])
+    values, bounds = torch.randn(world * k), tuple(k * rank for rank in range(world + 1))
+    for start, stop in ((0, n), (n // 3, n - n // 5), (n // 2, n // 2)):
+        mean, known = torch.full((2, stop - start), torch.nan)
+        fused.scatter_mean_(mean, values, indices, bounds, start, world)
+        with reference_only():
+            fused.scatter_mean_(known, values, indices, bounds, start, world)
+            whole = fused.scatter_mean(values, indices, bounds, n, world)
+        assert torch.equal(mean, known) and torch.equal(mean, whole[start:stop])
+
+
+@pytest.mark.parametrize("values", [0, 100, 3000, 40_000])
+def test_selection_of_a_gradient_that_is_mostly_zeros(values: int) -> None:
+    """As that of an embedding: there may be fewer numbers than are sent, or fewer than candidates should be."""
+    n, counts = 400_000, (4000,)
+    torch.manual_seed(0)
+    states = []
+    for plain in (False, True):
+        draw, residual, edge = torch.Generator().manual_seed(1), torch.zeros(n), None
+        taken = []
+        for step in range(4):
+            grad = torch.zeros(n)
+            grad[torch.randperm(n, generator=draw)[:values]] = torch.randn(values, generator=draw)
+            grad[7 * step] = 0.0 if values == 100 else 1e-42  # neither zero nor normal
+            grad[n - 1] = -0.0
+            with reference_only() if plain else nullcontext():
+                found = fused.accumulate_topk_(grad, residual, None, fused.Accumulation(), (n,), counts, edge)
+                fused.settle_(residual, None, found.indices, 0.9 * found.values)
+            edge = found.edge
+            taken += [found.indices, found.values]
+        states.append([residual, *taken])
+    assert all(map(torch.equal, *states))
 
 
 def test_selection_where_all_that_is_large_lies_together() -> None:

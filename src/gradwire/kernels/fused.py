@@ -198,6 +198,19 @@ def scatter_mean(values: Tensor, indices: Tensor, bounds: tuple[int, ...], n: in
     return over(out, world)
 
 
+@kernel
+def scatter_mean_(
+    out: Tensor, values: Tensor, indices: Tensor, bounds: tuple[int, ...], start: int, world: int
+) -> None:
+    """`scatter_mean` at the positions from ``start`` on, as many as ``out`` has, written there."""
+    out.zero_()
+    ends = torch.tensor([start, start + out.numel()], device=indices.device)
+    for begin, stop in pairwise(bounds):
+        first, last = (torch.searchsorted(indices[begin:stop].contiguous(), ends) + begin).tolist()
+        out.index_add_(0, indices[first:last] - start, values[first:last])
+    out.copy_(over(out, world))
+
+
 def _mean(parts: list[Tensor], debt: Tensor | None) -> Tensor:
     """Parts added in their order, over their number, and a debt on top of it."""
     total = torch.zeros_like(parts[0])

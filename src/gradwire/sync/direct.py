@@ -9,7 +9,6 @@ The law is that of `lowering`: nobody can tell, but for time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -87,7 +86,8 @@ def talk(lane: Lane, vector: Laid, memory: Memory, key: Key, world: int, broken:
     fused.settle_(held["residual"], masked, sent.indices, sent.values)
     payloads = yield Gather(payload, codec.size(lane.units) if codec.traits.fixed else None)
     entries = codec.entries(payloads, lane.units, [key.of(rank) for rank in range(world)])
-    _write_mean_(vector, runs, *entries)
+    for run in runs:
+        fused.scatter_mean_(run.flat, *entries, run.start, world)
     return Released(vector, held)
 
 
@@ -137,18 +137,3 @@ def _accumulate(lane: Lane, run: Run, held: dict[str, Tensor], key: Key) -> fuse
     found = fused.carry_topk_(run.flat, before, after, rule, run.lengths, counts, held.get(hint))
     held[hint] = found.edge
     return found
-
-
-def _write_mean_(vector: Laid, runs: Sequence[Run], values: Tensor, indices: Tensor, bounds: Sequence[int]) -> None:
-    """Entries of all ranks, each rank's rising, added in rank order, over the number of ranks."""
-    vector.zero_()
-    world = len(bounds) - 1
-    edges = torch.tensor([run.start for run in runs] + [runs[-1].start + runs[-1].flat.numel()])
-    cuts = [(torch.searchsorted(indices[a:b].contiguous(), edges) + a).tolist() for a, b in pairwise(bounds)]
-    for i, run in enumerate(runs):
-        mine = [slice(cut[i], cut[i + 1]) for cut in cuts]
-        places = [indices[one] - run.start for one in mine]
-        for place, one in zip(places, mine, strict=True):
-            run.flat.index_add_(0, place, values[one])
-        every = torch.cat(places)
-        run.flat[every] = run.flat[every] / world  # where ranks meet, they write the same

@@ -15,7 +15,7 @@ from gradwire.kernels.cpu.quantize import (
     ternary_encode,
 )
 from gradwire.kernels.cpu.rice import decode_blocks, encode_blocks
-from gradwire.kernels.cpu.scatter import scatter_mean
+from gradwire.kernels.cpu.scatter import scatter_mean, scatter_mean_
 from gradwire.kernels.cpu.select import accumulate_topk_, carry_topk_, settle_, topk
 from gradwire.kernels.cpu.signs import onebit_decode, onebit_encode, sign_decode, sign_encode
 
@@ -41,6 +41,7 @@ __all__ = [
     "qsgd_decode",
     "qsgd_encode",
     "scatter_mean",
+    "scatter_mean_",
     "settle_",
     "sign_decode",
     "sign_encode",

@@ -9,6 +9,7 @@ from gradwire.kernels.cpu.threads import serial
 from gradwire.kernels.cpu.vectors import first_set, from_edge, number_set, reserve
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
+SMALLEST = np.int32(1 << 23)  # normal magnitude: an edge below would let all zeros of a sparse gradient pass
 _SAMPLE = 1 << 14  # values that a guess is made of
 _STRIDE = 1 << 21  # the bits of a magnitude, less this: about 16 % below it
 _LINE = 16  # neighbors that come into the cache together
@@ -119,4 +120,4 @@ def _next_edge(candidates, k, edge, wanted):
     low = np.int64(kth(candidates, min(count, wanted)))
     if count < wanted:
         low -= min((edge - low) * (wanted - count) // max(count - k, 1) + 1, _STRIDE)
-    return np.int32(max(low, 0))
+    return np.int32(max(low, SMALLEST))

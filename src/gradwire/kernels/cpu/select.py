@@ -14,7 +14,7 @@ from numba import prange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwire.kernels.cpu.candidates import MAGNITUDE, choose, collect, guess
+from gradwire.kernels.cpu.candidates import MAGNITUDE, SMALLEST, choose, collect, guess
 from gradwire.kernels.cpu.feedback import accumulate_tile
 from gradwire.kernels.cpu.pieces import whole
 from gradwire.kernels.cpu.threads import compiled, in_turn, serial
@@ -204,10 +204,42 @@ def _thorough(x: NDArray[np.float32], k: int) -> _Search:
     """The choice in one segment, whatever it holds: two more passes over it."""
     work = _work((x.size,), (k,))
     at_least = _histogram(x, 8).sum(0)[::-1].cumsum()[::-1]
-    bin_ = int(np.nonzero(at_least >= work.wanted[0])[0][-1])
+    if at_least[SMALLEST >> _SHIFT] < k:
+        return _with_zeros(x, work)
+    wanted = min(work.wanted[0], at_least[SMALLEST >> _SHIFT])
+    bin_ = int(np.nonzero(at_least >= wanted)[0][-1])
     search = _Search(work, int(at_least[bin_]))
     search.look(x, np.full(1, bin_ << _SHIFT, dtype=np.int32))
     search.choose(x)
+    return search
+
+
+@serial
+def _pass(bits, small, indices, values):
+    """All but the small, and the first so many of those."""
+    at = 0
+    for j in range(bits.size):
+        size = bits[j] & MAGNITUDE
+        if size >= SMALLEST or (size == 0 and small > 0):
+            small -= np.int64(size == 0)
+            indices[at], values[at] = j, bits[j]
+            at += 1
+            if at == indices.size:
+                return
+
+
+def _with_zeros(x: NDArray[np.float32], work: Work) -> _Search:
+    """The choice where it must take zeros too: all others, and the first of those."""
+    bits, k = x.view(np.int32), int(work.ks[0])
+    size = bits & MAGNITUDE
+    others = int(np.count_nonzero(size))
+    search = _Search(work, 0)
+    if np.count_nonzero(size >= SMALLEST) < others:  # some are neither zero nor normal, which hardly ever happens
+        order = np.sort(np.argsort(-size.astype(np.int64), kind="stable")[:k])
+        search.indices[:], search.values[:] = order, bits[order]
+    else:
+        _pass(bits, k - others, search.indices, search.values)
+    search.edges[0] = SMALLEST
     return search
 
 
