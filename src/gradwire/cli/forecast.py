@@ -43,6 +43,6 @@ def forecast(
     for pick in (one for one in found if isinstance(one, Picked)):
         right = "" if pick.regret <= REGRET else ", too far"
         typer.echo(
-            f"{pick.model}, {pick.link}, {pick.world} ranks: advice takes {pick.choice}, best was {pick.best}, "
-            f"{pick.regret:+.0%}{right}"
+            f"{pick.model}, {pick.link}, {pick.world} ranks, {'by accuracy too' if pick.sound else 'by speed'}: "
+            f"advice takes {pick.choice}, best was {pick.best}, {pick.regret:+.0%}{right}"
         )

@@ -7,7 +7,7 @@ in hosts of their own, but on links that are no hindrance. The shaped links are 
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +22,7 @@ from gradwire.forecast.calibration import Calibration, load
 from gradwire.forecast.candidates import arguments
 from gradwire.forecast.cluster import Cluster
 from gradwire.forecast.costs import predict
+from gradwire.forecast.evidence import sound
 from gradwire.forecast.model import DENSE
 from gradwire.links.rates import LinkSpec
 from gradwire.network.hosts import Hosts
@@ -55,7 +56,11 @@ class Compared:
 
 @dataclass(frozen=True)
 class Picked:
-    """What advice would have taken in a field, and how that compares with the best that was measured."""
+    """What advice would have taken in a field, and how that compares with the best that was measured.
+
+    Attributes:
+        sound: Whether only ways were weighed that nothing speaks against, as `gradwire advise` does unless told which.
+    """
 
     model: str
     link: str
@@ -63,16 +68,10 @@ class Picked:
     choice: str
     best: str
     regret: float
+    sound: bool
 
     def told(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "link": self.link,
-            "world": self.world,
-            "choice": self.choice,
-            "best": self.best,
-            "regret": self.regret,
-        }
+        return asdict(self)
 
 
 def compare(rows: Iterable[Row], tell: Tell = lambda line: None) -> Iterator[Compared | Picked]:
@@ -124,15 +123,18 @@ def _predicted(rows: Sequence[Row], figures: Calibration, specs: Sequence[str]) 
 
 
 def _picked(rows: Sequence[Row], figures: Calibration, specs: Sequence[str], link: str) -> Iterator[Picked]:
-    measured = {row["method"]: row["step_ms"] for row in rows if row["method"] != SILENT}
-    weighed = [spec for spec in specs if spec in measured]
-    dense = {spec: cost for spec, cost in figures.costs.items() if spec in weighed or spec in measured}
-    if not any(spec in DENSE for spec in dense) or not weighed:
-        return
-    known = Calibration(
-        figures.model, figures.forward, figures.backward, dense, figures.cores, figures.software, figures.world
-    )
-    world = rows[0]["world"]
-    choice = advise(known, Cluster(world, LinkSpec.parse(link)), weighed).choice.spec
-    best = min(measured, key=lambda method: measured[method])
-    yield Picked(rows[0]["model"], link, world, choice, best, measured[choice] / measured[best] - 1)
+    """Of all that was measured, and of what may be taken without being asked for."""
+    measured = {row["method"]: row["step_ms"] for row in rows if row["method"] in (*DENSE, *specs)}
+    for careful in (False, True):
+        there = dict(measured)
+        if careful:
+            there = {way: ms for way, ms in measured.items() if way in DENSE or way in sound(specs)}
+        weighed = [way for way in there if way not in DENSE]
+        if len(weighed) == len(there) or not weighed:
+            return
+        known = replace(figures, costs={way: figures.costs[way] for way in there})
+        cluster = Cluster(rows[0]["world"], LinkSpec.parse(link))
+        choice = advise(known, cluster, weighed).choice.spec
+        best = min(there, key=lambda way: there[way])
+        regret = there[choice] / there[best] - 1
+        yield Picked(rows[0]["model"], link, cluster.workers, choice, best, regret, careful)

@@ -1,0 +1,25 @@
+"""What the turns of ranks say together."""
+
+from typing import Any
+
+import pytest
+
+from gradwire.bench.network.contestants import SILENT
+from gradwire.bench.network.turns import summarize
+
+
+def turn(method: str, number: int, *seconds: float) -> dict[str, Any]:
+    return {"method": method, "round": number, "seconds": list(seconds), "nic": 10.0 * number}
+
+
+def test_ranks_that_never_meet_are_timed_by_the_last_of_them() -> None:
+    """Two share a core: one runs ahead at full speed, and the other is alone at the end."""
+    ahead, behind = (0.1, 0.1, 0.1, 0.1), (0.3, 0.3, 0.1, 0.1)
+    turns = [turn(SILENT, number, *seconds) for number in (1, 2, 3) for seconds in (ahead, behind)]
+    assert summarize(turns)["step_ms"] == pytest.approx(200)
+
+
+def test_steps_that_wait_for_all_are_told_by_their_median() -> None:
+    turns = [turn("ddp-fp32", number, 0.2, 0.2, 0.2, 5.0) for number in (1, 2)]
+    row = summarize(turns)
+    assert row["step_ms"] == pytest.approx(200) and row["steps"] == 8 and row["nic"] == pytest.approx(15)
