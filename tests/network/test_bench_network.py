@@ -2,18 +2,22 @@
 
 import json
 import os
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from gradwire.bench.network import cells, contestants, standings
+from gradwire.bench.network import cells, contest, contestants, standings
 from gradwire.bench.network.cells import Field, Pace
 from gradwire.bench.network.contest import hold
 from gradwire.bench.network.likeness import EXCHANGES, compare
+from gradwire.cli import bench
 from gradwire.cli.main import app
 from gradwire.links.throttled import VARIABLE
+from gradwire.network.launch import Ended, Sink
 from gradwire.network.namespaces import lacking
 
 FIELD = Field("linear", "100mbit", 4, "hosts")
@@ -32,6 +36,7 @@ def told(*words: str) -> tuple[int, str]:
 def test_options_follow_the_spec() -> None:
     spec, options = contestants.parse("int8; exchange=two_way; bundle=none; launch_mb=50")
     assert spec == "int8" and options == {"exchange": "two_way", "bundle": None, "launch_mb": 50.0}
+    assert contestants.parse("int8; feedback=none")[1] == {"feedback": "none"}  # which is not the default
 
 
 def test_every_contestant_that_is_measured_by_default_exists() -> None:
@@ -47,6 +52,9 @@ def test_every_contestant_that_is_measured_by_default_exists() -> None:
         (("--method", "topkk(0.1)"), "topkk"),
         (("--link", "12parsec", "--method", "ddp-none"), "no unit of rate"),
         (("--link", "0bit", "--method", "ddp-none"), "impossible"),
+        (("--model", "lsmt", "--method", "ddp-none"), "there is no workload 'lsmt'"),
+        (("--model", "absent.py:make", "--method", "ddp-none"), "absent.py"),
+        (("--picture", "bench.jpg"), "a picture is a PNG or an SVG"),
     ],
 )
 def test_bad_input_gets_a_sentence(words: tuple[str, ...], sentence: str) -> None:
@@ -59,7 +67,28 @@ def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
     cells.append(path, row("ddp-fp32", 50.0))
     with path.open("a") as out:
         out.write('{"model": "li')  # an interrupted run
-    assert cells.missing(FIELD, ["ddp-fp32", "int8"], cells.read(path)) == ["int8"]
+    assert cells.missing(FIELD, ["ddp-fp32", "int8"], cells.read(path), Pace()) == ["int8"]
+
+
+def test_what_failed_is_done_again_if_that_may_help(tmp_path: Path) -> None:
+    path, methods = tmp_path / "rows.jsonl", ["ddp-fp32", "ddp-bf16", "int8"]
+    hasty = Pace(timeout=60)
+    for method, why in (("ddp-fp32", "timeout: no end"), ("ddp-bf16", "refused: it does"), ("int8", "died: so")):
+        cells.append(path, {**cells.described(FIELD, method, hasty), "failed": why})
+    rows = cells.read(path)
+    assert cells.missing(FIELD, methods, rows, hasty) == []
+    assert cells.missing(FIELD, methods, rows, Pace(timeout=61)) == ["ddp-fp32"]
+    assert cells.missing(FIELD, methods, rows, hasty, retry=True) == methods
+    cells.append(path, row("ddp-fp32", 50.0))
+    again = cells.read(path)
+    assert len(again) == 3 and cells.missing(FIELD, methods, again, Pace(timeout=61)) == []
+
+
+def test_plain_ddp_gets_the_time_that_a_thin_link_takes() -> None:
+    thin, nbytes = Field("lstm", "10mbit", 4, "hosts"), 79_000_000
+    # 118 MB of a ring at 10 mbit, with headers: 111 s a step were measured, and a turn has four at least.
+    assert 4 * 111 < cells.patient(Pace(), thin, nbytes).timeout < 10 * 111
+    assert cells.patient(Pace(), Field("lstm", "1gbit", 4, "hosts"), nbytes) == Pace()
 
 
 def test_speed_ups_are_over_the_better_dense_way() -> None:
@@ -89,6 +118,25 @@ def test_ranks_on_a_pretended_link_make_rows(monkeypatch: pytest.MonkeyPatch) ->
     assert dense["step_ms"] > 170 and dense["silent_ms"] < dense["step_ms"]
     assert ours["reported"] == pytest.approx(dense["reported"] / 2, rel=0.01)
     assert VARIABLE not in os.environ
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    for command in ("network", "kernels"):
+        done = CliRunner().invoke(app, ["bench", command, "--picture", "bench.png"])
+        assert done.exit_code == 2 and "pip install 'gradwire[report]'" in done.output
+
+
+def test_ranks_that_cannot_begin_are_nobodys_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when they do not find each other: an error at once, and no row that says that a method died."""
+
+    def run(argv: Sequence[str], sink: Sink) -> Ended:
+        sink(0, "OSError: the harbor is closed")
+        return Ended((1,), "rank 0 ended with exit code 1.", 1)
+
+    monkeypatch.setattr(contest, "_ranks", lambda field: nullcontext(run))
+    with pytest.raises(contest.Unbegun, match=r"ended before the first turn: rank 0 ended .*the harbor is closed"):
+        list(contest.hold(FIELD, ["ddp-fp32", "int8"], Pace(rounds=1)))
 
 
 def test_rows_are_shown_as_json(tmp_path: Path) -> None:

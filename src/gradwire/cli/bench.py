@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +16,10 @@ from gradwire.links.rates import LinkSpec
 from gradwire.network.namespaces import Refused, lacking
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
     from gradwire.bench.network.cells import Field, Where
     from gradwire.bench.network.contest import Tell
     from gradwire.bench.network.standings import Standing
@@ -42,6 +48,7 @@ def kernels(
     """Time every kernel against the memory it must touch, and against its definition in plain torch."""
     from gradwire.bench import kernels as bench_kernels
 
+    _check_picture(picture, "kernels")
     sizes: list[int | tuple[int, ...]] = list(size or [25_600_000])
     sizes += [bench_kernels.resnet50()] if resnet50 else []
     table = Table(title=f"kernels on {device}: the floor is a copy of as many bytes, in the same run")
@@ -60,6 +67,18 @@ def kernels(
         roofline.picture(rows, picture)
     if not as_json:
         Console().print(table)
+
+
+def _check_picture(path: Path | None, command: str) -> None:
+    """Say what drawing needs before hours of measuring, not after."""
+    wrong = ""
+    if path is not None and not all(map(find_spec, ("altair", "vl_convert"))):
+        wrong = "a picture needs two more packages; pip install 'gradwire[report]'"
+    elif path is not None and path.suffix not in (".png", ".svg"):
+        wrong = f"a picture is a PNG or an SVG, and {path} is none; name it {path.stem or 'picture'}.png"
+    if wrong:
+        typer.echo(f"gradwire bench {command}: {wrong}", err=True)
+        raise typer.Exit(2)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -162,8 +181,12 @@ def network(
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each method, interleaved.")] = 3,
     steps: Annotated[int, typer.Option(min=2, help="Of one turn.")] = 12,
     turn: Annotated[float, typer.Option(help="Seconds that a turn should not exceed; it has two steps at least.")] = 20,
-    timeout: Annotated[float, typer.Option(help="Seconds of a turn after which a method is given up.")] = 300,
+    timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds of a turn after which a method is given up; else 300, or what plain DDP may need."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="JSONL to append to; what it holds is not measured again.")] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="But what failed is.")] = False,
     throttled: Annotated[
         bool, typer.Option("--throttled", help="On a link that pretends, also where hosts could be made.")
     ] = False,
@@ -173,28 +196,36 @@ def network(
 ) -> None:
     """Time the same training step over shaped links, by torch's methods and ours.
 
-    As root, every rank is a host of its own, in a network namespace; otherwise, ranks share a link that pretends.
+    As root, every rank is a host of its own, in a network namespace; otherwise, ranks share a link that pretends. What
+    timed out in an earlier run is measured again with a longer --timeout.
     """
     from gradwire.bench.network import cells, contest, contestants, standings
 
+    _check_picture(picture, "network")
     methods = method or list(contestants.ALL)
-    pace = cells.Pace(rounds, steps, turn_seconds=turn, timeout=timeout)
+    usual = cells.Pace(rounds, steps, turn_seconds=turn)
     where = _where(throttled)
     rows = cells.read(out)
     try:
         for name in methods:
             contestants.check(name)
         named = [str(LinkSpec.parse(text)) for text in link or ("unshaped", "1gbit", "100mbit", "10mbit")]
-        chosen = list(cells.fields(model or ["lstm"], named, workers or [2, 4, 8], where))
+        weights = _weights(model or ["lstm"])
+        chosen = list(cells.fields(list(weights), named, workers or [2, 4, 8], where))
         for field in chosen:
-            for row in contest.hold(field, cells.missing(field, methods, rows), pace, _tell(field)):
+            derived = cells.patient(usual, field, weights[field.model])
+            pace = derived if timeout is None else replace(usual, timeout=timeout)
+            for row in contest.hold(field, cells.missing(field, methods, rows, pace, retry), pace, _tell(field)):
                 cells.append(out, row)
                 rows.append(row)
-    except (ValueError, Refused) as wrong:
+    except (ValueError, TypeError, Refused) as wrong:
         typer.echo(f"gradwire bench network: {wrong}", err=True)
         raise typer.Exit(2) from None
+    except contest.Unbegun as wrong:
+        typer.echo(f"gradwire bench network: {wrong}", err=True)
+        raise typer.Exit(1) from None
     wanted = {field.key(name) for field in chosen for name in methods}
-    found = standings.standings([row for row in rows if cells.key_of(row) in wanted])
+    found = standings.standings([row for row in cells.latest(rows) if cells.key_of(row) in wanted])
     if picture:
         standings.picture(found, picture)
     if as_json:
@@ -205,6 +236,17 @@ def network(
         typer.echo(standings.markdown(found))
         return
     _show(found)
+
+
+def _weights(models: list[str]) -> dict[str, int]:
+    """Bytes of each workload's gradients. What is wrong with one is said here, and not by every rank."""
+    from gradwire.bench.network import workloads
+
+    return {name: _nbytes(workloads.load(name).model.parameters()) for name in models}
+
+
+def _nbytes(parameters: "Iterable[Tensor]") -> int:
+    return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
 
 
 def _where(throttled: bool) -> "Where":

@@ -2,10 +2,15 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
+
+from gradwire.links.alphabeta import seconds
+from gradwire.links.rates import LinkSpec
+
+_FEWEST_STEPS, _SPARE = 4, 1.5  # of a turn; and for what a step is besides its wire
 
 Where = Literal["hosts", "throttled"]
 Row = dict[str, Any]
@@ -57,7 +62,7 @@ def fields(models: Sequence[str], links: Sequence[str], worlds: Sequence[int], w
 
 
 def read(path: Path | None) -> list[Row]:
-    """Rows of an earlier run; a last line that was cut short is none."""
+    """Rows of earlier runs, of each cell the last; a last line that was cut short is none."""
     if path is None or not path.exists():
         return []
     rows = []
@@ -66,7 +71,12 @@ def read(path: Path | None) -> list[Row]:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
             continue
-    return rows
+    return latest(rows)
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """Without those that were measured again later."""
+    return list({key_of(row): row for row in rows}.values())
 
 
 def append(path: Path | None, row: Row) -> None:
@@ -80,10 +90,30 @@ def key_of(row: Row) -> tuple[Any, ...]:
     return (row["model"], row["link"], row["world"], row["where"], row["method"])
 
 
-def missing(field: Field, methods: Iterable[str], rows: Iterable[Row]) -> list[str]:
-    """Methods without a row in this field."""
-    done = {key_of(row) for row in rows}
+def missing(field: Field, methods: Iterable[str], rows: Iterable[Row], pace: Pace, retry: bool = False) -> list[str]:
+    """Methods without a row in this field, or whose row tells only of a failure that need not happen again.
+
+    Args:
+        field: Where.
+        methods: All that are wanted.
+        rows: What there is, of each cell the last.
+        pace: With more patience than before, what timed out is tried again.
+        retry: Try everything again that failed.
+    """
+    done = {key_of(row) for row in rows if not _again(row, pace, retry)}
     return [method for method in methods if field.key(method) not in done]
+
+
+def _again(row: Row, pace: Pace, retry: bool) -> bool:
+    if "failed" not in row:
+        return False
+    return retry or (row["failed"].startswith("timeout") and pace.timeout > row["pace"]["timeout"])
+
+
+def patient(pace: Pace, field: Field, nbytes: int) -> Pace:
+    """A pace at which plain DDP's gradients of so many bytes get through a turn: two steps to begin with, and two."""
+    step = seconds("all_reduce", nbytes, field.world, LinkSpec.parse(field.link))
+    return replace(pace, timeout=max(pace.timeout, _SPARE * _FEWEST_STEPS * step))
 
 
 def described(field: Field, method: str, pace: Pace) -> Row:

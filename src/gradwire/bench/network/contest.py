@@ -21,6 +21,10 @@ Run = Callable[[Sequence[str], Sink], Ended]
 Tell = Callable[[str], object]
 
 
+class Unbegun(RuntimeError):
+    """No rank came as far as the first turn; the sentence says what they said instead."""
+
+
 class Log:
     """What the ranks of one run have said."""
 
@@ -49,7 +53,11 @@ class Log:
 
 
 def hold(field: Field, methods: Sequence[str], pace: Pace, tell: Tell = lambda line: None) -> Iterator[Row]:
-    """Measure methods side by side; a row for each, also for one that refused, died or took too long."""
+    """Measure methods side by side; a row for each, also for one that refused, died or took too long.
+
+    Raises:
+        Unbegun: The ranks ended before any method had its turn, so that no method is to blame.
+    """
     waiting = list(methods)
     while waiting:
         order = [SILENT, *(method for method in waiting if method != SILENT)]
@@ -59,7 +67,10 @@ def hold(field: Field, methods: Sequence[str], pace: Pace, tell: Tell = lambda l
             ended = run(_command(field, order, pace), log.hear)
             load = {"load_before": before, "load_after": os.getloadavg()[0]}
         if ended.code and not log.given_up:
-            log.given_up[log.now or order[-1]] = f"died: {ended.why} {' '.join(log.words[-3:])}"[:500]
+            last = f"{ended.why} {' '.join(log.words[-3:])}"[:500]
+            if not log.now:
+                raise Unbegun(f"the ranks ended before the first turn: {last}")
+            log.given_up[log.now] = f"died: {last}"
         whole = pace.rounds * field.world
         silent = log.turns.get(SILENT)
         for method in list(waiting):
