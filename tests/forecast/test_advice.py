@@ -4,12 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from gradwire.forecast.advice import ERROR, LOSS, advise, break_even, corners
+from gradwire.forecast.advice import ERROR, LOSS, advise, corners
+from gradwire.forecast.break_even import break_even
 from gradwire.forecast.calibration import Calibration, Cost, load, save
 from gradwire.forecast.candidates import CANDIDATES, arguments, automatic
 from gradwire.forecast.cluster import Cluster
-from gradwire.forecast.costs import predict, predict_across
+from gradwire.forecast.costs import LAUNCHES, predict, predict_across
 from gradwire.forecast.model import Model
 from gradwire.forecast.software import Software
 from gradwire.links.rates import LinkSpec
@@ -56,14 +58,17 @@ def test_what_might_lose_is_only_tempting() -> None:
     """Where dense all but hides behind the backward pass, a way that looks a little faster is not taken."""
     costs = {"ddp-fp32": Cost(0.0, 0.0), "ddp-bf16": Cost(0.004, 0.004), "sign": Cost(0.08, 0.10)}
     figures = replace(FIGURES, costs=costs)
-    rate = break_even(figures, place("1gbit"), "sign")
-    assert rate is not None
+    span = break_even(figures, place("1gbit"), "sign")
+    assert span is not None
     near = next(
-        there for there in (Cluster(4, LinkSpec(rate * 0.995**i)) for i in range(99)) if gain(figures, there) > 1.04
+        there
+        for there in (Cluster(4, LinkSpec(span.high * 0.995**i)) for i in range(99))
+        if gain(figures, there) > 1.04
     )
     found = advise(figures, near)
     assert not found.compresses
     assert found.tempting is not None and found.tempting.spec == "sign"
+    assert found.trial == found.dense, "a few percent are not worth a trial"
     assert advise(figures, near, error=0.0).choice.spec == "sign"
 
 
@@ -93,14 +98,45 @@ def test_of_equals_the_one_that_loses_least() -> None:
 def test_break_even_is_where_both_take_as_long() -> None:
     cluster = place("100mbit")
     for spec in ("sign", "topk(0.01) | sign"):
-        rate = break_even(FIGURES, cluster, spec)
-        assert rate is not None
+        span = break_even(FIGURES, cluster, spec)
+        assert span is not None and span.low == 1e3
         for factor, pays in ((0.95, True), (1.05, False)):
-            there = replace(cluster, link=LinkSpec(factor * rate))
+            there = replace(cluster, link=LinkSpec(factor * span.high))
             dense = min(predict(FIGURES, each, there).seconds for each in ("ddp-fp32", "ddp-bf16"))
             assert (predict(FIGURES, spec, there).seconds < dense) is pays
     never = replace(FIGURES, costs={**COSTS, "sign": Cost(1e9, 1e9)})
     assert break_even(never, cluster, "sign") is None
+
+
+def test_few_hops_may_pay_on_fast_links_alone() -> None:
+    """A gather to very many is long, but has half of the hops of a sum: it pays where only the delay counts."""
+    far, many = (
+        place("10gbit,20ms", 512),
+        replace(FIGURES, costs={"ddp-fp32": Cost(0.0, 0.0), "topk(0.01)": Cost(0, 0)}),
+    )
+    span = break_even(many, far, "topk(0.01)")
+    assert span is not None and span.high == 1e13 and 1e6 < span.low < 10e9
+    for factor, pays in ((1.05, True), (0.95, False)):
+        there = replace(far, link=replace(far.link, rate_bits=factor * span.low))
+        assert (predict(many, "topk(0.01)", there).seconds < predict(many, "ddp-fp32", there).seconds) is pays
+
+
+def test_gradients_of_two_bytes_are_half_as_long() -> None:
+    short = replace(FIGURES, model=replace(MODEL, dtype="bfloat16"))
+    whole, half = (predict(figures, "ddp-fp32", place("100mbit")) for figures in (FIGURES, short))
+    assert half.sent == whole.sent / 2 and half.seconds < 0.6 * whole.seconds
+    assert predict(short, "ddp-bf16", place("100mbit")).sent == half.sent, "a hook has nothing to shorten"
+    assert {way.spec for way in advise(short, place("100mbit")).ways} == set(COSTS) - {"ddp-bf16"}
+    assert predict(short, "sign", place("100mbit")).sent == predict(FIGURES, "sign", place("100mbit")).sent
+    parameters = {"big": torch.zeros(9, dtype=torch.bfloat16), "small": torch.zeros(3)}
+    assert Model.of(parameters).dtype == "bfloat16" and Model.of(parameters).called("ddp-fp32") == "ddp-bf16"
+
+
+def test_one_size_of_launches_is_no_choice() -> None:
+    """`auto` cannot change the size, so it must not hope for another one."""
+    starts = replace(FIGURES, costs={**COSTS, "sign": Cost(0.02, 0.03, start=0.2)})
+    free, bound = predict(starts, "sign", place("1gbit")), predict(starts, "sign", place("1gbit"), True, (LAUNCHES[0],))
+    assert free.launch_bytes == LAUNCHES[1] and bound.launch_bytes == LAUNCHES[0] and bound.seconds > free.seconds
 
 
 def test_bytes_of_a_gather_grow_with_the_world_and_of_sums_do_not() -> None:
@@ -129,8 +165,10 @@ def test_software_counts_where_no_link_hinders() -> None:
 
 def test_calibrations_are_kept_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
-    save(replace(FIGURES, software=Software({"all_gather": 0.5}, {}, 4), note="by hand"), path)
+    short = replace(MODEL, dtype="float16")
+    save(replace(FIGURES, software=Software({"all_gather": 0.5}, {}, 4), note="by hand", model=short), path)
     read = load(path)
+    assert read.model.dtype == "float16"
     assert (read.forward, read.costs, read.software.latency, read.note) == (0.1, COSTS, {"all_gather": 0.5}, "by hand")
     assert predict(read, "sign", place("1gbit")) == predict(
         replace(FIGURES, software=read.software), "sign", place("1gbit")
@@ -150,6 +188,13 @@ def test_refusals_are_sentences() -> None:
         place("1gbit", 0)
     with pytest.raises(ValueError, match="'int2' was not calibrated; measured are ddp-fp32"):
         predict(FIGURES, "int2", place("1gbit"))
+    with pytest.raises(ValueError, match=r"none of int2, onebit was calibrated; measured are ddp-fp32"):
+        advise(FIGURES, place("1gbit"), ("int2", "onebit"))
+    for link in ("1gbit,20ms,5ms", "1gbit,1%"):
+        with pytest.raises(ValueError, match="has jitter or loss too; leave them out"):
+            place(link)
+    with pytest.raises(ValueError, match="no forecast knows gradients in int8"):
+        replace(MODEL, dtype="int8")
     with pytest.raises(ValueError, match="cannot read the option 'depth=3'"):
         arguments("int4; depth=3")
 

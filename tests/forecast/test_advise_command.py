@@ -1,11 +1,16 @@
 """The adviser as people meet it: a table, a verdict, JSON, and sentences for what cannot be."""
 
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
+import gradwire
 from gradwire.bench.network import calibrate, workloads
 from gradwire.cli.advise import recipe_workload
 from gradwire.cli.main import app
@@ -74,6 +79,59 @@ def test_figures_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.
         before = list(asked)
 
 
+def test_what_is_asked_for_by_name_is_told_as_it_is(figures: str) -> None:
+    where = ("--workers", "4", "--link", "100mbit,5ms", "--calibration", figures)
+    assert "not taken: lost accuracy: -2.57" in told(*where)[1]
+    named = told(*where, "--specs", "topk(0.001) | sign")[1]
+    assert "Accuracy: lost accuracy: -2.57" in named and "not taken" not in named
+
+
+def test_what_to_write_is_what_compress_takes(tmp_path: Path) -> None:
+    spec = "int4; exchange=two_way; bundle=none"
+    save(replace(FIGURES, costs={"ddp-fp32": Cost(0.0, 0.0), spec: Cost(0.01, 0.01)}), tmp_path / "figures.json")
+    said = told("--link", "100mbit", "--calibration", str(tmp_path / "figures.json"), "--specs", spec)[1]
+    written = next(line for line in said.splitlines() if line.startswith("wire = "))
+    assert written == 'wire = gradwire.compress(model, "int4", exchange="two_way", bundle=None)'
+    assert isinstance(
+        eval(written.removeprefix("wire = "), {"gradwire": gradwire, "model": nn.Linear(2, 2)}), gradwire.Wire
+    )
+
+
+def test_gradients_of_two_bytes(figures: str) -> None:
+    where = ("--workers", "4", "--link", "100mbit", "--calibration", figures, "--json")
+    whole, half = (json.loads(told(*where, *more)[1]) for more in ((), ("--dtype", "bfloat16")))
+    assert (whole["dtype"], half["dtype"]) == ("float32", "bfloat16")
+    dense = [{way["spec"]: way for way in one["ways"]} for one in (whole, half)]
+    assert "ddp-fp32" not in dense[1] and dense[1]["ddp-bf16"]["sent"] == dense[0]["ddp-bf16"]["sent"]
+
+
+def test_started_by_torchrun_it_counts_the_ranks(figures: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def among(rank: int, world: int, beside: int) -> tuple[str, ...]:
+        ranks = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": beside}
+        for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29999}.items():
+            monkeypatch.setenv(name, str(value))
+        return "--link", "1gbit", "--calibration", figures, "--json"
+
+    found = json.loads(told(*among(0, 16, 8))[1])
+    assert (found["workers"], found["per_host"]) == (16, 8)
+    found = json.loads(told(*among(0, 8, 8))[1])
+    assert (found["workers"], found["per_host"]) == (8, 1), "on one host, all exchange with all"
+    assert told(*among(1, 16, 8)) == (0, ""), "rank 0 speaks for all"
+    code, said = told(*among(0, 16, 8), "--workers", "4")
+    assert code == 2 and "there are 16 ranks, and 4 workers are asked about" in said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_never_come_are_told_in_a_sentence(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**ranks, "MASTER_PORT": 29871, "GLOO_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, str(value))
+    began = time.monotonic()
+    code, said = told("--patience", "0.5")
+    assert code == 2 and "the link probe did not hear from all ranks within 0.5 s; start all of them" in said
+    assert time.monotonic() - began < 4
+
+
 def test_it_says_when_not_to(figures: str) -> None:
     code, said = told("--workers", "4", "--link", "100gbit", "--calibration", figures)
     assert code == 0 and "Stay with fp32 DDP" in said and "pays on links below" in said
@@ -106,6 +164,10 @@ def test_refusals_are_sentences(figures: str) -> None:
         (["nothing", "--link", "1gbit"], "no recipe called 'nothing'"),
         (["digits", "--model", "lstm", "--link", "1gbit"], "not both"),
         (["--link", "1gbit", "--calibration", figures + "x"], "there is no calibration"),
+        (["--link", "1gbit", "--calibration", figures, "--specs", "int8"], "'int8' was not calibrated; measured are"),
+        (["--link", "1gbit", "--calibration", figures, "--specs", "int4, int8"], "'int8' was not calibrated"),
+        (["--link", "1gbit,20ms,5ms", "--calibration", figures], "has jitter or loss too"),
+        (["--link", "1gbit", "--calibration", figures, "--dtype", "int8"], "no forecast knows gradients in int8"),
     ):
         code, said = told(*options)
         assert code == 2 and words in said, said
@@ -117,6 +179,30 @@ def test_a_changed_file_is_another_workload(tmp_path: Path) -> None:
     first = workloads.source(f"{mine}:make")
     mine.write_text("def make():\n    return 2\n")
     assert first != workloads.source(f"{mine}:make") and workloads.source("lstm") == ""
+
+
+def test_what_is_not_on_the_cpu_is_not_measured() -> None:
+    with torch.device("meta"):
+        elsewhere = workloads.Workload(nn.Linear(2, 2), lambda run: torch.zeros(()))
+    with pytest.raises(ValueError, match="weight is on meta, and only processors are measured here"):
+        calibrate.check(elsewhere)
+
+
+def test_a_calibration_is_measured() -> None:
+    """In two processes, of a model in bfloat16: figures for every way, and hardly any time spent."""
+    job = calibrate.Job(halves, ("int8", "topk(0.1)"), 2, seconds=0.0)
+    found = calibrate.calibrate(job, 2)
+    assert set(found.costs) == {"ddp-fp32", "ddp-bf16", "ddp-fp16", "int8", "topk(0.1)"}
+    assert found.forward > 0 and found.backward > 0 and all(found.costs[s].encode > 0 for s in job.specs)
+    assert found.model.dtype == "bfloat16" and found.model.elements == 4 * 64 * 64
+    assert sorted(found.model.arrival) == [f"{i}.weight" for i in range(4)] and found.software.latency["all_reduce"] > 0
+    assert "CPU" in found.note and "2 at a time" in found.note
+
+
+def halves() -> workloads.Workload:
+    model, _ = workloads.linear(64)
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
+    return workloads.Workload(model.to(torch.bfloat16), lambda run: run(x).square().mean())
 
 
 def test_a_recipe_is_a_workload() -> None:

@@ -4,14 +4,45 @@ import os
 import time
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 
 from gradwire.forecast.probe import found, probe
 from gradwire.forecast.software import measure
+from gradwire.links.alphabeta import seconds
+from gradwire.links.collectives import AllGather, Collective
+from gradwire.links.link import Link
 from gradwire.links.rates import LinkSpec
 from gradwire.links.throttled import ThrottledLink
 from gradwire.links.torch import connect
 from workers import run_ranks
+
+
+class Exact(Link):
+    """A link on which everything takes just as long as the table says, on a clock of its own."""
+
+    def __init__(self, world: int, spec: str) -> None:
+        super().__init__()
+        self.rank, self.world, self.device = 0, world, torch.device("cpu")
+        self.spec, self.now = LinkSpec.parse(spec), 0.0
+
+    def move(self, collective: Collective) -> Tensor:
+        x = collective.tensor
+        kind = "all_gather" if isinstance(collective, AllGather) else "all_reduce"
+        self.now += seconds(kind, x.numel() * x.element_size(), self.world, self.spec)
+        return x
+
+
+@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize("text", ["20mbit,5ms", "100mbit", "10gbit,50us", "1gbit,20ms"])
+def test_a_link_as_in_the_table_is_found(world: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers, hops and announcements are in the table, so they must not be counted again."""
+    link = Exact(world, text)
+    monkeypatch.setattr("time.perf_counter", lambda: link.now)
+    rate, delay = found(link).rate_bits, found(link).delay_seconds
+    assert rate == pytest.approx(link.spec.rate_bits, rel=0.03)
+    assert delay == pytest.approx(link.spec.delay_seconds, rel=0.01, abs=2e-6)
 
 
 def probed(rank: int, world: int) -> tuple[LinkSpec, LinkSpec]:
@@ -24,7 +55,7 @@ def test_a_pretended_link_is_found_out() -> None:
     (one, fast), (two, same) = run_ranks(probed, 2)
     assert one == two and fast == same
     assert one.rate_bits is not None and fast.rate_bits is not None
-    assert 14e6 < one.rate_bits < 24e6 and 0.004 < one.delay_seconds < 0.015
+    assert 17e6 < one.rate_bits < 22e6 and 0.004 < one.delay_seconds < 0.008
     assert fast.rate_bits > 5 * one.rate_bits
 
 

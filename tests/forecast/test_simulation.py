@@ -8,12 +8,26 @@ import pytest
 from typer.testing import CliRunner
 
 from gradwire.cli.main import app
+from gradwire.cli.simulate import _several
 from gradwire.cli.subjects import subjects
 from gradwire.forecast import h200
+from gradwire.forecast.calibration import Calibration, Cost, save
 from gradwire.forecast.candidates import CANDIDATES
 from gradwire.forecast.costs import predict
-from gradwire.forecast.simulation import Cell, Verdict, best_possible, grid, inverted, judge
+from gradwire.forecast.simulation import (
+    CHOOSABLE,
+    GOSSIPED,
+    NEIGHBORS,
+    Cell,
+    Subject,
+    Verdict,
+    best_possible,
+    grid,
+    inverted,
+    judge,
+)
 from gradwire.forecast.stragglers import Stragglers
+from gradwire.links.alphabeta import seconds
 
 # A step of 3 ms on a link of 400 gbit: whether compressing pays hangs on fractions of a millisecond, and a decision
 # that can never lose must sometimes pass. Among two hosts, nothing would gain so much there.
@@ -53,6 +67,43 @@ def test_auto_never_loses_and_gains_where_there_is_much_to_gain() -> None:
 def test_the_same_with_other_errors_and_hierarchically(seed: int) -> None:
     check(decided(list(grid(subjects())), seed))
     check(decided(list(grid(subjects(), workers=(16, 64, 512, 4096), per_host=8)), seed))
+
+
+def test_neighbors_pay_for_what_they_tell() -> None:
+    """Gossip is compute, coding and wire, each of them."""
+    for cell in grid([subjects()[0]], [8], ["100mbit,5ms", "400gbit,5us"]):
+        row, coding = judge(cell), h200.cost(cell.subject.model, GOSSIPED, NEIGHBORS + 1)
+        nbytes = NEIGHBORS * cell.subject.model.elements / 8  # a sign is a bit
+        wire = seconds("swap", nbytes, NEIGHBORS + 1, cell.cluster.link)
+        assert coding.start > 0 and coding.encode > 0 and coding.decode > 0
+        whole = row["compute_seconds"] + coding.start + coding.encode + coding.decode + wire
+        assert row["gossip_seconds"] == pytest.approx(whole, rel=0.01)
+
+
+def test_a_row_tells_of_every_way() -> None:
+    (cell,) = grid([subjects()[0]], [64], ["1gbit,500us"])
+    row = judge(cell)
+    assert set(row["ways"]) == {"ddp-fp32", "ddp-bf16", *CHOOSABLE}
+    assert row["ways"][row["choice"]] == pytest.approx(row["seconds"], rel=1e-4)
+    assert row["ways"][row["fastest_compressed"]] == min(row["ways"][spec] for spec in CHOOSABLE)
+
+
+def test_what_was_measured_by_other_specs_is_weighed(tmp_path: Path) -> None:
+    """A calibration of one spec is simulated with that alone; one of none that may be chosen is refused."""
+    model, dense = subjects()[0].model, {"ddp-fp32": Cost(0.0, 0.0), "ddp-bf16": Cost(0.0, 0.0)}
+    one, none = (Calibration(model, 0.1, 0.2, {**dense, spec: Cost(0.01, 0.01)}) for spec in ("int4", "onebit"))
+    (cell,) = grid([Subject("mine", "as measured", model, 0.3, measured=one)], [8], ["1gbit"])
+    row = judge(cell)
+    assert set(row["ways"]) == {*dense, "int4"} and row["gossip_seconds"] is None
+    save(none, tmp_path / "figures.json")
+    done = CliRunner().invoke(app, ["simulate", "--calibration", str(tmp_path / "figures.json")])
+    assert done.exit_code == 2 and "none of int8, int4" in done.output and "measured are ddp-fp32" in done.output
+
+
+def test_hierarchical_grids_have_hosts_to_talk_to(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _several([8, 16, 64], 8) == [16, 64], "each number once"
+    assert "8 workers are not two hosts of 8; the hierarchical grid begins at 16" in capsys.readouterr().err
+    assert _several([16, 64], 8) == [16, 64] and not capsys.readouterr().err
 
 
 def test_more_workers_make_gathers_lose() -> None:
@@ -113,6 +164,7 @@ def test_refusals_are_sentences(tmp_path: Path) -> None:
         (["--algorithm", "star"], "take ring, tree or best"),
         (["--calibration", str(tmp_path / "none.json")], "there is no calibration"),
         (["--jitter", "2"], "cannot be; give shares"),
+        (["--link", "1gbit,5ms,1ms"], "has jitter or loss too"),
     ):
         done = CliRunner().invoke(app, ["simulate", *options, "-o", str(tmp_path / "x.html")])
         assert done.exit_code == 2 and words in done.output, done.output

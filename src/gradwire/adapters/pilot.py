@@ -11,7 +11,8 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -20,32 +21,34 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.ddp import Courier, attach
-from gradwire.adapters.wire import Wire
+from gradwire.adapters.wire import Wire, describe
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
-from gradwire.forecast.advice import Predict, advise
+from gradwire.forecast.advice import ENOUGH, Predict, advise
 from gradwire.forecast.calibration import Calibration, Cost
 from gradwire.forecast.candidates import automatic
-from gradwire.forecast.cluster import Cluster
+from gradwire.forecast.cluster import Cluster, steady
 from gradwire.forecast.costs import predict, predict_across
 from gradwire.forecast.evidence import sound
 from gradwire.forecast.model import DENSE, Model
-from gradwire.forecast.probe import clipped, delay_of
+from gradwire.forecast.probe import delay_of, fitting
 from gradwire.forecast.rehearsal import rehearse
+from gradwire.links.alphabeta import seconds as collective_seconds
 from gradwire.links.collectives import AllReduce
 from gradwire.links.grouping import seated
+from gradwire.links.hierarchical import HierarchicalLink
 from gradwire.links.link import Link
 from gradwire.links.rates import LinkSpec
 from gradwire.links.throttled import ThrottledLink
+from gradwire.sync import memory
 from gradwire.sync.method import Spec
+from gradwire.sync.plan import default_rules
 from gradwire.sync.session import Grads, Verdict
 
 AUTO = "auto"
 WARMUP = 3  # steps that do not count: DDP rebuilds its buckets, kernels compile
 MEASURED = 5  # steps whose median counts
 REHEARSED = 4  # candidates at most that are worth a pause
-GAIN = 0.98  # of the dense step: what a way must be below, predicted and on trial
-TRY = 1.1  # a predicted gain that is worth a trial, though it is not sure
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,9 @@ class AutoWire(Wire):
         described: LinkSpec | None,
         **options: Any,
     ) -> None:
+        self._ddp, self._described = ddp, described
         super().__init__(parameters, link, "fp32", hooked=ddp is not None, **options)
         self.decisions: list[Decision] = []
-        self._ddp, self._described = ddp, described
         self._courier: Courier | None = None
         self._chosen = "fp32"
         self._halves = False
@@ -103,7 +106,7 @@ class AutoWire(Wire):
         if self.link.world < 2:
             self._conclude("fp32", "there is nobody to talk to")
         elif self._ddp is not None:
-            if isinstance(self.link, ThrottledLink):  # DDP's own all-reduces would not notice how thin it is
+            if self._pretends:  # DDP's own all-reduces would not notice how thin it is
                 self._courier = attach(self, self._ddp)
             self._ddp._set_ddp_runtime_logging_sample_rate(1)
             ahead = torch.compiler.disable(self._ahead) if "torch._dynamo" in sys.modules else self._ahead
@@ -178,22 +181,22 @@ class AutoWire(Wire):
     def _weigh(self, seen: Seen) -> None:
         """After the dense steps: is there anything that pays?"""
         self._dense_seconds = seen.period
-        model = Model({name: tuple(p.shape) for name, p in self.parameters.items()})
+        model = Model.of(self.parameters)
         forward = max(0.0, seen.period - seen.backward - seen.exposed)
         cluster = self._cluster(model, seen)
         free = {spec: Cost(0.0, 0.0) for spec in (*DENSE[:2], *sound(automatic()))}
         calibration = Calibration(model, forward, seen.backward, free, self._cores(), world=self._parties)
-        self._halves = seen.exposed > 2 * (1 - GAIN) * seen.period
+        self._halves = seen.exposed > 2 * (1 - ENOUGH) * seen.period and len(model.dense) > 1
         promising = self._promising(calibration, cluster, seen)
         if not promising:
             self._halve(f"no way to compress would beat {_ms(seen.period)} a step, even if it cost nothing")
             return
         costs = {**{spec: free[spec] for spec in DENSE[:2]}, **self._rehearsed(model, promising)}
-        self._choose(Calibration(model, forward, seen.backward, costs, self._cores(), world=self._parties), cluster)
+        self._choose(replace(calibration, costs=costs), cluster)
 
     def _promising(self, calibration: Calibration, cluster: Cluster, seen: Seen) -> list[str]:
         ways = [self._predict(calibration, spec, cluster) for spec in sound(automatic())]
-        fast = sorted((way for way in ways if way.seconds < GAIN * seen.period), key=lambda way: way.seconds)
+        fast = sorted((way for way in ways if way.seconds < ENOUGH * seen.period), key=lambda way: way.seconds)
         return [way.spec for way in fast[:REHEARSED]]
 
     def _rehearsed(self, model: Model, specs: Sequence[str]) -> dict[str, Cost]:
@@ -204,11 +207,8 @@ class AutoWire(Wire):
         return {spec: Cost(next(shared), next(shared)) for spec in specs}
 
     def _choose(self, calibration: Calibration, cluster: Cluster) -> None:
-        found = advise(calibration, cluster, sound(automatic()), self._predict)
-        choice = found.choice
-        if found.tempting is not None and found.dense.seconds > TRY * found.tempting.seconds:
-            choice = found.tempting
-        if choice.spec in DENSE or choice.seconds > GAIN * self._dense_seconds:
+        choice = advise(calibration, cluster, sound(automatic()), self._predict).trial
+        if choice.spec in DENSE or choice.seconds > ENOUGH * self._dense_seconds:
             self._halve(f"no way to compress is surely faster than {_ms(self._dense_seconds)} a step")
             return
         self._try(choice.spec, f"on trial: {_ms(choice.seconds)} a step expected, {_ms(self._dense_seconds)} dense")
@@ -235,7 +235,7 @@ class AutoWire(Wire):
     def _trial(self, seen: Seen) -> None:
         """After some steps in the chosen way: did it keep its promise?"""
         why = f"{_ms(seen.period)} a step measured, {_ms(self._dense_seconds)} dense"
-        if seen.period < GAIN * self._dense_seconds:
+        if seen.period < ENOUGH * self._dense_seconds:
             self._conclude(self._chosen, why)
         elif self._chosen == "bf16":
             self._conclude("fp32", f"back to float32: {why}")
@@ -269,10 +269,36 @@ class AutoWire(Wire):
 
     @property
     def _bypasses(self) -> bool:
-        """Whether dense gradients travel as DDP sends them; a pretended link would not notice those."""
-        return self._courier is not None and not isinstance(self.link, ThrottledLink)
+        """Whether dense gradients travel as DDP sends them."""
+        return self._courier is not None and not self._pretends
+
+    # -- what is kept ----------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state: memory.State | Sequence[memory.State]) -> None:
+        """Go on in the way that was chosen by whoever saved; from a dense state, measure anew."""
+        one = state if isinstance(state, Mapping) else next(iter(state))
+        spec = self._chosen_by(bytes(one["gradwire/spec"].tolist()).decode())
+        if spec is not None and not self.decided:
+            self._try(spec, "it was chosen before")
+            self._conclude(spec, "it was chosen before")
+        super().load_state_dict(state)
+
+    def _chosen_by(self, said: str) -> str | None:
+        """Which of the candidates a saved wire had taken, if any."""
+        rules = {spec: (*self._extra, *default_rules(spec, **self._default)) for spec in ("bf16", *automatic())}
+        return next((spec for spec, those in rules.items() if describe(those) == said), None)
 
     # -- circumstances ---------------------------------------------------------------------------------------------
+
+    @property
+    def _pretends(self) -> bool:
+        """Whether what is carried takes longer than it would by itself, which DDP's own sums would not."""
+        way = self.link.between if isinstance(self.link, HierarchicalLink) else self.link
+        return isinstance(way, ThrottledLink)
+
+    def _circumstances(self, seed: int) -> str:
+        said = "" if self._described is None else f", a link of {self._described}"
+        return super()._circumstances(seed) + said
 
     @property
     def _predict(self) -> Predict:
@@ -280,26 +306,36 @@ class AutoWire(Wire):
         overlaps = self._ddp is not None and self.scaler is None
 
         def predicted(calibration: Calibration, spec: str, cluster: Cluster) -> Any:
-            return (predict_across if across else predict)(calibration, spec, cluster, overlaps)
+            way = predict_across if across else predict
+            return way(calibration, spec, cluster, overlaps, (self._launch_bytes,))
 
         return predicted
 
     def _cluster(self, model: Model, seen: Seen) -> Cluster:
         beside = 1 if self.link.grouping is None else self.link.grouping.beside
-        link = self._described
-        if link is None:  # then the dense steps tell: so many bytes took so long
-            sent = 2 * (self.link.world - 1) / self.link.world * 4 * model.elements
-            (comm,) = self._agreed_on([seen.comm])
-            link = LinkSpec(clipped(8 * sent / max(comm, 1e-9)), delay_of(self.link))
+        link = self._described or fitting(seen.comm, delay_of(self.link), partial(self._summing, model))
         return Cluster(self.link.world, link, beside)
 
+    def _summing(self, model: Model, link: LinkSpec) -> float:
+        """How long the dense sums of a step take on a link: DDP's own, or those of this wire."""
+        own = self._ddp is None or self._courier is not None
+        spec, world = ("fp32", self._parties) if own else (DENSE[0], self.link.world)
+        parcels = model.parcels(spec, world, self._launch_bytes)
+        sums = (message.nbytes for parcel in parcels for message in parcel.scene.messages)
+        return sum(collective_seconds("all_reduce", nbytes, world, link) for nbytes in sums)
+
     def _cores(self) -> float:
-        """Processors for each thread that a worker computes with; a GPU does one thing after the other."""
-        if self.device.type == "cuda":
-            return 1.0
-        place = seated(os.environ)
-        beside = place[1] if place is not None else 1
-        return (os.cpu_count() or 1) / beside / torch.get_num_threads()
+        """Processors for each thread that computes, on the host that has fewest; all ranks ask at once."""
+        return -self._agreed_on([-_cores(self.device)])[0]
+
+
+def _cores(device: torch.device) -> float:
+    """The same on this host; a GPU does one thing after the other."""
+    if device.type == "cuda":
+        return 1.0
+    place = seated(os.environ)
+    beside = place[1] if place is not None else 1
+    return (os.cpu_count() or 1) / beside / torch.get_num_threads()
 
 
 def described(
@@ -319,7 +355,7 @@ def described(
         return None
     if feedback is not None or exchange is not None:
         raise ValueError("'auto' chooses feedback and exchange by itself; leave them out, or name a spec")
-    return None if link is None else LinkSpec.parse(link)
+    return None if link is None else steady(LinkSpec.parse(link))
 
 
 def _ms(seconds: float) -> str:

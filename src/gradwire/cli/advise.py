@@ -3,8 +3,9 @@
 import json
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,11 +19,15 @@ from gradwire.links.rates import FASTEST_BITS, SLOWEST_BITS, LinkSpec
 
 if TYPE_CHECKING:
     from gradwire.bench.network.workloads import Workload
-    from gradwire.forecast.advice import Advice, Predict, Span
+    from gradwire.forecast.advice import Advice, Predict
+    from gradwire.forecast.break_even import Span
     from gradwire.forecast.calibration import Calibration
     from gradwire.forecast.cluster import Cluster
     from gradwire.forecast.costs import Prediction
     from gradwire.train.recipe import Recipe
+    from gradwire.train.standing import Standing
+
+_SECONDS = 6.0  # to be spent on steps, and as much on rehearsals of compression, unless single ones take longer
 
 # Whatever imports torch is imported where it is used: help and refusals should not wait for it.
 
@@ -33,7 +38,9 @@ def advise(
     workers: Annotated[int | None, typer.Option(min=2, help="How many; or give --hosts and --per-host.")] = None,
     link: Annotated[str, typer.Option(help="Between hosts: 100mbit,5ms. Under torchrun it may be probed.")] = "",
     hosts: Annotated[int | None, typer.Option(min=1, help="How many.")] = None,
-    per_host: Annotated[int, typer.Option(min=1, help="Workers of a host; gradients are added up there first.")] = 1,
+    per_host: Annotated[
+        int | None, typer.Option(min=1, help="Workers of a host, whose gradients are added up there first; else 1.")
+    ] = None,
     inside: Annotated[str, typer.Option(help="The link between workers of a host.")] = "unshaped",
     sharing: Annotated[
         int | None, typer.Option(min=1, help="Workers that share a machine's cores, measured so; else --per-host.")
@@ -42,6 +49,7 @@ def advise(
     calibration: Annotated[Path | None, typer.Option(help="Figures that --save wrote, instead of measuring.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the figures to a file.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, though figures are kept.")] = False,
+    dtype: Annotated[str, typer.Option(help="Of gradients: float32, bfloat16, ...; else the model's own.")] = "",
     overlap: Annotated[bool, typer.Option(help="As under DDP: messages leave during the backward pass.")] = True,
     patience: Annotated[float, typer.Option(help="Seconds that a probe waits for other ranks.")] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
@@ -49,24 +57,30 @@ def advise(
     """Say whether compression pays, which spec to take, and what to expect of it.
 
     Specs that lost more than a percent in the project's own trainings are shown, but taken only if --specs names them.
-    Computing and compressing are measured here. The link is what --link says; started by torchrun on all hosts without
-    it, a short probe between the ranks tells.
+    Computing and compressing are measured here, on the processors of this machine: for training on GPUs, see what
+    compress(model, "auto") measures there. The link is what --link says; started by torchrun on all hosts without it,
+    a short probe between the ranks tells, and there are as many workers as ranks.
     """
     from gradwire.forecast.advice import advise as weigh
     from gradwire.forecast.candidates import CANDIDATES, arguments
     from gradwire.forecast.evidence import sound
     from gradwire.sync import method
     from gradwire.train.launch import RankError
+    from gradwire.train.standing import standing
 
     try:
         chosen = tuple(part.strip() for part in _parted(specs)) or CANDIDATES
         for spec in chosen:
             method(arguments(spec)[0])
-        described = _link(link, patience)
-        if described is None:  # another rank speaks
+        where = standing(os.environ)
+        cluster = _cluster(workers, hosts, per_host, _link(link, where, patience), inside, where)
+        if where is not None and where.rank:  # another one speaks
             return
-        cluster = _cluster(workers, hosts, per_host, described, inside)
-        found = _figures(recipes, model, cluster, sharing, chosen, calibration, fresh)
+        beside = sharing or (cluster.per_host if where is None else where.beside)
+        found = _figures(recipes, model, cluster, beside, chosen, calibration, fresh)
+        found = replace(found, model=replace(found.model, dtype=dtype or found.model.dtype))
+        for spec in chosen if specs else ():
+            found.cost(spec, cluster.workers)  # or a sentence that says what was calibrated
         if save is not None:
             from gradwire.forecast.calibration import save as keep
 
@@ -85,7 +99,7 @@ def advise(
         typer.echo(json.dumps(_object(found, cluster, advice, limit)))
         return
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(_table(found, cluster, advice))
+    console.print(_table(found, cluster, advice, barred))
     console.print(Text(_verdict(found, cluster, advice, limit)))
 
 
@@ -101,40 +115,51 @@ def _parted(text: str) -> list[str]:
     return [part for part in parts if part.strip()]
 
 
-def _cluster(workers: int | None, hosts: int | None, per_host: int, link: LinkSpec, inside: str) -> "Cluster":
+def _cluster(
+    workers: int | None, hosts: int | None, per_host: int | None, link: LinkSpec, inside: str, where: "Standing | None"
+) -> "Cluster":
+    """As the person says, or as the ranks have been started. Those of a single host exchange among themselves."""
     from gradwire.forecast.cluster import Cluster
 
-    if hosts is not None and workers not in (None, hosts * per_host):
-        raise ValueError(f"{hosts} hosts of {per_host} are not {workers} workers; leave one of them out")
-    count = hosts * per_host if hosts is not None else workers or 4 * per_host
-    return Cluster(count, link, per_host, LinkSpec.parse(inside))
+    each = per_host or (1 if where is None or where.beside == where.world else where.beside)
+    if hosts is not None and workers not in (None, hosts * each):
+        raise ValueError(f"{hosts} hosts of {each} are not {workers} workers; leave one of them out")
+    usual = 4 * each if where is None else where.world
+    count = hosts * each if hosts is not None else workers or usual
+    if where is not None and count != where.world:
+        raise ValueError(
+            f"there are {where.world} ranks, and {count} workers are asked about; leave that out, or start this once, "
+            "by itself, with --link"
+        )
+    return Cluster(count, link, each, LinkSpec.parse(inside))
 
 
-def _link(text: str, patience: float) -> LinkSpec | None:
-    """What the person says, or what the ranks that torchrun started find out; None for ranks that need not speak."""
+def _link(text: str, where: "Standing | None", patience: float) -> LinkSpec:
+    """What the person says, or what the ranks that torchrun started find out."""
     if text:
         return LinkSpec.parse(text)
-    from gradwire.train.standing import standing
-
-    where = standing(os.environ)
     if where is None:
         raise ValueError(
             "what is the link between the workers? Say --link 100mbit,5ms, or start this by torchrun on all hosts"
         )
-    from gradwire.forecast.probe import probe
+    from gradwire.forecast.probe import probe, unheard
     from gradwire.train.launch import joined
 
-    with joined(where, "gloo"):
-        found = probe(patience)
+    limit = timedelta(seconds=patience)
+    try:
+        with joined(where, "gloo", limit, limit):
+            found = probe(patience)
+    except RuntimeError:  # somebody never came, and torch says so in many ways
+        raise ValueError(unheard(patience)) from None
     typer.echo(f"rank {where.rank} of {where.world}: the link is about {found}", err=True)
-    return found if where.rank == 0 else None
+    return found
 
 
 def _figures(
     recipes: list[str] | None,
     model: str,
     cluster: "Cluster",
-    sharing: int | None,
+    beside: int,
     specs: tuple[str, ...],
     path: Path | None,
     fresh: bool,
@@ -145,17 +170,16 @@ def _figures(
 
         return load(path)
     from gradwire.bench.network import drawer
-    from gradwire.bench.network.calibrate import Job, calibrate
+    from gradwire.bench.network.calibrate import Job, calibrate, check
 
     make, facts = _subject(recipes, model, cluster.workers)
     speakers = cluster.hosts if cluster.per_host > 1 else cluster.workers
-    beside = sharing or cluster.per_host
     home = drawer.place({**facts, "specs": specs, "speakers": speakers, "beside": beside})
     found = None if fresh else drawer.find(home)
     if found is None:
-        make()  # what is wrong with it is said here, and not by a rank
+        check(make())  # what is wrong with it is said here, and not by a rank
         typer.echo("measuring here; this takes some seconds", err=True)
-        found = calibrate(Job(make, specs, speakers), beside)
+        found = calibrate(Job(make, specs, speakers, seconds=_SECONDS), beside)
         drawer.keep(found, home)
     return found
 
@@ -219,7 +243,7 @@ def _limit(
     found: "Calibration", cluster: "Cluster", advice: "Advice", predictor: "Predict"
 ) -> "tuple[str, Span | None]":
     """The way to ask about, and the rates at which it pays."""
-    from gradwire.forecast.advice import break_even
+    from gradwire.forecast.break_even import break_even
 
     way = advice.choice if advice.compresses else advice.runner_up or advice.fastest
     return way.spec, break_even(found, cluster, way.spec, predictor)
@@ -228,7 +252,7 @@ def _limit(
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 
-def _table(found: "Calibration", cluster: "Cluster", advice: "Advice") -> Table:
+def _table(found: "Calibration", cluster: "Cluster", advice: "Advice", barred: Sequence[str]) -> Table:
     place = f"{cluster.workers} workers" + (f" on {cluster.hosts} hosts" if cluster.per_host > 1 else "")
     title = f"{found.model.elements:,} parameters, {place}, link {cluster.link}; milliseconds of a step, predicted"
     table = Table(title=title, title_justify="left")
@@ -237,8 +261,9 @@ def _table(found: "Calibration", cluster: "Cluster", advice: "Advice") -> Table:
     for way in advice.ways:
         split = way.split
         parts = (split.step, split.compute, split.encode, split.wire, split.decode, split.hidden)
-        name = Text(way.spec, style="bold" if way is advice.choice or way.spec == advice.choice.spec else "")
-        table.add_row(name, *(f"{1e3 * part:,.1f}" for part in parts), _bytes(way.sent), _known(way.spec))
+        name = Text(found.model.called(way.spec), style="bold" if way.spec == advice.choice.spec else "")
+        known = ("not taken: " if way.spec in barred else "") + _known(way.spec)
+        table.add_row(name, *(f"{1e3 * part:,.1f}" for part in parts), _bytes(way.sent), known)
     table.caption = f"{found.note}. step = compute + encode + wire + decode - hidden"
     table.caption_justify = "left"
     return table
@@ -250,12 +275,12 @@ def _known(spec: str) -> str:
 
     if spec in DENSE:
         return ""
-    doubt = "" if sound([spec]) else "not taken: "
+    doubt = "" if sound([spec]) else "lost accuracy: "
     return doubt + ("; ".join(map(str, evidence(spec))) or "no evidence yet")
 
 
 def _verdict(found: "Calibration", cluster: "Cluster", advice: "Advice", limit: "tuple[str, Span | None]") -> str:
-    dense = advice.dense.spec.removeprefix("ddp-")
+    dense = found.model.called(advice.dense.spec).removeprefix("ddp-")
     if not advice.compresses:
         said = f"Stay with {dense} DDP: {_ms(advice.dense.seconds)} a step."
         if advice.tempting is not None:
@@ -265,14 +290,25 @@ def _verdict(found: "Calibration", cluster: "Cluster", advice: "Advice", limit: 
             )
         return f"{said} {_until(*limit)}"
     choice = advice.choice
-    launch = "" if choice.launch_bytes == 25 * 2**20 else f", launch_mb={choice.launch_bytes / 2**20:g}"
-    hosts = ', across="hosts"' if cluster.per_host > 1 else ""
     return (
         f"Take {choice.spec}: {_ms(choice.seconds)} a step, {advice.speedup:.2g} times faster than {dense} DDP "
         f"({_ms(advice.dense.seconds)}), which is the better dense one. {_until(*limit)}\n"
         f"Accuracy: {_known(choice.spec)}\n"
-        f'wire = gradwire.compress(model, "{choice.spec}"{hosts}{launch})'
+        f"wire = gradwire.compress(model, {_arguments(choice, cluster)})"
     )
+
+
+def _arguments(choice: "Prediction", cluster: "Cluster") -> str:
+    """What `gradwire.compress` is told, in Python."""
+    from gradwire.forecast.candidates import arguments
+    from gradwire.sync.plan import LAUNCH_BYTES
+
+    spec, options = arguments(choice.spec)
+    told: dict[str, Any] = {**options, "across": "hosts"} if cluster.per_host > 1 else dict(options)
+    if choice.launch_bytes != LAUNCH_BYTES:
+        told["launch_mb"] = choice.launch_bytes // 2**20
+    quoted = json.dumps(spec)
+    return ", ".join([quoted, *(f"{key}={json.dumps(value) if value else value}" for key, value in told.items())])
 
 
 def _until(spec: str, span: "Span | None") -> str:
@@ -300,15 +336,16 @@ def _object(
         "workers": cluster.workers,
         "per_host": cluster.per_host,
         "parameters": found.model.elements,
+        "dtype": found.model.dtype,
         "note": found.note,
-        "choice": advice.choice.spec,
+        "choice": found.model.called(advice.choice.spec),
         "compresses": advice.compresses,
-        "dense": advice.dense.spec,
+        "dense": found.model.called(advice.dense.spec),
         "speedup": advice.speedup,
         "break_even": _paying(*limit),
         "ways": [
             {
-                "spec": way.spec,
+                "spec": found.model.called(way.spec),
                 "seconds": way.seconds,
                 **asdict(way.split),
                 "hidden": way.split.hidden,

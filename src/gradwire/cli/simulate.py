@@ -1,6 +1,7 @@
 """``gradwire simulate``: the calibrated costs on clusters from 8 to 4096 workers, as a page and as JSONL."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,8 +43,9 @@ def simulate(
         places = {"flat": _grid(subjects, workers or WORKERS, link or LINKS, 1, algorithm, uneven)}
         if per_host > 1:
             named = f"hierarchical, {per_host} workers to a host"
-            several = [max(count, 2 * per_host) for count in workers or WORKERS]  # one host has nobody to talk to
-            places[named] = _grid(subjects, several, link or LINKS, per_host, algorithm, uneven)
+            places[named] = _grid(
+                subjects, _several(workers or WORKERS, per_host), link or LINKS, per_host, algorithm, uneven
+            )
         _write(places, output, rows)
     except ValueError as wrong:
         typer.echo(f"gradwire simulate: {wrong}", err=True)
@@ -53,6 +55,17 @@ def simulate(
             raise
         typer.echo("gradwire simulate: the page needs two more packages; pip install 'gradwire[report]'", err=True)
         raise typer.Exit(1) from None
+
+
+def _several(workers: Sequence[int], per_host: int) -> list[int]:
+    """Workers of a hierarchical grid, each number once: one host has nobody to talk to, so there are two at least."""
+    few = [count for count in workers if count < 2 * per_host]
+    if few:
+        told = " and ".join(map(str, few))
+        typer.echo(
+            f"{told} workers are not two hosts of {per_host}; the hierarchical grid begins at {2 * per_host}", err=True
+        )
+    return list(dict.fromkeys(max(count, 2 * per_host) for count in workers))
 
 
 def _subjects(path: Path | None) -> "tuple[Subject, ...]":

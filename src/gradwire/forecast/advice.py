@@ -20,6 +20,8 @@ from gradwire.links.rates import FASTEST_BITS, SLOWEST_BITS, LinkSpec
 ERROR = 0.15  # that calibrations are trusted to
 LOSS = 0.02  # how much slower than dense a choice may turn out
 TIE = 0.03  # what counts as equally fast
+TRY = 1.1  # a predicted gain that is worth a trial, though it is not sure
+ENOUGH = 0.98  # of the dense step: what a way must be below to be tried, and on trial to be kept
 
 Predict = Callable[[Calibration, str, Cluster], Prediction]
 
@@ -50,6 +52,17 @@ class Advice:
         return self.dense.seconds / self.choice.seconds
 
     @property
+    def trial(self) -> Prediction:
+        """What is worth some steps of training to someone who measures those, and goes back if it was not faster."""
+        tempting = self.tempting
+        return tempting if tempting is not None and self.dense.seconds > TRY * tempting.seconds else self.choice
+
+    @property
+    def fastest(self) -> Prediction:
+        """Of all that compress, also those that may not be taken."""
+        return next(way for way in self.ways if way.spec not in DENSE)
+
+    @property
     def tempting(self) -> Prediction | None:
         """A way that looks faster than dense, but not surely enough to be taken."""
         if self.compresses or self.runner_up is None or self.runner_up.seconds >= self.dense.seconds:
@@ -65,8 +78,14 @@ def advise(
     error: float = ERROR,
     barred: Container[str] = (),
 ) -> Advice:
-    """Weigh all candidates that were calibrated. What is ``barred`` is predicted, but not taken."""
-    plain = [predictor(calibration, spec, cluster) for spec in known(calibration, DENSE)]
+    """Weigh all candidates that were calibrated. What is ``barred`` is predicted, but not taken.
+
+    Raises:
+        ValueError: None of them was.
+    """
+    if not known(calibration, specs):
+        raise ValueError(f"none of {', '.join(specs)} was calibrated; measured are {', '.join(calibration.costs)}")
+    plain = [predictor(calibration, spec, cluster) for spec in plain_ways(calibration)]
     found = [predictor(calibration, spec, cluster) for spec in known(calibration, specs)]
     dense = min(plain, key=_seconds)
     fit = [way for way in found if way.spec not in barred]
@@ -81,28 +100,14 @@ def advise(
     return Advice(tuple(sorted((*plain, *found), key=_seconds)), dense, choice, runner_up)
 
 
-def break_even(calibration: Calibration, cluster: Cluster, spec: str, predictor: Predict = predict) -> float | None:
-    """The rate of the link, in bits a second, above which a way is no longer faster than dense; None if it never is."""
-
-    def pays(bits: float) -> bool:
-        there = replace(cluster, link=replace(cluster.link, rate_bits=bits))
-        dense = min(predictor(calibration, each, there).seconds for each in known(calibration, DENSE))
-        return predictor(calibration, spec, there).seconds < dense
-
-    low, high = SLOWEST_BITS, FASTEST_BITS
-    if not pays(low):
-        return None
-    if pays(high):
-        return high
-    while high / low > 1.01:
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if pays(middle) else (low, middle)
-    return low
-
-
 def known(calibration: Calibration, specs: Sequence[str]) -> list[str]:
     """Those that were calibrated."""
     return [spec for spec in specs if spec in calibration.costs]
+
+
+def plain_ways(calibration: Calibration) -> list[str]:
+    """Dense ways that were calibrated, and make a difference to gradients of this model's format."""
+    return known(calibration, calibration.model.dense)
 
 
 class _Box:
@@ -127,7 +132,7 @@ class _Box:
 
     def _plain(self, i: int) -> float:
         if i not in self._dense:
-            specs = known(self._corners[i][0], DENSE)
+            specs = plain_ways(self._corners[i][0])
             self._dense[i] = min(self._predictor(*self._at(i, spec)).seconds for spec in specs)
         return self._dense[i]
 

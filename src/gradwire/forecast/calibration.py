@@ -92,7 +92,8 @@ def load(path: Path) -> Calibration:
         shapes = {name: tuple(map(int, shape)) for name, shape in model["shapes"].items()}
         costs = {spec: Cost(**cost) for spec, cost in raw.pop("costs").items()}
         software = Software(**raw.pop("software"))
-        return Calibration(Model(shapes, model["arrival"]), costs=costs, software=software, **raw)
+        described = Model(shapes, model["arrival"], model.get("dtype", "float32"))
+        return Calibration(described, costs=costs, software=software, **raw)
     except OSError:
         raise ValueError(f"there is no calibration {path}; make one with `gradwire advise --save {path}`") from None
     except (ValueError, KeyError, TypeError, AttributeError) as wrong:

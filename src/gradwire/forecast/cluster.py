@@ -36,6 +36,8 @@ class Cluster:
     algorithm: Algorithm = "ring"
 
     def __post_init__(self) -> None:
+        for link in (self.link, self.inside):
+            steady(link)
         if self.workers < 1:
             raise ValueError(f"cannot predict a training of {self.workers} workers; give 1 or more")
         if self.per_host < 1 or self.workers % self.per_host:
@@ -78,6 +80,20 @@ class Cluster:
     def _greetings(self, world: int, cost: AlphaBeta) -> float:
         """A message to each of very many peers costs a packet's time each, however short."""
         return (world - 1) * _PACKET * cost.beta
+
+
+def steady(link: LinkSpec) -> LinkSpec:
+    """A link, if it is one that forecasts can speak of.
+
+    Raises:
+        ValueError: It has jitter, or loses frames.
+    """
+    if link.jitter_seconds or link.loss:
+        raise ValueError(
+            f"a forecast knows the rate and the delay of a link, but {link} has jitter or loss too; leave them out, or "
+            "measure with gradwire bench network --link"
+        )
+    return link
 
 
 _PACKET = 84  # bytes: the shortest Ethernet frame, with its preamble and gap

@@ -4,14 +4,14 @@ Every parcel of the model makes a trip: to encode it, one act for each collectiv
 shared out by elements. `timeline.play` plays all trips beside the backward pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TypeAlias
 
 from gradwire.forecast.calibration import Calibration, Cost
 from gradwire.forecast.cluster import Cluster
-from gradwire.forecast.model import DENSE, Parcel
+from gradwire.forecast.model import DENSE, Model, Parcel
 from gradwire.forecast.script import Message, sent_by
 from gradwire.forecast.timeline import Act, Split, Trip, play
 from gradwire.sync.plan import LAUNCH_BYTES
@@ -46,13 +46,26 @@ class Prediction:
         return self.split.step
 
 
-def predict(calibration: Calibration, spec: str, cluster: Cluster, overlaps: bool = True) -> Prediction:
-    """The step of one way to synchronize, all workers in one exchange."""
+def predict(
+    calibration: Calibration,
+    spec: str,
+    cluster: Cluster,
+    overlaps: bool = True,
+    launches: Sequence[int] = LAUNCHES,
+) -> Prediction:
+    """The step of one way to synchronize, all workers in one exchange, with the best of some sizes of launches."""
     act = _actor(calibration, cluster.flat, cluster.workers)
-    return _best(calibration, spec, cluster.workers, overlaps, lambda parcel, cost: _acts(parcel, cost, act))
+    sized = partial(_sized, calibration, spec, cluster.workers, overlaps, lambda parcel, cost: _acts(parcel, cost, act))
+    return _best(calibration.model, spec, sized, launches)
 
 
-def predict_across(calibration: Calibration, spec: str, cluster: Cluster, overlaps: bool = True) -> Prediction:
+def predict_across(
+    calibration: Calibration,
+    spec: str,
+    cluster: Cluster,
+    overlaps: bool = True,
+    launches: Sequence[int] = LAUNCHES,
+) -> Prediction:
     """The same with a dense mean inside every host first, so that only hosts exchange messages."""
     across = _actor(calibration, cluster.between, cluster.hosts)
     inside = _actor(calibration, cluster.within, cluster.per_host)
@@ -68,17 +81,19 @@ def predict_across(calibration: Calibration, spec: str, cluster: Cluster, overla
         (message,) = parcel.scene.messages
         return inside(message), *_acts(parcel, cost, across)
 
-    return _best(calibration, spec, cluster.hosts, overlaps, plain if spec in DENSE else acts)
+    sized = partial(_sized, calibration, spec, cluster.hosts, overlaps, plain if spec in DENSE else acts)
+    return _best(calibration.model, spec, sized, launches)
 
 
-def _best(calibration: Calibration, spec: str, world: int, overlaps: bool, acts: Acts) -> Prediction:
+def _best(model: Model, spec: str, sized: Callable[[int], Prediction], launches: Sequence[int]) -> Prediction:
     """With large launches where those are clearly faster; DDP's buckets are as they are."""
-    usual, large = (partial(_sized, calibration, spec, world, overlaps, acts, size) for size in LAUNCHES)
-    found = usual()
-    if spec in DENSE or calibration.model.elements * 4 <= LAUNCH_BYTES:
+    usual, *others = launches
+    found = sized(usual)
+    if spec in DENSE or model.elements * 4 <= usual:
         return found
-    other = large()
-    return other if other.seconds < CLEARLY * found.seconds else found
+    for other in map(sized, others):
+        found = other if other.seconds < CLEARLY * found.seconds else found
+    return found
 
 
 def _sized(

@@ -4,11 +4,13 @@ A *parcel* is what DDP sends as a bucket, and gradwire as a launch.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from gradwire.forecast.candidates import arguments
 from gradwire.forecast.script import Message, Scene, script
@@ -18,6 +20,7 @@ from gradwire.sync.plan import LAUNCH_BYTES, Plan, build, default_rules
 DENSE = ("ddp-fp32", "ddp-bf16", "ddp-fp16")
 DTYPES = {"ddp-fp32": torch.float32, "ddp-bf16": torch.bfloat16, "ddp-fp16": torch.float16}
 
+_FORMATS = {str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES.values(), torch.float64)}
 _FIRST_BUCKET = 2**20  # bytes: DDP's first bucket is small, so that something is on the wire early
 _BUCKET = 25 * 2**20
 _SETTLED = 10**9  # a step at which all warm-up is over
@@ -45,10 +48,43 @@ class Model:
     Attributes:
         shapes: By name, in order of registration.
         arrival: When in the backward pass each gradient is there, 0 to 1, if that was measured.
+        dtype: Of the gradients, which DDP adds up as they are.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     arrival: Mapping[str, float] = field(default_factory=dict)
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _FORMATS:
+            raise ValueError(f"no forecast knows gradients in {self.dtype}; they are in {', '.join(_FORMATS)}")
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Tensor], arrival: Mapping[str, float] | None = None) -> "Model":
+        """A network by its parameters; of mixed formats, the one that most elements have."""
+        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        found: Counter[str] = Counter()
+        for p in parameters.values():
+            found[str(p.dtype).removeprefix("torch.")] += p.numel()
+        return cls(shapes, arrival or {}, found.most_common(1)[0][0])
+
+    @property
+    def format(self) -> torch.dtype:
+        return _FORMATS[self.dtype]
+
+    @property
+    def dense(self) -> tuple[str, ...]:
+        """Ways that do not compress: DDP as it is, which is called ddp-fp32 here, and hooks that send fewer bytes."""
+        return tuple(spec for spec in DENSE if spec == DENSE[0] or DTYPES[spec].itemsize < self.format.itemsize)
+
+    def called(self, spec: str) -> str:
+        """A way by the format that it really sends: plain DDP's is that of the gradients."""
+        short = {dtype: name for name, dtype in DTYPES.items()}
+        return spec if spec != DENSE[0] else short.get(self.format, f"ddp-{self.dtype}")
+
+    def summed(self, spec: str) -> torch.dtype:
+        """In what format a dense way adds gradients up: a hook's, unless they are as short already."""
+        return DTYPES[spec] if DTYPES[spec].itemsize < self.format.itemsize else self.format
 
     @cached_property
     def elements(self) -> int:
@@ -67,7 +103,7 @@ class Model:
     def delivered(self) -> dict[str, float]:
         """When DDP hands each gradient over: with its bucket."""
         found = {}
-        for bucket in _buckets(self.shapes, DENSE[0]):
+        for bucket in self._buckets(DENSE[0]):
             found.update(dict.fromkeys(bucket.names, max(self.ready[name] for name in bucket.names)))
         return found
 
@@ -81,7 +117,7 @@ class Model:
         key = (spec, world, launch_bytes)
         if key not in self._known:
             dense = spec in DENSE
-            scenes = _buckets(self.shapes, spec) if dense else script(self.plan(*key), _SETTLED)
+            scenes = self._buckets(spec) if dense else script(self.plan(*key), _SETTLED)
             self._known[key] = tuple(map(self._parcel, scenes))
         return self._known[key]
 
@@ -92,20 +128,18 @@ class Model:
     def _parcel(self, scene: Scene) -> Parcel:
         return Parcel(scene, max(self.delivered[name] for name in scene.names), scene.elements / self.elements)
 
-
-def _buckets(shapes: Mapping[str, tuple[int, ...]], spec: str) -> Iterator[Scene]:
-    """What DDP sends: gradients in the reverse order of registration, a bucket closed once it is full."""
-    dtype = DTYPES[spec]
-    held: list[str] = []
-    nbytes, limit = 0, _FIRST_BUCKET
-    for name in reversed(list(shapes)):
-        held.append(name)
-        nbytes += 4 * math.prod(shapes[name])
-        if nbytes >= limit:
-            yield _bucket(held, shapes, dtype)
-            held, nbytes, limit = [], 0, _BUCKET
-    if held:
-        yield _bucket(held, shapes, dtype)
+    def _buckets(self, spec: str) -> Iterator[Scene]:
+        """What DDP sends: gradients in the reverse order of registration, a bucket closed once it is full."""
+        held: list[str] = []
+        nbytes, limit = 0, _FIRST_BUCKET
+        for name in reversed(list(self.shapes)):
+            held.append(name)
+            nbytes += self.format.itemsize * math.prod(self.shapes[name])
+            if nbytes >= limit:
+                yield _bucket(held, self.shapes, self.summed(spec))
+                held, nbytes, limit = [], 0, _BUCKET
+        if held:
+            yield _bucket(held, self.shapes, self.summed(spec))
 
 
 def _bucket(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Scene:

@@ -1,17 +1,19 @@
 """Probe: what the link between the ranks can do, measured by sending a little over it."""
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 
+from gradwire.links.alphabeta import AlphaBeta, seconds
 from gradwire.links.collectives import AllGather, AllReduce, Collective
 from gradwire.links.link import Link
 from gradwire.links.rates import FASTEST_BITS, SLOWEST_BITS, LinkSpec
 from gradwire.links.torch import connect
 
 _PROBES = 5
-_ENOUGH_SECONDS = 0.05  # a message that takes so long tells the rate well
+_ENOUGH_SECONDS = 0.05  # a message that takes so much longer than the delay tells the rate well
 _FIRST, _MOST = 2**14, 2**24  # bytes
 
 
@@ -24,10 +26,15 @@ def probe(patience_seconds: float = 10.0) -> LinkSpec:
     try:
         return found(connect(patience=timedelta(seconds=patience_seconds)))
     except RuntimeError:  # whatever a backend calls it
-        raise ValueError(
-            f"the link probe did not hear from all ranks within {patience_seconds:g} s; start all of them, see that "
-            "they reach each other, or say what the link is, as in 100mbit,20ms"
-        ) from None
+        raise ValueError(unheard(patience_seconds)) from None
+
+
+def unheard(patience_seconds: float) -> str:
+    """What to say when somebody does not answer, or never came."""
+    return (
+        f"the link probe did not hear from all ranks within {patience_seconds:g} s; start all of them, see that "
+        "they reach each other, or say what the link is, as in 100mbit,20ms"
+    )
 
 
 def found(link: Link) -> LinkSpec:
@@ -35,26 +42,38 @@ def found(link: Link) -> LinkSpec:
     if link.world < 2:
         return LinkSpec()
     delay = delay_of(link)
+    idle = seconds("all_gather", _FIRST, link.world, AlphaBeta(alpha=delay))
     nbytes = _FIRST
     while True:
         took = _slowest(link, min(_seconds(link, _shout(link, nbytes)) for _ in range(2)))
-        if took >= _ENOUGH_SECONDS or nbytes >= _MOST:
+        if took >= idle + _ENOUGH_SECONDS or nbytes >= _MOST:
             break
         nbytes *= 4
-    busy = max(took - (link.world - 1) * delay, took / 10)
-    return LinkSpec(clipped(8 * (link.world - 1) * nbytes / busy), delay)
+    return fitting(took, delay, lambda spec: seconds("all_gather", nbytes, link.world, spec))
 
 
 def delay_of(link: Link) -> float:
     """Seconds from one rank to the next, software included."""
     tiny = AllReduce(torch.zeros(1, device=link.device), "max")
-    hops = 2 * (link.world - 1)
-    return _slowest(link, min(_seconds(link, tiny) for _ in range(_PROBES))) / hops
+    took = _slowest(link, min(_seconds(link, tiny) for _ in range(_PROBES)))
+    return took / seconds("all_reduce", tiny.tensor.element_size(), link.world, AlphaBeta(alpha=1.0))
 
 
-def clipped(bits: float) -> float:
-    """A rate that a link can have."""
-    return min(FASTEST_BITS, max(SLOWEST_BITS, bits))
+def fitting(took: float, delay: float, table: Callable[[LinkSpec], float]) -> LinkSpec:
+    """The link on which something takes as long as it took, by the same table that forecasts are made with.
+
+    Args:
+        took: Seconds.
+        delay: Of the link. What it explains of the time is limited: short messages may have been disturbed.
+        table: How long it would take on a link.
+    """
+    waited = table(LinkSpec(FASTEST_BITS, delay))
+    delay *= min(1.0, 0.9 * took / waited)
+    low, high = SLOWEST_BITS, FASTEST_BITS
+    while high / low > 1.001:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if table(LinkSpec(middle, delay)) > took else (low, middle)
+    return LinkSpec(low, delay)
 
 
 def _shout(link: Link, nbytes: int) -> AllGather:

@@ -67,7 +67,7 @@ def rehearse(
     plan: Plan,
     grads: Grads,
     *,
-    repeats: int = 3,
+    repeats: int | Callable[[float], int] = 3,
     meet: Callable[[], None] = lambda: None,
 ) -> Rehearsed:
     """What a plan costs on this machine.
@@ -75,27 +75,34 @@ def rehearse(
     Args:
         plan: For the world that is meant.
         grads: By name; read, never written.
-        repeats: Steps that count, after two that warm up.
+        repeats: Steps that count, after two that warm up; or how many that are, if such a step takes so many seconds.
         meet: Called before each step that counts, so that ranks who measure together start together.
     """
     device = next(iter(grads.values())).device
     session = Session(plan, 0, plan.world, 0, device)
     session.donate()  # as DDP does, and plain loops do
     own = end_to_end(grads)
-    found = []
-    for _ in range(repeats + WARMUP):
+
+    def step() -> Rehearsed:
         for name, grad in grads.items():  # a step leaves the mean where the gradient was
             own[name].copy_(grad)
         meet()
-        found.append(_step(session, own))
-    counted = found[WARMUP:]
-    return Rehearsed(median(one.encode for one in counted), median(one.decode for one in counted), found[-1].messages)
+        return _step(session, own)
+
+    for _ in range(WARMUP):
+        began = time.perf_counter()
+        step()
+    count = repeats if isinstance(repeats, int) else repeats(time.perf_counter() - began)
+    found = [step() for _ in range(count)]
+    return Rehearsed(median(one.encode for one in found), median(one.decode for one in found), found[-1].messages)
 
 
 def end_to_end(grads: Grads) -> dict[str, Tensor]:
     """Room for gradients in one buffer, in the order in which DDP's buckets hold them, so that they are read there."""
     order = list(reversed(list(grads)))
-    whole = torch.empty(sum(grads[name].numel() for name in order), device=grads[order[0]].device)
+    first = grads[order[0]]
+    dtype = first.dtype if all(grad.dtype == first.dtype for grad in grads.values()) else torch.float32
+    whole = torch.empty(sum(grads[name].numel() for name in order), device=first.device, dtype=dtype)
     parts = whole.split([grads[name].numel() for name in order])
     return {name: part.view(grads[name].shape) for name, part in zip(order, parts, strict=True)}
 

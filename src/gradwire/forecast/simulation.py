@@ -13,8 +13,8 @@ from typing import Any
 from gradwire.codecs.codec import codec
 from gradwire.core.segments import Segments
 from gradwire.forecast import h200
-from gradwire.forecast.advice import Predict, advise, known, scaled
-from gradwire.forecast.calibration import Calibration, Cost
+from gradwire.forecast.advice import ENOUGH, Advice, Predict, advise, known, scaled
+from gradwire.forecast.calibration import Calibration
 from gradwire.forecast.candidates import CANDIDATES, automatic
 from gradwire.forecast.cluster import Algorithm, Cluster
 from gradwire.forecast.costs import predict, predict_across
@@ -30,6 +30,7 @@ CHOOSABLE = sound(automatic())  # what `auto` weighs
 INSIDE = "3.6tbit,2us"  # NVLink of an H200: 450 GB/s in each direction, as published
 MANY_EXPOSED = 0.25  # share of a dense step that is exposed communication, from which compression ought to pay
 GAIN = 1.2  # by how much, there
+GOSSIPED, NEIGHBORS = "sign", 2  # what workers on a ring tell each of their neighbors
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def judge(cell: Cell, stragglers: Stragglers = Stragglers()) -> dict[str, Any]: 
     calibration = cell.subject.calibrated(cell.speakers, CHOOSABLE).scaled(compute=uneven)
     found = advise(calibration, cell.cluster, CHOOSABLE, cell.predictor)
     bf16 = cell.predictor(calibration, "ddp-bf16", cell.cluster)
-    best = next(way for way in found.ways if way.spec not in DENSE)
+    best, choice = found.fastest, cell.predictor(calibration, _tried(cell, calibration, found), cell.cluster)
     return {
         "model": cell.subject.name,
         "batch": cell.subject.batch,
@@ -117,44 +118,57 @@ def judge(cell: Cell, stragglers: Stragglers = Stragglers()) -> dict[str, Any]: 
         "ddp_fp32_seconds": cell.predictor(calibration, "ddp-fp32", cell.cluster).seconds,
         "ddp_bf16_seconds": bf16.seconds,
         "exposed": bf16.split.exposed / bf16.seconds,
-        "choice": found.choice.spec,
-        "seconds": found.choice.seconds,
-        "speedup": bf16.seconds / found.choice.seconds,
+        "choice": choice.spec,
+        "seconds": choice.seconds,
+        "speedup": bf16.seconds / choice.seconds,
         "fastest_compressed": best.spec,
         "fastest_compressed_seconds": best.seconds,
         "compression_loses": best.seconds >= found.dense.seconds,
-        "gossip_seconds": gossip(calibration, cell.cluster) * _ratio(stragglers, cell.cluster.workers),
+        "gossip_seconds": _gossiping(cell, stragglers),
+        "ways": {way.spec: float(f"{way.seconds:.5g}") for way in found.ways},
         "waiting": uneven,
     }
 
 
-def gossip(calibration: Calibration, cluster: Cluster, spec: str = "sign", neighbors: int = 2) -> float:
+def gossip(calibration: Calibration, cluster: Cluster) -> float:
     """Seconds of a step in which workers tell only their neighbors, after it: the bytes do not grow with the world."""
-    cost = calibration.costs.get(spec, Cost(0.0, 0.0))
+    cost = calibration.cost(GOSSIPED, NEIGHBORS + 1)
     shapes = calibration.model.shapes
-    payload = codec(spec).size(Segments(tuple(shapes), tuple(shapes.values())))
-    wire = seconds("swap", neighbors * payload * cluster.per_host, neighbors + 1, AlphaBeta.of(cluster.link))
-    return calibration.compute + cost.encode + wire + cost.decode
+    payload = codec(GOSSIPED).size(Segments(tuple(shapes), tuple(shapes.values())))
+    wire = seconds("swap", NEIGHBORS * payload * cluster.per_host, NEIGHBORS + 1, AlphaBeta.of(cluster.link))
+    return calibration.compute + cost.start + cost.encode + wire + cost.decode
 
 
-def _ratio(stragglers: Stragglers, workers: int) -> float:
-    """What of the waiting of an all-reduce remains with neighbors only; applied to the whole step."""
-    return stragglers.in_a_ring(workers) / stragglers.together(workers)
+def _gossiping(cell: Cell, stragglers: Stragglers) -> float | None:
+    """The same beside the other ways of a cell; None where what neighbors would be told was not measured."""
+    figures = cell.subject.calibrated(NEIGHBORS + 1, (GOSSIPED,))
+    if GOSSIPED not in figures.costs:
+        return None
+    return gossip(figures.scaled(compute=stragglers.in_a_ring(cell.cluster.workers)), cell.cluster)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A decision on wrong figures, and what came of it on the true ones."""
+    """A decision on wrong figures, and what came of it on the true ones; speed-ups are over overlapped bfloat16 DDP.
+
+    Attributes:
+        cell: Where.
+        choice: What `auto` stays with.
+        speedup: By that.
+        advised: By what was advised, with no trial to correct it.
+        exposed: Communication that bfloat16 DDP waits for, as a share of its step.
+    """
 
     cell: Cell
     choice: str
-    speedup: float  # over overlapped bfloat16 DDP
-    exposed: float  # communication that bfloat16 DDP waits for, as a share of its step
+    speedup: float
+    advised: float
+    exposed: float
 
     @property
     def loses(self) -> bool:
-        """More than two percent slower than not compressing."""
-        return self.speedup < 1 / 1.02
+        """More than two percent slower than not compressing, for someone who trusts the advice or for `auto`."""
+        return min(self.speedup, self.advised) < 1 / 1.02
 
     @property
     def misses(self) -> bool:
@@ -163,15 +177,29 @@ class Verdict:
 
 
 def inverted(cell: Cell, error: float, draw: random.Random) -> Verdict:
-    """Decide on figures that are off by up to ``error``, each by a share of its own, and score on the true ones."""
+    """Decide on figures that are off by ``error``, each of them up or down by itself, and score on the true ones."""
     truth = cell.subject.calibrated(cell.speakers, CHOOSABLE)
-    off = [1 + draw.choice((-1, 1)) * error for _ in range(4)]
-    seen = truth.scaled(off[0], off[1])
-    place = replace(cell.cluster, link=scaled(cell.cluster.link, off[2], off[3]))
-    choice = advise(seen, place, CHOOSABLE, cell.predictor).choice.spec
-    bf16 = cell.predictor(truth, "ddp-bf16", cell.cluster)
-    taken = cell.predictor(truth, choice, cell.cluster)
-    return Verdict(cell, choice, bf16.seconds / taken.seconds, bf16.split.exposed / bf16.seconds)
+    found = advise(*_mistaken(cell, truth, error, draw), CHOOSABLE, cell.predictor)
+    choice = _tried(cell, truth, found)
+    bf16, taken, advised = (
+        cell.predictor(truth, spec, cell.cluster) for spec in ("ddp-bf16", choice, found.choice.spec)
+    )
+    exposed = bf16.split.exposed / bf16.seconds
+    return Verdict(cell, choice, bf16.seconds / taken.seconds, bf16.seconds / advised.seconds, exposed)
+
+
+def _mistaken(cell: Cell, truth: Calibration, error: float, draw: random.Random) -> tuple[Calibration, Cluster]:
+    def off() -> float:
+        return 1 + draw.choice((-1, 1)) * error
+
+    seen = replace(truth.scaled(off()), costs={spec: cost.scaled(off()) for spec, cost in truth.costs.items()})
+    return seen, replace(cell.cluster, link=scaled(cell.cluster.link, off(), off()))
+
+
+def _tried(cell: Cell, truth: Calibration, found: Advice) -> str:
+    """What `auto` stays with: it goes back from what turns out no faster than the dense steps before it."""
+    trial, plain = (cell.predictor(truth, spec, cell.cluster).seconds for spec in (found.trial.spec, found.dense.spec))
+    return found.trial.spec if trial < ENOUGH * plain else found.dense.spec
 
 
 def best_possible(cell: Cell) -> float:

@@ -81,5 +81,5 @@ def _cells(row: Row) -> list[Cell]:
     ]
 
 
-def _time(seconds: float) -> Cell:
-    return Cell(in_seconds(seconds), float(f"{seconds:.5g}"))
+def _time(seconds: float | None) -> Cell:
+    return Cell("", "") if seconds is None else Cell(in_seconds(seconds), float(f"{seconds:.5g}"))

@@ -99,15 +99,23 @@ def prepare(*modules: str) -> None:
 
 
 @contextmanager
-def joined(where: Standing, backend: str, patience: datetime.timedelta = PATIENCE) -> Iterator[None]:
+def joined(
+    where: Standing, backend: str, patience: datetime.timedelta = PATIENCE, meeting: datetime.timedelta = PATIENCE
+) -> Iterator[None]:
     """Take one's place in the group that torchrun, mpirun or srun has started, and leave it at the end.
 
     torchrun's agent keeps one store through all its restarts, in which the dead have left their addresses. So every
     attempt has names of its own.
+
+    Args:
+        where: The place.
+        backend: Who moves the bytes.
+        patience: How long a rank waits for others in a collective.
+        meeting: How long it looks for the place where they meet.
     """
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
     keeps = where.rank == 0 and not where.hosted
-    store = dist.TCPStore(where.address, where.port, is_master=keeps, timeout=PATIENCE, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = dist.TCPStore(where.address, where.port, is_master=keeps, timeout=meeting, wait_for_workers=False)  # type: ignore[attr-defined]
     names = dist.PrefixStore(f"gradwire-{where.attempt}", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=names, rank=where.rank, world_size=where.world, timeout=patience)
     try:

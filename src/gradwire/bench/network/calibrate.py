@@ -8,11 +8,12 @@ the link is no hindrance.
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 
 import gc
+import math
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,11 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bench.network.workloads import Workload, load
 from gradwire.forecast.calibration import Calibration, Cost, save
-from gradwire.forecast.model import DENSE, DTYPES, Model
-from gradwire.forecast.rehearsal import rehearse
+from gradwire.forecast.model import DENSE, Model
+from gradwire.forecast.rehearsal import WARMUP, rehearse
 from gradwire.forecast.script import script, sent, sent_by
 from gradwire.forecast.software import FREE, Software, measure
-from gradwire.links.collectives import AllReduce
 from gradwire.links.torch import connect
 from gradwire.sync.plan import LAUNCH_BYTES
 from gradwire.train.launch import launch, threads
@@ -51,6 +51,7 @@ class Job:
         world: Ranks of the training that is meant.
         steps: Whose medians count.
         most_elements: That all rehearsals of a spec handle together; there are three at least, and nine at most.
+        seconds: To be spent on steps, and again on all rehearsals together, as far as there is a choice.
     """
 
     make: Make
@@ -58,10 +59,31 @@ class Job:
     world: int
     steps: int = 9
     most_elements: int = 40_000_000
+    seconds: float = math.inf
 
     def repeats(self, elements: int) -> int:
         """Of each rehearsal: short ones are disturbed more easily."""
         return max(3, min(9, self.most_elements // elements))
+
+    def affordable(self, wanted: int, share: float, fewest: int, took: float) -> int:
+        """How many steps to count, when one of those that warm up took so long on the slowest rank. All ranks ask."""
+        (slowest,) = _slowest([took])
+        spare = min(self.seconds * share / max(slowest, 1e-9), WARMUP + wanted) - WARMUP
+        return max(fewest, int(spare))
+
+
+def check(workload: Workload) -> None:
+    """Refuse what cannot be measured here.
+
+    Raises:
+        ValueError: The model is on another device than the processors.
+    """
+    for name, p in workload.model.named_parameters():
+        if p.device.type != "cpu":
+            raise ValueError(
+                f"{name} is on {p.device}, and only processors are measured here; make the model on the CPU, or train "
+                'with gradwire.compress(model, "auto"), which measures where the model is'
+            )
 
 
 def calibrate(job: Job, beside: int) -> Calibration:
@@ -85,40 +107,55 @@ class Pass(NamedTuple):
 def _rank(rank: int, world: int, job: Job) -> Calibration:
     workload = job.make()
     torch.manual_seed(rank)
-    found = _compute(workload, job.steps)
+    found = _compute(workload, job)
     parameters = {name: p for name, p in workload.model.named_parameters() if p.requires_grad}
-    model = Model({name: tuple(p.shape) for name, p in parameters.items()}, found.arrival)
+    model = Model.of(parameters, found.arrival)
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()}
     decoded = min(job.world, MOST_DECODED)
-    costs = {spec: _dense(grads, DTYPES[spec], job.world, job.repeats(model.elements)) for spec in DENSE}
+    costs = {spec: _dense(grads, model.summed(spec), job.world, job.repeats(model.elements)) for spec in DENSE}
     costs |= {spec: _rehearsed(model, spec, grads, decoded, job) for spec in job.specs}
     link = connect()
     software = measure(link, dist.barrier) if world > 1 else FREE
     cores = (os.cpu_count() or 1) / world / torch.get_num_threads()  # for each thread that computes
     numbers = [found.forward, found.backward, *(x for c in costs.values() for x in (c.encode, c.decode, c.per_peer))]
-    slowest = iter(link.move(AllReduce(torch.tensor(numbers, dtype=torch.float64), "max")).tolist())
+    slowest = iter(_slowest(numbers))
     forward, backward = next(slowest), next(slowest)
     agreed = {spec: Cost(next(slowest), next(slowest), next(slowest), cost.fill) for spec, cost in costs.items()}
-    note = f"measured on this machine, {world} at a time, {threads(world)} threads each"
+    note = f"measured on the CPU of this machine, {world} at a time, {threads(world)} threads each"
     return Calibration(model, forward, backward, agreed, cores, software, decoded, note)
 
 
-def _compute(workload: Workload, steps: int) -> Pass:
+def _slowest(seconds: Sequence[float]) -> list[float]:
+    """The largest of all ranks' figures."""
+    told = torch.tensor(list(seconds), dtype=torch.float64)
+    dist.all_reduce(told, dist.ReduceOp.MAX)
+    found: list[float] = told.tolist()
+    return found
+
+
+def _compute(workload: Workload, job: Job) -> Pass:
     """Time steps under DDP that does not communicate, and leave the last gradients where they are."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch have another name for it as well
         ddp = DistributedDataParallel(workload.model, init_sync=False, broadcast_buffers=False)
     ddp.register_comm_hook(None, debugging_hooks.noop_hook)
-    optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.0)
-    passes = []
-    for _ in range(steps + 2):
-        dist.barrier()
-        passes.append(_step(ddp, workload, optimizer))
+    counted = _counted(ddp, workload, job)
     arrival = _arrival(ddp, workload)
     del ddp
     gc.collect()  # DDP takes its hooks off the parameters when it goes
-    counted = passes[2:]
     return Pass(median(one.forward for one in counted), median(one.backward for one in counted), arrival)
+
+
+def _counted(ddp: nn.Module, workload: Workload, job: Job) -> list[Pass]:
+    """Steps after two that warm up."""
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.0)
+
+    def step() -> Pass:
+        dist.barrier()
+        return _step(ddp, workload, optimizer)
+
+    last = [step() for _ in range(WARMUP)][-1]
+    return [step() for _ in range(job.affordable(job.steps, 1.0, 3, last.forward + last.backward))]
 
 
 def _step(ddp: nn.Module, workload: Workload, optimizer: torch.optim.Optimizer) -> Pass:
@@ -170,7 +207,7 @@ def _dense(grads: Mapping[str, Tensor], dtype: torch.dtype, world: int, repeats:
 
 def _rehearsed(model: Model, spec: str, grads: Mapping[str, Tensor], decoded: int, job: Job) -> Cost:
     plan = model.plan(spec, decoded)
-    repeats = job.repeats(model.elements)
+    repeats = partial(job.affordable, job.repeats(model.elements), 1 / len(job.specs), 1)
     whole = rehearse(plan, grads, repeats=repeats, meet=dist.barrier)
     per_peer = 0.0
     if job.world > decoded:
