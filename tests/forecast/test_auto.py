@@ -2,18 +2,24 @@
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from typer.testing import CliRunner
 
 import gradwire
 from gradwire.adapters import pilot
+from gradwire.cli.main import app
+from gradwire.train.compression import arguments, corrects_momentum
+from gradwire.train.shelf import resolve
 from workers import RankError, run_ranks
 
 STEPS = 30
+THIN = "10mbit,1ms"
 
 
 def net(width: int) -> nn.Module:
@@ -45,12 +51,66 @@ def told(wire: Any, model: nn.Module) -> dict[str, Any]:
 
 
 def over_a_thin_link(rank: int, world: int, plain: bool) -> dict[str, Any]:
-    os.environ["GRADWIRE_LINK"] = "10mbit,1ms"
+    os.environ["GRADWIRE_LINK"] = THIN
     inner = net(200)
     model = inner if plain else DistributedDataParallel(inner)
-    wire = gradwire.compress(model, "auto", link="10mbit,1ms")
+    wire = gradwire.compress(model, "auto", link=THIN)
     train(model, wire, STEPS, rank, plain)
-    return told(wire, inner)
+    return {**told(wire, inner), "resumed": resumed(wire.state_dict(), plain)}
+
+
+def resumed(state: dict[str, Any], plain: bool) -> dict[str, Any]:
+    """Another training, which goes on from what was saved."""
+    inner = net(200)
+    model = inner if plain else DistributedDataParallel(inner)
+    wire = gradwire.compress(model, "auto")
+    wire.load_state_dict(state)
+    train(model, wire, 1, 0, plain)
+    same = all(torch.equal(x, wire.state_dict()[name]) for name, x in state.items() if name == "gradwire/spec")
+    return {**told(wire, inner), "same": same, "step": wire.session.step}
+
+
+def between_thin_hosts(rank: int, world: int) -> dict[str, Any]:
+    """Nobody says what the link is; dense steps must show it, though it is thin between hosts alone."""
+    os.environ["GRADWIRE_LINK"] = THIN
+    model = DistributedDataParallel(net(200))
+    wire = gradwire.compress(model, "auto", across=[[0], [1]])
+    assert isinstance(wire, pilot.AutoWire)
+    train(model, wire, 1, rank, plain=False)
+    began = time.monotonic()
+    train(model, wire, 1, rank, plain=False)
+    took = time.monotonic() - began
+    network = pilot.Model.of(wire.parameters)
+    due = wire._summing(network, pilot.LinkSpec.parse(THIN))
+    return {"took": took, "due": due, "cluster": wire._cluster(network, pilot.Seen(1.0, 0.5, due, due))}
+
+
+def test_a_thin_link_between_hosts_is_felt_and_found() -> None:
+    one, two = run_ranks(between_thin_hosts, 2)
+    # 81,204 float32, of which each rank sends as many as there are, at 10 mbit: 0.26 s, and there are headers.
+    assert 0.26 < one["due"] < one["took"] and one["due"] < 0.35
+    assert one["cluster"] == two["cluster"] and 9e6 < one["cluster"].link.rate_bits < 12e6
+
+
+def on_hosts_that_differ(rank: int, world: int) -> list[float]:
+    """Ranks that weigh with processors of their own would choose different specs, and refuse each other's."""
+    pilot._cores = lambda device: (8.0, 0.5)[rank]
+    wire = gradwire.compress(net(8), "auto", link="10mbit")
+    assert isinstance(wire, pilot.AutoWire)
+    return [wire._cores(), pilot._cores(torch.device("cpu"))]
+
+
+def test_hosts_that_differ_decide_alike() -> None:
+    assert run_ranks(on_hosts_that_differ, 2) == [[0.5, 8.0], [0.5, 0.5]]
+
+
+def told_otherwise(rank: int, world: int) -> None:
+    gradwire.compress(net(8), "auto", link=("10mbit", "1gbit")[rank])
+
+
+def test_ranks_that_are_told_different_links_are_refused() -> None:
+    with pytest.raises(RankError, match=r"rank 1 has another spec than rank 0: .*a link of 1gbit"):
+        run_ranks(told_otherwise, 2)
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -59,14 +119,16 @@ def test_on_a_thin_link_it_compresses_and_ranks_stay_alike(plain: bool) -> None:
     assert one["decided"] and one["specs"] == two["specs"]
     assert one["specs"][-1] in pilot.automatic() and one["specs"][-1] != "fp32", one["text"]
     assert "on trial" in one["text"]
+    again = one["resumed"]
+    assert again["decided"] and again["specs"][-1] == one["specs"][-1] and again["same"] and again["step"] > 1
     assert all(map(torch.equal, one["weights"], two["weights"]))
 
 
 def by_an_optimizer(rank: int, world: int) -> dict[str, Any]:
-    os.environ["GRADWIRE_LINK"] = "10mbit,1ms"
+    os.environ["GRADWIRE_LINK"] = THIN
     model = net(200)
     inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    optimizer = gradwire.DistributedOptimizer(inner, model.named_parameters(), "auto", link="10mbit,1ms")
+    optimizer = gradwire.DistributedOptimizer(inner, model.named_parameters(), "auto", link=THIN)
     draw = torch.Generator().manual_seed(rank)
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -131,6 +193,22 @@ def test_a_broken_promise_is_taken_back_and_nothing_stays_owed() -> None:
     assert all(map(torch.equal, one["weights"], two["weights"]))
 
 
+def in_halves(rank: int, world: int) -> dict[str, Any]:
+    inner = net(24).to(torch.bfloat16)
+    model = DistributedDataParallel(inner)
+    wire = gradwire.compress(model, "auto")
+    draw = torch.Generator().manual_seed(rank)
+    pilot.AutoWire._promising = lambda *_: []  # type: ignore[method-assign, assignment]
+    for _ in range(12):
+        model(torch.randn(8, 24, generator=draw).to(torch.bfloat16)).square().mean().backward()
+    return told(wire, inner)
+
+
+def test_gradients_of_two_bytes_are_not_halved_again() -> None:
+    one, two = run_ranks(in_halves, 2)
+    assert one["specs"] == two["specs"] == ["fp32"] and one["decided"], one["text"]
+
+
 def misspelled(rank: int, world: int) -> None:
     gradwire.compress(net(8), "auto", link="100 parsec" if rank else "100mbit")
 
@@ -143,8 +221,25 @@ def test_what_is_wrong_on_one_rank_is_told_on_all() -> None:
 def test_refusals_are_sentences() -> None:
     with pytest.raises(ValueError, match="only the spec 'auto' asks"):
         gradwire.compress(net(8), "sign", link="100mbit")
+    with pytest.raises(ValueError, match="has jitter or loss too"):
+        gradwire.compress(net(8), "auto", link="100mbit,5ms,1ms")
     with pytest.raises(ValueError, match="by itself; leave them out"):
         gradwire.compress(net(8), "auto", exchange="allgather")
+
+
+def test_a_recipe_may_leave_it_open(tmp_path: Path) -> None:
+    recipe = resolve(["digits"], ["sync.spec=auto"])
+    assert arguments(recipe, 0)["spec"] == "auto" and not corrects_momentum(recipe)
+    with pytest.raises(ValueError, match=r"chooses by itself; leave sync\.feedback"):
+        resolve(["digits"], ["sync.spec=auto", "sync.feedback=residual"])
+    for words, said in (
+        (["plan", "digits", "--spec", "auto"], "auto decides while it trains"),
+        (
+            ["train", "digits", "--spec", "auto", "--in-process", "2", "--runs", str(tmp_path)],
+            "virtual workers have none",
+        ),
+    ):
+        assert said in CliRunner().invoke(app, words, env={"COLUMNS": "200"}).output
 
 
 def test_alone_it_has_nothing_to_decide() -> None:

@@ -7,9 +7,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gradwire.adapters.pilot import AUTO
 from gradwire.cli.gossip_plan import show_gossip
 from gradwire.sync import Plan, build, default_rules
-from gradwire.train.compression import arguments
+from gradwire.train.compression import arguments, method_of
 from gradwire.train.data import load
 from gradwire.train.feed import batch_of, check_sizes, loader_of
 from gradwire.train.models import build as build_model
@@ -50,13 +51,15 @@ def show(recipe: Recipe, world: int, console: Console) -> None:
     made = _plan(recipe, model, world, round(recipe.sync.ramp * steps))
     if recipe.sync.across != "ranks":
         console.print("only hosts compress: read workers, and ranks, as hosts")
+    if recipe.sync.spec == AUTO:
+        console.print("auto decides while it trains; these are the dense steps that it begins with")
     console.print(_lanes(made, last))
     console.print(_bytes(made, last))
 
 
 def _plan(recipe: Recipe, model: torch.nn.Module, world: int, ramp: int) -> Plan:
     options: dict[str, Any] = arguments(recipe, ramp)
-    rules = default_rules(options["spec"], granularity=options["granularity"], bundle=options["bundle"])
+    rules = default_rules(method_of(recipe, ramp), granularity=options["granularity"], bundle=options["bundle"])
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     return build(shapes, (*options["rules"], *rules), world, int(recipe.sync.launch_mb * 2**20))
 

@@ -3,6 +3,7 @@
 from dataclasses import asdict, replace
 from typing import Any
 
+from gradwire.adapters.pilot import AUTO
 from gradwire.codecs import Codec, codec
 from gradwire.codecs.selectors import Variance
 from gradwire.feedback import MomentumCorrection
@@ -15,8 +16,11 @@ def method_of(recipe: Recipe, ramp_steps: int = 0) -> Method:
 
     Where the feedback corrects momentum, that momentum is the optimizer's. A ramp starts with the densities of the
     recipe and ends, after ``ramp_steps`` steps, with the spec's own; what selects nothing has no density to ramp.
+    ``auto`` begins with dense steps.
     """
     sync = recipe.sync
+    if sync.spec == AUTO:
+        return _undecided(recipe)
     whole = method(sync.spec, _named(sync.feedback), _named(sync.exchange))
     if isinstance(whole.feedback, MomentumCorrection):
         momentum, nesterov = recipe.optimizer.momentum, recipe.optimizer.nesterov
@@ -30,7 +34,7 @@ def arguments(recipe: Recipe, ramp_steps: int) -> dict[str, Any]:
     """Keywords of `gradwire.compress`, and of the wires of virtual workers."""
     sync = recipe.sync
     return {
-        "spec": method_of(recipe, ramp_steps),
+        "spec": AUTO if recipe.sync.spec == AUTO else method_of(recipe, ramp_steps),
         "granularity": sync.granularity,
         "bundle": None if sync.bundle == "none" else sync.bundle,
         "rules": tuple(Rule(**rule.model_dump()) for rule in sync.rules),
@@ -48,6 +52,13 @@ def corrects_momentum(recipe: Recipe) -> bool:
 def tests_variance(recipe: Recipe) -> bool:
     """Whether the selector wants to know how much gradients vary within a batch."""
     return isinstance(method_of(recipe).last.selector, Variance)
+
+
+def _undecided(recipe: Recipe) -> Method:
+    sync = recipe.sync
+    if sync.ramp or _named(sync.feedback) or _named(sync.exchange):
+        raise ValueError("sync.spec = 'auto' chooses by itself; leave sync.feedback, sync.exchange and sync.ramp out")
+    return method("fp32")
 
 
 def _named(text: str) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gradwire.adapters.pilot import AUTO
 from gradwire.train import launch
 from gradwire.train.loop import Listener
 from gradwire.train.place import Place, alone
@@ -31,6 +32,8 @@ class Job(NamedTuple):
 
 def in_process(job: Job, world: int, listen: Listener) -> dict[str, Any]:
     """All workers here, in lockstep, on one device."""
+    if job.recipe.sync.spec == AUTO:
+        raise ValueError("sync.spec = 'auto' measures a network, and virtual workers have none; give --workers instead")
     return sit(job.recipe, alone(world, device_of(0, job.devices)), job.folder, listen, job.resume, job.title)
 
 
