@@ -23,3 +23,9 @@ def test_steps_that_wait_for_all_are_told_by_their_median() -> None:
     turns = [turn("ddp-fp32", number, 0.2, 0.2, 0.2, 5.0) for number in (1, 2)]
     row = summarize(turns)
     assert row["step_ms"] == pytest.approx(200) and row["steps"] == 8 and row["nic"] == pytest.approx(15)
+
+
+def test_what_decides_for_itself_says_what_it_became() -> None:
+    turns = [{**turn("auto", number, 0.2, 0.2), "became": spec} for number, spec in enumerate(("bf16", "fp32", "bf16"))]
+    assert summarize(turns)["became"] == "bf16, fp32"
+    assert "became" not in summarize([turn("ddp-fp32", 0, 0.2, 0.2)])

@@ -66,7 +66,8 @@ def parse(name: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or key not in ("exchange", "feedback", "granularity", "bundle", "launch_mb", "codec"):
             raise ValueError(f"cannot read the option {pair!r} of {name!r}; write for example exchange=two_way")
-        options[key] = float(value) if key == "launch_mb" else None if value == "none" else value
+        unset = value == "none" and key in ("bundle", "codec")  # a feedback called none is one, and not the default
+        options[key] = float(value) if key == "launch_mb" else None if unset else value
     return spec, options
 
 
@@ -93,11 +94,13 @@ class Contestant:
         run: The model to call.
         after: What to do after the optimizer's step.
         account: Bytes of tensors that this rank has sent and received so far, if anybody knows.
+        became: What it has decided to be, if it decides.
     """
 
     run: nn.Module
     after: Callable[[], object]
     account: Callable[[], Traffic | None]
+    became: str = ""
 
 
 def enter(name: str, workload: Workload) -> Contestant:
@@ -128,7 +131,8 @@ def _decided(workload: Workload) -> Contestant:
     while not wire.decided:
         workload.model.zero_grad(set_to_none=False)
         workload.loss(ddp).backward()
-    return Contestant(ddp, lambda: None, lambda: None)  # what DDP sends by itself, nobody counts
+    became = wire.decisions[-1].spec
+    return Contestant(ddp, lambda: None, lambda: None, became)  # what DDP sends by itself, nobody counts
 
 
 def _ddp(model: nn.Module, bucket_mb: float = 25.0) -> DistributedDataParallel:

@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.bench.network import workloads
-from gradwire.bench.network.calibrate import Job, calibrate, specs_of
+from gradwire.bench.network.calibrate import Job, calibrate
 from gradwire.bench.network.cells import Row
-from gradwire.bench.network.contestants import SILENT
+from gradwire.bench.network.contestants import AUTO, SILENT
 from gradwire.forecast.advice import advise
 from gradwire.forecast.calibration import Calibration, load
-from gradwire.forecast.candidates import arguments
 from gradwire.forecast.cluster import Cluster
 from gradwire.forecast.costs import predict
 from gradwire.forecast.evidence import sound
 from gradwire.forecast.model import DENSE
 from gradwire.links.rates import LinkSpec
 from gradwire.network.hosts import Hosts
+from gradwire.sync.plan import LAUNCH_BYTES
 
 TOLERANCE = 0.15  # of a measured step, within which predictions should lie
 REGRET = 0.05  # by how much a choice may be slower than the best that was measured
@@ -74,17 +74,43 @@ class Picked:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Way:
+    """A method of the benchmark as forecasts know it.
+
+    Attributes:
+        spec: A dense way, or what `gradwire.compress` is told that decides about costs.
+        launch_bytes: Of gradients that travel together.
+    """
+
+    spec: str
+    launch_bytes: int = LAUNCH_BYTES
+
+    @staticmethod
+    def of(method: str) -> "Way | None":
+        """What a contestant is; None for one that cannot be predicted: torch's PowerSGD, gossip, ``auto``."""
+        if method in DENSE:
+            return Way(method)
+        if method == AUTO or method.startswith(("ddp-", "gossip:")):
+            return None
+        spec, *options = (part.strip() for part in method.split(";"))
+        sizes = [option.partition("=")[2] for option in options if option.startswith("launch_mb")]
+        rest = [option for option in options if not option.startswith("launch_mb")]
+        return Way("; ".join([spec, *rest]), int(float(sizes[-1]) * 2**20) if sizes else LAUNCH_BYTES)
+
+
 def compare(rows: Iterable[Row], tell: Tell = lambda line: None) -> Iterator[Compared | Picked]:
     """Predict every cell that was measured and can be predicted: not torch's PowerSGD, and no gossip."""
     whole = sorted((row for row in rows if "step_ms" in row), key=_field)
     for (model, world, where), same in groupby(whole, key=_field):
         found = list(same)
-        specs = tuple(filter(_known, specs_of(dict.fromkeys(row["method"] for row in found))))
+        ways = [way for row in found if (way := Way.of(row["method"])) is not None]
+        specs = tuple(dict.fromkeys(way.spec for way in ways if way.spec not in DENSE))
         tell(f"calibrating {model} with {world} ranks: {', '.join(specs)}")
         figures = calibrated(model, specs, world, where)
-        yield from _predicted(found, figures, specs)
-        for link, there in groupby(sorted(found, key=lambda row: row["link"]), key=lambda row: row["link"]):
-            yield from _picked(list(there), figures, specs, link)
+        yield from _predicted(found, figures)
+        for _, there in groupby(sorted(found, key=_link), key=_link):
+            yield from _picked(list(there), figures)
 
 
 def calibrated(model: str, specs: Sequence[str], world: int, where: str) -> Calibration:
@@ -104,37 +130,44 @@ def _field(row: Row) -> tuple[str, int, str]:
     return row["model"], row["world"], row["where"]
 
 
-def _known(spec: str) -> bool:
-    try:
-        arguments(spec)
-    except ValueError:
-        return False
-    return True
+def _link(row: Row) -> str:
+    link: str = row["link"]
+    return link
 
 
-def _predicted(rows: Sequence[Row], figures: Calibration, specs: Sequence[str]) -> Iterator[Compared]:
+def _cluster(row: Row) -> Cluster:
+    return Cluster(row["world"], LinkSpec.parse(row["link"]))
+
+
+def _predicted(rows: Sequence[Row], figures: Calibration) -> Iterator[Compared]:
     for row in rows:
-        method = row["method"]
-        if method == SILENT:
+        way = Way.of(row["method"])
+        if row["method"] == SILENT:
             yield Compared(row, figures.compute)
-        elif method in DENSE or method in specs:
-            cluster = Cluster(row["world"], LinkSpec.parse(row["link"]))
-            yield Compared(row, predict(figures, method, cluster).seconds)
+        elif way is not None:
+            yield Compared(row, predict(figures, way.spec, _cluster(row), launches=(way.launch_bytes,)).seconds)
 
 
-def _picked(rows: Sequence[Row], figures: Calibration, specs: Sequence[str], link: str) -> Iterator[Picked]:
-    """Of all that was measured, and of what may be taken without being asked for."""
-    measured = {row["method"]: row["step_ms"] for row in rows if row["method"] in (*DENSE, *specs)}
+def _picked(rows: Sequence[Row], figures: Calibration) -> Iterator[Picked]:
+    """Of all that was measured, and of what may be taken without being asked for; by what `auto` would try."""
+    measured = {way: row["step_ms"] for row in rows if (way := Way.of(row["method"])) is not None}
     for careful in (False, True):
-        there = dict(measured)
-        if careful:
-            there = {way: ms for way, ms in measured.items() if way in DENSE or way in sound(specs)}
-        weighed = [way for way in there if way not in DENSE]
-        if len(weighed) == len(there) or not weighed:
+        specs = dict.fromkeys(way.spec for way in measured if way.spec not in DENSE)
+        weighed = list(sound(specs) if careful else specs)
+        there = {way: ms for way, ms in measured.items() if way.spec in (*DENSE, *weighed)}
+        if not weighed or not any(way.spec in DENSE for way in there):
             return
-        known = replace(figures, costs={way: figures.costs[way] for way in there})
-        cluster = Cluster(rows[0]["world"], LinkSpec.parse(link))
-        choice = advise(known, cluster, weighed).choice.spec
+        known = replace(figures, costs={spec: figures.costs[spec] for spec in dict.fromkeys(way.spec for way in there)})
+        choice = advise(known, _cluster(rows[0]), weighed).trial
         best = min(there, key=lambda way: there[way])
-        regret = there[choice] / there[best] - 1
-        yield Picked(rows[0]["model"], link, cluster.workers, choice, best, regret, careful)
+        taken = min((way for way in there if way.spec == choice.spec), key=lambda way: _apart(way, choice.launch_bytes))
+        regret = there[taken] / there[best] - 1
+        yield Picked(*_place(rows[0]), taken.spec, best.spec, regret, careful)
+
+
+def _place(row: Row) -> tuple[str, str, int]:
+    return row["model"], row["link"], row["world"]
+
+
+def _apart(way: Way, launch_bytes: int) -> int:
+    return abs(way.launch_bytes - launch_bytes)

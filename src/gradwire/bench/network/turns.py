@@ -96,6 +96,7 @@ def _turn(method: str, workload: Workload, pace: Pace, number: int) -> bool:
         round=number,
         seconds=times,
         nic=None if wire is None or sent is None else (sent - wire) / count,
+        became=contestant.became,
         **_reported(said, later, count),
     )
     _leave(workload)
@@ -163,7 +164,8 @@ def summarize(turns: list[dict[str, Any]]) -> dict[str, Any]:
     for name in ("nic", "reported", "framed", "messages"):
         known = [turn[name] for turn in turns if turn.get(name) is not None]
         row[name] = statistics.fmean(known) if known else None
-    return row
+    became = dict.fromkeys(turn["became"] for turn in turns if turn.get("became"))
+    return {**row, "became": ", ".join(became)} if became else row
 
 
 def _apart(turns: list[dict[str, Any]]) -> float:
