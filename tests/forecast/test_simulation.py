@@ -29,12 +29,8 @@ from gradwire.forecast.simulation import (
 from gradwire.forecast.stragglers import Stragglers
 from gradwire.links.alphabeta import seconds
 
-# A step of 3 ms on a link of 400 gbit: whether compressing pays hangs on fractions of a millisecond, and a decision
-# that can never lose must sometimes pass. Among two hosts, nothing would gain so much there.
-MISSED = {
-    *(f"LSTM 2x1500, 700 tokens, {workers} workers, 400gbit,5us" for workers in (8, 64, 512, 4096)),
-    "LSTM 2x1500, 700 tokens, 16 workers in 2 hosts, 400gbit,5us",
-}
+# Bfloat16 DDP waits for half of a step of 5 ms there, but nothing would be faster, whatever is decided.
+HOPELESS = {"LSTM 2x1500, 700 tokens, 16 workers in 2 hosts, 400gbit,5us"}
 
 
 def decided(cells: list[Cell], seed: int) -> list[Verdict]:
@@ -47,7 +43,8 @@ def check(verdicts: list[Verdict]) -> None:
         if verdict.misses:
             print(f"{verdict.cell}: {verdict.choice}, {verdict.speedup:.3f}, at best {best_possible(verdict.cell):.3f}")
     assert not [str(verdict.cell) for verdict in verdicts if verdict.loses]
-    assert {str(verdict.cell) for verdict in verdicts if verdict.misses} <= MISSED
+    missed = [verdict.cell for verdict in verdicts if verdict.misses]
+    assert {str(cell) for cell in missed} <= HOPELESS and all(best_possible(cell) < 1.01 for cell in missed)
 
 
 def test_auto_never_loses_and_gains_where_there_is_much_to_gain() -> None:
@@ -57,7 +54,8 @@ def test_auto_never_loses_and_gains_where_there_is_much_to_gain() -> None:
     verdicts = decided(cells, seed=0)
     check(verdicts)
     much = [verdict for verdict in verdicts if verdict.exposed > 0.25]
-    assert len(much) > 100 and sum(not verdict.misses for verdict in much) >= len(much) - len(MISSED)
+    assert len(much) > 100 and not any(verdict.misses for verdict in much)
+    assert min(verdict.advised for verdict in verdicts) > 0.98, "nor does advice lose that nobody puts on trial"
     assert any(verdict.choice.startswith("ddp-") for verdict in verdicts), "somewhere, dense must be the answer"
 
 

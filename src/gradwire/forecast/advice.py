@@ -20,7 +20,6 @@ from gradwire.links.rates import FASTEST_BITS, SLOWEST_BITS, LinkSpec
 ERROR = 0.15  # that calibrations are trusted to
 LOSS = 0.02  # how much slower than dense a choice may turn out
 TIE = 0.03  # what counts as equally fast
-TRY = 1.1  # a predicted gain that is worth a trial, though it is not sure
 ENOUGH = 0.98  # of the dense step: what a way must be below to be tried, and on trial to be kept
 
 Predict = Callable[[Calibration, str, Cluster], Prediction]
@@ -55,7 +54,7 @@ class Advice:
     def trial(self) -> Prediction:
         """What is worth some steps of training to someone who measures those, and goes back if it was not faster."""
         tempting = self.tempting
-        return tempting if tempting is not None and self.dense.seconds > TRY * tempting.seconds else self.choice
+        return self.choice if tempting is None or self.dense.seconds <= (1 + TIE) * tempting.seconds else tempting
 
     @property
     def fastest(self) -> Prediction:
