@@ -82,6 +82,7 @@ def test_a_row_tells_of_every_way() -> None:
     (cell,) = grid([subjects()[0]], [64], ["1gbit,500us"])
     row = judge(cell)
     assert set(row["ways"]) == {"ddp-fp32", "ddp-bf16", *CHOOSABLE}
+    assert row["assumed"] is (row["choice"] in ("int8", "powersgd(4)", "powersgd(2)"))
     assert row["ways"][row["choice"]] == pytest.approx(row["seconds"], rel=1e-4)
     assert row["ways"][row["fastest_compressed"]] == min(row["ways"][spec] for spec in CHOOSABLE)
 

@@ -119,6 +119,7 @@ def judge(cell: Cell, stragglers: Stragglers = Stragglers()) -> dict[str, Any]: 
         "ddp_bf16_seconds": bf16.seconds,
         "exposed": bf16.split.exposed / bf16.seconds,
         "choice": choice.spec,
+        "assumed": cell.subject.measured is None and h200.assumed(choice.spec),
         "seconds": choice.seconds,
         "speedup": bf16.seconds / choice.seconds,
         "fastest_compressed": best.spec,

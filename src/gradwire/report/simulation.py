@@ -72,7 +72,7 @@ def _cells(row: Row) -> list[Cell]:
         _time(row["ddp_fp32_seconds"]),
         _time(row["ddp_bf16_seconds"]),
         Cell(f"{row['exposed']:.0%}", row["exposed"]),
-        Cell(row["choice"]),
+        Cell(row["choice"] + (" (cost assumed)" if row["assumed"] else "")),
         _time(row["seconds"]),
         Cell(ratio(row["speedup"]), row["speedup"]),
         Cell(row["fastest_compressed"] + (" (loses)" if row["compression_loses"] else "")),
