@@ -29,6 +29,7 @@ KINDS = [
     ("digits", ("gossip.method=dcd", "gossip.codec=qsgd", "optimizer.name=adamw", "optimizer.lr=0.002")),
     ("digits", ("gossip.method=powergossip", "gossip.codec=", "data.partition=sorted", "train.accumulate=2")),
     ("pydoc-lstm", ("optimizer.local_clip=0.5",)),
+    ("digits", ("gossip.across=[[0, 1], [2, 3]]", "gossip.granularity=model")),
 ]
 
 
@@ -90,6 +91,35 @@ def test_processes_do_as_virtual_workers_do(tmp_path: Path) -> None:
         assert final[name] == pytest.approx(other[name], rel=1e-5), name
 
 
+@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.study)])
+def test_workers_of_a_node_are_one(tmp_path: Path, stopped: bool) -> None:
+    """In processes, each of which gossips some layers, as in one; and processes go on where they stopped."""
+    common = (*RING, "gossip.options.gamma=0.4", "gossip.passes=in turn", "gossip.across=[[0, 1], [2, 3]]")
+    recipe, (here, there) = recipe_of("digits", *common), (tmp_path / "here", tmp_path / "there")
+    assert scale_of(recipe, 4, 240, beside=2) == 4.0  # two nodes that hear each other, of two workers each
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        final = train(recipe, 4, here)
+    finally:
+        torch.set_num_threads(threads)
+    if stopped:
+        broken = recipe_of("digits", *common, "train.iterations=5")
+        open_folder(there, broken)
+        work.spawned(work.Job(broken, there), 4, lambda record: None)
+    open_folder(there, recipe)
+    other = work.spawned(work.Job(recipe, there, resume=stopped), 4, lambda record: None)
+    for rank in range(4):
+        mine, theirs = saved(here, f"rank-{rank}.safetensors"), saved(there, f"rank-{rank}.safetensors")
+        own = [key for key in mine if key not in ("loss", "traffic") and not key.startswith("gossip/")]
+        assert [key for key in own if not torch.equal(mine[key], theirs[key])] == []
+    rows = [saved(here, f"rank-{rank}.safetensors")["row"] for rank in range(4)]
+    assert torch.equal(rows[0], rows[1]) and torch.equal(rows[2], rows[3]) and not torch.equal(rows[1], rows[2])
+    assert other["hosts"] == 2 and other["sent_inside"] > 5 * other["sent"] > 0
+    assert other["payload_ratio"] == pytest.approx(final["payload_ratio"], rel=0.2)  # of a share of the layers
+    assert other["consensus"] == pytest.approx(final["consensus"], rel=1e-5)
+
+
 def test_together_and_in_turn_are_the_same_training(tmp_path: Path) -> None:
     finals = []
     for way in ("together", "in turn"):
@@ -140,6 +170,7 @@ def test_fragments_make_a_gossiping_recipe() -> None:
     assert published.optimizer.lr * scale_of(published, 8, 128) == pytest.approx(0.6)
     social = shelf.resolve(["wikitext2-lstm650-social32", "sign"])
     assert social.train.workers == 32 and social.gossip.graph == "social"
+    assert shelf.resolve(["digits", "ring8", "sgp"]).gossip.method == "sgp"
     assert scale_of(shelf.resolve(["digits", "ring8", "centralized"]), 8, 60) == 8.0
 
 
@@ -153,6 +184,7 @@ def test_fragments_make_a_gossiping_recipe() -> None:
         (["train.precision=fp16"], "bf16"),
         (["schedule.scale=linear"], "schedule.scale = 'graph'"),
         (["gossip.passes=both"], "in turn"),
+        (["gossip.across=nodes"], "gossip.across"),
     ],
 )
 def test_what_cannot_be_is_a_sentence(sets: list[str], sentence: str) -> None:
@@ -173,7 +205,21 @@ def test_the_plan_knows_the_bytes(tmp_path: Path) -> None:
     assert f"{int(final['sent'] / final['step']):,} bytes" in told
 
 
+@pytest.mark.parametrize("name", ["sgp", "powergossip", "centralized"])
+def test_the_plan_knows_the_bytes_of_other_methods(tmp_path: Path, name: str) -> None:
+    recipe = recipe_of("digits", *RING, "gossip.codec=", f"gossip.method={name}", "train.epochs=1")
+    model = build(recipe.model.name, recipe.model.options, {"classes": 10, "channels": 1, "size": 8})
+    told = dict(rows(recipe, model, 4))["sent"]
+    final = train(recipe, 4, tmp_path)
+    most = int(told.removeprefix("at most ").split()[0].replace(",", ""))
+    least = 0.5 if name == "powergossip" else 0.999  # rows and columns of a matrix take turns
+    assert least * most < final["sent"] / final["step"] <= most + 1
+
+
 def test_what_a_graph_cannot_be_is_a_sentence_too() -> None:
+    recipe = recipe_of("digits", *RING, "gossip.across=[[0, 1], [2]]")
+    with pytest.raises(ValueError, match="not equally large"):
+        Decentralized(recipe, alone(3))
     with pytest.raises(ValueError, match="would be a ring"):
         Decentralized(shelf.resolve(["digits", "torus16"], [*DIGITS, "train.workers=7"]), alone(7))
     with pytest.raises(ValueError, match="pass in turn"):

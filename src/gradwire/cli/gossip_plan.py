@@ -6,10 +6,10 @@ from torch import nn
 
 from gradwire.codecs import codec as as_codec
 from gradwire.core.segments import Segments
-from gradwire.gossip import Choco, Node, gauge
+from gradwire.gossip import SGP, Centralized, Choco, Node, PowerGossip, gauge
 from gradwire.gossip.letter import HEADER
 from gradwire.train.feed import batch_of
-from gradwire.train.neighborhood import method_of
+from gradwire.train.neighborhood import method_of, nodes
 from gradwire.train.recipe import Recipe
 from gradwire.train.schedule import scale_of
 
@@ -32,19 +32,36 @@ def rows(recipe: Recipe, model: nn.Module, world: int) -> list[tuple[str, str]]:
     tensors = Segments(tuple(named), tuple(named.values()))
     units = tensors if recipe.gossip.granularity == "layer" else tensors.merged()
     method, chosen = method_of(recipe), as_codec(recipe.gossip.codec or "fp32")
-    topology = method.graph.on(world)
+    hosts = nodes(world, None if recipe.gossip.across == "ranks" else recipe.gossip.across)
+    beside = len(hosts[0])
+    topology = method.graph.on(len(hosts))
     node = Node(method, chosen, topology, 0, recipe.train.seed, tensors, units, recipe.gossip.overlap)
     told = [
         ("method", str(method)),
         ("graph", f"{topology}, spectral gap {topology.rho:.4g}, {_span(topology.degrees)} neighbors"),
-        ("rate", f"{recipe.optimizer.lr:g} x {scale_of(recipe, world, batch_of(recipe, world)):.4g}"),
+        ("rate", f"{recipe.optimizer.lr:g} x {scale_of(recipe, world, batch_of(recipe, world), beside):.4g}"),
     ]
-    return told if method.late or method.name == "centralized" else [*told, *_letters(node)]
+    if beside > 1:
+        told.append(
+            ("nodes", f"of {beside} workers, which share what the node sends; read workers, and ranks, as nodes")
+        )
+    if isinstance(method, Centralized):
+        summed = 2 * (len(hosts) - 1) / len(hosts) * chosen.size(units)
+        return [*told, ("codec", str(chosen)), ("sent", f"{summed:,.0f} bytes by each worker in a step")]
+    return [*told, *(_factors(node, method) if isinstance(method, PowerGossip) else _letters(node))]
+
+
+def _factors(node: Node, method: PowerGossip) -> list[tuple[str, str]]:
+    """Rows and columns take turns; of two steps in a row, the one that sends more."""
+    legs = range(2 * method.iterations)
+    turns = [HEADER.size + method.body_bytes(node.tensors, onto_right=leg % 2 == 0) for leg in legs]
+    most = max(sum(turns[: method.iterations]), sum(turns[method.iterations :])) * node.topology.degree
+    return [("sent", f"at most {most:,} bytes by the busiest worker in a step")]
 
 
 def _letters(node: Node) -> list[tuple[str, str]]:
     auto = isinstance(node.method, Choco) and node.method.gamma == "auto"
-    notes = 4 * (gauge.NOTE.stop - gauge.NOTE.start) if auto else 0
+    notes = 4 * (gauge.NOTE.stop - gauge.NOTE.start) if auto else 4 * isinstance(node.method, SGP)
     most = HEADER.size + notes + node.codec.size(node.units)
     bound = "" if node.codec.traits.fixed else "at most "
     whole = 4 * node.tensors.total

@@ -5,8 +5,9 @@ Paper:    Tang et al., "Communication compression for decentralized training", N
 Formula:  z_i = s_i + (y_i - x_i) - x_i, y_i: x_i after the optimizer's step;  s_i = sum_j w_ij x_j
           q_i = C(z_i);  x_i = x_i + q_i;  s_i = s_i + sum_j w_ij q_j
 Wire:     one message of the codec to each neighbor
-Traits:   unbiased codecs, and those with little noise; others by allow_biased=True. Static symmetric graphs; two more
-          vectors. What a message loses of the gradient is lost: there is no consensus step, and no residual
+Traits:   unbiased codecs; others by allow_biased=True. Static symmetric graphs; two more vectors. What a message loses
+          of the gradient is lost: there is no consensus step, and no residual. A codec that adds noise of much more
+          than |z|^2 (few levels, or random entries scaled by ten) drives replicas apart
 Differs:  neighbors' models are kept as one weighted sum, not one by one
 Spec:     dcd(ring), dcd(ring, allow_biased=True)
 """
@@ -66,5 +67,6 @@ def need_unbiased(method: Gossip, codec: Codec, allow_biased: bool) -> None:
     if not (codec.traits.unbiased or allow_biased):
         raise ValueError(
             f"{method.name} was made for unbiased codecs, and {codec} is none: it may diverge; "
-            f"write {method.name}({method.graph}, allow_biased=True) to see, or use choco"
+            f"write {method.name}({method.graph}, allow_biased=True), in a recipe gossip.options.allow_biased=true, "
+            "to see, or use choco"
         )

@@ -62,6 +62,10 @@ class PowerGossip(Gossip):
         peers = sorted(around.topology.peers(around.me))
         return {f"left_{peer}": Slot(left) for peer in peers} | {f"right_{peer}": Slot(right) for peer in peers}
 
+    def body_bytes(self, tensors: Segments, onto_right: bool) -> int:
+        """How long a letter without its header is: X v or X' u of every matrix, and all other tensors."""
+        return 4 * sum((p.rows if onto_right else p.columns) if p.rows else p.length for p in _matrices(tensors))
+
     def talk(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
         memory = dict(memory)
         table = _matrices(around.tensors)

@@ -2,6 +2,8 @@
 
     batches -> every worker's gradient -> clip -> its own step -> a round with its neighbors
 
+With ``gossip.across`` several workers are one: what is clipped is the mean of their gradients.
+
 Each worker is evaluated by itself on all test data, and so is the mean of their models, which is what is saved as the
 run's model.
 """
@@ -46,7 +48,8 @@ class Decentralized(Training):
         self.optimizer = _optimizer(recipe, self.hood.replicas.rows)
         self._decay = _decay(recipe, self.hood.replicas.tensors.shapes, place.device)
         self.batch = batch_of(recipe, place.world)
-        self.schedule = Schedule(recipe, scale_of(recipe, place.world, self.batch), regime_of(self.model))
+        scale = scale_of(recipe, place.world, self.batch, self.hood.beside)
+        self.schedule = Schedule(recipe, scale, regime_of(self.model))
         self.epoch = self.at = self.step = 0
         self.seconds = 0.0
         self.best: float | None = None
@@ -69,6 +72,7 @@ class Decentralized(Training):
     def _one_step(self, batch: Batch) -> Tensor:
         tell(self.optimizer, self.schedule.settings(self.position))
         loss = self.passes(batch, self.step)
+        self.hood.average_()
         self._update()
         self.hood.mix_()
         self.loss += loss
@@ -174,7 +178,7 @@ class Decentralized(Training):
         return {
             "event": "start",
             "spec": spec,
-            "method": f"{spec} on {self.hood.method.graph.on(self.place.world)}",
+            "method": f"{spec} on {self.hood.method.graph.on(len(self.hood.hosts))}",
             "world": self.place.world,
             "virtual": self.place.virtual,
             "device": str(self.place.device),
@@ -203,23 +207,24 @@ class Decentralized(Training):
     def _account(self) -> dict[str, Any]:
         """Bytes as the first worker counts them; it speaks to as many neighbors as it has."""
         report, clock = self.hood.report(), self.hood.clock
-        dense = 4.0 * self.hood.replicas.tensors.total * self.step
-        ring = 2 * (self.place.world - 1) / self.place.world * dense
-        central = isinstance(self.hood.method, Centralized)  # each number goes around a ring, not to each neighbor
-        payload = report.sent / max(1e-9, 2 * (self.place.world - 1) / self.place.world if central else report.degree)
+        dense = 4.0 * self.hood.share * self.step
+        around = 2 * (report.world - 1) / report.world  # how often each number goes around a ring
+        central = isinstance(self.hood.method, Centralized)
+        payload = report.sent / max(1e-9, around if central else report.degree)
         return {
             "sent": report.sent,
             "received": report.received,
             "payload": payload,
             "dense": dense,
             "payload_ratio": dense / payload if payload else float("inf"),
-            "wire_ratio": ring / report.sent if report.sent else float("inf"),
+            "wire_ratio": around * dense / report.sent if report.sent else float("inf"),
             "skipped": 0,
             "gamma": report.gamma,
             "encode_seconds": clock.encode,
             "wire_seconds": clock.wire,
             "decode_seconds": clock.decode,
             "seconds": self.seconds,
+            **({"hosts": report.world, "sent_inside": report.sent_inside} if report.beside > 1 else {}),
         }
 
     def _totals(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Neighborhood: the workers that live in this process when every worker has a model of its own, and talks to neighbors.
 
 One real rank is a neighborhood of one row, whose net talks to other processes; virtual workers are all rows of one
-tensor, and gossip at once.
+tensor, and gossip at once. With ``gossip.across``, workers of a host are one node: they step by their mean gradient,
+hold the same parameters, and gossip as one.
 """
 
 import time
@@ -14,6 +15,7 @@ from gradwire.adapters.gossip import Net, StackedNet, gossip
 from gradwire.adapters.gossip.report import GossipReport
 from gradwire.gossip import Gossip, gossip_method
 from gradwire.links.collectives import AllReduce, Traffic
+from gradwire.links.grouping import Grouping
 from gradwire.sync.drive import Clock
 from gradwire.train.place import Place
 from gradwire.train.recipe import Recipe
@@ -30,12 +32,22 @@ def method_of(recipe: Recipe) -> Gossip:
     return gossip_method(f"{plan.method}({', '.join(words)})" if words else plan.method)
 
 
+def nodes(world: int, across: str | list[list[int]] | None) -> tuple[tuple[int, ...], ...]:
+    """Workers of one process by node; all of them share a host, if hosts are asked for."""
+    if across is None:
+        return tuple((rank,) for rank in range(world))
+    grouping = Grouping.of([range(world)] if isinstance(across, str) else across)
+    grouping.check(world)
+    return grouping.hosts
+
+
 class Neighborhood:
     """Workers of one process.
 
     Attributes:
         replicas: Their models.
         net: How they talk.
+        hosts: The workers that are one node, node by node.
     """
 
     def __init__(self, model: nn.Module, place: Place, recipe: Recipe) -> None:
@@ -46,15 +58,38 @@ class Neighborhood:
             "overlap": plan.overlap,
             "seed": recipe.train.seed,
         }
+        across = None if plan.across == "ranks" else plan.across
         self.net: Net | StackedNet
         if place.virtual:
-            self.net = StackedNet(model, place.world, self.method, plan.codec or None, **options)
+            self.hosts = nodes(place.world, across)
+            self.net = StackedNet(model, len(self.hosts), self.method, plan.codec or None, **options)
         else:
-            net = gossip(model, self.method, plan.codec or None, **options)
+            net = gossip(model, self.method, plan.codec or None, across=across, **options)
             assert isinstance(net, Net)
-            self.net = net
+            self.net, found = net, net.link.grouping
+            self.hosts = nodes(place.world, None) if found is None else found.hosts
         self.replicas = Replicas(model, len(place.ranks))
+        self._seats = torch.tensor(self.hosts, device=place.device)
         self._clock = Clock()
+
+    @property
+    def beside(self) -> int:
+        """How many workers are one node."""
+        return len(self.hosts[0])
+
+    @property
+    def share(self) -> int:
+        """Parameters that the first worker here gossips: all, but for a node's ranks, which gossip a part each."""
+        return self.net.node.tensors.total if isinstance(self.net, Net) else self.replicas.tensors.total
+
+    def average_(self) -> None:
+        """Give the workers of a node the mean of their gradients."""
+        grads = self.replicas.grads
+        if isinstance(self.net, Net):
+            grads.copy_(self.net.average(grads[0])[None])
+        elif self.beside > 1:
+            by_node = grads[self._seats]  # [nodes, workers of each, N]
+            grads[self._seats] = (by_node.sum(1, keepdim=True) / self.beside).expand_as(by_node)
 
     def mix_(self) -> None:
         """One round of gossip."""
@@ -63,7 +98,10 @@ class Neighborhood:
             rows.copy_(self.net.mix(rows[0])[None])
             return
         began = time.perf_counter()
-        rows.copy_(self.net.mix(rows))
+        if self.beside == 1:
+            rows.copy_(self.net.mix(rows))
+        else:
+            rows[self._seats] = self.net.mix(rows[self._seats[:, 0]])[:, None].expand(-1, self.beside, -1)
         self._clock.encode += time.perf_counter() - began  # of all workers, by the host's clock
 
     def check(self) -> None:
@@ -111,19 +149,36 @@ class Neighborhood:
         return self.net.clock if isinstance(self.net, Net) else self._clock
 
     def traffic(self, which: int) -> list[float]:
-        counted = self.net.link.traffic if isinstance(self.net, Net) else self.net.traffic[which]
-        return [counted.sent, counted.received, counted.collectives]
+        if isinstance(self.net, Net):
+            link = self.net.link
+            counts = [link.traffic] if self.beside == 1 else [link.traffic, link.inside]
+        else:
+            counts = [self.net.traffic[self._node(which)]]
+        return [number for count in counts for number in (count.sent, count.received, count.collectives)]
 
     def states(self) -> list[dict[str, Tensor]]:
         """The gossip's memory of each worker here."""
-        return [self.net.state_dict()] if isinstance(self.net, Net) else self.net.state_dict()
+        if isinstance(self.net, Net):
+            return [self.net.state_dict()]
+        by_node = self.net.state_dict()
+        return [by_node[self._node(rank)] for rank in self.place.ranks]
 
     def load(self, states: list[dict[str, Tensor]], traffic: list[list[float]]) -> None:
         """Go on where these workers stopped."""
-        counted = [Traffic(sent, received, int(rounds)) for sent, received, rounds in traffic]
         if isinstance(self.net, Net):
             self.net.load_state_dict(states[0])
-            self.net.link.traffic = counted[0]
+            self.net.link.traffic, *inside = [_traffic(traffic[0][i : i + 3]) for i in range(0, len(traffic[0]), 3)]
+            if inside:
+                (self.net.link.inside,) = inside
         else:
-            self.net.load_state_dict(states)
-            self.net.traffic = counted
+            firsts = [host[0] for host in self.hosts]
+            self.net.load_state_dict([states[rank] for rank in firsts])
+            self.net.traffic = [_traffic(traffic[rank]) for rank in firsts]
+
+    def _node(self, rank: int) -> int:
+        return next(number for number, host in enumerate(self.hosts) if rank in host)
+
+
+def _traffic(numbers: list[float]) -> Traffic:
+    sent, received, rounds = numbers
+    return Traffic(sent, received, int(rounds))

@@ -118,6 +118,7 @@ class Gossip(Table):
     codec: str = ""  # what messages are written in; empty: float32
     granularity: Literal["layer", "model"] = "layer"
     overlap: bool = False  # whether what neighbors say comes a step late
+    across: Literal["ranks", "hosts"] | list[list[int]] = "ranks"  # who is a node; lists: the ranks of each
     passes: Literal["auto", "together", "in turn"] = "auto"  # of virtual workers, through the model
 
 

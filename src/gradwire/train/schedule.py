@@ -87,16 +87,19 @@ class Schedule:
         return math.pow(plan.factor, self.stalls) if plan.kind == "plateau" else 1.0
 
 
-def scale_of(recipe: Recipe, world: int, batch: int) -> float:
-    """How much the rate grows: by the batch of a step of all workers over the one that the rate is meant for."""
+def scale_of(recipe: Recipe, world: int, batch: int, beside: int = 1) -> float:
+    """How much the rate grows: by the batch of a step of all workers over the one that the rate is meant for.
+
+    With gossip, ``beside`` workers may be one node.
+    """
     plan = recipe.schedule
-    averaged = _averaged(recipe, world) if plan.scale == "graph" else world
+    averaged = beside * _averaged(recipe, world // beside) if plan.scale == "graph" else world
     larger = averaged * batch * recipe.train.accumulate / (plan.base_batch or batch)
     return {"none": 1.0, "linear": larger, "graph": larger, "sqrt": math.sqrt(larger)}[plan.scale]
 
 
 def _averaged(recipe: Recipe, world: int) -> float:
-    """How many workers a step averages: all of them, or with gossip a worker and its neighbors."""
+    """How many workers, or nodes, a step averages: all of them, or with gossip one and its neighbors."""
     if not recipe.gossip.method:
         return world
     from gradwire.gossip.rate import rate_scale

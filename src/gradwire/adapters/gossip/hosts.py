@@ -72,6 +72,12 @@ class HostNet(Net):
                 p.grad = mean.clone()
         self._averaged = True
 
+    def average(self, grads: Tensor) -> Tensor:
+        total: Tensor
+        (total,) = self.link.answer([Sum(grads, "local")])
+        self._averaged = True
+        return total / self.beside
+
     def mix(self, x: Tensor) -> Tensor:
         """One round of gossip of my share, and all shares inside the host."""
         if not self._averaged and find_ddp(self.model) is None:

@@ -67,6 +67,10 @@ class Net:
     def average_gradients(self) -> None:
         """Take the mean over the ranks of this host, before the optimizer's step. Nobody else is on it."""
 
+    def average(self, grads: Tensor) -> Tensor:
+        """The same for gradients that lie elsewhere, as one vector in the order of ``model.named_parameters()``."""
+        return grads
+
     def __call__(self) -> None:
         """Average with the neighbors; with ``overlap=True``, start to, and take over what the last call started."""
         self.flat.write_(self.mix(self.flat.read()))
