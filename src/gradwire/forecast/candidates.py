@@ -16,6 +16,7 @@ CANDIDATES = (
     "sign",
     "powersgd(2)",
     "topk(0.01) | sign",
+    "topk(0.003) | sign",
     "topk(0.001) | fp16",
     "topk(0.001) | sign",
     "dgc(0.001)",
