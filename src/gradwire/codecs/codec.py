@@ -142,13 +142,16 @@ class Codec:
         body = self.quantizer.encode(values, lengths, table.names, key)
         return Sent(indices, self.quantizer.decode(body, lengths, table.names, key))
 
-    def length(self, indices: Tensor, counts: tuple[int, ...], n: int) -> int:
-        """How long the message of these positions is, ``counts`` in each segment, of a buffer of ``n``."""
+    def length(self, indices: Tensor, counts: tuple[int, ...], n: int) -> tuple[int, Tensor | None]:
+        """How long the message of these positions is, ``counts`` in each segment, of a buffer of ``n``.
+
+        In two parts: bytes that are known, and those that take a look at the device, if there are such.
+        """
         coder = self.indices
         total = self._header_bytes + self.quantizer.size(counts)
         if coder is None:
-            return total
-        return total + (coder.size(sum(counts), n) if coder.fixed else coder.encode(indices, n).numel())
+            return total, None
+        return (total + coder.size(sum(counts), n), None) if coder.fixed else (total, coder.measure(indices, n))
 
     def total(self, payloads: Iterable[Payload], segments: Segments, keys: Iterable[Key]) -> Tensor:
         """The sum of several ranks' messages, added in the order given. -> float32[segments.total]."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gradwire.core.keys import Key
@@ -174,6 +175,10 @@ class IndexCoder(Stage):
     @abstractmethod
     def encode(self, indices: Tensor, n: int) -> Tensor:
         """int64[count], rising, below n -> uint8."""
+
+    def measure(self, indices: Tensor, n: int) -> Tensor:
+        """How many bytes `encode` makes, on the device."""
+        return torch.full((), self.encode(indices, n).numel(), device=indices.device)
 
     @abstractmethod
     def decode(self, data: Tensor, count: int, n: int) -> tuple[Tensor, int]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -25,15 +25,21 @@ from gradwire.exchanges import AllGather, AllReduce, Exchange, TwoWay
 from gradwire.exchanges.allreduce import most_summand
 from gradwire.exchanges.two_way import shard
 from gradwire.feedback import Feedback
-from gradwire.kernels.fused import scatter_mean
 from gradwire.kernels.groups import over
 from gradwire.sync.lane import OBSERVED, OWED, Lane, absorb
 from gradwire.sync.lockstep import Lockstep
 from gradwire.sync.lowering import FusedSpeaker, lowers
 from gradwire.sync.session import Grads, Session, Verdict, censored, joined, nbytes
-from gradwire.sync.tally import META, Agreed, blank, cost, two_rounds
+from gradwire.sync.tally import META, Agreed, blank, costs, two_rounds
 
 SERVED = "served"
+
+
+class Sizes(NamedTuple):
+    """How long each rank's message is: bytes that are known, and those of its positions, which the device knows."""
+
+    known: list[int]
+    positions: Tensor | None  # int64[ranks]
 
 
 class Sung(NamedTuple):
@@ -41,7 +47,7 @@ class Sung(NamedTuple):
 
     update: Tensor
     memory: Memory
-    asks: list[list[Ask]]  # by round, then by rank; tensors without content
+    asks: list[list[Ask]] | Sizes  # by round, then by rank; tensors without content. Sizes: of one gather
 
 
 @dataclass
@@ -54,6 +60,8 @@ class Chorus:
     def __post_init__(self) -> None:
         self._stacked: list[dict[str, Tensor]] = []
         self._rows: list[list[dict[str, Tensor]]] = []  # as the sessions were left with them, by lane and rank
+        # By lane: each rank's first gradient, and all gradients, where they lie end to end.
+        self._lies: dict[int, tuple[list[Tensor], Tensor]] = {}
 
     @property
     def world(self) -> int:
@@ -65,7 +73,7 @@ class Chorus:
         plain = all(type(session) is Session and session.step == first.step for session in self.sessions)
         whole = all(x is not None and x.layout == torch.strided for own in grads for x in own.values())
         lanes = zip(first.plan.lanes, first.memories, strict=True)
-        return self.world > 1 and plain and whole and not first.clips and all(self._sings(*pair) for pair in lanes)
+        return plain and whole and not first.clips and all(self._sings(*pair) for pair in lanes)
 
     def _sings(self, lane: Lane, memory: Memory) -> bool:
         codec, exchange = lane.at(self.sessions[0].step)
@@ -76,16 +84,21 @@ class Chorus:
         )
 
     def step(self, grads: Sequence[Grads], unscale: float = 1.0) -> Verdict:
-        """What all ranks agree on. One look at the device, at the end: whether any gradient was not finite."""
+        """What all ranks agree on.
+
+        One look at the device, at the end: whether any gradient was not finite, and how long messages are. (Selectors
+        whose numbers of entries vary look once before.)
+        """
         first = self.sessions[0]
         held, broken, sung = self._memories(), list[Tensor](), list[Sung]()
-        for lane, memory in zip(first.plan.lanes, held, strict=True):
+        for i, (lane, memory) in enumerate(zip(first.plan.lanes, held, strict=True)):
             began = time.perf_counter()
-            flat = joined([session.flat(lane, own, unscale) for session, own in zip(self.sessions, grads, strict=True)])
+            flat = self._flat(i, lane, grads, unscale)
             sung.append(self._sing(lane, flat, memory, Key(first.seed, first.step, EACH), broken))
             first.spent[lane.label].encode += time.perf_counter() - began  # in unison, decoding is no work apart
-        self._count(sung)
-        if bool(torch.stack(broken).any()):
+        unfit, said = _look(broken, [one.asks for one in sung])
+        self._count(said)
+        if unfit:
             for session in self.sessions:
                 session.skip()
             return Verdict(first.split([torch.zeros_like(one.update) for one in sung]), True)
@@ -93,6 +106,17 @@ class Chorus:
         return Verdict(first.split([one.update for one in sung]), False)
 
     # -- one lane --------------------------------------------------------------------------------------------------
+
+    def _flat(self, i: int, lane: Lane, grads: Sequence[Grads], unscale: float) -> Tensor:
+        """All ranks' gradients of a lane end to end. Where they lie so already, they do in the next step, too."""
+        heads = [x for own in grads if (x := own[lane.tensors.names[0]]) is not None]
+        known = self._lies.get(i)
+        if known is not None and unscale == 1.0 and all(a is b for a, b in zip(known[0], heads, strict=True)):
+            return known[1]
+        flat = joined([session.flat(lane, own, unscale) for session, own in zip(self.sessions, grads, strict=True)])
+        if flat.data_ptr() == heads[0].data_ptr():
+            self._lies[i] = heads, flat
+        return flat
 
     def _sing(self, lane: Lane, flat: Tensor, memory: Memory, key: Key, broken: list[Tensor]) -> Sung:
         codec, exchange = lane.at(key.step)
@@ -103,9 +127,9 @@ class Chorus:
         if isinstance(exchange, AllReduce):
             return Sung(*self._add(lane, codec, sent, own, key))
         if isinstance(exchange, AllGather):
-            n = lane.units.total
-            mean = _mean(codec, sent, n, self.world)
-            return Sung(mean, own, [self._gathers(codec, sent, lane.units)])
+            starts = _starts(codec, sent, table)
+            mean = _mean(sent, starts, lane.units.total, self.world)
+            return Sung(mean, own, self._gathers(codec, sent, starts, lane.units))
         return self._two_ways(lane, codec, sent, own, served, key)
 
     def _add(
@@ -123,7 +147,7 @@ class Chorus:
     def _two_ways(self, lane: Lane, codec: Codec, sent: Sent, memory: Memory, served: Tensor | None, key: Key) -> Sung:
         """As `TwoWay.talk` does, all shards at once: end to end they are the buffer."""
         n, world = lane.units.total, self.world
-        meant = _mean(codec, sent, n, world)
+        meant = _mean(sent, _starts(codec, sent, choir(lane.units, world, True)), n, world)
         if served is not None:
             meant = meant + served
         table = shards(lane.units, world)
@@ -133,11 +157,11 @@ class Chorus:
         asks = two_rounds([codec.size(window) for window in _windows(lane.units, world)])
         return Sung(_dense(verdict, n), memory, asks)
 
-    def _gathers(self, codec: Codec, sent: Sent, units: Segments) -> list[Ask]:
-        fixed = codec.traits.fixed
-        sizes = [codec.size(units)] * self.world if fixed else _lengths(codec, sent, units, self.world)
-        longest = max(sizes)
-        return [Agreed(blank(n), longest) if not fixed else Gather(blank(n), n) for n in sizes]
+    def _gathers(self, codec: Codec, sent: Sent, starts: Sequence[int], units: Segments) -> list[list[Ask]] | Sizes:
+        if not codec.traits.fixed:
+            return _sizes(codec, sent, starts, units, self.world)
+        n = codec.size(units)
+        return [[Gather(blank(n), n)] * self.world]
 
     # -- memories --------------------------------------------------------------------------------------------------
 
@@ -167,21 +191,20 @@ class Chorus:
 
     # -- the account -----------------------------------------------------------------------------------------------
 
-    def _count(self, sung: Sequence[Sung]) -> None:
+    def _count(self, said: Sequence[list[list[Ask]]]) -> None:
         """Put on every rank's account what its messages would have cost."""
         plan = self.sessions[0].plan
-        for lane, one in zip(plan.lanes, sung, strict=True):
+        for lane, asks in zip(plan.lanes, said, strict=True):
             for rank, session in enumerate(self.sessions):
                 session.meant[lane.label] += 4 * lane.units.total
-                session.said[lane.label] += sum(nbytes(asks[rank]) for asks in one.asks)
+                session.said[lane.label] += sum(nbytes(each[rank]) for each in asks)
         at = 0
         for launch in plan.launches:
-            lanes, at = sung[at : at + len(launch)], at + len(launch)
-            rounds = max(len(one.asks) for one in lanes)
-            for i in range(rounds):
-                said = [one.asks[i] for one in lanes if i < len(one.asks)]
-                for rank in range(self.world):
-                    self.group.traffic[rank] += cost([lane[rank] for lane in said], rank, self.world, first=i == 0)
+            lanes, at = said[at : at + len(launch)], at + len(launch)
+            for i in range(max(map(len, lanes))):
+                rounds = [asks[i] for asks in lanes if i < len(asks)]
+                for rank, price in enumerate(costs(rounds, self.world, first=i == 0)):
+                    self.group.traffic[rank] += price
 
 
 def sings(feedback: Feedback, codec: Codec, exchange: Exchange) -> bool:
@@ -245,18 +268,45 @@ def summands(codec: Codec, sent: Sent, world: int) -> Tensor:
     return sent.values.to(dtype).clamp(-limit, limit)
 
 
-def _mean(codec: Codec, sent: Sent, n: int, world: int) -> Tensor:
-    """The mean over ranks of what all of them said, added in their order as `Codec.total` does."""
+def _look(broken: Sequence[Tensor], asked: Sequence[list[list[Ask]] | Sizes]) -> tuple[bool, list[list[list[Ask]]]]:
+    """Whether anything is broken, and what was said in each lane, now that all lengths are known."""
+    waiting = [each.positions for each in asked if isinstance(each, Sizes) and each.positions is not None]
+    unfit, *told = torch.cat([torch.stack(list(broken)).any().long()[None], *waiting]).tolist()
+    numbers, said = iter(told), []
+    for each in asked:
+        if isinstance(each, Sizes):
+            sizes = each.known if each.positions is None else [n + next(numbers) for n in each.known]
+            each = [[Agreed(blank(n), max(sizes)) for n in sizes]]
+        said.append(each)
+    return bool(unfit), said
+
+
+def _starts(codec: Codec, sent: Sent, table: Segments) -> Sequence[int]:
+    """Where the entries of each unit of all ranks begin, and where the last ones end; nothing for dense messages.
+
+    Mostly every rank says all that it may: then nobody has to look.
+    """
     if sent.indices is None:
-        total = sent.values.new_zeros(n)
-        for row in sent.values.view(world, n):
-            total += row
+        return ()
+    if sent.indices.numel() == codec.most(table):
+        return (0, *accumulate(codec.capacities(table)))
+    found: list[int] = torch.searchsorted(sent.indices, table.offsets_on(sent.indices.device)).tolist()
+    return found
+
+
+def _mean(sent: Sent, starts: Sequence[int], n: int, world: int) -> Tensor:
+    """The mean over ranks of what all of them said, added in their order as `Codec.total` does."""
+    values, total = sent.values, sent.values.new_zeros(n)
+    if sent.indices is not None and sent.indices.numel() <= n:
+        places, each = sent.indices % n, (len(starts) - 1) // world  # units of a rank
+        for start, stop in pairwise(starts[::each]):
+            total.index_add_(0, places[start:stop], values[start:stop])  # distinct within a rank
         return over(total, world)
-    edges = torch.arange(world + 1, device=sent.indices.device) * n
-    bounds = torch.searchsorted(sent.indices, edges) if not codec.traits.fixed else None
-    each = sent.values.numel() // world
-    places = tuple(rank * each for rank in range(world + 1)) if bounds is None else tuple(bounds.tolist())
-    return scatter_mean(sent.values, sent.indices % n, places, n, world)
+    if sent.indices is not None:  # together longer than the vector: zeros in between are the lesser evil
+        values = values.new_zeros(world * n).index_copy_(0, sent.indices, values)
+    for row in values.view(world, n):
+        total += row
+    return over(total, world)
 
 
 def _dense(sent: Sent, n: int) -> Tensor:
@@ -264,19 +314,18 @@ def _dense(sent: Sent, n: int) -> Tensor:
     return out + sent.values if sent.indices is None else out.index_add_(0, sent.indices, sent.values)
 
 
-def _lengths(codec: Codec, sent: Sent, units: Segments, world: int) -> list[int]:
+def _sizes(codec: Codec, sent: Sent, starts: Sequence[int], units: Segments, world: int) -> Sizes:
     """How long each rank's message would be, where that depends on what it says."""
     assert sent.indices is not None and codec.indices is not None
-    n = units.total
-    offsets = torch.tensor(units.offsets[:-1], device=sent.indices.device)
-    edges = (torch.arange(world, device=offsets.device)[:, None] * n + offsets).flatten()
-    starts = [*torch.searchsorted(sent.indices, edges).tolist(), sent.indices.numel()]
-    found = []
+    n, known, positions = units.total, list[int](), list[Tensor]()
     for rank in range(world):
         mine = starts[rank * len(units) : (rank + 1) * len(units) + 1]
-        counts = tuple(stop - start for start, stop in pairwise(mine))
-        found.append(codec.length(sent.indices[mine[0] : mine[-1]] - rank * n, counts, n))
-    return found
+        bytes_, more = codec.length(
+            sent.indices[mine[0] : mine[-1]] - rank * n, tuple(stop - start for start, stop in pairwise(mine)), n
+        )
+        known.append(bytes_)
+        positions += [] if more is None else [more]
+    return Sizes(known, torch.stack(positions) if positions else None)
 
 
 def _stack(memories: Sequence[Memory]) -> dict[str, Tensor]:

@@ -36,10 +36,18 @@ def two_rounds(sizes: Sequence[int]) -> list[list[Ask]]:
     return [swaps, [Gather(blank(n), max(sizes)) for n in sizes]]
 
 
-def cost(asks: Sequence[Ask], rank: int, world: int, first: bool) -> Traffic:
-    """What a round of one rank costs it; with the first one of a launch, a complaint rides along."""
-    said = [*asks, rider(0, (), asks[0], world, META)] if first else asks
-    return _cost(tuple(map(_Shape.of, said)), rank, world)
+def costs(rounds: Sequence[Sequence[Ask]], world: int, first: bool) -> list[Traffic]:
+    """What a round costs each rank, given what each lane's ranks ask; a complaint rides along with a launch's first."""
+    told = _every_rank([[lane[rank] for lane in rounds] for rank in range(world)])
+    riders = [_Shape.of(rider(0, (), rounds[0][0], world, META))] if first else []
+    return [_cost((*shapes, *riders), rank, world) for rank, shapes in enumerate(told)]
+
+
+def _every_rank(asks: Sequence[Sequence[Ask]]) -> list[tuple["_Shape", ...]]:
+    """The shapes of what ranks ask. Sums and gathers have the same on all."""
+    if any(isinstance(ask, Swap) for ask in asks[0]):
+        return [tuple(map(_Shape.of, own)) for own in asks]
+    return [tuple(map(_Shape.of, asks[0]))] * len(asks)
 
 
 class _Shape(NamedTuple):
@@ -69,8 +77,13 @@ class _Shape(NamedTuple):
         return Gather(blank(self.numbers[0]), self.numbers[0])
 
 
-@lru_cache(maxsize=1024)
 def _cost(shapes: tuple[_Shape, ...], rank: int, world: int) -> Traffic:
+    swaps = any(shape.kind == "swap" for shape in shapes)
+    return _computed(shapes, rank if swaps else 0, world)  # all else costs every rank the same
+
+
+@lru_cache(maxsize=1024)
+def _computed(shapes: tuple[_Shape, ...], rank: int, world: int) -> Traffic:
     total = Traffic()
     agreed = sum(shape.kind == "agreed" for shape in shapes)
     if agreed:

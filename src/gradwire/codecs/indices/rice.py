@@ -61,6 +61,10 @@ class Rice(IndexCoder):
             return data[: int(used)]
         return encode_blocks(gaps_of(indices), width_of(n))
 
+    def measure(self, indices: Tensor, n: int) -> Tensor:
+        _check_length(n)
+        return rice_encode(indices, n)[1] if offers(indices.device.type, "rice_encode") else super().measure(indices, n)
+
     def decode(self, data: Tensor, count: int, n: int) -> tuple[Tensor, int]:
         found = self.decode_rows(data[None], count, n)
         if found is not None:
