@@ -67,11 +67,20 @@ class Crew:
         if verdict is None:
             talks = [wire.session.run(own, 1.0 / scale) for wire, own in zip(self.wires, grads, strict=True)]
             verdict = self._drive(self._group, talks)
+        elif self.scaler is None:
+            self._hand_over(verdict)
+            return
         if self.scaler is not None:
             verdict = verdict._replace(
                 updates={name: _rescaled(x, scale, verdict) for name, x in verdict.updates.items()}
             )
         self.wire.write_(verdict)
+
+    def _hand_over(self, verdict: Verdict) -> None:
+        """Give the optimizer what all sang: it is nobody else's, and need not be copied."""
+        for name, update in verdict.updates.items():
+            p = self.wire.parameters[name]
+            p.grad = update.to(device=p.device, dtype=p.dtype)
 
     def total(self, numbers: Tensor) -> Tensor:
         """The sum over all processes, off the account of bytes."""
@@ -83,6 +92,13 @@ class Crew:
         """Let the model use these; the tensors themselves, not copies."""
         for name, (module, key) in self._homes.items():
             module._buffers[key] = buffers[name]
+
+    def stacked_buffers(self) -> dict[str, Tensor]:
+        """All workers' buffers by name, [workers, ...]; from now on, each worker's are rows of these."""
+        stacked = {name: torch.stack([own[name] for own in self.buffers]) for name in self.buffers[0]}
+        self.buffers = [{name: x[i] for name, x in stacked.items()} for i in range(len(self.buffers))]
+        self.install(self.buffers[0])
+        return stacked
 
     def shown_buffers(self, which: str) -> dict[str, Tensor]:
         """The statistics to evaluate with: the ``first`` rank's, or the ``average`` over all ranks.

@@ -38,6 +38,25 @@ class Loader(Protocol):
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]: ...
 
 
+class Ahead(Iterator[Batch]):
+    """Batches, the next of which can be fetched before anybody asks for it."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+        self._next: list[Batch | None] = []
+
+    def fetch(self) -> None:
+        if not self._next:
+            self._next.append(next(self._batches, None))
+
+    def __next__(self) -> Batch:
+        self.fetch()
+        batch = self._next.pop()
+        if batch is None:
+            raise StopIteration
+        return batch
+
+
 def task_of(recipe: Recipe, place: Place) -> Task:
     """The data, on the device if they fit into memory."""
     task = load(recipe.data.name, recipe.data.root or None, recipe.data.options)

@@ -1,4 +1,4 @@
-"""Graphs: a worker's forward and backward pass, recorded once by CUDA and replayed with new inputs."""
+"""Graphs: a forward and backward pass, of one worker or of all, recorded once by CUDA and replayed with new inputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,12 +24,7 @@ class Recorded:
     def __init__(self, run: Pass, worker: int, share: Batch, states: States, pool: Any = None) -> None:
         self.share = Batch(share.inputs.clone(), share.targets.clone())
         self.states = [(h.clone(), c.clone()) for h, c in states]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP):
-                run(worker, self.share, self.states)
-        torch.cuda.current_stream().wait_stream(side)
+        _warm(lambda: run(worker, self.share, self.states))
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool):
             self._grads, self._loss, self._after = run(worker, self.share, self.states)
@@ -47,3 +42,30 @@ class Recorded:
             c.copy_(new_c)
         self._graph.replay()
         return self._grads, self._loss, [(h.clone(), c.clone()) for h, c in self._after]
+
+
+class Recording:
+    """A pass, recorded by CUDA and replayed with new inputs; what it returns is overwritten by the next replay."""
+
+    def __init__(self, run: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor) -> None:
+        self.inputs, self.targets = inputs.clone(), targets.clone()
+        _warm(lambda: run(self.inputs, self.targets))
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._losses = run(self.inputs, self.targets)
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        self.inputs.copy_(inputs)
+        self.targets.copy_(targets)
+        self._graph.replay()
+        return self._losses
+
+
+def _warm(run: Callable[[], object]) -> None:
+    """Run a few times beside the current stream, as recording wants it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP):
+            run()
+    torch.cuda.current_stream().wait_stream(side)

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 
 from gradwire.train.data import IGNORED, Batch
 from gradwire.train.feed import recurrent
+from gradwire.train.graphs import Recording
 from gradwire.train.models import State, transform_of
 from gradwire.train.place import Place
 from gradwire.train.recipe import Recipe
 from gradwire.train.replicas import Replicas
 from gradwire.train.side_by_side import channels_beside
 
-WARM_UP = 3  # passes before recording, in which libraries choose their algorithms
 DTYPES = {"bf16": torch.bfloat16}
 
 
@@ -133,28 +133,6 @@ class LocalPasses:
         smoothing = self.recipe.train.label_smoothing
         flat = logits.flatten(0, -2), targets.flatten()
         return F.cross_entropy(*flat, ignore_index=IGNORED, label_smoothing=smoothing)
-
-
-class Recording:
-    """A pass, recorded by CUDA and replayed with new inputs; what it returns is overwritten by the next replay."""
-
-    def __init__(self, run: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor) -> None:
-        self.inputs, self.targets = inputs.clone(), targets.clone()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP):
-                run(self.inputs, self.targets)
-        torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._losses = run(self.inputs, self.targets)
-
-    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        self.inputs.copy_(inputs)
-        self.targets.copy_(targets)
-        self._graph.replay()
-        return self._losses
 
 
 def reseed(seed: int, step: int, rank: int, device: torch.device) -> None:

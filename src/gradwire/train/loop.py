@@ -16,7 +16,7 @@ from gradwire.train.compression import arguments, corrects_momentum
 from gradwire.train.crew import Crew
 from gradwire.train.data import Batch, TextTask
 from gradwire.train.exam import Score, better, examine
-from gradwire.train.feed import batch_of, exam_of, loader_of, task_of
+from gradwire.train.feed import Ahead, batch_of, exam_of, loader_of, task_of
 from gradwire.train.models import build, regime_of
 from gradwire.train.optim import clip_, optimizer_of, tell
 from gradwire.train.passes import Passes
@@ -56,6 +56,7 @@ class Training:
         self.seconds = 0.0
         self.best: float | None = None
         self.kept: float | None = None
+        self._batches = Ahead(iter(()))
         self.loss = torch.zeros((), dtype=torch.float64, device=place.device)  # summed over this epoch's steps
 
     @property
@@ -101,7 +102,8 @@ class Training:
         if self.at == 0:
             self.loss.zero_()
             self.passes.states = []
-        for batch in self.loader.epoch(self.epoch, self.at):
+        self._batches = Ahead(self.loader.epoch(self.epoch, self.at))
+        for batch in self._batches:
             loss = self._one_step(batch)
             if self.step % self.recipe.train.log_every == 0 or self.step == 1:
                 listen(self._progress(float(loss)))
@@ -122,6 +124,7 @@ class Training:
     def _one_step(self, batch: Batch) -> torch.Tensor:
         tell(self.optimizer, self.schedule.settings(self.position))
         grads, loss = self.passes(batch, self.step)
+        self._batches.fetch()  # while the device is busy with the pass
         self.crew.agree_(grads)
         self._update()
         self.loss += loss

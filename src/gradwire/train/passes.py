@@ -1,8 +1,9 @@
-"""Passes: forward and backward of every worker in this process, one after another through one model.
+"""Passes: forward and backward of every worker in this process, through one model: together, or one after another.
 
-Random numbers of a pass (dropout) depend on (seed, step, rank) only, so a resumed run draws what it would have drawn,
-and a virtual worker what a real one does. On a GPU, each worker's pass is recorded once as a CUDA graph and replayed:
-the host then has nothing to do but to compress.
+Several workers on a GPU pass together, unless the model does something that only a worker by itself does right. Random
+numbers of a pass (dropout) depend on (seed, step, rank) only, so a resumed run draws what it would have drawn, and a
+virtual worker, in turn, what a real one does. On a GPU, passes are recorded once as CUDA graphs and replayed: the
+host then has nothing to do but to compress.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +19,11 @@ from gradwire.train.crew import Crew, Grads
 from gradwire.train.data import IGNORED, Batch
 from gradwire.train.feed import recurrent
 from gradwire.train.graphs import Recorded
-from gradwire.train.models import State, transform_of
+from gradwire.train.models import MODELS, State, transform_of
 from gradwire.train.moments import Moments
 from gradwire.train.optim import clip_
 from gradwire.train.recipe import Recipe
+from gradwire.train.together import Strange, Together
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 States = list[State]  # of a worker's passes within a step
@@ -47,9 +49,23 @@ class Passes:
         self._observed = self.recipe.train.accumulate > 1 and tests_variance(self.recipe)
         self._recorded: list[Recorded] = []
         self._rows: list[Tensor] = []
+        self._abreast = self._goes_together()
+        self._together: Together | None = None
 
     def __call__(self, batch: Batch, step: int) -> tuple[list[Grads], Tensor]:
         """Every worker's gradients, and the mean of their losses, still on the device."""
+        if self._abreast:
+            self._reseed(step, self.crew.place.ranks[0])
+            try:
+                grads, loss, self.states = self._formed()(batch, self.states)
+                return grads, loss
+            except Strange:
+                if self.recipe.train.passes == "together":
+                    raise
+                self._abreast = False
+        return self._in_turn(batch, step)
+
+    def _in_turn(self, batch: Batch, step: int) -> tuple[list[Grads], Tensor]:
         shares = self._shares(batch)
         if self._recurrent and not self.states:
             self.states = [self._start(share) for share in shares]
@@ -88,7 +104,7 @@ class Passes:
         grads = self._laid_out(worker, {name: p.grad for name, p in self.crew.wire.parameters.items()})
         self.model.zero_grad(set_to_none=True)
         if self.recipe.optimizer.local_clip:
-            clip_(grads.values(), self.recipe.optimizer.local_clip * self._scale)
+            clip_(grads.values(), self._longest)
         return grads, torch.stack(losses).mean(), after
 
     def _loss(self, inputs: Tensor, targets: Tensor, state: State | None) -> tuple[Tensor, State | None]:
@@ -108,6 +124,33 @@ class Passes:
                 logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, label_smoothing=smoothing
             )
         return loss, state
+
+    # -- together --------------------------------------------------------------------------------------------------
+
+    def _goes_together(self) -> bool:
+        plan = self.recipe.train
+        alone = [
+            ("train.accumulate > 1", plan.accumulate > 1),
+            ("an input_transform", self._transform is not None),
+            ("real workers", len(self.crew.wires) == 1 and not self.crew.place.virtual),
+        ]
+        barred = [name for name, holds in alone if holds]
+        if plan.passes == "together" and barred:
+            raise ValueError(f"{barred[0]} and train.passes = 'together' do not go together; leave train.passes out")
+        known = self.device.type == "cuda" and self.recipe.model.name in MODELS and len(self.crew.wires) > 1
+        return not barred and (plan.passes == "together" or (plan.passes == "auto" and known))
+
+    def _formed(self) -> Together:
+        tables, known = self._tables(), self._together
+        if known is None or known.rows is not self._rows or known.tables != tables:
+            graphs = self.device.type == "cuda" and self.recipe.train.graphs
+            longest = (lambda: self._longest) if self.recipe.optimizer.local_clip else None
+            known = self._together = Together(self.crew, self._objective, tables, self._rows, longest, graphs)
+        return known
+
+    def _objective(self, inputs: Tensor, targets: Tensor, state: State | None) -> tuple[Tensor, Tensor, State | None]:
+        loss, state = self._loss(inputs, targets, state)
+        return loss, self._scaled(loss), state
 
     def _laid_out(self, worker: int, grads: Grads) -> Grads:
         """The same where its lane wants it, lane by lane and worker by worker: a recording does it, and nobody else.
@@ -143,6 +186,10 @@ class Passes:
     def _scale(self) -> Tensor | float:
         scaler = self.crew.scaler
         return 1.0 if scaler is None else scaler._get_scale_async()  # type: ignore[return-value]
+
+    @property
+    def _longest(self) -> Tensor | float:
+        return self.recipe.optimizer.local_clip * self._scale
 
     def _reseed(self, step: int, rank: int) -> None:
         number = ((self.recipe.train.seed * 1_000_003 + step) * 65_537 + rank) % 2**63

@@ -77,6 +77,7 @@ class Train(Table):
     save_every: Annotated[int, Field(ge=0)] = 0  # steps; 0: at every evaluation
     buffers: Literal["average", "first"] = "average"  # whose batch-norm statistics are evaluated
     channels_last: bool = False
+    passes: Literal["auto", "together", "in turn"] = "auto"  # of virtual workers, through the model; auto: see Passes
     graphs: bool = True  # replay forward and backward as CUDA graphs, where there is a GPU
     deterministic: bool = False
 

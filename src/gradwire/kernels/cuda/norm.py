@@ -4,6 +4,9 @@ torch's own kernel takes about four times as long on bfloat16 whose channels lie
 have little else to wait for but convolutions.
 
     y = (x - mean) / sqrt(var + eps) * w + b;  mean, var: of each channel, over batch and pixels
+
+A ReLU may follow in the same pass. A batch may be that of several groups, one after the other, each with a mean and a
+variance of its own.
 """
 
 from typing import Any
@@ -13,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 32  # rows that a program holds at once
-_WIDE = 128  # channels, likewise
-_PARTS = 256  # programs that share the rows of a channel, at most
+_ENTRIES = 4096  # that a program holds at once
+_WIDE = 128  # channels among them, at most
+_PARTS = 512  # programs that share the rows of a channel, in all groups together
 
 
 @triton.jit
@@ -25,28 +28,40 @@ def _tile(x, row, channel, P, D):
 
 
 @triton.jit
+def _of_channels(x, channel, D):
+    return tl.load(x + channel, mask=channel < D, other=0.0)[None, :]
+
+
+@triton.jit
 def _sums(
-    x, dy, mean, scale, out, P, D, BACK: tl.constexpr, TURNS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr
-):
+    x, dy, mean, scale, w, b, out, P, D, BACK: tl.constexpr, RELU: tl.constexpr, TURNS: tl.constexpr,
+    TILE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """Of some rows: the sums of x and x^2, or, backwards, of dy and dy times the normalized x. out: [parts, 2, D]."""
     part, channel = tl.program_id(0), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    known = channel < D
-    first, second = tl.zeros([WIDE], tl.float32), tl.zeros([WIDE], tl.float32)
+    group = tl.program_id(2).to(tl.int64)
+    x += group * P * D
+    dy += group * P * D
+    out += group * tl.num_programs(0) * 2 * D
+    first, second = tl.zeros([TILE, WIDE], tl.float32), tl.zeros([TILE, WIDE], tl.float32)
     if BACK:
-        middle = tl.load(mean + channel, mask=known, other=0.0)
-        factor = tl.load(scale + channel, mask=known, other=0.0)
+        middle, factor = _of_channels(mean + group * D, channel, D), _of_channels(scale + group * D, channel, D)
+        gain, shift = _of_channels(w, channel, D), _of_channels(b, channel, D)
     for turn in range(TURNS):
         row = (part * TURNS + turn) * TILE + tl.arange(0, TILE)
-        a, live = _tile(x, row, channel, P, D)
+        a, _ = _tile(x, row, channel, P, D)
         if BACK:
             g, _ = _tile(dy, row, channel, P, D)
-            first += tl.sum(g, 0)
-            second += tl.sum(g * tl.where(live, (a - middle[None, :]) * factor[None, :], 0.0), 0)
+            normal = (a - middle) * factor
+            if RELU:
+                g = tl.where(normal * gain + shift > 0, g, 0.0)
+            first += g
+            second += g * normal
         else:
-            first += tl.sum(a, 0)
-            second += tl.sum(a * a, 0)
-    tl.store(out + part * 2 * D + channel, first, mask=known)
-    tl.store(out + part * 2 * D + D + channel, second, mask=known)
+            first += a
+            second += a * a
+    tl.store(out + part * 2 * D + channel, tl.sum(first, 0), mask=channel < D)
+    tl.store(out + part * 2 * D + D + channel, tl.sum(second, 0), mask=channel < D)
 
 
 @triton.jit
@@ -64,6 +79,12 @@ def _settle(
     """The mean and 1 / deviation of each channel, and what is kept of them."""
     channel = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     known = channel < D
+    group = tl.program_id(1)
+    parts += group * PARTS * 2 * D
+    mean += group * D
+    scale += group * D
+    running_mean += group * D
+    running_var += group * D
     middle = _total(parts, 0, channel, known, D, PARTS, ROWS) / P
     var = tl.maximum(_total(parts, 1, channel, known, D, PARTS, ROWS) / P - middle * middle, 0.0)
     tl.store(mean + channel, middle, mask=known)
@@ -78,28 +99,78 @@ def _settle(
 def _settle_back(parts, dw, db, D, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
     channel = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     known = channel < D
-    tl.store(db + channel, _total(parts, 0, channel, known, D, PARTS, ROWS), mask=known)
-    tl.store(dw + channel, _total(parts, 1, channel, known, D, PARTS, ROWS), mask=known)
+    group = tl.program_id(1)
+    parts += group * PARTS * 2 * D
+    tl.store(db + group * D + channel, _total(parts, 0, channel, known, D, PARTS, ROWS), mask=known)
+    tl.store(dw + group * D + channel, _total(parts, 1, channel, known, D, PARTS, ROWS), mask=known)
 
 
 @triton.jit
-def _write(x, dy, y, mean, scale, w, b, dw, db, P, D, BACK: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):
+def _write(
+    x, dy, y, mean, scale, w, b, dw, db, P, D, BACK: tl.constexpr, RELU: tl.constexpr, TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
     """The normalized x, or, backwards, the gradient of x."""
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     channel = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    known = channel < D
-    a, live = _tile(x, row, channel, P, D)
-    factor = tl.load(scale + channel, mask=known, other=0.0)[None, :]
-    gain = tl.load(w + channel, mask=known, other=0.0)[None, :]
-    normal = (a - tl.load(mean + channel, mask=known, other=0.0)[None, :]) * factor
+    group = tl.program_id(2).to(tl.int64)
+    a, live = _tile(x + group * P * D, row, channel, P, D)
+    factor, gain = _of_channels(scale + group * D, channel, D), _of_channels(w, channel, D)
+    normal = (a - _of_channels(mean + group * D, channel, D)) * factor
+    out = normal * gain + _of_channels(b, channel, D)
     if BACK:
-        g, _ = _tile(dy, row, channel, P, D)
-        still = tl.load(db + channel, mask=known, other=0.0)[None, :] / P
-        along = tl.load(dw + channel, mask=known, other=0.0)[None, :] / P
+        g, _ = _tile(dy + group * P * D, row, channel, P, D)
+        if RELU:
+            g = tl.where(out > 0, g, 0.0)
+        still, along = _of_channels(db + group * D, channel, D) / P, _of_channels(dw + group * D, channel, D) / P
         out = (g - still - normal * along) * factor * gain
-    else:
-        out = normal * gain + tl.load(b + channel, mask=known, other=0.0)[None, :]
+    elif RELU:
+        out = tl.where(out < 0, 0.0, out)  # what is no number stays none
+    y += group * P * D
     tl.store(y + row[:, None].to(tl.int64) * D + channel[None, :], out.to(y.dtype.element_ty), mask=live)
+
+
+def forward(
+    x: Tensor, kept: tuple[Tensor, Tensor], w: Tensor, b: Tensor, momentum: float, eps: float, groups: int = 1,
+    relu: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Normalize [groups * batch, channels, height, width] in channels-last order.
+
+    What is kept, [groups, channels], changes in place. All groups share ``w`` and ``b``. Also gives the mean and
+    1 / deviation, [groups, channels].
+    """
+    p, d, tile, wide = _shape(x, groups)
+    middle, scale = (torch.empty(groups, d, device=x.device) for _ in range(2))
+    y = torch.empty_like(x)
+    parts, turns = _cut(p, tile, groups)
+    partial = torch.empty(groups, parts, 2, d, device=x.device)
+    columns = triton.cdiv(d, wide)
+    _sums[(parts, columns, groups)](x, x, x, x, w, b, partial, p, d, False, relu, turns, tile, wide, num_warps=8)
+    _settle[(columns, groups)](partial, middle, scale, *kept, p, d, momentum, eps, parts, _rows(parts), wide)
+    _write[(triton.cdiv(p, tile), columns, groups)](
+        x, x, y, middle, scale, w, b, middle, middle, p, d, False, relu, tile, wide, num_warps=8
+    )
+    return y, middle, scale
+
+
+def backward(
+    dy: Tensor, x: Tensor, middle: Tensor, scale: Tensor, w: Tensor, b: Tensor, groups: int = 1, relu: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, and of w and b in each group, [groups, channels]."""
+    p, d, tile, wide = _shape(x, groups)
+    dy = dy.contiguous(memory_format=torch.channels_last)
+    dw, db, dx = torch.empty_like(middle), torch.empty_like(middle), torch.empty_like(x)
+    parts, turns = _cut(p, tile, groups)
+    partial = torch.empty(groups, parts, 2, d, device=x.device)
+    columns = triton.cdiv(d, wide)
+    _sums[(parts, columns, groups)](
+        x, dy, middle, scale, w, b, partial, p, d, True, relu, turns, tile, wide, num_warps=8
+    )
+    _settle_back[(columns, groups)](partial, dw, db, d, parts, _rows(parts), wide)
+    _write[(triton.cdiv(p, tile), columns, groups)](
+        x, dy, dx, middle, scale, w, b, dw, db, p, d, True, relu, tile, wide, num_warps=8
+    )
+    return dx, dw, db
 
 
 class Norm(torch.autograd.Function):
@@ -109,31 +180,14 @@ class Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, mean: Tensor, var: Tensor, w: Tensor, b: Tensor, momentum: float, eps: float
     ) -> Tensor:
-        p, d = x.numel() // x.shape[1], x.shape[1]
-        middle, scale, y = torch.empty_like(w), torch.empty_like(w), torch.empty_like(x)
-        parts, turns = _cut(p)
-        partial = torch.empty(parts, 2, d, device=x.device)
-        columns = triton.cdiv(d, _WIDE)
-        _sums[(parts, columns)](x, x, x, x, partial, p, d, False, turns, _TILE, _WIDE)
-        _settle[(columns,)](partial, middle, scale, mean, var, p, d, momentum, eps, parts, _rows(parts), _WIDE)
-        rows = triton.cdiv(p, _TILE)
-        _write[(rows, columns)](x, x, y, middle, scale, w, b, w, w, p, d, False, _TILE, _WIDE)
-        ctx.save_for_backward(x, middle, scale, w)
+        y, middle, scale = forward(x, (mean, var), w, b, momentum, eps)
+        ctx.save_for_backward(x, middle, scale, w, b)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, middle, scale, w = ctx.saved_tensors
-        p, d = x.numel() // x.shape[1], x.shape[1]
-        dy = dy.contiguous(memory_format=torch.channels_last)
-        dw, db, dx = torch.empty_like(w), torch.empty_like(w), torch.empty_like(x)
-        parts, turns = _cut(p)
-        partial = torch.empty(parts, 2, d, device=x.device)
-        columns = triton.cdiv(d, _WIDE)
-        _sums[(parts, columns)](x, dy, middle, scale, partial, p, d, True, turns, _TILE, _WIDE)
-        _settle_back[(columns,)](partial, dw, db, d, parts, _rows(parts), _WIDE)
-        _write[(triton.cdiv(p, _TILE), columns)](x, dy, dx, middle, scale, w, w, dw, db, p, d, True, _TILE, _WIDE)
-        return dx, None, None, dw, db, None, None
+        dx, dw, db = backward(dy, *ctx.saved_tensors)
+        return dx, None, None, dw[0], db[0], None, None
 
 
 def norm(x: Tensor, mean: Tensor, var: Tensor, w: Tensor, b: Tensor, momentum: float, eps: float) -> Tensor:
@@ -142,10 +196,17 @@ def norm(x: Tensor, mean: Tensor, var: Tensor, w: Tensor, b: Tensor, momentum: f
     return made
 
 
-def _cut(p: int) -> tuple[int, int]:
-    """Into how many parts rows are cut, and how many tiles each has."""
-    tiles = triton.cdiv(p, _TILE)
-    turns = triton.cdiv(tiles, _PARTS)
+def _shape(x: Tensor, groups: int) -> tuple[int, int, int, int]:
+    """Rows of a group, channels, and how many of both a program holds."""
+    d = x.shape[1]
+    wide = min(_WIDE, int(triton.next_power_of_2(d)))
+    return x.numel() // (d * groups), d, _ENTRIES // wide, wide
+
+
+def _cut(p: int, tile: int, groups: int) -> tuple[int, int]:
+    """Into how many parts the rows of a group are cut, and how many tiles each has."""
+    tiles = triton.cdiv(p, tile)
+    turns = triton.cdiv(tiles, max(8, _PARTS // groups))
     return triton.cdiv(tiles, turns), turns
 
 

@@ -1,0 +1,140 @@
+"""Workers that pass through their model together compute what they would one after another."""
+
+import pytest
+import torch
+from torch import nn
+
+from gradwire.train.loop import Training
+from gradwire.train.place import alone
+from gradwire.train.together import Strange
+from trainings import recipe_of
+
+WORLD = 3
+SMALL = ("train.batch=8", "train.batch_per=worker")
+
+
+class Mixed(nn.Module):
+    """Everything that workers can do together: biases or none, norms with and without a ReLU after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm1, self.norm2 = nn.BatchNorm2d(4), nn.BatchNorm2d(6, momentum=0.3, eps=1e-3)
+        self.second = nn.Conv2d(4, 6, 3, stride=2, bias=False)
+        self.act = nn.ReLU(inplace=True)
+        self.head = nn.Linear(6, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.max_pool2d(self.act(self.norm1(self.first(x))), 2, 1)
+        x = self.norm2(self.second(x))
+        return self.head((x + torch.relu(x)).mean((2, 3)))
+
+
+class Padded(Mixed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 4, 3, padding="same")
+
+
+class Twice(Mixed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.head.weight.sum()
+
+
+class Again(Mixed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm1(self.first(x))[:, :1])
+
+
+class Unknown(Mixed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.gain
+
+
+def training(model, how, *overrides):
+    recipe = recipe_of("digits", *SMALL, f"model.name={model}", "model.options={}", f"train.passes={how}", *overrides)
+    return Training(recipe, alone(WORLD))
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides"),
+    [
+        ("train.test_together:Mixed", ()),
+        ("train.test_together:Mixed", ("train.channels_last=true", "train.label_smoothing=0.1")),
+        ("cnn", ("sync.granularity=model",)),
+        ("resnet20", ("data.crop=1",)),
+    ],
+)
+def test_gradients_statistics_and_losses_are_those_of_passes_in_turn(model, overrides):
+    one, other = (training(model, how, "model.options={}", *overrides) for how in ("together", "in turn"))
+    for step, batch in zip(range(2), one.loader.epoch(0), strict=False):
+        (grads, loss), (expected, wanted) = one.passes(batch, step), other.passes(batch, step)
+        torch.testing.assert_close(loss, wanted)
+        for mine, theirs in zip(grads, expected, strict=True):
+            for name, x in theirs.items():
+                torch.testing.assert_close(mine[name], x, rtol=1e-3, atol=1e-5, msg=name)
+    for mine, theirs in zip(one.crew.buffers, other.crew.buffers, strict=True):
+        for name, x in theirs.items():
+            torch.testing.assert_close(mine[name], x, msg=name)
+
+
+def test_a_norm_takes_the_relu_after_it_along():
+    one = training("train.test_together:Mixed", "together")
+    one.passes(next(one.loader.epoch(0)), 0)
+    assert one.passes._together._rectified == {id(one.model.norm1.weight)}  # and not norm2, which is used twice
+
+
+def test_steps_are_taken_and_resumed_together():
+    one, other = (training("train.test_together:Mixed", how) for how in ("together", "in turn"))
+    for each in (one, other):
+        each.go(lambda record: None, lambda training, best: None)
+    assert one.score().loss == pytest.approx(other.score().loss, rel=0.05)
+
+
+def test_columns_of_recurrent_models_are_read_on_together():
+    base = ("model.options={hidden=8, layers=2, dropout=0.0, tied=false}", "optimizer.local_clip=0.05", "data.length=5")
+    one, other = (
+        Training(recipe_of("pydoc-lstm", *base, f"train.passes={how}"), alone(WORLD - 1))
+        for how in ("together", "in turn")
+    )
+    for step, batch in zip(range(3), one.loader.epoch(0), strict=False):
+        (grads, loss), (expected, wanted) = one.passes(batch, step), other.passes(batch, step)
+        torch.testing.assert_close(loss, wanted)
+        torch.testing.assert_close(one.passes.states, other.passes.states)
+        for mine, theirs in zip(grads, expected, strict=True):
+            for name, x in theirs.items():
+                torch.testing.assert_close(mine[name], x, rtol=1e-3, atol=1e-6, msg=name)
+        kept = [[(h.clone(), c.clone()) for h, c in own] for own in one.passes.states]
+        one.passes.states = kept if step else []  # as after a checkpoint, or at the start of an epoch
+        other.passes.states = kept if step else []
+
+
+@pytest.mark.parametrize(
+    ("model", "word"),
+    [
+        ("Padded", "padding has a name"),
+        ("Twice", "head.weight is used in more ways"),
+        ("Again", "more than once"),
+        ("Unknown", "gain"),
+    ],
+)
+def test_what_only_one_worker_does_right_is_left_to_one(model, word):
+    refused = training(f"train.test_together:{model}", "together")
+    batch = next(refused.loader.epoch(0))
+    before = {name: x.clone() for name, x in refused.crew.buffers[1].items()}
+    with pytest.raises(Strange, match=word):
+        refused.passes(batch, 0)
+    assert all(torch.equal(x, before[name]) for name, x in refused.crew.buffers[1].items())
+    turns = training(f"train.test_together:{model}", "auto")
+    turns.passes._abreast = True  # as on a GPU
+    expected = training(f"train.test_together:{model}", "in turn").passes(batch, 0)
+    torch.testing.assert_close(turns.passes(batch, 0), expected)
+
+
+def test_it_says_what_keeps_workers_apart():
+    with pytest.raises(ValueError, match="accumulate"):
+        training("cnn", "together", "train.accumulate=2")
