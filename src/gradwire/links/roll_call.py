@@ -6,6 +6,7 @@ and its host within reach; that it is gone shows that the rank has ended; and si
 or cut off.
 """
 
+import atexit
 import errno
 import os
 import re
@@ -113,9 +114,12 @@ def _listener(process: int) -> socket.socket | None:
     del process
     try:
         address = _address()
-        return socket.create_server((address, 0), backlog=64) if address else None
+        made = socket.create_server((address, 0), backlog=64) if address else None
     except OSError:
         return None
+    if made is not None:
+        atexit.register(made.close)
+    return made
 
 
 def _address() -> str:
