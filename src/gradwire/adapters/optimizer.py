@@ -195,16 +195,27 @@ class SGD(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(p.grad + self._decay(p, group), alpha=-group["lr"])
+            held = [(p, p.grad) for p in group["params"] if p.grad is not None]
+            if not held:
+                continue
+            params, updates = [p.data for p, _ in held], [update for _, update in held]
+            if group["weight_decay"]:
+                updates = list(torch._foreach_add(updates, self._decay([p for p, _ in held], params, group)))
+            torch._foreach_add_(params, updates, alpha=-group["lr"])
         return loss
 
-    def _decay(self, p: nn.Parameter, group: dict[str, Any]) -> torch.Tensor | float:
-        if not group["weight_decay"]:
-            return 0.0
-        today: torch.Tensor = group["weight_decay"] * p
-        buffer = self.state[p].get("decay")
-        buffer = today if buffer is None else group["momentum"] * buffer + today
-        self.state[p]["decay"] = buffer
-        return today + group["momentum"] * buffer if group["nesterov"] else buffer
+    def _decay(
+        self, owners: list[nn.Parameter], params: list[torch.Tensor], group: dict[str, Any]
+    ) -> list[torch.Tensor]:
+        today = torch._foreach_mul(params, group["weight_decay"])
+        buffers = list(today)
+        known = [i for i, p in enumerate(owners) if "decay" in self.state[p]]
+        if known:
+            old = torch._foreach_mul([self.state[owners[i]]["decay"] for i in known], group["momentum"])
+            for i, buffer in zip(known, torch._foreach_add(old, [today[i] for i in known]), strict=True):
+                buffers[i] = buffer
+        for p, buffer in zip(owners, buffers, strict=True):
+            self.state[p]["decay"] = buffer
+        if not group["nesterov"]:
+            return buffers
+        return list(torch._foreach_add(today, torch._foreach_mul(buffers, group["momentum"])))
