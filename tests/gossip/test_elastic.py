@@ -1,8 +1,10 @@
 """Eight processes on the digits, one killed at step 50 and back at step 100: training ends, as well as undisturbed."""
 
+import logging
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -91,6 +93,51 @@ def work(rank: int, folder: str, pipe: Connection, waits: bool) -> None:
     report = net.report()
     pipe.send((rank, began, accuracy(model, test), longest, report.dropped, report.rejoined, report.drift))
     net.close()
+
+
+@reference_only()
+def stall(rank: int, folder: str, pipe: Connection) -> None:
+    """Train without data; the victim is stopped at a step, and its parent lets it go on at another."""
+    torch.set_num_threads(1)
+    model, longest = build(), 0.0
+    place: dict[str, Any] = {"meeting": folder, "rank": rank, "world": 4, "timeout": TIMEOUT}
+    net: Any = gradwire.gossip(model, SPEC, CODEC, elastic=True, **place)
+    while net.step < 150:
+        if rank == 1 and net.step == 50 and not Path(folder, "stopped").exists():
+            Path(folder, "stopped").touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if rank == 0 and net.step == 100:
+            Path(folder, "go").touch()
+        time.sleep(0.02)
+        asked = time.monotonic()
+        net()
+        longest = max(longest, time.monotonic() - asked)
+    report = net.report()
+    pipe.send((longest, report.dropped, report.rejoined))
+    net.close()
+
+
+@pytest.mark.study
+def test_one_is_stopped_and_goes_on(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    pipes, processes = [], []
+    for rank in range(4):
+        ours, theirs = context.Pipe(duplex=False)
+        processes.append(context.Process(target=stall, args=(rank, str(tmp_path), theirs), daemon=True))
+        processes[-1].start()
+        pipes.append(ours)
+    try:
+        await_(str(tmp_path), "go")
+        os.kill(processes[1].pid or 0, signal.SIGCONT)
+        assert all(pipe.poll(60) for pipe in pipes)
+        results = [pipe.recv() for pipe in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(5)
+    assert all(longest < 2 * TIMEOUT + 1.0 for longest, *_ in results)
+    assert [dropped for _, dropped, _ in results][::2] == [1, 1] and results[3][1] == 0
+    assert results[0][2] >= 1 and results[2][2] >= 1
 
 
 @reference_only()
@@ -260,4 +307,122 @@ def test_elastic_ranks_may_train_while_they_talk(tmp_path: Path) -> None:
     assert [net.step for net in rest] == [46] * 3
     assert max(together(*(net.distance for net in rest))) < 0.02  # three on what is left of the ring agree
     for net in rest:
+        net.close()
+
+
+def own(seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30))
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def die(net: Any) -> None:
+    """Leave without a word, as a killed process does."""
+    peers = net.peers
+    peers._closed = True
+    socket.create_connection(peers._listener.getsockname()).close()  # wakes the thread that accepts, for the last time
+    peers._listener.close()
+    for edge in list(peers._edges.values()):
+        edge.line.shutdown(socket.SHUT_RDWR)
+
+
+def test_all_start_from_rank_0(tmp_path: Path) -> None:
+    """On a path, where most ranks do not know rank 0."""
+    models = [own(seed) for seed in range(4)]
+    first = flat(models[0]).clone()
+    nets = start(tmp_path, models, "choco(path, gamma=0.5)", "sign")
+    assert all(torch.equal(flat(model), first) for model in models)
+    for net in nets:
+        net.close()
+
+
+def test_nobody_starts_from_parameters_of_his_own(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"parameters of rank 0 in 0.3 s: none of \[1\]"):
+        gradwire.gossip(own(0), "dpsgd(path)", elastic=True, meeting=tmp_path, rank=2, world=3, timeout=0.3)
+
+
+def test_copies_of_a_new_edge_are_equal_at_both_ends(tmp_path: Path) -> None:
+    """Who comes back begins with whole parameters on both edges; then differences keep the copies equal."""
+    models = [own(0) for _ in range(3)]
+    nets = start(tmp_path, models, "choco(path, gamma=0.5)", "sign")
+    for rank, model in enumerate(models):
+        nn.init.constant_(model[0].weight, float(rank))
+    for _ in range(3):
+        together(*nets)
+    die(nets[1])
+    together(nets[0], nets[2])
+    assert [net.peers.lost for net in (nets[0], nets[2])] == [[1], [1]]
+    place = {"rank": 1, "world": 3, "meeting": tmp_path, "timeout": 5.0}
+    again = gradwire.gossip(own(7), "choco(path, gamma=0.5)", "sign", elastic=True, **place)
+    nets[1], whole = again, 4 * flat(models[0]).numel()
+    assert again.step >= 4
+    began, deadline = again.report().sent, time.monotonic() + 10
+    while len(again._present) < 2 and time.monotonic() < deadline:  # the two edges may begin at different steps
+        together(*nets)
+        time.sleep(0.02)
+    before = again.report().sent
+    together(*nets)
+    assert before - began > 2 * whole and again.report().sent - before < whole
+    for net, other in ((nets[0], again), (nets[2], again), (again, nets[0]), (again, nets[2])):
+        assert torch.equal(net.node.memory[f"to_{other.rank}"], other.node.memory[f"from_{net.rank}"])
+    assert nets[0].report().rejoined == 1 and again.report().rejoined == 0
+    for net in nets:
+        net.close()
+
+
+def test_drift_is_what_flowed_one_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 1 lies between its neighbors and does not move, but has mixed what a neighbor then never heard of."""
+    models = [own(0) for _ in range(3)]
+    nets = start(tmp_path, models, "dpsgd(path)")
+    for model, at in zip(models, (-1.0, 0.0, 1.0), strict=True):
+        for p in model.parameters():
+            nn.init.constant_(p, at)
+    together(*nets)
+    assert float(nets[1].node.moved) < 1e-6
+    die(nets[2])
+    with caplog.at_level(logging.WARNING, "gradwire.gossip"):
+        together(nets[0], nets[1])
+    weight, size = nets[1].node.topology.peers(1)[2], flat(models[1]).numel()
+    assert nets[1].report().drift == pytest.approx(weight * size**0.5 / 3, rel=1e-5)
+    assert nets[0].report().drift == 0.0
+    assert "rank 1 lost neighbor 2" in caplog.text
+    for net in nets[:2]:
+        net.close()
+
+
+def test_elastic_nets_are_saved_and_loaded(tmp_path: Path) -> None:
+    """Each rank loads its own state, one a good while after the other, and both go on from there."""
+    models = [own(0) for _ in range(2)]
+    nets = start(tmp_path / "first", models, "choco(ring, gamma=0.5)", "sign")
+    for rank, model in enumerate(models):
+        nn.init.constant_(model[0].weight, float(rank))
+    for _ in range(3):
+        together(*nets)
+    for net in nets:
+        gradwire.save(net, tmp_path / "saved")
+    kept = [{name: value.clone() for name, value in model.state_dict().items()} for model in models]
+    for net in nets:
+        net.close()
+    models = [own(rank) for rank in range(2)]
+    nets = start(tmp_path / "second", models, "choco(ring, gamma=0.5)", "sign")
+
+    def resume(rank: int) -> int:
+        time.sleep(0.5 * rank)
+        models[rank].load_state_dict(kept[rank])
+        gradwire.load(nets[rank], tmp_path / "saved")
+        nets[rank]()
+        return int(nets[rank].step)
+
+    assert together(partial(resume, 0), partial(resume, 1)) == [4, 4]
+    mean = torch.stack([state["0.weight"] for state in kept]).mean(0)
+    assert torch.allclose(torch.stack([model[0].weight.detach() for model in models]).mean(0), mean, atol=1e-6)
+    assert not torch.equal(flat(models[0]), flat(models[1]))  # neither became a copy of the other
+    assert [(net.report().dropped, net.report().drift) for net in nets] == [(0, 0.0)] * 2
+    with pytest.raises(ValueError, match="holds no wire-0"):
+        gradwire.load(nets[0], tmp_path / "nowhere")
+    for net in nets:
         net.close()

@@ -54,6 +54,8 @@ def test_granularity_and_elastic() -> None:
     with pytest.raises(ValueError, match="granularity 'bucket'"):
         virtual(4, "dpsgd(ring)", granularity="bucket")
     model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="belong to elastic=True"):
+        gradwire.gossip(model, "dpsgd(ring)", meeting="/nowhere", rank=0, world=2)
     with pytest.raises(ValueError, match="needs meeting="):
         gradwire.gossip(model, "choco(ring)", "sign", elastic=True)
     for spec, words in (("dcd(ring)", "use choco or dpsgd"), ("choco(one_peer_exponential)", "static graph")):

@@ -39,6 +39,10 @@ class Centralized(Gossip):
     def check(self, codec: Codec, topology: Topology) -> None:
         need_cast(self, codec)
 
+    def uncompressed(self, elements: int, degree: int, world: int) -> float:
+        del degree
+        return 4.0 * elements * 2 * (world - 1) / world
+
     def talk(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
         said = codec.summand(say(x, codec, around).payload)
         total = yield Sum(said * float("nan") if around.broken else said)  # all ranks hear of a broken one in the sum

@@ -118,21 +118,20 @@ class Choco(Public):
         seen = _seen(differences, told, memory, fresh, around) if self.gamma == AUTO else None
         memory = {**memory, **{n: q if peer in fresh else memory[n] + q for n, (peer, q) in copies.items()}}
         memory = self._learn(memory, seen, letters, codec, around)
-        return Met(self._mix(x, memory, gamma, letters, around), memory, gamma)
+        if around.elastic:
+            return self._mix_live(x, memory, gamma, letters, around)
+        return Met(_mix(x, memory, gamma, around), memory, gamma)
 
-    def _mix(self, x: Tensor, memory: Memory, gamma: float, letters: Mapping[int, Letter], around: Around) -> Tensor:
-        """What flows in over each edge, less what flows out. A lost peer's weight returns to its owner."""
+    def _mix_live(self, x: Tensor, memory: Memory, gamma: float, letters: Mapping[int, Letter], around: Around) -> Met:
+        """A lost peer's weight returns to its owner: nothing flows over its edge."""
+        flows = {}
         for peer, weight in around.hears.items():
-            if around.elastic and peer in letters:
+            if peer in letters:
                 # Ranks that come and go share no window, but each edge may agree: what one end gains, the other loses.
                 step = min(gamma, *letters[peer].note) if self.gamma == AUTO else gamma
-                x = x + step * weight * (memory[f"from_{peer}"] - memory[f"to_{peer}"])
-            elif not around.elastic:
-                x = x + gamma * weight * memory[f"from_{peer}"]
-        if not around.elastic:
-            for peer, weight in around.tells.items():
-                x = x - gamma * weight * memory[f"to_{peer}"]
-        return x
+                flow = step * weight * (memory[f"from_{peer}"] - memory[f"to_{peer}"])
+                x, flows[peer] = x + flow, flow.norm()
+        return Met(x, memory, gamma, flows)
 
     def _gamma(self, memory: Memory) -> float:
         return gauge.gamma(memory["gauge"]) if self.gamma == AUTO else float(self.gamma)
@@ -150,6 +149,15 @@ class Choco(Public):
         heard = [] if around.elastic else [(weight, letters[peer].note) for peer, weight in around.hears.items()]
         state = gauge.turn(memory["gauge"], seen, heard, around.key.step, around.topology, codec)
         return {**memory, "gauge": state}
+
+
+def _mix(x: Tensor, memory: Memory, gamma: float, around: Around) -> Tensor:
+    """What flows in over each edge, less what flows out."""
+    for peer, weight in around.hears.items():
+        x = x + gamma * weight * memory[f"from_{peer}"]
+    for peer, weight in around.tells.items():
+        x = x - gamma * weight * memory[f"to_{peer}"]
+    return x
 
 
 _WHOLE = codec("fp32")  # what an edge begins with, when one of its ends comes back

@@ -6,6 +6,7 @@ hands back new parameters; it never sees the network. What it remembers are flat
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -73,11 +74,19 @@ class Around(NamedTuple):
 
 
 class Met(NamedTuple):
-    """New parameters, the memory after the talk, and the consensus step that was taken."""
+    """The outcome of a talk.
+
+    Attributes:
+        x: New parameters.
+        memory: What is remembered.
+        gamma: The consensus step that was taken.
+        flows: How far each neighbor moved me, as a norm; only with elastic training, where one end may move alone.
+    """
 
     x: Tensor
     memory: Memory
     gamma: float = 1.0
+    flows: Mapping[int, Tensor] = MappingProxyType({})
 
 
 class Gossip(ABC):
@@ -109,6 +118,11 @@ class Gossip(ABC):
         """Memories that belong to parameters."""
         del around
         return {}
+
+    def uncompressed(self, elements: int, degree: int, world: int) -> float:
+        """Bytes that a rank would send in a step, were they all float32."""
+        del world
+        return 4.0 * elements * degree
 
     def begin(self, common: Tensor, codec: Codec, around: Around) -> dict[str, Tensor]:
         """All memories at step 0, where every rank holds the parameters ``common``.

@@ -76,6 +76,10 @@ def post(
 
 
 def _head(stamp: Stamp, body: Payload, note: tuple[float, ...]) -> Payload:
+    if body.nbytes >= 2**32:
+        raise ValueError(
+            f"a letter of {body.nbytes:,} bytes is too long for its header, which counts to 2^32; use a codec"
+        )
     packed = HEADER.pack(stamp.step & 0xFFFFFFFF, stamp.number & 0xFFFFFFFF, body.nbytes, BROKEN if stamp.broken else 0)
     packed += struct.pack(f"<{len(note)}f", *note)
     return Payload(torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(body.data.device))

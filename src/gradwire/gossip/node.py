@@ -46,11 +46,11 @@ class Node:
 
     step: int = field(init=False, default=0)
     number: int = field(init=False, default=0)  # messages written
-    payload: int = field(init=False, default=0)  # bytes of them
     gamma: float = field(init=False, default=1.0)
     memory: dict[str, Tensor] = field(init=False, default_factory=dict)
     pending: Tensor | None = field(init=False, default=None)  # what the last talk adds, if that is still to be added
     moved: Tensor = field(init=False, default_factory=lambda: torch.zeros(()))  # how far the last talk moved me
+    flows: dict[int, Tensor] = field(init=False, default_factory=dict)  # and each neighbor, with elastic training
 
     def __post_init__(self) -> None:
         self.method.check(self.codec, self.topology)
@@ -101,6 +101,7 @@ class Node:
         met = yield from self._counted(talk, x.device)
         self.memory, self.gamma = dict(met.memory), met.gamma
         self.moved = (met.x - x).norm()
+        self.flows |= met.flows
         self.step += 1
         self.number += getattr(self.method, "iterations", 1)
         return met.x
@@ -112,11 +113,9 @@ class Node:
             while True:
                 ask = talk.send(answer)
                 if isinstance(ask, Swap):
-                    self.payload += sum(payload.nbytes for payload in ask.out.values())
                     answer = (yield ask) if ask.out else (yield from self._silent(ask, device))
                 else:
                     assert isinstance(ask, Sum)
-                    self.payload += ask.tensor.numel() * ask.tensor.element_size()
                     answer = yield ask
         except StopIteration as done:
             met: Met = done.value

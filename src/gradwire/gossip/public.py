@@ -86,4 +86,8 @@ class Public(Gossip):
         there = {peer: weight for peer, weight in around.hears.items() if peer in letters}
         others = [(weight, hear(letters[peer], codec, around, peer)) for peer, weight in there.items()]
         heard = Heard(mine.heard, 1.0 - sum(there.values()), others)
-        return self.learn(x, memory, heard, around.key.step), heard, letters
+        met = self.learn(x, memory, heard, around.key.step)
+        if around.elastic:
+            flows = {peer: weight * (q - heard.mine).norm() for peer, (weight, q) in zip(there, others, strict=True)}
+            met = met._replace(flows=flows)
+        return met, heard, letters

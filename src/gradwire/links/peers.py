@@ -6,65 +6,29 @@ rank then offers a step from which on the edge takes part, and the higher takes 
 So both ends agree on the first step of an edge, and neither waits for a letter that was never written.
 
 While a rank waits for one neighbor it tells the others so; who neither writes nor says that he waits for `timeout`
-seconds is dropped. Frames, little-endian:
-
-    kind     uint8
-    step     int64
-    leg      uint32   which swap of the step
-    length   uint64   of what follows
+seconds is dropped. Its threads connect anew, but agree to nothing before its caller stirs again: else everybody would
+wait for a rank that hangs, over and over. `frame` says what crosses the wire.
 """
 
 import contextlib
+import logging
+import math
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from enum import IntEnum
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from gradwire.links.collectives import Traffic
+from gradwire.links.frame import FRAME, Edge, Kind, receive, seconds, shut
 from gradwire.links.meeting import Meeting
 
-_FRAME = struct.Struct("<BqIQ")
-_MOST_BYTES = 2**36
 _REDIAL_SECONDS = 0.05
 _FAREWELL_SECONDS = 0.3
 OFF_THE_RECORD = 2**31  # legs from here on are not counted: what is said in them is no part of training
 Snapshot = Callable[[], bytes]
-
-
-class Kind(IntEnum):
-    """What a frame is."""
-
-    HELLO = 1  # step: my next; body: rank and digest of what I train
-    READY = 2  # step: my next, now that I know it
-    OFFER = 3  # step: from which the edge may take part
-    TAKE = 4  # step: as offered
-    REFUSE = 5  # step: my next, which is beyond
-    LETTER = 6  # step, leg; body: a payload
-    WAIT = 7  # I wait for somebody else
-    PULL = 8  # what are your parameters?
-    STATE = 9  # step: my next; body: parameters
-    BYE = 10  # I leave; nothing is lost
-
-
-@dataclass
-class Edge:
-    """A connection to one peer."""
-
-    peer: int
-    line: socket.socket
-    alive: bool = True
-    ready: int | None = None  # the peer's next step, as it last said
-    offered: int | None = None
-    tries: int = 0
-    start: int | None = None  # the first step in which the edge takes part
-    heard: float = field(default_factory=time.monotonic)
-    letters: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    state: tuple[int, bytes] | None = None
-    writing: threading.Lock = field(default_factory=threading.Lock)
+_log = logging.getLogger("gradwire.gossip")
 
 
 class Peers:
@@ -72,10 +36,10 @@ class Peers:
 
     Attributes:
         rank: Who I am.
-        timeout: Seconds after which a silent neighbor is dropped.
+        timeout: Seconds after which a silent neighbor is dropped. A step waits for twice as long at most, since a
+            neighbor that says that it waits itself is not silent.
         traffic: Bytes that crossed this rank's connections, frames included.
-        dropped: How many times a neighbor was lost.
-        joined: How many times an edge began to take part.
+        lost: Neighbors whose edge took part and was lost, one entry each time.
     """
 
     def __init__(
@@ -89,12 +53,16 @@ class Peers:
         host: str = "127.0.0.1",
     ) -> None:
         self.rank, self.timeout, self.traffic = rank, timeout, Traffic()
-        self.dropped = self.joined = 0
+        self.lost: list[int] = []
+        self._strangers: set[int] = set()  # who came with another training, so that it is said once
         self._neighbors, self._meeting, self._digest = tuple(neighbors), meeting, digest
         self._edges: dict[int, Edge] = {}
         self._dialing: set[int] = set()
         self._next = 0  # the step that I will talk in next
         self._settled = False  # whether I know that
+        self._newcomer = True  # whether I never did
+        self._deadline = math.inf  # when the step ends, with whoever has answered
+        self._stirred = 0.0  # when the caller was last seen; infinite while it waits in here
         self._snapshot: tuple[int, Snapshot] | None = None
         self._complaint: str | None = None
         self._closed = False
@@ -109,16 +77,32 @@ class Peers:
     # -- what the caller does ------------------------------------------------------------------------------------------
 
     def meet(self, step: int) -> int | None:
-        """Wait for the neighbors, at most `timeout`. Returns a peer that is further than ``step``, if there is one."""
+        """Wait for the neighbors, at most `timeout`. Returns a peer that is further than ``step``, if there is one.
+
+        A neighbor that has settled for an earlier step is waited for as well: it may be about to load its state.
+        """
+
+        def here() -> bool:
+            ready = [edge for edge in self._live() if edge.ready is None or edge.ready >= step]
+            return len(ready) == len(self._neighbors) or self._ahead(step) is not None
+
         with self._changed:
             self._next = step
-            self._until(lambda: len(self._live()) == len(self._neighbors) or self._ahead(step) is not None)
+            self._until(here)
             return self._ahead(step)
+
+    def await_peer(self, peer: int) -> bool:
+        """Wait until a neighbor is there, at most `timeout`."""
+        with self._changed:
+            self._until(lambda: peer in self._edges)
+            return peer in self._edges
 
     def pull(self, peer: int) -> tuple[int, bytes] | None:
         """A peer's next step and parameters; None if it was lost meanwhile."""
         with self._changed:
             edge = self._edges.get(peer)
+            if edge is not None:
+                edge.state = None  # an earlier answer is out of date
         if edge is None or not self._send(edge, Kind.PULL):
             return None
         with self._changed:
@@ -128,41 +112,67 @@ class Peers:
     def settle(self, step: int, snapshot: Snapshot) -> None:
         """I will talk in ``step`` next; let neighbors join me. Waits until those who are there have."""
         with self._changed:
-            self._next, self._snapshot, self._settled = step, (step, snapshot), True
+            self._next, self._snapshot, self._settled, self._newcomer = step, (step, snapshot), True, False
             edges = list(self._edges.values())
-        for edge in edges:
-            self._send(edge, Kind.READY, step)
-            self._offer(edge)
-        with self._changed:
+        self._answer(edges)
+        with self._here(edges), self._changed:
             self._until(lambda: bool(self._live()) and all(edge.start is not None for edge in self._live()))
+
+    def show(self, step: int, snapshot: Snapshot) -> None:
+        """Neighbors may have these parameters, though I do not talk yet."""
+        with self._changed:
+            self._snapshot = step, snapshot
+            edges = list(self._edges.values())
+        self._answer(edges)
+
+    def _answer(self, edges: Iterable[Edge]) -> None:
+        """Hand my parameters to those who asked before I had any."""
+        for edge in edges:
+            with self._changed:
+                snapshot = self._snapshot if edge.asks else None
+                edge.asks = edge.asks and snapshot is None
+            if snapshot is not None:
+                self._send(edge, Kind.STATE, snapshot[0], 0, snapshot[1]())
 
     def begin(self, step: int) -> dict[int, bool]:
         """Who takes part in a step, and whether the edge is new in it."""
         with self._changed:
-            self._next = step + 1
+            self._next, self._deadline = step + 1, time.monotonic() + 2 * self.timeout
+            unsettled = [edge for edge in self._live() if edge.start is None]
+        with self._here(unsettled), self._changed:
             # An offer that I have reached must be answered first: the other end may have taken it.
             self._until(lambda: not any(_pending(edge, step) for edge in self._live()))
             for edge in [edge for edge in self._live() if _pending(edge, step)]:
                 self._drop(edge)
             present = {e.peer: e.start == step for e in self._live() if e.start is not None and e.start <= step}
-            self.joined += sum(present.values())
             return dict(sorted(present.items()))
 
     def swap(self, step: int, leg: int, out: Mapping[int, bytes]) -> dict[int, bytes]:
         """Hand each peer its letter and wait for theirs. A peer that is lost is absent from the answer."""
         with self._changed:
             edges = {peer: self._edges[peer] for peer in out if peer in self._edges and self._edges[peer].alive}
-        for peer, edge in edges.items():
-            # By other threads: a stalled peer must not keep me from telling the others that I wait.
-            self._writers.submit(self._send, edge, Kind.LETTER, step, leg, out[peer])
-        began = told = time.monotonic()
-        while self._waits(edges.values(), step, leg, began):
-            if time.monotonic() - told >= self.timeout / 5:
-                told = time.monotonic()
-                for edge in edges.values():
-                    self._writers.submit(self._send, edge, Kind.WAIT, step)
+        if leg >= OFF_THE_RECORD:  # outside of any step
+            self._deadline = time.monotonic() + 2 * self.timeout
+        # By other threads: a stalled peer must not keep me from telling the others that I wait.
+        letters = {
+            peer: self._writers.submit(self._send, edge, Kind.LETTER, step, leg, out[peer])
+            for peer, edge in edges.items()
+        }
+        with self._here():
+            self._await_letters(edges.values(), step, leg)
+            # Whoever answered reads; so my own letters are soon out, and counted.
+            late = max(0.0, self._deadline - time.monotonic())
+            wait([letter for peer, letter in letters.items() if edges[peer].alive], late)
         with self._changed:
             return {p: e.letters.pop((step, leg)) for p, e in edges.items() if (step, leg) in e.letters}
+
+    def _await_letters(self, edges: Collection[Edge], step: int, leg: int) -> None:
+        began = told = time.monotonic()
+        while self._waits(edges, step, leg, began):
+            if time.monotonic() - told >= self.timeout / 5:
+                told = time.monotonic()
+                for edge in edges:
+                    self._writers.submit(self._send, edge, Kind.WAIT, step)
 
     def done(self, step: int, snapshot: Snapshot) -> None:
         """The step is over; who comes back may start from these parameters."""
@@ -179,9 +189,14 @@ class Peers:
         """Leave all edges that have a first step, and agree to none until `settle` is called again."""
         with self._changed:
             self._settled = False
+            left = [edge for edge in self._live() if edge.start is not None or edge.offered is not None]
             for edge in self._live():
-                if edge.start is not None or edge.offered is not None:
-                    self._drop(edge)
+                edge.told, edge.start = False, None
+        for edge in left:
+            self._send(edge, Kind.BYE)  # nothing is lost, at either end
+        with self._changed:
+            for edge in left:
+                self._drop(edge)
 
     def close(self) -> None:
         """Leave, after the last letter is out."""
@@ -210,7 +225,7 @@ class Peers:
             now = time.monotonic()
             waiting = [edge for edge in edges if edge.alive and (step, leg) not in edge.letters]
             for edge in waiting:
-                if now > max(edge.heard, began) + self.timeout or now > began + 2 * self.timeout:
+                if now > min(max(edge.heard, began) + self.timeout, self._deadline):
                     self._drop(edge)
             if any(edge.alive for edge in waiting):
                 self._changed.wait(self.timeout / 10)
@@ -236,8 +251,9 @@ class Peers:
     def _drop(self, edge: Edge) -> None:
         if edge.alive:
             edge.alive = False
-            self.dropped += edge.start is not None
-            _shut(edge.line)
+            if edge.start is not None:
+                self.lost.append(edge.peer)
+            shut(edge.line)
             if self._edges.get(edge.peer) is edge:
                 del self._edges[edge.peer]
             self._changed.notify_all()
@@ -275,41 +291,76 @@ class Peers:
         line.settimeout(self.timeout)
         try:
             hello = struct.pack("<I", self.rank) + self._digest
-            line.sendall(_FRAME.pack(Kind.HELLO, self._next if self._settled else -1, 0, len(hello)) + hello)
-            kind, step, _, body = _receive(line)
+            line.sendall(FRAME.pack(Kind.HELLO, self._next if self._agrees() else -1, 0, len(hello)) + hello)
+            kind, step, _, body = receive(line)
             if kind != Kind.HELLO:
                 raise ConnectionError
+            self._count(Traffic(FRAME.size + len(hello), FRAME.size + len(body), 0), 0)
         except (OSError, ConnectionError, struct.error):
-            _shut(line)
+            shut(line)
             return
         (peer,) = struct.unpack_from("<I", body)
         if peer not in self._neighbors or (dialed is not None and dialed != peer):
-            _shut(line)
+            shut(line)
             return
         line.settimeout(None)  # from now on silence is judged by whoever waits for letters
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _seconds(self.timeout))
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds(self.timeout))
         edge = Edge(peer, line, ready=step if step >= 0 else None)
+        if body[4:] != self._digest:
+            self._refuse(peer)
+            shut(line)
+            return
         with self._changed:
-            if body[4:] != self._digest:
-                self._complaint = (
-                    f"rank {peer} trains something else than rank {self.rank}; start both with the same model, method, "
-                    "codec and seed"
-                )
             old = self._edges.get(peer)
             if old is not None:
                 self._drop(old)  # the peer dials anew only when it has lost the line, or its memory
             self._edges[peer] = edge
             self._changed.notify_all()
-        if self._settled:
-            self._send(edge, Kind.READY, self._next)
-            self._offer(edge)
+        if self._agrees():
+            self._tell([edge])
         self._read(edge)
+
+    def _agrees(self) -> bool:
+        """Whether the caller is there to keep what its threads agree to."""
+        return self._settled and time.monotonic() < self._stirred + self.timeout / 2
+
+    @contextlib.contextmanager
+    def _here(self, edges: Iterable[Edge] = ()) -> Iterator[None]:
+        """The caller is there; these edges may hear of it."""
+        self._stirred = math.inf
+        try:
+            self._tell(edges)
+            yield
+        finally:
+            self._stirred = time.monotonic()
+
+    def _tell(self, edges: Iterable[Edge]) -> None:
+        """Say which step I will talk in next, once, and offer one to begin with."""
+        for edge in edges:
+            if not edge.told:
+                edge.told = True
+                self._send(edge, Kind.READY, self._next)
+            self._offer(edge)
+
+    def _refuse(self, peer: int) -> None:
+        """A stranger stops who is about to join it; those who train already do without it."""
+        said = (
+            f"rank {peer} trains something else than rank {self.rank}; start both with the same model, method, codec "
+            "and seed"
+        )
+        with self._changed:
+            if self._newcomer:
+                self._complaint = said
+                self._changed.notify_all()
+            elif peer not in self._strangers:
+                self._strangers.add(peer)
+                _log.warning("%s. Going on without it.", said)
 
     def _read(self, edge: Edge) -> None:
         try:
             while edge.alive:
-                kind, step, leg, body = _receive(edge.line)
-                self._count(Traffic(0.0, _FRAME.size + len(body), 0), leg)
+                kind, step, leg, body = receive(edge.line)
+                self._count(Traffic(0.0, FRAME.size + len(body), 0), leg)
                 self._heard(edge, kind, step, leg, body)
         except (OSError, ConnectionError, struct.error):
             with self._changed:
@@ -333,19 +384,19 @@ class Peers:
             take = kind == Kind.OFFER and self._settled and step >= self._next
             if take:
                 edge.start = step
-            snapshot = self._snapshot
+            edge.asks = edge.asks or kind == Kind.PULL
             self._changed.notify_all()
         if kind in (Kind.READY, Kind.REFUSE):
             self._offer(edge)
         elif kind == Kind.OFFER:
             self._send(edge, Kind.TAKE if take else Kind.REFUSE, step if take else self._next)
-        elif kind == Kind.PULL and snapshot is not None:
-            self._send(edge, Kind.STATE, snapshot[0], 0, snapshot[1]())
+        elif kind == Kind.PULL:
+            self._answer([edge])
 
     def _offer(self, edge: Edge) -> None:
         """The lower rank offers the first step that neither has passed, a little further after each refusal."""
         with self._changed:
-            known = self._settled and edge.ready is not None and edge.alive and edge.start is None
+            known = self._agrees() and edge.ready is not None and edge.alive and edge.start is None
             if not known or self.rank > edge.peer or edge.offered is not None:
                 return
             assert edge.ready is not None
@@ -362,8 +413,8 @@ class Peers:
     def _send(self, edge: Edge, kind: Kind, step: int = 0, leg: int = 0, body: bytes = b"") -> bool:
         try:
             with edge.writing:
-                edge.line.sendall(_FRAME.pack(kind, step, leg, len(body)) + body)
-            self._count(Traffic(_FRAME.size + len(body), 0.0, 0), leg)
+                edge.line.sendall(FRAME.pack(kind, step, leg, len(body)) + body)
+            self._count(Traffic(FRAME.size + len(body), 0.0, 0), leg)
             return True
         except OSError:
             with self._changed:
@@ -373,32 +424,3 @@ class Peers:
 
 def _pending(edge: Edge, step: int) -> bool:
     return edge.offered is not None and edge.offered <= step
-
-
-def _receive(line: socket.socket) -> tuple[int, int, int, bytes]:
-    kind, step, leg, length = _FRAME.unpack(_exactly(line, _FRAME.size))
-    if length > _MOST_BYTES:
-        raise ConnectionError(f"a frame of {length} bytes is none of ours")
-    return kind, step, leg, _exactly(line, length)
-
-
-def _exactly(line: socket.socket, n: int) -> bytes:
-    parts, left = [], n
-    while left:
-        part = line.recv(min(left, 2**20))
-        if not part:
-            raise ConnectionError("the line ended")
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
-
-
-def _seconds(timeout: float) -> bytes:
-    """A struct timeval."""
-    return struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
-
-
-def _shut(line: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        line.shutdown(socket.SHUT_RDWR)
-    line.close()

@@ -107,6 +107,14 @@ class Topology:
         """The most messages that any rank sends in a step."""
         return max(self.degrees)
 
+    def distances(self, root: int) -> tuple[int, ...]:
+        """How many edges of step 0 lie between each rank and ``root``; as many as there are ranks where no path is."""
+        found, edge = {root: 0}, [root]
+        while edge:
+            edge = sorted({peer for rank in edge for peer in self.peers(rank)} - found.keys())
+            found |= dict.fromkeys(edge, max(found.values()) + 1)
+        return tuple(found.get(rank, self.size) for rank in range(self.size))
+
     @cached_property
     def symmetric(self) -> bool:
         """Whether i hears j as j hears i, in every round."""

@@ -16,6 +16,7 @@ class Crossing(Generic[T]):
         self.device = device
         self._thread: ThreadPoolExecutor | None = None
         self._under_way: Future[T] | None = None
+        self._stream: torch.cuda.Stream | None = None  # always the same: memory is kept for each
 
     def board(self, work: Callable[[], T]) -> None:
         """Start to talk; what the device computes until now is done before."""
@@ -24,8 +25,9 @@ class Crossing(Generic[T]):
         if self.device.type != "cuda":
             self._under_way = self._thread.submit(work)
             return
+        self._stream = self._stream or torch.cuda.Stream(self.device)
         ready = torch.cuda.current_stream(self.device).record_event()
-        self._under_way = self._thread.submit(_after, ready, self.device, work)
+        self._under_way = self._thread.submit(_after, ready, self._stream, work)
 
     def land(self) -> T | None:
         """Wait for the talk, if there is one, and return its outcome."""
@@ -33,8 +35,7 @@ class Crossing(Generic[T]):
         return None if under_way is None else under_way.result()
 
 
-def _after(ready: "torch.cuda.Event", device: torch.device, work: Callable[[], T]) -> T:
-    stream = torch.cuda.Stream(device)
+def _after(ready: "torch.cuda.Event", stream: "torch.cuda.Stream", work: Callable[[], T]) -> T:
     with torch.cuda.stream(stream):
         stream.wait_event(ready)
         done = work()

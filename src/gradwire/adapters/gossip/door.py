@@ -17,6 +17,8 @@ from gradwire.links.grouping import Across
 from gradwire.links.link import Link
 from gradwire.links.torch import connect
 
+_HERE = "127.0.0.1"
+
 
 def gossip(
     model: nn.Module,
@@ -34,12 +36,13 @@ def gossip(
     meeting: str | Path | None = None,
     rank: int | None = None,
     world: int | None = None,
-    host: str = "127.0.0.1",
+    host: str = _HERE,
 ) -> "Net | ElasticNet":
     """Train replicas that talk to neighbors only; the loop calls the returned net after ``optimizer.step()``.
 
     Args:
-        model: This rank's replica. It starts with the parameters and buffers of rank 0.
+        model: This rank's replica. It starts with the parameters and buffers of rank 0, so load a checkpoint of it
+            afterwards.
         spec: A method with its graph, such as ``"choco(ring, gamma=auto)"`` or ``"dpsgd(torus)"``.
         codec: What messages are written in, such as ``"sign"``; by default float32.
         granularity: What the codec sees as one vector: each ``"layer"``, or the whole ``"model"``.
@@ -77,6 +80,8 @@ def gossip(
             "host": host,
         }
         return ElasticNet(model, spec, codec, *place, meeting, **options)
+    if meeting is not None or rank is not None or world is not None or host != _HERE:
+        raise ValueError("meeting, rank, world and host belong to elastic=True; a process group knows its ranks itself")
     found = arrange(link or connect(process_group), across)
     kind = Net if found.grouping is None or found.grouping.beside == 1 else HostNet
     return kind(model, spec, codec, found, granularity=granularity, overlap=overlap, seed=seed)

@@ -1,8 +1,10 @@
 """Elastic net: gossip that goes on when neighbors die or stall, and takes them back."""
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,14 +24,16 @@ from gradwire.links.peers import OFF_THE_RECORD, Peers, Snapshot
 T = TypeVar("T")
 
 TRIES = 5  # to find a neighbor that lives long enough to be copied
+_log = logging.getLogger("gradwire.gossip")
 
 
 class ElasticNet:
     """Gossips one model's parameters with whichever neighbors are there. Call it after ``optimizer.step()``.
 
-    A lost neighbor's weight returns to its owner. What is lost with it moves the mean model by no more than the last
-    talk moved this replica, over the number of ranks; `report` adds that up. Who comes back, or was left behind, takes
-    a neighbor's parameters and step, and both ends of each of its edges then exchange theirs whole.
+    A lost neighbor's weight returns to its owner. If only one end of an edge finished its last round, the mean model
+    has moved by what flowed over it, over the number of ranks; the last flow that is known is logged, and `report` adds
+    them up. Who comes back, or was left behind, takes a neighbor's parameters and step, and both ends of each of its
+    edges then exchange theirs whole.
 
     Attributes:
         step: Steps taken by the group, as far as this rank knows; it jumps when the rank rejoins.
@@ -55,22 +59,21 @@ class ElasticNet:
         self.flat, self.world = Flat(model), world
         self.node = make_node(self.flat, spec, codec, rank, world, granularity, seed, overlap, elastic=True)
         self.said = describe(self.node, granularity)
-        self.node.begin(self.flat.read())
-        self.drift, self._noted = 0.0, 0
+        self.drift, self.rejoined, self._noted, self._told = 0.0, 0, 0, 0
+        self._known: set[int] = set()  # neighbors that have ever taken part
         self._present: tuple[int, ...] = ()  # who took part in the last round
         self._polls = (-1, 0)  # a step, and how often everybody was asked in it
         self._crossing: Crossing[tuple[Tensor, Tensor]] = Crossing(self.flat.device)
         whole = f"{self.said}; seed {seed}; world {world}; {self.flat.fingerprint().tolist()}"
         digest = hashlib.sha256(whole.encode()).digest()
-        neighbors = self.node.topology.peers(rank)
-        self.peers = Peers(rank, neighbors, as_meeting(meeting), digest, timeout=timeout, host=host)
-        self._edges = 0
+        self._neighbors = tuple(self.node.topology.peers(rank))
+        self.peers = Peers(rank, self._neighbors, as_meeting(meeting), digest, timeout=timeout, host=host)
         try:
             self._join()
         except BaseException:
             self.close()
             raise
-        self._edges = len(neighbors)
+        self.node.begin(self.flat.read())
 
     def __call__(self) -> None:
         """Average with the neighbors that are there; with ``overlap=True``, what they say comes a step late."""
@@ -87,14 +90,33 @@ class ElasticNet:
     def _round(self, x: Tensor, buffers: Tensor) -> Tensor:
         step = self.node.step
         live = self.peers.begin(step)
-        before = float(self.node.moved)
+        self._welcome(live, step)
+        self._mourn(step)  # now, while flows are those of the last round
         met = self._talk(self.node.run(x, live), step)
-        if self.peers.dropped > self._noted:
-            self.drift += before / self.world
-            self._noted = self.peers.dropped
+        self._mourn(step)
         self._present = tuple(live)
+        self._told += len(live)
         self.peers.done(step, _snapshot(met, buffers))
         return met
+
+    def _welcome(self, live: Mapping[int, bool], step: int) -> None:
+        for peer in (peer for peer, new in live.items() if new):
+            if peer in self._known:
+                self.rejoined += 1
+                _log.info("rank %d has neighbor %d back at step %d", self.node.rank, peer, step)
+            self._known.add(peer)
+
+    def _mourn(self, step: int) -> None:
+        """Log the neighbors lost since the last round, and what may have flowed one way only."""
+        lost = self.peers.lost[self._noted :]
+        self._noted += len(lost)
+        for peer in lost:
+            flow = float(self.node.flows.pop(peer, 0.0)) / self.world
+            self.drift += flow
+            _log.warning(
+                "rank %d lost neighbor %d before the end of step %d; the mean model may have moved by about %.3g",
+                *(self.node.rank, peer, step, flow),
+            )
 
     def land(self) -> None:
         """Wait until nothing is under way."""
@@ -127,14 +149,33 @@ class ElasticNet:
             ahead = self.peers.meet(self.node.step)
             if ahead is None:
                 break
-            state = self.peers.pull(ahead)
-            if state is not None:
-                self.peers.hang_up()  # edges that were agreed on for my old step are of no use
-                self._adopt_(self._payload(state[1]).data.view(torch.float32))
-                self.node.step = self.node.number = state[0]
-                self.node.pending = None  # it was meant for other parameters
+            if self._take(ahead):
                 break
+        if self.node.step == 0:
+            self._take_root()
         self.peers.settle(self.node.step, _snapshot(self.flat.read(), self._buffers()))
+
+    def _take(self, peer: int) -> bool:
+        """Become a copy of a neighbor, if it lives long enough."""
+        state = self.peers.pull(peer)
+        if state is None:
+            return False
+        self.peers.hang_up()  # edges that were agreed on for my old step are of no use
+        self._adopt_(self._payload(state[1]).data.view(torch.float32))
+        self.node.step = self.node.number = state[0]
+        self.node.pending = None  # it was meant for other parameters
+        return True
+
+    def _take_root(self) -> None:
+        """Start from rank 0's parameters: each rank from a neighbor that is nearer to rank 0."""
+        distances = self.node.topology.distances(0)
+        nearer = [peer for peer in self._neighbors if distances[peer] < distances[self.node.rank]]
+        if nearer and not any(self.peers.await_peer(peer) and self._take(peer) for peer in nearer):
+            raise RuntimeError(
+                f"rank {self.node.rank} found no neighbor that has the parameters of rank 0 in {self.peers.timeout} s: "
+                f"none of {nearer}; start rank 0 and those in time, or give timeout= more"
+            )
+        self.peers.show(self.node.step, _snapshot(self.flat.read(), self._buffers()))
 
     def _adopt_(self, whole: Tensor) -> None:
         buffers = list(self.flat.buffers.values())
@@ -199,6 +240,10 @@ class ElasticNet:
     # -- what is kept and shown ----------------------------------------------------------------------------------------
 
     @property
+    def rank(self) -> int:
+        return self.node.rank
+
+    @property
     def step(self) -> int:
         self.land()
         return self.node.step
@@ -216,13 +261,17 @@ class ElasticNet:
         self.node.step = self.node.number = int(state["gradwire/step"])
         self.peers.hang_up()
         self._join()
+        self._noted = len(self.peers.lost)
+        self.node.flows.clear()
 
     def report(self) -> GossipReport:
         """Bytes, distance, memory, gamma and losses so far."""
         self.land()
-        rejoined = max(0, self.peers.joined - self._edges)
-        losses = {"dropped": self.peers.dropped, "rejoined": rejoined, "drift": self.drift}
-        return summarize(self.node, self.peers.traffic, self.world, **losses)
+        losses = {"dropped": len(self.peers.lost), "rejoined": self.rejoined, "drift": self.drift}
+        report = summarize(self.node, self.peers.traffic, self.world, **losses)
+        dense = self.node.method.uncompressed(self.flat.tensors.total, self._told, self.world)
+        shown = sum(buffer.numel() for buffer in self.flat.buffers.values()) / max(1, self.flat.tensors.total) + 1
+        return replace(report, dense=dense, memory_floats=report.memory_floats + shown)
 
     def close(self) -> None:
         """Leave the group."""
@@ -234,8 +283,7 @@ class ElasticNet:
 
 def _snapshot(x: Tensor, buffers: Tensor) -> Snapshot:
     """Parameters and buffers, made into bytes only if somebody asks."""
-    whole = torch.cat((x, buffers))
-    return lambda: as_bytes(whole).cpu().numpy().tobytes()
+    return lambda: as_bytes(torch.cat((x, buffers))).cpu().numpy().tobytes()
 
 
 def _pack(vectors: Mapping[int, Tensor]) -> bytes:

@@ -80,7 +80,7 @@ class HostNet(Net):
 
     def mix(self, x: Tensor) -> Tensor:
         """One round of gossip of my share, and all shares inside the host."""
-        if not self._averaged and find_ddp(self.model) is None:
+        if not self._averaged and not self._wrapped():
             raise RuntimeError(
                 "the replicas of this host have stepped apart: call net.average_gradients() between backward() and "
                 "optimizer.step()"
@@ -90,6 +90,16 @@ class HostNet(Net):
         if not self._serves:
             self.node.step += 1
         return self._shared(mixed, x)
+
+    def _wrapped(self) -> bool:
+        """Whether DistributedDataParallel averages inside the host, and only there."""
+        ddp = find_ddp(self.model)
+        if ddp is not None and ddp.process_group.size() != self.beside:
+            raise RuntimeError(
+                f"DistributedDataParallel averages over {ddp.process_group.size()} ranks, where {self.beside} are one "
+                "node; give it the process group of this host's ranks, or call net.average_gradients() instead of it"
+            )
+        return ddp is not None
 
     def _talk(self, x: Tensor) -> Tensor:
         (met,) = drive(among_hosts(converse([self.node.run(x)])), self.link, self.clock)

@@ -67,4 +67,5 @@ def make_node(
 def describe(node: Node, granularity: str) -> str:
     """The method as text that two ranks, or a run and its checkpoint, can compare."""
     said = "" if node.method.late else f", codec={node.codec}"
-    return f"{node.method}{said}, {granularity}"
+    late = ", overlap" if node.overlap else ""
+    return f"{node.method}{said}, {granularity}{late}"

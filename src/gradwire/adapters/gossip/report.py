@@ -18,13 +18,14 @@ class GossipReport:
         sent: Bytes that this rank put on the wire, headers included.
         received: Bytes that it took off the wire.
         collectives: How many collectives carried them; 0 with elastic=True, which needs none.
-        dense: Bytes that the same models would have been in float32, to the same neighbors.
+        dense: Bytes that the same models would have been in float32, to the same neighbors, or in an all-reduce.
         gamma: The consensus step of the last talk.
         consensus: An estimate of the distance from the mean model; `Net.distance` measures it.
-        memory_floats: Float32 numbers remembered for each parameter.
+        memory_floats: Float32 numbers remembered for each parameter; with elastic=True also the model as of the last
+            step, for those who come back.
         dropped: How many times a neighbor was lost.
         rejoined: How many times an edge came back.
-        drift: A bound on how far losses may have moved the mean model, as a norm.
+        drift: About how far rounds that only one end of an edge finished have moved the mean model, as a norm.
         beside: Ranks in each node. Of the bytes above, each of them sends a share.
         sent_inside: Bytes that this rank sent to others in its node: gradients, and mixed parameters.
     """
@@ -65,7 +66,9 @@ class GossipReport:
             f"memory    {self.memory_floats:.2f} floats per parameter",
         ]
         if self.dropped or self.rejoined:
-            lines.append(f"neighbors lost {self.dropped} times, back {self.rejoined} times, drift <= {self.drift:.3g}")
+            lines.append(
+                f"neighbors lost {self.dropped} times, back {self.rejoined} times, drift about {self.drift:.3g}"
+            )
         return "\n".join(lines)
 
 
@@ -78,7 +81,7 @@ def summarize(node: Node, traffic: Traffic, world: int, **losses: Any) -> Gossip
         sent=traffic.sent,
         received=traffic.received,
         collectives=traffic.collectives,
-        dense=4.0 * node.tensors.total * degree * node.step,
+        dense=node.method.uncompressed(node.tensors.total, degree, world) * node.step,
         gamma=node.gamma,
         consensus=node.consensus,
         memory_floats=node.floats_per_parameter,
