@@ -105,6 +105,26 @@ def test_a_selector_waits_whatever_else_goes_on() -> None:
     assert 0.1 < gauge.gamma(state) < 0.3
 
 
+# mu is 2/3 (1 - cos): the slowest, and the fastest
+ALIKE = 2 / (1 - math.cos(math.pi / 4) + 2) * 1.5 * 0.1 / 1.9
+APART = steady_step(graph("ring").on(8), Fidelity(0.1, 0.1), common=False)
+
+
+@pytest.mark.parametrize(("spec", "best"), [("randomk(0.1)", ALIKE), ("randomk(0.1, shared=False) | fp16", APART)])
+def test_random_entries_wait_as_long_as_they_do(spec: str, best: float) -> None:
+    """Whatever is measured; what is told with noise, or on a graph that changes, is measured."""
+    assert ALIKE < 0.07 < 0.09 < APART < 0.12  # what ranks lose apart averages out
+    topology, said = graph("ring").on(8), codec(spec)
+    state = gauge.begin(said, Segments.single(100), topology)
+    for step in range(45):
+        assert gauge.gamma(state) == pytest.approx(best, rel=1e-4)
+        r = torch.randn(100, generator=torch.Generator().manual_seed(step))
+        state = gauge.turn(state, gauge.Seen(0.01 * r, 0.01 * r, r), [], step, topology, said)
+    for other in ("randomk(0.1) | qsgd(levels=3, biased=True)", "topk(0.1)", "sign"):
+        assert gauge.known_step(topology, codec(other)) is None
+    assert gauge.known_step(graph("one_peer_exponential").on(8), said) is None
+
+
 def test_only_some_entries_of_a_large_model_are_measured() -> None:
     x = torch.arange(1_000_000.0)
     assert gauge.sample(x).numel() == gauge.SAMPLE and float(gauge.sample(x)[-1]) > 990_000

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from gradwire.cli.main import app
+from gradwire.gossip import gauge
 from gradwire.gossip.rate import rate_scale
 from gradwire.report.gossip_table import gossip_page
 from gradwire.topology import graph
@@ -140,12 +141,41 @@ def test_the_published_page_is_what_its_results_say(tmp_path: Path) -> None:
     assert told == (root / "results-gossip.md").read_text()
 
 
+def line_of(name: str, value: float, seed: int = 0, **options: float) -> dict[str, object]:
+    final = {"value": value, "workers": [value, value], "mean_model": value, "consensus": 1.0, "gamma": 0.5}
+    return {
+        "name": name,
+        "seed": seed,
+        "world": 2,
+        "final": {**final, "payload": 8e3, "step": 8},
+        "gossip": {"method": "choco", "options": options},
+        "environment": {"device": "cpu", "torch": "2", "command": ["gradwire"]},
+    }
+
+
 def test_a_page_says_what_is_missing() -> None:
-    study = {"about": "# Digits", "cell": [{"name": "sign"}, {"name": "topk"}]}
-    final = {"value": 0.1, "diverged": "not finite at step 7; lower it", "gamma": 0.5, "payload": 8e3, "step": 8}
-    gossip = {"method": "choco", "options": {"gamma": 0.5}}
-    environment = {"device": "cpu", "torch": "2", "command": ["gradwire"]}
-    line = {"name": "sign", "seed": 2, "world": 4, "final": final, "gossip": gossip, "environment": environment}
+    study = {"about": "# Digits", "cell": [{"name": "sign", "seeds": [2, 3]}, {"name": "topk"}]}
+    line = line_of("sign", 0.1, 2, gamma=0.5)
+    line["final"] |= {"diverged": "not finite at step 7; lower it"}  # type: ignore[operator]
     page = gossip_page(study, [line], ["study.toml"])
     assert "| sign, seed 2 | 0.5 | 1.0 | diverged at step 7 |" in page
-    assert "Not trained yet: topk." in page
+    assert "Not trained yet: sign, seed 3, topk." in page
+
+
+def test_a_page_compares_auto_with_the_best_by_hand() -> None:
+    """On the seeds that both have; the best is the one that auto loses most to."""
+    by_hand = [{"name": f"choco gamma={gamma}", "set": [f"gossip.options.gamma={gamma}"]} for gamma in (0.5, 0.25)]
+    study = {"compared": "Means.", "cell": [{"name": "choco"}, *by_hand]}
+    lines = [line_of("choco", value, seed) for seed, value in enumerate((0.7, 0.8, 0.9))]
+    lines += [line_of("choco gamma=0.5", value, seed, gamma=0.5) for seed, value in enumerate((0.72, 0.81))]
+    lines += [line_of("choco gamma=0.25", 0.69, gamma=0.25)]
+    page = gossip_page(study, lines, [])
+    assert "|  | 75.00 (2 seeds) | 0.25, 0.5 | 0.5 | 76.50 | -1.50 |" in page
+    assert page.index("| choco gamma=0.25 |") < page.index("| choco gamma=0.5 |") and "Means." in page
+
+
+def test_gammas_of_another_rule_are_found_anew(tmp_path: Path) -> None:
+    told = {"key": "a", "gossip": {"method": "choco", "options": {}}, "rule": gauge.VERSION - 1}
+    given = {"key": "b", "gossip": {"method": "choco", "options": {"gamma": 0.5}}}
+    (tmp_path / "cells.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (told, given)))
+    assert finished(tmp_path / "cells.jsonl").keys() == {"b"}

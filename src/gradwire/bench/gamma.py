@@ -5,6 +5,7 @@ from the others', so that workers are pushed apart for ever. What counts is, ove
 squared distance between replicas, and the loss above that of the common optimum.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.adapters.gossip import StackedNet
+from gradwire.gossip import Diverged
 
 ENTRIES = 400
 GRID = tuple(1.26**-k for k in range(30))
@@ -59,7 +61,14 @@ class _Vector(nn.Module):
 
 
 def drive(scene: Scene, codec: str, gamma: float | None, seed: int) -> Outcome:
-    """One run; with no gamma, ``auto``."""
+    """One run; with no gamma, ``auto``. One that diverges is infinitely bad."""
+    try:
+        return _drive(scene, codec, gamma, seed)
+    except Diverged:
+        return Outcome(math.inf, math.inf, gamma or math.nan)
+
+
+def _drive(scene: Scene, codec: str, gamma: float | None, seed: int) -> Outcome:
     draw = torch.Generator().manual_seed(seed)
     curvature = scene.curvature * torch.logspace(-1, 0, ENTRIES)
     common = torch.randn(ENTRIES, generator=draw)
@@ -91,8 +100,8 @@ def compare(scene: Scene, codec: str, seeds: Sequence[int], grid: Sequence[float
     auto = _mean([drive(scene, codec, None, seed) for seed in seeds])
     near_by = [gamma for gamma in grid if auto.gamma / FAR <= gamma <= auto.gamma * FAR]
     swept = {gamma: _mean([drive(scene, codec, gamma, seed) for seed in seeds]) for gamma in near_by}
-    near = min(swept, key=lambda gamma: _finite(swept[gamma].distance))
-    low = min(swept, key=lambda gamma: _finite(swept[gamma].loss))
+    near = min(swept, key=lambda gamma: swept[gamma].distance)
+    low = min(swept, key=lambda gamma: swept[gamma].loss)
     return {
         **scene._asdict(),
         "codec": codec,
@@ -106,7 +115,8 @@ def compare(scene: Scene, codec: str, seeds: Sequence[int], grid: Sequence[float
 
 
 def table(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Markdown: a row for each codec, four columns for each graph."""
+    """Markdown: a row for each codec, in the order of `CODECS`, four columns for each graph."""
+    lines = sorted(lines, key=lambda line: CODECS.index(line["codec"]))
     graphs = list(dict.fromkeys((line["graph"], line["workers"]) for line in lines))
     heads = [f"{graph}-{workers}: best | auto | distance | loss" for graph, workers in graphs]
     yield f"| codec | {' | '.join(heads)} |"
@@ -124,7 +134,3 @@ def _cells(line: dict[str, Any]) -> str:
 def _mean(runs: Sequence[Outcome]) -> Outcome:
     columns = zip(*runs, strict=True)
     return Outcome(*(sum(column) / len(runs) for column in columns))
-
-
-def _finite(number: float) -> float:
-    return number if number == number else float("inf")

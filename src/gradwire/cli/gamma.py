@@ -25,4 +25,4 @@ def gamma(
                     lines.append(compare(scene, codec, range(seeds)))
                     book.write(json.dumps(lines[-1]) + "\n")
                     book.flush()
-    typer.echo("\n".join(table(sorted(lines, key=lambda line: CODECS.index(line["codec"])))))
+    typer.echo("\n".join(table(lines)))

@@ -16,7 +16,10 @@ for a number of steps that is geometric, 1/a on average: L = 1/a. Then E x^2 alo
 1 - 2 gamma mu / a + (gamma mu)^2 (2 - a) / a^2, and gamma = p a / (2 - a) serves the slowest and the fastest mu best.
 Data that differ between ranks push for ever, and r holds out against them: x stands still along that part of r, which
 makes the lag look shorter than it is. So a selector's lag is never taken to be much less than its gain alone would make
-it. All this is measured on some thousand entries, evenly spread.
+it. Where entries are drawn at random, a share a of them, there is nothing to measure: the lag is 1/a, if all ranks draw
+the same, and if each draws its own, `steady` knows the step. Gradients that pull x back make the lag look shorter while
+rates are large; a step that trusts them runs away when rates fall. All else is measured on some thousand entries,
+evenly spread.
 
 A rank measures in windows, each long enough for news to get from everybody to everybody. Its sums are pooled with those
 of others in the next window, so that few ranks in trouble weigh as much as their trouble does; the step that they ask
@@ -42,6 +45,7 @@ from gradwire.gossip.steady import Fidelity, modes, steady_step
 from gradwire.kernels import philox
 from gradwire.topology import Topology
 
+VERSION = 1  # raised whenever the rule changes: results of two rules do not belong into one table
 LEAST_WINDOW = 10
 SMOOTHING = 0.8  # weight of the past when a window ends
 HASTE = 0.5  # how far towards the new gamma a window goes, on a scale of logarithms
@@ -68,10 +72,12 @@ class Seen(NamedTuple):
 
 
 def begin(codec: Codec, units: Segments, topology: Topology) -> Tensor:
-    """The state at step 0: gamma by `steady`, from what the codec makes of Gaussian noise, the same on all ranks."""
+    """The state at step 0: where gamma is not known, by `steady`, from what the codec makes of Gaussian noise."""
     state = torch.zeros(LENGTH, dtype=torch.float64)
     state[_GAIN] = -1.0
-    state[_GAMMA] = state[_BEFORE] = steady_step(topology, prior(codec, units), loses_alike(codec))
+    known = known_step(topology, codec)
+    found = steady_step(topology, prior(codec, units), loses_alike(codec)) if known is None else known
+    state[_GAMMA] = state[_BEFORE] = found
     state[_AGREED] = state[_GAMMA].log2().float()
     return state
 
@@ -143,6 +149,9 @@ def _finding(state: Tensor, used: float, age: float, topology: Topology, codec: 
     d2, qd, dr, qr, r2 = state[NOTE][:-1].tolist()
     if not math.isfinite(d2 + abs(dr) + r2):
         return max(LEAST, used * MOST_DOWN)
+    known_beforehand = known_step(topology, codec)
+    if known_beforehand is not None:
+        return known_beforehand
     if not (d2 > 0.0 and r2 > 0.0):
         return used
     there = 1.0 - (1.0 - min(1.0, max(LEAST, qd / d2))) ** age
@@ -163,6 +172,18 @@ def _plain(topology: Topology) -> float:
     """The step that averages fastest without compression."""
     found = [mu for mu in modes(topology) if mu > 1e-9]
     return 2.0 / (min(found) + max(found)) if found else 1.0
+
+
+def known_step(topology: Topology, codec: Codec) -> float | None:
+    """The step where entries are drawn at random and told as they are, so that how long one waits is known; or None."""
+    if codec.selector is None or not (codec.selector.redrawn and codec.quantizer.traits.linear):
+        return None
+    if topology.period > 1:
+        return None  # an edge waits for its turn, too
+    share = codec.selector.capacity(PRIOR_ELEMENTS) / PRIOR_ELEMENTS
+    if loses_alike(codec):
+        return min(1.0, _plain(topology) * share / (2.0 - share))
+    return steady_step(topology, Fidelity(share, share), common=False)
 
 
 def loses_alike(codec: Codec) -> bool:

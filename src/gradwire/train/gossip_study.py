@@ -1,10 +1,10 @@
 """Gossip study: a table of decentralized trainings, made by few processes that train one cell after another.
 
 A study is a TOML file: ``recipes``, ``set`` (settings of all cells), and ``[[cell]]`` with a ``name``, its own ``set``
-and ``seeds``; for the page that `report.gossip_table` makes of it, also ``about`` and ``groups``, and of a cell its
+and ``seeds``; for its page (`report.gossip_table`) also ``about``, ``compared`` and ``groups``, and of a cell its
 ``group`` and the ``published`` figure. Each finished cell is a line of a JSONL file; a cell that has its line is never
-trained again, so the same command goes on wherever the last one stopped. Small models leave a GPU idle between kernels:
-several processes share it.
+trained again, so the same command goes on wherever the last one stopped; but one whose gamma another rule found is.
+Small models leave a GPU idle between kernels: several processes share it.
 """
 
 import json
@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gradwire.gossip import gauge
+from gradwire.gossip.choco import AUTO
 from gradwire.train.decentralized import Decentralized
 from gradwire.train.feed import task_of
 from gradwire.train.place import alone
@@ -25,7 +27,7 @@ from gradwire.train.recipe import Recipe
 from gradwire.train.record import environment
 from gradwire.train.shelf import resolve
 
-KEYS = ("about", "recipes", "set", "groups", "cell")
+KEYS = ("about", "compared", "recipes", "set", "groups", "cell")
 CELL_KEYS = ("name", "group", "set", "seeds", "published")
 
 
@@ -90,15 +92,22 @@ def _cells(entry: dict[str, Any], recipes: tuple[str, ...], common: list[str]) -
 
 
 def finished(results: Path) -> dict[str, dict[str, Any]]:
-    """Lines of a file of results, by the cell's key; one that was cut off is passed over."""
+    """Lines of a file of results, by the cell's key; one that was cut off, or made by an older rule, is passed over."""
     found = {}
     for line in results.read_text(encoding="utf-8").splitlines() if results.is_file() else []:
         try:
             told = json.loads(line)
         except json.JSONDecodeError:
             continue
-        found[told["key"]] = told
+        if told.get("rule") == _rule(told["gossip"]):
+            found[told["key"]] = told
     return found
+
+
+def _rule(gossip: dict[str, Any]) -> int | None:
+    """By which rule gamma was found; None where it was given."""
+    auto = gossip["method"] == "choco" and gossip["options"].get("gamma", AUTO) == AUTO
+    return gauge.VERSION if auto else None
 
 
 def run(
@@ -197,6 +206,7 @@ def _line(cell: Cell, training: Decentralized, records: list[dict[str, Any]], fi
     facts = ("spec", "world", "parameters", "batch", "steps_per_epoch", "steps", "device")
     epochs = [record for record in records if record["event"] == "epoch"]
     kept = ("epoch", "train_loss", "value", "mean_model", "consensus", "gamma")
+    plan = training.recipe.gossip.model_dump()
     return {
         "key": cell.key,
         "name": cell.name,
@@ -204,7 +214,8 @@ def _line(cell: Cell, training: Decentralized, records: list[dict[str, Any]], fi
         "recipes": list(cell.recipes),
         "settings": list(cell.settings),
         **{fact: start[fact] for fact in facts},
-        "gossip": training.recipe.gossip.model_dump(),
+        "gossip": plan,
+        "rule": _rule(plan),
         "epochs": [{name: record.get(name) for name in kept} for record in epochs],
         "final": {name: value for name, value in final.items() if name not in ("rules", "layers")},
         "environment": environment(),
