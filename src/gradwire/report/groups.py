@@ -61,8 +61,8 @@ class Task:
     twin: Group | None = None
 
     def difference(self, group: Group) -> Estimate | None:
-        """What a group loses or gains against the twin, seed by seed."""
-        if self.twin is None or group is self.twin:
+        """What a group loses or gains against the twin, seed by seed; nothing is known before both have ended."""
+        if self.twin is None or group is self.twin or not (group.ended and self.twin.ended):
             return None
         return paired(group.values, self.twin.values)
 
@@ -141,4 +141,6 @@ def _settings(run: Run) -> dict[str, object]:
     """What the recipe decides, less what differs between seeds or machines."""
     tables = {name: table for name, table in run.recipe.items() if isinstance(table, dict)}
     flat = {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()}
-    return {key: value for key, value in flat.items() if key not in ("train.seed", "data.root")} | {"ranks": run.world}
+    return {key: value for key, value in flat.items() if key not in ("train.seed", "train.workers", "data.root")} | {
+        "ranks": run.world
+    }

@@ -45,7 +45,7 @@ def cells(task: Task, group: Group) -> list[Cell]:
     against = [_known(None if versus is None else versus.mean, interval(versus, sign=True) if versus else "")]
     half = told.half_width
     return [
-        Cell(group.label if group.ended else f"{group.label} (unfinished)"),
+        Cell(group.label if group.ended else f"{group.label} ({_standing(group)})"),
         Cell(ranks(group.runs[0]), group.runs[0].world),
         Cell(str(len(group.runs)), len(group.runs)),
         Cell(mean_and_spread(told), rounded(told.mean)),
@@ -61,6 +61,13 @@ def cells(task: Task, group: Group) -> list[Cell]:
 def ranks(run: Run) -> str:
     """How many, and whether they were played by one process."""
     return f"{run.world} virtual" if run.start.get("virtual") else str(run.world)
+
+
+def _standing(group: Group) -> str:
+    """How far the run that is furthest from its end has come."""
+    behind = min((run for run in group.runs if not run.final), key=lambda run: float(run.last.get("step", 0)))
+    steps, whole = float(behind.start.get("steps_per_epoch", 0)), float(behind.start.get("steps", 0))
+    return f"unfinished: epoch {behind.last['epoch']:g} of {whole / steps:g}" if steps else "unfinished"
 
 
 def _compares(task: Task) -> bool:

@@ -8,6 +8,8 @@ from gradwire.report.charts.figure import Chart, Figure, Row, bytes_axis, chart,
 from gradwire.report.groups import Group, Task, front
 from gradwire.report.numbers import in_bytes, mean_and_spread, ratio, rounded
 
+MOST_NAMES = 6  # of points; where there are more, names would lie on top of each other, and the legend has them too
+
 
 def metric_over_bytes(task: Task) -> Figure | None:
     rows = [row for group in task.groups if (row := _row(group))["sent"] and row["value"] is not None]
@@ -63,7 +65,8 @@ def _chart(task: Task, rows: Sequence[Row], line: Sequence[Row]) -> Chart:
             ],
         )
     )
-    names = chart(line).mark_text(align="left", dx=9, dy=-8).encode(x, y, alt.Text("group:N"))
+    named = line if len(rows) <= MOST_NAMES else []
+    names = chart(named).mark_text(align="left", dx=9, dy=-8).encode(x, y, alt.Text("group:N"))
     return alt.layer(
         stairs.encode(x, y, alt.Order("order:Q")),
         spans.encode(opacity=visible),
