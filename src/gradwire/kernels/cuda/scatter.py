@@ -1,7 +1,8 @@
 """Several ranks' sparse messages into one dense mean: no sum depends on which thread came first.
 
-A program writes one tile of the result. All entries that lie there are compared with all others; of those for one
-place, that of the lowest rank gets the sum, added in rank order, and writes it. So nobody waits for anybody.
+A program writes one tile of the result: zeros first, then rank after rank adds its entries there, and all threads wait
+before the next rank's turn. Positions differ within a message, so nobody meets anybody meanwhile. Where each rank has
+only a few entries in the tile, every entry is held by a thread from the start; elsewhere ranks read theirs in turn.
 """
 
 from functools import lru_cache
@@ -18,18 +19,19 @@ from gradwire.kernels.cuda.launch import form, launch
 from gradwire.kernels.cuda.tables import definition, placed
 
 _TILES = 256  # that are looked for together
-_ENTRIES = 16  # of a rank that are looked at together
-_RANKS = 8  # at most that many together
+_ENTRIES = 16  # of a rank, that are held from the start
+_RANKS = 64  # at most, for that
+_CHUNK = 512  # entries of a rank that are read in turn
 
 
 @triton.jit
-def _cut(indices, cuts, bounds, tiles, blocks, TILE: tl.constexpr, TILES: tl.constexpr):
-    """Where the entries of each tile start in each rank's message."""
+def _cut(indices, cuts, bounds, tiles, blocks, steps, TILE: tl.constexpr, TILES: tl.constexpr):
+    """Where the entries of each tile start in each rank's message. ``steps``: bits of the longest one's length."""
     rank = tl.program_id(0) // blocks
     tile = (tl.program_id(0) % blocks) * TILES + tl.arange(0, TILES)
     low = tl.zeros([TILES], tl.int64) + tl.load(bounds + rank)
     high = tl.zeros([TILES], tl.int64) + tl.load(bounds + rank + 1)
-    while tl.max(high - low, 0) > 0:
+    for _ in range(steps):
         middle = (low + high) // 2
         some = low < high
         below = tl.load(indices + middle, mask=some, other=0) < tile.to(tl.int64) * TILE
@@ -39,56 +41,72 @@ def _cut(indices, cuts, bounds, tiles, blocks, TILE: tl.constexpr, TILES: tl.con
 
 
 @triton.jit
-def _add(values, indices, cut, base, place, rank, other, live, total, first, ENTRIES: tl.constexpr):
-    """Add what another rank says at these places; whoever is not the lowest rank there is not the first."""
-    start, stop = tl.load(cut, mask=live, other=0), tl.load(cut + 1, mask=live, other=0)
-    for i in range(start, stop, ENTRIES):
-        j = i + tl.arange(0, ENTRIES)
-        at = (tl.load(indices + j, mask=j < stop, other=-1) - base).to(tl.int32)
-        same = (place[:, None] == at[None, :]) & (j < stop)[None, :]
-        value = tl.load(values + j, mask=j < stop, other=0.0)
-        met = tl.max(same.to(tl.int32), 1) > 0
-        # Positions differ within a message, so at most one of these is not zero.
-        total = tl.where(met, total + tl.sum(tl.where(same, value[None, :], 0.0), 1), total)
-        first = first & ~(met & (other < rank))
-    return total, first
+def _part(total, world, WHOLE: tl.constexpr):
+    """WHOLE: nothing is divided."""
+    return total if WHOLE else tl.div_rn(total, tl.zeros_like(total) + world)
+
+
+@triton.jit
+def _add_held(values, indices, out, start, stop, rank, slot, ranks, world, WHOLE: tl.constexpr):
+    """Entry ``start + slot`` of each rank, if that is before ``stop``."""
+    j = start + slot
+    some = j < stop
+    value = tl.load(values + j, mask=some, other=0.0)
+    to = out + tl.load(indices + j, mask=some, other=0)
+    tl.debug_barrier()  # no zero may come after a sum
+    for turn in range(ranks):
+        mine = some & (rank == turn)
+        total = tl.load(to, mask=mine, other=0.0) + value
+        tl.store(to, total, mask=mine)
+        tl.debug_barrier()
+    if not WHOLE:
+        total = tl.load(to, mask=some, other=0.0)
+        tl.debug_barrier()  # of several entries for one place, all must find the sum
+        tl.store(to, _part(total, world, WHOLE), mask=some)
+
+
+@triton.jit
+def _add_in_turn(
+    values, indices, out, cuts, tiles, n, ranks, base, world,
+    WHOLE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    tl.debug_barrier()
+    for turn in range(ranks):
+        start, stop = tl.load(cuts + turn * (tiles + 1)), tl.load(cuts + turn * (tiles + 1) + 1)
+        for i in range(start, stop, CHUNK):
+            j = i + tl.arange(0, CHUNK)
+            to = out + tl.load(indices + j, mask=j < stop, other=0)
+            total = tl.load(to, mask=j < stop, other=0.0) + tl.load(values + j, mask=j < stop, other=0.0)
+            tl.store(to, total, mask=j < stop)
+        tl.debug_barrier()
+    if not WHOLE:
+        for i in range(0, TILE, CHUNK):
+            at = base + i + tl.arange(0, CHUNK)
+            tl.store(out + at, _part(tl.load(out + at, mask=at < n, other=0.0), world, WHOLE), mask=at < n)
 
 
 @triton.jit
 def _scatter(
     values, indices, cuts, out, n, ranks, tiles, world,
-    WHOLE: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr, ENTRIES: tl.constexpr,
+    WHOLE: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr, ENTRIES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: nothing is divided."""
     tile = tl.program_id(0)
     base = tile.to(tl.int64) * TILE
+    cuts += tile
+    rank, slot = tl.arange(0, RANKS * ENTRIES) // ENTRIES, tl.arange(0, RANKS * ENTRIES) % ENTRIES
+    start = tl.load(cuts + rank * (tiles + 1), mask=rank < ranks, other=0)
+    stop = tl.load(cuts + rank * (tiles + 1) + 1, mask=rank < ranks, other=0)
     at = tl.arange(0, TILE)
     if base + TILE <= n:
         tl.store(out + base + at, tl.zeros([TILE], tl.float32))
     else:
         tl.store(out + base + at, tl.zeros([TILE], tl.float32), mask=at < n - base)
-    tl.debug_barrier()  # no zero may come after a sum
-    cuts += tile
-    for group in range(0, ranks, RANKS):
-        rank = group + tl.arange(0, RANKS * ENTRIES) // ENTRIES
-        live = rank < ranks
-        start = tl.load(cuts + rank * (tiles + 1), mask=live, other=0)
-        stop = tl.load(cuts + rank * (tiles + 1) + 1, mask=live, other=0)
-        for i in range(0, tl.max(stop - start, 0), ENTRIES):
-            j = start + i + tl.arange(0, RANKS * ENTRIES) % ENTRIES
-            some = j < stop
-            place = tl.where(some, (tl.load(indices + j, mask=some, other=0) - base).to(tl.int32), -2)
-            total, first = tl.zeros([RANKS * ENTRIES], tl.float32), some
-            for one in range(0, ranks, RANKS):
-                for k in tl.static_range(RANKS):  # side by side, so that one wait is enough for all
-                    other = one + k
-                    cut = cuts + other * (tiles + 1)
-                    total, first = _add(
-                        values, indices, cut, base, place, rank, other, other < ranks, total, first, ENTRIES
-                    )
-            if not WHOLE:
-                total = tl.div_rn(total, tl.zeros_like(total) + world)
-            tl.store(out + base + place, total, mask=first)
+    most = tl.max(stop - start, 0)
+    if (most <= ENTRIES) & (ranks <= RANKS):
+        if most > 0:
+            _add_held(values, indices, out, start, stop, rank, slot, ranks, world, WHOLE)
+    else:
+        _add_in_turn(values, indices, out, cuts, tiles, n, ranks, base, world, WHOLE, TILE, CHUNK)
 
 
 @placed
@@ -98,23 +116,26 @@ def scatter_mean(values: Tensor, indices: Tensor, bounds: tuple[int, ...], n: in
     if values.dtype != torch.float32 or not (readable(values) and indices.is_contiguous()) or n == 0 or ranks < 1:
         return definition(fused.scatter_mean)(values, indices, bounds, n, world)
     out = torch.empty(n, device=values.device)
-    tile = _tile(n, max(b - a for a, b in pairwise(bounds)))
+    most = max(b - a for a, b in pairwise(bounds))
+    tile = _tile(n, most)
     tiles = -(-n // tile)
     blocks = -(-(tiles + 1) // _TILES)
     cuts = torch.empty(ranks, tiles + 1, dtype=torch.int64, device=values.device)
     facts = (n, bounds, world, *form(values, indices))
-    rest = (_table(bounds, values.device), tiles, blocks, tile, _TILES)
+    rest = (_table(bounds, values.device), tiles, blocks, most.bit_length(), tile, _TILES)
     launch(_cut, ranks * blocks, facts, (indices, cuts), rest, num_warps=4)
     together = min(_RANKS, triton.next_power_of_2(ranks))
-    about = (n, ranks, tiles, float(world), world == 1, tile, together, _ENTRIES)
-    launch(_scatter, tiles, facts, (values, indices, cuts, out), about, num_warps=4)
+    about = (n, ranks, tiles, float(world), world == 1, tile, together, _ENTRIES, _CHUNK)
+    launch(
+        _scatter, tiles, facts, (values, indices, cuts, out), about, num_warps=8, maxnreg=32 if together <= 16 else 64
+    )
     return out
 
 
 def _tile(n: int, most: int) -> int:
-    """A tile in which a rank has about half as many entries as are looked at together."""
+    """A tile in which a rank has about half as many entries as are held at once."""
     wanted = n * _ENTRIES // (2 * max(most, 1))
-    return int(min(max(triton.next_power_of_2(wanted + 1) // 2, 256), 8192))
+    return int(min(max(triton.next_power_of_2(wanted + 1) // 2, _CHUNK), 8192))
 
 
 @lru_cache(maxsize=256)
