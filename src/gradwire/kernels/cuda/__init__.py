@@ -1,5 +1,6 @@
 """Triton versions of the kernels, by the names and signatures of their definitions."""
 
+from gradwire.kernels.cuda.casts import cast_decode, cast_encode
 from gradwire.kernels.cuda.draw import permute
 from gradwire.kernels.cuda.enter import accumulate_, settle_
 from gradwire.kernels.cuda.merge import merge_integer, merge_sign
@@ -23,6 +24,8 @@ __all__ = [
     "accumulate_",
     "accumulate_topk_",
     "carry_topk_",
+    "cast_decode",
+    "cast_encode",
     "feedback_integer_",
     "feedback_sign_",
     "integer_decode",
