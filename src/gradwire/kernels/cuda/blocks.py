@@ -14,9 +14,11 @@ from torch import Tensor
 
 from gradwire.core.keys import Key
 from gradwire.kernels.cuda.codes import (
+    inverse,
     merge_codes,
     message,
     part_of,
+    quotient,
     reciprocal,
     seeds,
     step_words,
@@ -30,7 +32,7 @@ from gradwire.kernels.cuda.enter import PLAIN, READ, enter, put, report
 INTEGER = tl.constexpr(0)
 QSGD = tl.constexpr(1)
 
-_SLAB = 2048
+_SLAB = 512  # values, the work of one warp: threads of several would wait for each other
 _MOST = tl.constexpr(3.4028234663852886e38)
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves no place for a fraction
 _ROUND_BITS = tl.constexpr(0x4B400000)  # the same as it lies in memory
@@ -57,10 +59,10 @@ class Slabs(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def slabs(lengths: tuple[int, ...], block: int, device: torch.device) -> Slabs:
-    """Cut segments into slabs of whole blocks."""
+def slabs(lengths: tuple[int, ...], block: int, device: torch.device, slab: int = _SLAB) -> Slabs:
+    """Cut segments into slabs of whole blocks, of about so many values."""
     width = triton.next_power_of_2(block)
-    across = max(1, _SLAB // width)
+    across = max(1, slab // width)
     size = torch.tensor(lengths, dtype=torch.int64)
     starts = size.cumsum(0) - size
     groups = -(-size // block)
@@ -171,7 +173,7 @@ def _slab(
         wide = x.to(tl.float64)
         norm = tl.sqrt(tl.sum(wide * wide, 1))
         scale = tl.where(norm < float("inf"), tl.minimum(norm, _MOST), norm).to(tl.float32)
-        level = tl.div_rn(tl.abs(x), tl.where(scale != 0, scale, 1.0)[:, None] + tl.zeros_like(x)) * LEVELS
+        level = quotient(tl.abs(wide), inverse(scale)[:, None]) * LEVELS
         floor = tl.floor(level)
         if GROUP % 4 == 0:
             fours = tl.arange(0, ACROSS * WIDTH // 4)
@@ -252,8 +254,8 @@ def quantize(
             where.width,
             where.across,
             where.aligned,
-            num_warps=8,
-            maxnreg=64,  # enough, and more programs fit side by side
+            num_warps=max(1, where.across * where.width // _SLAB),
+            maxnreg=96,
             enable_fp_fusion=False,
         )
     return data

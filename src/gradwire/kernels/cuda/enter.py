@@ -68,9 +68,8 @@ def enter(
 
 @triton.jit
 def report(bad, broken):
-    """Set ``broken`` if any entry is bad."""
-    if tl.max(bad.to(tl.int32), None) > 0:
-        tl.store(broken, 1)
+    """Set ``broken`` if any entry is bad. To ask all threads first would make them wait for each other."""
+    tl.store(broken + bad.to(tl.int32) * 0, 1, mask=bad)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from gradwire.kernels import fused
 from gradwire.kernels import quantize as plain
 from gradwire.kernels.cuda.blocks import INTEGER, QSGD, quantize, slabs
 from gradwire.kernels.cuda.codes import message, word
-from gradwire.kernels.cuda.decode import LEVEL, POWER, TRIT, decode
+from gradwire.kernels.cuda.decode import LEVEL, POWER, SLAB, TRIT, decode, decode_blocks
 from gradwire.kernels.cuda.dither import LEVELED, NATURAL, dither, trits
 from gradwire.kernels.cuda.enter import readable
 from gradwire.kernels.cuda.survey import NORM, PEAK, survey
@@ -29,10 +29,11 @@ def integer_encode(values: Tensor, lengths: Tensor, bits: int, block: int) -> Te
 
 @placed
 def integer_decode(data: Tensor, lengths: Tensor, bits: int, block: int) -> Tensor:
-    where, sizes = grid(known(lengths), data.device), slabs(known(lengths), block, data.device)
-    head = 4 * sizes.groups
-    scales = from_bytes(data[:head], torch.float32)
-    return decode(data[head:], scales, where, LEVEL, bits, _levels(bits), group=block, first_group=sizes.first_group)
+    flat, where = grid(known(lengths), data.device), slabs(known(lengths), block, data.device, SLAB)
+    head = 4 * where.groups
+    return decode_blocks(
+        data[head:], from_bytes(data[:head], torch.float32), flat, where, bits, _levels(bits), block
+    )  # fmt: skip
 
 
 @placed
@@ -70,14 +71,15 @@ def qsgd_decode(data: Tensor, lengths: Tensor, levels: int, bucket: int | None, 
     if bits > _MOST_BITS:
         return definition(plain.qsgd_decode)(data, lengths, levels, bucket, biased)
     flat = grid(known(lengths), data.device)
-    cut = slabs(known(lengths), bucket, data.device) if bucket else None
+    cut = slabs(known(lengths), bucket, data.device, SLAB) if bucket else None
     head = 4 * (cut.groups if cut else lengths.numel())
     norms = from_bytes(data[:head], torch.float32)
     if biased:
         sizes = cut.sizes if cut else lengths.to(data.device)
         norms = (norms.double() / (1 + plain.omega(sizes, levels))).float()
-    first = cut.first_group if cut else None
-    return decode(data[head:], norms, flat, LEVEL, bits, levels, group=bucket or 0, first_group=first)
+    if cut is None or bucket is None:
+        return decode(data[head:], norms, flat, LEVEL, bits, levels)
+    return decode_blocks(data[head:], norms, flat, cut, bits, levels, bucket)
 
 
 @placed
@@ -89,7 +91,7 @@ def ternary_encode(values: Tensor, lengths: Tensor, names: tuple[str, ...], key:
     scales = data[:head].view(torch.float32)
     limits = torch.empty_like(scales)
     survey(values, where, PEAK, scales, limits, clip=clip)
-    trits(values, where, scales, limits, data[head:], names, key)
+    trits(values, known(lengths), scales, limits, data[head:], names, key)
     return data
 
 

@@ -15,13 +15,15 @@ from gradwire.kernels.cuda.tables import BLOCK, Grid, definition, grid, known, p
 
 
 @triton.jit
-def _deduct_tile(residual, scales, n, tile_row, row_segment, starts, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+def _deduct_tile(
+    residual, scales, n, tile_row, tile_segment, row_segment, starts, MASKED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     tile = tl.program_id(0).to(tl.int64)
     base = tile * BLOCK
     at = tl.arange(0, BLOCK)
     live = at < n - base
     row, stop = tl.load(tile_row + tile), tl.load(tile_row + tile + 1)
-    scale = tl.zeros([BLOCK], tl.float32) + tl.load(scales + tl.load(row_segment + row))
+    scale = tl.zeros([BLOCK], tl.float32) + tl.load(scales + tl.load(tile_segment + tile))
     x = fetch(residual + base, at, live, MASKED)
     for later in range(row + 1, stop):
         segment = tl.load(row_segment + later)
@@ -31,12 +33,12 @@ def _deduct_tile(residual, scales, n, tile_row, row_segment, starts, MASKED: tl.
 
 
 @triton.jit
-def _deduct(residual, scales, n, tile_row, row_segment, starts, BLOCK: tl.constexpr):
+def _deduct(residual, scales, n, tile_row, tile_segment, row_segment, starts, BLOCK: tl.constexpr):
     """Take off what the signs and scales say."""
     if (tl.program_id(0).to(tl.int64) + 1) * BLOCK <= n:
-        _deduct_tile(residual, scales, n, tile_row, row_segment, starts, False, BLOCK)
+        _deduct_tile(residual, scales, n, tile_row, tile_segment, row_segment, starts, False, BLOCK)
     else:
-        _deduct_tile(residual, scales, n, tile_row, row_segment, starts, True, BLOCK)
+        _deduct_tile(residual, scales, n, tile_row, tile_segment, row_segment, starts, True, BLOCK)
 
 
 @placed
@@ -91,5 +93,6 @@ def feedback_sign_(
 def deduct(residual: Tensor, scales: Tensor, where: Grid) -> None:
     """Take off what its signs say, times the scales."""
     _deduct[(where.tiles,)](
-        residual, scales, where.n, where.tile_row, where.row_segment, where.starts, BLOCK, num_warps=8
-    )
+        residual, scales, where.n, where.tile_row, where.tile_segment, where.row_segment, where.starts, BLOCK,
+        num_warps=8,
+    )  # fmt: skip

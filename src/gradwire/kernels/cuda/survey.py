@@ -21,7 +21,7 @@ SIDES = tl.constexpr(3)  # the mean of what is >= 0, then that of the rest
 PEAK = tl.constexpr(4)  # the largest magnitude, at most ``clip`` roots of the mean square; then that limit
 
 _PARTS = tl.constexpr(3)
-_WIDTH = tl.constexpr(4096)
+_WIDTH = tl.constexpr(8192)
 _MOST = tl.constexpr(3.4028234663852886e38)
 
 
@@ -38,86 +38,102 @@ def _span(row, base, row_segment, starts, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _only(x, inside, ALL: tl.constexpr):
+    if ALL:
+        return x
+    else:
+        return tl.where(inside, x, 0.0)
+
+
+@triton.jit
+def _note(x, inside, to, rows, STAT: tl.constexpr, ALL: tl.constexpr):
+    """Write down what one row gives. ALL: everything is inside."""
+    if STAT == MEAN:
+        tl.store(to, _sum(_only(tl.abs(x), inside, ALL).to(tl.float64)))
+    elif STAT == SIDES:
+        above = inside & (x >= 0)
+        tl.store(to, _sum(tl.where(above, x, 0.0).to(tl.float64)))
+        tl.store(to + rows, _sum(tl.where(inside & ~above, x, 0.0).to(tl.float64)))
+        tl.store(to + 2 * rows, _sum(above.to(tl.int32)).to(tl.float64))
+    else:
+        wide = _only(x, inside, ALL).to(tl.float64)
+        tl.store(to, _sum(wide * wide))
+    if STAT == PEAK:
+        tl.store(to + rows, tl.max(tl.max(_only(tl.abs(x), inside, ALL), 1), 0).to(tl.float64))
+
+
+@triton.jit
 def describe(
-    x, bits, parts, n, tile, tile_row, row_segment, starts,
+    x, bits, parts, rows, n, tile, row, stop, row_segment, starts,
     STAT: tl.constexpr, PACK: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Pack the signs of a tile, [BLOCK / 8, 8], and write down what each of its rows gives."""
+    """Pack the signs of a tile, [BLOCK / 8, 8], and write down what each of its rows, up to ``stop``, gives."""
     base = tile * BLOCK
     eight = tl.arange(0, BLOCK // 8)
     at = eight[:, None] * 8 + tl.arange(0, 8)[None, :]
-    row, stop = tl.load(tile_row + tile), tl.load(tile_row + tile + 1)
-    first, end = _span(row, base, row_segment, starts, BLOCK)
     if PACK:
         store_codes(bits + tile * (BLOCK // 8), eight, (x >= 0).to(tl.int32), at < n - base, 1, MASKED)
-    while row < stop:
-        inside = (at >= first) & (at < end)
-        wide = x.to(tl.float64)
-        to = parts + row * _PARTS
-        if STAT == MEAN:
-            tl.store(to, _sum(tl.where(inside, tl.abs(wide), 0.0)))
-        elif STAT == SIDES:
-            above = inside & (x >= 0)
-            tl.store(to, _sum(tl.where(above, wide, 0.0)))
-            tl.store(to + 1, _sum(tl.where(inside & ~above, wide, 0.0)))
-            tl.store(to + 2, _sum(above.to(tl.int32)).to(tl.float64))
-        else:
-            tl.store(to, _sum(tl.where(inside, wide * wide, 0.0)))
-        if STAT == PEAK:
-            size = tl.where(inside, tl.abs(x), 0.0)
-            tl.store(to + 1, tl.max(tl.max(size, 1), 0).to(tl.float64))
-        row += 1
-        if row < stop:
+    # To know where a row lies, one has to ask twice; where it is alone, it lies everywhere.
+    alone = stop == row + 1
+    if MASKED:
+        alone = stop < row  # never: values end before the tile does
+    if alone:
+        _note(x, at >= 0, parts + row, rows, STAT, True)
+    else:
+        while row < stop:
             first, end = _span(row, base, row_segment, starts, BLOCK)
+            _note(x, (at >= first) & (at < end), parts + row, rows, STAT, False)
+            row += 1
 
 
 @triton.jit
 def _tile(
-    grad, residual, broken, bits, parts, n, decay, tile_row, row_segment, starts,
+    grad, residual, broken, bits, parts, rows, n, decay, tile_row, row_segment, starts,
     STAT: tl.constexpr, PACK: tl.constexpr, RULE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     old = residual + tile * BLOCK
     live = at < n - tile * BLOCK
+    row, stop = tl.load(tile_row + tile), tl.load(tile_row + tile + 1)
     x, bad = enter(grad + tile * BLOCK, old, old, old, old, at, live, 0.0, decay, RULE, True, MASKED)
     if RULE != READ:
         report(bad, broken)
-    describe(x, bits, parts, n, tile, tile_row, row_segment, starts, STAT, PACK, MASKED, BLOCK)
+    describe(x, bits, parts, rows, n, tile, row, stop, row_segment, starts, STAT, PACK, MASKED, BLOCK)
 
 
 @triton.jit
 def _survey(
-    grad, residual, broken, bits, parts, n, decay, tile_row, row_segment, starts,
+    grad, residual, broken, bits, parts, rows, n, decay, tile_row, row_segment, starts,
     STAT: tl.constexpr, PACK: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if (tl.program_id(0).to(tl.int64) + 1) * BLOCK <= n:
         _tile(
-            grad, residual, broken, bits, parts, n, decay, tile_row, row_segment, starts,
+            grad, residual, broken, bits, parts, rows, n, decay, tile_row, row_segment, starts,
             STAT, PACK, RULE, False, BLOCK,
         )  # fmt: skip
     else:
         _tile(
-            grad, residual, broken, bits, parts, n, decay, tile_row, row_segment, starts,
+            grad, residual, broken, bits, parts, rows, n, decay, tile_row, row_segment, starts,
             STAT, PACK, RULE, True, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
-def _conclude(parts, starts, segment_row, scales, second, clip_at, STAT: tl.constexpr):
+def _conclude(parts, rows, starts, segment_row, scales, second, clip_at, STAT: tl.constexpr):
     segment = tl.program_id(0)
     row, end = tl.load(segment_row + segment), tl.load(segment_row + segment + 1)
     count = tl.maximum(tl.load(starts + segment + 1) - tl.load(starts + segment), 1).to(tl.float64)
     one, two, three = (tl.zeros([_WIDTH], tl.float64),) * 3
     for i in range(row, end, _WIDTH):
-        at = (i + tl.arange(0, _WIDTH)) * _PARTS
-        live = at < end * _PARTS
+        at = i + tl.arange(0, _WIDTH)
+        live = at < end
         one += tl.load(parts + at, mask=live, other=0.0)
         if STAT == SIDES:
-            two += tl.load(parts + at + 1, mask=live, other=0.0)
-            three += tl.load(parts + at + 2, mask=live, other=0.0)
+            two += tl.load(parts + rows + at, mask=live, other=0.0)
+            three += tl.load(parts + 2 * rows + at, mask=live, other=0.0)
         if STAT == PEAK:
-            two = tl.maximum(two, tl.load(parts + at + 1, mask=live, other=0.0))
+            two = tl.maximum(two, tl.load(parts + rows + at, mask=live, other=0.0))
     total = tl.sum(one, 0)
     if STAT == MEAN:
         result = total / count
@@ -162,6 +178,7 @@ def survey(
             parts if broken is None else broken,
             parts if bits is None else bits,
             parts,
+            where.rows,
             where.n,
             decay,
             where.tile_row,
@@ -171,8 +188,8 @@ def survey(
             bits is not None,
             rule.value,
             BLOCK,
-            num_warps=8,
-            maxnreg=48 if grad is None else 64,  # enough, and more programs fit side by side
+            num_warps=4 if grad is None and stat is MEAN else 8,
+            maxnreg=64 if grad is not None or stat is MEAN else 48,  # enough, and more programs fit side by side
             enable_fp_fusion=False,
         )
     conclude(parts, where, stat, scales, second, clip)
@@ -185,19 +202,20 @@ def conclude(
     if scales.numel():
         _conclude[(where.starts.numel() - 1,)](
             parts,
+            where.rows,
             where.starts,
             where.segment_row,
             scales,
             scales if second is None else second,
             _float64(clip, scales.device),
             stat.value,
-            num_warps=8,
+            num_warps=16,
             enable_fp_fusion=False,
         )
 
 
 def room(where: Grid, device: torch.device) -> Tensor:
-    """Room for what `describe` writes down."""
+    """Room for what `describe` writes down: three numbers a row, one kind after the other."""
     return torch.empty(max(where.rows, 1) * _PARTS.value, dtype=torch.float64, device=device)
 
 

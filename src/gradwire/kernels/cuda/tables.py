@@ -29,18 +29,24 @@ class Grid(NamedTuple):
         tiles: How many tiles.
         rows: How many rows.
         tile_row: int32[tiles + 1], the first row of each tile.
+        tile_segment: int32[tiles], whose that row is.
         row_segment: int32[rows].
         starts: int64[segments + 1], where segments start, and where the last one ends.
         segment_row: int64[segments + 1], the first row of each segment.
+        fours: Whether all segments start at multiples of four.
+        eights: Of eight, likewise.
     """
 
     n: int
     tiles: int
     rows: int
     tile_row: Tensor
+    tile_segment: Tensor
     row_segment: Tensor
     starts: Tensor
     segment_row: Tensor
+    fours: bool
+    eights: bool
 
 
 @lru_cache(maxsize=64)
@@ -61,9 +67,12 @@ def grid(lengths: tuple[int, ...], device: torch.device) -> Grid:
         tiles,
         row_segment.numel(),
         tile_row.int().to(device),
+        row_segment[tile_row[:-1]].int().to(device),
         row_segment.int().to(device),
         torch.cat((starts, torch.tensor([n]))).to(device),
         segment_row.to(device),
+        not bool((starts[size > 0] % 4).any()),
+        not bool((starts[size > 0] % 8).any()),
     )
 
 
