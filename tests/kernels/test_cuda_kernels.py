@@ -180,6 +180,29 @@ def test_coders(lengths):
         )
 
 
+@pytest.mark.parametrize("lengths", [(16, 4096, 24, 5003), (16, 4096, 20, 5003)], ids=str)
+def test_messages_that_lie_anywhere(lengths):
+    """Bytes at odd addresses, with segments that start at multiples of eight, and with others."""
+    x, table = draw("normal", sum(lengths)), torch.tensor(lengths)
+    for encode, decode, how, back in coders(lengths):
+        data = plain(getattr(quantize, encode), x, table, *how)
+        expected = plain(getattr(quantize, decode), data, table, *back)
+        odd = torch.cat((data.new_zeros(1), data)).to(DEVICE)[1:]
+        same(getattr(cuda, decode)(odd, table.to(DEVICE), *back), expected)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 5000])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_casts(n, dtype):
+    x = draw("normal", n) * 10.0 ** torch.randint(-45, 39, (n,))
+    x[::7] = float("inf")
+    x[1::7] = -3.4e38
+    narrow = plain(quantize.cast_encode, x, dtype)
+    same(cuda.cast_encode(x.to(DEVICE), dtype), narrow)
+    same(cuda.cast_decode(narrow.to(DEVICE)), plain(quantize.cast_decode, narrow))
+    assert cuda.cast_encode(torch.full((3,), float("nan"), device=DEVICE), dtype).isnan().all()
+
+
 @pytest.mark.parametrize("lengths", SHAPES, ids=str)
 def test_natural(lengths):
     n, names = sum(lengths), tuple(map(str, range(len(lengths))))
@@ -212,6 +235,18 @@ def test_scatter_mean(world):
     torch.manual_seed(0)
     n = 5000
     places = [torch.randperm(n)[: 40 * (r + 1)].sort().values for r in range(world)]
+    bounds = (0, *torch.tensor([p.numel() for p in places]).cumsum(0).tolist())
+    indices, values = torch.cat(places), torch.randn(bounds[-1])
+    expected = plain(fused.scatter_mean, values, indices, bounds, n, world)
+    same(cuda.scatter_mean(*on(DEVICE, values, indices), bounds, n, world), expected)
+
+
+@pytest.mark.parametrize("world", [1, 4, 7])
+def test_scatter_mean_where_many_meet(world):
+    torch.manual_seed(1)
+    n = 30_000
+    crowd = [torch.randperm(700)[:400].sort().values + 9000 for _ in range(world)]
+    places = [torch.cat((torch.randperm(9000)[: 9 * r].sort().values, c)) for r, c in enumerate(crowd)]
     bounds = (0, *torch.tensor([p.numel() for p in places]).cumsum(0).tolist())
     indices, values = torch.cat(places), torch.randn(bounds[-1])
     expected = plain(fused.scatter_mean, values, indices, bounds, n, world)
@@ -263,10 +298,11 @@ def test_a_servers_turn(lengths, ranks, owes):
     for name, how in hows:
         encode = getattr(quantize, f"{name}_encode")
         said = [plain(encode, draw("normal", n, rank), table, *how) for rank in range(ranks)]
-        rows = torch.stack([torch.cat((one, one.new_zeros(1))) for one in said])  # an odd byte: nothing is aligned
-        expected = plain(getattr(fused, f"merge_{name}"), rows[:, :-1], served, lengths, *how)
-        found = getattr(cuda, f"merge_{name}")(rows.to(DEVICE)[:, :-1], *on(DEVICE, served), lengths, *how)
-        same(found[0], expected[0])
-        assert (found[1] is None) == (served is None)
-        if owes:
-            same(found[1], expected[1])
+        for spare in (1, 8 - said[0].numel() % 4):  # with odd bytes, nothing is aligned
+            rows = torch.stack([torch.cat((one, one.new_zeros(spare))) for one in said])
+            expected = plain(getattr(fused, f"merge_{name}"), rows[:, :-spare], served, lengths, *how)
+            found = getattr(cuda, f"merge_{name}")(rows.to(DEVICE)[:, :-spare], *on(DEVICE, served), lengths, *how)
+            same(found[0], expected[0])
+            assert (found[1] is None) == (served is None)
+            if owes:
+                same(found[1], expected[1])
