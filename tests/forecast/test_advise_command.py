@@ -18,6 +18,7 @@ from gradwire.forecast.calibration import Calibration, Cost, save
 from gradwire.forecast.evidence import Evidence, evidence, shelf, sound
 from gradwire.forecast.model import Model
 from gradwire.train.shelf import resolve
+from workers import run_ranks
 
 FIGURES = Calibration(
     Model({"embed": (10_000, 650), "bias": (2600,), "head": (10_000, 650)}),
@@ -188,12 +189,16 @@ def test_what_is_not_on_the_cpu_is_not_measured() -> None:
         calibrate.check(elsewhere)
 
 
+def measured(rank: int, world: int) -> Calibration:
+    return calibrate._rank(rank, world, JOB)
+
+
 def test_a_calibration_is_measured() -> None:
-    """In two processes, of a model in bfloat16: figures for every way, and hardly any time spent."""
-    job = calibrate.Job(halves, ("int8", "topk(0.1)"), 2, seconds=0.0)
-    found = calibrate.calibrate(job, 2)
-    assert set(found.costs) == {"ddp-fp32", "ddp-bf16", "ddp-fp16", "int8", "topk(0.1)"}
-    assert found.forward > 0 and found.backward > 0 and all(found.costs[s].encode > 0 for s in job.specs)
+    """By two ranks, of a model in bfloat16: figures for every way, the same everywhere, and hardly any time spent."""
+    found, other = run_ranks(measured, 2)
+    assert (found.forward, found.backward, found.costs) == (other.forward, other.backward, other.costs)
+    assert set(found.costs) == {"ddp-fp32", "ddp-bf16", "ddp-fp16", *JOB.specs}
+    assert found.forward > 0 and found.backward > 0 and all(found.costs[spec].encode > 0 for spec in JOB.specs)
     assert found.model.dtype == "bfloat16" and found.model.elements == 4 * 64 * 64
     assert sorted(found.model.arrival) == [f"{i}.weight" for i in range(4)] and found.software.latency["all_reduce"] > 0
     assert "CPU" in found.note and "2 at a time" in found.note
@@ -203,6 +208,9 @@ def halves() -> workloads.Workload:
     model, _ = workloads.linear(64)
     x = torch.randn(4, 64, dtype=torch.bfloat16)
     return workloads.Workload(model.to(torch.bfloat16), lambda run: run(x).square().mean())
+
+
+JOB = calibrate.Job(halves, ("fp16", "powersgd(2)"), 2, seconds=0.0)
 
 
 def test_a_recipe_is_a_workload() -> None:
