@@ -1,12 +1,14 @@
 """gamma=auto: all ranks find the same step, near the best one, and take it back when things go wrong."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from gossip_scenes import LENGTH, virtual
-from gradwire.bench.gamma import Scene, drive
+from gradwire.bench.gamma import CODECS, SCENES, Scene, drive, table
 from gradwire.codecs import codec
 from gradwire.core.segments import Segments
 from gradwire.gossip import gauge
@@ -123,6 +125,14 @@ def test_random_entries_wait_as_long_as_they_do(spec: str, best: float) -> None:
     for other in ("randomk(0.1) | qsgd(levels=3, biased=True)", "topk(0.1)", "sign"):
         assert gauge.known_step(topology, codec(other)) is None
     assert gauge.known_step(graph("one_peer_exponential").on(8), said) is None
+
+
+def test_the_table_in_the_docs_is_what_was_measured() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    lines = [json.loads(line) for line in (docs / "results" / "gossip-gamma.jsonl").read_text().splitlines()]
+    assert len(lines) == len(CODECS) * len(SCENES)
+    assert "\n".join(table(lines)) in (docs / "gossip.md").read_text()
+    assert max(line["distance"] for line in lines) < 1.15
 
 
 def test_only_some_entries_of_a_large_model_are_measured() -> None:

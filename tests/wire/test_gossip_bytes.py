@@ -95,5 +95,5 @@ def test_the_report_is_what_the_kernel_sent() -> None:
             error = (counted.data - due) / report.sent
             print(f"{name:11} {report.sent:9.0f} {counted.sent:9} {counted.sent_frames:5} {error:+.2%}")
             assert report.steps == case.steps and report.sent > 3e5
-            assert counted.data == pytest.approx(due, rel=0.02)
+            assert counted.data == pytest.approx(due, rel=0.01)
             assert counted.sent_frames >= 0.97 * report.sent / SEGMENT

@@ -22,6 +22,7 @@ CODECS = (
     "sign",
     *(f"topk({share}) | int32" for share in (0.01, 0.1, 0.5)),
     *(f"randomk({share})" for share in (0.01, 0.1, 0.5)),
+    *(f"randomk({share}, shared=False)" for share in (0.01, 0.1, 0.5)),
     *(f"qsgd(levels={2**bits - 1}, bucket=None, biased=True)" for bits in (2, 4, 8, 16)),
 )
 
