@@ -16,7 +16,7 @@ from gradwire.core.payload import Malformed
 from gradwire.core.spec import parse
 from gradwire.kernels import rice
 
-CODERS = (Int32(), Int64(), Gap16(), Bitmap(), Rice())
+CODERS = (Int32(), Int64(), Gap16(), Bitmap(), Rice(), Rice(static=True))
 KEY = Key(seed=0, step=3, rank=1)
 each_coder = pytest.mark.parametrize("coder", CODERS, ids=str)
 
@@ -78,9 +78,10 @@ def test_positions_come_back_in_the_bytes_promised(support: tuple[Tensor, int], 
 
 @each_coder
 def test_specs_name_the_coders(coder: IndexCoder) -> None:
-    assert coder.examples
+    assert str(coder) in coder.examples
+    assert parse(str(coder)) == coder
     for text in coder.examples:
-        assert parse(text) == coder
+        assert type(parse(text)) is type(coder)
         assert str(parse(text)) == text
 
 

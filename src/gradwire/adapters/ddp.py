@@ -4,6 +4,9 @@ DDP's buckets only deliver: what is compressed with what is the plan's business,
 rebuilds its buckets after the first step, and the hook computes what the plain loop computes. A launch leaves as soon
 as its last gradient has arrived, and travels while backward goes on. All futures complete together, at the end, because
 only then is it known that no rank saw a bad gradient; DDP waits for all of them there anyway.
+
+Where gradients stay on a GPU (NCCL), the host waits for nothing: it queues everything up, and the GPU itself undoes a
+step that turns out bad. Every rank has all its gradients there, or DDP would have complained.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
@@ -11,6 +14,7 @@ only then is it known that no rank saw a bad gradient; DDP waits for all of them
 from collections.abc import Callable
 from concurrent.futures import Future as ThreadFuture
 from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,15 +23,24 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.adapters.wire import Wire
-from gradwire.sync.drive import drive
+from gradwire.adapters.wire import Wire, copy_
+from gradwire.sync.plan import Plan
 from gradwire.sync.session import Grads, Heard, Verdict
+
+T = TypeVar("T")
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
     """The model itself, or the DDP module that torch.compile wrapped."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+class Places(NamedTuple):
+    """Where the gradients of a launch lie, lane by lane, as flat vectors; and whether all are float32."""
+
+    lanes: list[list[Tensor]]
+    exact: bool
 
 
 class Courier:
@@ -44,6 +57,9 @@ class Courier:
         self._names = {id(p): name for name, p in wire.parameters.items()}
         self._may_lack = bool(ddp.find_unused_parameters or ddp.static_graph)
         self._touched: set[str] = set()
+        self._known: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}  # by number of a bucket: its buffer, and views
+        self._places: dict[int, Places] = {}  # by number of a launch
+        self._plan: Plan | None = None
         self._begin()
         if self._may_lack:
             for name, p in wire.parameters.items():
@@ -61,15 +77,43 @@ class Courier:
             return _sum(self._group, bucket, self.plain)
         device = self.wire.device
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
+        if not self._futures:
+            self._prepare()
         self._futures.append((future, bucket.buffer()))
         self.wire.session.donate()  # DDP has no use for a bucket but to be overwritten
-        for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            self._views[self._names[id(p)]] = view
+        self._views |= self._gradients(bucket)
         if not self._must_wait:
             self._launch_complete()
         if bucket.is_last():
             self._finish()
         return future
+
+    def _prepare(self) -> None:
+        """The first bucket of a step is here."""
+        wire = self.wire
+        wire.session.ahead = wire.may_lead and not self._may_lack and not self._must_wait
+        if wire.session.whole is not self._plan:
+            self._plan = wire.session.whole
+            self._places.clear()
+            self._needed = [{name for lane in launch for name in lane.tensors.names} for launch in self._plan.launches]
+
+    def _gradients(self, bucket: GradBucket) -> dict[str, Tensor]:
+        """Where a bucket holds whose gradient. DDP keeps its buckets until it makes others."""
+        buffer, number = bucket.buffer(), bucket.index()
+        known = self._known.get(number)
+        if known is None or known[0].data_ptr() != buffer.data_ptr() or known[0].numel() != buffer.numel():
+            if known is not None:
+                self._known.clear()
+                self._places.clear()
+            pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+            known = buffer, {self._names[id(p)]: view for p, view in pairs}
+            self._known[number] = known
+        return known[1]
+
+    def _board(self, work: Callable[[], T]) -> ThreadFuture[T]:
+        """Do some work beside backward, in order."""
+        ferry = self.wire.ferry
+        return ferry.queue(work) if self.wire.session.ahead else ferry.board(work)
 
     @property
     def _must_wait(self) -> bool:
@@ -78,6 +122,8 @@ class Courier:
         return wire.scaler is not None or wire.session.clips or wire.delayed
 
     def _grads(self) -> Grads:
+        if self.wire.session.ahead:
+            return self._views
         lacking = self._may_lack
         return {
             name: None if lacking and name not in self._touched else self._views.get(name)
@@ -85,34 +131,62 @@ class Courier:
         }
 
     def _launch_complete(self) -> None:
-        wire = self.wire
-        launches = wire.session.whole.launches
-        while len(self._launched) < len(launches):
+        while len(self._launched) < len(self._needed):
             i = len(self._launched)
-            names = [name for lane in launches[i] for name in lane.tensors.names]
-            if any(name not in self._views for name in names):
+            if not self._needed[i] <= self._views.keys():
                 return
             self._launched.append(self._launch(i, self._grads()))
 
     def _launch(self, i: int, grads: Grads) -> ThreadFuture[Heard]:
         wire = self.wire
-        return wire.ferry.board(lambda: drive(wire.session.launch(i, grads), wire.link, wire.clock))
+        if not wire.session.ahead:
+            return self._board(lambda: wire.hold(wire.session.launch(i, grads)))
+        places = self._places[i] = self._places.get(i) or self._flats(i)
+        parts = places.lanes if places.exact else ()
+        return self._board(lambda: wire.hold(wire.session.launch(i, grads, parts=parts)))
+
+    def _flats(self, i: int) -> Places:
+        lanes = self.wire.session.plan.launches[i]
+        found = [[self._views[name].view(-1) for name in lane.tensors.names] for lane in lanes]
+        return Places(found, all(x.dtype == torch.float32 for lane in found for x in lane))
 
     def _finish(self) -> None:
         futures, grads, views, launched = self._futures, self._grads(), self._views, self._launched
         work = partial(self._judge, launched, grads)
+        if self.wire.session.ahead:
+            self._begin()
+            self._promise(partial(self._trust, futures, launched))
+            return
         if self._must_wait:
             # DDP drops what is handed back for a parameter that nobody used today: then wait and see who did.
             work = partial(self.wire.agree_on, grads, patient=self._may_lack)
         self._begin()
-        completed = self.wire.ferry.board(partial(self._complete, futures, views, work))
+        self._promise(partial(self._complete, futures, views, work))
+
+    def _promise(self, work: Callable[[], None]) -> None:
+        completed = self._board(work)
         # DDP, in C++, would only say that an error is no tensor. It queues its own last words when this hook returns.
         _at_the_end(lambda: _at_the_end(completed.result))
 
     def _judge(self, launched: list[ThreadFuture[Heard]], grads: Grads) -> Verdict:
         """The verdict on launches that are all on their way."""
         heard = [launch.result() for launch in launched]
-        return drive(self.wire.session.judge(heard, grads), self.wire.link, self.wire.clock)
+        return self.wire.hold(self.wire.session.judge(heard, grads))
+
+    def _trust(
+        self, futures: list[tuple[torch.futures.Future[Tensor], Tensor]], launched: list[ThreadFuture[Heard]]
+    ) -> None:
+        """What was agreed on, written where the gradients were; if the step is dropped, the device sees to it."""
+        session = self.wire.session
+        try:
+            updates = session.trust([launch.result() for launch in launched])
+            places = [lane for i in range(len(launched)) for lane in self._places[i].lanes]
+            for lane, place, update in zip(session.plan.lanes, places, updates, strict=True):
+                assert isinstance(update, Tensor)
+                torch._foreach_copy_(place, update.split(lane.tensors.lengths))
+        finally:
+            for future, buffer in futures:
+                future.set_result(buffer)
 
     def _complete(
         self,
@@ -121,9 +195,7 @@ class Courier:
         work: Callable[[], Verdict],
     ) -> None:
         try:
-            for name, update in work().updates.items():
-                if update.data_ptr() != views[name].data_ptr():  # else it was written there
-                    views[name].copy_(update)
+            copy_(views, work().updates)
         finally:
             for future, buffer in futures:
                 future.set_result(buffer)  # also after an error, which the user's backward() raises at its end

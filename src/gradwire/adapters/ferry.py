@@ -1,11 +1,13 @@
 """Ferry: one thread that carries messages while the training goes on.
 
 With the `delayed` exchange, a step hands back the mean of the step before, so that its own messages may travel behind
-the next forward and backward pass. One thread, in order: ranks would otherwise meet in the wrong collective.
+the next forward and backward pass. One thread, in order: ranks would otherwise meet in the wrong collective. Work that
+never waits for a device needs no thread: it only queues up there, on a stream of its own.
 """
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -45,6 +47,19 @@ class Ferry:
         ready = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
         return self._thread.submit(self._work, work, ready)
 
+    def queue(self, work: Callable[[], T]) -> "Future[T]":
+        """Do some work at once, on a stream beside the current one, after all that was queued there."""
+        done: Future[T] = Future()
+        ready = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+        kind = self._device.type
+        try:
+            # Whoever calls backward under autocast does not mean our arithmetic.
+            with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+                done.set_result(self._work(work, ready))
+        except BaseException as wrong:
+            done.set_exception(wrong)
+        return done
+
     def _work(self, work: Callable[[], T], ready: "torch.cuda.Event | None") -> T:
         if ready is None:
             return work()
@@ -65,4 +80,5 @@ class Ferry:
                 pending.zero_()  # it was handed out already
 
     def _cross(self, wire: "Wire", grads: Mapping[str, Tensor | None], scale: float) -> Verdict:
+        wire.session.ahead = False  # `land` must know how it ended
         return drive(wire.session.run(grads, 1.0 / scale), wire.link, wire.clock)

@@ -1,7 +1,7 @@
 """Wire: the handle that every door returns; called between ``backward()`` and ``step()``, it is the plain loop's."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +12,21 @@ from gradwire.adapters.ferry import Ferry
 from gradwire.adapters.model import home
 from gradwire.adapters.report import Report, show
 from gradwire.core.asks import Max
+from gradwire.core.doubts import unseen
 from gradwire.exchanges import Delayed, Exchange
 from gradwire.feedback import Feedback
 from gradwire.links.collectives import Traffic
 from gradwire.links.link import Link
 from gradwire.sync import memory
-from gradwire.sync.drive import Clock, drive
+from gradwire.sync.drive import Clock, Conversation, drive
 from gradwire.sync.hierarchical import HierarchicalSession, uncompressed
 from gradwire.sync.method import Spec, method
 from gradwire.sync.plan import LAUNCH_BYTES, Plan, Rule, build, default_rules
 from gradwire.sync.session import Grads, Session, Verdict
 from gradwire.sync.shares import owners
 from gradwire.sync.warmup import warm_up
+
+T = TypeVar("T")
 
 
 class Wire:
@@ -116,10 +119,34 @@ class Wire:
         if self.delayed and not patient:
             verdict = self.ferry.swap(self, grads, scale)
         else:
-            verdict = drive(self.session.run(grads, 1.0 / scale), self.link, self.clock)
+            self.session.ahead = self._knows(grads) and self.may_lead
+            verdict = self.hold(self.session.run(grads, 1.0 / scale))
         if self.scaler is None:
             return verdict
         return verdict._replace(updates={name: update * scale for name, update in verdict.updates.items()})
+
+    def hold(self, conversation: Conversation[T]) -> T:
+        """Hold a conversation over the link. Where the session runs ahead, whatever is odd about it is seen later."""
+        if not self.session.ahead:
+            return drive(conversation, self.link, self.clock)
+        with unseen() as doubts:
+            outcome = drive(conversation, self.link, self.clock)
+        self.session.doubts += doubts
+        return outcome
+
+    @property
+    def prompt(self) -> bool:
+        """Whether gradients and messages stay on a GPU, so that the host need not wait for any."""
+        return self.device.type == "cuda" and self.link.prompt
+
+    @property
+    def may_lead(self) -> bool:
+        """Whether a step may be taken without a look at the device, if all ranks have all their gradients."""
+        return self.prompt and self.scaler is None and not self.delayed and self.session.may_lead
+
+    def _knows(self, grads: Grads) -> bool:
+        """Whether all gradients of all ranks are there. Of other ranks nobody can tell without looking."""
+        return self.link.world == 1 and all(g is not None and g.layout == torch.strided for g in grads.values())
 
     @property
     def scale(self) -> float:
@@ -164,12 +191,14 @@ class Wire:
 
     def write_(self, verdict: Verdict) -> None:
         """Hand the outcome to the optimizer."""
+        there: dict[str, Tensor] = {}
         for name, update in verdict.updates.items():
             p = self.parameters[name]
             if p.grad is None:
                 p.grad = update.to(device=p.device, dtype=p.dtype).clone()
-            elif p.grad.data_ptr() != update.data_ptr():  # else it was written there
-                p.grad.copy_(update)
+            else:
+                there[name] = p.grad
+        copy_(there, verdict.updates)
 
     # -- changing one's mind ---------------------------------------------------------------------------------------
 
@@ -216,6 +245,8 @@ class Wire:
                 rules = uncompressed(rules)
             plan = build(self._shapes, rules, parties, self._launch_bytes)
             self._veto(plan)
+            if self.prompt:
+                plan = plan.steady()
         agree(self.link, f"{said}; {self._circumstances(seed)}", self._tensors())
         self._main, self.spec = main, said
         return plan
@@ -293,6 +324,14 @@ class Wire:
 
     def __str__(self) -> str:
         return show(self.session, self.link.rank, self.link.world)
+
+
+def copy_(places: Mapping[str, Tensor], updates: Mapping[str, Tensor]) -> None:
+    """Write updates to their places, by name, unless they have been written there already."""
+    apart = [name for name in places if name in updates and places[name].data_ptr() != updates[name].data_ptr()]
+    if apart:
+        with torch.no_grad():
+            torch._foreach_copy_([places[name] for name in apart], [updates[name] for name in apart])
 
 
 def describe(rules: Sequence[Rule]) -> str:

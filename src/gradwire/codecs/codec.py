@@ -8,8 +8,8 @@ Wire, in this order and with no padding between the parts:
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from gradwire.codecs.stage import (
     Stage,
     Transform,
 )
+from gradwire.core.doubts import refuse
 from gradwire.core.keys import Key
 from gradwire.core.payload import Malformed, Payload, as_bytes, as_rows, from_bytes
 from gradwire.core.segments import Segments, on
@@ -74,7 +75,13 @@ class Codec:
     def __or__(self, stage: Stage) -> "Codec":
         return Codec.of((*self.stages(), stage))
 
-    @property
+    def steady(self) -> "Codec":
+        """The same with messages of known length, which nobody has to wait for, if it can have such."""
+        if self.selector is not None and self.selector.fixed and self.indices == Rice():
+            return replace(self, indices=Rice(static=True))
+        return self
+
+    @cached_property
     def traits(self) -> Traits:
         quantizer = self.quantizer.traits
         selector = self.selector.traits if self.selector else Traits(True, True, True, True)
@@ -90,7 +97,7 @@ class Codec:
     def memories(self) -> tuple[str, ...]:
         return self.selector.memories if self.selector else ()
 
-    @property
+    @cached_property
     def plain(self) -> bool:
         """Whether selected entries are heard just as they are, all of them."""
         whole = self.indices is None or type(self.indices).fit is IndexCoder.fit
@@ -196,8 +203,10 @@ class Codec:
         Whatever is not as it should be is left to that: it knows what to say.
         """
         first, ranks = payloads[0].data, len(payloads)
-        if self.indices is None or self.selector is None or self.transform or not self._header_bytes:
+        if self.indices is None or self.selector is None or self.transform:
             return None
+        if not self._header_bytes:
+            return self._entries_known(payloads, segments, keys)
         if len({payload.nbytes for payload in payloads}) > 1 or first.numel() < _COUNT_BYTES:
             return None
         counts, rows = _capacities(self.selector, segments.lengths), as_rows(payloads)
@@ -217,6 +226,27 @@ class Codec:
         ]
         bounds = tuple(range(0, (ranks + 1) * sum(counts), sum(counts)))
         return torch.cat(values), found.indices.flatten(), bounds
+
+    def _entries_known(
+        self, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]
+    ) -> tuple[Tensor, Tensor, tuple[int, ...]] | None:
+        """`entries` of messages whose parts all lie at known places, so that nobody has to wait for any."""
+        assert self.indices is not None
+        counts = _capacities(self.selector, segments.lengths)
+        count, room, size = sum(counts), self.indices.size(sum(counts), segments.total), self.quantizer.size(counts)
+        if any(payload.nbytes != room + size for payload in payloads):
+            return None
+        rows = as_rows(payloads)
+        found = self.indices.decode_rows(rows[:, :room], count, segments.total)
+        if found is None:
+            return None
+        refuse(found.faults, "a message names positions that it cannot mean; it was damaged on the way")
+        lengths = on(counts, rows.device)
+        values = [
+            self.quantizer.decode(row[room:], lengths, segments.names, key) for row, key in zip(rows, keys, strict=True)
+        ]
+        bounds = tuple(range(0, (len(rows) + 1) * count, count)) if count else (0,) * (len(rows) + 1)
+        return values[0] if len(values) == 1 else torch.cat(values), found.indices.flatten(), bounds
 
     def merge(
         self, payloads: Sequence[Payload], debt: Tensor | None, segments: Segments, keys: Sequence[Key], key: Key
@@ -268,7 +298,7 @@ class Codec:
 
     # -- the parts of a message ------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def _header_bytes(self) -> int:
         return 0 if self.indices is None or self.traits.fixed else _COUNT_BYTES
 
@@ -313,13 +343,16 @@ class Codec:
         gains = tuple(map(self.selector.gain, table.lengths))
         if all(gain == 1.0 for gain in gains):
             return values
-        return values * groups.spread(torch.tensor(gains, device=lengths.device), lengths)
+        return values * groups.spread(_numbers(gains, lengths.device), lengths, values.numel())
 
     def _write(
         self, indices: Tensor | None, values: Tensor, lengths: Tensor, table: Segments, key: Key
     ) -> tuple[Payload, Tensor]:
         body = self.quantizer.encode(values, lengths, table.names, key)
-        payload = Payload(torch.cat([*self._preamble(indices, table), body]))
+        preamble = self._preamble(indices, table)
+        payload = Payload(torch.cat([*preamble, body]) if preamble else body)
+        if indices is not None and self.quantizer.traits.lossless:  # selected values are a copy already
+            return payload, values
         return payload, self.quantizer.decode(body, lengths, table.names, key)
 
     def _preamble(self, indices: Tensor | None, table: Segments) -> list[Tensor]:
@@ -369,8 +402,7 @@ class Codec:
         if count > most:
             raise Malformed(f"a message claims {count} entries where at most {most} may be sent")
         indices, taken = self.indices.decode(data[self._header_bytes :], count, table.total)
-        _check(indices, table.total)
-        return indices, self._header_bytes + taken
+        return _checked(indices, table.total), self._header_bytes + taken
 
 
 def codec(spec: "str | Stage | Codec") -> Codec:
@@ -394,14 +426,20 @@ def _capacities(selector: Selector, lengths: tuple[int, ...]) -> tuple[int, ...]
     return tuple(map(selector.capacity, lengths))
 
 
-def _check(indices: Tensor, n: int) -> None:
+@lru_cache(maxsize=256)
+def _numbers(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, device=device)  # kept: nobody may write into it
+
+
+def _checked(indices: Tensor, n: int) -> Tensor:
     """A corrupted message may not write outside the buffer, nor twice at one place."""
     if indices.numel() == 0:
-        return
+        return indices
     # Compared, not subtracted: the difference of two damaged positions may wrap around.
     rising = (indices[1:] > indices[:-1]).all() & (indices[0] >= 0) & (indices[-1] < n)
-    if not rising:
-        raise Malformed(
-            f"a message names positions that do not rise from 0 to {n - 1}; "
-            "it was damaged on the way, or comes from another model"
-        )
+    looked = refuse(
+        ~rising,
+        f"a message names positions that do not rise from 0 to {n - 1}; "
+        "it was damaged on the way, or comes from another model",
+    )
+    return indices if looked else indices.clamp(0, n - 1)

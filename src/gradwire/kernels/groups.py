@@ -24,9 +24,9 @@ def num_blocks(lengths: tuple[int, ...], block: int | None) -> int:
     return len(lengths) if block is None else sum(-(-n // block) for n in lengths)
 
 
-def spread(numbers: Tensor, groups: Tensor) -> Tensor:
-    """Each group's number, once for each of its values."""
-    return numbers.repeat_interleave(groups)
+def spread(numbers: Tensor, groups: Tensor, total: int | None = None) -> Tensor:
+    """Each group's number, once for each of its values; who knows their ``total`` spares the device a question."""
+    return numbers.repeat_interleave(groups, output_size=total)
 
 
 def over(x: Tensor, count: int) -> Tensor:

@@ -26,6 +26,7 @@ whose E does not fit is not considered. A decoder takes any b, capped or not, bu
 the quotients say.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -61,7 +62,7 @@ def rice_encode(indices: Tensor, n: int, before: int = 0, after: int = 0) -> tup
     """Rising positions below n as codes, and how many bytes those take, without waiting for that number.
 
     The codes start at byte ``before`` of a vector that has room for the longest codes, and for ``after`` bytes behind
-    them. What the other bytes hold is not said.
+    them. All other bytes are zero.
     """
     count = indices.numel()
     coded = encode_blocks(gaps_of(indices), width_of(n))
@@ -100,6 +101,7 @@ def num_blocks(count: int) -> int:
     return (count + BLOCK - 1) // BLOCK
 
 
+@lru_cache(maxsize=1024)
 def most_bytes(count: int, total: int) -> int:
     """A bound on the bytes of any ``count`` gaps that sum to ``total`` at most; grows with both.
 

@@ -20,6 +20,7 @@ class Link(ABC):
     device = torch.device("cpu")  # where small agreements must live
     grouping: Grouping | None = None  # which ranks share a host, where that makes a difference
     inside = Traffic()  # what stays inside a host; `traffic` is the rest
+    prompt = False  # whether collectives of CUDA tensors only queue up on the device, so that no host waits in them
 
     def __init__(self) -> None:
         self.traffic = Traffic()

@@ -11,6 +11,7 @@ class SoloLink(Link):
 
     rank = 0
     world = 1
+    prompt = True
 
     def move(self, collective: Collective) -> Tensor:
         x = collective.tensor

@@ -67,7 +67,8 @@ class TorchLink(Link):
         self.group = group
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
-        if dist.get_backend(group) == "nccl":  # it takes CUDA tensors only
+        self.prompt = dist.get_backend(group) == "nccl"
+        if self.prompt:  # it takes CUDA tensors only
             self.device = torch.device("cuda", torch.cuda.current_device())
         # Of CUDA tensors gloo takes only some collectives; through the host it takes all of them.
         self._via_host = dist.get_backend(group) == "gloo"

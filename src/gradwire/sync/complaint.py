@@ -21,19 +21,17 @@ UNFIT = 4  # my gradient is none that can be compressed
 
 def byte(complaint: int, broken: Sequence[Tensor], device: torch.device) -> Payload:
     """A complaint as a message; it also complains if any of ``broken`` holds, which nobody has to wait for."""
+    if broken and not complaint:
+        return Payload(any_of(broken).reshape(1).view(torch.uint8))
     said = torch.full((1,), complaint, dtype=torch.uint8, device=device)
-    for flag in broken:
-        said |= flag
-    return Payload(said)
+    return Payload(said | any_of(broken) if broken else said)
 
 
 def rider(complaint: int, broken: Sequence[Tensor], ask: Ask, world: int, device: torch.device) -> Ask:
     """A complaint as an ask that fuses with another one of the same round."""
     if isinstance(ask, Sum):
         loud = ask.tensor.new_full((1,), _loud(complaint))
-        for flag in broken:
-            loud = torch.where(flag, math.inf, loud)
-        return Sum(loud)
+        return Sum(torch.where(any_of(broken), math.inf, loud) if broken else loud)
     said = byte(complaint, broken, device)
     if isinstance(ask, Gather):
         return Gather(said, 1)
@@ -45,8 +43,25 @@ def complaints_in(answer: Any) -> int:
     """What anybody complained of, by the answer to a rider."""
     if isinstance(answer, Tensor):
         return shared([answer], ("complaints",), lambda: _worst(float(answer)))
-    said = [payload.data[:1] for payload in (answer.values() if isinstance(answer, Mapping) else answer)]
+    said = _bytes(answer)
     return shared(said, ("complaints",), lambda: reduce(or_, torch.cat(said).tolist(), 0))
+
+
+def dropped_in(answer: Any) -> Tensor:
+    """Whether anybody complained, as one bool that nobody looks at; for steps in which all that can be is `BROKEN`."""
+    if isinstance(answer, Tensor):
+        return (answer != 0).view(())
+    said = _bytes(answer)
+    return (said[0] != 0).view(()) if len(said) == 1 else (torch.cat(said) != 0).any()
+
+
+def any_of(flags: Sequence[Tensor]) -> Tensor:
+    """Whether any of several bools holds."""
+    return flags[0] if len(flags) == 1 else torch.stack(list(flags)).any()
+
+
+def _bytes(answer: Any) -> list[Tensor]:
+    return [payload.data[:1] for payload in (answer.values() if isinstance(answer, Mapping) else answer)]
 
 
 def _loud(complaint: int) -> float:

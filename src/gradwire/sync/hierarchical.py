@@ -95,7 +95,10 @@ class HierarchicalSession(Session):
             heard.append((yield from self._outward(i, means[i], factor)))
         return (yield from self.judge(heard, grads))
 
-    def launch(self, i: int, grads: Grads, factor: float = 1.0, told: int = 0) -> Conversation[Heard]:
+    def launch(
+        self, i: int, grads: Grads, factor: float = 1.0, told: int = 0, parts: Sequence[Sequence[Tensor]] = ()
+    ) -> Conversation[Heard]:
+        del parts  # they are this rank's, and not its host's
         mean = yield from self._inward(i, grads)
         return (yield from self._outward(i, mean._replace(complaint=mean.complaint | told), factor))
 

@@ -1,6 +1,6 @@
 """Lane: feedback, codec and exchange for one flat buffer. The whole framework is `Lane.talk`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -43,6 +43,10 @@ class Lane:
         """The codec and exchange of a step."""
         entries = [(codec, exchange) for start, codec, exchange in self.table if start <= step]
         return entries[-1]
+
+    def steady(self) -> "Lane":
+        """The same lane with messages of known length, if there are such."""
+        return replace(self, table=tuple((start, codec.steady(), exchange) for start, codec, exchange in self.table))
 
     def talk(self, grad: Tensor, memory: Memory, key: Key, world: int) -> Talk[Released]:
         """Compensate, encode, settle, exchange, release."""

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import groupby
 
 from gradwire.codecs.codec import Codec
@@ -79,9 +80,13 @@ class Plan:
     launches: tuple[tuple[Lane, ...], ...]
     world: int
 
-    @property
+    @cached_property
     def lanes(self) -> tuple[Lane, ...]:
         return tuple(lane for launch in self.launches for lane in launch)
+
+    def steady(self) -> "Plan":
+        """The same plan with messages of known length wherever there are such; what is agreed on is the same."""
+        return Plan(tuple(tuple(lane.steady() for lane in launch) for launch in self.launches), self.world)
 
 
 def default_rules(

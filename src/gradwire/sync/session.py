@@ -2,11 +2,14 @@
 
 A step is a few conversations, one per launch, and a verdict. Memories change only in the verdict, so a step that went
 wrong on any rank leaves every memory on every rank as it was.
+
+A session may run ahead of its device. Then nobody looks at what the device finds: it undoes a step by itself, and what
+became of it is known in hindsight.
 """
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,9 +19,11 @@ from torch import Tensor
 from gradwire.codecs.stage import Memory, Slot
 from gradwire.core.asks import Ask, Gather, Max, Swap, Talk
 from gradwire.core.keys import Key
-from gradwire.sync.complaint import BROKEN, MISSING, UNFIT, byte, complaints_in, rider
+from gradwire.kernels.overrule import restore_, void_
+from gradwire.sync.complaint import BROKEN, MISSING, UNFIT, any_of, byte, complaints_in, dropped_in, rider
 from gradwire.sync.direct import Laid, laid, talk
 from gradwire.sync.drive import Clock, Conversation, converse
+from gradwire.sync.hindsight import Hindsight
 from gradwire.sync.lane import OBSERVED, OWED, Lane, Released
 from gradwire.sync.memory import fresh, spans
 from gradwire.sync.plan import Plan
@@ -33,18 +38,24 @@ class Heard(NamedTuple):
     released: list[Released]
     complaints: int
     aside: Any = None  # what a session of several ranks on a host has to remember of the launch
+    dropped: Tensor | None = None  # where nobody looks: whether anybody complained, as the device knows
 
 
 class Verdict(NamedTuple):
     """The outcome of a step: updates by name. A name that nobody had a gradient for is absent."""
 
     updates: dict[str, Tensor]
-    skipped: bool
+    skipped: bool | None  # None: nobody has looked
 
 
 @dataclass
 class Session:
-    """The mutable heart: everything else in `sync` is a value."""
+    """The mutable heart: everything else in `sync` is a value.
+
+    Attributes:
+        ahead: Whether nobody looks at the device in this step. Only where every rank has all its gradients.
+        doubts: What may have been wrong with messages of this step, where nobody looked.
+    """
 
     plan: Plan
     rank: int
@@ -56,11 +67,15 @@ class Session:
 
     def __post_init__(self) -> None:
         self.step = 0
-        self.skipped = 0
+        self.ahead = False
+        self.doubts: list[Tensor] = []
+        self._skipped = 0
+        self._hindsight = Hindsight(self.device)
         self._donated = False
         self.memories: list[dict[str, Tensor]] = [
             fresh(lane.slots(self.world), lane, self.rank, self.world, self.device) for lane in self.plan.lanes
         ]
+        self._slots = [tuple(lane.slots(self.world)) for lane in self.plan.lanes]
         self.spent: defaultdict[str, Clock] = defaultdict(Clock)  # seconds by lane label; the wire is everybody's
         self.said: Counter[str] = Counter()  # payload bytes by lane label
         self.meant: Counter[str] = Counter()  # bytes of the same gradients in float32
@@ -73,15 +88,26 @@ class Session:
             heard.append((yield from self.launch(i, grads, factor)))
         return (yield from self.judge(heard, grads))
 
-    def launch(self, i: int, grads: Grads, factor: float = 1.0, told: int = 0) -> Conversation[Heard]:
-        """Compress and exchange the lanes of one launch; ``told`` are complaints to pass on."""
+    def launch(
+        self, i: int, grads: Grads, factor: float = 1.0, told: int = 0, parts: Sequence[Sequence[Tensor]] = ()
+    ) -> Conversation[Heard]:
+        """Compress and exchange the lanes of one launch.
+
+        Args:
+            i: Which.
+            grads: By name.
+            factor: What gradients are multiplied by first.
+            told: Complaints to pass on.
+            parts: The same gradients lane by lane, as flat float32 vectors, if somebody has them at hand.
+        """
         lanes = self.plan.launches[i]
-        complaint = told | self._complaint(i, grads)
+        complaint = told if self.ahead else told | self._complaint(i, grads)
         if complaint & (BROKEN | UNFIT):  # what is said now will be dropped by all
             flats: list[Tensor | Laid] = [torch.zeros(lane.units.total, device=self.device) for lane in lanes]
         else:
             memories = self._memories(i)
-            flats = [self._vector(lane, grads, m, factor) for lane, m in zip(lanes, memories, strict=True)]
+            flats = [joined(one) for one in parts]
+            flats = flats or [self._vector(lane, grads, m, factor) for lane, m in zip(lanes, memories, strict=True)]
         for lane in lanes:
             self.meant[lane.label] += 4 * lane.units.total
         broken: list[Tensor] = []
@@ -97,6 +123,8 @@ class Session:
         for launch in heard:
             complaints |= launch.complaints
         released = [one for launch in heard for one in launch.released]
+        if self.ahead:
+            return Verdict(self.split(self.trust(heard)), None)
         if complaints & UNFIT:
             raise ValueError(_refusal(grads))
         if complaints & BROKEN:
@@ -107,6 +135,42 @@ class Session:
         self._commit([one.memory for one in released], used)
         return Verdict(self.split([one.update for one in released], used), False)
 
+    def trust(self, heard: Sequence[Heard]) -> list[Tensor | Laid]:
+        """Commit as if all were well, and give each lane's update. If it is not, the device puts everything back."""
+        dropped = any_of([launch.dropped for launch in heard if launch.dropped is not None])
+        released = [one for launch in heard for one in launch.released]
+        now, before = list[Tensor](), list[Tensor]()
+        for i, one in enumerate(released):
+            old, new = self.memories[i], dict(one.memory)
+            for name in self._slots[i]:
+                if name in new and new[name] is not old[name]:
+                    now.append(new[name])
+                    before.append(old[name])
+            self.memories[i] = new
+        updates = _voided([one.update for one in released], {x.data_ptr() for x in (*now, *before)}, dropped)
+        restore_(dropped, now, before)
+        if self.device.type == "cuda":
+            for x in before:  # the first ones were made beside this stream, which may still read them
+                x.record_stream(torch.cuda.current_stream(self.device))
+        self.step += 1
+        doubts, self.doubts = self.doubts, []
+        self._hindsight.note(dropped, doubts)
+        return updates
+
+    @property
+    def may_lead(self) -> bool:
+        """Whether the device can put back all that there is: nothing is owed or observed that a step uses up."""
+        return not any(OWED in memory or OBSERVED in memory for memory in self.memories)
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were dropped. Where nobody looked at them, whoever asks waits."""
+        return self._skipped + self._hindsight.dropped
+
+    @skipped.setter
+    def skipped(self, steps: int) -> None:
+        self._skipped = steps - self._hindsight.dropped
+
     def donate(self) -> None:
         """From now on, gradients may be overwritten by what is agreed on."""
         self._donated = True
@@ -114,7 +178,7 @@ class Session:
     def skip(self) -> None:
         """Count a step that was dropped, and forget what the loop observed in it."""
         self.step += 1
-        self.skipped += 1
+        self._skipped += 1
         for memory in self.memories:
             memory.pop(OBSERVED, None)
 
@@ -180,7 +244,8 @@ class Session:
 
     def _vector(self, lane: Lane, grads: Grads, memory: Memory, factor: float) -> Tensor | Laid:
         """The gradients of a lane: where they lie, if they may be left there, else end to end."""
-        lies = laid(lane, grads, memory, self._key(), self.world) if self._donated and factor == 1.0 else None
+        near = self.device.type == "cpu" and self._donated and factor == 1.0
+        lies = laid(lane, grads, memory, self._key(), self.world) if near else None
         return self.flat(lane, grads, factor) if lies is None else lies
 
     def flat(self, lane: Lane, grads: Grads, factor: float) -> Tensor:
@@ -191,9 +256,15 @@ class Session:
             if grad is None or _is_sparse(grad):
                 parts.append(torch.zeros(n, device=self.device))
             else:
-                parts.append(grad.detach().reshape(-1).to(self.device, torch.float32))
+                parts.append(self._part(grad))
         flat = joined(parts)
         return flat if factor == 1.0 else flat * factor
+
+    def _part(self, grad: Tensor) -> Tensor:
+        part = grad.reshape(-1)
+        if grad.requires_grad or grad.dtype != torch.float32 or grad.device != self.device:
+            part = part.detach().to(self.device, torch.float32)
+        return part
 
     def _complaint(self, i: int, grads: Grads) -> int:
         mine = [grads[name] for lane in self.plan.launches[i] for name in lane.tensors.names]
@@ -236,9 +307,14 @@ class Session:
         except StopIteration as done:  # nobody had anything to ask
             mine = byte(complaint, broken, self.device)
             (said,) = [[mine]] if self._silent else (yield [Gather(mine, 1)])
-            return Heard(done.value, complaints_in(said))
+            return self._heard(done.value, complaint, said)
         *answers, said = yield [*asks, rider(complaint, broken, asks[0], self.world, self.device)]
         released = yield from _resume(talk, answers)
+        return self._heard(released, complaint, said)
+
+    def _heard(self, released: list[Released], complaint: int, said: Any) -> Heard:
+        if self.ahead:
+            return Heard(released, 0, dropped=dropped_in(said))
         return Heard(released, complaint | complaints_in(said))
 
     @property
@@ -285,6 +361,21 @@ class Session:
 
 def _zeros(update: Tensor | Laid) -> Tensor | Laid:
     return update.zero_() if isinstance(update, Laid) else torch.zeros_like(update)
+
+
+def _voided(updates: Sequence[Tensor | Laid], memories: Set[int], dropped: Tensor) -> list[Tensor | Laid]:
+    """The updates, or zeros if the step was dropped; a memory that is handed out, known by its place, stays."""
+    found, parts = list[Tensor | Laid](), list[Tensor]()
+    for update in updates:
+        if isinstance(update, Laid):
+            parts += update.parts
+        elif update.data_ptr() in memories:
+            update = torch.where(dropped, 0.0, update)
+        else:
+            parts.append(update)
+        found.append(update)
+    void_(dropped, parts)
+    return found
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -14,10 +14,10 @@ Wire:     header      2 bytes a block: b in 5 bits, capped or not in 1, the bloc
           total       1.005 to 1.02 log2 C(n, k) bits on random supports of 2 % and less, far
                       fewer on clustered ones;
                       2 ceil(k/512) + (min_b k(b+1) + ((n-k) >> b) + 14) div 8 bytes at most
-Traits:   exact; length varies with the support.
+Traits:   exact; length varies with the support, unless static: then zeros fill the room of the longest
 Differs:  the parameter is the best for each block, not computed from the density k/n; blocks may
           be capped; quotients and remainders travel apart, so that all codes decode in parallel.
-Spec:     rice
+Spec:     rice, rice(static=True)
 """
 
 from dataclasses import dataclass
@@ -45,10 +45,21 @@ from gradwire.kernels.rice import (
 @register("rice", kind="indices")
 @dataclass(frozen=True)
 class Rice(IndexCoder):
-    """Entropy-coded gaps: within 2 % of the fewest bytes a random support can take."""
+    """Entropy-coded gaps: within 2 % of the fewest bytes a random support can take.
+
+    Attributes:
+        static: Whether all messages take the room of the longest, so that nobody has to wait for a length.
+    """
+
+    static: bool = False
 
     fixed = False
-    examples: ClassVar[tuple[str, ...]] = ("rice",)
+    examples: ClassVar[tuple[str, ...]] = ("rice", "rice(static=True)")
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.static, bool):
+            raise ValueError(f"rice got static={self.static!r}; write static=True or static=False")
+        object.__setattr__(self, "fixed", self.static)
 
     def size(self, count: int, n: int) -> int:
         _check_length(n)
@@ -56,9 +67,9 @@ class Rice(IndexCoder):
 
     def encode(self, indices: Tensor, n: int) -> Tensor:
         _check_length(n)
-        if offers(indices.device.type, "rice_encode"):
+        if self.static or offers(indices.device.type, "rice_encode"):
             data, used = rice_encode(indices, n)
-            return data[: int(used)]
+            return data if self.static else data[: int(used)]
         return encode_blocks(gaps_of(indices), width_of(n))
 
     def measure(self, indices: Tensor, n: int) -> Tensor:
@@ -66,6 +77,10 @@ class Rice(IndexCoder):
         return rice_encode(indices, n)[1] if offers(indices.device.type, "rice_encode") else super().measure(indices, n)
 
     def decode(self, data: Tensor, count: int, n: int) -> tuple[Tensor, int]:
+        indices, used = self._decode(data, count, n)
+        return indices, self.size(count, n) if self.static else used
+
+    def _decode(self, data: Tensor, count: int, n: int) -> tuple[Tensor, int]:
         found = self.decode_rows(data[None], count, n)
         if found is not None:
             used, fault = torch.cat((found.used, found.faults.any().long()[None])).tolist()

@@ -39,8 +39,9 @@ class Natural(Quantizer):
         return quantize.natural_encode(values, lengths, names, key.fold("quantize"))
 
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
-        del names, key
-        return quantize.natural_decode(data, int(lengths.sum()))
+        del lengths, names, key
+        # With more than 8 bits to a value, the bytes tell how many there are, and no device has to be asked.
+        return quantize.natural_decode(data, 8 * data.numel() // quantize.NATURAL_BITS)
 
     @property
     def traits(self) -> Traits:

@@ -90,7 +90,7 @@ def walsh(rows: Tensor) -> Tensor:
 def _places(segments: Segments, wide: Segments, device: torch.device) -> Tensor:
     """Where each value of the buffer lies in the padded one."""
     shift = (wide.offsets_on(device) - segments.offsets_on(device))[:-1]
-    return torch.arange(segments.total, device=device) + spread(shift, segments.lengths_on(device))
+    return torch.arange(segments.total, device=device) + spread(shift, segments.lengths_on(device), segments.total)
 
 
 def _signs(wide: Segments, key: Key, device: torch.device) -> Tensor:

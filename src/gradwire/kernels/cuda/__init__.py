@@ -4,6 +4,7 @@ from gradwire.kernels.cuda.casts import cast_decode, cast_encode
 from gradwire.kernels.cuda.draw import permute
 from gradwire.kernels.cuda.enter import accumulate_, settle_
 from gradwire.kernels.cuda.merge import merge_integer, merge_sign
+from gradwire.kernels.cuda.overrule import restore_, void_
 from gradwire.kernels.cuda.quantize import (
     feedback_integer_,
     integer_decode,
@@ -39,6 +40,7 @@ __all__ = [
     "permute",
     "qsgd_decode",
     "qsgd_encode",
+    "restore_",
     "rice_decode",
     "rice_encode",
     "scatter_mean",
@@ -49,4 +51,5 @@ __all__ = [
     "ternary_decode",
     "ternary_encode",
     "topk",
+    "void_",
 ]

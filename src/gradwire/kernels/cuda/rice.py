@@ -204,7 +204,7 @@ def _write(indices, data, sizes, flags, used, before, count, blocks, WIDTH: tl.c
 @placed
 def rice_encode(indices: Tensor, n: int, before: int = 0, after: int = 0) -> tuple[Tensor, Tensor]:
     count, device = indices.numel(), indices.device
-    data = torch.empty(before + most_bytes(count, n - count) + after, dtype=torch.uint8, device=device)
+    data = torch.zeros(before + most_bytes(count, n - count) + after, dtype=torch.uint8, device=device)
     if count == 0:
         return data, torch.zeros((), dtype=torch.int64, device=device)
     blocks, width = num_blocks(count), width_of(n)

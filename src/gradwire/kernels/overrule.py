@@ -1,0 +1,23 @@
+"""Overrule: undo what a dropped step has written, when only the device knows whether the step was dropped."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.kernels.dispatch import kernel
+
+
+@kernel
+def restore_(dropped: Tensor, now: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+    """Where ``dropped``, one bool, holds, tensors become what they were before. Else nothing is touched."""
+    # Chosen, not multiplied: zero times what is not finite would not be zero.
+    for x, old in zip(now, before, strict=True):
+        x.copy_(torch.where(dropped, old, x))
+
+
+@kernel
+def void_(dropped: Tensor, updates: Sequence[Tensor]) -> None:
+    """Where ``dropped`` holds, updates become zero. Else nothing is touched."""
+    for x in updates:
+        x.copy_(torch.where(dropped, 0.0, x))

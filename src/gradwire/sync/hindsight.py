@@ -1,0 +1,56 @@
+"""Hindsight: what became of steps that nobody waited for.
+
+A host that runs ahead of its GPU does not know whether a step was dropped, nor whether a message was damaged. The
+device counts both. A copy of the counts follows without anybody waiting for it, and is looked at when it has arrived.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.core.payload import Malformed
+
+
+class Hindsight:
+    """Steps that were dropped, and steps in which a message was damaged, counted on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._counts: Tensor | None = None  # dropped, damaged
+        self._arrived: torch.cuda.Event | None = None
+
+    def note(self, dropped: Tensor, doubts: Sequence[Tensor]) -> None:
+        """Count a step, by what the device knows of it; and complain of an earlier one.
+
+        Raises:
+            Malformed: A message of an earlier step was damaged.
+        """
+        if self._counts is None:
+            self._counts = torch.zeros(2, dtype=torch.int32, device=self._device)
+            self._seen = torch.zeros(2, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        damaged = torch.cat([doubt.flatten() for doubt in doubts]).any() if doubts else torch.zeros_like(dropped)
+        self._counts += torch.stack((dropped, damaged))
+        self._look()
+
+    @property
+    def dropped(self) -> int:
+        """How many steps were dropped. Whoever asks waits for all of them."""
+        return 0 if self._counts is None else int(self._counts[0])
+
+    def _look(self) -> None:
+        assert self._counts is not None
+        if self._device.type == "cuda":
+            if self._arrived is None:
+                self._arrived = torch.cuda.Event()
+            elif not self._arrived.query():
+                return  # counts only grow: the next copy will tell as much
+        damaged = int(self._seen[1])
+        self._seen.copy_(self._counts, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+        if damaged:
+            raise Malformed(
+                "a message of an earlier step was damaged on the way, or comes from another model; "
+                "go back to the last checkpoint, and look at the network"
+            )
