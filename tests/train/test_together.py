@@ -88,7 +88,7 @@ def test_a_norm_takes_the_relu_after_it_along():
     assert one.passes._together._rectified == {id(one.model.norm1.weight)}  # and not norm2, which is used twice
 
 
-def test_steps_are_taken_and_resumed_together():
+def test_steps_are_taken_together():
     one, other = (training("train.test_together:Mixed", how) for how in ("together", "in turn"))
     for each in (one, other):
         each.go(lambda record: None, lambda training, best: None)
@@ -132,6 +132,21 @@ def test_what_only_one_worker_does_right_is_left_to_one(model, word):
     turns = training(f"train.test_together:{model}", "auto")
     turns.passes._abreast = True  # as on a GPU
     expected = training(f"train.test_together:{model}", "in turn").passes(batch, 0)
+    torch.testing.assert_close(turns.passes(batch, 0), expected)
+
+
+def test_where_memory_is_short_workers_go_in_turn():
+    turns = training("train.test_together:Mixed", "auto")
+    batch = next(turns.loader.epoch(0))
+    turns.passes._abreast, objective = True, turns.passes._objective
+
+    def too_large(inputs, *rest):
+        if len(inputs) > len(batch.inputs) // WORLD:
+            raise torch.OutOfMemoryError
+        return objective(inputs, *rest)
+
+    turns.passes._objective = too_large
+    expected = training("train.test_together:Mixed", "in turn").passes(batch, 0)
     torch.testing.assert_close(turns.passes(batch, 0), expected)
 
 

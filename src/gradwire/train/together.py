@@ -92,6 +92,8 @@ class Together:
         try:
             self._pass(inputs, targets, tries=True)
             return Recording(self._pass, inputs, targets) if self.graphs else self._pass
+        except torch.OutOfMemoryError:
+            raise Strange("there is no memory for all workers at once; use train.passes = 'in turn'") from None
         finally:
             for x, old in zip(changing, kept, strict=True):
                 x.copy_(old)

@@ -1,0 +1,36 @@
+"""Workers that pass through their model together, recorded and by faster kernels, compute what they would in turn."""
+
+import pytest
+import torch
+
+from gradwire.train.loop import Training
+from gradwire.train.place import alone
+from trainings import recipe_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+IMAGES = ("train.batch=8", "train.batch_per=worker", "model.options={}", "train.channels_last=true")
+COLUMNS = ("model.options={hidden=24, layers=2, dropout=0.0, tied=false}", "optimizer.local_clip=0.05", "data.length=9")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("digits", (*IMAGES, "model.name=resnet20")),
+        ("digits", (*IMAGES, "model.name=resnet9", "data.sizes=[[0, 32]]")),
+        ("pydoc-lstm", COLUMNS),
+    ],
+)
+def test_gradients_are_those_of_passes_in_turn(name, overrides, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    ways = [recipe_of(name, *overrides, f"train.passes={how}") for how in ("together", "in turn")]
+    one, other = (Training(recipe, alone(2, "cuda:0")) for recipe in ways)
+    torch.set_float32_matmul_precision("highest")
+    for step, batch in zip(range(3), one.loader.epoch(0), strict=False):
+        (grads, loss), (expected, wanted) = one.passes(batch, step), other.passes(batch, step)
+        torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-5)
+        for mine, theirs in zip(grads, expected, strict=True):
+            for each, x in theirs.items():
+                assert (mine[each] - x).norm() <= 2e-2 * x.norm() + 1e-6, each  # rounding may change a maximum's place
+    for mine, theirs in zip(one.crew.buffers, other.crew.buffers, strict=True):
+        for each, x in theirs.items():
+            torch.testing.assert_close(mine[each], x, rtol=1e-3, atol=1e-4, msg=each)
