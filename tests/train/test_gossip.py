@@ -174,6 +174,22 @@ def test_fragments_make_a_gossiping_recipe() -> None:
     assert scale_of(shelf.resolve(["digits", "ring8", "centralized"]), 8, 60) == 8.0
 
 
+def test_the_language_model_of_32_acquaintances_trains(tmp_path: Path) -> None:
+    """The recipe of WikiText-2, with fewer words and a smaller network."""
+    (tmp_path / "wikitext-2").mkdir()
+    for split, sentences in (("train", 900), ("valid", 40), ("test", 40)):
+        text = " one two three four five <unk> \n" * sentences
+        (tmp_path / "wikitext-2" / f"wiki.{split}.tokens").write_text(text)
+    small = ["model.options={hidden=6, layers=3, dropout=0.0, tied=true}", "train.batch=4", "data.length=8"]
+    recipe = shelf.resolve(
+        ["wikitext2-lstm650-social32", "sign"],
+        [*small, f"data.root={tmp_path}", "data.options.strict=false", "train.iterations=5", "data.columns=2"],
+    )
+    final = train(recipe, 32, tmp_path / "run")
+    assert final["step"] == 5 and len(final["workers"]) == 32 and final["metric"] == "perplexity"
+    assert final["value"] < 8 and final["consensus"] > 0 and 0 < final["gamma"] <= 1  # of seven words
+
+
 @pytest.mark.parametrize(
     ("sets", "sentence"),
     [
