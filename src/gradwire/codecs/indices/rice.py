@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import IndexCoder
+from gradwire.core.payload import Malformed
 from gradwire.core.registry import register
 from gradwire.kernels.dispatch import offers
 from gradwire.kernels.rice import (
@@ -77,8 +78,14 @@ class Rice(IndexCoder):
         return rice_encode(indices, n)[1] if offers(indices.device.type, "rice_encode") else super().measure(indices, n)
 
     def decode(self, data: Tensor, count: int, n: int) -> tuple[Tensor, int]:
-        indices, used = self._decode(data, count, n)
-        return indices, self.size(count, n) if self.static else used
+        if not self.static:
+            return self._decode(data, count, n)
+        room = self.size(count, n)
+        if data.numel() < room:
+            raise Malformed(
+                f"{count} rice codes have {room} bytes but only {data.numel()} are left; the message was cut short"
+            )
+        return self._decode(data[:room], count, n)[0], room
 
     def _decode(self, data: Tensor, count: int, n: int) -> tuple[Tensor, int]:
         found = self.decode_rows(data[None], count, n)
