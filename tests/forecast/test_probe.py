@@ -11,7 +11,7 @@ from torch import Tensor
 from gradwire.forecast.probe import found, probe
 from gradwire.forecast.software import measure
 from gradwire.links.alphabeta import seconds
-from gradwire.links.collectives import AllGather, Collective
+from gradwire.links.collectives import AllReduce, Collective
 from gradwire.links.link import Link
 from gradwire.links.rates import LinkSpec
 from gradwire.links.throttled import ThrottledLink
@@ -29,8 +29,8 @@ class Exact(Link):
 
     def move(self, collective: Collective) -> Tensor:
         x = collective.tensor
-        kind = "all_gather" if isinstance(collective, AllGather) else "all_reduce"
-        self.now += seconds(kind, x.numel() * x.element_size(), self.world, self.spec)
+        assert isinstance(collective, AllReduce)
+        self.now += seconds("all_reduce", x.numel() * x.element_size(), self.world, self.spec)
         return x
 
 

@@ -7,13 +7,13 @@ from datetime import timedelta
 import torch
 
 from gradwire.links.alphabeta import AlphaBeta, seconds
-from gradwire.links.collectives import AllGather, AllReduce, Collective
+from gradwire.links.collectives import AllReduce, Collective
 from gradwire.links.link import Link
 from gradwire.links.rates import FASTEST_BITS, SLOWEST_BITS, LinkSpec
 from gradwire.links.torch import connect
 
 _PROBES = 5
-_ENOUGH_SECONDS = 0.05  # a message that takes so much longer than the delay tells the rate well
+_ENOUGH, _ENOUGH_SECONDS = 1.25, 0.05  # what takes so much longer than the delay alone tells the rate well
 _FIRST, _MOST = 2**14, 2**24  # bytes
 
 
@@ -42,14 +42,14 @@ def found(link: Link) -> LinkSpec:
     if link.world < 2:
         return LinkSpec()
     delay = delay_of(link)
-    idle = seconds("all_gather", _FIRST, link.world, AlphaBeta(alpha=delay))
+    idle = seconds("all_reduce", _FIRST, link.world, AlphaBeta(alpha=delay))
     nbytes = _FIRST
     while True:
-        took = _slowest(link, min(_seconds(link, _shout(link, nbytes)) for _ in range(2)))
-        if took >= idle + _ENOUGH_SECONDS or nbytes >= _MOST:
+        took = _slowest(link, min(_seconds(link, _sum(link, nbytes)) for _ in range(2)))
+        if took >= _ENOUGH * idle + _ENOUGH_SECONDS or nbytes >= _MOST:
             break
         nbytes *= 4
-    return fitting(took, delay, lambda spec: seconds("all_gather", nbytes, link.world, spec))
+    return _round(fitting(took, delay, lambda spec: seconds("all_reduce", nbytes, link.world, spec)))
 
 
 def delay_of(link: Link) -> float:
@@ -76,8 +76,14 @@ def fitting(took: float, delay: float, table: Callable[[LinkSpec], float]) -> Li
     return LinkSpec(low, delay)
 
 
-def _shout(link: Link, nbytes: int) -> AllGather:
-    return AllGather(torch.zeros(nbytes, dtype=torch.uint8, device=link.device))
+def _sum(link: Link, nbytes: int) -> AllReduce:
+    return AllReduce(torch.zeros(nbytes // 4, device=link.device), "sum")
+
+
+def _round(link: LinkSpec) -> LinkSpec:
+    """In three digits, which are more than is known."""
+    assert link.rate_bits is not None
+    return LinkSpec(float(f"{link.rate_bits:.3g}"), float(f"{link.delay_seconds:.3g}"))
 
 
 def _seconds(link: Link, collective: Collective) -> float:
