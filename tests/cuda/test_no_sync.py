@@ -1,5 +1,6 @@
 """A compressed step under DDP and NCCL never makes the host wait for the device, dropped steps included."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -34,7 +35,9 @@ SPECS = [
 @contextmanager
 def unwatched() -> Iterator[None]:
     """Whoever waits for the device in here is refused."""
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode is a prototype, torch says
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
@@ -91,4 +94,4 @@ def alone(rank: int, world: int) -> None:
 
 
 def test_no_step_waits() -> None:
-    run_ranks(alone, 1, timeout=110)
+    run_ranks(alone, 1, timeout=170)  # most of it is Triton's compiler

@@ -11,9 +11,7 @@ from gradwire.adapters.wire import Wire
 from workers import run_ranks
 
 SPECS: list[dict[str, Any]] = [
-    {"spec": "topk(0.1)"},
     {"spec": "dgc(0.1)", "launch_mb": scenes.LAUNCH_MB},
-    {"spec": "powersgd(2)"},
     {"spec": "int4", "exchange": "two_way", "launch_mb": scenes.LAUNCH_MB},
 ]
 BAD_STEP = 2
