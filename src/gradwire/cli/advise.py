@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gradwire.train.recipe import Recipe
     from gradwire.train.standing import Standing
 
-_SECONDS = 6.0  # to be spent on steps, and as much on rehearsals of compression, unless single ones take longer
+_SECONDS = 6.0  # to be spent on rehearsals, unless single ones take longer
 
 # Whatever imports torch is imported where it is used: help and refusals should not wait for it.
 
@@ -360,7 +360,7 @@ def _object(
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.3g} ms" if seconds < 10 else f"{seconds:,.3g} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:,.3g} s"
 
 
 def _bytes(n: float) -> str:

@@ -51,7 +51,7 @@ class Job:
         world: Ranks of the training that is meant.
         steps: Whose medians count.
         most_elements: That all rehearsals of a spec handle together; there are three at least, and nine at most.
-        seconds: To be spent on steps, and again on all rehearsals together, as far as there is a choice.
+        seconds: To be spent on all rehearsals together, and half as many on steps, as far as there is a choice.
     """
 
     make: Make
@@ -153,7 +153,7 @@ def _counted(ddp: nn.Module, workload: Workload, job: Job) -> list[Pass]:
     step = partial(_step, ddp, workload, torch.optim.SGD(workload.model.parameters(), lr=0.0))
     dist.barrier()
     last = [step() for _ in range(WARMUP)][-1]
-    return [step() for _ in range(job.affordable(job.steps, 1.0, 3, last.forward + last.backward))]
+    return [step() for _ in range(job.affordable(job.steps, 0.5, 3, last.forward + last.backward))]
 
 
 def _step(ddp: nn.Module, workload: Workload, optimizer: torch.optim.Optimizer) -> Pass:
