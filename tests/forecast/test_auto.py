@@ -197,12 +197,16 @@ def in_halves(rank: int, world: int) -> dict[str, Any]:
     pilot.AutoWire._promising = lambda *_: []  # type: ignore[method-assign, assignment]
     for _ in range(12):
         model(torch.randn(8, 24, generator=draw).to(torch.bfloat16)).square().mean().backward()
-    return told(wire, inner)
+    found = told(wire, inner)
+    wire._try("topk(0.1)", "as if there had been a trial")
+    wire._conclude("fp32", "which failed")
+    return {**found, "plain": told(wire, inner)["plain"]}
 
 
-def test_gradients_of_two_bytes_are_not_halved_again() -> None:
+def test_gradients_of_two_bytes_are_neither_halved_nor_doubled() -> None:
     one, two = run_ranks(in_halves, 2)
     assert one["specs"] == two["specs"] == ["fp32"] and one["decided"], one["text"]
+    assert one["plain"] == "torch.bfloat16", "dense means as DDP would do it"
 
 
 def misspelled(rank: int, world: int) -> None:

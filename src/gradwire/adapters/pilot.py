@@ -263,7 +263,7 @@ class AutoWire(Wire):
         if spec != "fp32" or len(self.decisions) == 1:
             return
         if self._bypasses:
-            self._courier.plain = torch.float32  # type: ignore[union-attr]
+            self._courier.plain = Model.of(self.parameters).format  # type: ignore[union-attr]
         else:
             self.set("fp32", feedback="none")
 
