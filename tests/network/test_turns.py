@@ -12,11 +12,13 @@ def turn(method: str, number: int, *seconds: float) -> dict[str, Any]:
     return {"method": method, "round": number, "seconds": list(seconds), "nic": 10.0 * number}
 
 
-def test_ranks_that_never_meet_are_timed_by_the_last_of_them() -> None:
-    """Two share a core: one runs ahead at full speed, and the other is alone at the end."""
-    ahead, behind = (0.1, 0.1, 0.1, 0.1), (0.3, 0.3, 0.1, 0.1)
-    turns = [turn(SILENT, number, *seconds) for number in (1, 2, 3) for seconds in (ahead, behind)]
-    assert summarize(turns)["step_ms"] == pytest.approx(200)
+def test_ranks_that_never_meet_are_timed_while_all_of_them_run() -> None:
+    """Three on two cores: one has a core for itself, two share the other; then these have a core each."""
+    alone, sharing = (0.1,) * 4, (0.2, 0.2, 0.1, 0.1)
+    turns = [turn(SILENT, number, *seconds) for number in (1, 2, 3) for seconds in (alone, sharing, sharing)]
+    assert summarize(turns)["step_ms"] == pytest.approx(150), "8 steps in 0.4 s, by three ranks"
+    even = [turn(SILENT, 1, 0.15, 0.15), turn(SILENT, 1, 0.15, 0.15)]
+    assert summarize(even)["step_ms"] == pytest.approx(150)
 
 
 def test_steps_that_wait_for_all_are_told_by_their_median() -> None:

@@ -169,14 +169,30 @@ def summarize(turns: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _apart(turns: list[dict[str, Any]]) -> float:
-    """The step of ranks that never wait for each other: until the last of them has taken all of its turn's.
+    """The step of ranks that never wait for each other, as long as all of them are at it.
 
-    Single steps would tell too little: where ranks share cores, some run ahead, and others get what is left.
+    Single steps would tell too little: where ranks share cores, some run ahead, and the last has them for itself.
     """
-    rounds: defaultdict[int, float] = defaultdict(float)
+    rounds: defaultdict[int, list[list[float]]] = defaultdict(list)
     for turn in turns:
-        rounds[turn["round"]] = max(rounds[turn["round"]], statistics.fmean(turn["seconds"]))
-    return statistics.median(rounds.values())
+        rounds[turn["round"]].append(turn["seconds"])
+    return statistics.median(map(_while_all_run, rounds.values()))
+
+
+def _while_all_run(ranks: list[list[float]]) -> float:
+    """Seconds of a rank's step until the first rank is done: the time over the steps that all have taken by then."""
+    end = min(map(sum, ranks))
+    return len(ranks) * end / sum(_taken(seconds, end) for seconds in ranks)
+
+
+def _taken(seconds: list[float], end: float) -> float:
+    """How many steps were taken at a moment, the one under way by its share."""
+    begun = 0.0
+    for number, one in enumerate(seconds):
+        if begun + one >= end:
+            return number + (end - begun) / one
+        begun += one
+    return float(len(seconds))
 
 
 if __name__ == "__main__":
