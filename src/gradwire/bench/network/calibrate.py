@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.bench.network.turns import while_all_run
 from gradwire.bench.network.workloads import Workload, load
 from gradwire.forecast.calibration import Calibration, Cost, save
 from gradwire.forecast.model import DENSE, Model
@@ -145,7 +146,17 @@ def _compute(workload: Workload, job: Job) -> Pass:
     arrival = _arrival(ddp, workload)
     del ddp
     gc.collect()  # DDP takes its hooks off the parameters when it goes
-    return Pass(fmean(one.forward for one in counted), fmean(one.backward for one in counted), arrival)
+    backward = fmean(one.backward for one in counted)
+    share = backward / (backward + fmean(one.forward for one in counted))
+    whole = _together([one.forward + one.backward for one in counted])
+    return Pass(whole * (1 - share), whole * share, arrival)
+
+
+def _together(mine: list[float]) -> float:
+    """The step of all ranks, none of whom waits for another."""
+    everybody: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everybody, mine)
+    return while_all_run(everybody)
 
 
 def _counted(ddp: nn.Module, workload: Workload, job: Job) -> list[Pass]:

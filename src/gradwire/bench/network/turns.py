@@ -176,10 +176,10 @@ def _apart(turns: list[dict[str, Any]]) -> float:
     rounds: defaultdict[int, list[list[float]]] = defaultdict(list)
     for turn in turns:
         rounds[turn["round"]].append(turn["seconds"])
-    return statistics.median(map(_while_all_run, rounds.values()))
+    return statistics.median(map(while_all_run, rounds.values()))
 
 
-def _while_all_run(ranks: list[list[float]]) -> float:
+def while_all_run(ranks: list[list[float]]) -> float:
     """Seconds of a rank's step until the first rank is done: the time over the steps that all have taken by then."""
     end = min(map(sum, ranks))
     return len(ranks) * end / sum(_taken(seconds, end) for seconds in ranks)
