@@ -11,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import gradwire
-from gradwire.bench.network import calibrate, workloads
+from gradwire.bench.network import calibrate, drawer, workloads
 from gradwire.cli.advise import recipe_workload
 from gradwire.cli.main import app
 from gradwire.forecast.calibration import Calibration, Cost, save
@@ -73,6 +73,11 @@ def test_figures_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.
         return FIGURES
 
     monkeypatch.setattr(calibrate, "calibrate", measure)
+    monkeypatch.setattr(drawer, "disturbance", lambda: "disturbed, so not kept")
+    said = told("digits", "--workers", "4", "--link", "100mbit")[1]
+    assert "disturbed, so not kept" in " ".join(said.split())
+    asked.clear()
+    monkeypatch.setattr(drawer, "disturbance", str)
     for words, times in (((), 1), ((), 1), (("--link", "1gbit"), 1), (("--sharing", "2"), 2), (("--fresh",), 3)):
         code, said = told("digits", "--workers", "4", "--link", "100mbit", *words)
         assert code == 0 and len(asked) == times, said

@@ -179,7 +179,10 @@ def _figures(
     if found is None:
         check(make())  # what is wrong with it is said here, and not by a rank
         typer.echo("measuring here; this takes some seconds", err=True)
+        busy = drawer.disturbance()
         found = calibrate(Job(make, specs, speakers, seconds=_SECONDS), beside)
+        if busy:
+            return replace(found, note=f"{found.note}, {busy}")
         drawer.keep(found, home)
     return found
 

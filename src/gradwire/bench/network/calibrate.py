@@ -33,6 +33,8 @@ from gradwire.forecast.model import DENSE, Model
 from gradwire.forecast.rehearsal import WARMUP, rehearse
 from gradwire.forecast.script import script, sent, sent_by
 from gradwire.forecast.software import FREE, Software, measure
+from gradwire.links.link import Link
+from gradwire.links.throttled import ThrottledLink
 from gradwire.links.torch import connect
 from gradwire.sync.plan import LAUNCH_BYTES
 from gradwire.train.launch import launch, threads
@@ -94,7 +96,13 @@ def calibrate(job: Job, beside: int) -> Calibration:
 
 
 def _software(rank: int, world: int) -> Software:
-    return measure(connect(), dist.barrier)
+    return measure(_bare(), dist.barrier)
+
+
+def _bare() -> Link:
+    """The link as it is, where every door is told to take it for a thinner one: that is the forecast's to add."""
+    link = connect()
+    return link.inner if isinstance(link, ThrottledLink) else link
 
 
 class Pass(NamedTuple):
@@ -115,8 +123,7 @@ def _rank(rank: int, world: int, job: Job) -> Calibration:
     decoded = min(job.world, MOST_DECODED)
     costs = {spec: _dense(grads, model.summed(spec), job.world, job.repeats(model.elements)) for spec in DENSE}
     costs |= {spec: _rehearsed(model, spec, grads, decoded, job) for spec in job.specs}
-    link = connect()
-    software = measure(link, dist.barrier) if world > 1 else FREE
+    software = measure(_bare(), dist.barrier) if world > 1 else FREE
     cores = (os.cpu_count() or 1) / world / torch.get_num_threads()  # for each thread that computes
     numbers = [found.forward, found.backward, *(x for c in costs.values() for x in (c.encode, c.decode, c.per_peer))]
     slowest = iter(_slowest(numbers))

@@ -25,10 +25,20 @@ def folder() -> Path:
 
 def place(facts: Mapping[str, Any]) -> Path:
     """Where figures lie that depend on these facts, and on this machine and what is installed on it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    here = {"processor": _processor(), "cores": cores, "torch": torch.__version__, "gradwire": VERSION}
+    here = {"processor": _processor(), "cores": _cores(), "torch": torch.__version__, "gradwire": VERSION}
+    here |= {name: os.environ.get(name) for name in ("GRADWIRE_KERNELS", "OMP_NUM_THREADS")}
     told = json.dumps({**here, **facts}, sort_keys=True, default=str)
     return folder() / f"{hashlib.sha256(told.encode()).hexdigest()[:24]}.json"
+
+
+def disturbance() -> str:
+    """What makes figures of now not worth keeping: others at work on this machine. Empty where there is nothing."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return f"beside other work (load {load:.0f} on {_cores()} cores), so not kept" if load > _cores() else ""
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def find(path: Path) -> Calibration | None:
