@@ -16,6 +16,7 @@ from gradwire.report.load import load
 from gradwire.train import shelf, work
 from gradwire.train.decentralized import Decentralized
 from gradwire.train.models import build
+from gradwire.train.neighborhood import nodes
 from gradwire.train.place import alone
 from gradwire.train.record import open_folder, read
 from gradwire.train.run import evaluate, sit
@@ -240,3 +241,9 @@ def test_what_a_graph_cannot_be_is_a_sentence_too() -> None:
         Decentralized(shelf.resolve(["digits", "torus16"], [*DIGITS, "train.workers=7"]), alone(7))
     with pytest.raises(ValueError, match="pass in turn"):
         Decentralized(recipe_of("pydoc-lstm", *RING, "gossip.passes=together"), alone(4))
+
+
+def test_virtual_workers_have_no_hosts() -> None:
+    with pytest.raises(ValueError, match="one node of all 4 workers"):
+        nodes(4, "hosts")
+    assert nodes(4, [[0, 2], [1, 3]]) == ((0, 2), (1, 3))

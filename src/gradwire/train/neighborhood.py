@@ -33,10 +33,19 @@ def method_of(recipe: Recipe) -> Gossip:
 
 
 def nodes(world: int, across: str | list[list[int]] | None) -> tuple[tuple[int, ...], ...]:
-    """Workers of one process by node; all of them share a host, if hosts are asked for."""
+    """Workers of one process by node.
+
+    Raises:
+        ValueError: Hosts are asked for, which virtual workers do not have.
+    """
     if across is None:
         return tuple((rank,) for rank in range(world))
-    grouping = Grouping.of([range(world)] if isinstance(across, str) else across)
+    if isinstance(across, str):
+        raise ValueError(
+            f"gossip.across={across!r} would make one node of all {world} workers of this process; say which of them "
+            "are one, as in --set gossip.across=[[0,1],[2,3]]"
+        )
+    grouping = Grouping.of(across)
     grouping.check(world)
     return grouping.hosts
 
