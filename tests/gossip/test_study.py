@@ -165,13 +165,14 @@ def test_a_page_says_what_is_missing() -> None:
 def test_a_page_compares_auto_with_the_best_by_hand() -> None:
     """On the seeds that both have; the best is the one that auto loses most to."""
     by_hand = [{"name": f"choco gamma={gamma}", "set": [f"gossip.options.gamma={gamma}"]} for gamma in (0.5, 0.25)]
-    study = {"compared": "Means.", "cell": [{"name": "choco"}, *by_hand]}
+    study = {"compared": "Means.", "cell": [{"name": "choco", "published": "99"}, *by_hand]}
     lines = [line_of("choco", value, seed) for seed, value in enumerate((0.7, 0.8, 0.9))]
     lines += [line_of("choco gamma=0.5", value, seed, gamma=0.5) for seed, value in enumerate((0.72, 0.81))]
     lines += [line_of("choco gamma=0.25", 0.69, gamma=0.25)]
     page = gossip_page(study, lines, [])
     assert "|  | 75.00 (2 seeds) | 0.25, 0.5 | 0.5 | 76.50 | -1.50 |" in page
     assert page.index("| choco gamma=0.25 |") < page.index("| choco gamma=0.5 |") and "Means." in page
+    assert page.count("| 99 |") == 1
 
 
 def test_gammas_of_another_rule_are_found_anew(tmp_path: Path) -> None:

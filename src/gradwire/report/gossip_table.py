@@ -20,15 +20,17 @@ def gossip_page(study: Mapping[str, Any], finished: Sequence[Line], sources: Seq
     """
     groups = study.get("groups") or [""]
     entries = _entries(study["cell"])
+    inside = {group: [entry for entry in entries if entry.get("group", groups[0]) == group] for group in groups}
     lines = [study.get("about", "").strip(), "", *_head(HEADINGS)]
     for group in groups:
         if group:
             lines.append(f"| **{group}** |" + " |" * 7)
-        for entry in entries:
-            if entry.get("group", groups[0]) == group:
-                told = [line for line in finished if line["name"] == entry["name"]]
-                lines += [_row(entry, line) for line in sorted(told, key=lambda line: int(line["seed"]))]
-    against = [row for group in groups for row in _against(group, entries, finished)]
+        for entry in inside[group]:
+            told = sorted(
+                (line for line in finished if line["name"] == entry["name"]), key=lambda line: int(line["seed"])
+            )
+            lines += [_row(entry.get("published", "") if line is told[0] else "", line) for line in told]
+    against = [row for group in groups for row in _against(group, inside[group], finished)]
     if against:
         lines += ["", study.get("compared", "").strip(), "", *_head(AGAINST), *against]
     lines += ["", _made(finished), "", "Source: " + ", ".join(f"[{source}]({source})" for source in sources) + "."]
@@ -69,7 +71,7 @@ def _seed(seed: int) -> str:
     return f", seed {seed}" if seed else ""
 
 
-def _row(entry: Entry, line: Line) -> str:
+def _row(published: str, line: Line) -> str:
     final, world = line["final"], line["world"]
     gone = "diverged" in final
     workers = final.get("workers") or []
@@ -83,7 +85,7 @@ def _row(entry: Entry, line: Line) -> str:
         "" if gone or world < 2 else f"{100 * min(workers):.2f} to {100 * max(workers):.2f}",
         "" if gone else f"{100 * final['mean_model']:.2f}",
         "" if gone else f"{final['consensus']:.3g}",
-        entry.get("published", ""),
+        published,
     )
     return "| " + " | ".join(cells) + " |"
 
@@ -94,7 +96,7 @@ def _step(sentence: str) -> str:
 
 def _against(group: str, entries: Sequence[Entry], finished: Sequence[Line]) -> Iterator[str]:
     """``gamma=auto`` of a group against the gamma by hand that does best, on the seeds that both have."""
-    inside = {entry["name"]: _by_hand(entry) for entry in entries if entry.get("group", "") == group}
+    inside = {entry["name"]: _by_hand(entry) for entry in entries}
     scores: dict[float | None, dict[int, float]] = {}
     for line in finished:
         if line["name"] in inside and line["gossip"]["method"] == "choco":
