@@ -12,7 +12,7 @@ from gradwire.report.table import markdown
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("study", ["resnet9", "ptb"])
+@pytest.mark.parametrize("study", ["resnet9", "resnet9-choices", "ptb"])
 def test_tables_are_those_of_the_logs(study: str) -> None:
     made = markdown(tasks([load(folder) for folder in find([DOCS / "results" / study])]), DOCS)
     assert made.strip() in (DOCS / "results.md").read_text(encoding="utf-8"), (
