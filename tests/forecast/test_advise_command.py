@@ -3,7 +3,9 @@
 import json
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import gradwire
-from gradwire.bench.network import calibrate, drawer, workloads
+from gradwire.bench.network import calibrate, devices, drawer, workloads
 from gradwire.cli.advise import recipe_workload
 from gradwire.cli.main import app
 from gradwire.forecast.calibration import Calibration, Cost, save
@@ -172,6 +174,7 @@ def test_refusals_are_sentences(figures: str) -> None:
         (["--link", "1gbit", "--calibration", figures + "x"], "there is no calibration"),
         (["--link", "1gbit", "--calibration", figures, "--specs", "int8"], "'int8' was not calibrated; measured are"),
         (["--link", "1gbit", "--calibration", figures, "--specs", "int4, int8"], "'int8' was not calibrated"),
+        (["--link", "1gbit", "--device", "tpu"], "nothing is measured on 'tpu'; say --device cpu, cuda, or cuda:1"),
         (["--link", "1gbit,20ms,5ms", "--calibration", figures], "has jitter or loss too"),
         (["--link", "1gbit", "--calibration", figures, "--dtype", "int8"], "no forecast knows gradients in int8"),
     ):
@@ -187,11 +190,99 @@ def test_a_changed_file_is_another_workload(tmp_path: Path) -> None:
     assert first != workloads.source(f"{mine}:make") and workloads.source("lstm") == ""
 
 
-def test_what_is_not_on_the_cpu_is_not_measured() -> None:
+def test_what_is_nowhere_is_not_measured() -> None:
     with torch.device("meta"):
         elsewhere = workloads.Workload(nn.Linear(2, 2), lambda run: torch.zeros(()))
-    with pytest.raises(ValueError, match="weight is on meta, and only processors are measured here"):
-        calibrate.check(elsewhere)
+    with pytest.raises(ValueError, match="is on meta; only a model that is on processors, or on one GPU, is measured"):
+        devices.check(elsewhere)
+    torn = workloads.Workload(nn.Sequential(nn.Linear(2, 2), elsewhere.model), elsewhere.loss)
+    with pytest.raises(ValueError, match=r"0.bias is on cpu; only a model that is on processors, or on one GPU"):
+        devices.check(torn)
+
+
+@pytest.mark.parametrize("name", ["lstm", "resnet20", "gpt", "digits", "ptb-lstm700"])
+def test_a_workload_is_made_on_the_device_that_is_told(name: str) -> None:
+    """Batches and states too: on a device without memory, a step goes through if all of it is there."""
+    make = partial(workloads.load, name)
+    if name not in workloads.WORKLOADS:
+        make = partial(recipe_workload, resolve([name], ["train.batch=4", "train.batch_per=worker"]), 2)
+    made = devices.placed(make, torch.device("meta"), "bfloat16")
+    loss = made.loss(made.model)
+    loss.backward()
+    assert (loss.device.type, loss.dtype) == ("meta", torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in made.model.parameters()} == {("meta", torch.bfloat16)}
+    assert torch.get_default_dtype() == torch.float32 and torch.zeros(1).device.type == "cpu"
+
+
+def test_a_model_that_was_made_elsewhere_is_moved() -> None:
+    made = devices.placed(lambda: workloads.Workload(nn.Linear(2, 2, device="cpu"), abs), torch.device("meta"))  # type: ignore[arg-type]
+    assert {p.device.type for p in made.model.parameters()} == {"meta"}
+
+
+class Event:
+    """A GPU's event, on a GPU whose queue takes 8 ms from each to the next, of which its host knows nothing."""
+
+    queue: ClassVar[list["Event"]] = []
+    passed: ClassVar[int] = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.queue.append(self)
+
+    def synchronize(self) -> None:
+        Event.passed = max(self.passed, self.queue.index(self) + 1)
+
+    def elapsed_time(self, other: "Event") -> float:
+        first, last = self.queue.index(self), self.queue.index(other)
+        assert last < self.passed, "asked before the device was there"
+        return 8.0 * (last - first)
+
+
+def test_a_gpu_is_timed_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "queue", [])
+    monkeypatch.setattr(Event, "passed", 0)
+    workload = workloads.linear(8)
+    watch = devices.Stopwatch(torch.device("cuda"))
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.0)
+    steps = [calibrate._step(workload.model, workload, optimizer, watch) for _ in range(3)]
+    assert Event.passed == 0, "steps queue up, and wait for nothing"
+    assert {calibrate._read(watch, step)[:2] for step in steps} == {(0.016, 0.008)}
+    assert len(Event.queue) == 12 and devices.Stopwatch(torch.device("cpu"))() < time.perf_counter()
+
+
+def test_the_device_reaches_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked: list[calibrate.Job] = []
+    made: list[tuple[str, str]] = []
+
+    def measure(job: calibrate.Job, beside: int) -> Calibration:
+        asked.append(job)
+        return FIGURES
+
+    def placed(make: calibrate.Make, device: torch.device, dtype: str) -> workloads.Workload:
+        made.append((str(device), dtype))
+        return make()
+
+    monkeypatch.setattr(calibrate, "calibrate", measure)
+    monkeypatch.setattr(devices, "placed", placed)
+    monkeypatch.setattr(drawer, "disturbance", str)
+    where = ("--model", "linear", "--workers", "2", "--link", "1gbit", "--dtype", "bfloat16")
+    assert told(*where)[0] == 0 and (asked.pop().device, made.pop()) == ("cpu", ("cpu", "bfloat16"))
+    for name, value in (("is_available", True), ("device_count", 2), ("get_device_name", "A")):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+    for gpu in ("A", "B"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args, gpu=gpu: gpu)
+        for device, first in (("cuda", "cuda:0"), ("cuda:1", "cuda:1")):
+            assert told(*where, "--device", device)[0] == 0, "figures of another device do not serve"
+            job = asked.pop()
+            assert (job.device, job.dtype, made.pop()) == (device, "bfloat16", (first, "bfloat16"))
+            assert told(*where, "--device", device)[0] == 0 and not asked
+    assert [str(devices.of_rank("cuda", rank)) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    code, said = told(*where, "--device", "cuda:2")
+    assert code == 2 and "there is no cuda:2 here, torch sees 2 GPUs" in said
 
 
 def measured(rank: int, world: int) -> Calibration:

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -50,6 +50,7 @@ def advise(
     save: Annotated[Path | None, typer.Option(help="Write the figures to a file.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, though figures are kept.")] = False,
     dtype: Annotated[str, typer.Option(help="Of gradients: float32, bfloat16, ...; else the model's own.")] = "",
+    device: Annotated[str, typer.Option(help="cpu, cuda (the GPUs in turn), cuda:1; else where the model is.")] = "",
     overlap: Annotated[bool, typer.Option(help="As under DDP: messages leave during the backward pass.")] = True,
     patience: Annotated[float, typer.Option(help="Seconds that a probe waits for other ranks.")] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
@@ -57,9 +58,9 @@ def advise(
     """Say whether compression pays, which spec to take, and what to expect of it.
 
     Specs that lost more than a percent in the project's own trainings are shown, but taken only if --specs names them.
-    Computing and compressing are measured here, on the processors of this machine: for training on GPUs, see what
-    compress(model, "auto") measures there. The link is what --link says; started by torchrun on all hosts without it,
-    a short probe between the ranks tells, and there are as many workers as ranks.
+    Computing and compressing are measured here, on the processors of this machine or with --device cuda on its GPUs,
+    in the format that --dtype says. The link is what --link says; started by torchrun on all hosts without it, a short
+    probe between the ranks tells, and there are as many workers as ranks.
     """
     from gradwire.forecast.advice import advise as weigh
     from gradwire.forecast.candidates import CANDIDATES, arguments
@@ -77,7 +78,8 @@ def advise(
         if where is not None and where.rank:  # another one speaks
             return
         beside = sharing or (cluster.per_host if where is None else where.beside)
-        found = _figures(recipes, model, cluster, beside, chosen, calibration, fresh)
+        wanted = Wanted(recipes, model, chosen, device, dtype)
+        found = _figures(wanted, cluster, beside, fresh) if calibration is None else _read(calibration)
         found = replace(found, model=replace(found.model, dtype=dtype or found.model.dtype))
         for spec in chosen if specs else ():
             found.cost(spec, cluster.workers)  # or a sentence that says what was calibrated
@@ -155,32 +157,38 @@ def _link(text: str, where: "Standing | None", patience: float) -> LinkSpec:
     return found
 
 
-def _figures(
-    recipes: list[str] | None,
-    model: str,
-    cluster: "Cluster",
-    beside: int,
-    specs: tuple[str, ...],
-    path: Path | None,
-    fresh: bool,
-) -> "Calibration":
-    """What a file says, or the drawer, or measuring."""
-    if path is not None:
-        from gradwire.forecast.calibration import load
+class Wanted(NamedTuple):
+    """What a person asks about."""
 
-        return load(path)
-    from gradwire.bench.network import drawer
-    from gradwire.bench.network.calibrate import Job, calibrate, check
+    recipes: list[str] | None
+    model: str
+    specs: tuple[str, ...]
+    device: str
+    dtype: str
 
-    make, facts = _subject(recipes, model, cluster.workers)
+
+def _read(path: Path) -> "Calibration":
+    from gradwire.forecast.calibration import load
+
+    return load(path)
+
+
+def _figures(wanted: Wanted, cluster: "Cluster", beside: int, fresh: bool) -> "Calibration":
+    """What the drawer says, or measuring."""
+    from gradwire.bench.network import calibrate, devices, drawer
+
+    make, facts = _subject(wanted.recipes, wanted.model, cluster.workers)
     speakers = cluster.hosts if cluster.per_host > 1 else cluster.workers
-    home = drawer.place({**facts, "specs": specs, "speakers": speakers, "beside": beside})
+    device = devices.parse(wanted.device)
+    here = devices.facts(device, wanted.dtype)
+    home = drawer.place({**facts, **here, "specs": wanted.specs, "speakers": speakers, "beside": beside})
     found = None if fresh else drawer.find(home)
     if found is None:
-        check(make())  # what is wrong with it is said here, and not by a rank
+        job = calibrate.Job(make, wanted.specs, speakers, seconds=_SECONDS, device=device, dtype=wanted.dtype)
+        job = calibrate.checked(job)  # what is wrong with it is said here, and not by a rank
         typer.echo("measuring here; this takes some seconds", err=True)
         busy = drawer.disturbance()
-        found = calibrate(Job(make, specs, speakers, seconds=_SECONDS), beside)
+        found = calibrate.calibrate(job, beside)
         if busy:
             return replace(found, note=f"{found.note}, {busy}")
         drawer.keep(found, home)

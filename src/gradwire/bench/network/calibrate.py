@@ -11,7 +11,6 @@ import gc
 import math
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.bench.network import devices
+from gradwire.bench.network.devices import CPU, Moment, Stopwatch
 from gradwire.bench.network.turns import while_all_run
 from gradwire.bench.network.workloads import Workload, load
 from gradwire.forecast.calibration import Calibration, Cost, save
@@ -37,7 +38,7 @@ from gradwire.links.link import Link
 from gradwire.links.throttled import ThrottledLink
 from gradwire.links.torch import connect
 from gradwire.sync.plan import LAUNCH_BYTES
-from gradwire.train.launch import launch, threads
+from gradwire.train.launch import launch
 
 MOST_DECODED = 16  # ranks whose messages are decoded in a rehearsal; more are extrapolated
 
@@ -55,6 +56,8 @@ class Job:
         steps: Whose medians count.
         most_elements: That all rehearsals of a spec handle together; there are three at least, and nine at most.
         seconds: To be spent on all rehearsals together, and half as many on steps, as far as there is a choice.
+        device: Where: ``cpu``, ``cuda`` for the GPUs in turn, or ``cuda:1``; nothing for where the model is made.
+        dtype: Of a model on a GPU, unless its maker decides.
     """
 
     make: Make
@@ -63,6 +66,8 @@ class Job:
     steps: int = 9
     most_elements: int = 40_000_000
     seconds: float = math.inf
+    device: str = ""
+    dtype: str = ""
 
     def repeats(self, elements: int) -> int:
         """Of each rehearsal: short ones are disturbed more easily."""
@@ -75,24 +80,24 @@ class Job:
         return max(fewest, int(spare))
 
 
-def check(workload: Workload) -> None:
-    """Refuse what cannot be measured here.
+def checked(job: Job) -> Job:
+    """The job, with the device that it will be done on.
 
     Raises:
-        ValueError: The model is on another device than the processors.
+        ValueError: The model cannot be measured: said here, and not by a rank.
     """
-    for name, p in workload.model.named_parameters():
-        if p.device.type != "cpu":
-            raise ValueError(
-                f"{name} is on {p.device}, and only processors are measured here; make the model on the CPU, or train "
-                'with gradwire.compress(model, "auto"), which measures where the model is'
-            )
+    device = devices.check(devices.placed(job.make, devices.of_rank(job.device, 0), job.dtype))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # ranks need the room
+    return replace(job, device=job.device or device.type)
 
 
 def calibrate(job: Job, beside: int) -> Calibration:
     """Measure with ``beside`` workers on this machine at once; figures are those of the slowest of them."""
     found: Calibration = launch(_rank, beside, job)[0]
-    return found if beside > 1 else replace(found, software=launch(_software, 2)[0])
+    if beside > 1 or job.device.startswith("cuda"):
+        return found
+    return replace(found, software=launch(_software, 2)[0])
 
 
 def _software(rank: int, world: int) -> Software:
@@ -114,7 +119,7 @@ class Pass(NamedTuple):
 
 
 def _rank(rank: int, world: int, job: Job) -> Calibration:
-    workload = job.make()
+    workload = devices.placed(job.make, devices.of_rank(job.device, rank), job.dtype)
     torch.manual_seed(rank)
     found = _compute(workload, job)
     parameters = {name: p for name, p in workload.model.named_parameters() if p.requires_grad}
@@ -123,14 +128,26 @@ def _rank(rank: int, world: int, job: Job) -> Calibration:
     decoded = min(job.world, MOST_DECODED)
     costs = {spec: _dense(grads, model.summed(spec), job.world, job.repeats(model.elements)) for spec in DENSE}
     costs |= {spec: _rehearsed(model, spec, grads, decoded, job) for spec in job.specs}
-    software = measure(_bare(), dist.barrier) if world > 1 else FREE
-    cores = (os.cpu_count() or 1) / world / torch.get_num_threads()  # for each thread that computes
+    device = next(iter(parameters.values())).device
+    # Between GPUs it is NCCL that costs, and what that costs between hosts cannot be seen on one of them.
+    software = measure(_bare(), dist.barrier) if world > 1 and device == CPU else FREE
     numbers = [found.forward, found.backward, *(x for c in costs.values() for x in (c.encode, c.decode, c.per_peer))]
     slowest = iter(_slowest(numbers))
     forward, backward = next(slowest), next(slowest)
     agreed = {spec: Cost(next(slowest), next(slowest), next(slowest), cost.fill) for spec, cost in costs.items()}
-    note = f"measured on the CPU of this machine, {world} at a time, {threads(world)} threads each"
-    return Calibration(model, forward, backward, agreed, cores, software, decoded, note)
+    return Calibration(model, forward, backward, agreed, _cores(device, world), software, decoded, _note(device, world))
+
+
+def _cores(device: torch.device, world: int) -> float:
+    """Processors for each thread that computes; a GPU does one thing after the other."""
+    return 1.0 if device.type == "cuda" else (os.cpu_count() or 1) / world / torch.get_num_threads()
+
+
+def _note(device: torch.device, world: int) -> str:
+    if device.type == "cuda":
+        gpus = f"{min(world, torch.cuda.device_count())} x {torch.cuda.get_device_name(device)}"
+        return f"measured on {gpus}, {world} at a time, without what collectives cost beyond the link"
+    return f"measured on the CPU of this machine, {world} at a time, {torch.get_num_threads()} threads each"
 
 
 def _slowest(seconds: Sequence[float]) -> list[float]:
@@ -168,55 +185,72 @@ def _together(mine: list[float]) -> float:
 
 def _counted(ddp: nn.Module, workload: Workload, job: Job) -> list[Pass]:
     """Steps after two that warm up. Ranks do not meet between them: who shares a core with whom then evens out."""
-    step = partial(_step, ddp, workload, torch.optim.SGD(workload.model.parameters(), lr=0.0))
+    watch = _watch(workload)
+    step = partial(_step, ddp, workload, torch.optim.SGD(workload.model.parameters(), lr=0.0), watch)
     dist.barrier()
-    last = [step() for _ in range(WARMUP)][-1]
-    return [step() for _ in range(job.affordable(job.steps, 0.5, 3, last.forward + last.backward))]
+    last = _read(watch, [step() for _ in range(WARMUP)][-1])
+    count = job.affordable(job.steps, 0.5, 3, last.forward + last.backward)
+    return [_read(watch, moments) for moments in [step() for _ in range(count)]]
 
 
-def _step(ddp: nn.Module, workload: Workload, optimizer: torch.optim.Optimizer) -> Pass:
-    began = time.perf_counter()
+def _watch(workload: Workload) -> Stopwatch:
+    return Stopwatch(next(workload.model.parameters()).device)
+
+
+Step = tuple[Moment, Moment, Moment, Moment]  # it begins, turns round, is back, and ends
+
+
+def _step(ddp: nn.Module, workload: Workload, optimizer: torch.optim.Optimizer, watch: Stopwatch) -> Step:
+    began = watch()
     optimizer.zero_grad(set_to_none=False)
     loss = workload.loss(ddp)
-    turned = time.perf_counter()
+    turned = watch()
     loss.backward()
-    back = time.perf_counter()
+    back = watch()
     optimizer.step()
-    return Pass(time.perf_counter() - back + turned - began, back - turned, {})
+    return began, turned, back, watch()
+
+
+def _read(watch: Stopwatch, step: Step) -> Pass:
+    began, turned, back, ended = step
+    return Pass(watch.seconds(back, ended) + watch.seconds(began, turned), watch.seconds(turned, back), {})
 
 
 def _arrival(ddp: nn.Module, workload: Workload) -> dict[str, float]:
     """When in the backward pass each gradient is there."""
-    moments: dict[str, float] = {}
+    watch = _watch(workload)
+    moments: dict[str, Moment] = {}
     named = [(name, p) for name, p in workload.model.named_parameters() if p.requires_grad]
 
     def note(name: str) -> Callable[[Tensor], None]:
-        return lambda _: moments.__setitem__(name, time.perf_counter())
+        return lambda _: moments.__setitem__(name, watch())
 
     handles = [p.register_post_accumulate_grad_hook(note(name)) for name, p in named]
     dist.barrier()
     loss = workload.loss(ddp)
-    began = time.perf_counter()
+    began = watch()
     loss.backward()
-    whole = max(time.perf_counter() - began, 1e-9)
+    whole = max(watch.seconds(began, watch()), 1e-9)
     for handle in handles:
         handle.remove()
-    return {name: min(1.0, (moment - began) / whole) for name, moment in moments.items()}
+    return {name: min(1.0, watch.seconds(began, moment) / whole) for name, moment in moments.items()}
 
 
 def _dense(grads: Mapping[str, Tensor], dtype: torch.dtype, world: int, repeats: int) -> Cost:
     """What DDP's hooks do beside the all-reduce: divide and cast, and cast back."""
     buckets = torch.cat([grad.flatten() for grad in grads.values()]).split(LAUNCH_BYTES // 4)
+    watch = Stopwatch(buckets[0].device)
     found = []
     for _ in range(repeats + 1):
         dist.barrier()
-        began = time.perf_counter()
+        began = watch()
         said = [bucket.to(dtype).div_(world) if dtype != bucket.dtype else bucket.div_(1.0) for bucket in buckets]
-        spoken = time.perf_counter()
+        spoken = watch()
         if dtype != buckets[0].dtype:
             for bucket, heard in zip(buckets, said, strict=True):
                 bucket.copy_(heard)
-        found.append((spoken - began, time.perf_counter() - spoken))
+        heard_by = watch()
+        found.append((watch.seconds(began, spoken), watch.seconds(spoken, heard_by)))
     encode, decode = zip(*found[1:], strict=True)
     return Cost(median(encode), median(decode))
 
