@@ -394,32 +394,70 @@ def test_drift_is_what_flowed_one_way(tmp_path: Path, caplog: pytest.LogCaptureF
         net.close()
 
 
-def test_elastic_nets_are_saved_and_loaded(tmp_path: Path) -> None:
-    """Each rank loads its own state, one a good while after the other, and both go on from there."""
+def move_(model: nn.Module, rank: int, step: int) -> None:
+    """As if trained: the same at the same step."""
+    draw = torch.Generator().manual_seed(10 * step + rank)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.05 * torch.randn(p.shape, generator=draw)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_elastic_nets_resume_bit_for_bit(tmp_path: Path, overlap: bool) -> None:
+    """Each rank loads its own state, one a good while after the others, and all go on as if nothing had been."""
+    spec, models = "choco(path, gamma=auto)", [own(0) for _ in range(3)]
+    nets = start(tmp_path / "first", models, spec, "sign", overlap=overlap)
+
+    def go(rank: int) -> None:
+        move_(models[rank], rank, nets[rank].step)
+        nets[rank]()
+
+    for _ in range(4):
+        together(*(partial(go, rank) for rank in range(3)))
+    for net in nets:
+        gradwire.save(net, tmp_path / "saved")
+    kept = [{name: value.clone() for name, value in model.state_dict().items()} for model in models]
+    for _ in range(3):
+        together(*(partial(go, rank) for rank in range(3)))
+    undisturbed = [flat(model) for model in models]
+    for net in nets:
+        net.close()
+    models = [own(rank) for rank in range(3)]
+    nets = start(tmp_path / "second", models, spec, "sign", overlap=overlap)
+
+    def resume(rank: int) -> None:
+        time.sleep(0.5 * (rank == 1))
+        models[rank].load_state_dict(kept[rank])
+        gradwire.load(nets[rank], tmp_path / "saved")
+        for _ in range(3):
+            go(rank)
+
+    together(*(partial(resume, rank) for rank in range(3)))
+    assert [net.step for net in nets] == [7] * 3
+    for model, before in zip(models, undisturbed, strict=True):
+        assert torch.equal(flat(model), before)
+    assert [(net.report().dropped, net.report().rejoined) for net in nets] == [(0, 0)] * 3
+    for net in nets:
+        net.close()
+
+
+def test_edges_that_remember_otherwise_begin_anew(tmp_path: Path) -> None:
+    """One end comes back with copies of its own: whole parameters pass, and the mean is kept."""
     models = [own(0) for _ in range(2)]
     nets = start(tmp_path / "first", models, "choco(ring, gamma=0.5)", "sign")
     for rank, model in enumerate(models):
         nn.init.constant_(model[0].weight, float(rank))
     for _ in range(3):
         together(*nets)
-    for net in nets:
-        gradwire.save(net, tmp_path / "saved")
-    kept = [{name: value.clone() for name, value in model.state_dict().items()} for model in models]
-    for net in nets:
-        net.close()
-    models = [own(rank) for rank in range(2)]
-    nets = start(tmp_path / "second", models, "choco(ring, gamma=0.5)", "sign")
-
-    def resume(rank: int) -> int:
-        time.sleep(0.5 * rank)
-        models[rank].load_state_dict(kept[rank])
-        gradwire.load(nets[rank], tmp_path / "saved")
-        nets[rank]()
-        return int(nets[rank].step)
-
-    assert together(partial(resume, 0), partial(resume, 1)) == [4, 4]
-    mean = torch.stack([state["0.weight"] for state in kept]).mean(0)
-    assert torch.allclose(torch.stack([model[0].weight.detach() for model in models]).mean(0), mean, atol=1e-6)
+    states = [net.state_dict() for net in nets]
+    states[1]["to_0/0.weight"] = states[1]["to_0/0.weight"] + 1.0
+    before = torch.stack([flat(model) for model in models]).mean(0)
+    together(*(partial(net.load_state_dict, state) for net, state in zip(nets, states, strict=True)))
+    sent = [net.report().sent for net in nets]
+    together(*nets)
+    assert all(net.report().sent - was > 4 * flat(models[0]).numel() for net, was in zip(nets, sent, strict=True))
+    assert torch.allclose(torch.stack([flat(model) for model in models]).mean(0), before, atol=1e-6)
+    assert torch.equal(nets[0].node.memory["from_1"], nets[1].node.memory["to_0"])
     assert not torch.equal(flat(models[0]), flat(models[1]))  # neither became a copy of the other
     assert [(net.report().dropped, net.report().drift) for net in nets] == [(0, 0.0)] * 2
     with pytest.raises(ValueError, match="holds no wire-0"):

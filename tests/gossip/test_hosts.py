@@ -2,6 +2,7 @@
 
 from collections import Counter
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 import scenes
 from gossip_scenes import optimizers, replicas
+from gradwire.adapters.gossip.hosts import need_one_thread
 from workers import run_ranks
 
 NODES = [[0, 1], [2, 3]]
@@ -162,3 +164,9 @@ def test_an_everyday_life_of_nodes(tmp_path: Any) -> None:
         assert "leave across out" in refused["elastic"]
         assert "of 2, and this is rank" in refused["other nodes"]
     run_ranks(missing, 4)
+
+
+def test_nccl_is_not_driven_from_two_threads() -> None:
+    need_one_thread(SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"from two threads.*leave overlap=True out"):
+        need_one_thread(SimpleNamespace(device=torch.device("cuda")))  # type: ignore[arg-type]

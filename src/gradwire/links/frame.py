@@ -25,8 +25,8 @@ class Kind(IntEnum):
 
     HELLO = 1  # step: my next; body: rank and digest of what I train
     READY = 2  # step: my next, now that I know it
-    OFFER = 3  # step: from which the edge may take part
-    TAKE = 4  # step: as offered
+    OFFER = 3  # step: from which the edge may take part; body: the mark of what I remember of it, if I do
+    TAKE = 4  # step: as offered; body: the same mark, if I remember the same
     REFUSE = 5  # step: my next, which is beyond
     LETTER = 6  # step, leg; body: a payload
     WAIT = 7  # I wait for somebody else
@@ -47,6 +47,7 @@ class Edge:
     offered: int | None = None
     tries: int = 0
     start: int | None = None  # the first step in which the edge takes part
+    kept: bool = False  # whether both ends remember the same of an earlier life of it
     heard: float = field(default_factory=time.monotonic)
     letters: dict[tuple[int, int], bytes] = field(default_factory=dict)
     state: tuple[int, bytes] | None = None

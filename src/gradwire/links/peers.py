@@ -3,7 +3,8 @@
 A process group ends with its first dead member; here each pair of neighbors has a connection of its own. The higher
 rank dials, again and again while there is none. Both say who they are and at which step they will talk next; the lower
 rank then offers a step from which on the edge takes part, and the higher takes it, or refuses one that it has passed.
-So both ends agree on the first step of an edge, and neither waits for a letter that was never written.
+So both ends agree on the first step of an edge, and neither waits for a letter that was never written. Offers carry a
+mark of what an end remembers of the edge, after a checkpoint was loaded; where both are equal, the edge is not new.
 
 While a rank waits for one neighbor it tells the others so; who neither writes nor says that he waits for `timeout`
 seconds is dropped. Its threads connect anew, but agree to nothing before its caller stirs again: else everybody would
@@ -64,6 +65,7 @@ class Peers:
         self._deadline = math.inf  # when the step ends, with whoever has answered
         self._stirred = 0.0  # when the caller was last seen; infinite while it waits in here
         self._snapshot: tuple[int, Snapshot] | None = None
+        self._marks: tuple[int, Mapping[int, bytes]] = (-1, {})  # what I remember of edges, at the step that it fits
         self._complaint: str | None = None
         self._closed = False
         self._changed = threading.Condition()
@@ -109,14 +111,21 @@ class Peers:
             self._until(lambda: edge.state is not None or not edge.alive)
             return edge.state
 
-    def settle(self, step: int, snapshot: Snapshot) -> None:
-        """I will talk in ``step`` next; let neighbors join me. Waits until those who are there have."""
+    def settle(self, step: int, snapshot: Snapshot, marks: Mapping[int, bytes] | None = None) -> None:
+        """I will talk in ``step`` next; let neighbors join me. Waits until those who are there have.
+
+        Args:
+            step: In which I talk next.
+            snapshot: My parameters.
+            marks: What I remember of the edge to each neighbor. These are waited for, there or not.
+        """
         with self._changed:
             self._next, self._snapshot, self._settled, self._newcomer = step, (step, snapshot), True, False
+            self._marks = step, marks or {}
             edges = list(self._edges.values())
         self._answer(edges)
         with self._here(edges), self._changed:
-            self._until(lambda: bool(self._live()) and all(edge.start is not None for edge in self._live()))
+            self._until(lambda: self._all_begin(marks or {}))
 
     def show(self, step: int, snapshot: Snapshot) -> None:
         """Neighbors may have these parameters, though I do not talk yet."""
@@ -135,7 +144,7 @@ class Peers:
                 self._send(edge, Kind.STATE, snapshot[0], 0, snapshot[1]())
 
     def begin(self, step: int) -> dict[int, bool]:
-        """Who takes part in a step, and whether the edge is new in it."""
+        """Who takes part in a step, and whether the edge is new in it: a kept one goes on as it was."""
         with self._changed:
             self._next, self._deadline = step + 1, time.monotonic() + 2 * self.timeout
             unsettled = [edge for edge in self._live() if edge.start is None]
@@ -144,8 +153,8 @@ class Peers:
             self._until(lambda: not any(_pending(edge, step) for edge in self._live()))
             for edge in [edge for edge in self._live() if _pending(edge, step)]:
                 self._drop(edge)
-            present = {e.peer: e.start == step for e in self._live() if e.start is not None and e.start <= step}
-            return dict(sorted(present.items()))
+            there = [edge for edge in self._live() if edge.start is not None and edge.start <= step]
+            return {e.peer: e.start == step and not e.kept for e in sorted(there, key=lambda edge: edge.peer)}
 
     def swap(self, step: int, leg: int, out: Mapping[int, bytes]) -> dict[int, bytes]:
         """Hand each peer its letter and wait for theirs. A peer that is lost is absent from the answer."""
@@ -191,7 +200,7 @@ class Peers:
             self._settled = False
             left = [edge for edge in self._live() if edge.start is not None or edge.offered is not None]
             for edge in self._live():
-                edge.told, edge.start = False, None
+                edge.told, edge.start, edge.tries = False, None, 0
         for edge in left:
             self._send(edge, Kind.BYE)  # nothing is lost, at either end
         with self._changed:
@@ -242,6 +251,14 @@ class Peers:
 
     def _live(self) -> list[Edge]:
         return [edge for edge in self._edges.values() if edge.alive]
+
+    def _all_begin(self, awaited: Iterable[int]) -> bool:
+        live = {edge.peer: edge.start is not None for edge in self._live()}
+        return bool(live) and all(live.values()) and all(peer in live for peer in awaited)
+
+    def _mark(self, edge: Edge, step: int) -> bytes:
+        """What I remember of an edge, if it is to go on with a step that this fits."""
+        return self._marks[1].get(edge.peer, b"") if self._marks[0] == step else b""
 
     def _ahead(self, step: int) -> int | None:
         reached = [(max(edge.ready or 0, edge.start or 0), edge.peer) for edge in self._live()]
@@ -380,16 +397,17 @@ class Peers:
             elif kind == Kind.REFUSE:
                 edge.ready, edge.offered = step, None
             elif kind == Kind.TAKE and edge.offered == step:
-                edge.start, edge.offered = step, None
+                edge.start, edge.offered, edge.kept = step, None, bool(body)
             take = kind == Kind.OFFER and self._settled and step >= self._next
             if take:
-                edge.start = step
+                edge.start, edge.kept = step, bool(body) and body == self._mark(edge, step)
             edge.asks = edge.asks or kind == Kind.PULL
             self._changed.notify_all()
         if kind in (Kind.READY, Kind.REFUSE):
             self._offer(edge)
         elif kind == Kind.OFFER:
-            self._send(edge, Kind.TAKE if take else Kind.REFUSE, step if take else self._next)
+            answer = (Kind.TAKE, step) if take else (Kind.REFUSE, self._next)
+            self._send(edge, *answer, body=body if take and edge.kept else b"")
         elif kind == Kind.PULL:
             self._answer([edge])
 
@@ -402,8 +420,8 @@ class Peers:
             assert edge.ready is not None
             edge.offered = max(self._next, edge.ready) + (2**edge.tries - 1)
             edge.tries = min(edge.tries + 1, 6)
-            step = edge.offered
-        self._send(edge, Kind.OFFER, step)
+            step, mark = edge.offered, self._mark(edge, edge.offered)
+        self._send(edge, Kind.OFFER, step, body=mark)
 
     def _count(self, traffic: Traffic, leg: int) -> None:
         if leg < OFF_THE_RECORD:

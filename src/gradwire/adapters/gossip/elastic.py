@@ -100,8 +100,8 @@ class ElasticNet:
         return met
 
     def _welcome(self, live: Mapping[int, bool], step: int) -> None:
-        for peer in (peer for peer, new in live.items() if new):
-            if peer in self._known:
+        for peer, new in live.items():
+            if new and peer in self._known:
                 self.rejoined += 1
                 _log.info("rank %d has neighbor %d back at step %d", self.node.rank, peer, step)
             self._known.add(peer)
@@ -143,23 +143,44 @@ class ElasticNet:
     def _payload(self, body: bytes) -> Payload:
         return Payload(torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self.flat.device))
 
-    def _join(self) -> None:
-        """Take over what a neighbor holds, if one is ahead, and let all know that I am there."""
+    def _join(self, resumes: bool = False) -> None:
+        """Take over what a neighbor holds, if one is ahead, and let all know that I am there.
+
+        Args:
+            resumes: Whether copies are those of this step, so that edges may go on where both ends have the same.
+        """
         for _ in range(TRIES):
             ahead = self.peers.meet(self.node.step)
             if ahead is None:
                 break
             if self._take(ahead):
+                resumes = False
                 break
         if self.node.step == 0:
             self._take_root()
-        self.peers.settle(self.node.step, _snapshot(self.flat.read(), self._buffers()))
+            resumes = False
+        marks = self._marks() if resumes else {}
+        self.peers.settle(self.node.step, _snapshot(self.flat.read(), self._buffers()), marks)
+
+    def _marks(self) -> dict[int, bytes]:
+        """A digest of each edge's copies, equal at both ends if these are: the lower rank's copy comes first."""
+        marks = {}
+        for peer in self._neighbors:
+            names = (f"to_{peer}", f"from_{peer}") if self.node.rank < peer else (f"from_{peer}", f"to_{peer}")
+            copies = (self.node.memory[name] for name in names if name in self.node.memory)
+            marks[peer] = hashlib.sha256(b"".join(as_bytes(x).cpu().numpy().tobytes() for x in copies)).digest()
+        return marks
 
     def _take(self, peer: int) -> bool:
         """Become a copy of a neighbor, if it lives long enough."""
         state = self.peers.pull(peer)
         if state is None:
             return False
+        if self.node.step:
+            _log.warning(
+                "rank %d was at step %d, and takes parameters and step %d of neighbor %d",
+                *(self.node.rank, self.node.step, state[0], peer),
+            )
         self.peers.hang_up()  # edges that were agreed on for my old step are of no use
         self._adopt_(self._payload(state[1]).data.view(torch.float32))
         self.node.step = self.node.number = state[0]
@@ -249,18 +270,22 @@ class ElasticNet:
         return self.node.step
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies, gamma and step. On resume, edges begin with whole parameters all the same."""
+        """Copies, gamma and step."""
         self.land()
         return save_state(self.node, self.flat, self.said, self.world)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over this rank's own state, and join the group at its step, or at the group's if that is further."""
+        """Take over this rank's own state, and join the group at its step, or at the group's if that is further.
+
+        An edge goes on as it was if both its ends come back with the same step and copies, within `timeout` of each
+        other; any other begins anew, with whole parameters.
+        """
         self.land()
         check_state(state, self.node, self.flat, self.said, self.world)
         self.node.load(state)
         self.node.step = self.node.number = int(state["gradwire/step"])
         self.peers.hang_up()
-        self._join()
+        self._join(resumes=True)
         self._noted = len(self.peers.lost)
         self.node.flows.clear()
 

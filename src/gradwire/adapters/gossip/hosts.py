@@ -20,6 +20,7 @@ from gradwire.core.payload import Payload, as_bytes, from_bytes
 from gradwire.core.segments import Segments
 from gradwire.gossip import Gossip, Node
 from gradwire.links.grouping import Grouping
+from gradwire.links.link import Link
 from gradwire.sync.drive import converse, drive
 from gradwire.sync.hierarchical import among_hosts
 from gradwire.sync.shares import Atom, deal
@@ -36,6 +37,8 @@ class HostNet(Net):
     def _make_node(
         self, spec: str | Gossip, codec: CodecSpec | None, granularity: str, seed: int, overlap: bool
     ) -> Node:
+        if overlap:
+            need_one_thread(self.link)
         host, self.local = self._grouping.seat(self.link.rank)
         whole = make_node(self.flat, spec, codec, host, self.parties, granularity, seed, overlap)
         tensors = whole.tensors
@@ -172,3 +175,13 @@ class HostNet(Net):
 def _chosen(tensors: Segments, served: Mapping[str, int], local: int) -> Segments:
     mine: Sequence[int] = [i for i, name in enumerate(tensors.names) if served[name] == local]
     return Segments(tuple(tensors.names[i] for i in mine), tuple(tensors.shapes[i] for i in mine))
+
+
+def need_one_thread(link: Link) -> None:
+    """Refuse a talk behind the training where means inside the host would meet it in NCCL."""
+    if link.device.type == "cuda":  # which is where NCCL wants agreements to live, and gloo does not
+        raise ValueError(
+            "overlap=True would start NCCL collectives of two groups from two threads, in an order that may differ "
+            "between the ranks of a host, which then wait for each other for ever; leave overlap=True out where nodes "
+            "have several ranks, or begin the process group with gloo"
+        )
