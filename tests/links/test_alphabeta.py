@@ -77,6 +77,23 @@ def test_it_is_what_distant_hosts_took(kind: Kind, nbytes: float, link: str, mea
 
 
 @pytest.mark.parametrize(
+    ("kind", "nbytes", "link", "measured"),
+    [
+        ("all_gather", 2**16, "100mbit,5ms", 0.0170),
+        ("all_gather", 2**18, "100mbit,5ms", 0.0338),
+        ("all_gather", 2**20, "100mbit,20ms", 0.134),
+        ("all_reduce", 2**18, "100mbit,5ms", 0.0437),
+        ("all_reduce", 2**20, "100mbit,20ms", 0.178),
+        ("all_reduce", 2**22, "100mbit,20ms", 0.458),
+        ("all_gather", 2**20, "100mbit", 0.0965),
+    ],
+)
+def test_it_is_what_two_hosts_took(kind: Kind, nbytes: float, link: str, measured: float) -> None:
+    """Between two, the word that one is ready goes behind one's own bytes, and is hidden by none of them."""
+    assert seconds(kind, nbytes, 2, LinkSpec.parse(link)) == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
     ("sent", "messages", "measured"),
     [(3_000, 12, 7_769), (300_000, 12, 322_828), (3_000_000, 12, 3_191_429), (600_000, 6, 640_061), (12, 6, 2_480)],
 )

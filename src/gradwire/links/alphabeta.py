@@ -12,6 +12,8 @@ says so for the next hop while this one still travels, which hides the second al
 With c the bytes of a hop, the h hops of a ring take
 
     h (c beta + alpha + max(0, alpha - c beta / 4))
+
+Between two ranks nothing is hidden: that word takes the same connection, behind the hop's own bytes.
 """
 
 import math
@@ -95,20 +97,20 @@ def seconds(kind: Kind, nbytes: float, world: int, link: AlphaBeta | LinkSpec) -
     if world < 2:
         return 0.0
     if kind == "all_reduce":
-        return ring(2 * (world - 1), nbytes / world, costs)
+        return ring(2 * (world - 1), nbytes / world, costs, world > 2)
     if kind == "all_gather":
-        return ring(world - 1, nbytes, costs, pieces=2)
+        return ring(world - 1, nbytes, costs, world > 2, pieces=2)
     if kind == "broadcast":
         return math.ceil(math.log2(world)) * (costs.alpha + _TREE * nbytes * costs.beta)
     return scatter(nbytes, nbytes, costs, world - 1)
 
 
-def ring(hops: int, chunk: float, costs: AlphaBeta, pieces: int | None = None) -> float:
-    """Hops of ``chunk`` bytes around a ring."""
+def ring(hops: int, chunk: float, costs: AlphaBeta, hides: bool, pieces: int | None = None) -> float:
+    """Hops of ``chunk`` bytes around a ring, which hide the word that a rank is ready if it takes another way."""
     travel = _RING * costs.carry(chunk, chunk)
     if pieces is None and chunk <= _SINGLE_BYTES:
         return hops * travel + (hops + 2) * costs.alpha
-    return hops * (travel + costs.alpha + max(0.0, costs.alpha - _HIDES * travel))
+    return hops * (travel + costs.alpha + max(0.0, costs.alpha - (_HIDES * travel if hides else 0.0)))
 
 
 def ring_pieces(chunk: float) -> int:
