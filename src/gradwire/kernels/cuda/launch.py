@@ -33,7 +33,7 @@ def launch(
     key = (id(kernel), device, facts)  # its own hash is one of its source
     known = _known.get(key)
     if known is not None:
-        run, function, packed, tail = known
+        run, function, packed, tail, _ = known
         stream = torch._C._cuda_getCurrentRawStream(device)
         # No hooks: they are for profilers of Triton's own, and would be handed a description of every launch.
         run(programs, 1, 1, stream, function, packed, None, None, None, *[x.data_ptr() for x in fresh], *tail)
@@ -43,7 +43,8 @@ def launch(
         if len(_known) >= _MOST:
             _known.clear()
         tail = [x.data_ptr() if isinstance(x, Tensor) else x for x in rest]
-        _known[key] = compiled.run, compiled.function, compiled.packed_metadata, tail
+        # Tensors of rest are held as well: addresses outlive them otherwise, and come to mean something else.
+        _known[key] = compiled.run, compiled.function, compiled.packed_metadata, tail, rest
 
 
 def form(*tensors: Tensor) -> tuple[Any, ...]:

@@ -1,0 +1,39 @@
+"""Launches by few facts: addresses that are handed on belong to tensors that are still there."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from gradwire.kernels.cuda import launch as launches
+
+
+class Compiled:
+    """Stands in for a compiled kernel, and writes down what it is handed."""
+
+    function = packed_metadata = None
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def run(self, *arguments: Any) -> None:
+        self.calls.append(arguments)
+
+
+def test_a_table_is_there_as_long_as_its_address_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(launches, "_known", {})
+    compiled = Compiled()
+    kernel = {(1, 1, 1): lambda *arguments, **options: compiled}
+    table = torch.arange(5)
+    held, address = weakref.ref(table), table.data_ptr()
+    launches.launch(kernel, 1, "facts", (torch.zeros(3),), (table, 7))
+    del table
+    gc.collect()
+    assert held() is not None, "the launch goes by its address"
+    launches.launch(kernel, 1, "facts", (torch.zeros(3),), (torch.arange(5), 7))
+    assert compiled.calls[-1][-2:] == (address, 7)
