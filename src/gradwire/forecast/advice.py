@@ -137,10 +137,15 @@ class _Box:
 
 
 def corners(calibration: Calibration, cluster: Cluster, error: float) -> Iterator[tuple[Calibration, Cluster]]:
-    """The extremes of what may be true, if every figure was measured to within a share of it."""
+    """The extremes of what may be true, if every figure was measured to within a share of it.
+
+    What coding costs errs for each way by itself, so dense ways are always as cheap as they may be.
+    """
     ends = (1 / (1 + error), 1 / (1 - error))
+    plain = {spec: calibration.costs[spec].scaled(ends[0]) for spec in known(calibration, DENSE)}
     for compute, codec, rate, delay in itertools.product(ends, repeat=4):
-        yield calibration.scaled(compute, codec), replace(cluster, link=scaled(cluster.link, rate, delay))
+        truth = calibration.scaled(compute, codec)
+        yield replace(truth, costs={**truth.costs, **plain}), replace(cluster, link=scaled(cluster.link, rate, delay))
 
 
 def scaled(link: LinkSpec, rate: float = 1.0, delay: float = 1.0) -> LinkSpec:
