@@ -6,47 +6,76 @@ from pathlib import Path
 from typing import Any
 
 NAMES = {
-    "dgc": "DGC: accumulate, select, settle",
-    "error_feedback_topk": "error feedback + top-k",
+    "torch_dgc": "DGC in plain torch, threshold sampled",
+    "dgc": "DGC, in place",
+    "dgc_turns": "DGC, as a lane",
+    "dgc_bf16": "DGC of a bf16 gradient, in place",
+    "error_feedback_topk": "error feedback + top-k, in place",
+    "error_feedback_topk_turns": "error feedback + top-k, as a lane",
+    "error_feedback_half": "error feedback + half of all, in place",
+    "error_feedback_zeros": "error feedback + top-k of mostly zeros, in place",
+    "torch_topk": "top-k in plain torch",
     "topk": "exact top-k",
-    "torch_topk": "`torch.topk`, for comparison",
-    "feedback_sign": "error feedback + sign",
-    "feedback_int4": "error feedback + int4",
+    "topk_half": "exact top-k, half of all",
+    "topk_zeros": "exact top-k of mostly zeros",
+    "topk_ties": "exact top-k of equal magnitudes",
+    "chunk_topk": "4 of every 4096 (composed)",
+    "torch_sign": "sign in plain torch, encode",
+    "torch_qsgd": "QSGD in plain torch, buckets of 512, encode",
+    "torch_int4": "int4 in plain torch, encode",
     "qsgd": "QSGD 8 bit, buckets of 512",
     "qsgd_whole": "QSGD 8 bit, whole segments",
     "terngrad": "TernGrad",
     "onebit": "1-bit, two scales",
     "draw": "random-k: draw positions",
     "scatter_mean_8": "mean of 8 sparse messages",
+    "scatter_mean_there_8": "mean of 8 sparse messages, into gradients",
     "rice_encode": "Rice, encode positions",
     "rice_decode": "Rice, decode positions",
-    "merge_int4_8": "a server's turn, 8 messages of int4",
-    "merge_sign_8": "a server's turn, 8 messages of sign",
+    "bitmap_encode": "bitmap, encode positions (composed)",
+    "bitmap_decode": "bitmap, decode positions (composed)",
+    "powersgd": "PowerSGD of rank 4, all of a step (composed)",
+    "powersgd_orthonormal": "PowerSGD of rank 4, orthonormal columns (composed)",
 }
-TINY = ("draw", "rice_encode", "rice_decode")  # their floor is a launch
+TINY = ("draw", "rice_encode", "rice_decode", "powersgd_orthonormal")  # their floor is a launch
 
 
 def name(kernel: str) -> str:
     if kernel in NAMES:
         return NAMES[kernel]
+    first, _, rest = kernel.partition("_")
+    if first == "feedback":
+        coder, _, lane = rest.partition("_")
+        return f"error feedback + {coder}, {'as a lane' if lane else 'in place'}"
+    if first == "merge":
+        return f"a server's turn, 8 messages of {rest.partition('_')[0]}"
     coder, _, turn = kernel.rpartition("_")
     return f"{NAMES.get(coder, coder)}, {turn}"
 
 
-def line(row: dict[str, Any]) -> str:
-    floor = ("", "") if row["kernel"] in TINY else (f"{row['floor_ms']:.3f}", f"{row['to_floor']:.2f}")
-    replayed = f"{row['graph_ms']:.3f}" if row["graph_ms"] else ""
-    plain = f"{row['to_reference']:.1f}" if row["kernel"] != "torch_topk" else ""
-    return f"| {name(row['kernel'])} | {row['ms']:.3f} | {replayed} | {floor[0]} | {floor[1]} | {plain} |"
+def ratio(number: float | None, digits: int) -> str:
+    return "" if number is None else f"{number:.{digits}f}"
+
+
+def line(row: dict[str, Any], replayed: bool) -> str:
+    tiny, composed = row["kernel"] in TINY, "(composed)" in name(row["kernel"]) or row["kernel"].startswith("torch_")
+    cells = [name(row["kernel"]), f"{row['ms']:.3f}"]
+    cells += [ratio(row["graph_ms"], 3)] if replayed else []
+    cells += [f"{row['bytes_per_element']:.4g}", f"{row['floor_ms']:.3f}"]
+    cells += [ratio(None if tiny else row["to_floor"], 2), ratio(None if composed else row["to_reference"], 1)]
+    return f"| {' | '.join([*cells, ratio(row.get('to_torch'), 1)])} |"
 
 
 def main() -> None:
     rows = [json.loads(text) for text in Path(sys.argv[1]).read_text().splitlines()]
+    replayed = any(row["graph_ms"] for row in rows)
+    columns = ["ms", *(["graph ms"] if replayed else []), "bytes", "floor ms", "x floor"]
+    columns += ["times faster than the definition", "than plain torch"]
     for size in dict.fromkeys((row["n"], row["segments"]) for row in rows):
         print(f"\n{size[0] / 1e6:.1f} M elements, segments: {size[1]}\n")
-        print("| kernel | ms | graph ms | floor ms | x floor | times faster than plain torch |")
-        print("|---|--:|--:|--:|--:|--:|")
-        print("\n".join(line(row) for row in rows if (row["n"], row["segments"]) == size))
+        print(f"| kernel | {' | '.join(columns)} |")
+        print(f"|---|{'--:|' * len(columns)}")
+        print("\n".join(line(row, replayed) for row in rows if (row["n"], row["segments"]) == size))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How fast each kernel is: against the memory it must touch, and against its definition in plain torch.
+"""How fast each kernel is: against the memory it must touch, against its definition, and against plain torch.
 
 The floor of a kernel is the time of a copy that reads and writes as many bytes as the kernel must, in the same run.
 """
@@ -6,41 +6,24 @@ The floor of a kernel is the time of a copy that reads and writes as many bytes 
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from gradwire.core.keys import Key
-from gradwire.core.segments import on
-from gradwire.kernels import fused, quantize
-from gradwire.kernels.dispatch import offers, reference_only
-from gradwire.kernels.fused import Accumulation
-from gradwire.kernels.rice import decode_blocks, encode_blocks, gaps_of, rice_decode, rice_encode
-from gradwire.kernels.select import permute, share
+from gradwire.bench import cases
+from gradwire.bench.cases import Case, Scene
+from gradwire.kernels.dispatch import reference_only
 
-RATIO = 0.001
-WORLD = 8
-_RULE = Accumulation(momentum=0.9)
-_KEY = Key(seed=0, step=7, rank=0)
-
-
-class Case(NamedTuple):
-    """One thing to time.
-
-    Attributes:
-        name: What it is called in the rows.
-        bytes: What it cannot avoid reading and writing, for each element.
-        run: Does it once.
-        repeatable: Whether a graph of it may be replayed.
-    """
-
-    name: str
-    bytes: float
-    run: Callable[[], object]
-    repeatable: bool = True
+# The same work as a person would write it, timed before the kernel.
+COMPOSED = {
+    "dgc": "torch_dgc",
+    "dgc_turns": "torch_dgc",
+    "topk": "torch_topk",
+    "sign_encode": "torch_sign",
+    "qsgd_encode": "torch_qsgd",
+    "int4_encode": "torch_int4",
+}
 
 
 def resnet50() -> tuple[int, ...]:
@@ -55,6 +38,18 @@ def resnet50() -> tuple[int, ...]:
     return (*sizes, 2048 * 1000, 1000)
 
 
+def chosen(only: str, lengths: tuple[int, ...]) -> list[str]:
+    """The kernels whose name holds ``only``.
+
+    Raises:
+        ValueError: None does.
+    """
+    known = cases.names(lengths)
+    if found := [name for name in known if only in name]:
+        return found
+    raise ValueError(f"there is no kernel {only!r}; those of {len(lengths)} segments are {', '.join(known)}")
+
+
 def measure(
     device: torch.device | str,
     sizes: Iterable[int | tuple[int, ...]],
@@ -65,36 +60,43 @@ def measure(
     """Time every kernel whose name contains ``only``, on buffers of these sizes, or of segments of these lengths.
 
     ``report`` is told each row as soon as it is measured.
+
+    Raises:
+        ValueError: A size is none, or no kernel has such a name.
     """
-    device = torch.device(device)
-    rows = []
-    for size in sizes:
-        lengths = size if isinstance(size, tuple) else (size,)
-        for case in _cases(lengths, device):
-            if only in case.name:
-                rows.append(_row(case, lengths, device, repeats))
-                report(rows[-1])
+    tables = [size if isinstance(size, tuple) else (size,) for size in sizes]
+    if any(sum(lengths) < 1 for lengths in tables):
+        raise ValueError("a kernel needs something to work on; say --size 25600000")
+    wanted = [(lengths, chosen(only, lengths)) for lengths in tables]
+    rows: list[dict[str, Any]] = []
+    for lengths, names in wanted:
+        scene, took = Scene(lengths, torch.device(device)), dict[str, float]()
+        for name in names:
+            row = _row(name, cases.CASES[name](scene), scene, repeats)
+            took[name] = row["ms"]
+            row["to_torch"] = took[COMPOSED[name]] / row["ms"] if COMPOSED.get(name) in took else None
+            rows.append(row)
+            report(row)
     return rows
 
 
-def _row(case: Case, lengths: tuple[int, ...], device: torch.device, repeats: int) -> dict[str, Any]:
-    n = sum(lengths)
-    needed = int(case.bytes * n)
+def _row(name: str, case: Case, scene: Scene, repeats: int) -> dict[str, Any]:
+    device = scene.device
+    needed = int(case.bytes * scene.n)
     copy = _copier(needed, device)
     if device.type == "cpu":
         floor, ms = _in_turns(copy, case.run, repeats)
     else:
         floor, ms = _median(copy, device, repeats), _median(case.run, device, repeats)
     replayed = _replayed(case.run, repeats) if device.type == "cuda" and case.repeatable else None
-    with reference_only():
-        plain = _median(case.run, device, max(3, repeats // 10), warm=1)
+    plain = ms if case.composed else _defined(case, device, repeats)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return {
-        "kernel": case.name,
+        "kernel": name,
         "device": device.type,
-        "n": n,
-        "segments": len(lengths),
+        "n": scene.n,
+        "segments": len(scene.lengths),
         "bytes_per_element": case.bytes,
         "ms": ms,
         "graph_ms": replayed,
@@ -124,131 +126,9 @@ def _in_turns(one: Callable[[], object], other: Callable[[], object], repeats: i
     return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
 
 
-def _cases(lengths: tuple[int, ...], device: torch.device) -> Iterator[Case]:
-    n = sum(lengths)
-    x = torch.randn(n, device=device)
-    counts = tuple(share(RATIO, size) for size in lengths)
-    names, table = tuple(map(str, range(len(lengths)))), torch.tensor(lengths, device=device)
-    yield Case("dgc", 20.0, _dgc(lengths, counts, device, True))
-    yield Case("error_feedback_topk", 12.0, _dgc(lengths, counts, device, False))
-    yield Case("topk", 4.0, lambda: fused.topk(x, lengths, counts))
-    if len(lengths) == 1:
-        yield Case("torch_topk", 4.0, lambda: torch.topk(x.abs(), counts[0], sorted=False), False)
-    residual = torch.randn(n, device=device)
-    yield Case("feedback_sign", 20.125, lambda: fused.feedback_sign_(x, residual, 1.0, lengths, False))
-    yield Case("feedback_int4", 12.5 + 4 / 256, lambda: fused.feedback_integer_(x, residual, 1.0, lengths, 4, 256))
-    coders: list[tuple[str, float, Callable[[], Tensor], Callable[[Tensor], Tensor]]] = [
-        ("sign", 4.125, lambda: quantize.sign_encode(x, table, False), lambda d: quantize.sign_decode(d, table)),
-        ("onebit", 4.125, lambda: quantize.onebit_encode(x, table), lambda d: quantize.onebit_decode(d, table)),
-        (
-            "qsgd",
-            5 + 4 / 512,
-            lambda: quantize.qsgd_encode(x, table, names, _KEY, 127, 512),
-            lambda d: quantize.qsgd_decode(d, table, 127, 512, False),
-        ),
-        (
-            "qsgd_whole",
-            9.0,
-            lambda: quantize.qsgd_encode(x, table, names, _KEY, 127, None),
-            lambda d: quantize.qsgd_decode(d, table, 127, None, False),
-        ),
-        (
-            "terngrad",
-            8.2,
-            lambda: quantize.ternary_encode(x, table, names, _KEY, 2.5),
-            lambda d: quantize.ternary_decode(d, table),
-        ),
-        (
-            "natural",
-            5.125,
-            lambda: quantize.natural_encode(x, table, names, _KEY),
-            lambda d: quantize.natural_decode(d, n),
-        ),
-    ]
-    coders += [(name, 6.0, *_cast(x, dtype)) for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16))]
-    coders += [(f"int{bits}", 4 + bits / 8 + 4 / 256, *_integer(x, table, bits)) for bits in (8, 4, 2)]
-    for name, needed, encode, decode in coders:
-        yield Case(f"{name}_encode", needed, encode)
-        data = encode()
-        # Decoding has no second pass over the values.
-        yield Case(f"{name}_decode", min(needed, 6.0 if name in ("fp16", "bf16") else 5.2), partial(decode, data))
-    sizes = on(lengths, device)
-    yield Case("draw", 8 * RATIO, lambda: permute(sizes, names, _KEY, lengths, counts))
-    yield from _sparse(n, sum(counts), device)
-
-
-def _integer(x: Tensor, table: Tensor, bits: int) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
-    def encode() -> Tensor:
-        return quantize.integer_encode(x, table, bits, 256)
-
-    def decode(data: Tensor) -> Tensor:
-        return quantize.integer_decode(data, table, bits, 256)
-
-    return encode, decode
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
-    return partial(quantize.cast_encode, x, dtype), quantize.cast_decode
-
-
-def _dgc(
-    lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device, momentum: bool
-) -> Callable[[], object]:
-    """A whole step of compression; gradients take turns, and the hint lives where a graph finds it again.
-
-    The memories start as they are after some thousand steps: young ones grow by much at every step.
-    """
-    n = sum(lengths)
-    grads = [torch.randn(n, device=device) for _ in range(2)]
-    u = 2.3 * torch.randn(n, device=device) if momentum else None
-    memories = (300 if momentum else 30) * torch.randn(n, device=device), u
-    hint: Tensor | None = None
-    turn = 0
-
-    def step() -> None:
-        nonlocal turn, hint
-        turn += 1
-        found = fused.send_topk_(grads[turn % 2], memories, memories, True, _RULE, lengths, counts, hint)
-        hint = found.edge if hint is None or hint.shape != found.edge.shape else hint.copy_(found.edge)
-
-    return step
-
-
-def _sparse(n: int, k: int, device: torch.device) -> Iterator[Case]:
-    """Messages of ``k`` random positions: their mean over several ranks, and their gaps as Rice codes."""
-    places = [torch.randint(n, (k,), device=device).unique() for _ in range(WORLD)]
-    bounds = (0, *torch.tensor([p.numel() for p in places]).cumsum(0).tolist())
-    indices, values = torch.cat(places), torch.randn(bounds[-1], device=device)
-    yield Case(f"scatter_mean_{WORLD}", 4.0, lambda: fused.scatter_mean(values, indices, bounds, n, WORLD))
-    yield from _rice(places[0], n)
-    yield from _merges(n // WORLD // 8 * 8, device)
-
-
-def _rice(places: Tensor, n: int) -> Iterator[Case]:
-    """Positions, or, where the device has no kernel for those, their gaps."""
-    if offers(places.device.type, "rice_encode"):
-        yield Case("rice_encode", 0.002, lambda: rice_encode(places, n))
-        row = rice_encode(places, n)[0][None]
-        yield Case("rice_decode", 0.002, lambda: rice_decode(row, places.numel(), n))
-        return
-    gaps = gaps_of(places)
-    yield Case("rice_encode", 0.002, lambda: encode_blocks(gaps, 4), False)
-    data = encode_blocks(gaps, 4)
-    yield Case("rice_decode", 0.002, lambda: decode_blocks(data, gaps.numel(), 4), False)
-
-
-def _merges(n: int, device: torch.device) -> Iterator[Case]:
-    """A server's turn with messages of several ranks for ``n`` elements, a debt, and one message back."""
-    if n == 0:
-        return
-    x, debt, table = torch.randn(n, device=device), torch.randn(n, device=device), torch.tensor([n], device=device)
-    rows = quantize.integer_encode(x, table, 4, 256).repeat(WORLD, 1)
-    code = 0.5 + 4 / 256
-    needed = (WORLD * code + 8 + code) / WORLD  # of each element of the whole vector, of which this is one shard
-    yield Case(f"merge_int4_{WORLD}", needed, lambda: fused.merge_integer(rows, debt, (n,), 4, 256))
-    bits = quantize.sign_encode(x, table, False).repeat(WORLD, 1)
-    needed = (WORLD / 8 + 16 + 1 / 8) / WORLD
-    yield Case(f"merge_sign_{WORLD}", needed, lambda: fused.merge_sign(bits, debt, (n,), False))
+def _defined(case: Case, device: torch.device, repeats: int) -> float:
+    with reference_only():
+        return _median(case.run, device, min(repeats, max(3, repeats // 10)), warm=1)
 
 
 def _median(run: Callable[[], object], device: torch.device, repeats: int, warm: int = 3) -> float:

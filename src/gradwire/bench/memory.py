@@ -20,6 +20,7 @@ from torch import nn
 
 from gradwire.adapters import compress
 from gradwire.bench.network.contestants import parse
+from gradwire.sync import method
 
 SPECS = (
     "dgc(0.001)",
@@ -67,6 +68,16 @@ class Meter:
         gc.collect()
         torch.cuda.synchronize(self._device)
         return torch.cuda.memory_allocated(self._device)
+
+
+def check(spec: str) -> None:
+    """Refuse what is no spec of ours.
+
+    Raises:
+        ValueError: It is none, or one of its options is.
+    """
+    text, options = parse(spec)
+    method(text, options.get("feedback"), options.get("exchange"))
 
 
 def measure(specs: Sequence[str], device: str, size: int) -> Iterator[dict[str, Any]]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradwire.bench.memory import Meter
+from gradwire.bench.network import contestants
 from gradwire.bench.network.contestants import POWERSGD, SILENT, enter
 from gradwire.bench.network.workloads import Workload
 from gradwire.network.hosts import FIRST_PORT
@@ -188,16 +189,27 @@ def _say(**news: Any) -> None:
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
+def check(job: Job) -> None:
+    """Refuse a job that no rank could do.
+
+    Raises:
+        ValueError: It names a workload or a method that is none, or leaves out what all are compared with.
+    """
+    if job.workload not in WORKLOADS:
+        raise ValueError(f"there is no workload {job.workload!r}; take {', '.join(WORKLOADS)}")
+    if DENSE not in job.methods:
+        raise ValueError(f"all is compared with {DENSE}; add it to the methods")
+    for method in job.methods:
+        contestants.check(method)
+
+
 def measure(job: Job, world: int, tell: Callable[[str], object] = lambda line: None) -> list[dict[str, Any]]:
     """Start the ranks, and make a row of each method.
 
     Raises:
         RuntimeError: A rank died.
     """
-    if job.workload not in WORKLOADS:
-        raise ValueError(f"there is no workload {job.workload!r}; take {', '.join(WORKLOADS)}")
-    if DENSE not in job.methods:
-        raise ValueError(f"all is compared with {DENSE}; add it to the methods")
+    check(job)
     heard: list[dict[str, Any]] = []
     others: list[str] = []
 
@@ -208,13 +220,19 @@ def measure(job: Job, world: int, tell: Callable[[str], object] = lambda line: N
         news = json.loads(line.removeprefix(MARK)) | {"rank": rank}
         heard.append(news)
         if rank == 0:
-            tell(f"{news['method']}: {'round ' + str(news['round'] + 1) if 'round' in news else 'built'}")
+            tell(f"{news['method']}: {_progress(news)}")
 
     before = os.getloadavg()[0]
     _run_ranks([sys.executable, "-m", "gradwire.bench.step", json.dumps(asdict(job))], world, hear, others)
     about = {"workload": job.workload, "device": job.device, "world": world, "rounds": job.rounds, "steps": job.steps}
     load = {"load_before": before, "load_after": os.getloadavg()[0]}
     return [about | row | load for row in _rows(heard, job.methods)]
+
+
+def _progress(news: dict[str, Any]) -> str:
+    if "round" in news:
+        return f"round {news['round'] + 1}"
+    return f"refused, {news['refused']}" if "refused" in news else "built"
 
 
 def _run_ranks(argv: list[str], world: int, hear: Callable[[int, str], None], others: list[str]) -> None:

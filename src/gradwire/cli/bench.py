@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure, on this machine.", no_args_is_help=True)
 
-COLUMNS = ("kernel", "elements", "segments", "ms", "GB/s", "x floor", "x plain torch")
+COLUMNS = ("kernel", "elements", "segments", "ms", "GB/s", "x floor", "x definition", "x plain torch")
+_WIDTH = 150  # of a table that no terminal shows
 STEP_COLUMNS = ("workload", "ranks", "method", "ms", "x DDP", "quartiles", "x silent", "CPU x DDP", "kept", "peak")
 
 
@@ -38,35 +39,74 @@ def bench() -> None:
 @app.command()
 def kernels(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    size: Annotated[list[int] | None, typer.Option(help="Elements; several may be given. By default 25.6 M.")] = None,
+    size: Annotated[
+        list[int] | None, typer.Option(min=1, help="Elements; several may be given. By default 25.6 M.")
+    ] = None,
     resnet50: Annotated[bool, typer.Option("--resnet50", help="ResNet-50's 161 tensors too, layer by layer.")] = False,
     only: Annotated[str, typer.Option(help="Only kernels whose name holds this.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Medians are of this many runs.")] = 10,
     picture: Annotated[Path | None, typer.Option(help="Draw times over bytes into this PNG or SVG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")] = False,
 ) -> None:
-    """Time every kernel against the memory it must touch, and against its definition in plain torch."""
+    """Time every kernel against the memory it must touch, its definition, and what a person would write in torch."""
     from gradwire.bench import kernels as bench_kernels
 
     _check_picture(picture, "kernels")
+    _check_device(device, "kernels")
     sizes: list[int | tuple[int, ...]] = list(size or [25_600_000])
     sizes += [bench_kernels.resnet50()] if resnet50 else []
     table = Table(title=f"kernels on {device}: the floor is a copy of as many bytes, in the same run")
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "kernel" else "right", no_wrap=column == "kernel")
+        table.add_column(column, justify="left" if column == "kernel" else "right", no_wrap=True)
 
     def report(row: dict[str, Any]) -> None:
-        if as_json:
-            typer.echo(json.dumps(row))
+        typer.echo(json.dumps(row) if as_json else _told(row), err=not as_json)
         table.add_row(*_cells(row))
 
-    rows = bench_kernels.measure(device, sizes, only, repeats, report)
+    try:
+        rows = bench_kernels.measure(device, sizes, only, repeats, report)
+    except (ValueError, MemoryError, RuntimeError) as wrong:
+        _refuse("kernels", _memory_said(wrong))
     if picture:
         from gradwire.bench import roofline
 
         roofline.picture(rows, picture)
     if not as_json:
-        Console().print(table)
+        _print(table)
+
+
+def _refuse(command: str, wrong: object) -> NoReturn:
+    typer.echo(f"gradwire bench {command}: {wrong}", err=True)
+    raise typer.Exit(2) from None
+
+
+def _print(table: Table) -> None:
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
+
+
+def _memory_said(wrong: Exception) -> str:
+    """What allocators say, as a sentence; anything else that a runtime says is a bug, and stays one."""
+    if isinstance(wrong, ValueError):
+        return str(wrong)
+    if isinstance(wrong, MemoryError) or any(words in str(wrong) for words in ("out of memory", "can't allocate")):
+        return "there is not enough memory for buffers of this size; say a smaller --size"
+    raise wrong
+
+
+def _check_device(device: str, command: str, workers: int = 1) -> None:
+    """Say that there is no such device before ranks are started on it."""
+    import torch
+
+    from gradwire.bench.network import devices
+
+    try:
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f"nothing is measured on {device!r}; say --device cpu or cuda")
+        devices.parse(device)
+    except ValueError as wrong:
+        _refuse(command, wrong)
+    if device == "cuda" and workers > torch.cuda.device_count():
+        _refuse(command, f"{workers} ranks need as many GPUs, and torch sees {torch.cuda.device_count()}")
 
 
 def _check_picture(path: Path | None, command: str) -> None:
@@ -76,9 +116,15 @@ def _check_picture(path: Path | None, command: str) -> None:
         wrong = "a picture needs two more packages; pip install 'gradwire[report]'"
     elif path is not None and path.suffix not in (".png", ".svg"):
         wrong = f"a picture is a PNG or an SVG, and {path} is none; name it {path.stem or 'picture'}.png"
+    elif path is not None and not path.parent.is_dir():
+        wrong = f"there is no folder {path.parent} for the picture; make it first"
     if wrong:
-        typer.echo(f"gradwire bench {command}: {wrong}", err=True)
-        raise typer.Exit(2)
+        _refuse(command, wrong)
+
+
+def _told(row: dict[str, Any]) -> str:
+    what = f"{row['kernel']}, {row['n']:,} elements, segments: {row['segments']}"
+    return f"{what}: {row['ms']:.3f} ms, {row['to_floor']:.2f} x floor"
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -90,6 +136,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['gb_per_s']:.1f}",
         f"{row['to_floor']:.2f}",
         f"{row['to_reference']:.1f}",
+        f"{row['to_torch']:.1f}" if row["to_torch"] else "",
     )
 
 
@@ -113,21 +160,27 @@ def step(
     on_gpu = device == "cuda"
     world = workers or (1 if on_gpu else 2)
     methods = tuple(dict.fromkeys((*bench_step.ALWAYS, *(method or bench_step.METHODS))))
+    _check_device(device, "step", world)
     table = Table(title=f"steps on {device}: DDP is torch's in float32; silent does not communicate")
     for column in STEP_COLUMNS:
         table.add_column(column, justify="left" if column in ("workload", "method") else "right")
+    names = workload or (["gpt2", "resnet50"] if on_gpu else ["resnet20", "gpt"])
+    jobs = [bench_step.Job(name, device, methods, batch, rounds, steps) for name in names]
+    refusals = []
     try:
-        for name in workload or (["gpt2", "resnet50"] if on_gpu else ["resnet20", "gpt"]):
-            job = bench_step.Job(name, device, methods, batch, rounds, steps)
+        for job in jobs:
+            bench_step.check(job)
+        for job in jobs:
             for row in bench_step.measure(job, world, lambda line: typer.echo(line, err=True)):
                 if as_json:
                     typer.echo(json.dumps(row))
                 table.add_row(*_step_cells(row))
-    except (ValueError, RuntimeError) as wrong:
-        typer.echo(f"gradwire bench step: {wrong}", err=True)
-        raise typer.Exit(2) from None
+                refusals += [f"{row['workload']}, {row['method']}: {row['refused']}"] if "refused" in row else []
+    except (ValueError, TypeError, RuntimeError) as wrong:
+        _refuse("step", wrong)
     if not as_json:
-        Console(width=None if sys.stdout.isatty() else 150).print(table)
+        _print(table)
+        typer.echo("\n".join(refusals), nl=bool(refusals))
 
 
 def _step_cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -156,20 +209,23 @@ def memory(
     """Weigh methods: floats per parameter that they keep, and that they hold at most within a step."""
     from gradwire.bench import memory as bench_memory
 
+    _check_device(device, "memory")
     table = Table(title=f"floats per parameter on {device}, beside parameters and gradients")
     for column in ("spec", "kept", "peak", "due"):
         table.add_column(column, justify="left" if column == "spec" else "right")
     try:
+        for one in spec or ():
+            bench_memory.check(one)
         for row in bench_memory.measure(spec or bench_memory.SPECS, device, size):
-            if as_json:
-                typer.echo(json.dumps(row))
             numbers = (row["kept_floats"], row["peak_floats"], row["due_floats"])
-            table.add_row(row["spec"], *("" if number is None else f"{number:.2f}" for number in numbers))
-    except RuntimeError as wrong:
-        typer.echo(f"gradwire bench memory: {wrong}", err=True)
-        raise typer.Exit(2) from None
+            shown = (row["spec"], *("" if number is None else f"{number:.2f}" for number in numbers))
+            told = f"{shown[0]}: {shown[1]} floats kept, {shown[2]} at most"
+            typer.echo(json.dumps(row) if as_json else told, err=not as_json)
+            table.add_row(*shown)
+    except (ValueError, TypeError, RuntimeError) as wrong:
+        _refuse("memory", wrong)
     if not as_json:
-        Console().print(table)
+        _print(table)
 
 
 @app.command()
@@ -269,7 +325,7 @@ def _show(found: "list[Standing]") -> None:
         table.add_column(column, justify="left" if column in ("model", "link", "method") else "right")
     for one in found:
         table.add_row(*words(one))
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
+    _print(table)
     for one in found:
         if "failed" in one.row:
             typer.echo(f"{one.row['link']}, {one.row['world']} ranks, {one.row['method']}: {one.row['failed']}")
