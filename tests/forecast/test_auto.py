@@ -1,5 +1,6 @@
 """``auto`` among real ranks: it decides alike everywhere, changes its mind, and gets out of the way."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -240,6 +241,17 @@ def test_a_recipe_may_leave_it_open(tmp_path: Path) -> None:
         ),
     ):
         assert said in CliRunner().invoke(app, words, env={"COLUMNS": "200"}).output
+
+
+def test_a_training_tells_what_was_decided(tmp_path: Path) -> None:
+    few = [word for one in ("train.iterations=10", "model.options={width=4}") for word in ("--set", one)]
+    words = ["train", "digits", "--spec", "auto", "--workers", "2", *few, "--runs", str(tmp_path)]
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    records = [json.loads(line) for line in next(tmp_path.rglob("run.jsonl")).read_text().splitlines()]
+    first = next(record for record in records if record["event"] == "decision")
+    assert first["step"] == pilot.WARMUP + pilot.MEASURED + 1 and first["why"]
+    assert f"auto, step {first['step']}: {first['spec']}, {first['why']}"[:60] in done.stdout
 
 
 def test_alone_it_has_nothing_to_decide() -> None:

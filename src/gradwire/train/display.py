@@ -36,7 +36,8 @@ class Display:
             self._live.stop()
 
     def hear(self, record: Record) -> None:
-        {"start": self._begin, "step": self._step, "epoch": self._epoch, "final": self._end}[record["event"]](record)
+        known = {"start": self._begin, "step": self._step, "epoch": self._epoch, "final": self._end}
+        {**known, "decision": self._decision}[record["event"]](record)
 
     def _begin(self, record: Record) -> None:
         self._start = record
@@ -62,6 +63,9 @@ class Display:
             self._live.update(self._bar, description=line, completed=record["step"])
         elif time.monotonic() - self._spoke > QUIET_SECONDS:
             self._say(line)
+
+    def _decision(self, record: Record) -> None:
+        self._say(f"auto, step {record['step']}: {record['spec']}, {record['why']}")
 
     def _epoch(self, record: Record) -> None:
         self._say(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gradwire.adapters.pilot import AutoWire
 from gradwire.train.compression import arguments, corrects_momentum
 from gradwire.train.crew import Crew
 from gradwire.train.data import Batch, TextTask
@@ -57,6 +58,7 @@ class Training:
         self.best: float | None = None
         self.kept: float | None = None
         self._batches = Ahead(iter(()))
+        self._told = 0  # decisions of `auto`
         self.loss = torch.zeros((), dtype=torch.float64, device=place.device)  # summed over this epoch's steps
 
     @property
@@ -105,6 +107,8 @@ class Training:
         self._batches = Ahead(self.loader.epoch(self.epoch, self.at))
         for batch in self._batches:
             loss = self._one_step(batch)
+            for decision in self._decisions():
+                listen(decision)
             if self.step % self.recipe.train.log_every == 0 or self.step == 1:
                 listen(self._progress(float(loss)))
             if self.done or self.at == self.loader.steps:
@@ -213,6 +217,14 @@ class Training:
             "payload_ratio": report.payload_ratio,
             "seconds": self.seconds,
         }
+
+    def _decisions(self) -> list[dict[str, Any]]:
+        """What `auto` has decided since this was last asked."""
+        wire = self.crew.wire
+        fresh = wire.decisions[self._told :] if isinstance(wire, AutoWire) else []
+        self._told += len(fresh)
+        here = {"event": "decision", "step": self.step, "epoch": round(self.position, 4)}
+        return [{**here, "spec": one.spec, "why": one.why} for one in fresh]
 
     def _account(self) -> dict[str, Any]:
         report = self.crew.wire.report()

@@ -1,6 +1,6 @@
 """Record: the files that a run leaves behind for people and programs.
 
-run.jsonl         one JSON object a line: start, step, epoch, final
+run.jsonl         one JSON object a line: start, step, epoch, final; and each decision of sync.spec = "auto"
 results.csv       one line an epoch
 recipe.toml       the recipe, resolved
 environment.json  versions, device, git revision, command line
