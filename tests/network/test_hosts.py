@@ -300,7 +300,7 @@ package.__path__ = [sys.argv[1]]
 from gradwire.network import Hosts, LinkSpec
 with Hosts(2, LinkSpec.parse("10mbit,1ms")) as hosts:
     print(*hosts.names, hosts.hub, flush=True)
-    hosts.run(["sleep", "60"])
+    hosts.run(["sh", "-c", "sleep 60 & wait"])
 """
 
 
@@ -315,16 +315,15 @@ def test_nothing_survives_its_owner() -> None:
         names = [owner.stdout.readline().split() for owner in owners]
         for mine in names:
             assert len(mine) == 3
-            wait_until(lambda mine=mine: len(namespaces.residents(mine)) >= 3)  # two sleepers and a switch
+            wait_until(lambda mine=mine: len(namespaces.residents(mine)) >= 5)  # sleepers, shells, a switch
         inside = namespaces.residents(names[0])
         for owner, number in zip(owners, signals, strict=True):
             owner.send_signal(number)
         assert [owner.wait(timeout=20) for owner in owners[:2]] == [-signal.SIGKILL, 128 + signal.SIGTERM]
         assert owners[2].wait(timeout=20) != 0
         assert not any(namespaces.exists(name) for mine in names[1:] for name in mine)
-        wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in inside))  # even before any sweep
-        sweep()
-        assert not any(namespaces.exists(name) for name in names[0])
+        wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in inside))  # and this before any sweep
+        wait_until(lambda: not any(namespaces.exists(name) for name in names[0]))
     finally:
         for owner in owners:
             owner.kill()

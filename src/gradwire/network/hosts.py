@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from gradwire.links.rates import LinkSpec
-from gradwire.network import namespaces, shaping, switch
+from gradwire.network import namespaces, shaping, switch, warden
 from gradwire.network.addresses import mac, private, unused
 from gradwire.network.guard import Guard, undisturbed
 from gradwire.network.launch import DEFAULTS, Crew, Ended, Sink, launch, place
@@ -68,6 +68,7 @@ class Hosts:
         self.mtu = 1500
         self._made: list[str] = []
         self._switch: subprocess.Popen[str] | None = None
+        self._warden: warden.Warden | None = None
         self._ports = itertools.count(FIRST_PORT)
         self._owner = os.getpid()
         self._guard = Guard()
@@ -78,6 +79,7 @@ class Hosts:
         self._guard.arm()
         atexit.register(self.close)
         try:
+            self._warden = warden.appoint([*self.names, self.hub])
             self._build()
         except BaseException:
             self.close()
@@ -102,6 +104,9 @@ class Hosts:
                 made, self._made = self._made, []
                 namespaces.remove(made)
         finally:
+            if self._warden is not None:
+                warden.dismiss(self._warden)
+                self._warden = None
             self._guard.release()
 
     def run(

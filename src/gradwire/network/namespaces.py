@@ -18,7 +18,7 @@ from typing import Any
 PLACE = Path("/run/netns")  # where `ip netns` keeps its names
 
 _OURS = re.compile(r"gw(\d+)t(\d+)s\d+(?:h\d+|hub)")
-_SBIN = "/usr/sbin:/sbin"  # root's tools, not on everybody's path
+SBIN = "/usr/sbin:/sbin"  # root's tools, not on everybody's path
 _serial = itertools.count(1)
 
 
@@ -146,7 +146,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _find(tool: str) -> str | None:
-    return shutil.which(tool, path=f"{os.environ.get('PATH', '')}:{_SBIN}")
+    return shutil.which(tool, path=f"{os.environ.get('PATH', '')}:{SBIN}")
 
 
 def _call(tool: str, *words: str) -> str:
