@@ -15,6 +15,9 @@ from gradwire.kernels.dispatch import kernel
 from gradwire.kernels.groups import over
 
 
+_MAGNITUDE = 0x7FFFFFFF  # all bits of a float but its sign
+
+
 class Accumulation(NamedTuple):
     """How a gradient enters the memories.
 
@@ -46,8 +49,11 @@ class Selected(NamedTuple):
 
 @kernel
 def topk(x: Tensor, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Tensor:
-    """Rising flat positions of the ``counts[s]`` largest magnitudes of each segment; of equals the first win."""
-    size, found, start = x.abs(), [], 0
+    """Rising flat positions of the ``counts[s]`` largest magnitudes of each segment; of equals the first win.
+
+    Magnitudes are compared by their bits, so that NaN is larger than infinity.
+    """
+    size, found, start = x.float().view(torch.int32) & _MAGNITUDE, [], 0
     for n, k in zip(lengths, counts, strict=True):
         found.append(_largest(size[start : start + n], k) + start)
         start += n
@@ -223,7 +229,9 @@ def _mean(parts: list[Tensor], debt: Tensor | None) -> Tensor:
 def _largest(size: Tensor, k: int) -> Tensor:
     if k >= size.numel():
         return torch.arange(size.numel(), device=size.device)
-    edge = size.topk(k, sorted=False).values.min() if k else torch.tensor(float("inf"))
+    if k == 0:
+        return torch.zeros(0, dtype=torch.int64, device=size.device)
+    edge = size.topk(k, sorted=False).values.min()
     above = (size > edge).nonzero().flatten()
     tied = (size == edge).nonzero().flatten()[: k - above.numel()]
     return torch.cat((above, tied)).sort().values
