@@ -1,6 +1,7 @@
 """Fused equals composed: messages, updates and memories, bit for bit, over several steps."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -24,18 +25,30 @@ LOWERED = [
     ("sign", None, "majority"),
     ("int4", "residual", None),
     ("int8(block=100)", "residual", "delayed"),
+    ("int2", "residual", None),
+    ("topk(1)", None, None),
+    ("dgc(1)", None, None),
 ]
 
 
-def run(spec: str, feedback: str | None, exchange: str | None, granularity: str) -> tuple[list[Tensor], list[float]]:
-    """Everything that six steps leave behind, and the bytes they sent."""
+def run(
+    spec: str,
+    feedback: str | None,
+    exchange: str | None,
+    granularity: str,
+    dtype: torch.dtype = torch.float32,
+    steps: int = 6,
+) -> tuple[list[Tensor], list[float]]:
+    """Everything that some steps leave behind, and the bytes they sent."""
     plan = build(SHAPES, default_rules(spec, feedback, exchange, granularity), WORLD)
     sessions = [Session(plan, rank, WORLD, 0, torch.device("cpu")) for rank in range(WORLD)]
     group = Lockstep(WORLD)
     left: list[Tensor] = []
-    for step in range(6):
+    for step in range(steps):
         draw = torch.Generator().manual_seed(step)
-        grads = [{name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()} for _ in sessions]
+        grads = [
+            {name: torch.randn(shape, generator=draw).to(dtype) for name, shape in SHAPES.items()} for _ in sessions
+        ]
         for verdict in group.drive([s.run(grad) for s, grad in zip(sessions, grads, strict=True)]):
             left += [verdict.updates[name] for name in SHAPES]
     for session in sessions:
@@ -73,10 +86,24 @@ def test_fused_equals_composed(how: tuple[str, str | None, str | None], granular
         for session in [Session(plan, 0, WORLD, 0, torch.device("cpu"))]
         for lane, memory in zip(plan.lanes, session.memories, strict=True)
     )
+    same(*how, granularity)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [("dgc(0.01)", None, None), ("topk(0.01)", None, None), ("sign", "residual", None), ("int4", "residual", None)],
+    ids=lambda how: how[0],
+)
+def test_gradients_of_sixteen_bits(how: tuple[str, str | None, str | None], dtype: torch.dtype) -> None:
+    same(*how, "layer", dtype, 3)
+
+
+def same(*how: Any) -> None:
     outcomes = []
     for definitions in (False, True):
         with reference_only() if definitions else nullcontext():
-            outcomes.append(run(*how, granularity))
+            outcomes.append(run(*how))
     (fused, fused_bytes), (composed, composed_bytes) = outcomes
     assert fused_bytes == composed_bytes
     for mine, known in zip(fused, composed, strict=True):

@@ -53,6 +53,7 @@ def test_attaching_calls_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     gradwire.compress(model, "topk(0.1)")
     assert any("topk" in name for name in called)
     assert "encode_blocks" in called
+    assert "scatter_mean_" in called  # though only long gradients need it
     called.clear()
     gradwire.compress(model, "topk(0.1)")
     assert not called  # once in a process

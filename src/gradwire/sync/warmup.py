@@ -12,8 +12,9 @@ import torch
 
 from gradwire.codecs.codec import Codec
 from gradwire.core.segments import Segments
-from gradwire.exchanges import Exchange
+from gradwire.exchanges import AllGather, Exchange
 from gradwire.feedback import Feedback
+from gradwire.kernels import fused
 from gradwire.kernels.dispatch import accelerated, versions
 from gradwire.sync.lane import Lane
 from gradwire.sync.lockstep import Lockstep
@@ -53,3 +54,6 @@ def _rehearse(lane: Lane, kind: Kind, world: int) -> None:
         shapes = zip(_TINY.names, _TINY.shapes, strict=True)
         grads = {name: torch.linspace(-1.0, 1.0, shape[0] * shape[1]).view(shape) for name, shape in shapes}
         Lockstep(world).drive([session.run(grads) for session in sessions])
+    if codec.selector is not None and isinstance(exchange, AllGather):  # how long gradients hear the mean, see `direct`
+        values, indices = torch.ones(1), torch.zeros(1, dtype=torch.int64)
+        fused.scatter_mean_(torch.empty(2), values, indices, (0, 1), 0, world)
