@@ -37,6 +37,9 @@ def test_every_kernel_is_timed() -> None:
 def test_resnet50() -> None:
     lengths = kernels.resnet50()
     assert sum(lengths) == 25_557_032 and len(lengths) == 161
+    code, out, _ = bench("kernels", "--size", "64", "--resnet50", "--only", "draw", "--repeats", "1", "--json")
+    assert code == 0
+    assert [(row["n"], row["segments"]) for row in map(json.loads, out.splitlines())] == [(64, 1), (25_557_032, 161)]
     assert set(cases.CASES) - set(cases.names(lengths)) == {
         f"torch_{n}" for n in ("dgc", "topk", "sign", "qsgd", "int4")
     }
