@@ -80,3 +80,11 @@ def test_no_rank_outlives_an_interrupt():
 def test_no_ranks_are_refused():
     with pytest.raises(ValueError, match="at least one"):
         launch(chat, 0)
+
+
+def test_cores_are_shared_out_unless_somebody_says(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    assert threads(1) == cores and threads(2 * cores) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads(1) == threads(64) == 3

@@ -125,7 +125,10 @@ def joined(
 
 
 def threads(world: int) -> int:
-    """How many threads each of ``world`` ranks on this machine should use."""
+    """How many threads each of ``world`` ranks on this machine should use: its share, unless OMP_NUM_THREADS says."""
+    told = os.environ.get("OMP_NUM_THREADS", "")  # torchrun sets it too, so what is measured under it must have as many
+    if told.isdigit() and int(told):
+        return int(told)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // world)
 

@@ -40,6 +40,7 @@ from gradwire.links.torch import connect
 from gradwire.sync.plan import LAUNCH_BYTES
 from gradwire.train.launch import launch
 
+BOUTS = 2  # of computing, before and after the rehearsals: the speed of shared machines drifts within a minute
 MOST_DECODED = 16  # ranks whose messages are decoded in a rehearsal; more are extrapolated
 
 Make = Callable[[], Workload]
@@ -53,7 +54,7 @@ class Job:
         make: Builds the workload; lives at the top of a module.
         specs: Ways to synchronize, dense ones aside.
         world: Ranks of the training that is meant.
-        steps: Whose medians count.
+        steps: That count, all bouts together.
         most_elements: That all rehearsals of a spec handle together; there are three at least, and nine at most.
         seconds: To be spent on all rehearsals together, and half as many on steps, as far as there is a choice.
         device: Where: ``cpu``, ``cuda`` for the GPUs in turn, or ``cuda:1``; nothing for where the model is made.
@@ -63,8 +64,8 @@ class Job:
     make: Make
     specs: tuple[str, ...]
     world: int
-    steps: int = 9
-    most_elements: int = 40_000_000
+    steps: int = 16
+    most_elements: int = 160_000_000
     seconds: float = math.inf
     device: str = ""
     dtype: str = ""
@@ -121,9 +122,9 @@ class Pass(NamedTuple):
 def _rank(rank: int, world: int, job: Job) -> Calibration:
     workload = devices.placed(job.make, devices.of_rank(job.device, rank), job.dtype)
     torch.manual_seed(rank)
-    found = _compute(workload, job)
+    first = _compute(workload, job)
     parameters = {name: p for name, p in workload.model.named_parameters() if p.requires_grad}
-    model = Model.of(parameters, found.arrival)
+    model = Model.of(parameters, first.arrival)
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()}
     decoded = min(job.world, MOST_DECODED)
     costs = {spec: _dense(grads, model.summed(spec), job.world, job.repeats(model.elements)) for spec in DENSE}
@@ -131,7 +132,9 @@ def _rank(rank: int, world: int, job: Job) -> Calibration:
     device = next(iter(parameters.values())).device
     # Between GPUs it is NCCL that costs, and what that costs between hosts cannot be seen on one of them.
     software = measure(_bare(), dist.barrier) if world > 1 and device == CPU else FREE
-    numbers = [found.forward, found.backward, *(x for c in costs.values() for x in (c.encode, c.decode, c.per_peer))]
+    bouts = first, *(_compute(workload, job) for _ in range(BOUTS - 1))
+    passes = fmean(one.forward for one in bouts), fmean(one.backward for one in bouts)
+    numbers = [*passes, *(x for c in costs.values() for x in (c.encode, c.decode, c.per_peer))]
     slowest = iter(_slowest(numbers))
     forward, backward = next(slowest), next(slowest)
     agreed = {spec: Cost(next(slowest), next(slowest), next(slowest), cost.fill) for spec, cost in costs.items()}
@@ -189,7 +192,7 @@ def _counted(ddp: nn.Module, workload: Workload, job: Job) -> list[Pass]:
     step = partial(_step, ddp, workload, torch.optim.SGD(workload.model.parameters(), lr=0.0), watch)
     dist.barrier()
     last = _read(watch, [step() for _ in range(WARMUP)][-1])
-    count = job.affordable(job.steps, 0.5, 3, last.forward + last.backward)
+    count = job.affordable(math.ceil(job.steps / BOUTS), 0.5 / BOUTS, 2, last.forward + last.backward)
     return [_read(watch, moments) for moments in [step() for _ in range(count)]]
 
 
