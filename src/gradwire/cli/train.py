@@ -63,11 +63,13 @@ def train(
     with _sentences():
         if link and in_process:
             raise ValueError("virtual workers have no link that could pretend; leave --link or --in-process out")
+        recipe = _resolve(names, overrides, spec, data, model, seed)
+        if link and recipe.gossip.elastic:
+            raise ValueError("connections of gossip.elastic do not pretend; leave --link or gossip.elastic out")
         if link:
             from gradwire.links.throttled import ask_for
 
             ask_for(link)
-        recipe = _resolve(names, overrides, spec, data, model, seed)
         place = folder or runs / "-".join(filter(None, (title(names), suffix, str(recipe.train.seed))))
         _start(names, recipe, place, workers, in_process, devices, resume, overwrite)
 

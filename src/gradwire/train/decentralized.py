@@ -16,7 +16,7 @@ from torch import Tensor
 from gradwire.gossip import Centralized, Diverged
 from gradwire.train.data import Batch, ImageTask, Task, TextTask
 from gradwire.train.exam import Score, better, examine
-from gradwire.train.feed import batch_of, exam_of, loader_of, task_of
+from gradwire.train.feed import Ahead, batch_of, exam_of, loader_of, task_of
 from gradwire.train.local import LocalPasses
 from gradwire.train.loop import Listener, Training, model_of, prepare
 from gradwire.train.models import regime_of
@@ -38,6 +38,11 @@ class Decentralized(Training):
 
     def __init__(self, recipe: Recipe, place: Place, ramp_steps: int | None = None, task: Task | None = None) -> None:
         del ramp_steps  # of compression that [sync] describes
+        if recipe.gossip.elastic and place.meeting is None:
+            raise ValueError(
+                "gossip.elastic is for workers that may die, and virtual ones live and die together; give --workers, "
+                "or leave it out"
+            )
         prepare(recipe, place)
         self.recipe, self.place, self.scaler, self.ramp_steps = recipe, place, None, 0
         self.task = task or task_of(recipe, place)
@@ -55,6 +60,8 @@ class Decentralized(Training):
         self.best: float | None = None
         self.kept: float | None = None
         self.loss = torch.zeros((), dtype=torch.float64, device=place.device)
+        self._batches, self._taken, self._missed = Ahead(iter(())), 0, 0
+        self.follow()
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -68,9 +75,27 @@ class Decentralized(Training):
             final = {**(record or {}), **self._hopeless(str(wrong)), **self._account(), **self._totals()}
             listen(final)
             return final
+        finally:
+            self.hood.close()
+
+    def follow(self) -> None:
+        """Go where the group is, if this worker has fallen behind and become a copy of a neighbor."""
+        if self.hood.taken == self._taken:
+            return
+        self._taken, before = self.hood.taken, self.step
+        self.step = self.hood.step
+        if self.step == before:
+            return
+        self.epoch, self.at = divmod(self.step, self.loader.steps)
+        self.optimizer.state.clear()
+        self.passes.states = []
+        self.loss.zero_()
+        self._missed = self.at
+        self._batches.turn_to(self.loader.epoch(self.epoch, self.at))
 
     def _one_step(self, batch: Batch) -> Tensor:
         tell(self.optimizer, self.schedule.settings(self.position))
+        self._missed = self._missed if self.at else 0
         loss = self.passes(batch, self.step)
         self.hood.average_()
         self._update()
@@ -78,6 +103,7 @@ class Decentralized(Training):
         self.loss += loss
         self.at += 1
         self.step += 1
+        self.follow()
         if self.at == self.loader.steps:
             self.hood.check()
         return loss
@@ -102,6 +128,7 @@ class Decentralized(Training):
     def examined(self, weights: Weights, split: str, share: bool) -> Score:
         """A model's score; all processes examine the same one and share the data, or each its own on all of them."""
         model = self.hood.replicas.show_(*weights)
+        share = share and not self.hood.elastic  # the dead examine nothing
         place = self.place if share else alone(1, self.place.device)
         total = self.hood.total if share else lambda sums: sums
         return examine(model, self.task, exam_of(self.recipe, self.task, place, split), total, self._precision)
@@ -115,12 +142,13 @@ class Decentralized(Training):
         return self.examined(self.hood.mean(), split, share=True)
 
     def workers(self, split: str = "test") -> list[Score]:
-        """Of every worker, by rank."""
+        """Of every worker that can be reached, by rank."""
         own = [self.examined(self.hood.own(i), split, share=False) for i in range(len(self.place.ranks))]
-        sheet = torch.zeros(self.place.world, 2, dtype=torch.float64, device=self.place.device)
+        sheet = torch.zeros(self.place.world, 3, dtype=torch.float64, device=self.place.device)
         for rank, score in zip(self.place.ranks, own, strict=True):
-            sheet[rank] = torch.tensor([score.loss, score.value], dtype=torch.float64)
-        return [Score(loss, own[0].metric, value, None) for loss, value in self.hood.total(sheet).tolist()]
+            sheet[rank] = torch.tensor([score.loss, score.value, 1.0], dtype=torch.float64)
+        rows = self.hood.total(sheet).tolist()
+        return [Score(loss, own[0].metric, value, None) for loss, value, there in rows if there]
 
     def _evaluate(self) -> tuple[dict[str, Any], bool]:
         """A record of the epoch, and whether it is the best so far, by the mean over workers."""
@@ -151,8 +179,8 @@ class Decentralized(Training):
         }, best
 
     def _train_loss(self) -> float:
-        summed = self.hood.total(self.loss / max(1, self.at)).item()
-        return summed / (1 if self.place.virtual else self.place.world)
+        mean = self.loss / max(1, self.at - self._missed)
+        return (mean if self.place.virtual else self.hood.mean_of(mean)).item()
 
     def _hopeless(self, why: str) -> dict[str, Any]:
         """The final record of a training that diverged: as good as guessing."""
@@ -225,10 +253,14 @@ class Decentralized(Training):
             "decode_seconds": clock.decode,
             "seconds": self.seconds,
             **({"hosts": report.world, "sent_inside": report.sent_inside} if report.beside > 1 else {}),
+            **({name: getattr(report, name) for name in ("dropped", "rejoined", "drift")} if self.hood.elastic else {}),
         }
 
     def _totals(self) -> dict[str, Any]:
         return {"rules": {}, "layers": {}}
+
+    def _decisions(self) -> list[dict[str, Any]]:
+        return []  # `auto` is no way to gossip
 
 
 def _mean(scores: list[Score]) -> Score:

@@ -49,6 +49,11 @@ class Ahead(Iterator[Batch]):
         if not self._next:
             self._next.append(next(self._batches, None))
 
+    def turn_to(self, batches: Iterator[Batch]) -> None:
+        """Go on with others."""
+        self._batches = batches
+        self._next.clear()
+
     def __next__(self) -> Batch:
         self.fetch()
         batch = self._next.pop()

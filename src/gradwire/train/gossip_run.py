@@ -73,19 +73,22 @@ def resume_gossip(training: Decentralized, folder: Path, progress: dict[str, Any
             f"the run was left by {progress['world']} workers, and there are {place.world} now; what neighbors know of "
             "each other belongs to one graph, so go on with as many"
         )
+    if hood.elastic and not (folder / f"rank-{place.ranks[0]}.safetensors").is_file():
+        return  # it was dead when the others saved, and they take it in
     saved = {name: math.inf if value is None else value for name, value in progress["schedule"].items()}
     training.schedule.load_state_dict(saved)
     states = checkpoint.rank_states(folder, place.world, place.ranks)
-    hood.load([checkpoint.part(state, "gossip/") for state in states], [state["traffic"].tolist() for state in states])
     for i, state in enumerate(states):
         hood.replicas.rows[i].copy_(state["row"])
         for name, x in checkpoint.part(state, "buffer/").items():
             hood.replicas.buffers[name][i].copy_(x)
         _hidden(training, checkpoint.part(state, "state/"))
+    hood.load([checkpoint.part(state, "gossip/") for state in states], [state["traffic"].tolist() for state in states])
     _restore_moments(training, [checkpoint.part(state, "optimizer/") for state in states])
     training.loss.copy_(states[0]["loss"])
     for name in COUNTERS:
         setattr(training, name, progress[name])
+    training.follow()
 
 
 def _restore_moments(training: Decentralized, states: list[dict[str, Tensor]]) -> None:

@@ -60,6 +60,7 @@ def launch(
     hear: Callable[[int, Any], None] | None = None,
     backend: str = "gloo",
     patience: datetime.timedelta = PATIENCE,
+    revivals: int = 0,
 ) -> list[Any]:
     """Call ``function(rank, world, *args)`` in every rank of a new group.
 
@@ -68,11 +69,13 @@ def launch(
         world: How many ranks.
         args: Copied to every rank.
         hear: Called here with (rank, news) for whatever a rank passes to `tell`.
-        backend: Who moves the bytes: ``gloo`` or ``nccl``.
+        backend: Who moves the bytes: ``gloo`` or ``nccl``; empty: ranks find each other by themselves.
         patience: How long a rank waits for others in a collective.
+        revivals: How often a rank that died is started anew, before all are stopped.
 
     Returns:
-        What each rank returned, in rank order. It crosses as bytes, so let it be plain.
+        What each rank returned, in rank order. It crosses as bytes, so let it be plain. With ``revivals``, None of a
+        rank that fails when others have returned.
 
     Raises:
         RankError: A rank raised or died; the others were stopped.
@@ -82,7 +85,16 @@ def launch(
     prepare(function.__module__)
     job = pickle.dumps((function, args, backend, patience, os.environ.get(throttled.VARIABLE, "")))
     with tempfile.TemporaryDirectory() as folder, _started(world, job, folder) as ranks:
-        return _collect(ranks, hear)
+        left = dict.fromkeys(range(world), revivals)
+
+        def revive(rank: int) -> bool:
+            left[rank] -= 1
+            if left[rank] >= 0:
+                ranks[rank].pipe.close()
+                ranks[rank] = _start(rank, world, job, folder)
+            return left[rank] >= 0
+
+        return _collect(ranks, hear, revive if revivals else None)
 
 
 def tell(news: Any) -> None:
@@ -141,11 +153,7 @@ def _started(world: int, job: bytes, folder: str) -> Iterator[list[Rank]]:
     ranks: list[Rank] = []
     try:
         for rank in range(world):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_rank, args=(rank, world, folder, job, theirs), daemon=True)
-            ranks.append(Rank(process, ours))
-            with closing(theirs):  # or a rank's death would not show as the end of its pipe
-                process.start()
+            ranks.append(_start(rank, world, job, folder))
         yield ranks
         _reap(ranks, grace_seconds=5)
     except BaseException:
@@ -153,7 +161,17 @@ def _started(world: int, job: bytes, folder: str) -> Iterator[list[Rank]]:
         raise
 
 
-def _collect(ranks: list[Rank], hear: Callable[[int, Any], None] | None) -> list[Any]:
+def _start(rank: int, world: int, job: bytes, folder: str) -> Rank:
+    ours, theirs = _context.Pipe()
+    process = _context.Process(target=_rank, args=(rank, world, folder, job, theirs), daemon=True)
+    with closing(theirs):  # or a rank's death would not show as the end of its pipe
+        process.start()
+    return Rank(process, ours)
+
+
+def _collect(
+    ranks: list[Rank], hear: Callable[[int, Any], None] | None, revive: Callable[[int], bool] | None
+) -> list[Any]:
     silent = {one.pipe: rank for rank, one in enumerate(ranks)}
     results: dict[int, Any] = {}
     failures: list[Failure] = []
@@ -170,6 +188,10 @@ def _collect(ranks: list[Rank], hear: Callable[[int, Any], None] | None) -> list
             del silent[pipe]
             if what == "result":
                 results[rank] = value
+            elif revive is not None and results:
+                results[rank] = None  # the others are done: there is nobody to come back to
+            elif revive is not None and moment == 0.0 and revive(rank):  # it died
+                silent[ranks[rank].pipe] = rank
             else:
                 failures.append(Failure(moment, rank, value))
         # The others often fail because of the first, whose own word, or death, may reach us after theirs.
@@ -232,8 +254,9 @@ def _rank(rank: int, world: int, folder: str, job: bytes, pipe: Connection) -> N
         os.environ.pop(throttled.VARIABLE, None)  # the fork server's, which is that of its first use
         throttled.ask_for(link)
         os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}  # all on this host
-        store = Path(folder, "rendezvous").as_uri()
-        dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=patience)
+        if backend:
+            store = Path(folder, "rendezvous").as_uri()
+            dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=patience)
         answer = pickle.dumps(("result", time.monotonic(), function(rank, world, *args)))
     except BaseException:
         answer = pickle.dumps(("failure", time.monotonic(), f"failed:\n{traceback.format_exc()}"))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.adapters.gossip import Net, StackedNet, gossip
+from gradwire.adapters.gossip import ElasticNet, Net, StackedNet, gossip
 from gradwire.adapters.gossip.report import GossipReport
 from gradwire.gossip import Gossip, gossip_method
 from gradwire.links.collectives import AllReduce, Traffic
@@ -68,10 +68,17 @@ class Neighborhood:
             "seed": recipe.train.seed,
         }
         across = None if plan.across == "ranks" else plan.across
-        self.net: Net | StackedNet
+        self.net: Net | StackedNet | ElasticNet
         if place.virtual:
             self.hosts = nodes(place.world, across)
             self.net = StackedNet(model, len(self.hosts), self.method, plan.codec or None, **options)
+        elif plan.elastic:
+            self.hosts = nodes(place.world, None)
+            seat: dict[str, Any] = {"rank": place.ranks[0], "world": place.world, "meeting": place.meeting}
+            seat |= {"elastic": True, "timeout": plan.timeout}
+            net = gossip(model, self.method, plan.codec or None, **seat, **options)
+            assert isinstance(net, ElasticNet)
+            self.net = net
         else:
             net = gossip(model, self.method, plan.codec or None, across=across, **options)
             assert isinstance(net, Net)
@@ -107,11 +114,46 @@ class Neighborhood:
             rows.copy_(self.net.mix(rows[0])[None])
             return
         began = time.perf_counter()
+        if isinstance(self.net, ElasticNet):
+            self.replicas.show_(*self.own(0))
+            self.net()
+            self._read_back()
+            self._clock.wire += time.perf_counter() - began
+            return
         if self.beside == 1:
             rows.copy_(self.net.mix(rows))
         else:
             rows[self._seats] = self.net.mix(rows[self._seats[:, 0]])[:, None].expand(-1, self.beside, -1)
         self._clock.encode += time.perf_counter() - began  # of all workers, by the host's clock
+
+    @torch.no_grad()
+    def _read_back(self) -> None:
+        """Take over what an elastic net has made of the model: mixed, or a neighbor's."""
+        assert isinstance(self.net, ElasticNet)
+        self.replicas.rows.copy_(self.net.flat.read()[None])
+        for name, buffer in self.replicas.model.named_buffers():
+            self.replicas.buffers[name].copy_(buffer[None])
+
+    @property
+    def elastic(self) -> bool:
+        """Whether workers may come and go."""
+        return isinstance(self.net, ElasticNet)
+
+    @property
+    def taken(self) -> int:
+        """How often the worker of this process has become a copy of a neighbor, to go on at its step."""
+        return self.net.taken if isinstance(self.net, ElasticNet) else 0
+
+    @property
+    def step(self) -> int:
+        """How many steps the group has taken; this may wait for neighbors."""
+        assert isinstance(self.net, ElasticNet)
+        return self.net.step
+
+    def close(self) -> None:
+        """Leave those who go on."""
+        if isinstance(self.net, ElasticNet):
+            self.net.close()
 
     def check(self) -> None:
         """Raise `Diverged` if parameters are no longer finite; this may wait for the device."""
@@ -121,11 +163,19 @@ class Neighborhood:
     # -- over all workers --------------------------------------------------------------------------------------------
 
     def total(self, numbers: Tensor) -> Tensor:
-        """The sum over all processes, off the account of bytes."""
+        """The sum over all processes, or all that can be reached, off the account of bytes."""
         if isinstance(self.net, StackedNet):
             return numbers
+        if isinstance(self.net, ElasticNet):
+            return torch.stack(list(self.net.reach(numbers).values())).sum(0)
         self.net.land()
         return self.net.link.move(AllReduce(numbers, "sum"))
+
+    def mean_of(self, numbers: Tensor) -> Tensor:
+        """The mean over all workers, or all that can be reached, of what each process has added up over its own."""
+        if isinstance(self.net, ElasticNet):
+            return torch.stack(list(self.net.reach(numbers).values())).mean(0)
+        return self.total(numbers) / self.place.world
 
     def own(self, which: int) -> Weights:
         """What a worker of this process holds."""
@@ -133,24 +183,26 @@ class Neighborhood:
 
     def mean(self) -> Weights:
         """The mean over all workers; counters, which are no floats, are the first worker's."""
-        row = self.total(self.replicas.rows.sum(0)) / self.place.world
+        row = self.mean_of(self.replicas.rows.sum(0))
         return row, {name: self._mean_buffer(rows) for name, rows in self.replicas.buffers.items()}
 
     def _mean_buffer(self, rows: Tensor) -> Tensor:
         if rows.is_floating_point():
-            return (self.total(rows.double().sum(0)) / self.place.world).to(rows.dtype)
+            return self.mean_of(rows.double().sum(0)).to(rows.dtype)
+        if self.elastic:
+            return rows[0]  # the first worker may be dead
         return self.total(rows[0] if self.place.first else torch.zeros_like(rows[0]))
 
     def distance(self, mean: Tensor) -> float:
         """The root mean square over workers of |x_i - mean|."""
         off = (self.replicas.rows - mean).double().square().sum()
-        return float((self.total(off) / self.place.world).sqrt())
+        return float(self.mean_of(off).sqrt())
 
     # -- what is counted and kept ------------------------------------------------------------------------------------
 
     def report(self) -> GossipReport:
         """The first local worker's account."""
-        return self.net.report() if isinstance(self.net, Net) else self.net.report(0)
+        return self.net.report(0) if isinstance(self.net, StackedNet) else self.net.report()
 
     @property
     def clock(self) -> Clock:
@@ -161,13 +213,15 @@ class Neighborhood:
         if isinstance(self.net, Net):
             link = self.net.link
             counts = [link.traffic] if self.beside == 1 else [link.traffic, link.inside]
+        elif isinstance(self.net, ElasticNet):
+            counts = [self.net.peers.traffic]
         else:
             counts = [self.net.traffic[self._node(which)]]
         return [number for count in counts for number in (count.sent, count.received, count.collectives)]
 
     def states(self) -> list[dict[str, Tensor]]:
         """The gossip's memory of each worker here."""
-        if isinstance(self.net, Net):
+        if not isinstance(self.net, StackedNet):
             return [self.net.state_dict()]
         by_node = self.net.state_dict()
         return [by_node[self._node(rank)] for rank in self.place.ranks]
@@ -179,6 +233,11 @@ class Neighborhood:
             self.net.link.traffic, *inside = [_traffic(traffic[0][i : i + 3]) for i in range(0, len(traffic[0]), 3)]
             if inside:
                 (self.net.link.inside,) = inside
+        elif isinstance(self.net, ElasticNet):
+            self.replicas.show_(*self.own(0))
+            self.net.load_state_dict(states[0])
+            self._read_back()
+            self.net.peers.traffic = _traffic(traffic[0])
         else:
             firsts = [host[0] for host in self.hosts]
             self.net.load_state_dict([states[rank] for rank in firsts])

@@ -1,5 +1,6 @@
 """Place: where this process stands among the workers of a run."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -12,11 +13,13 @@ class Place(NamedTuple):
         world: How many workers there are.
         ranks: Those that live here.
         device: Where they compute.
+        meeting: The folder in which workers find each other that may die and come back; None: a process group knows.
     """
 
     world: int
     ranks: tuple[int, ...]
     device: torch.device
+    meeting: Path | None = None
 
     @property
     def virtual(self) -> bool:

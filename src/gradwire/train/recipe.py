@@ -120,6 +120,8 @@ class Gossip(Table):
     granularity: Literal["layer", "model"] = "layer"
     overlap: bool = False  # whether what neighbors say comes a step late
     across: Literal["ranks", "hosts"] | list[list[int]] = "ranks"  # who is a node; lists: the ranks of each
+    elastic: bool = False  # whether processes go on when one of them dies or stalls, and take it back
+    timeout: Annotated[float, Field(gt=0)] = 30.0  # seconds after which they give up a silent neighbor
     passes: Literal["auto", "together", "in turn"] = "auto"  # of virtual workers, through the model
 
 
@@ -198,6 +200,8 @@ def _check(recipe: Recipe) -> None:
     method_of(recipe, ramp_steps=100)
     if recipe.gossip.method:
         _check_gossip(recipe)
+    elif recipe.gossip.elastic:
+        raise ValueError("gossip.elastic is a way to gossip; name one that can, as in gossip.method = 'choco'")
     if recipe.schedule.kind == "linear" and not recipe.schedule.points:
         raise ValueError("schedule.kind = 'linear' needs schedule.points, such as [[0, 0], [5, 1], [24, 0]]")
 
@@ -211,6 +215,8 @@ def _check_gossip(recipe: Recipe) -> None:
         codec(recipe.gossip.codec)
     if recipe.train.precision == "fp16":
         raise ValueError("with gossip every worker would scale its loss by itself; use train.precision = 'bf16'")
+    if recipe.gossip.elastic and recipe.gossip.across != "ranks":
+        raise ValueError("gossip.elastic has nodes of one worker, which may come and go; leave gossip.across out")
     if recipe.schedule.scale == "linear" and method.name != "centralized":
         raise ValueError("a step of gossip averages a worker and its neighbors alone; use schedule.scale = 'graph'")
 

@@ -15,6 +15,8 @@ from gradwire.train.recipe import Recipe
 from gradwire.train.run import sit
 from gradwire.train.standing import Standing
 
+REVIVALS = 3  # of a worker that may die and come back
+
 
 class Refused(ValueError):
     """A rank found something wrong with what a person asked for; the sentence says what."""
@@ -40,10 +42,11 @@ def in_process(job: Job, world: int, listen: Listener) -> dict[str, Any]:
 def as_rank(job: Job, where: Standing, listen: Listener) -> dict[str, Any]:
     """One rank of those that torchrun, mpirun or srun has started; after a restart, from the last checkpoint."""
     device = device_of(where.local, job.devices)
+    if job.recipe.gossip.elastic:
+        return _sit(job, where.world, where.rank, device, listen, job.resume or where.attempt > 0)
     named = min(where.beside, len(job.devices)) if job.devices else where.beside
     with launch.joined(where, backend_of(device, job.devices, named), _patience(job)):
-        place = Place(where.world, (where.rank,), device)
-        return sit(job.recipe, place, job.folder, listen, job.resume or where.attempt > 0, job.title)
+        return _sit(job, where.world, where.rank, device, listen, job.resume or where.attempt > 0)
 
 
 def spawned(job: Job, world: int, listen: Listener) -> dict[str, Any]:
@@ -56,24 +59,31 @@ def spawned(job: Job, world: int, listen: Listener) -> dict[str, Any]:
         elif rank == 0:
             listen(news)
 
-    backend = backend_of(device_of(0, job.devices), job.devices, world)
+    elastic = job.recipe.gossip.elastic
+    backend = "" if elastic else backend_of(device_of(0, job.devices), job.devices, world)
+    options: dict[str, Any] = {"patience": _patience(job), "revivals": REVIVALS if elastic else 0}
     try:
-        finals = launch.launch(_rank, world, job, hear=hear, backend=backend, patience=_patience(job))
+        finals = launch.launch(_rank, world, job, hear=hear, backend=backend, **options)
     except launch.RankError:
         if refusals:
             raise Refused(refusals[0]) from None
         raise
-    final: dict[str, Any] = finals[0]
+    final: dict[str, Any] = next(final for final in finals if final is not None)
     return final
 
 
 def _rank(rank: int, world: int, job: Job) -> dict[str, Any]:
     device = device_of(rank, job.devices)
     try:
-        return sit(job.recipe, Place(world, (rank,), device), job.folder, launch.tell, job.resume, job.title)
+        return _sit(job, world, rank, device, launch.tell, job.resume)
     except ValueError as wrong:
         launch.tell(str(wrong))
         raise
+
+
+def _sit(job: Job, world: int, rank: int, device: torch.device, listen: Listener, resume: bool) -> dict[str, Any]:
+    meeting = job.folder / "meeting" if job.recipe.gossip.elastic else None
+    return sit(job.recipe, Place(world, (rank,), device, meeting), job.folder, listen, resume, job.title)
 
 
 def _patience(job: Job) -> timedelta:

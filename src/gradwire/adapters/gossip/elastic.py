@@ -37,6 +37,7 @@ class ElasticNet:
 
     Attributes:
         step: Steps taken by the group, as far as this rank knows; it jumps when the rank rejoins.
+        taken: How often this rank has taken over a neighbor's parameters, buffers and step.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class ElasticNet:
         self.flat, self.world = Flat(model), world
         self.node = make_node(self.flat, spec, codec, rank, world, granularity, seed, overlap, elastic=True)
         self.said = describe(self.node, granularity)
-        self.drift, self.rejoined, self._noted, self._told = 0.0, 0, 0, 0
+        self.drift, self.rejoined, self.taken, self._noted, self._told = 0.0, 0, 0, 0, 0
         self._known: set[int] = set()  # neighbors that have ever taken part
         self._present: tuple[int, ...] = ()  # who took part in the last round
         self._polls = (-1, 0)  # a step, and how often everybody was asked in it
@@ -185,6 +186,7 @@ class ElasticNet:
         self._adopt_(self._payload(state[1]).data.view(torch.float32))
         self.node.step = self.node.number = state[0]
         self.node.pending = None  # it was meant for other parameters
+        self.taken += 1
         return True
 
     def _take_root(self) -> None:
@@ -218,13 +220,17 @@ class ElasticNet:
     # -- the mean model ------------------------------------------------------------------------------------------------
 
     def everybody(self) -> dict[int, Tensor]:
-        """Parameters and floating-point buffers of every rank that can be reached, by rank.
+        """Parameters and floating-point buffers of every rank that can be reached, by rank."""
+        self.land()
+        return self.reach(torch.cat((self.flat.read(), self._buffers())))
 
-        Whole models travel from neighbor to neighbor, off the account. All ranks must call it at the same step: one
-        that does not is waited for as for a dead one.
+    def reach(self, mine: Tensor) -> dict[int, Tensor]:
+        """What every rank that can be reached gives, tensors of one shape, by rank.
+
+        They travel whole from neighbor to neighbor, off the account. All ranks must call it at the same step: one that
+        does not is waited for as for a dead one.
         """
         self.land()
-        mine = torch.cat((self.flat.read(), self._buffers()))
         known, fresh = {self.node.rank: mine}, {self.node.rank: mine}
         step = self.node.step
         self._polls = step, self._polls[1] + 1 if self._polls[0] == step else 0
@@ -317,11 +323,11 @@ def _pack(vectors: Mapping[int, Tensor]) -> bytes:
 
 
 def _unpack(body: bytes, like: Tensor) -> dict[int, Tensor]:
-    size = 4 + 4 * like.numel()
+    size = 4 + like.element_size() * like.numel()
     if len(body) % size:
         raise Malformed(f"a neighbor sent {len(body)} bytes of models, where each takes {size}; has it another model?")
     found = {}
     for at in range(0, len(body), size):
-        data = torch.frombuffer(bytearray(body[at + 4 : at + size]), dtype=torch.float32)
-        found[int.from_bytes(body[at : at + 4], "little")] = data.to(like.device)
+        data = torch.frombuffer(bytearray(body[at + 4 : at + size]), dtype=torch.uint8).view(like.dtype)
+        found[int.from_bytes(body[at : at + 4], "little")] = data.view_as(like).to(like.device)
     return found

@@ -1,0 +1,88 @@
+"""Recipes whose workers may die: the others go on, it is started anew, and comes back; groups resume bit for bit."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from gradwire.cli.main import app
+from gradwire.train import work
+from gradwire.train.place import Place
+from gradwire.train.record import open_folder, read
+from gradwire.train.run import sit
+from trainings import Left, Tired, recipe_of, saved
+
+RING = ("gossip.method=choco", "gossip.graph=ring", "gossip.codec=sign", "schedule.scale=graph")
+ELASTIC = (*RING, "gossip.elastic=true", "gossip.timeout=10.0")
+
+
+def test_a_worker_leaves_and_goes_on_at_the_steps_of_the_others(tmp_path: Path) -> None:
+    """Two ranks, as threads: the second starts anew, and becomes a copy of the first."""
+    recipe = recipe_of("digits", *ELASTIC, "model.name=trainings:Tired", "model.options={}", "train.epochs=40")
+    finals: dict[int, Any] = {}
+    open_folder(tmp_path, recipe)
+
+    def run(rank: int) -> None:
+        place = Place(2, (rank,), torch.device("cpu"), tmp_path / "meeting")
+        try:
+            finals[rank] = sit(recipe, place, tmp_path, lambda record: None)
+        except Left:
+            run(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}") for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert Tired.back.is_set() and [finals[rank]["step"] for rank in range(2)] == [200, 200]
+    assert finals[0]["workers"] == finals[1]["workers"] and min(finals[0]["workers"]) > 0.8
+    epochs = [record for record in read(tmp_path) if record["event"] == "epoch"]
+    assert len(epochs) == 40 and {len(record["workers"]) for record in epochs[1:]} == {1, 2}
+
+
+@pytest.mark.study
+def test_a_worker_dies_and_comes_back(tmp_path: Path) -> None:
+    mortal = ("model.name=trainings:Mortal", f"model.options={{folder='{tmp_path}'}}", "train.batch=60")
+    recipe, run = recipe_of("digits", *ELASTIC, *mortal, "train.epochs=8"), tmp_path / "run"
+    open_folder(run, recipe)
+    final = work.spawned(work.Job(recipe, run), 3, lambda record: None)
+    assert (tmp_path / "died").exists() and (tmp_path / "back").exists()
+    assert final["step"] == 160 and final["dropped"] >= 1 and final["rejoined"] >= 1
+    assert len(final["workers"]) == 3 and min(final["workers"]) > 0.8 and final["mean_model"] > 0.8
+    epochs = [record for record in read(run) if record["event"] == "epoch"]
+    assert len(epochs) == 8 and len(epochs[0]["workers"]) == 2
+
+
+@pytest.mark.study
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_group_resumes_bit_for_bit(tmp_path: Path, overlap: bool) -> None:
+    common = (*ELASTIC, "model.name=trainings:Normed", "model.options={}", f"gossip.overlap={str(overlap).lower()}")
+    recipe, (whole, broken) = recipe_of("digits", *common), (tmp_path / "whole", tmp_path / "broken")
+    open_folder(whole, recipe)
+    through = work.spawned(work.Job(recipe, whole), 3, lambda record: None)
+    short = recipe_of("digits", *common, "train.iterations=4")
+    open_folder(broken, short)
+    work.spawned(work.Job(short, broken), 3, lambda record: None)
+    open_folder(broken, recipe)
+    resumed = work.spawned(work.Job(recipe, broken, resume=True), 3, lambda record: None)
+    for rank in range(3):
+        one, other = saved(whole, f"rank-{rank}.safetensors"), saved(broken, f"rank-{rank}.safetensors")
+        assert one.keys() == other.keys()
+        own = [key for key in one if key != "traffic"]  # connections are made anew
+        assert [key for key in own if not torch.equal(one[key], other[key])] == []
+    for name in ("value", "workers", "mean_model", "consensus", "train_loss", "gamma", "step"):
+        assert through[name] == resumed[name], name
+
+
+def test_virtual_workers_do_not_die() -> None:
+    command = ["train", "digits", "ring8", "choco", "sign", "--set", "gossip.elastic=true"]
+    for more, words in ((["--in-process", "4"], "live and die together"), (["--link", "1gbit,1ms"], "do not pretend")):
+        done = CliRunner().invoke(app, [*command, *more])
+        assert done.exit_code == 2 and words in done.output
+    with pytest.raises(ValueError, match=r"leave gossip\.across out"):
+        recipe_of("digits", *ELASTIC, "gossip.across=hosts")
+    with pytest.raises(ValueError, match="name one that can"):
+        recipe_of("digits", "gossip.elastic=true")
