@@ -6,10 +6,10 @@ STAMP := .venv/.installed
 
 # Some virtual machines advertise AMX without offering its tiles, and there a bfloat16 matmul dies
 # with SIGILL. Keeping oneDNN to AVX-512 costs little and works everywhere.
-test study train: export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
+test study train interpret: export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test study check format docs
+.PHONY: help setup train test study interpret check format docs
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ test: setup  ## Run the tests
 
 study: setup  ## Run the tests that take long
 	$(BIN)/python -m pytest -m study $(ARGS)
+
+interpret: setup  ## Run all tests of the Triton kernels on the CPU, under Triton's interpreter
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --timeout 600 tests/kernels/test_cuda_*.py $(ARGS)
 
 check: setup  ## Check format, lint and types
 	$(BIN)/ruff format --check .

@@ -1,0 +1,63 @@
+"""A few tests of each Triton kernel under Triton's interpreter, where there is no GPU; `make interpret` runs all.
+
+Kernels are interpreted only where the environment says so before they are imported, hence in a process of their own.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+CHOSEN = {
+    "test_cuda_overrule.py": [""],
+    "test_cuda_rice.py": [
+        "test_codes[random-513-100000]",
+        "test_codes[clustered-1030-8589934592]",
+        "test_several_messages_at_once[random-1024-2000]",
+        "test_damaged_messages_are_told_and_stay_inside",
+    ],
+    "test_cuda_norm.py": [
+        "test_it_is_torchs[3-96-7]",
+        "test_groups_are_normalized_apart_and_rectified[3-16-8]",
+        "test_pooling_is_torchs",
+    ],
+    "test_cuda_codecs.py": ["test_messages[topk(0.05) | gap16]", "test_messages[int4]", "test_steps[sign-two_way]"],
+    "test_cuda_kernels.py": [
+        "test_topk[ties-(1000,)]",
+        "test_topk[normal-(5000, 0, 3001)]",
+        "test_one_pass_selection[torch.bfloat16-(5000, 0, 3001)-nesterov]",
+        "test_memories_that_take_turns[True-momentum]",
+        "test_any_hint_gives_the_same[zeros-3.0]",
+        "test_draws[(5000, 0, 3001)]",
+        "test_coders[(8, 0, 9)]",
+        "test_messages_that_lie_anywhere[(16, 4096, 20, 5003)]",
+        "test_casts",
+        "test_natural[(5000, 0, 3001)]",
+        "test_feedback[torch.bfloat16-(1000,)]",
+        "test_feedback[torch.float32-(5000, 0, 3001)]",
+        "test_scatter_mean[3]",
+        "test_scatter_mean_where_many_meet[4]",
+        "test_a_servers_turn[True-3-(1000,)]",
+    ],
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which all of them run")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="all of them are being interpreted")
+@pytest.mark.timeout(300)
+def test_triton_kernels() -> None:
+    chosen = [f"{HERE / file}::{name}".removesuffix("::") for file, names in CHOSEN.items() for name in names]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *chosen],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    last = run.stdout.rstrip().rpartition("\n")[2]
+    assert run.returncode == 0 and "skipped" not in last, run.stdout + run.stderr
