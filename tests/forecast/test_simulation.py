@@ -29,9 +29,6 @@ from gradwire.forecast.simulation import (
 from gradwire.forecast.stragglers import Stragglers
 from gradwire.links.alphabeta import seconds
 
-# Bfloat16 DDP waits for half of a step of 5 ms there, but nothing would be much faster, whatever is decided.
-HOPELESS = {"LSTM 2x1500, 700 tokens, 16 workers in 2 hosts, 400gbit,5us"}
-
 
 def decided(cells: list[Cell], seed: int) -> list[Verdict]:
     draw = random.Random(seed)
@@ -43,8 +40,7 @@ def check(verdicts: list[Verdict]) -> None:
         if verdict.misses:
             print(f"{verdict.cell}: {verdict.choice}, {verdict.speedup:.3f}, at best {best_possible(verdict.cell):.3f}")
     assert not [str(verdict.cell) for verdict in verdicts if verdict.loses]
-    missed = [verdict.cell for verdict in verdicts if verdict.misses]
-    assert {str(cell) for cell in missed} <= HOPELESS and all(best_possible(cell) < 1.1 for cell in missed)
+    assert not [str(verdict.cell) for verdict in verdicts if verdict.misses]
 
 
 def test_auto_never_loses_and_gains_where_there_is_much_to_gain() -> None:
