@@ -14,7 +14,6 @@ from gradwire.kernels import quantize
 from gradwire.kernels.dispatch import kernel
 from gradwire.kernels.groups import over
 
-
 _MAGNITUDE = 0x7FFFFFFF  # all bits of a float but its sign
 
 
