@@ -1,6 +1,7 @@
 """One thread, no bfloat16 traps, repeatable examples: set before anything imports torch."""
 
 import os
+import signal
 import sys
 
 # Some virtual machines advertise AMX without its tiles: a bfloat16 matmul would die with SIGILL.
@@ -13,6 +14,8 @@ from hypothesis import HealthCheck, settings
 
 import workers
 
+# Who is started in the background of a shell is told to ignore Ctrl-C, and so are all whom it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 workers.preload()
 

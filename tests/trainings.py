@@ -141,5 +141,5 @@ class Tired(Normed):
         if mine and gone:
             self.back.set()
         elif self.training and gone and not self.back.is_set():
-            time.sleep(0.02)
+            time.sleep(0.1)
         return super().forward(x)
