@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradwire
+from gossip_scenes import spread
 from gradwire.kernels.dispatch import reference_only
 
 WORLD, STEPS, DIES, BACK = 8, 200, 50, 100
@@ -374,6 +375,29 @@ def test_copies_of_a_new_edge_are_equal_at_both_ends(tmp_path: Path) -> None:
         net.close()
 
 
+@pytest.mark.parametrize("gamma", ["0.3", "1.0", "auto"])
+def test_new_edges_throw_nobody_apart(tmp_path: Path, gamma: str) -> None:
+    """A few entries differ by much, and sign takes long to tell that they no longer do."""
+    models = [nn.Linear(500, 8, bias=False) for _ in range(5)]
+    nets = start(tmp_path, models, f"choco(ring, gamma={gamma})", "sign")
+    together(*nets)
+    for rank, model in enumerate(models):
+        with torch.no_grad():
+            model.weight.copy_(torch.randn(8, 500, generator=torch.Generator().manual_seed(rank)) ** 5)
+    states = [net.state_dict() for net in nets]
+    others = [{name: x + 1.0 if name.startswith("to_") else x for name, x in state.items()} for state in states]
+    together(
+        *(partial(net.load_state_dict, other) for net, other in zip(nets, others, strict=True))
+    )  # edges begin anew
+    apart = [spread(torch.stack([flat(model) for model in models]))]
+    for _ in range(20):
+        together(*nets)
+        apart.append(spread(torch.stack([flat(model) for model in models])))
+    assert apart[1] < 0.4 * apart[0] and max(apart[2:]) < 1.01 * apart[1]
+    for net in nets:
+        net.close()
+
+
 def test_drift_is_what_flowed_one_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Rank 1 lies between its neighbors and does not move, but has mixed what a neighbor then never heard of."""
     models = [own(0) for _ in range(3)]
@@ -445,10 +469,11 @@ def test_edges_that_remember_otherwise_begin_anew(tmp_path: Path) -> None:
     """One end comes back with copies of its own: whole parameters pass, and the mean is kept."""
     models = [own(0) for _ in range(2)]
     nets = start(tmp_path / "first", models, "choco(ring, gamma=0.5)", "sign")
-    for rank, model in enumerate(models):
-        nn.init.constant_(model[0].weight, float(rank))
     for _ in range(3):
         together(*nets)
+    for rank, model in enumerate(models):
+        nn.init.constant_(model[0].weight, float(rank))
+    taken = [net.taken for net in nets]
     states = [net.state_dict() for net in nets]
     states[1]["to_0/0.weight"] = states[1]["to_0/0.weight"] + 1.0
     before = torch.stack([flat(model) for model in models]).mean(0)
@@ -458,7 +483,7 @@ def test_edges_that_remember_otherwise_begin_anew(tmp_path: Path) -> None:
     assert all(net.report().sent - was > 4 * flat(models[0]).numel() for net, was in zip(nets, sent, strict=True))
     assert torch.allclose(torch.stack([flat(model) for model in models]).mean(0), before, atol=1e-6)
     assert torch.equal(nets[0].node.memory["from_1"], nets[1].node.memory["to_0"])
-    assert not torch.equal(flat(models[0]), flat(models[1]))  # neither became a copy of the other
+    assert [net.taken for net in nets] == taken  # neither became a copy of the other
     assert [(net.report().dropped, net.report().drift) for net in nets] == [(0, 0.0)] * 2
     with pytest.raises(ValueError, match="holds no wire-0"):
         gradwire.load(nets[0], tmp_path / "nowhere")

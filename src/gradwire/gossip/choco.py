@@ -11,7 +11,8 @@ Wire:     one message of the codec to each neighbor
 Traits:   contractions without memory; doubly stochastic graphs. On a static graph two more vectors, xhat and s,
           whatever the degree; where it changes, or with elastic=True, two for each neighbor. Keeps the mean over ranks
 Differs:  xhat starts at the parameters that all ranks start from, not at zero; gamma='auto' is found while training;
-          copies by edge are an addition
+          copies by edge are an addition: a new edge begins with whole parameters, which are mixed with gamma 1, and its
+          copies with their middle
 Spec:     choco(ring), choco(ring, gamma=0.45), choco(torus, gamma='auto')
 """
 
@@ -119,16 +120,27 @@ class Choco(Public):
         memory = {**memory, **{n: q if peer in fresh else memory[n] + q for n, (peer, q) in copies.items()}}
         memory = self._learn(memory, seen, letters, codec, around)
         if around.elastic:
-            return self._mix_live(x, memory, gamma, letters, around)
+            met = self._mix_live(x, memory, gamma, letters, fresh, around)
+            return met._replace(memory=_even(met.memory, fresh & letters.keys()))
         return Met(_mix(x, memory, gamma, around), memory, gamma)
 
-    def _mix_live(self, x: Tensor, memory: Memory, gamma: float, letters: Mapping[int, Letter], around: Around) -> Met:
-        """A lost peer's weight returns to its owner: nothing flows over its edge."""
+    def _mix_live(
+        self,
+        x: Tensor,
+        memory: Memory,
+        gamma: float,
+        letters: Mapping[int, Letter],
+        fresh: Collection[int],
+        around: Around,
+    ) -> Met:
+        """A lost peer's weight returns to its owner: nothing flows over its edge. What is told whole flows whole."""
         flows = {}
         for peer, weight in around.hears.items():
             if peer in letters:
                 # Ranks that come and go share no window, but each edge may agree: what one end gains, the other loses.
                 step = min(gamma, *letters[peer].note) if self.gamma == AUTO else gamma
+                if peer in fresh and around.key.step:  # at the very first step all begin alike, as without elastic=True
+                    step = 1.0
                 flow = step * weight * (memory[f"from_{peer}"] - memory[f"to_{peer}"])
                 x, flows[peer] = x + flow, flow.norm()
         return Met(x, memory, gamma, flows)
@@ -161,6 +173,16 @@ def _mix(x: Tensor, memory: Memory, gamma: float, around: Around) -> Tensor:
 
 
 _WHOLE = codec("fp32")  # what an edge begins with, when one of its ends comes back
+
+
+def _even(memory: Memory, fresh: Collection[int]) -> Memory:
+    """Both copies of a new edge go on from the middle of what its ends have told each other.
+
+    Left apart, they would push for as long as a codec takes to tell that the ends have met: where few entries differ by
+    much, as after a long absence, sign needs hundreds of steps, and replicas are thrown far beyond each other.
+    """
+    middles = {peer: (memory[f"to_{peer}"] + memory[f"from_{peer}"]) / 2 for peer in fresh}
+    return {**memory, **{f"{way}_{peer}": x.clone() for peer, x in middles.items() for way in ("to", "from")}}
 
 
 def _seen(
