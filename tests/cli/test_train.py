@@ -64,6 +64,14 @@ def test_train_evaluate_and_resume(tmp_path):
     assert "top1" in score.stdout
 
 
+def test_a_graph_that_is_refused_leaves_no_folder(tmp_path):
+    graph = ["--set", "gossip.graph=edges([(0,1),(2,3)])"]
+    for who in (["--in-process", "4"], ["--workers", "4"]):
+        done = run("train", "digits", "ring8", "choco", "sign", *who, *graph, "--runs", str(tmp_path))
+        assert done.exit_code == 2 and "disconnected" in done.stderr
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_an_interrupt_ends_all_workers(tmp_path):
     doomed = ["--set", "model.name=trainings:Doomed", "--set", f"model.options.pid={os.getpid()}"]
     words = ["digits", *SMALL, *doomed, "--set", "train.epochs=10000", "--workers", "2", "--folder", str(tmp_path)]

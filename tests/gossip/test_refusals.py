@@ -34,6 +34,9 @@ CASES = [
     ("ring", None, "no way to gossip"),
     ("powergossip(ring, iterations=0)", None, "from 1"),
     ("choco(ringg)", "sign", "did you mean ring"),
+    ("choco", "sign", "choco needs a graph, as in choco(ring)"),
+    ("choco(gamma=0.5)", "sign", "choco needs a graph, as in choco(ring)"),
+    ("choco(ring, gamma=foo)", "sign", "gamma=foo"),
 ]
 
 
@@ -48,6 +51,20 @@ def test_a_sentence(spec: str, codec: str | None, words: str) -> None:
 def test_what_replaces_parameters_cannot_come_late(spec: str) -> None:
     with pytest.raises(ValueError, match="leave overlap=True out"):
         virtual(4, spec, overlap=True)
+
+
+def test_lockstep_is_told_what_it_cannot_do() -> None:
+    with pytest.raises(ValueError, match="no replicas"):
+        gradwire.gossip_lockstep([], "choco(ring)", "sign")
+    models = [torch.nn.Linear(2, 2) for _ in range(3)]
+    with pytest.raises(ValueError, match=r"not elastic=: .* none dies alone"):
+        gradwire.gossip_lockstep(models, "choco(ring)", "sign", elastic=True)
+
+
+def test_a_net_shows_what_it_is() -> None:
+    net = gradwire.gossip_lockstep([torch.nn.Linear(2, 2) for _ in range(3)], "choco(ring)", "sign")
+    net()
+    assert str(net) == "<VirtualNet: choco(ring), codec=sign, layer; ring on 3 ranks; step 1>"
 
 
 def test_granularity_and_elastic() -> None:

@@ -101,6 +101,17 @@ def test_what_cannot_be_reported_is_said(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "nothing to report" in done.output
 
 
+def test_folders_without_a_run_are_named_and_passed_over(tmp_path: Path) -> None:
+    run, refused = write_run(tmp_path), tmp_path / "refused"
+    refused.mkdir()
+    (refused / "recipe.toml").touch()
+    done = CliRunner().invoke(app, [str(refused), str(run), "--markdown", "-"])
+    assert done.exit_code == 0 and "|" in done.stdout
+    assert done.stderr == f"gradwire report: passed over {refused}, which holds no run\n"
+    done = CliRunner().invoke(app, [str(refused), "--markdown", "-"])
+    assert done.exit_code == 2 and f"no run in {refused}" in done.stderr
+
+
 def test_an_unfinished_run_is_marked(tmp_path: Path) -> None:
     write_run(tmp_path, ended=False)
     done = CliRunner().invoke(app, [str(tmp_path), "--markdown", "-"])

@@ -2,15 +2,18 @@
 
 import threading
 import time
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from gradwire.cli.main import app
 from gradwire.train import work
+from gradwire.train.display import Display
 from gradwire.train.place import Place
 from gradwire.train.record import open_folder, read
 from gradwire.train.run import sit
@@ -24,6 +27,7 @@ def test_a_worker_leaves_and_goes_on_at_the_steps_of_the_others(tmp_path: Path) 
     """Two ranks, as threads: the second starts anew, and becomes a copy of the first."""
     recipe = recipe_of("digits", *ELASTIC, "model.name=trainings:Tired", "model.options={}", "train.epochs=40")
     finals: dict[int, Any] = {}
+    heard: list[Any] = []
     open_folder(tmp_path, recipe)
 
     def epochs() -> list[dict[str, Any]]:
@@ -32,7 +36,7 @@ def test_a_worker_leaves_and_goes_on_at_the_steps_of_the_others(tmp_path: Path) 
     def run(rank: int) -> None:
         place = Place(2, (rank,), torch.device("cpu"), tmp_path / "meeting")
         try:
-            finals[rank] = sit(recipe, place, tmp_path, lambda record: None)
+            finals[rank] = sit(recipe, place, tmp_path, heard.append)
         except Left:
             while not any(len(record["workers"]) == 1 for record in epochs()):
                 time.sleep(0.01)
@@ -46,6 +50,29 @@ def test_a_worker_leaves_and_goes_on_at_the_steps_of_the_others(tmp_path: Path) 
     assert Tired.back.is_set() and [finals[rank]["step"] for rank in range(2)] == [200, 200]
     assert finals[0]["workers"] == finals[1]["workers"] and min(finals[0]["workers"]) > 0.8
     assert len(epochs()) == 40 and {len(record["workers"]) for record in epochs()} == {1, 2}
+    (back,) = [record for record in heard if record["event"] == "back"]
+    assert back["worker"] == 1 and 10 <= back["step"] < 200
+    first, second = finals[0], finals[1]
+    whole = 4 * 1242  # bytes of the model
+    assert first["dense"] == 200 * whole and 0 < second["dense"] <= (200 - back["step"]) * whole
+    for final in (first, second):  # sign, and one letter in float32 when the edge begins anew
+        assert 15 < final["payload_ratio"] < 32
+        assert final["dropped"] == 0 and final["rejoined"] == 1  # it said goodbye; only the first has seen it return
+    assert first["seconds"] == second["seconds"]  # it has taken over the other's clock
+
+
+def test_the_display_says_who_is_started_anew_and_who_is_back() -> None:
+    start = {"event": "start", "world": 3, "virtual": False, "device": "cpu", "parameters": 9, "batch": 2, "steps": 9}
+    start |= {"steps_per_epoch": 3, "step": 0, "method": "choco(ring) with sign"}
+    console = Console(file=StringIO(), force_terminal=True, width=160)
+    with Display(console) as display:
+        display.hear(start)
+        display.hear({"event": "anew", "worker": 0, "why": "died without a word: killed by SIGKILL"})
+        display.hear({"event": "back", "worker": 0, "step": 5})
+        display.hear({**start, "step": 5})  # a second live line
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    for words in ("worker 0 died without a word: killed by SIGKILL; it is started anew", "worker 0 is back, at step 5"):
+        assert words in said
 
 
 @pytest.mark.study
@@ -53,9 +80,11 @@ def test_a_worker_dies_and_comes_back(tmp_path: Path) -> None:
     mortal = ("model.name=trainings:Mortal", f"model.options={{folder='{tmp_path}'}}", "train.batch=60")
     recipe, run = recipe_of("digits", *ELASTIC, *mortal, "train.epochs=8"), tmp_path / "run"
     open_folder(run, recipe)
-    final = work.spawned(work.Job(recipe, run), 3, lambda record: None)
+    heard: list[Any] = []
+    final = work.spawned(work.Job(recipe, run), 3, heard.append)
+    assert [(record["event"], record["worker"]) for record in heard if "worker" in record] == [("anew", 1), ("back", 1)]
     assert (tmp_path / "died").exists() and (tmp_path / "back").exists()
-    assert final["step"] == 160 and final["dropped"] >= 1 and final["rejoined"] >= 1
+    assert final["step"] == 160 and final["dropped"] >= 2 and final["rejoined"] >= 2  # both neighbors count it
     assert len(final["workers"]) == 3 and min(final["workers"]) > 0.8 and final["mean_model"] > 0.8
     epochs = [record for record in read(run) if record["event"] == "epoch"]
     assert len(epochs) == 8 and len(epochs[0]["workers"]) == 2
@@ -82,10 +111,10 @@ def test_a_group_resumes_bit_for_bit(tmp_path: Path, overlap: bool) -> None:
         assert through[name] == resumed[name], name
 
 
-def test_virtual_workers_do_not_die() -> None:
+def test_virtual_workers_do_not_die(tmp_path: Path) -> None:
     command = ["train", "digits", "ring8", "choco", "sign", "--set", "gossip.elastic=true"]
     for more, words in ((["--in-process", "4"], "live and die together"), (["--link", "1gbit,1ms"], "do not pretend")):
-        done = CliRunner().invoke(app, [*command, *more])
+        done = CliRunner().invoke(app, [*command, *more, "--runs", str(tmp_path)])
         assert done.exit_code == 2 and words in done.output
     with pytest.raises(ValueError, match=r"leave gossip\.across out"):
         recipe_of("digits", *ELASTIC, "gossip.across=hosts")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradwire.report.groups import tasks
-from gradwire.report.load import find, load
+from gradwire.report.load import load, nothing_in, sort_out
 from gradwire.report.table import markdown as tables
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def report(
 ) -> None:
     """Write one self-contained HTML page about some runs."""
     try:
-        found = tasks([load(folder) for folder in find(runs)])
+        found = tasks([load(folder) for folder in _runs_in(runs)])
         if not found:
             raise ValueError("no run has finished an epoch yet, so there is nothing to report")
         if markdown is not None:
@@ -47,6 +47,16 @@ def report(
             raise
         typer.echo("gradwire report: charts need two more packages; pip install 'gradwire[report]'", err=True)
         raise typer.Exit(1) from None
+
+
+def _runs_in(paths: list[Path]) -> list[Path]:
+    """Their run folders; paths without one are named and passed over, unless there is no other."""
+    folders, empty = sort_out(paths)
+    if not folders:
+        raise ValueError(nothing_in(empty))
+    if empty:
+        typer.echo(f"gradwire report: passed over {', '.join(map(str, empty))}, which holds no run", err=True)
+    return folders
 
 
 def _write_page(found: "list[Task]", path: Path, title: str) -> None:

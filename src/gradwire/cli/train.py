@@ -160,6 +160,7 @@ def _start(
 ) -> None:
     from gradwire.train import work
     from gradwire.train.display import Display
+    from gradwire.train.neighborhood import check_graph
     from gradwire.train.shelf import title
     from gradwire.train.standing import standing
 
@@ -171,6 +172,7 @@ def _start(
     first = where is None or where.rank == 0
     restarted = where is not None and where.attempt > 0
     if first:
+        check_graph(recipe, in_process or workers or (recipe.train.workers if where is None else where.world))
         _claim(folder, recipe, resume or restarted, overwrite)
     job = work.Job(recipe, folder, tuple(filter(None, devices.split(","))), resume, title(names))
     with _terminated(), Display() as display:

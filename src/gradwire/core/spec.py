@@ -66,7 +66,7 @@ def _build(node: ast.expr, text: str) -> Any:
     if isinstance(node, ast.Name):
         return _call(node.id, [], {})
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        named = {word.arg: _build(word.value, text) for word in node.keywords if word.arg}
+        named = {word.arg: _argument(word.arg, word.value, text) for word in node.keywords if word.arg}
         if len(named) == len(node.keywords):
             return _call(node.func.id, [_build(arg, text) for arg in node.args], named)
     if isinstance(node, ast.Dict) and _is_table(node):
@@ -77,6 +77,16 @@ def _build(node: ast.expr, text: str) -> Any:
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         piece = ast.get_source_segment(text.strip(), node)
         raise ValueError(f"cannot read {piece!r} in the spec {text!r}; arguments are literals") from None
+
+
+def _argument(name: str, node: ast.expr, text: str) -> Any:
+    """The value of a keyword. Of a bare word that is no name, the sentence says whose value it was to be."""
+    try:
+        return _build(node, text)
+    except ValueError as wrong:
+        if not isinstance(node, ast.Name):
+            raise
+        raise ValueError(f"{name}={node.id} in the spec {text!r} does not fit: {wrong}") from None
 
 
 def _operands(node: ast.expr) -> list[ast.expr]:
@@ -94,7 +104,9 @@ def _join(left: Any, right: Any) -> Any:
 
 
 def _call(name: str, args: list[Any], named: dict[str, Any]) -> Any:
-    _, make = lookup(name)
+    kind, make = lookup(name)
+    if kind == "gossip" and not args and _needs(make, "graph") and "graph" not in named:
+        raise ValueError(f"{name} needs a graph, as in {name}(ring)")
     try:
         inspect.signature(make).bind(*args, **named)
     except TypeError as wrong:
@@ -104,6 +116,11 @@ def _call(name: str, args: list[Any], named: dict[str, Any]) -> Any:
     except TypeError as wrong:  # a word where a number belongs, and the like
         given = [*map(_literal, args), *(f"{word}={_literal(value)}" for word, value in named.items())]
         raise ValueError(f"{name}({', '.join(given)}) does not fit {name}{_signature(make)}: {wrong}") from None
+
+
+def _needs(make: Callable[..., object], argument: str) -> bool:
+    known = inspect.signature(make).parameters
+    return argument in known and known[argument].default is inspect.Parameter.empty
 
 
 def _signature(make: Callable[..., object]) -> str:

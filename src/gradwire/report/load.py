@@ -135,14 +135,27 @@ def find(paths: Iterable[Path]) -> list[Path]:
     Raises:
         ValueError: A path holds no run.
     """
+    found, empty = sort_out(paths)
+    if empty:
+        raise ValueError(nothing_in(empty))
+    return found
+
+
+def sort_out(paths: Iterable[Path]) -> tuple[list[Path], list[Path]]:
+    """The same, and those paths that hold no run: what a training that was refused leaves, for one."""
     found: dict[Path, None] = {}
+    empty: list[Path] = []
     for path in paths:
         folder = path.parent if path.name == LOG else path
         here = sorted(log.parent for log in folder.rglob(LOG)) if folder.is_dir() else []
         if not here:
-            raise ValueError(f"there is no run in {path}; a run folder holds a {LOG}")
+            empty.append(path)
         found.update(dict.fromkeys(here))
-    return list(found)
+    return list(found), empty
+
+
+def nothing_in(paths: Iterable[Path]) -> str:
+    return f"there is no run in {', '.join(map(str, paths))}; a run folder holds a {LOG}"
 
 
 def load(folder: Path) -> Run:

@@ -162,6 +162,8 @@ class Decentralized(Training):
         if best:
             self.best, self.kept = judge.value, test.value
         self._tick()
+        behind = self.hood.latest(self.seconds) - self.seconds  # who came back goes by the clock of those who stayed
+        self._began, self.seconds = self._began - behind, self.seconds + behind
         return {
             "event": "epoch",
             "epoch": round(self.position, 4),
@@ -176,6 +178,7 @@ class Decentralized(Training):
             "consensus": self.hood.distance(mean[0]),
             **({"valid_loss": judge.loss} if judge is not test else {}),
             **self._account(),
+            **self.hood.losses(),
         }, best
 
     def _train_loss(self) -> float:
@@ -235,10 +238,11 @@ class Decentralized(Training):
     def _account(self) -> dict[str, Any]:
         """Bytes as the first worker counts them; it speaks to as many neighbors as it has."""
         report, clock = self.hood.report(), self.hood.clock
-        dense = 4.0 * self.hood.share * self.step
+        rounds, told = self.hood.rounds(self.step, report.degree)
+        dense = 4.0 * self.hood.share * rounds
         around = 2 * (report.world - 1) / report.world  # how often each number goes around a ring
         central = isinstance(self.hood.method, Centralized)
-        payload = report.sent / max(1e-9, around if central else report.degree)
+        payload = report.sent / max(1e-9, around if central else told)
         return {
             "sent": report.sent,
             "received": report.received,

@@ -37,7 +37,8 @@ class Display:
 
     def hear(self, record: Record) -> None:
         known = {"start": self._begin, "step": self._step, "epoch": self._epoch, "final": self._end}
-        {**known, "decision": self._decision}[record["event"]](record)
+        others = {"decision": self._decision, "anew": self._anew, "back": self._back}
+        {**known, **others}[record["event"]](record)
 
     def _begin(self, record: Record) -> None:
         self._start = record
@@ -49,6 +50,8 @@ class Display:
         self._say(record["method"])
         if record["step"]:
             self._say(f"going on from step {record['step']} of {record['steps']}")
+        if self._live is not None:
+            self._live.stop()  # the first worker has come back, and begins again
         if self.console.is_terminal:
             self._live = Progress(
                 TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=self.console
@@ -66,6 +69,12 @@ class Display:
 
     def _decision(self, record: Record) -> None:
         self._say(f"auto, step {record['step']}: {record['spec']}, {record['why']}")
+
+    def _anew(self, record: Record) -> None:
+        self._say(f"worker {record['worker']} {record['why']}; it is started anew")
+
+    def _back(self, record: Record) -> None:
+        self._say(f"worker {record['worker']} is back, at step {record['step']}")
 
     def _epoch(self, record: Record) -> None:
         self._say(

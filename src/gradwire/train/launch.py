@@ -61,6 +61,7 @@ def launch(
     backend: str = "gloo",
     patience: datetime.timedelta = PATIENCE,
     revivals: int = 0,
+    mourn: Callable[[int, str], None] | None = None,
 ) -> list[Any]:
     """Call ``function(rank, world, *args)`` in every rank of a new group.
 
@@ -72,6 +73,7 @@ def launch(
         backend: Who moves the bytes: ``gloo`` or ``nccl``; empty: ranks find each other by themselves.
         patience: How long a rank waits for others in a collective.
         revivals: How often a rank that died is started anew, before all are stopped.
+        mourn: Called here with (rank, why) when one is.
 
     Returns:
         What each rank returned, in rank order. It crosses as bytes, so let it be plain. With ``revivals``, None of a
@@ -87,9 +89,11 @@ def launch(
     with tempfile.TemporaryDirectory() as folder, _started(world, job, folder) as ranks:
         left = dict.fromkeys(range(world), revivals)
 
-        def revive(rank: int) -> bool:
+        def revive(rank: int, why: str) -> bool:
             left[rank] -= 1
             if left[rank] >= 0:
+                if mourn is not None:
+                    mourn(rank, why)
                 ranks[rank].pipe.close()
                 ranks[rank] = _start(rank, world, job, folder)
             return left[rank] >= 0
@@ -170,7 +174,7 @@ def _start(rank: int, world: int, job: bytes, folder: str) -> Rank:
 
 
 def _collect(
-    ranks: list[Rank], hear: Callable[[int, Any], None] | None, revive: Callable[[int], bool] | None
+    ranks: list[Rank], hear: Callable[[int, Any], None] | None, revive: Callable[[int, str], bool] | None
 ) -> list[Any]:
     silent = {one.pipe: rank for rank, one in enumerate(ranks)}
     results: dict[int, Any] = {}
@@ -190,7 +194,7 @@ def _collect(
                 results[rank] = value
             elif revive is not None and results:
                 results[rank] = None  # the others are done: there is nobody to come back to
-            elif revive is not None and moment == 0.0 and revive(rank):  # it died
+            elif revive is not None and moment == 0.0 and revive(rank, value):  # it died
                 silent[ranks[rank].pipe] = rank
             else:
                 failures.append(Failure(moment, rank, value))

@@ -50,6 +50,13 @@ def nodes(world: int, across: str | list[list[int]] | None) -> tuple[tuple[int, 
     return grouping.hosts
 
 
+def check_graph(recipe: Recipe, world: int) -> None:
+    """Refuse a graph that is none of so many workers, before anything is written; hosts are not known yet."""
+    across = recipe.gossip.across
+    if recipe.gossip.method and across != "hosts":
+        method_of(recipe).graph.on(world if isinstance(across, str) else len(across))
+
+
 class Neighborhood:
     """Workers of one process.
 
@@ -198,11 +205,35 @@ class Neighborhood:
         off = (self.replicas.rows - mean).double().square().sum()
         return float(self.mean_of(off).sqrt())
 
+    def latest(self, seconds: float) -> float:
+        """The most that any worker gives that can be reached; of a group that none leaves, this one's own."""
+        if not isinstance(self.net, ElasticNet):
+            return seconds
+        own = torch.tensor([seconds], dtype=torch.float64, device=self.place.device)
+        return max(float(told) for told in self.net.reach(own).values())
+
+    def losses(self) -> dict[str, float]:
+        """What all workers that can be reached have lost and found again: one that came back remembers nothing."""
+        if not isinstance(self.net, ElasticNet):
+            return {}
+        own = self.report()
+        told = torch.tensor([own.dropped, own.rejoined, own.drift], dtype=torch.float64, device=self.place.device)
+        dropped, rejoined, drift = self.total(told).tolist()
+        return {"dropped": int(dropped), "rejoined": int(rejoined), "drift": drift}
+
     # -- what is counted and kept ------------------------------------------------------------------------------------
 
     def report(self) -> GossipReport:
         """The first local worker's account."""
         return self.net.report(0) if isinstance(self.net, StackedNet) else self.net.report()
+
+    def rounds(self, step: int, degree: int) -> tuple[int, float]:
+        """Rounds that bytes are counted of, and how many neighbors the first worker here told in each, on average.
+
+        An elastic worker that came back has not made all steps of the group, and may have had dead neighbors.
+        """
+        net = self.net
+        return (net.made, net.told / max(1, net.made)) if isinstance(net, ElasticNet) else (step, degree)
 
     @property
     def clock(self) -> Clock:
@@ -214,7 +245,8 @@ class Neighborhood:
             link = self.net.link
             counts = [link.traffic] if self.beside == 1 else [link.traffic, link.inside]
         elif isinstance(self.net, ElasticNet):
-            counts = [self.net.peers.traffic]
+            count = self.net.peers.traffic
+            return [count.sent, count.received, count.collectives, self.net.made, self.net.told]
         else:
             counts = [self.net.traffic[self._node(which)]]
         return [number for count in counts for number in (count.sent, count.received, count.collectives)]
@@ -237,7 +269,9 @@ class Neighborhood:
             self.replicas.show_(*self.own(0))
             self.net.load_state_dict(states[0])
             self._read_back()
-            self.net.peers.traffic = _traffic(traffic[0])
+            self.net.peers.traffic = _traffic(traffic[0][:3])
+            if len(traffic[0]) > 3:  # older checkpoints do not say
+                self.net.made, self.net.told = int(traffic[0][3]), int(traffic[0][4])
         else:
             firsts = [host[0] for host in self.hosts]
             self.net.load_state_dict([states[rank] for rank in firsts])

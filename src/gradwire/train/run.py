@@ -40,6 +40,7 @@ def sit(
         resume_gossip(training, found, progress)
     elif found is not None:
         restore(training, found, progress)
+    back = place.meeting is not None and training.step > progress.get("step", 0)  # the others went on meanwhile
     with Records(folder, training.position, place.first) as records:
 
         def hear(record: dict[str, Any]) -> None:
@@ -49,7 +50,11 @@ def sit(
                 records.write(record)
                 listen(record)
 
-        epochs = [record for record in read(folder) if record["event"] == "epoch"]
+        past = read(folder)
+        if back:
+            training.seconds = max((record.get("seconds", 0.0) for record in past), default=0.0)
+            listen({"event": "back", "worker": place.ranks[0], "step": training.step})
+        epochs = [record for record in past if record["event"] == "epoch"]
         return training.go(hear, partial(keep, folder), epochs[-1] if epochs else None)
 
 

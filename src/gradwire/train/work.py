@@ -56,12 +56,13 @@ def spawned(job: Job, world: int, listen: Listener) -> dict[str, Any]:
     def hear(rank: int, news: Any) -> None:
         if isinstance(news, str):
             refusals.append(news)
-        elif rank == 0:
+        elif rank == 0 or news["event"] == "back":
             listen(news)
 
     elastic = job.recipe.gossip.elastic
     backend = "" if elastic else backend_of(device_of(0, job.devices), job.devices, world)
     options: dict[str, Any] = {"patience": _patience(job), "revivals": REVIVALS if elastic else 0}
+    options["mourn"] = lambda rank, why: listen({"event": "anew", "worker": rank, "why": why})
     try:
         finals = launch.launch(_rank, world, job, hear=hear, backend=backend, **options)
     except launch.RankError:

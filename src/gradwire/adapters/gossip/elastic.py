@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradwire.adapters.gossip.checkpoint import check_state, save_state
 from gradwire.adapters.gossip.crossing import Crossing
-from gradwire.adapters.gossip.replica import CodecSpec, Flat, describe, make_node
+from gradwire.adapters.gossip.replica import CodecSpec, Flat, describe, make_node, show
 from gradwire.adapters.gossip.report import GossipReport, summarize
 from gradwire.core.asks import Swap, Talk
 from gradwire.core.payload import Malformed, Payload, as_bytes
@@ -38,6 +38,8 @@ class ElasticNet:
     Attributes:
         step: Steps taken by the group, as far as this rank knows; it jumps when the rank rejoins.
         taken: How often this rank has taken over a neighbor's parameters, buffers and step.
+        made: Rounds that this rank has made itself, and
+        told: letters that it has sent in them, one to each neighbor that was there.
     """
 
     def __init__(
@@ -60,7 +62,8 @@ class ElasticNet:
         self.flat, self.world = Flat(model), world
         self.node = make_node(self.flat, spec, codec, rank, world, granularity, seed, overlap, elastic=True)
         self.said = describe(self.node, granularity)
-        self.drift, self.rejoined, self.taken, self._noted, self._told = 0.0, 0, 0, 0, 0
+        self.drift, self.rejoined, self.taken, self._noted = 0.0, 0, 0, 0
+        self.made = self.told = 0
         self._known: set[int] = set()  # neighbors that have ever taken part
         self._present: tuple[int, ...] = ()  # who took part in the last round
         self._polls = (-1, 0)  # a step, and how often everybody was asked in it
@@ -75,6 +78,9 @@ class ElasticNet:
             self.close()
             raise
         self.node.begin(self.flat.read())
+
+    def __repr__(self) -> str:
+        return show("ElasticNet", self.said, self.node, self.node.step, self.node.rank)
 
     def __call__(self) -> None:
         """Average with the neighbors that are there; with ``overlap=True``, what they say comes a step late."""
@@ -96,7 +102,8 @@ class ElasticNet:
         met = self._talk(self.node.run(x, live), step)
         self._mourn(step)
         self._present = tuple(live)
-        self._told += len(live)
+        self.made += 1
+        self.told += len(live)
         self.peers.done(step, _snapshot(met, buffers))
         return met
 
@@ -300,7 +307,7 @@ class ElasticNet:
         self.land()
         losses = {"dropped": len(self.peers.lost), "rejoined": self.rejoined, "drift": self.drift}
         report = summarize(self.node, self.peers.traffic, self.world, **losses)
-        dense = self.node.method.uncompressed(self.flat.tensors.total, self._told, self.world)
+        dense = self.node.method.uncompressed(self.flat.tensors.total, self.told, self.world)
         shown = sum(buffer.numel() for buffer in self.flat.buffers.values()) / max(1, self.flat.tensors.total) + 1
         return replace(report, dense=dense, memory_floats=report.memory_floats + shown)
 

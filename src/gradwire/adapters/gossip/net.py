@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gradwire.adapters.agreement import agree, telling
 from gradwire.adapters.gossip.checkpoint import check_state, load_state, save_state
 from gradwire.adapters.gossip.crossing import Crossing
-from gradwire.adapters.gossip.replica import CodecSpec, Flat, describe, make_node
+from gradwire.adapters.gossip.replica import CodecSpec, Flat, describe, make_node, show
 from gradwire.adapters.gossip.report import GossipReport, summarize
 from gradwire.core.asks import Sum
 from gradwire.gossip import Gossip, Node
@@ -50,6 +50,9 @@ class Net:
         self._begin(self.flat.read())
         link.traffic = Traffic()
         self._crossing: Crossing[tuple[Tensor, Tensor]] = Crossing(self.flat.device)
+
+    def __repr__(self) -> str:
+        return show(type(self).__name__, self.said, self.node, self.node.step, self.link.rank)
 
     def _make_node(
         self, spec: str | Gossip, codec: CodecSpec | None, granularity: str, seed: int, overlap: bool

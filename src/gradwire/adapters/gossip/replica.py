@@ -64,6 +64,12 @@ def make_node(
     return Node(method, chosen, topology, rank, seed, flat.tensors, units, overlap, elastic)
 
 
+def show(kind: str, said: str, node: Node, step: int, rank: int | None = None) -> str:
+    """A net in one line, as print shows it; it waits for nothing."""
+    who = "" if rank is None else f"rank {rank}, "
+    return f"<{kind}: {said}; {node.topology}; {who}step {step}>"
+
+
 def describe(node: Node, granularity: str) -> str:
     """The method as text that two ranks, or a run and its checkpoint, can compare."""
     said = "" if node.method.late else f", codec={node.codec}"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.adapters.gossip.checkpoint import check_state, load_state, save_state
-from gradwire.adapters.gossip.replica import CodecSpec, Flat, describe, make_node
+from gradwire.adapters.gossip.replica import CodecSpec, Flat, describe, make_node, show
 from gradwire.adapters.gossip.report import GossipReport, summarize
 from gradwire.gossip import Gossip
 from gradwire.gossip.centralized import Centralized
@@ -49,6 +49,9 @@ class StackedNet:
         fits = stackable(first.method, first.codec, first.topology)
         self._stack = Stack(self.nodes, self.flat.device) if fits else None
         self._group = None if fits else Lockstep(world)
+
+    def __repr__(self) -> str:
+        return show("StackedNet", self.said, self.nodes[0], self.step)
 
     def mix(self, x: Tensor) -> Tensor:
         """One round on parameters stacked as rows, in the order of ``model.named_parameters()``. [n, N] -> [n, N]."""

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.adapters.gossip.checkpoint import check_state, load_state, save_state
-from gradwire.adapters.gossip.replica import CodecSpec, Flat, describe, make_node
+from gradwire.adapters.gossip.replica import CodecSpec, Flat, describe, make_node, show
 from gradwire.adapters.gossip.report import GossipReport, summarize
 from gradwire.gossip import Gossip
 from gradwire.sync.drive import converse
 from gradwire.sync.lockstep import Lockstep
+
+OPTIONS = ("granularity", "overlap", "seed")
 
 
 class VirtualNet:
@@ -32,6 +34,8 @@ class VirtualNet:
         overlap: bool = False,
         seed: int = 0,
     ) -> None:
+        if not models:
+            raise ValueError("there are no replicas to gossip; pass a list of models, one for each rank")
         world = len(models)
         self.models, self.group = list(models), Lockstep(world)
         self.flats = [Flat(model) for model in models]
@@ -46,6 +50,9 @@ class VirtualNet:
         common = self.flats[0].read()
         for node in self.nodes:
             node.begin(common)
+
+    def __repr__(self) -> str:
+        return show("VirtualNet", self.said, self.nodes[0], self.nodes[0].step)
 
     def __call__(self) -> None:
         """One round of gossip of all replicas."""
@@ -101,5 +108,14 @@ class VirtualNet:
 def gossip_lockstep(
     models: Sequence[nn.Module], spec: str | Gossip, codec: CodecSpec | None = None, **options: Any
 ) -> VirtualNet:
-    """Gossip among N replicas in this process; options as for `gossip`. Replicas start as the first."""
+    """Gossip among N replicas in this process, which start as the first.
+
+    Options are granularity, overlap and seed, as for `gossip`.
+    """
+    for name in options:
+        if name not in OPTIONS:
+            raise ValueError(
+                f"gossip_lockstep takes {', '.join(OPTIONS)}, and not {name}=: its replicas share a process, so there "
+                "is no network, and none dies alone; leave it out, or call gossip in a process for each rank"
+            )
     return VirtualNet(models, spec, codec, **options)
