@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gradwire.bench.kernels import COMPOSED
+
 NAMES = {
     "torch_dgc": "DGC in plain torch, threshold sampled",
     "dgc": "DGC, in place",
@@ -37,14 +39,6 @@ NAMES = {
     "powersgd": "PowerSGD of rank 4, all of a step (composed)",
     "powersgd_orthonormal": "PowerSGD of rank 4, orthonormal columns (composed)",
 }
-COMPOSED = {
-    "dgc": "torch_dgc",
-    "dgc_turns": "torch_dgc",
-    "topk": "torch_topk",
-    "sign_encode": "torch_sign",
-    "qsgd_encode": "torch_qsgd",
-    "int4_encode": "torch_int4",
-}  # the same work in plain torch
 TINY = ("draw", "rice_encode", "rice_decode", "powersgd_orthonormal")  # their floor is a launch
 
 
