@@ -128,7 +128,7 @@ def test_endless_specs_are_refused_not_followed() -> None:
 @pytest.mark.parametrize(
     ("spec", "word"),
     [
-        ("topk", "missing"),
+        ("topk", "topk needs ratio, as in topk(0.01)"),
         ("topk(0.1, 0.2)", "too many"),
         ("topk(share=0.1)", "ratio"),
         ("sign(scale='huge')", "huge"),

@@ -34,8 +34,8 @@ CASES = [
     ("ring", None, "no way to gossip"),
     ("powergossip(ring, iterations=0)", None, "from 1"),
     ("choco(ringg)", "sign", "did you mean ring"),
-    ("choco", "sign", "choco needs a graph, as in choco(ring)"),
-    ("choco(gamma=0.5)", "sign", "choco needs a graph, as in choco(ring)"),
+    ("choco", "sign", "choco needs graph, as in choco(ring)"),
+    ("choco(gamma=0.5)", "sign", "choco needs graph, as in choco(ring)"),
     ("choco(ring, gamma=foo)", "sign", "gamma=foo"),
 ]
 

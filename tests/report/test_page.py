@@ -107,7 +107,7 @@ def test_folders_without_a_run_are_named_and_passed_over(tmp_path: Path) -> None
     (refused / "recipe.toml").touch()
     done = CliRunner().invoke(app, [str(refused), str(run), "--markdown", "-"])
     assert done.exit_code == 0 and "|" in done.stdout
-    assert done.stderr == f"gradwire report: passed over {refused}, which holds no run\n"
+    assert done.stderr == f"gradwire report: there is no run in {refused}; passed over\n"
     done = CliRunner().invoke(app, [str(refused), "--markdown", "-"])
     assert done.exit_code == 2 and f"no run in {refused}" in done.stderr
 

@@ -55,7 +55,7 @@ def _runs_in(paths: list[Path]) -> list[Path]:
     if not folders:
         raise ValueError(nothing_in(empty))
     if empty:
-        typer.echo(f"gradwire report: passed over {', '.join(map(str, empty))}, which holds no run", err=True)
+        typer.echo(f"gradwire report: there is no run in {', '.join(map(str, empty))}; passed over", err=True)
     return folders
 
 

@@ -104,23 +104,25 @@ def _join(left: Any, right: Any) -> Any:
 
 
 def _call(name: str, args: list[Any], named: dict[str, Any]) -> Any:
-    kind, make = lookup(name)
-    if kind == "gossip" and not args and _needs(make, "graph") and "graph" not in named:
-        raise ValueError(f"{name} needs a graph, as in {name}(ring)")
+    _, make = lookup(name)
+    known = inspect.signature(make)
     try:
-        inspect.signature(make).bind(*args, **named)
+        given = known.bind_partial(*args, **named).arguments
     except TypeError as wrong:
         raise ValueError(f"{name}{_signature(make)} does not fit: {wrong}") from None
+    if missing := [word for word, one in known.parameters.items() if _required(one) and word not in given]:
+        examples = getattr(make, "examples", ()) or (f"{name}{_signature(make)}",)
+        raise ValueError(f"{name} needs {' and '.join(missing)}, as in {examples[0]}")
     try:
         return make(*args, **named)
     except TypeError as wrong:  # a word where a number belongs, and the like
-        given = [*map(_literal, args), *(f"{word}={_literal(value)}" for word, value in named.items())]
-        raise ValueError(f"{name}({', '.join(given)}) does not fit {name}{_signature(make)}: {wrong}") from None
+        told = [*map(_literal, args), *(f"{word}={_literal(value)}" for word, value in named.items())]
+        raise ValueError(f"{name}({', '.join(told)}) does not fit {name}{_signature(make)}: {wrong}") from None
 
 
-def _needs(make: Callable[..., object], argument: str) -> bool:
-    known = inspect.signature(make).parameters
-    return argument in known and known[argument].default is inspect.Parameter.empty
+def _required(parameter: inspect.Parameter) -> bool:
+    many = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is inspect.Parameter.empty and not many
 
 
 def _signature(make: Callable[..., object]) -> str:
