@@ -18,6 +18,7 @@ KINDS = [
     ("digits", ("sync.spec=topk(0.05)|terngrad", "optimizer.momentum=0.9", "data.crop=1", "train.save_every=3")),
     ("pydoc-lstm", ("sync.spec=randomk(0.1)", "sync.feedback=residual", "train.save_every=3")),  # within an epoch
     ("pydoc-gpt", ("sync.spec=sign", "train.save_every=3")),
+    ("digits", ("train.precision=fp16", "sync.spec=topk(0.05)", "optimizer.lr=1e-3", "train.save_every=3")),
 ]
 
 
@@ -51,6 +52,10 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path, name, overrides
     resumed = train(recipe, 2, broken, resume=True)
     for file in ("model.safetensors", "optimizer.safetensors", "rank-0.safetensors", "rank-1.safetensors"):
         same(saved(whole, file), saved(broken, file))
+    scalers = [
+        json.loads((checkpoint.find(run, "last") / "progress.json").read_text())["scaler"] for run in (whole, broken)
+    ]
+    assert scalers[0] == scalers[1] and (scalers[0] is not None) == (recipe.train.precision == "fp16")
     timeless = {name for name in through if "seconds" not in name}
     assert {name: through[name] for name in timeless} == {name: resumed[name] for name in timeless}
     steps = [record["step"] for record in read(broken) if record["event"] == "step"]

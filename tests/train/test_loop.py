@@ -44,6 +44,7 @@ def test_training_teaches(tmp_path):
             "digits",
             ("train.precision=bf16", "optimizer.clip=1.0", "train.label_smoothing=0.1", "sync.granularity=model"),
         ),
+        ("digits", ("train.precision=fp16", "optimizer.clip=1.0", "sync.spec=topk(0.05)")),
         ("digits", ("train.accumulate=2", "train.batch=120", "sync.spec=dgc(0.01)", "optimizer.weight_decay=1e-4")),
         ("digits", ("data.crop=1", "data.flip=true", "data.partition=sorted", "sync.spec=qsgd", "train.buffers=first")),
         ("pydoc-lstm", ("sync.spec=topk(0.01)", "schedule.kind=plateau")),
@@ -119,6 +120,8 @@ def test_a_model_brings_its_regime(tmp_path):
     heard = []
     train(own_recipe(), 2, tmp_path, heard=heard)
     assert {record["lr"] for record in heard if record["event"] == "step"} == {0.1, 0.01}
+    training = Training(own_recipe("optimizer.momentum=0.5", "sync.spec=dgc(0.1)"), alone(1))
+    assert training.recipe.optimizer.lr == 0.1 and "momentum=0.5" in training.crew.wire.spec
 
 
 # -- real processes ----------------------------------------------------------------------------------------------------

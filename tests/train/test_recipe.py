@@ -6,7 +6,7 @@ import torch
 
 from gradwire.train import models, shelf
 from gradwire.train.compression import method_of
-from gradwire.train.optim import clip_, decay_groups, optimizer_of, tell
+from gradwire.train.optim import clip_, decay_groups, obeying, optimizer_of, tell
 from gradwire.train.recipe import Recipe
 from gradwire.train.schedule import Schedule, scale_of
 
@@ -70,6 +70,18 @@ def test_later_files_win_and_overrides_win_over_them():
     assert recipe.sync.spec == "dgc(0.001, values=fp16, indices=int32)"
     assert (recipe.sync.ramp, recipe.train.epochs, recipe.optimizer.nesterov) == (5, 500, True)
     assert recipe.model.name == "resnet20"
+
+
+def test_fragments_of_one_method_add_up():
+    recipe = shelf.resolve(["cifar10-resnet20", "dgc", "no-masking", "fp16"], ["optimizer.momentum=0.8"])
+    made = str(method_of(recipe))
+    assert "topk(0.001) | fp16 | int32" in made and "momentum=0.8" in made and "masking=False" in made
+
+
+def test_a_worker_of_the_large_lstm_is_clipped_as_in_the_source():
+    """There, a quarter of a worker's gradient is clipped to 0.25 / sqrt(4), and four of these are added."""
+    feedback = method_of(shelf.resolve(["ptb-lstm1500-dgc"])).feedback
+    assert feedback.clip_factor(norm=3.0, world=4) * 3.0 / 4 == pytest.approx(0.25 / math.sqrt(4))
 
 
 def test_another_model_drops_the_options_of_the_first():
@@ -155,6 +167,14 @@ def test_a_shorter_run_stretches_the_schedule():
     assert short.rate(12) == pytest.approx(0.0)
 
 
+def test_iterations_beyond_all_epochs_stretch_the_schedule_and_fewer_do_not():
+    for kind in ("schedule.kind=cosine", "schedule.kind=linear"):
+        recipe = shelf.resolve(["digits"], [kind, "train.epochs=10", "train.iterations=400"])
+        assert Schedule(recipe, steps=20).rate(19) > 0  # the last epoch of 400 steps
+        assert Schedule(recipe, steps=20).rate(20) == pytest.approx(0.0)
+        assert Schedule(recipe, steps=80).rate(5) == pytest.approx(0.05 / 2)  # half of 10 epochs, where it stops
+
+
 def test_a_plateau_cuts_the_rate_and_is_remembered():
     rates = schedule("schedule.kind=plateau", "schedule.factor=0.25", "schedule.warmup=0", "optimizer.lr=20.0")
     for loss in (5.0, 4.0, 4.5, 3.0, 3.0):
@@ -175,6 +195,44 @@ def test_a_model_may_bring_its_regime():
     rates = Schedule(recipe, 2.0, {0: {"lr": 0.1, "momentum": 0.8}, 3: {"lr": 0.01}})
     assert rates.settings(0.5) == {"lr": 0.2, "momentum": 0.8}
     assert rates.settings(3.2) == {"lr": 0.02, "momentum": 0.8}
+
+
+# What the source system's manual shows.
+MANUAL = {
+    0: {"optimizer": "SGD", "lr": 1e-2, "weight_decay": 5e-4, "momentum": 0.8},
+    15: {"lr": 1e-3, "weight_decay": 0},
+    20: {"weight_decay": 1e-4},
+}
+
+
+@pytest.mark.parametrize("fragments", [[], ["dgc"]])
+def test_a_regime_rules_rate_decay_and_momentum(fragments):
+    recipe = obeying(shelf.resolve(["digits", *fragments], ["optimizer.decay_norms=false"]), MANUAL)
+    optimizer = optimizer_of(recipe, torch.nn.Linear(3, 2))
+    rates = Schedule(recipe, 1.0, MANUAL)
+    for epoch, lr, decay in ((0, 1e-2, 5e-4), (14.9, 1e-2, 5e-4), (15, 1e-3, 0.0), (21, 1e-3, 1e-4)):
+        tell(optimizer, rates.settings(epoch))
+        assert [group["lr"] for group in optimizer.param_groups] == [lr, lr]
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [decay, 0.0]
+        assert optimizer.param_groups[0]["momentum"] == 0.8
+    assert ("momentum=0.8" in str(method_of(recipe))) == bool(fragments)
+
+
+@pytest.mark.parametrize(
+    ("regime", "names", "sentence"),
+    [
+        ({0: {"lrr": 1e-3}}, [], "sets 'lrr', which is no setting; did you mean 'lr'?"),
+        (lambda epoch: {"lr": 0.1} if epoch < 5 else {"wd": 0.1}, [], "sets 'wd'"),
+        ({0: {"optimizer": "Adam"}}, [], "did you mean 'adamw'?"),
+        ({0: {"optimizer": "SGD"}, 3: {"optimizer": "AdamW"}}, [], "changes optimizer"),
+        ({0: {"lr": -0.1}}, [], r"optimizer.lr = -0\.1 cannot be"),
+        ({0: {"momentum": 0.9}, 3: {"momentum": 0.95}}, ["dgc"], "changes momentum"),
+        ({0: {"weight_decay": 0.1}, 3: {"weight_decay": 0}}, ["ring8"], "changes weight_decay"),
+    ],
+)
+def test_a_regime_that_cannot_be_obeyed_is_a_sentence(regime, names, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        obeying(shelf.resolve(["digits", *names]), regime)
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

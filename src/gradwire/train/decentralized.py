@@ -21,7 +21,7 @@ from gradwire.train.local import LocalPasses
 from gradwire.train.loop import Listener, Training, model_of, prepare
 from gradwire.train.models import regime_of
 from gradwire.train.neighborhood import Neighborhood, Weights
-from gradwire.train.optim import tell
+from gradwire.train.optim import obeying, tell
 from gradwire.train.place import Place, alone
 from gradwire.train.recipe import Recipe
 from gradwire.train.schedule import Schedule, scale_of
@@ -47,6 +47,7 @@ class Decentralized(Training):
         self.recipe, self.place, self.scaler, self.ramp_steps = recipe, place, None, 0
         self.task = task or task_of(recipe, place)
         self.model = model_of(recipe, place, self.task.facts)
+        self.recipe = recipe = obeying(recipe, regime_of(self.model))
         self.loader = loader_of(recipe, self.task, self.model, place)
         self.hood = Neighborhood(self.model, place, recipe)
         self.passes = LocalPasses(recipe, self.hood.replicas, place)
@@ -54,7 +55,7 @@ class Decentralized(Training):
         self._decay = _decay(recipe, self.hood.replicas.tensors.shapes, place.device)
         self.batch = batch_of(recipe, place.world)
         scale = scale_of(recipe, place.world, self.batch, self.hood.beside)
-        self.schedule = Schedule(recipe, scale, regime_of(self.model))
+        self.schedule = Schedule(recipe, scale, regime_of(self.model), self.loader.steps)
         self.epoch = self.at = self.step = 0
         self.seconds = 0.0
         self.best: float | None = None
@@ -94,7 +95,8 @@ class Decentralized(Training):
         self._batches.turn_to(self.loader.epoch(self.epoch, self.at))
 
     def _one_step(self, batch: Batch) -> Tensor:
-        tell(self.optimizer, self.schedule.settings(self.position))
+        settings = self.schedule.settings(self.position)
+        tell(self.optimizer, {name: value for name, value in settings.items() if name != "weight_decay"})
         self._missed = self._missed if self.at else 0
         loss = self.passes(batch, self.step)
         self.hood.average_()
@@ -218,6 +220,7 @@ class Decentralized(Training):
             "steps_per_epoch": self.loader.steps,
             "steps": self.last_step,
             "step": self.step,
+            "seconds": self.seconds,
         }
 
     def _progress(self, loss: float) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from gradwire.train.data import Batch, TextTask
 from gradwire.train.exam import Score, better, examine
 from gradwire.train.feed import Ahead, batch_of, exam_of, loader_of, task_of
 from gradwire.train.models import build, regime_of
-from gradwire.train.optim import clip_, optimizer_of, tell
+from gradwire.train.optim import clip_, obeying, optimizer_of, tell
 from gradwire.train.passes import Passes
 from gradwire.train.place import Place
 from gradwire.train.recipe import Recipe
@@ -45,6 +45,7 @@ class Training:
         self.recipe, self.place = recipe, place
         self.task = task_of(recipe, place)
         self.model = model_of(recipe, place, self.task.facts)
+        self.recipe = recipe = obeying(recipe, regime_of(self.model))
         self.loader = loader_of(recipe, self.task, self.model, place)
         self.ramp_steps = round(recipe.sync.ramp * self.loader.steps) if ramp_steps is None else ramp_steps
         self.scaler = torch.amp.GradScaler(place.device.type) if recipe.train.precision == "fp16" else None
@@ -52,7 +53,8 @@ class Training:
         self.passes = Passes(recipe, self.crew)
         self.optimizer = optimizer_of(recipe, self.model)
         self.batch = batch_of(recipe, place.world)
-        self.schedule = Schedule(recipe, scale_of(recipe, place.world, self.batch), regime_of(self.model))
+        scale = scale_of(recipe, place.world, self.batch)
+        self.schedule = Schedule(recipe, scale, regime_of(self.model), self.loader.steps)
         self.epoch = self.at = self.step = 0
         self.seconds = 0.0
         self.best: float | None = None
@@ -201,6 +203,7 @@ class Training:
             "steps_per_epoch": self.loader.steps,
             "steps": self.last_step,
             "step": self.step,
+            "seconds": self.seconds,
         }
 
     def _progress(self, loss: float) -> dict[str, Any]:

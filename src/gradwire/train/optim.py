@@ -1,5 +1,6 @@
 """Optim: from a recipe's [optimizer] to an optimizer, and what happens to a gradient just before it."""
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -7,7 +8,41 @@ from torch import Tensor, nn
 
 from gradwire.adapters import SGD
 from gradwire.train.compression import corrects_momentum
-from gradwire.train.recipe import Recipe
+from gradwire.train.keywords import nearest
+from gradwire.train.models import Regime, stages
+from gradwire.train.recipe import Recipe, read
+
+REGIME = dict.fromkeys(("optimizer", "lr", "momentum", "nesterov", "weight_decay", "eps"))  # what a regime may set
+
+
+def obeying(recipe: Recipe, regime: Regime | None) -> Recipe:
+    """The recipe, its optimizer being the one that a model's regime begins with.
+
+    Raises:
+        ValueError: The regime sets what no optimizer has, or changes what stays as it is for a whole run.
+    """
+    if regime is None:
+        return recipe
+    first, *later = told = stages(regime, math.ceil(recipe.train.epochs))
+    for key in (key for settings in told for key in settings):
+        if key not in REGIME:
+            raise ValueError(f"the model's regime sets {key!r}, which is no setting; {nearest(key, REGIME)}")
+    obeyed = {"name" if key == "optimizer" else key: value for key, value in first.items()}
+    if "name" in obeyed:
+        obeyed["name"] = str(obeyed["name"]).lower()
+    tables = recipe.model_dump()
+    made = read({**tables, "optimizer": {**tables["optimizer"], **obeyed}})
+    for key in _lasting(made):
+        if any(settings.get(key, first.get(key)) != first.get(key) for settings in later):
+            raise ValueError(f"the model's regime changes {key} while this recipe trains, which cannot be; set it once")
+    return made
+
+
+def _lasting(recipe: Recipe) -> tuple[str, ...]:
+    """What is decided when a run begins."""
+    compressed = ("momentum",) if corrects_momentum(recipe) else ()  # then it is the compressor's
+    gossiping = ("weight_decay",) if recipe.gossip.method else ()
+    return ("optimizer", "nesterov", *compressed, *gossiping)
 
 
 def optimizer_of(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
@@ -37,10 +72,10 @@ def decay_groups(model: nn.Module, weight_decay: float, decay_norms: bool) -> li
 
 
 def tell(optimizer: torch.optim.Optimizer, settings: Mapping[str, float]) -> None:
-    """Set the rate, and whatever else a regime sets; a group without decay stays without."""
-    for group in optimizer.param_groups:
+    """Set the rate, and whatever else a regime sets; the second group, if there is one, has no decay."""
+    for i, group in enumerate(optimizer.param_groups):
         for name, value in settings.items():
-            if name in group and not (name == "weight_decay" and group[name] == 0.0):
+            if name in group and not (name == "weight_decay" and i > 0):
                 group[name] = value
 
 

@@ -64,7 +64,7 @@ class Model(Table):
 class Train(Table):
     workers: Count = 4
     epochs: Annotated[float, Field(gt=0)] = 18
-    iterations: Annotated[int, Field(ge=0)] = 0  # stop after so many steps; 0: by epochs
+    iterations: Annotated[int, Field(ge=0)] = 0  # stop after so many steps; 0: by epochs, which the schedule spans
     batch: Count = 60
     batch_per: Literal["worker", "world"] = "worker"  # of whom the batch is
     accumulate: Count = 1  # backward passes to a step; each sees `batch` examples

@@ -24,6 +24,7 @@ class Schedule:
         recipe: Whose.
         scale: By how much a larger batch raises the rate.
         regime: What a person's own model says instead.
+        steps: Of an epoch, where a run may end by iterations; 0 where it does not.
         stalls: How often the rate was cut because the metric had stalled.
         best: The best loss so far.
         waited: Evaluations since then.
@@ -32,6 +33,7 @@ class Schedule:
     recipe: Recipe
     scale: float = 1.0
     regime: Regime | None = None
+    steps: int = 0
     stalls: int = 0
     best: float = math.inf
     waited: int = 0
@@ -41,7 +43,11 @@ class Schedule:
         if self.regime is None:
             return {"lr": self.rate(epoch)}
         told = settings_at(self.regime, int(epoch))
-        numbers = {name: float(value) for name, value in told.items() if isinstance(value, int | float)}
+        numbers = {
+            name: float(value)
+            for name, value in told.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)  # switches stay as they are
+        }
         return {**numbers, "lr": numbers.get("lr", self.recipe.optimizer.lr) * self.scale}
 
     def rate(self, epoch: float) -> float:
@@ -67,17 +73,23 @@ class Schedule:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self.stalls, self.best, self.waited = int(state["stalls"]), float(state["best"]), int(state["waited"])
 
+    @property
+    def length(self) -> float:
+        """How many epochs the schedule spans: all, also where iterations end it earlier, and more where they go on."""
+        plan = self.recipe.train
+        return max(plan.epochs, plan.iterations / self.steps) if self.steps else plan.epochs
+
     def _written(self, epoch: float) -> float:
         """The epoch that the recipe's numbers mean, in a run of another length."""
         written = self.recipe.schedule.epochs
-        return epoch * written / self.recipe.train.epochs if written else epoch
+        return epoch * written / self.length if written else epoch
 
     def _shape(self, epoch: float) -> float:
         plan = self.recipe.schedule
         if plan.kind == "steps":
             return math.pow(plan.factor, bisect_right(plan.milestones, epoch))
         if plan.kind == "cosine":
-            end = plan.epochs or self.recipe.train.epochs
+            end = plan.epochs or self.length
             done = min(1.0, (epoch - plan.warmup) / max(1e-9, end - plan.warmup))
             return plan.floor + (1 - plan.floor) * (1 + math.cos(math.pi * done)) / 2
         if plan.kind == "linear":

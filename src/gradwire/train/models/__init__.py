@@ -20,7 +20,7 @@ from gradwire.train.models.digits import cnn
 from gradwire.train.models.gpt import gpt, gpt2
 from gradwire.train.models.imagenet import resnet18, resnet50
 from gradwire.train.models.lstm import LanguageLSTM, State, lstm
-from gradwire.train.models.regime import Regime, Transform, regime_of, settings_at, transform_of
+from gradwire.train.models.regime import Regime, Transform, regime_of, settings_at, stages, transform_of
 from gradwire.train.models.resnet9 import alexnet, resnet9
 from gradwire.train.models.resnet_cifar import resnet
 from gradwire.train.models.vgg import vgg16, vgg16_cifar
@@ -52,6 +52,7 @@ __all__ = [
     "load",
     "regime_of",
     "settings_at",
+    "stages",
     "transform_of",
 ]
 
@@ -80,11 +81,13 @@ def build(
 
     With a seed, the weights are the same for the same seed, and the global generator is left as it was.
     """
-    maker = load(text)
+    maker, told = load(text), dict(facts or {})
+    if "classes" in told:
+        told["num_classes"] = told["classes"]  # as torchvision says, and many others
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
-        model = call(maker, f"the model {text}", options or {}, facts or {})
+        model = call(maker, f"the model {text}", options or {}, told)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{text} made {model!r}, which is no torch.nn.Module")
     return model

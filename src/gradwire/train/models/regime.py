@@ -5,6 +5,9 @@ epoch sets stays until a later one sets it anew, or a function from the epoch to
 
     self.regime = {0: {"lr": 0.1, "momentum": 0.9}, 81: {"lr": 0.01}, 122: {"lr": 0.001, "weight_decay": 0}}
 
+Settings are ``optimizer`` (``"SGD"`` or ``"AdamW"``), ``lr``, ``momentum``, ``nesterov``, ``weight_decay`` and ``eps``;
+those of the first epoch take the place of the recipe's.
+
 ``input_transform`` is a function of a batch of inputs, or a dict of two, under ``train`` and ``eval``.
 """
 
@@ -39,6 +42,12 @@ def settings_at(regime: Regime, epoch: int) -> dict[str, object]:
         if start <= epoch:
             merged.update(regime[start])
     return merged
+
+
+def stages(regime: Regime, epochs: int) -> list[dict[str, object]]:
+    """The settings of every stage that a run of so many epochs may reach, the first epoch's first."""
+    starts = range(max(1, epochs)) if callable(regime) else sorted({0, *regime})
+    return [settings_at(regime, start) for start in starts]
 
 
 def transform_of(model: nn.Module, training: bool) -> Transform | None:
