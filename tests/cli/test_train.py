@@ -11,8 +11,8 @@ from trainings import DIGITS
 SMALL = [word for override in DIGITS for word in ("--set", override)]
 
 
-def run(*words: str):
-    return CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
+def run(*words: str, **environment: str):
+    return CliRunner().invoke(app, list(words), env={"COLUMNS": "200", **environment})
 
 
 def test_recipes_are_listed_with_what_they_are():
@@ -58,10 +58,15 @@ def test_train_evaluate_and_resume(tmp_path):
     refused = run("train", *words)
     assert refused.exit_code == 2
     assert "--resume" in refused.stderr
+    second = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+    refused = run("train", "digits", "--folder", str(folder), **second)  # at once: it must not wait for the first rank
+    assert refused.exit_code == 2 and "holds a run already" in refused.stderr
     assert run("train", *words, "--resume").exit_code == 0
     score = run("evaluate", str(folder), "--last")
     assert score.exit_code == 0
     assert "top1" in score.stdout
+    refused = run("evaluate", str(folder), "--split", "valid")
+    assert refused.exit_code == 2 and "digits has no split 'valid' to evaluate; choose test" in refused.stderr
 
 
 def test_a_graph_that_is_refused_leaves_no_folder(tmp_path):

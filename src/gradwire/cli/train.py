@@ -173,7 +173,10 @@ def _start(
     restarted = where is not None and where.attempt > 0
     if first:
         check_graph(recipe, in_process or workers or (recipe.train.workers if where is None else where.world))
-        _claim(folder, recipe, resume or restarted, overwrite)
+    if first or not recipe.gossip.elastic:  # ranks that come one by one find what the first has begun
+        _refuse_begun(folder, resume or restarted, overwrite)
+    if first:
+        _claim(folder, recipe, overwrite and not resume)
     job = work.Job(recipe, folder, tuple(filter(None, devices.split(","))), resume, title(names))
     with _terminated(), Display() as display:
         _train(job, where, workers or recipe.train.workers, in_process, display.hear)
@@ -201,18 +204,21 @@ def _train(
         _stop("stopped; the last checkpoint is whole: --resume goes on from it", INTERRUPTED)
 
 
-def _claim(folder: Path, recipe: "Recipe", resume: bool, overwrite: bool) -> None:
-    """Make the folder ours, or refuse to write over a run."""
+def _refuse_begun(folder: Path, resume: bool, overwrite: bool) -> None:
+    """Refuse to write over a run; on every rank, or those that do not write would wait for the one that does."""
+    if (folder / "run.jsonl").is_file() and not resume and not overwrite:
+        raise ValueError(
+            f"{folder} holds a run already; go on with --resume, start anew with --overwrite, or add --suffix"
+        )
+
+
+def _claim(folder: Path, recipe: "Recipe", anew: bool) -> None:
+    """Make the folder ours."""
     import shutil
 
     from gradwire.train.record import open_folder
 
-    begun = (folder / "run.jsonl").is_file()
-    if begun and not resume and not overwrite:
-        raise ValueError(
-            f"{folder} holds a run already; go on with --resume, start anew with --overwrite, or add --suffix"
-        )
-    if begun and overwrite and not resume:
+    if anew:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     open_folder(folder, recipe)
 

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +25,7 @@ class Display:
         self._live: Progress | None = None
         self._bar: TaskID | None = None
         self._last: Record = {}
+        self._tested: Record = {}
         self._spoke = time.monotonic()
 
     def __enter__(self) -> "Display":
@@ -41,7 +43,7 @@ class Display:
         {**known, **others}[record["event"]](record)
 
     def _begin(self, record: Record) -> None:
-        self._start = record
+        self._start = self._last = record
         kind = "virtual workers on" if record["virtual"] and record["world"] > 1 else "workers, the first on"
         self._say(
             f"{record['world']} {kind} {record['device']}, {record['parameters']:,} parameters, "
@@ -60,12 +62,15 @@ class Display:
             self._bar = self._live.add_task("", total=record["steps"], completed=record["step"])
 
     def _step(self, record: Record) -> None:
-        line = f"epoch {record['epoch']:6.2f}  loss {record['loss']:.4f}  {self._speed(record)}  {_bytes(record)}"
+        known = f"  {_metric(self._tested)}" if self._tested else ""
+        line = (
+            f"epoch {record['epoch']:6.2f}  loss {record['loss']:.4f}{known}  {self._speed(record)}  {_bytes(record)}"
+        )
         self._last = record
         if self._live is not None and self._bar is not None:
             self._live.update(self._bar, description=line, completed=record["step"])
         elif time.monotonic() - self._spoke > QUIET_SECONDS:
-            self._say(line)
+            self._say(f"{line}  {self._left(record)} left")
 
     def _decision(self, record: Record) -> None:
         self._say(f"auto, step {record['step']}: {record['spec']}, {record['why']}")
@@ -77,6 +82,7 @@ class Display:
         self._say(f"worker {record['worker']} is back, at step {record['step']}")
 
     def _epoch(self, record: Record) -> None:
+        self._last = self._tested = record  # the time of a test is none of training
         self._say(
             f"epoch {record['epoch']:6.2f}  loss {record['train_loss']:.4f}  {_metric(record)}  "
             f"{_bytes(record)}{_apart(record)}  {record['seconds']:.1f} s"
@@ -90,10 +96,16 @@ class Display:
             self.console.print(summary(record))
 
     def _speed(self, record: Record) -> str:
-        steps = record["step"] - self._last.get("step", self._start["step"])
-        seconds = record["seconds"] - self._last.get("seconds", 0.0)
+        steps = record["step"] - self._last["step"]
+        seconds = record["seconds"] - self._last["seconds"]
         examples = steps * self._start["batch"] * self._start["world"]
         return f"{examples / max(1e-9, seconds):,.0f} examples/s"
+
+    def _left(self, record: Record) -> str:
+        """How long the rest will take, if it goes on as in this sitting."""
+        steps, seconds = (record[name] - self._start[name] for name in ("step", "seconds"))
+        left = round(seconds / max(1, steps) * (self._start["steps"] - record["step"]))
+        return str(timedelta(seconds=left))
 
     def _say(self, line: str) -> None:
         self._spoke = time.monotonic()

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradwire.links import Traffic
 from gradwire.train import checkpoint
 from gradwire.train.checkpoint import MODEL, OPTIMIZER, PROGRESS
+from gradwire.train.data import TextTask
 from gradwire.train.decentralized import Decentralized
 from gradwire.train.exam import Score
 from gradwire.train.gossip_run import keep_gossip, resume_gossip
@@ -67,6 +68,9 @@ def evaluate(folder: Path, which: str, split: str, device: torch.device | str, r
     if found is None:
         raise ValueError(f"{folder} has no {which} checkpoint; give the folder of a run, such as runs/digits-0")
     training = Training(recipe, alone(1, device))
+    splits = ("test", "valid") if isinstance(training.task, TextTask) else ("test",)
+    if split not in splits:
+        raise ValueError(f"{recipe.data.name} has no split {split!r} to evaluate; choose {' or '.join(splits)}")
     training.model.load_state_dict(load_file(found / MODEL))
     return training.score(split)
 
@@ -139,8 +143,8 @@ def _barrier(training: Training) -> None:
 def restore(training: Training, folder: Path, progress: dict[str, Any]) -> None:
     """Put a training where a checkpoint left it.
 
-    A world of another size takes over the mean of all debts, starts with the evaluated statistics, and goes on at the
-    same share of the epoch.
+    A world of another size takes over the mean of all debts, starts with the evaluated statistics, and begins the epoch
+    anew that it was in.
     """
     place, crew = training.place, training.crew
     training.model.load_state_dict(load_file(folder / MODEL))

@@ -27,5 +27,5 @@ def verify(path: Path, digest: str) -> None:
     if found != digest:
         raise ValueError(
             f"{path} is not the official file: its MD5 is {found}, not {digest}. "
-            "Download it again, or read what is there with strict=false"
+            "Download it again, or read what is there with --set data.options.strict=false"
         )

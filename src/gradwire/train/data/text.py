@@ -104,7 +104,8 @@ def _official(name: str, files: list[Path], counts: Counts, strict: bool) -> Tex
     if strict and found != counts:
         raise ValueError(
             f"{files[0].parent} is not the official text: it has {found.tokens} tokens and {found.vocab} words, not "
-            f"{counts.tokens} and {counts.vocab}. Download it again, or read what is there with strict=false"
+            f"{counts.tokens} and {counts.vocab}. Download it again, or read what is there with "
+            "--set data.options.strict=false"
         )
     return task
 

@@ -1,0 +1,47 @@
+"""What a person reads while a training goes on."""
+
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gradwire.train import display
+
+START = {
+    "event": "start",
+    "world": 2,
+    "virtual": False,
+    "device": "cpu",
+    "parameters": 9,
+    "batch": 50,
+    "method": "sign",
+}
+BYTES = {"sent": 2e6, "payload_ratio": 32.0}
+
+
+def told(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run of 100 steps, gone on with at step 40 after 1000 seconds, tested at 50, and now at step 60."""
+    monkeypatch.setattr(display, "QUIET_SECONDS", -1.0)
+    console = Console(file=StringIO(), force_terminal=terminal, width=200)
+    start = {**START, "steps": 100, "steps_per_epoch": 50, "step": 40, "seconds": 1000.0}
+    epoch = {"event": "epoch", "train_loss": 1.0, "metric": "top1", "value": 0.875, "seconds": 1070.0}
+    records: list[dict[str, Any]] = [
+        start,
+        {"event": "step", "step": 45, "epoch": 0.9, "loss": 1.5, "seconds": 1005.0, **BYTES},
+        {**epoch, "step": 50, "epoch": 1.0, **BYTES},
+        {"event": "step", "step": 60, "epoch": 1.2, "loss": 0.25, "seconds": 1080.0, **BYTES},
+    ]
+    with display.Display(console) as shown:
+        for record in records:
+            shown.hear(record)
+    said: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return said
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_line_of_a_step(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = told(terminal, monkeypatch)
+    assert ("epoch   0.90  loss 1.5000  100 examples/s" in said) != terminal  # 500 in 5 s; a bar has no past
+    assert "epoch   1.20  loss 0.2500  test top1 87.50%  100 examples/s  2.00 MB sent, payload 32x smaller" in said
+    assert ("0:02:40 left" in said) != terminal  # 4 s a step, tests included; a bar has its own
