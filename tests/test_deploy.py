@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from gradwire.train import shelf
+from gradwire.train.data import TASKS
+from gradwire.train.models import MODELS
 from gradwire.train.recipe import TABLES
 
 ROOT = Path(__file__).parent.parent
@@ -77,6 +79,16 @@ def test_the_page_of_flags_answers_every_flag(system):
 
 def _bare(text):
     return re.sub(r"--|\.", " ", text)
+
+
+def test_the_page_of_training_names_every_key_model_and_data_set():
+    page = (ROOT / "docs" / "training.md").read_text()
+    for name, table in TABLES.items():
+        _, rows = page.split(f"| `[{name}]` |")
+        keys = set(re.findall(r"`(\w+)`", " ".join(row.split(" | ")[0] for row in rows.split("\n\n")[0].splitlines())))
+        assert keys == set(table.model_fields), name
+    for name in (*MODELS, *TASKS):
+        assert f"`{name}`" in page, name
 
 
 def test_the_page_of_flags_names_recipes_that_exist():

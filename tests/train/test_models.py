@@ -200,6 +200,7 @@ def make(classes, width=3, **rest):
 
 number = 3
 def wrong(): return 3
+def named(num_classes): return nn.Linear(2, num_classes)
 """
 
 
@@ -216,6 +217,7 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     transform = transform_of(model, training=True)
     assert transform is not None and transform(torch.zeros(1)).item() == 1
     assert transform_of(model, training=False) is None
+    assert build(f"{path}:named", {}, {"classes": 5}).weight.shape == (5, 2)  # torchvision's word for it
     with pytest.raises(ValueError, match="no function called 'number'"):
         load(f"{path}:number")
     with pytest.raises(TypeError, match=r"no torch\.nn\.Module"):
