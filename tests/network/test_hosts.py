@@ -1,5 +1,6 @@
 """Hosts are made, hold their rate and delay, and are gone afterwards, whatever happened in between."""
 
+import math
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,6 +20,8 @@ import gradwire
 from gradwire.cli.hosts import app
 from gradwire.links.rates import parse_rate, parse_seconds, parse_share
 from gradwire.network import Hosts, LinkSpec, Refused, namespaces, shaping, sweep
+from gradwire.network import launch as launching
+from gradwire.network.launch import Crew, Rank
 from gradwire.network.switch import Port, Switch
 
 real = pytest.mark.skipif(bool(namespaces.lacking()), reason=namespaces.lacking() or "hosts can be made")
@@ -331,6 +335,32 @@ def test_nothing_survives_its_owner() -> None:
         sweep()
 
 
+def test_a_signal_waits_until_the_rank_that_starts_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Heard(Exception):
+        pass
+
+    def hear(number: int, frame: object) -> None:
+        raise Heard
+
+    def interrupted(*args: Any) -> Rank:
+        signal.raise_signal(signal.SIGTERM)
+        started = launch(*args)
+        signal.raise_signal(signal.SIGTERM)
+        return started
+
+    launch = launching.launch
+    monkeypatch.setattr(launching, "launch", interrupted)
+    before = signal.signal(signal.SIGTERM, hear)
+    crew = Crew(lambda rank, line: None)
+    try:
+        with pytest.raises(Heard):
+            crew.start("rank 0", ["sleep", "60"], os.environ, None)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        crew.close()
+    assert [rank.process.returncode for rank in crew.ranks] == [-signal.SIGKILL]
+
+
 def wait_until(true: Callable[[], bool], seconds: float = 15) -> None:
     deadline = time.monotonic() + seconds
     while not true():
@@ -399,6 +429,8 @@ def test_impossible_hosts_are_refused() -> None:
             Hosts(count)
     for subnet, sentence in {
         "8.8.8.0/24": "others",
+        "240.0.0.0/24": "others",
+        "127.0.0.0/24": "others",
         "10.77.0.0/31": "no room",
         "ten": "cannot read the subnet",
     }.items():
@@ -410,10 +442,17 @@ def test_impossible_hosts_are_refused() -> None:
         Hosts(2).run(["no-such-command"])
     with pytest.raises(Refused, match="enter their context"):
         Hosts(2).run(["true"])
+    for seconds in (-1.0, 0.0, math.nan):
+        with pytest.raises(ValueError, match="cannot stop a run after"):
+            Hosts(2).run(["true"], timeout_seconds=seconds)
 
 
 def test_no_root_and_no_iproute2_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda tool, path=None: f"/{tool}")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(namespaces, "_capabilities", lambda: 1 << 12)  # root of a container
+    with pytest.raises(Refused, match="hosts need CAP_SYS_ADMIN, which root lacks here"), Hosts(2):
+        pass
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(Refused, match="hosts need root"), Hosts(2):
         pass

@@ -27,7 +27,7 @@ from gradwire.bench.network import contestants
 from gradwire.bench.network.contestants import POWERSGD, SILENT, enter
 from gradwire.bench.network.workloads import Workload
 from gradwire.network.hosts import FIRST_PORT
-from gradwire.network.launch import DEFAULTS, Crew, launch, place
+from gradwire.network.launch import DEFAULTS, Crew, place
 from gradwire.train import models
 
 DENSE = "ddp-fp32"
@@ -236,13 +236,13 @@ def _progress(news: dict[str, Any]) -> str:
 
 
 def _run_ranks(argv: list[str], world: int, hear: Callable[[int, str], None], others: list[str]) -> None:
-    crew = Crew([], hear)
+    crew = Crew(hear)
     port = FIRST_PORT + os.getpid() % 10_000
     try:
         for rank in range(world):
             own = {**DEFAULTS, **os.environ} | place(rank, world, 1, ("127.0.0.1", port), "lo")
             own["LOCAL_RANK"] = str(rank)
-            crew.ranks.append(launch(f"rank {rank}", argv, own, None))
+            crew.start(f"rank {rank}", argv, own, None)
         ended = crew.wait(None, 3.0, lambda: "")
     finally:
         crew.close()

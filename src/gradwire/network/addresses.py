@@ -5,6 +5,8 @@ import os
 
 from gradwire.network.namespaces import Refused, listed
 
+_PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")  # RFC 1918
+
 
 def mac(host: int) -> str:
     return f"02:67:77:00:00:{host:02x}"  # 02: given by hand, not by a maker
@@ -15,7 +17,7 @@ def private(subnet: str, count: int) -> ipaddress.IPv4Network:
         network = ipaddress.IPv4Network(subnet)
     except ValueError as wrong:
         raise ValueError(f"cannot read the subnet {subnet!r}, for example 10.77.0.0/24: {wrong}") from None
-    if not network.is_private or network.is_loopback:
+    if not any(network.subnet_of(ipaddress.IPv4Network(wide)) for wide in _PRIVATE):
         raise ValueError(f"the subnet {subnet} belongs to others; take a private one, for example 10.77.0.0/24")
     if network.num_addresses - 2 < count:
         raise ValueError(f"the subnet {subnet} has no room for {count} hosts; take a larger one")

@@ -21,7 +21,7 @@ from gradwire.links.rates import LinkSpec
 from gradwire.network import namespaces, shaping, switch, warden
 from gradwire.network.addresses import mac, private, unused
 from gradwire.network.guard import Guard, undisturbed
-from gradwire.network.launch import DEFAULTS, Crew, Ended, Sink, launch, place
+from gradwire.network.launch import DEFAULTS, Crew, Ended, Sink, place
 from gradwire.network.namespaces import Refused, ip, listed
 
 DEVICE = "eth0"
@@ -140,17 +140,19 @@ class Hosts:
         variables = {**DEFAULTS, **os.environ, **(env or {})}
         if per_host < 1:
             raise ValueError(f"cannot start {per_host} ranks in each host; give 1 or more")
+        if timeout_seconds is not None and not timeout_seconds > 0:
+            raise ValueError(f"cannot stop a run after {timeout_seconds:g} s; give more than 0")
         if not argv or (cwd is None and shutil.which(argv[0], path=variables.get("PATH")) is None):
             raise ValueError(f"cannot find the command {argv[0]!r}" if argv else "there is no command to run")
         if not self._made:
             raise Refused("the hosts are not there; enter their context before running something in them")
         port = next(self._ports)
-        crew = Crew([], sink or self._print(per_host))
+        crew = Crew(sink or self._print(per_host))
         try:
             for rank in range(self.count * per_host):
                 words = namespaces.inside(self.names[rank // per_host], argv)
                 own = variables | place(rank, per_host, self.count, (self.addresses[0], port), DEVICE)
-                crew.ranks.append(launch(self._title(rank, per_host), words, own, cwd))
+                crew.start(self._title(rank, per_host), words, own, cwd)
             return crew.wait(timeout_seconds, grace_seconds, self._ailing)
         finally:
             crew.close()

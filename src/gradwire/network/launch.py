@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from gradwire.network.guard import undisturbed
+
 Sink = Callable[[int, str], None]  # (rank, line)
 
 _KILL_SECONDS = 2.0  # between the polite request to end and the other one
@@ -95,9 +97,17 @@ def _die_with_parent() -> None:
 class Crew:
     """The ranks of one run."""
 
-    def __init__(self, ranks: list[Rank], sink: Sink) -> None:
-        self.ranks = ranks
+    def __init__(self, sink: Sink) -> None:
+        self.ranks: list[Rank] = []
         self.sink = sink
+
+    def start(self, title: str, argv: list[str], env: Mapping[str, str], cwd: str | None) -> None:
+        """Launch one more; a signal waits until the rank is known, so that whoever takes the crew down finds it.
+
+        Nor would it be heard meanwhile: what handlers raise while Python forks goes no further than that.
+        """
+        with undisturbed():
+            self.ranks.append(launch(title, argv, env, cwd))
 
     def wait(self, timeout_seconds: float | None, grace_seconds: float, ailing: Callable[[], str]) -> Ended:
         """Forward what the ranks say until all have ended.

@@ -11,7 +11,9 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ PLACE = Path("/run/netns")  # where `ip netns` keeps its names
 
 _OURS = re.compile(r"gw(\d+)t(\d+)s\d+(?:h\d+|hub)")
 SBIN = "/usr/sbin:/sbin"  # root's tools, not on everybody's path
+_NEEDED = {12: "CAP_NET_ADMIN", 21: "CAP_SYS_ADMIN"}  # by the kernel's numbers
+_PATIENCE_SECONDS = 5.0  # with those that do not die at once
 _serial = itertools.count(1)
 
 
@@ -41,7 +45,16 @@ def lacking() -> str:
         return f"hosts need iproute2, but {' and '.join(absent)} cannot be found; install the package iproute2"
     if os.geteuid() != 0:
         return "hosts need root, to make network namespaces; run the command with sudo"
+    denied = [name for bit, name in _NEEDED.items() if not _capabilities() >> bit & 1]
+    if denied:
+        return f"hosts need {' and '.join(denied)}, which root lacks here; start the container with --privileged"
     return ""
+
+
+def _capabilities() -> int:
+    """What this process may do, a bit for each capability."""
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found[1], 16) if found else -1
 
 
 def ip(*words: str) -> str:
@@ -86,11 +99,12 @@ def inside(name: str, argv: Sequence[str]) -> list[str]:
 
 def remove(names: list[str]) -> None:
     """End what runs inside, then delete; a name that is already gone is no error."""
-    for pid in residents(names):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (pids := residents(names)) and time.monotonic() < deadline:  # again: some may have started others meanwhile
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
     stuck = [str(wrong) for name in names if (wrong := _delete(name)) and exists(name)]
     if stuck:
         raise Refused("; ".join(stuck))

@@ -15,7 +15,7 @@ from gradwire.bench.network.turns import MARK, summarize
 from gradwire.links.rates import LinkSpec
 from gradwire.links.throttled import VARIABLE
 from gradwire.network.hosts import FIRST_PORT, Hosts
-from gradwire.network.launch import DEFAULTS, Crew, Ended, Sink, launch, place
+from gradwire.network.launch import DEFAULTS, Crew, Ended, Sink, place
 
 Run = Callable[[Sequence[str], Sink], Ended]
 Tell = Callable[[str], object]
@@ -107,12 +107,12 @@ def _beside(argv: Sequence[str], world: int, link: LinkSpec, sink: Sink) -> Ende
     variables = {**DEFAULTS, **os.environ, VARIABLE: str(link)}
     if link == LinkSpec():
         del variables[VARIABLE]
-    crew = Crew([], sink)
+    crew = Crew(sink)
     port = FIRST_PORT + os.getpid() % 10_000
     try:
         for rank in range(world):
             own = variables | place(rank, world, 1, ("127.0.0.1", port), "lo")
-            crew.ranks.append(launch(f"rank {rank}", list(argv), own, None))
+            crew.start(f"rank {rank}", list(argv), own, None)
         return crew.wait(None, 3.0, lambda: "")
     finally:
         crew.close()
