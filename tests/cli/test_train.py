@@ -26,9 +26,17 @@ def test_recipes_are_listed_with_what_they_are():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["cifar10-resnet20", "dgc", "ramp5"], ["269,722 parameters, 8 workers", "48 steps an epoch", "topk(0.001)"]),
+        (
+            ["cifar10-resnet20", "dgc", "ramp5"],
+            [
+                "269,722 parameters, 8 workers",
+                "48 steps an epoch",
+                "0.1 x 8 for the batch; 5 epochs of warm-up, then cosine",
+                "topk(0.001)",
+            ],
+        ),
         (["ptb-lstm700-topk", "--workers", "4"], ["21,861,200 parameters, 4 workers", "32 examples a worker"]),
-        (["imagenet-resnet50"], ["25,557,032 parameters"]),
+        (["imagenet-resnet50"], ["25,557,032 parameters", "then steps, momentum 0.9 (Nesterov), decay 0.0001"]),
         (["digits", "--spec", "powersgd(2)"], ["low rank"]),
     ],
 )

@@ -1,5 +1,6 @@
 """What `gradwire plan` prints: a training that has not happened."""
 
+import math
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ from gradwire.train.compression import arguments, method_of
 from gradwire.train.data import load
 from gradwire.train.feed import batch_of, check_sizes, loader_of
 from gradwire.train.models import build as build_model
+from gradwire.train.models import regime_of
+from gradwire.train.optim import obeying
 from gradwire.train.place import Place
 from gradwire.train.prediction import forecast, stages, total
 from gradwire.train.recipe import Recipe
+from gradwire.train.schedule import scale_of
 
 # What is known of data sets that are not here: their facts, and how many examples or tokens there are to train on.
 KNOWN: dict[str, tuple[dict[str, object], int]] = {
@@ -37,10 +41,13 @@ def show(recipe: Recipe, world: int, console: Console) -> None:
     with torch.device("meta"):
         model = build_model(recipe.model.name, recipe.model.options, facts)
     parameters = sum(p.numel() for p in model.parameters())
-    last = recipe.train.iterations or round(recipe.train.epochs * steps)
+    last = recipe.train.iterations or math.ceil(recipe.train.epochs * steps)
     console.print(Text(f"{recipe.model.name} on {recipe.data.name}: {parameters:,} parameters, {world} workers"))
     batch = batch_of(recipe, world) * recipe.train.accumulate
     console.print(f"{batch} examples a worker and step, {steps:,} steps an epoch, {last:,} steps in all")
+    regime = regime_of(model)
+    recipe = obeying(recipe, regime)
+    console.print(Text(_optimizer(recipe, world, by_model=regime is not None)))
     if recipe.data.sizes:
         check_sizes(recipe, model, facts)
         grown = ", ".join(f"{side} from epoch {epoch}" for epoch, side in recipe.data.sizes)
@@ -55,6 +62,18 @@ def show(recipe: Recipe, world: int, console: Console) -> None:
         console.print("auto decides while it trains; these are the dense steps that it begins with")
     console.print(_lanes(made, last))
     console.print(_bytes(made, last))
+
+
+def _optimizer(recipe: Recipe, world: int, by_model: bool) -> str:
+    plan, rates = recipe.optimizer, recipe.schedule
+    scale = 1.0 if rates.scale == "graph" else scale_of(recipe, world, batch_of(recipe, world))
+    grown = f" x {scale:g} for the batch" if scale != 1.0 else " grown with the neighbors" * (rates.scale == "graph")
+    warm = f"{rates.warmup:g} epochs of warm-up, then " if rates.warmup else ""
+    shape = "the model's regime" if by_model else f"{warm}{rates.kind}"
+    momentum = f"momentum {plan.momentum:g}{' (Nesterov)' if plan.nesterov else ''}" if plan.name == "sgd" else ""
+    limits = ((plan.clip, "clipped to"), (plan.local_clip, "each worker clipped to"))
+    parts = [momentum, f"decay {plan.weight_decay:g}", *(f"{words} {limit:g}" for limit, words in limits if limit)]
+    return ", ".join(filter(None, (f"{plan.name} with rate {plan.lr:g}{grown}; {shape}", *parts)))
 
 
 def _plan(recipe: Recipe, model: torch.nn.Module, world: int, ramp: int) -> Plan:

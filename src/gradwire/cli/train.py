@@ -104,7 +104,7 @@ def plan(
     workers: Annotated[int | None, typer.Option(min=1, help="How many; by default the recipe's number.")] = None,
     toml: Annotated[bool, typer.Option("--toml", help="Print only the resolved recipe.")] = False,
 ) -> None:
-    """Print what a training would be: the resolved recipe, its lanes, and the bytes of a step."""
+    """Print what a training would be: steps, optimizer, lanes, and the bytes of a step; --toml: the whole recipe."""
     from gradwire.train.shelf import dumps
 
     with _sentences():
