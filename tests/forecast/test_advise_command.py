@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import gradwire
 from gradwire.bench.network import calibrate, devices, drawer, workloads
 from gradwire.cli.advise import recipe_workload
+from gradwire.cli.evidence import collected
 from gradwire.cli.main import app
 from gradwire.forecast.calibration import Calibration, Cost, save
 from gradwire.forecast.evidence import Evidence, evidence, shelf, sound
@@ -324,3 +325,13 @@ def test_evidence_is_looked_up_by_what_a_spec_means() -> None:
     assert evidence("ef_signsgd") == evidence("sign") != []
     assert set(sound(["int4", "sign", "randomk(0.3)"])) == {"int4", "randomk(0.3)"}
     assert str(Evidence("x", "digits", "%", 4, 3, 98.0, -0.5, -1.0, 0.0)) == "-0.50 [-1.00, +0.00] on digits, 3 seeds"
+
+
+def test_evidence_is_what_the_published_runs_say() -> None:
+    published = Path(__file__).parents[2] / "docs" / "results"
+    for folder in ("resnet9", "resnet9-choices"):
+        told = list(collected([published / folder]))
+        assert told
+        for one in told:
+            held = [other for other in evidence(one.spec) if other.task == one.task]
+            assert held == [one], f"write down what python -m gradwire.cli.evidence docs/results/{folder} says"
