@@ -55,6 +55,12 @@ def test_every_contestant_that_is_measured_by_default_exists() -> None:
         (("--model", "lsmt", "--method", "ddp-none"), "there is no workload 'lsmt'"),
         (("--model", "absent.py:make", "--method", "ddp-none"), "absent.py"),
         (("--picture", "bench.jpg"), "a picture is a PNG or an SVG"),
+        (("--link", "1gbit,1ms,1%", "--throttled", "--method", "ddp-none"), "has jitter or loss too"),
+        (("--method", "topk(0.1); launch_mb=x"), "cannot read launch_mb=x of 'topk(0.1); launch_mb=x'"),
+        (("--turn", "nan"), "turns of nan s cannot be"),
+        (("--model", "linear", "--link", "1gbit", "--timeout", "-1"), "a timeout of -1 s cannot be"),
+        (("--out", "."), ". is a folder"),
+        (("--out", __file__), "holds something else than rows"),
     ],
 )
 def test_bad_input_gets_a_sentence(words: tuple[str, ...], sentence: str) -> None:
@@ -68,6 +74,10 @@ def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
     with path.open("a") as out:
         out.write('{"model": "li')  # an interrupted run
     assert cells.missing(FIELD, ["ddp-fp32", "int8"], cells.read(path), Pace()) == ["int8"]
+    cells.append(path, row("int8", 20.0))
+    assert cells.missing(FIELD, ["ddp-fp32", "int8"], cells.read(path), Pace()) == []
+    path.write_text('{"model": "li')
+    assert cells.read(path) == []
 
 
 def test_what_failed_is_done_again_if_that_may_help(tmp_path: Path) -> None:

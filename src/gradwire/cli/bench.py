@@ -259,13 +259,13 @@ def network(
 
     _check_picture(picture, "network")
     methods = method or list(contestants.ALL)
-    usual = cells.Pace(rounds, steps, turn_seconds=turn)
     where = _where(throttled)
-    rows = cells.read(out)
     try:
+        usual = cells.Pace(rounds, steps, turn_seconds=turn)
+        rows = cells.read(out)
         for name in methods:
             contestants.check(name)
-        named = [str(LinkSpec.parse(text)) for text in link or ("unshaped", "1gbit", "100mbit", "10mbit")]
+        named = [_named(text, where) for text in link or ("unshaped", "1gbit", "100mbit", "10mbit")]
         weights = _weights(model or ["lstm"])
         chosen = list(cells.fields(list(weights), named, workers or [2, 4, 8], where))
         for field in chosen:
@@ -274,7 +274,7 @@ def network(
             for row in contest.hold(field, cells.missing(field, methods, rows, pace, retry), pace, _tell(field)):
                 cells.append(out, row)
                 rows.append(row)
-    except (ValueError, TypeError, Refused) as wrong:
+    except (ValueError, TypeError, OSError, Refused) as wrong:
         typer.echo(f"gradwire bench network: {wrong}", err=True)
         raise typer.Exit(2) from None
     except contest.Unbegun as wrong:
@@ -310,6 +310,15 @@ def _where(throttled: bool) -> "Where":
     if missing and not throttled:
         typer.echo(f"{missing}; measuring with links that pretend instead", err=True)
     return "throttled" if throttled or missing else "hosts"
+
+
+def _named(text: str, where: "Where") -> str:
+    """A link as rows call it; on hosts it may have jitter and loss, too."""
+    from gradwire.links.solo import SoloLink
+    from gradwire.links.throttled import ThrottledLink
+
+    link = LinkSpec.parse(text)
+    return str(link if where == "hosts" else ThrottledLink(SoloLink(), link).spec)
 
 
 def _tell(field: "Field") -> "Tell":

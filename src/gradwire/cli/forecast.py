@@ -19,8 +19,8 @@ def forecast(
     from gradwire.bench.network import cells
     from gradwire.bench.network.forecasts import REGRET, TOLERANCE, Compared, Picked, compare
 
-    rows = cells.read(results)
     try:
+        rows = cells.read(results)
         if not rows:
             raise ValueError(f"{results} holds no results; make some with `gradwire bench network --out {results}`")
         found = list(compare(rows, lambda line: typer.echo(line, err=True)))

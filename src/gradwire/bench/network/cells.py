@@ -12,6 +12,9 @@ from gradwire.links.rates import LinkSpec
 
 _FEWEST_STEPS, _SPARE = 4, 1.5  # of a turn; and for what a step is besides its wire
 
+_KEYS = ("model", "link", "world", "where")
+_BEGINNING = '{"model"'  # of every row
+
 Where = Literal["hosts", "throttled"]
 Row = dict[str, Any]
 
@@ -54,6 +57,11 @@ class Pace:
     turn_seconds: float = 20.0
     timeout: float = 300.0
 
+    def __post_init__(self) -> None:
+        for what, limit in (("turns of", self.turn_seconds), ("a timeout of", self.timeout)):
+            if not limit > 0:
+                raise ValueError(f"{what} {limit:g} s cannot be; give more than 0")
+
 
 def fields(models: Sequence[str], links: Sequence[str], worlds: Sequence[int], where: Where) -> Iterator[Field]:
     """All of them, quick ones first."""
@@ -62,16 +70,28 @@ def fields(models: Sequence[str], links: Sequence[str], worlds: Sequence[int], w
 
 
 def read(path: Path | None) -> list[Row]:
-    """Rows of earlier runs, of each cell the last; a last line that was cut short is none."""
+    """Rows of earlier runs, of each cell the last; one that was cut short is none.
+
+    Raises:
+        ValueError: There is something else in the file, to which nothing should be appended.
+    """
     if path is None or not path.exists():
         return []
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file for the rows")
+    text = path.read_text(encoding="utf-8", errors="replace")
+    rows = [row for line in text.splitlines() if (row := _parsed(line)) is not None]
+    if not rows and text and not text.startswith(_BEGINNING):
+        raise ValueError(f"{path} holds something else than rows of bench network; name another file")
     return latest(rows)
+
+
+def _parsed(line: str) -> Row | None:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) and row.keys() >= {"method", *_KEYS} else None
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
@@ -80,14 +100,16 @@ def latest(rows: Iterable[Row]) -> list[Row]:
 
 
 def append(path: Path | None, row: Row) -> None:
+    """Write one more line, and not behind one that was cut short."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        cut = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         with path.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(row) + "\n")
+            out.write("\n" * cut + json.dumps(row) + "\n")
 
 
 def key_of(row: Row) -> tuple[Any, ...]:
-    return (row["model"], row["link"], row["world"], row["where"], row["method"])
+    return (*(row[key] for key in _KEYS), row["method"])
 
 
 def missing(field: Field, methods: Iterable[str], rows: Iterable[Row], pace: Pace, retry: bool = False) -> list[str]:

@@ -67,8 +67,15 @@ def parse(name: str) -> tuple[str, dict[str, Any]]:
         if not equals or key not in ("exchange", "feedback", "granularity", "bundle", "launch_mb", "codec"):
             raise ValueError(f"cannot read the option {pair!r} of {name!r}; write for example exchange=two_way")
         unset = value == "none" and key in ("bundle", "codec")  # a feedback called none is one, and not the default
-        options[key] = float(value) if key == "launch_mb" else None if unset else value
+        options[key] = _megabytes(value, name) if key == "launch_mb" else None if unset else value
     return spec, options
+
+
+def _megabytes(text: str, name: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"cannot read launch_mb={text} of {name!r}; write for example launch_mb=50") from None
 
 
 def check(name: str) -> None:
