@@ -5,6 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gradwire.cli.main import app
+from gradwire.cli.train import _left
 from gradwire.train import checkpoint
 from trainings import DIGITS
 
@@ -92,6 +93,16 @@ def test_an_interrupt_ends_all_workers(tmp_path):
     assert done.exit_code == 130, done.output
     assert "stopped; the last checkpoint is whole" in done.stderr
     assert checkpoint.find(tmp_path, "last").name == "step-5"
+
+
+def test_a_pretended_link_of_the_environment_is_read_before_anything_starts(tmp_path):
+    done = run("train", "digits", "--workers", "2", "--folder", str(tmp_path / "run"), GRADWIRE_LINK="fast")
+    assert done.exit_code == 2 and "cannot read 'fast'" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_checkpoint_is_promised_where_there_is_none(tmp_path):
+    assert "there is no checkpoint in" in _left(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,8 @@ def test_refusals_are_sentences(figures: str) -> None:
     for options, words in (
         (["--link", "100mbit", "--hosts", "3", "--workers", "4"], "3 hosts of 1 are not 4 workers"),
         (["--link", "0mbit"], "impossible"),
+        (["--link", "1gbit", "--patience", "nan"], "a probe cannot wait nan s"),
+        (["--patience", "-3"], "a probe cannot wait -3 s"),
         (["--link", "fast"], "cannot read 'fast'"),
         ([], "what is the link between the workers?"),
         (["--link", "1gbit", "--specs", "sing"], "did you mean"),

@@ -160,6 +160,7 @@ def test_refusals_are_sentences(tmp_path: Path) -> None:
         (["--calibration", str(tmp_path / "none.json")], "there is no calibration"),
         (["--jitter", "2"], "cannot be; give shares"),
         (["--link", "1gbit,5ms,1ms"], "has jitter or loss too"),
+        (["--rows", str(tmp_path)], "is a folder; name a file"),
     ):
         done = CliRunner().invoke(app, ["simulate", *options, "-o", str(tmp_path / "x.html")])
         assert done.exit_code == 2 and words in done.output, done.output

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gradwire.train.standing import Standing
 
 _SECONDS = 6.0  # to be spent on rehearsals, unless single ones take longer
+_LONGEST_PATIENCE = 86400.0
 
 # Whatever imports torch is imported where it is used: help and refusals should not wait for it.
 
@@ -138,6 +139,8 @@ def _cluster(
 
 def _link(text: str, where: "Standing | None", patience: float) -> LinkSpec:
     """What the person says, or what the ranks that torchrun started find out."""
+    if not 0 < patience <= _LONGEST_PATIENCE:
+        raise ValueError(f"a probe cannot wait {patience:g} s; give --patience more than 0, and a day at most")
     if text:
         return LinkSpec.parse(text)
     if where is None:

@@ -38,6 +38,9 @@ def simulate(
     from gradwire.forecast.stragglers import Stragglers
 
     try:
+        for path in (output, rows):
+            if path.is_dir():
+                raise ValueError(f"{path} is a folder; name a file")
         uneven = Stragglers(jitter, stragglers, slowdown, seed)
         subjects = _subjects(calibration)
         places = {"flat": _grid(subjects, workers or WORKERS, link or LINKS, 1, algorithm, uneven)}
@@ -47,7 +50,7 @@ def simulate(
                 subjects, _several(workers or WORKERS, per_host), link or LINKS, per_host, algorithm, uneven
             )
         _write(places, output, rows)
-    except ValueError as wrong:
+    except (ValueError, OSError) as wrong:
         typer.echo(f"gradwire simulate: {wrong}", err=True)
         raise typer.Exit(2) from None
     except ModuleNotFoundError as missing:

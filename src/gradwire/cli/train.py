@@ -66,10 +66,10 @@ def train(
         recipe = _resolve(names, overrides, spec, data, model, seed)
         if link and recipe.gossip.elastic:
             raise ValueError("connections of gossip.elastic do not pretend; leave --link or gossip.elastic out")
-        if link:
-            from gradwire.links.throttled import ask_for
+        if not in_process:
+            from gradwire.links.throttled import VARIABLE, ask_for
 
-            ask_for(link)
+            ask_for(link or os.environ.get(VARIABLE, ""))  # what cannot be is said here, and not by every rank
         place = folder or runs / "-".join(filter(None, (title(names), suffix, str(recipe.train.seed))))
         _start(names, recipe, place, workers, in_process, devices, resume, overwrite)
 
@@ -199,9 +199,18 @@ def _train(
         else:
             work.spawned(job, workers, listen)
     except (RankError, LostError) as wrong:
-        _stop(f"{wrong}\nthe last checkpoint is whole: --resume goes on from it", 1)
+        _stop(f"{wrong}\n{_left(job.folder)}", 1)
     except KeyboardInterrupt:
-        _stop("stopped; the last checkpoint is whole: --resume goes on from it", INTERRUPTED)
+        _stop(f"stopped; {_left(job.folder)}", INTERRUPTED)
+
+
+def _left(folder: Path) -> str:
+    """What there is to go on from."""
+    from gradwire.train import checkpoint
+
+    if checkpoint.find(folder, "last") is None:
+        return f"there is no checkpoint in {folder} to go on from"
+    return "the last checkpoint is whole: --resume goes on from it"
 
 
 def _refuse_begun(folder: Path, resume: bool, overwrite: bool) -> None:
