@@ -157,6 +157,8 @@ class Schedule(Table):
         places = [point[0] for point in self.points if len(point) == 2]
         if len(places) < len(self.points) or places != sorted(places) or (self.kind == "linear" and len(places) < 2):
             raise ValueError("points must be at least two pairs [epoch, share], by rising epoch")
+        if self.milestones != sorted(self.milestones):
+            raise ValueError(f"milestones must rise, and {self.milestones} do not")
         return self
 
 
@@ -193,11 +195,16 @@ def read(tables: dict[str, Any]) -> Recipe:
 
 def _check(recipe: Recipe) -> None:
     """What only other parts of the package can judge."""
+    from gradwire.sync import method
     from gradwire.train import models
     from gradwire.train.compression import method_of
 
     models.load(recipe.model.name)
     method_of(recipe, ramp_steps=100)
+    for rule in recipe.sync.rules:
+        method(rule.spec, rule.feedback, rule.exchange)
+    if recipe.sync.bundle != "none":
+        method(recipe.sync.bundle)
     if recipe.gossip.method:
         _check_gossip(recipe)
     elif recipe.gossip.elastic:
