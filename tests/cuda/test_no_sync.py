@@ -30,6 +30,9 @@ SPECS = [
     "terngrad",
     "fp16",
 ]
+MORE = ["majority_vote", "natural", "onebit", "bf16", "int2", "dgc(0.01, nesterov=True)", "dgc(0.01, ramp=3)"]
+MORE += ["chunk_topk(4)", "chunk_topk(4, chunk=512) | sign"]
+PLAIN = ["dgc(0.01)", "topk(0.01) | sign", "ef_signsgd", "int4", "powersgd(2)", "qsgd"]
 
 
 @contextmanager
@@ -45,13 +48,16 @@ def unwatched() -> Iterator[None]:
 
 
 class Loop:
-    """A small model under DDP, and batches that are there already."""
+    """A small model, under DDP unless the loop is plain, and batches that are there already."""
 
-    def __init__(self, spec: str) -> None:
+    def __init__(self, spec: str, plain: bool = False) -> None:
         torch.manual_seed(0)
+        self.plain = plain
         self.net = nn.Sequential(nn.Linear(64, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 10))
         self.net.cuda()
-        self.ddp = DistributedDataParallel(self.net, gradient_as_bucket_view=True, bucket_cap_mb=0.2)
+        self.ddp: nn.Module = self.net
+        if not plain:
+            self.ddp = DistributedDataParallel(self.net, gradient_as_bucket_view=True, bucket_cap_mb=0.2)
         self.wire = gradwire.compress(self.ddp, spec, launch_mb=0.3)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05)
         self.batch = torch.randn(16, 64, device="cuda")
@@ -60,6 +66,8 @@ class Loop:
         self.optimizer.zero_grad(set_to_none=False)
         loss = self.ddp(self.batch).square().mean()
         (loss if times is None else loss * times).backward()
+        if self.plain:
+            self.wire()
         self.optimizer.step()
 
     def left(self) -> dict[str, Tensor]:
@@ -68,12 +76,24 @@ class Loop:
 
 
 def alone(rank: int, world: int) -> None:
+    watch(SPECS)
+
+
+def alone_with_more(rank: int, world: int) -> None:
+    watch(MORE)
+
+
+def alone_and_plain(rank: int, world: int) -> None:
+    watch(PLAIN, plain=True)
+
+
+def watch(specs: list[str], plain: bool = False) -> None:
     dist.destroy_process_group()
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     bad = torch.tensor(torch.inf, device="cuda")
-    for spec in SPECS:
-        loop = Loop(spec)
+    for spec in specs:
+        loop = Loop(spec, plain)
         for _ in range(4):  # kernels are compiled, tables are laid out, DDP makes its buckets anew
             loop.step()
         assert loop.wire.session.ahead, spec
@@ -95,3 +115,12 @@ def alone(rank: int, world: int) -> None:
 
 def test_no_step_waits() -> None:
     run_ranks(alone, 1, timeout=170)  # most of it is Triton's compiler
+
+
+def test_no_other_step_waits() -> None:
+    """A ramp is over here: each of its stages lays out tables of its own, and waits for them."""
+    run_ranks(alone_with_more, 1, timeout=170)
+
+
+def test_no_step_of_a_plain_loop_waits() -> None:
+    run_ranks(alone_and_plain, 1, timeout=170)

@@ -9,6 +9,7 @@ from trainings import recipe_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 IMAGES = ("train.batch=8", "train.batch_per=worker", "model.options={}", "train.channels_last=true")
+OBSERVED = ("sync.spec=variance", "train.accumulate=2", "train.batch=3", "train.batch_per=worker")
 COLUMNS = ("model.options={hidden=24, layers=2, dropout=0.0, tied=false}", "optimizer.local_clip=0.05", "data.length=9")
 
 
@@ -18,6 +19,7 @@ COLUMNS = ("model.options={hidden=24, layers=2, dropout=0.0, tied=false}", "opti
         ("digits", (*IMAGES, "model.name=resnet20")),
         ("digits", (*IMAGES, "model.name=resnet9", "data.sizes=[[0, 32]]")),
         ("pydoc-lstm", COLUMNS),
+        ("pydoc-lstm", (*COLUMNS, *OBSERVED)),
     ],
 )
 def test_gradients_are_those_of_passes_in_turn(name, overrides, monkeypatch):
@@ -35,3 +37,21 @@ def test_gradients_are_those_of_passes_in_turn(name, overrides, monkeypatch):
     for mine, theirs in zip(one.crew.buffers, other.crew.buffers, strict=True):
         for each, x in theirs.items():
             torch.testing.assert_close(mine[each], x, rtol=1e-3, atol=1e-4, msg=each)
+
+
+def test_second_moments_are_those_of_passes_in_turn(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    noted = []
+    for how in ("together", "in turn"):
+        training = Training(recipe_of("pydoc-lstm", *COLUMNS, *OBSERVED, f"train.passes={how}"), alone(2, "cuda:0"))
+        torch.set_float32_matmul_precision("highest")
+        seen = [{}, {}]
+        for wire, notes in zip(training.crew.wires, seen, strict=True):
+            wire.observe = notes.update
+        for step, batch in zip(range(2), training.loader.epoch(0), strict=False):
+            training.passes(batch, step)
+        noted += [seen]
+    for mine, theirs in zip(*noted, strict=True):
+        assert mine.keys() == theirs.keys() and mine
+        for name, x in theirs.items():
+            assert (mine[name] - x).norm() <= 1e-3 * x.norm(), name

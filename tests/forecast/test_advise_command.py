@@ -18,6 +18,7 @@ from gradwire.cli.advise import recipe_workload
 from gradwire.cli.evidence import collected
 from gradwire.cli.main import app
 from gradwire.forecast.calibration import Calibration, Cost, save
+from gradwire.forecast.candidates import PRESETS
 from gradwire.forecast.evidence import Evidence, evidence, shelf, sound
 from gradwire.forecast.model import Model
 from gradwire.train.shelf import resolve
@@ -93,6 +94,16 @@ def test_what_is_asked_for_by_name_is_told_as_it_is(figures: str) -> None:
     assert "not taken: lost accuracy: -2.57" in told(*where)[1]
     named = told(*where, "--specs", "topk(0.001) | sign")[1]
     assert "Accuracy: lost accuracy: -2.57" in named and "not taken" not in named
+
+
+def test_presets_that_nobody_has_trained_with_are_shown_but_not_taken(tmp_path: Path) -> None:
+    costs = {"ddp-fp32": Cost(0.0, 0.0), **{spec: Cost(0.01, 0.01) for spec in ("int8", *PRESETS)}}
+    save(replace(FIGURES, costs=costs), tmp_path / "figures.json")
+    where = ("--workers", "4", "--link", "10mbit", "--calibration", str(tmp_path / "figures.json"))
+    found = json.loads(told(*where, "--json")[1])
+    assert {way["spec"] for way in found["ways"]} == set(costs) and found["choice"] == "int8"
+    assert found["ways"][0]["spec"] == "terngrad" and "not taken: no evidence yet" in told(*where)[1]
+    assert json.loads(told(*where, "--json", "--specs", "terngrad")[1])["choice"] == "terngrad"
 
 
 def test_what_to_write_is_what_compress_takes(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.keys import Key
-from gradwire.kernels import fused, quantize, select
+from gradwire.kernels import chunks, fused, quantize, select
 from gradwire.kernels.cpu import pages
 from gradwire.kernels.dispatch import reference_only, versions
 
@@ -105,6 +105,15 @@ def test_accumulate_and_select_over_several_steps(rule: str) -> None:
                 fused.settle_(*memories, found.indices, found.values)
             assert torch.equal(fast[0], slow[0])
             assert not heavy or torch.equal(fast[1], slow[1])
+
+
+@pytest.mark.parametrize("lengths", TABLES)
+def test_chunks(lengths: tuple[int, ...]) -> None:
+    for k, chunk in ((1, 3), (4, 4096), (7, 100), (40, 300), (70, 1000)):
+        for x in inputs(sum(lengths)).values():
+            found = chunks.chunk_topk(x, lengths, k, chunk)
+            with reference_only():
+                assert torch.equal(found, chunks.chunk_topk(x, lengths, k, chunk))
 
 
 @pytest.mark.parametrize("lengths", TABLES)

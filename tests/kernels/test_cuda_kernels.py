@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from gradwire.core.keys import Key
-from gradwire.kernels import fused, quantize, select
+from gradwire.core.segments import Segments
+from gradwire.exchanges.two_way import shard
+from gradwire.kernels import chunks, fused, quantize, select
 from gradwire.kernels.dispatch import reference_only
 from gradwire.kernels.fused import Accumulation
 
@@ -20,11 +22,14 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("there is no GPU, and TRITON_INTERPRET=1 is not set", allow_module_level=True)
 
 from gradwire.kernels import cuda
+from gradwire.kernels.cuda import merge
+from gradwire.kernels.cuda import select as selection
+from gradwire.kernels.cuda.plan import plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1,), (7,), (8, 0, 9), (1000,), (5000, 0, 3001), (16, 4096, 24, 5000)]
 RULES = [Accumulation(decay=0.7), Accumulation(0.9), Accumulation(0.9, nesterov=True)]
-KEY = Key(seed=7, step=3, rank=1)
+KEY = Key(seed=7, step=2**33 + 3, rank=1)
 
 
 def draw(kind, n, seed=0):
@@ -137,6 +142,14 @@ def test_any_hint_gives_the_same(hint, kind):
         same(a, b)
 
 
+@pytest.mark.parametrize("hint", [0.0, 1e-30, 3.0, 1e30, float("nan")])
+@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "equal"])
+def test_a_second_try(hint, kind, monkeypatch):
+    """Long segments have one where a hint was of no use; here all do."""
+    monkeypatch.setattr(selection, "_DEEP", 0)
+    test_any_hint_gives_the_same(hint, kind)
+
+
 def test_selection_leaves_its_scratch_clean():
     lengths, counts = (9000, 100), (90, 3)
     for seed in range(3):
@@ -230,6 +243,15 @@ def test_feedback(lengths, dtype):
             same(a, b)
 
 
+@pytest.mark.parametrize("lengths", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["normal", "ties"])
+def test_chunks(lengths, kind):
+    x = draw(kind, sum(lengths))
+    for k, chunk in ((1, 1000), (4, 4096), (9, 64 if sum(lengths) < 2000 else 700)):
+        expected = plain(chunks.chunk_topk, x, lengths, k, chunk)
+        same(cuda.chunk_topk(x.to(DEVICE), lengths, k, chunk), expected)
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 9])
 def test_scatter_mean(world):
     torch.manual_seed(0)
@@ -277,6 +299,28 @@ def test_large_segments_in_a_graph():
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("rule", RULES, ids=["decay", "momentum", "nesterov"])
+def test_long_segments_whose_gradients_jump(rule):
+    lengths, counts = (6_000_001, 5000), (6000, 50)
+    assert plan(lengths, counts, torch.device("cuda", 0)).deepest > selection._DEEP
+    n = sum(lengths)
+    v, u = torch.zeros(n, device=DEVICE), None if rule.momentum == 0 else torch.zeros(n, device=DEVICE)
+    v2, u2 = v.clone(), None if u is None else u.clone()
+    edge = None
+    for step, size in enumerate((1.0, 100.0, 1.0, 1e-4, 1e4, 0.0)):
+        g = size * draw("ties" if step == 4 else "normal", n, step).to(DEVICE)
+        expected = plain(fused.send_topk_, g, (v, u), (v, u), True, rule, lengths, counts, None)
+        found = cuda.send_topk_(g, (v2, u2), (v2, u2), True, rule, lengths, counts, edge)
+        edge = found.edge
+        for a, b in zip((*found, v2, u2), (*expected, v, u), strict=True):
+            assert a is b is None or torch.equal(a, b)
+        if step == 2:  # so that less may be more than what is left
+            for memory in (v, u, v2, u2):
+                if memory is not None:
+                    memory.zero_()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_more_than_int32_elements():
     n = 2**31 + 5000
     x = torch.zeros(n, device=DEVICE)
@@ -306,3 +350,90 @@ def test_a_servers_turn(lengths, ranks, owes):
             assert (found[1] is None) == (served is None)
             if owes:
                 same(found[1], expected[1])
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "equal"])
+@pytest.mark.parametrize("lengths", [(200_003, 0, 3001), (70_000, 16, 131_072, 5)], ids=str)
+def test_half_of_long_segments(lengths, kind):
+    x = draw(kind, sum(lengths))
+    for counts in (tuple(n // 2 for n in lengths), tuple((n, 0)[i % 2] for i, n in enumerate(lengths))):
+        same(cuda.topk(x.to(DEVICE), lengths, counts), plain(fused.topk, x, lengths, counts))
+
+
+def test_half_of_magnitudes_far_apart():
+    x = draw("normal", 90_000) * 10.0 ** torch.randint(-38, 38, (90_000,))
+    for n in (90_000, 10):
+        same(cuda.topk(x[:n].to(DEVICE), (n,), (n // 2,)), plain(fused.topk, x[:n], (n,), (n // 2,)))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["decay", "momentum", "nesterov"])
+@pytest.mark.parametrize("mask", [False, True])
+def test_memories_of_which_half_is_sent(rule, mask):
+    lengths, counts = (70_001, 0, 3001, 16), (35_000, 0, 0, 16)
+    n = sum(lengths)
+    held = torch.zeros(n), None if rule.momentum == 0 else torch.zeros(n)
+    before = tuple(x if x is None else x.clone().to(DEVICE) for x in held)
+    after = tuple(x if x is None else torch.empty_like(x) for x in before)
+    edge = None
+    for step in range(3):
+        g = draw("normal", n, step)
+        if step == 1:
+            g[71_000] = float("inf")  # where nothing is wanted
+        expected = plain(fused.send_topk_, g, held, held, mask, rule, lengths, counts, None)
+        found = cuda.send_topk_(g.to(DEVICE), before, after, mask, rule, lengths, counts, edge)
+        edge = found.edge
+        for a, b in zip(found, expected, strict=True):
+            same(a, b)
+        for new, wanted in zip(after, held, strict=True):
+            if new is not None:
+                same(new, wanted)
+        before, after = after, before
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_half_of_large_segments_in_a_graph():
+    lengths, counts = (6_000_001, 70_000, 1_000_000), (3_000_000, 35_000, 500_000)
+    x = torch.randn(sum(lengths), device=DEVICE)
+    cuda.topk(x, lengths, counts)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = cuda.topk(x, lengths, counts)
+    for spread in (0, 4, 30):  # octaves to either side
+        x.normal_().mul_(torch.rand_like(x).mul_(2 * spread).sub_(spread).exp2_())
+        graph.replay()
+        assert torch.equal(found, plain(fused.topk, x, lengths, counts))
+
+
+@pytest.mark.parametrize("lengths", [*SHAPES, (40_000, 3, 70_001)], ids=str)
+def test_draws_in_their_order(lengths):
+    names, sizes = tuple(map(str, range(len(lengths)))), torch.tensor(lengths)
+    for counts in budgets(lengths).values():
+        expected = plain(select.scattered, sizes, names, KEY, lengths, counts)
+        same(cuda.scattered(sizes.to(DEVICE), names, KEY, lengths, counts), expected)
+
+
+def test_draws_from_more_than_int32():
+    lengths, counts = (2**31 + 5000, 70), (600, 7)
+    sizes = torch.tensor(lengths)
+    expected = plain(select.permute, sizes, ("a", "b"), KEY, lengths, counts)
+    same(cuda.permute(sizes.to(DEVICE), ("a", "b"), KEY, lengths, counts), expected)
+    same(
+        cuda.scattered(sizes.to(DEVICE), ("a", "b"), KEY, lengths, counts),
+        (expected + (torch.arange(607) >= 600) * lengths[0]).sort().values,
+    )
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_every_shard_is_served_by_the_kernel(world, monkeypatch):
+    units = Segments(("conv", "norm", "fc", "bias"), ((16, 3, 3, 3), (16,), (10, 40), (10,)))
+
+    def refused(*_):
+        raise AssertionError("the definition is slower by two orders, and waits")
+
+    monkeypatch.setattr(merge, "definition", refused)
+    for rank in range(world):
+        lengths = units.window(*shard(units.total, world, rank)).lengths
+        table = torch.tensor(lengths)
+        for name, how in (("sign", (False,)), ("integer", (4, 256)), ("integer", (2, 64))):
+            said = plain(getattr(quantize, f"{name}_encode"), draw("normal", sum(lengths)), table, *how)
+            getattr(cuda, f"merge_{name}")(torch.stack([said] * world).to(DEVICE), None, lengths, *how)

@@ -14,6 +14,8 @@ import gradwire
 from gradwire.codecs.codec import codec
 from gradwire.core.spec import parse
 from gradwire.exchanges import Exchange, Noop
+from gradwire.exchanges.powersgd import _multiply_, _runs
+from gradwire.exchanges.two_way import shard
 from gradwire.feedback import MomentumCorrection
 from gradwire.sync import Lockstep, Method, Rule, Session, build, method
 from gradwire.sync.session import Verdict
@@ -318,3 +320,24 @@ def test_gradients_keep_their_dtype_shape_and_layout() -> None:
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert a.grad is not None and a.grad.dtype == torch.bfloat16 and a.grad.shape == a.shape
         assert torch.equal(a.grad, b.grad)
+
+
+@given(n=st.integers(0, 3000), world=st.integers(1, 9))
+def test_shards_begin_with_a_byte_of_their_own_whatever_the_code(n: int, world: int) -> None:
+    cuts = [shard(n, world, rank) for rank in range(world)]
+    assert [0, *(stop for _, stop in cuts)] == [*(start for start, _ in cuts), n]
+    assert all(start % 8 == 0 for start, stop in cuts if start < stop)
+    assert max(stop - start for start, stop in cuts) < n / world + 8
+
+
+def test_products_of_equal_layers_are_written_together() -> None:
+    """Layers at equal distances make one batched product each run; others are multiplied one by one."""
+    starts = (5, 25, 45, 80, 95)
+    assert _runs(starts) == ((0, 3), (3, 5)) and _runs((7,)) == ((0, 1),) and _runs(()) == ()
+    left, right = torch.randn(5, 3, 2), torch.randn(5, 5, 2)
+    flat = torch.full((120,), 7.0)
+    _multiply_(flat[2:], left, right, starts)
+    expected = torch.full((118,), 7.0)
+    for p, q, start in zip(left, right, starts, strict=True):
+        expected[start : start + 15] = (p @ q.mT).flatten()
+    torch.testing.assert_close(flat[2:], expected)

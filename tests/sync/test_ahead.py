@@ -28,7 +28,7 @@ HOWS = [
 BAD = {2: ("b.weight", torch.inf), 4: ("a.bias", torch.nan)}  # by step; in the first launch, and in the last
 
 
-def steps(plan: Plan, ahead: bool) -> tuple[list[Tensor], list[Session], Lockstep]:
+def steps(plan: Plan, ahead: bool, donated: bool = False) -> tuple[list[Tensor], list[Session], Lockstep]:
     """Everything that six steps hand out and leave behind, two of which are dropped."""
     sessions = [Session(plan, rank, WORLD, 0, torch.device("cpu")) for rank in range(WORLD)]
     group = Lockstep(WORLD)
@@ -41,8 +41,12 @@ def steps(plan: Plan, ahead: bool) -> tuple[list[Tensor], list[Session], Lockste
             grads[1][name].view(-1)[-1] = value
         for session in sessions:
             session.ahead = ahead
-        for verdict in group.drive([s.run(grad) for s, grad in zip(sessions, grads, strict=True)]):
+            if donated:
+                session.donate()
+        verdicts = group.drive([s.run(grad) for s, grad in zip(sessions, grads, strict=True)])
+        for verdict, mine in zip(verdicts, grads, strict=True):
             left += [verdict.updates[name].clone() for name in SHAPES]
+            assert not donated or all(verdict.updates[name] is mine[name] for name in SHAPES)
         for session in sessions:
             for lane, memory in zip(plan.lanes, session.memories, strict=True):
                 left += [memory[name].clone() for name in lane.slots(WORLD)]
@@ -56,6 +60,9 @@ def test_nobody_can_tell_who_looked(how: tuple[str, str | None, str | None]) -> 
     looking, seers, _ = steps(plan, ahead=False)
     trusting, believers, _ = steps(plan, ahead=True)
     for mine, known in zip(trusting, looking, strict=True):
+        assert torch.equal(mine, known)
+    at_home, _, _ = steps(plan, ahead=True, donated=True)  # updates are written over gradients, launch by launch
+    for mine, known in zip(at_home, looking, strict=True):
         assert torch.equal(mine, known)
     silent = how[2] == "noop"  # then nobody hears of another's trouble
     for seer, believer in zip(seers, believers, strict=True):
@@ -97,11 +104,16 @@ def test_doubts_are_noted_only_where_nobody_can_look() -> None:
     assert noted == [elsewhere]
 
 
+def note(known: Hindsight, dropped: Tensor, doubts: list[Tensor]) -> None:
+    known.count_(dropped, doubts)
+    known.look()
+
+
 def test_hindsight_counts_and_complains_late() -> None:
     known = Hindsight(torch.device("cpu"))
     assert known.dropped == 0
-    known.note(torch.tensor(True), [])
-    known.note(torch.tensor(False), [torch.tensor(False), torch.tensor(True)])
+    note(known, torch.tensor(True), [])
+    note(known, torch.tensor(False), [torch.tensor(False), torch.tensor(True)])
     assert known.dropped == 1
     with pytest.raises(Malformed, match="earlier step"):
-        known.note(torch.tensor(True), [])
+        note(known, torch.tensor(True), [])

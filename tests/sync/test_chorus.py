@@ -120,3 +120,24 @@ def test_steps_in_unison_and_one_by_one_may_alternate():
         same(verdict.updates, one_by_one(other, others, grads).updates)
     for mine, theirs in zip(wires, others, strict=True):
         same(mine.state_dict(), theirs.state_dict())
+
+
+def test_what_loops_observe_is_sung():
+    group, wires = crew(3, CASES["variance"])
+    other, others = crew(3, CASES["variance"])
+    chorus = Chorus([wire.session for wire in wires], group)
+    for step in range(5):
+        grads = draw(3, step)
+        if step != 2:  # without, the gradient itself is taken
+            for rank, moments in enumerate(draw(3, 10 + step)):
+                for each in (wires[rank], others[rank]):
+                    each.observe({name: 0.1 * x.square() for name, x in moments.items() if name != "c"})
+        if step == 3:
+            grads[0]["c"][7] = torch.inf  # dropped by all, with what was observed
+        assert chorus.knows(grads)
+        same(chorus.step(grads).updates, one_by_one(other, others, grads).updates)
+        for mine, theirs in zip(wires, others, strict=True):
+            same(mine.state_dict(), theirs.state_dict())
+            assert mine.session.said == theirs.session.said
+    wires[1].observe({"c": torch.ones(501, device=DEVICE)})
+    assert not chorus.knows(draw(3, 6))

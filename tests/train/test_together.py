@@ -113,6 +113,26 @@ def test_columns_of_recurrent_models_are_read_on_together():
         other.passes.states = kept if step else []
 
 
+def test_passes_of_a_worker_go_together_where_their_differences_are_asked_for():
+    base = ("model.options={hidden=8, layers=2, dropout=0.0, tied=false}", "optimizer.local_clip=0.05", "data.length=5")
+    base += ("sync.spec=variance", "train.accumulate=2", "train.batch=3", "train.batch_per=worker")
+    one, other = (
+        Training(recipe_of("pydoc-lstm", *base, f"train.passes={how}"), alone(WORLD)) for how in ("together", "in turn")
+    )
+    seen = {id(each): [{} for _ in range(WORLD)] for each in (one, other)}
+    for each in (one, other):
+        for wire, notes in zip(each.crew.wires, seen[id(each)], strict=True):
+            wire.observe = notes.update
+    for step, batch in zip(range(3), one.loader.epoch(0), strict=False):
+        (grads, loss), (expected, wanted) = one.passes(batch, step), other.passes(batch, step)
+        torch.testing.assert_close(loss, wanted)
+        torch.testing.assert_close(one.passes.states, other.passes.states)
+        for mine, theirs in zip([*grads, *seen[id(one)]], [*expected, *seen[id(other)]], strict=True):
+            assert mine.keys() == theirs.keys() and mine
+            for name, x in theirs.items():
+                torch.testing.assert_close(mine[name], x, rtol=1e-3, atol=1e-8, msg=name)
+
+
 @pytest.mark.parametrize(
     ("model", "word"),
     [

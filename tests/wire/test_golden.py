@@ -49,7 +49,7 @@ def said(spec: str) -> Payload:
 
 def updates() -> str:
     """Two steps of three ranks in lockstep: two lanes, two-way and gathered, under feedback."""
-    shapes = {"fc.weight": (5, 7), "fc.bias": (5,), "out.weight": (3, 5)}
+    shapes = {"fc.weight": (29, 7), "fc.bias": (29,), "out.weight": (3, 29)}
     rules = [Rule(method("sign", "residual", "two_way"), max_dim=1), Rule(method("topk(0.2) | qsgd", "residual"))]
     plan = build(shapes, rules, world=3)
     sessions = [Session(plan, rank, 3, 7, torch.device("cpu")) for rank in range(3)]

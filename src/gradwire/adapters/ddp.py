@@ -6,15 +6,17 @@ as its last gradient has arrived, and travels while backward goes on. All future
 only then is it known that no rank saw a bad gradient; DDP waits for all of them there anyway.
 
 Where gradients stay on a GPU (NCCL), the host waits for nothing: it queues everything up, and the GPU itself undoes a
-step that turns out bad. Every rank has all its gradients there, or DDP would have complained.
+step that turns out bad. Every rank has all its gradients there, or DDP would have complained. And since a launch does
+the same thing at every step, it is recorded, and repeated (`sync/recording.py`).
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future as ThreadFuture
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,11 +25,14 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.adapters.ferry import Settled
 from gradwire.adapters.wire import Wire, copy_
 from gradwire.sync.plan import Plan
-from gradwire.sync.session import Grads, Heard, Verdict
+from gradwire.sync.recording import Recorder, graphs_on
+from gradwire.sync.session import Grads, Heard, Places, Verdict
 
 T = TypeVar("T")
+Pending: TypeAlias = ThreadFuture[T] | Settled[T]
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
@@ -36,11 +41,12 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
-class Places(NamedTuple):
-    """Where the gradients of a launch lie, lane by lane, as flat vectors; and whether all are float32."""
+class Delivery(NamedTuple):
+    """What one bucket brings: its buffer, whose gradients lie where in it, and how many of them each launch awaits."""
 
-    lanes: list[list[Tensor]]
-    exact: bool
+    buffer: Tensor
+    views: dict[str, Tensor]
+    awaited: Counter[int]
 
 
 class Courier:
@@ -57,8 +63,9 @@ class Courier:
         self._names = {id(p): name for name, p in wire.parameters.items()}
         self._may_lack = bool(ddp.find_unused_parameters or ddp.static_graph)
         self._touched: set[str] = set()
-        self._known: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}  # by number of a bucket: its buffer, and views
+        self._known: dict[int, Delivery] = {}  # by number of a bucket
         self._places: dict[int, Places] = {}  # by number of a launch
+        self._recorder: Recorder | None = None
         self._plan: Plan | None = None
         self._begin()
         if self._may_lack:
@@ -68,7 +75,7 @@ class Courier:
     def _begin(self) -> None:
         self._views: dict[str, Tensor] = {}
         self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
-        self._launched: list[ThreadFuture[Heard]] = []
+        self._launched: list[Pending[Heard]] = []
         self._touched.clear()
 
     def receive(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -79,9 +86,11 @@ class Courier:
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
         if not self._futures:
             self._prepare()
-        self._futures.append((future, bucket.buffer()))
-        self.wire.session.donate()  # DDP has no use for a bucket but to be overwritten
-        self._views |= self._gradients(bucket)
+        delivery = self._delivery(bucket)
+        self._futures.append((future, delivery.buffer))
+        self._views |= delivery.views
+        for i, number in delivery.awaited.items():
+            self._missing[i] -= number
         if not self._must_wait:
             self._launch_complete()
         if bucket.is_last():
@@ -91,35 +100,39 @@ class Courier:
     def _prepare(self) -> None:
         """The first bucket of a step is here."""
         wire = self.wire
+        # Some things are known only when the whole gradient is: its norm, an overflow, yesterday's mean.
+        self._must_wait = wire.scaler is not None or wire.session.clips or wire.delayed
         wire.session.ahead = wire.may_lead and not self._may_lack and not self._must_wait
+        wire.session.donate()  # DDP has no use for a bucket but to be overwritten
         if wire.session.whole is not self._plan:
             self._plan = wire.session.whole
+            self._known.clear()
             self._places.clear()
-            self._needed = [{name for lane in launch for name in lane.tensors.names} for launch in self._plan.launches]
+            self._recorder = Recorder(wire.session, wire.link, wire.clock, wire.hold, graphs_on(wire.device))
+            names = [[name for lane in launch for name in lane.tensors.names] for launch in self._plan.launches]
+            self._launch_of = {name: i for i, mine in enumerate(names) for name in mine}
+            self._awaited = [len(mine) for mine in names]
+        self._missing = list(self._awaited)
 
-    def _gradients(self, bucket: GradBucket) -> dict[str, Tensor]:
-        """Where a bucket holds whose gradient. DDP keeps its buckets until it makes others."""
+    def _delivery(self, bucket: GradBucket) -> Delivery:
+        """What is in a bucket. DDP keeps its buckets until it makes others."""
         buffer, number = bucket.buffer(), bucket.index()
         known = self._known.get(number)
-        if known is None or known[0].data_ptr() != buffer.data_ptr() or known[0].numel() != buffer.numel():
+        if known is None or known.buffer.data_ptr() != buffer.data_ptr() or known.buffer.numel() != buffer.numel():
             if known is not None:
                 self._known.clear()
                 self._places.clear()
+                if self._recorder is not None:
+                    self._recorder.forget()
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-            known = buffer, {self._names[id(p)]: view for p, view in pairs}
-            self._known[number] = known
-        return known[1]
+            views = {self._names[id(p)]: view for p, view in pairs}
+            known = self._known[number] = Delivery(buffer, views, Counter(self._launch_of[name] for name in views))
+        return known
 
-    def _board(self, work: Callable[[], T]) -> ThreadFuture[T]:
+    def _board(self, work: Callable[[], T]) -> Pending[T]:
         """Do some work beside backward, in order."""
         ferry = self.wire.ferry
         return ferry.queue(work) if self.wire.session.ahead else ferry.board(work)
-
-    @property
-    def _must_wait(self) -> bool:
-        """Some things are known only when the whole gradient is: its norm, an overflow, yesterday's mean."""
-        wire = self.wire
-        return wire.scaler is not None or wire.session.clips or wire.delayed
 
     def _grads(self) -> Grads:
         if self.wire.session.ahead:
@@ -131,19 +144,17 @@ class Courier:
         }
 
     def _launch_complete(self) -> None:
-        while len(self._launched) < len(self._needed):
-            i = len(self._launched)
-            if not self._needed[i] <= self._views.keys():
-                return
-            self._launched.append(self._launch(i, self._grads()))
+        while len(self._launched) < len(self._missing) and not self._missing[len(self._launched)]:
+            self._launched.append(self._launch(len(self._launched), self._grads()))
 
-    def _launch(self, i: int, grads: Grads) -> ThreadFuture[Heard]:
+    def _launch(self, i: int, grads: Grads) -> Pending[Heard]:
         wire = self.wire
         if not wire.session.ahead:
             return self._board(lambda: wire.hold(wire.session.launch(i, grads)))
-        places = self._places[i] = self._places.get(i) or self._flats(i)
-        parts = places.lanes if places.exact else ()
-        return self._board(lambda: wire.hold(wire.session.launch(i, grads, parts=parts)))
+        recorder, places = self._recorder, self._places.get(i) or self._flats(i)
+        assert recorder is not None
+        self._places[i] = places
+        return self._board(lambda: recorder.launch(i, grads, places))
 
     def _flats(self, i: int) -> Places:
         lanes = self.wire.session.plan.launches[i]
@@ -168,22 +179,18 @@ class Courier:
         # DDP, in C++, would only say that an error is no tensor. It queues its own last words when this hook returns.
         _at_the_end(lambda: _at_the_end(completed.result))
 
-    def _judge(self, launched: list[ThreadFuture[Heard]], grads: Grads) -> Verdict:
+    def _judge(self, launched: list[Pending[Heard]], grads: Grads) -> Verdict:
         """The verdict on launches that are all on their way."""
         heard = [launch.result() for launch in launched]
         return self.wire.hold(self.wire.session.judge(heard, grads))
 
     def _trust(
-        self, futures: list[tuple[torch.futures.Future[Tensor], Tensor]], launched: list[ThreadFuture[Heard]]
+        self, futures: list[tuple[torch.futures.Future[Tensor], Tensor]], launched: list[Pending[Heard]]
     ) -> None:
-        """What was agreed on, written where the gradients were; if the step is dropped, the device sees to it."""
-        session = self.wire.session
+        """What was agreed on lies where the gradients were; if the step is dropped, the device makes zeros of it."""
+        assert self._recorder is not None
         try:
-            updates = session.trust([launch.result() for launch in launched])
-            places = [lane for i in range(len(launched)) for lane in self._places[i].lanes]
-            for lane, place, update in zip(session.plan.lanes, places, updates, strict=True):
-                assert isinstance(update, Tensor)
-                torch._foreach_copy_(place, update.split(lane.tensors.lengths))
+            self._recorder.conclude([launch.result() for launch in launched], [buffer for _, buffer in futures])
         finally:
             for future, buffer in futures:
                 future.set_result(buffer)

@@ -8,7 +8,7 @@ never waits for a device needs no thread: it only queues up there, on a stream o
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class Settled(Generic[T]):
+    """What became of work that is over: as a future that needs no locks."""
+
+    __slots__ = ("_outcome", "_wrong")
+
+    def __init__(self, outcome: list[T], wrong: BaseException | None = None) -> None:
+        self._outcome, self._wrong = outcome, wrong
+
+    def result(self) -> T:
+        """The outcome; or what went wrong is raised."""
+        if self._wrong is not None:
+            raise self._wrong
+        return self._outcome[0]
+
+
 class Ferry:
     """At most one crossing at a time."""
 
@@ -29,6 +44,7 @@ class Ferry:
         self._device = device
         self._thread: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._ready: torch.cuda.Event | None = None
         self._crossing: Future[Verdict] | None = None
 
     def swap(self, wire: "Wire", grads: Mapping[str, Tensor | None], scale: float) -> Verdict:
@@ -47,18 +63,19 @@ class Ferry:
         ready = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
         return self._thread.submit(self._work, work, ready)
 
-    def queue(self, work: Callable[[], T]) -> "Future[T]":
+    def queue(self, work: Callable[[], T]) -> "Settled[T]":
         """Do some work at once, on a stream beside the current one, after all that was queued there."""
-        done: Future[T] = Future()
-        ready = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
         kind = self._device.type
+        ready = None
+        if kind == "cuda":  # the stream waits at once for what is recorded, so that one event serves all
+            ready = self._ready = self._ready or torch.cuda.Event()
+            ready.record(torch.cuda.current_stream(self._device))
         try:
             # Whoever calls backward under autocast does not mean our arithmetic.
             with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
-                done.set_result(self._work(work, ready))
+                return Settled([self._work(work, ready)])
         except BaseException as wrong:
-            done.set_exception(wrong)
-        return done
+            return Settled([], wrong)
 
     def _work(self, work: Callable[[], T], ready: "torch.cuda.Event | None") -> T:
         if ready is None:

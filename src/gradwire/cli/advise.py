@@ -46,7 +46,7 @@ def advise(
     sharing: Annotated[
         int | None, typer.Option(min=1, help="Workers that share a machine's cores, measured so; else --per-host.")
     ] = None,
-    specs: Annotated[str, typer.Option(help="What to weigh, parted by commas; else all candidates.")] = "",
+    specs: Annotated[str, typer.Option(help="What to weigh, parted by commas; else candidates and presets.")] = "",
     calibration: Annotated[Path | None, typer.Option(help="Figures that --save wrote, instead of measuring.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the figures to a file.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, though figures are kept.")] = False,
@@ -58,20 +58,21 @@ def advise(
 ) -> None:
     """Say whether compression pays, which spec to take, and what to expect of it.
 
-    Specs that lost more than a percent in the project's own trainings are shown, but taken only if --specs names them.
+    Specs that lost more than a percent in the project's own trainings, or that nobody has trained with, are shown, but
+    taken only if --specs names them.
     Computing and compressing are measured here, on the processors of this machine or with --device cuda on its GPUs,
     in the format that --dtype says. The link is what --link says; started by torchrun on all hosts without it, a short
     probe between the ranks tells, and there are as many workers as ranks.
     """
     from gradwire.forecast.advice import advise as weigh
-    from gradwire.forecast.candidates import CANDIDATES, arguments
+    from gradwire.forecast.candidates import CANDIDATES, PRESETS, arguments
     from gradwire.forecast.evidence import sound
     from gradwire.sync import method
     from gradwire.train.launch import RankError
     from gradwire.train.standing import standing
 
     try:
-        chosen = tuple(part.strip() for part in _parted(specs)) or CANDIDATES
+        chosen = tuple(part.strip() for part in _parted(specs)) or (*CANDIDATES, *PRESETS)
         for spec in chosen:
             method(arguments(spec)[0])
         where = standing(os.environ)
@@ -89,7 +90,7 @@ def advise(
 
             keep(found, save)
         predictor = _predictor(cluster, overlap)
-        barred = () if specs else tuple(set(chosen) - set(sound(chosen)))
+        barred = () if specs else tuple({*chosen} - {*sound(CANDIDATES)})
         advice = weigh(found, cluster, chosen, predictor, barred=barred)
     except (ValueError, TypeError) as wrong:
         typer.echo(f"gradwire advise: {wrong}", err=True)

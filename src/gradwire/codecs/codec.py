@@ -30,6 +30,7 @@ from gradwire.codecs.stage import (
     Transform,
 )
 from gradwire.core.doubts import refuse
+from gradwire.core.keepsakes import kept
 from gradwire.core.keys import Key
 from gradwire.core.payload import Malformed, Payload, as_bytes, as_rows, from_bytes
 from gradwire.core.segments import Segments, on
@@ -426,7 +427,7 @@ def _capacities(selector: Selector, lengths: tuple[int, ...]) -> tuple[int, ...]
     return tuple(map(selector.capacity, lengths))
 
 
-@lru_cache(maxsize=256)
+@kept(256)
 def _numbers(numbers: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, device=device)  # kept: nobody may write into it
 

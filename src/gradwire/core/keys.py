@@ -8,6 +8,7 @@ import hashlib
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+_MASK = 0xFFFFFFFF
 SHARED = -1  # the rank written into a key whose bits every rank draws alike
 EACH = -2  # the rank of a key to units of many ranks, whose names say whose they are
 
@@ -40,10 +41,25 @@ class Key:
         """The stream that all ranks draw alike."""
         return self.of(SHARED)
 
+    def counter(self) -> tuple[int, int]:
+        """The step, as two 32-bit words of the Philox counter. Whoever draws anything needs it."""
+        return self.step & _MASK, self.step >> 32
+
     def words(self, unit: str) -> tuple[int, int]:
         """The 64-bit Philox key of one unit's stream, as two 32-bit words. The step goes into the counter."""
         owner, _, name = unit.rpartition("\0")
         return _digest(self.seed, name, int(owner) if owner and self.rank == EACH else self.rank, self.purpose)
+
+
+class Drawn(Exception):
+    """Random bits were asked for where there are none."""
+
+
+class StillKey(Key):
+    """The key of a step that will be repeated as it is, for which nothing may be drawn."""
+
+    def counter(self) -> tuple[int, int]:
+        raise Drawn("what is drawn for one step is not for another; it cannot be recorded")
 
 
 def owned(name: str, rank: int) -> str:

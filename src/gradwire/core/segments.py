@@ -12,6 +12,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from gradwire.core.keepsakes import kept
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -78,7 +80,7 @@ def _window(table: Segments, start: int, stop: int) -> Segments:
     return Segments(tuple(names), tuple(shapes))
 
 
-@lru_cache(maxsize=256)
+@kept(256)
 def on(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Numbers of a table as an int64 tensor. Kept, since they are the same at every step: nobody may write into it."""
     return torch.tensor(numbers, dtype=torch.int64, device=device)

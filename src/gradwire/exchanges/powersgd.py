@@ -12,6 +12,7 @@ Spec:     powersgd(2)
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -22,6 +23,7 @@ from gradwire.codecs.quantizers import FP32
 from gradwire.codecs.stage import Memory, Sent, Signal, Slot
 from gradwire.core.arguments import is_count
 from gradwire.core.asks import Sum, Talk
+from gradwire.core.keepsakes import kept
 from gradwire.core.registry import register
 from gradwire.core.segments import Segments
 from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
@@ -163,9 +165,27 @@ def _stack(flat: Tensor, starts: tuple[int, ...], rows: int, columns: int) -> Te
 
 def _multiply_(flat: Tensor, left: Tensor, right: Tensor, starts: tuple[int, ...]) -> None:
     """The products of left and right factors, written where the matrices lie."""
-    for p, q, start in zip(left, right, starts, strict=True):
-        rows, columns = p.shape[0], q.shape[0]
-        torch.mm(p, q.mT, out=flat[start : start + rows * columns].view(rows, columns))
+    rows, columns = left.shape[1], right.shape[1]
+    for i, j in _runs(starts):
+        if j == i + 1:
+            torch.mm(left[i], right[i].mT, out=flat[starts[i] : starts[i] + rows * columns].view(rows, columns))
+            continue
+        steps = (starts[i + 1] - starts[i], columns, 1)
+        out = flat.as_strided((j - i, rows, columns), steps, flat.storage_offset() + starts[i])
+        torch.bmm(left[i:j], right[i:j].mT, out=out)
+
+
+@lru_cache(maxsize=1024)
+def _runs(starts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Stretches of equal distances, as in a stack of equal layers: one batched product writes them where they lie."""
+    found, i = [], 0
+    while i < len(starts):
+        j = i + 1
+        while j < len(starts) and starts[j] - starts[j - 1] == starts[i + 1] - starts[i]:
+            j += 1
+        found.append((i, j))
+        i = j
+    return tuple(found)
 
 
 def _unstack_(flat: Tensor, matrices: Tensor, starts: tuple[int, ...]) -> None:
@@ -173,14 +193,15 @@ def _unstack_(flat: Tensor, matrices: Tensor, starts: tuple[int, ...]) -> None:
         flat[start : start + matrix.numel()] = matrix.flatten()
 
 
+@kept(64)
 def _loose(tensors: Segments, rank: int, device: torch.device) -> Tensor:
     """Positions of everything that is not factored."""
     places = [
-        torch.arange(a, a + n, device=device)
+        torch.arange(a, a + n)
         for shape, a, n in zip(tensors.shapes, tensors.offsets[:-1], tensors.lengths, strict=True)
         if not basis_length(shape, rank)
     ]
-    return torch.cat(places) if places else torch.zeros(0, dtype=torch.int64, device=device)
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *places]).to(device)
 
 
 def _remember(old: Tensor, shapes: list[Family], right: list[Tensor]) -> Tensor:

@@ -6,7 +6,8 @@ Formula:  leg 1:  rank p hears C(x_r[p]) of every rank r;  m = sum_r C(x_r[p]) /
           leg 2:  all hear C(m);  d = m - C(m)
 Wire:     2 (N-1)/N payloads sent by each rank, whatever N
 Traits:   exact; codecs of fixed length; error feedback on both legs where the lane has feedback
-Differs:  segments that straddle two shards are cut, each part with its own scale and budget
+Differs:  shards begin at multiples of eight entries; segments that straddle two are cut, each part with its own scale
+          and budget
 Spec:     two_way
 """
 
@@ -25,10 +26,12 @@ from gradwire.core.segments import Segments
 from gradwire.core.sharing import shared
 from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said, Say
 
+_EIGHT = 8  # codes of any width are whole bytes then, so that kernels serve a shard as it lies
+
 
 def shard(n: int, world: int, rank: int) -> tuple[int, int]:
     """The stretch of an n-element buffer that a rank serves; the last ones may be short or empty."""
-    each = -(-n // world)
+    each = -(-n // (world * _EIGHT)) * _EIGHT
     return min(rank * each, n), min((rank + 1) * each, n)
 
 

@@ -22,6 +22,9 @@ CANDIDATES = (
     "dgc(0.001)",
 )
 
+# The other methods that have a name of their own (`ef_signsgd` is `sign`): predicted, and taken by whoever names them.
+PRESETS = ("qsgd", "terngrad", "majority_vote")
+
 
 def arguments(text: str) -> tuple[str, dict[str, str | None]]:
     """The spec, and what else `gradwire.compress` is told, of ``int4; exchange=two_way``.

@@ -6,11 +6,10 @@ A unit's stream is words 0, 1, 2, ... of Philox under the unit's 64-bit key. Ele
 whose counter is (i div 4, step).
 """
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
+from gradwire.core.keepsakes import kept
 from gradwire.core.keys import Key
 
 _MASK = 0xFFFFFFFF
@@ -39,8 +38,8 @@ def words(key: Key, unit: str, n: int, device: torch.device) -> Tensor:
     """The first ``n`` words of a unit's stream, as int64 in [0, 2**32)."""
     block = torch.arange((n + 3) // 4, device=device)
     k0, k1 = key.words(unit)
-    step = torch.full_like(block, key.step & _MASK)
-    counter = (block & _MASK, block >> 32, step, torch.full_like(block, key.step >> 32))
+    low, high = key.counter()
+    counter = (block & _MASK, block >> 32, torch.full_like(block, low), torch.full_like(block, high))
     keys = (torch.full_like(block, k0), torch.full_like(block, k1))
     return philox(counter, keys).T.reshape(-1)[:n]
 
@@ -52,7 +51,7 @@ def uniform(key: Key, names: tuple[str, ...], lengths: Tensor) -> Tensor:
     first = 4 * (blocks.cumsum(0) - blocks)  # where a unit's words begin, rounded up to whole blocks
     keys = _keys(tuple(map(key.words, names)), device).repeat_interleave(blocks, dim=0)
     block = _ragged(blocks)
-    step = torch.full_like(block, key.step & _MASK), torch.full_like(block, key.step >> 32)
+    step = [torch.full_like(block, word) for word in key.counter()]
     drawn = philox((block & _MASK, block >> 32, *step), (keys[:, 0], keys[:, 1])).T.reshape(-1)
     # 24 bits: every value is a float32, and 1.0 is never reached.
     return (drawn[first.repeat_interleave(lengths) + _ragged(lengths)] >> 8).float() * 2.0**-24
@@ -64,7 +63,7 @@ def _ragged(counts: Tensor) -> Tensor:
     return torch.arange(before.numel(), device=counts.device) - before
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def _keys(words: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     # Cached, since a unit's key is the same at every step; nobody may write into it.
     return torch.tensor(words, dtype=torch.int64, device=device).view(-1, 2)

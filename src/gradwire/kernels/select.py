@@ -111,6 +111,12 @@ def draw(
     return permute(on(lengths, device), names, key, lengths, counts)
 
 
+def draw_places(key: Key, table: Segments, counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Rising positions of as many entries of each segment, drawn as `draw` does."""
+    assert all(k <= n for k, n in zip(counts, table.lengths, strict=True))
+    return scattered(on(table.lengths, device), table.names, key, table.lengths, counts)
+
+
 @kernel
 def permute(
     sizes: Tensor, names: tuple[str, ...], key: Key, lengths: tuple[int, ...], counts: tuple[int, ...]
@@ -124,6 +130,16 @@ def permute(
     unit = torch.arange(len(names), device=device).repeat_interleave(taken)
     net = _Network(sizes, a, b, start).at(unit)
     return (_walk(_ragged(taken), net, words) + _rotation(words, net)) % net.n
+
+
+@kernel
+def scattered(
+    sizes: Tensor, names: tuple[str, ...], key: Key, lengths: tuple[int, ...], counts: tuple[int, ...]
+) -> Tensor:
+    """The numbers of `permute` as rising positions in a buffer in which the units lie end to end."""
+    device = sizes.device
+    starts = (sizes.cumsum(0) - sizes).repeat_interleave(on(counts, device), output_size=sum(counts))
+    return (permute(sizes, names, key, lengths, counts) + starts).sort().values
 
 
 def sides_of(n: int) -> tuple[int, int]:
@@ -144,8 +160,7 @@ def _words(key: Key, names: tuple[str, ...], counts: tuple[int, ...], device: to
     keys = torch.tensor(pairs, dtype=torch.int64, device=device).view(-1, 2)
     k0, k1 = keys.repeat_interleave(blocks, dim=0).unbind(1)
     block = _ragged(blocks)
-    low = torch.full_like(block, key.step & _MASK)
-    high = torch.full_like(block, key.step >> 32)
+    low, high = (torch.full_like(block, word) for word in key.counter())
     drawn = philox((block & _MASK, block >> 32, low, high), (k0, k1))
     return drawn.T.reshape(-1), 4 * (blocks.cumsum(0) - blocks)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwire.core.asks import Gather
 from gradwire.core.payload import Payload
-from gradwire.links.collectives import AllGather, AllReduce, AllToAll, Collective
+from gradwire.links.collectives import AllGather, AllReduce, AllToAll, Collective, traffic
 from gradwire.links.link import Link
 from gradwire.links.roll_call import Book, Door, door, lost
 from gradwire.links.solo import SoloLink
@@ -90,25 +90,41 @@ class TorchLink(Link):
         except RuntimeError as wrong:
             raise lost(wrong, dist.get_rank(), self.book) from wrong
 
+    def again(self, collective: Collective, heard: Tensor) -> None:
+        if self._via_host:
+            super().again(collective, heard)
+            return
+        self.traffic += traffic(collective, self.rank, self.world)
+        try:
+            self._fill_(heard, collective, collective.tensor.contiguous())
+        except RuntimeError as wrong:
+            raise lost(wrong, dist.get_rank(), self.book) from wrong
+
     def _move(self, collective: Collective, x: Tensor) -> Tensor:
-        if isinstance(collective, AllReduce):
-            out = x.clone()
-            dist.all_reduce(out, _OPS[collective.op], group=self.group)
-        elif isinstance(collective, AllGather):
+        if isinstance(collective, AllGather):
             out = x.new_empty(self.world, x.numel())
-            _gather_into(out.view(-1), x, group=self.group)
         elif isinstance(collective, AllToAll):
             out = x.new_empty(sum(collective.into))
+        else:
+            out = torch.empty_like(x)
+        self._fill_(out, collective, x)
+        return out
+
+    def _fill_(self, out: Tensor, collective: Collective, x: Tensor) -> None:
+        """Write a collective's result to where it belongs."""
+        if isinstance(collective, AllReduce):
+            dist.all_reduce(out.copy_(x), _OPS[collective.op], group=self.group)
+        elif isinstance(collective, AllGather):
+            _gather_into(out.view(-1), x, group=self.group)
+        elif isinstance(collective, AllToAll):
             splits = list(collective.into), list(collective.out)
             if self._via_host:
                 self._hand_round(x.split(splits[1]), out.split(splits[0]))
             else:
                 dist.all_to_all_single(out, x, *splits, group=self.group)
         else:
-            out = x.clone()
             root = 0 if self.group is None else dist.get_global_rank(self.group, 0)
-            dist.broadcast(out, root, group=self.group)
-        return out
+            dist.broadcast(out.copy_(x), root, group=self.group)
 
     def _hand_round(self, mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
         """All-to-all in turns, to the next rank, the one after it and so on.

@@ -73,13 +73,19 @@ class Chorus:
         plain = all(type(session) is Session and session.step == first.step for session in self.sessions)
         whole = all(x is not None and x.layout == torch.strided for own in grads for x in own.values())
         lanes = zip(first.plan.lanes, first.memories, strict=True)
-        return plain and whole and not first.clips and all(self._sings(*pair) for pair in lanes)
+        return plain and whole and not first.clips and self._alike and all(self._sings(*pair) for pair in lanes)
+
+    @property
+    def _alike(self) -> bool:
+        """Whether something was observed on all ranks or on none."""
+        held = [[OBSERVED in memory for memory in session.memories] for session in self.sessions]
+        return all(each == held[0] for each in held)
 
     def _sings(self, lane: Lane, memory: Memory) -> bool:
         codec, exchange = lane.at(self.sessions[0].step)
         return (
             sings(lane.feedback, codec, exchange)
-            and not (OWED in memory or OBSERVED in memory)
+            and OWED not in memory
             and (SERVED in memory) == (isinstance(exchange, TwoWay) and lane.feedback.indebted)
         )
 
@@ -175,7 +181,13 @@ class Chorus:
         if not ours:
             every = range(len(self.sessions[0].memories))
             self._stacked = [_stack([session.memories[i] for session in self.sessions]) for i in every]
-        return self._stacked
+        return [memory | self._observed(i) for i, memory in enumerate(self._stacked)]
+
+    def _observed(self, i: int) -> dict[str, Tensor]:
+        """What loops have measured in a lane since the last step: it came into memories that are ours already."""
+        if OBSERVED not in self.sessions[0].memories[i]:
+            return {}
+        return {OBSERVED: torch.cat([session.memories[i][OBSERVED] for session in self.sessions])}
 
     def _commit(self, memories: list[dict[str, Tensor]]) -> None:
         self._stacked = memories

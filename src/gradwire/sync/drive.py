@@ -31,6 +31,12 @@ class Clock:
         else:
             self.encode += seconds
 
+    def add(self, other: "Clock", share: float = 1.0, wire: bool = True) -> None:
+        """Count a share of what another clock has counted."""
+        self.encode += share * other.encode
+        self.decode += share * other.decode
+        self.wire += share * other.wire if wire else 0.0
+
 
 def converse(talks: Sequence[Talk[T]]) -> Conversation[list[T]]:
     """Step all talks together: each round yields the asks of those that still speak."""

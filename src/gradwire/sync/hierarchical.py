@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gradwire.codecs import codec
 from gradwire.codecs.selectors import Variance
+from gradwire.codecs.stage import Memory
 from gradwire.core.asks import Max, Scope, Sum, Swap
 from gradwire.core.payload import Payload, as_bytes, from_bytes
 from gradwire.exchanges import Auto, Delayed
@@ -29,7 +30,7 @@ from gradwire.sync.drive import Conversation
 from gradwire.sync.lane import OBSERVED, Lane
 from gradwire.sync.method import Method, method
 from gradwire.sync.plan import Plan, Rule
-from gradwire.sync.session import Grads, Heard, Session, Verdict
+from gradwire.sync.session import Grads, Heard, Places, Session, Verdict
 from gradwire.sync.shares import Owners, share
 
 T = TypeVar("T")
@@ -96,9 +97,15 @@ class HierarchicalSession(Session):
         return (yield from self.judge(heard, grads))
 
     def launch(
-        self, i: int, grads: Grads, factor: float = 1.0, told: int = 0, parts: Sequence[Sequence[Tensor]] = ()
+        self,
+        i: int,
+        grads: Grads,
+        factor: float = 1.0,
+        told: int = 0,
+        places: Places | None = None,
+        room: Sequence[Memory] = (),
     ) -> Conversation[Heard]:
-        del parts  # they are this rank's, and not its host's
+        del places, room  # they are this rank's, and not its host's
         mean = yield from self._inward(i, grads)
         return (yield from self._outward(i, mean._replace(complaint=mean.complaint | told), factor))
 
@@ -159,7 +166,7 @@ class HierarchicalSession(Session):
         if observed:
             for k, moments in zip(tested, parts[len(lanes) :], strict=True):
                 # The host's gradient is the mean of its ranks', so each sample weighs 1 / beside of what it did.
-                self._memories(i)[k][OBSERVED] = moments / self.beside**2
+                self.memories_of(i)[k][OBSERVED] = moments / self.beside**2
         grads = _by_name(lanes, [part / self.beside for part in parts[: len(lanes)]])
         known = {name: grads[name] if there else None for name, there in zip(names, present, strict=True)}
         return Mean(known, complaint)

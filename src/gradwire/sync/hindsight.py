@@ -20,25 +20,25 @@ class Hindsight:
         self._counts: Tensor | None = None  # dropped, damaged
         self._arrived: torch.cuda.Event | None = None
 
-    def note(self, dropped: Tensor, doubts: Sequence[Tensor]) -> None:
-        """Count a step, by what the device knows of it; and complain of an earlier one.
-
-        Raises:
-            Malformed: A message of an earlier step was damaged.
-        """
+    def count_(self, dropped: Tensor, doubts: Sequence[Tensor]) -> None:
+        """Have the device count a step, by what it knows of it."""
         if self._counts is None:
             self._counts = torch.zeros(2, dtype=torch.int32, device=self._device)
             self._seen = torch.zeros(2, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         damaged = torch.cat([doubt.flatten() for doubt in doubts]).any() if doubts else torch.zeros_like(dropped)
         self._counts += torch.stack((dropped, damaged))
-        self._look()
 
     @property
     def dropped(self) -> int:
         """How many steps were dropped. Whoever asks waits for all of them."""
         return 0 if self._counts is None else int(self._counts[0])
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """See what has arrived of earlier counts, and have the latest follow.
+
+        Raises:
+            Malformed: A message of an earlier step was damaged.
+        """
         assert self._counts is not None
         if self._device.type == "cuda":
             if self._arrived is None:

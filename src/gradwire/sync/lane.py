@@ -70,11 +70,13 @@ class Lane:
         left = OWED in memory or ("served" in memory and "served" not in exchange.slots(self._around(key, world)))
         return not left and lowers(self.feedback, codec, exchange)
 
-    def talk_fused(self, grad: Tensor, memory: Memory, key: Key, world: int, broken: list[Tensor]) -> Talk[Released]:
-        """The same by a fused kernel; ``broken`` gets what it finds of the gradient."""
+    def talk_fused(
+        self, grad: Tensor, memory: Memory, key: Key, world: int, broken: list[Tensor], room: Memory | None = None
+    ) -> Talk[Released]:
+        """The same by a fused kernel; ``broken`` gets what it finds of the gradient, ``room`` is for new memories."""
         codec, exchange = self.at(key.step)
         around = self._around(key, world)
-        speaker = FusedSpeaker(grad, memory, self.units, codec, self.feedback, key)
+        speaker = FusedSpeaker(grad, memory, self.units, codec, self.feedback, key, room or {})
         said = exchange.collect(speaker.say, around)
         broken.extend(speaker.broken)
         agreed = yield from exchange.talk(said, codec, around)

@@ -5,7 +5,7 @@ step is committed, since it may still be dropped: kernels write new ones, or wor
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -54,6 +54,7 @@ def _hint(start: int, counts: tuple[int, ...]) -> str:
 class FusedSpeaker:
     """Compensates, encodes and settles one lane's buffers, stretch by stretch.
 
+    New memories are written to ``room``, as far as there is any, else to tensors of their own.
     After speaking, ``broken`` holds a tensor per stretch: whether the gradient had anything there that is not finite.
     """
 
@@ -63,12 +64,18 @@ class FusedSpeaker:
     codec: Codec
     feedback: Feedback
     key: Key
+    room: Memory = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.broken: list[Tensor] = []
-        # Sparse kernels read the old memories and write new ones; dense ones work in place.
-        new = torch.empty_like if self.codec.selector else torch.clone
-        self._held = {**self.memory, **{name: new(self.memory[name]) for name in self.feedback.memories}}
+        self._held = {**self.memory, **{name: self._new(name) for name in self.feedback.memories}}
+
+    def _new(self, name: str) -> Tensor:
+        """Where a new memory goes. Sparse kernels read the old ones and write new ones; dense ones work in place."""
+        old, room = self.memory[name], self.room.get(name)
+        if self.codec.selector:
+            return torch.empty_like(old) if room is None else room
+        return old.clone() if room is None else room.copy_(old)
 
     def say(self, start: int, stop: int) -> Spoken:
         """The message of ``[start, stop)``."""

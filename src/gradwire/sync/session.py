@@ -9,7 +9,8 @@ became of it is known in hindsight.
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from gradwire.codecs.stage import Memory, Slot
 from gradwire.core.asks import Ask, Gather, Max, Swap, Talk
-from gradwire.core.keys import Key
+from gradwire.core.keys import Key, StillKey
 from gradwire.kernels.overrule import restore_, void_
 from gradwire.sync.complaint import BROKEN, MISSING, UNFIT, any_of, byte, complaints_in, dropped_in, rider
 from gradwire.sync.direct import Laid, laid, talk
@@ -39,6 +40,13 @@ class Heard(NamedTuple):
     complaints: int
     aside: Any = None  # what a session of several ranks on a host has to remember of the launch
     dropped: Tensor | None = None  # where nobody looks: whether anybody complained, as the device knows
+
+
+class Places(NamedTuple):
+    """Where the gradients of a launch lie, lane by lane, as flat vectors; and whether all are float32."""
+
+    lanes: Sequence[Sequence[Tensor]]
+    exact: bool
 
 
 class Verdict(NamedTuple):
@@ -68,6 +76,7 @@ class Session:
     def __post_init__(self) -> None:
         self.step = 0
         self.ahead = False
+        self._repeats = False
         self.doubts: list[Tensor] = []
         self._skipped = 0
         self._hindsight = Hindsight(self.device)
@@ -83,13 +92,21 @@ class Session:
     def run(self, grads: Grads, unscale: float = 1.0) -> Conversation[Verdict]:
         """A whole step: all launches in order, then the verdict. Gradients are multiplied by ``unscale`` first."""
         factor = self.clip_factor(grads, unscale)
+        home = self._home(grads) if factor == 1.0 else None
         heard = []
         for i in range(len(self.plan.launches)):
-            heard.append((yield from self.launch(i, grads, factor)))
+            launch = self.launch(i, grads, factor) if home is None else self.launch(i, grads, places=home[i])
+            heard.append((yield from launch))
         return (yield from self.judge(heard, grads))
 
     def launch(
-        self, i: int, grads: Grads, factor: float = 1.0, told: int = 0, parts: Sequence[Sequence[Tensor]] = ()
+        self,
+        i: int,
+        grads: Grads,
+        factor: float = 1.0,
+        told: int = 0,
+        places: Places | None = None,
+        room: Sequence[Memory] = (),
     ) -> Conversation[Heard]:
         """Compress and exchange the lanes of one launch.
 
@@ -98,24 +115,27 @@ class Session:
             grads: By name.
             factor: What gradients are multiplied by first.
             told: Complaints to pass on.
-            parts: The same gradients lane by lane, as flat float32 vectors, if somebody has them at hand.
+            places: Where the same gradients lie, if somebody has that at hand. What is agreed on is written there.
+            room: Memories of each lane that nobody needs any more; new ones may go there.
         """
         lanes = self.plan.launches[i]
         complaint = told if self.ahead else told | self._complaint(i, grads)
         if complaint & (BROKEN | UNFIT):  # what is said now will be dropped by all
             flats: list[Tensor | Laid] = [torch.zeros(lane.units.total, device=self.device) for lane in lanes]
         else:
-            memories = self._memories(i)
-            flats = [joined(one) for one in parts]
+            memories = self.memories_of(i)
+            flats = [joined(one) for one in places.lanes] if places is not None and places.exact else []
             flats = flats or [self._vector(lane, grads, m, factor) for lane, m in zip(lanes, memories, strict=True)]
         for lane in lanes:
             self.meant[lane.label] += 4 * lane.units.total
         broken: list[Tensor] = []
+        rooms = room or [{}] * len(lanes)
         talks = [
-            self._counted(lane.label, self._talk(lane, flat, memory, broken))
-            for lane, flat, memory in zip(lanes, flats, self._memories(i), strict=True)
+            self._counted(lane.label, self._talk(lane, flat, memory, broken, free))
+            for lane, flat, memory, free in zip(lanes, flats, self.memories_of(i), rooms, strict=True)
         ]
-        return (yield from self._complaining(converse(talks), complaint, broken))
+        heard = yield from self._complaining(converse(talks), complaint, broken)
+        return heard if places is None else _delivered(heard, lanes, places)
 
     def judge(self, heard: Sequence[Heard], grads: Grads) -> Conversation[Verdict]:
         """Commit what all launches agreed on, or drop the step whole."""
@@ -123,6 +143,11 @@ class Session:
         for launch in heard:
             complaints |= launch.complaints
         released = [one for launch in heard for one in launch.released]
+        if self.ahead and any(one.update is None for one in released):  # it lies where the gradients were
+            lying = {name: grad for name, grad in grads.items() if grad is not None}
+            self.overrule_(heard, [grad.view(-1) for grad in lying.values()])
+            self.adopt(heard)
+            return Verdict(lying, None)
         if self.ahead:
             return Verdict(self.split(self.trust(heard)), None)
         if complaints & UNFIT:
@@ -137,25 +162,40 @@ class Session:
 
     def trust(self, heard: Sequence[Heard]) -> list[Tensor | Laid]:
         """Commit as if all were well, and give each lane's update. If it is not, the device puts everything back."""
-        dropped = any_of([launch.dropped for launch in heard if launch.dropped is not None])
-        released = [one for launch in heard for one in launch.released]
-        now, before = list[Tensor](), list[Tensor]()
-        for i, one in enumerate(released):
-            old, new = self.memories[i], dict(one.memory)
-            for name in self._slots[i]:
-                if name in new and new[name] is not old[name]:
-                    now.append(new[name])
-                    before.append(old[name])
-            self.memories[i] = new
-        updates = _voided([one.update for one in released], {x.data_ptr() for x in (*now, *before)}, dropped)
-        restore_(dropped, now, before)
-        if self.device.type == "cuda":
-            for x in before:  # the first ones were made beside this stream, which may still read them
-                x.record_stream(torch.cuda.current_stream(self.device))
-        self.step += 1
-        doubts, self.doubts = self.doubts, []
-        self._hindsight.note(dropped, doubts)
+        memories = {x.data_ptr() for pair in self._changed(heard) for x in pair}
+        updates = _voided([one.update for launch in heard for one in launch.released], memories, _dropped(heard))
+        self.overrule_(heard, ())
+        self.adopt(heard)
         return updates
+
+    def overrule_(self, heard: Sequence[Heard], written: Sequence[Tensor]) -> None:
+        """Have the device see to a step that was dropped, and count it.
+
+        Old memories then go where the new ones are, and zeros where something was written.
+        """
+        dropped, changed = _dropped(heard), self._changed(heard)
+        void_(dropped, written)
+        restore_(dropped, [now for now, _ in changed], [before for _, before in changed])
+        if self.device.type == "cuda":
+            for _, before in changed:  # the first ones were made beside this stream, which may still read them
+                before.record_stream(torch.cuda.current_stream(self.device))
+        self._hindsight.count_(dropped, self.doubts)
+
+    def adopt(self, heard: Sequence[Heard]) -> None:
+        """Commit what was heard, all being well as far as anybody here knows."""
+        self.memories = [dict(one.memory) for launch in heard for one in launch.released]
+        self.step += 1
+        self.doubts = []
+        self._hindsight.look()
+
+    @contextmanager
+    def repeatable(self) -> Iterator[None]:
+        """Until the end, nothing may be drawn for this step: what is said will be said again in others."""
+        self._repeats = True
+        try:
+            yield
+        finally:
+            self._repeats = False
 
     @property
     def may_lead(self) -> bool:
@@ -236,9 +276,20 @@ class Session:
     # -- the parts of a step ---------------------------------------------------------------------------------------
 
     def _key(self) -> Key:
-        return Key(self.seed, self.step, self.rank)
+        return (StillKey if self._repeats else Key)(self.seed, self.step, self.rank)
 
-    def _memories(self, i: int) -> list[dict[str, Tensor]]:
+    def _changed(self, heard: Sequence[Heard]) -> list[tuple[Tensor, Tensor]]:
+        """The memories that a step replaces, each with what it was."""
+        released = [one for launch in heard for one in launch.released]
+        return [
+            (one.memory[name], old[name])
+            for one, old, slots in zip(released, self.memories, self._slots, strict=True)
+            for name in slots
+            if name in one.memory and one.memory[name] is not old[name]
+        ]
+
+    def memories_of(self, i: int) -> list[dict[str, Tensor]]:
+        """What the lanes of one launch remember."""
         start = sum(len(launch) for launch in self.plan.launches[:i])
         return self.memories[start : start + len(self.plan.launches[i])]
 
@@ -247,6 +298,20 @@ class Session:
         near = self.device.type == "cpu" and self._donated and factor == 1.0
         lies = laid(lane, grads, memory, self._key(), self.world) if near else None
         return self.flat(lane, grads, factor) if lies is None else lies
+
+    def _home(self, grads: Grads) -> list[Places] | None:
+        """Where gradients lie, launch by launch, if what is agreed on may be written there before all is known."""
+        fit = self.ahead and self._donated and all(self._is_plain(grad) for grad in grads.values())
+        if not fit:
+            return None
+        lanes = [[[grads[name] for name in lane.tensors.names] for lane in launch] for launch in self.plan.launches]
+        return [Places([[g.view(-1) for g in one if g is not None] for one in launch], True) for launch in lanes]
+
+    def _is_plain(self, grad: Tensor | None) -> bool:
+        """Whether a gradient can be read and overwritten as the flat vector that it is."""
+        if grad is None or _is_sparse(grad) or grad.requires_grad:
+            return False
+        return grad.is_contiguous() and grad.dtype == torch.float32 and grad.device == self.device
 
     def flat(self, lane: Lane, grads: Grads, factor: float) -> Tensor:
         """A lane's gradients end to end."""
@@ -272,11 +337,13 @@ class Session:
             UNFIT if any(grad is not None and _is_sparse(grad) for grad in mine) else 0
         )
 
-    def _talk(self, lane: Lane, flat: Tensor | Laid, memory: Memory, broken: list[Tensor]) -> Talk[Released]:
+    def _talk(
+        self, lane: Lane, flat: Tensor | Laid, memory: Memory, broken: list[Tensor], room: Memory
+    ) -> Talk[Released]:
         if isinstance(flat, Laid):
             return talk(lane, flat, memory, self._key(), self.world, broken)
         if lane.lowered(memory, self._key(), self.world):  # a fused kernel looks for itself
-            return lane.talk_fused(flat, memory, self._key(), self.world, broken)
+            return lane.talk_fused(flat, memory, self._key(), self.world, broken, room)
         flat, unfit = censored(flat)
         broken.append(unfit)
         return lane.talk(flat, memory, self._key(), self.world)
@@ -357,6 +424,19 @@ class Session:
                 if used is None or used[name]:
                     split[name] = flat.view(shape)
         return split
+
+
+def _dropped(heard: Sequence[Heard]) -> Tensor:
+    """Whether anybody complained of any launch, as the device knows."""
+    return any_of([launch.dropped for launch in heard if launch.dropped is not None])
+
+
+def _delivered(heard: Heard, lanes: Sequence[Lane], places: Places) -> Heard:
+    """The same, with updates written to where gradients were, which they need not outlive; memories are kept."""
+    for lane, place, one in zip(lanes, places.lanes, heard.released, strict=True):
+        assert isinstance(one.update, Tensor)
+        torch._foreach_copy_(list(place), one.update.split(lane.tensors.lengths))
+    return heard._replace(released=[one._replace(update=None) for one in heard.released])
 
 
 def _zeros(update: Tensor | Laid) -> Tensor | Laid:

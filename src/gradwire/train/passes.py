@@ -57,7 +57,10 @@ class Passes:
         if self._abreast:
             self._reseed(step, self.crew.place.ranks[0])
             try:
-                grads, loss, self.states = self._formed()(batch, self.states)
+                together = self._formed()
+                grads, loss, self.states = together(batch, self.states)
+                for wire, seen in zip(self.crew.wires, together.moments, strict=False):
+                    wire.observe(seen)
                 return grads, loss
             except Strange:
                 if self.recipe.train.passes == "together":
@@ -129,8 +132,9 @@ class Passes:
 
     def _goes_together(self) -> bool:
         plan = self.recipe.train
+        apart = self._observed and not self.crew.buffers[0]  # statistics would have to be updated in turn
         alone = [
-            ("train.accumulate > 1", plan.accumulate > 1),
+            ("train.accumulate > 1", plan.accumulate > 1 and not apart),
             ("an input_transform", self._transform is not None),
             ("real workers", len(self.crew.wires) == 1 and not self.crew.place.virtual),
         ]
@@ -145,7 +149,10 @@ class Passes:
         if known is None or known.rows is not self._rows or known.tables != tables:
             graphs = self.device.type == "cuda" and self.recipe.train.graphs
             longest = (lambda: self._longest) if self.recipe.optimizer.local_clip else None
-            known = self._together = Together(self.crew, self._objective, tables, self._rows, longest, graphs)
+            observed = (self.recipe.train.accumulate, lambda: self._scale) if self._observed else ()
+            known = self._together = Together(
+                self.crew, self._objective, tables, self._rows, longest, graphs, *observed
+            )
         return known
 
     def _objective(self, inputs: Tensor, targets: Tensor, state: State | None) -> tuple[Tensor, Tensor, State | None]:

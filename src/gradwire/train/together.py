@@ -1,5 +1,7 @@
 """Together: the pass of all workers of a process through their one model, `Abreast`, as one recorded batch.
 
+Where a worker makes several passes in a step, and how much they differ is asked for, these go side by side as well.
+
 Random numbers (dropout) are drawn for all workers at once: they depend on (seed, step), but are not those that a worker
 by itself would draw.
 """
@@ -36,6 +38,9 @@ class Together:
         rows: Where their gradients are wanted, [workers, ...], lane by lane.
         longest: The longest gradient that a worker may have; None: any.
         graphs: Whether passes may be recorded.
+        parts: How many passes a worker makes in a step; they go side by side as workers do.
+        scale: What the loss was scaled by, if it is wanted how much the passes of a worker differ.
+        moments: By worker and name, the sum over its passes of (gradient / parts)^2; the next pass overwrites it.
     """
 
     crew: Crew
@@ -44,6 +49,8 @@ class Together:
     rows: Sequence[Tensor]
     longest: Callable[[], Tensor | float] | None
     graphs: bool
+    parts: int = 1
+    scale: Callable[[], Tensor | float] | None = None
 
     def __post_init__(self) -> None:
         self._runs: dict[torch.Size, Callable[[Tensor, Tensor], Tensor]] = {}
@@ -53,13 +60,20 @@ class Together:
         self._shown: States = []
         for p in self.crew.wire.parameters.values():
             p.data = p.data.contiguous()  # as gradients are: an optimizer then takes them all at once
-        places = self._places()
-        self._grads: list[Grads] = [{name: place[i] for name, place in places.items()} for i in range(self.workers)]
-        self._by_identity = {id(self.crew.wire.parameters[name]): place for name, place in places.items()}
+        self._grads: list[Grads] = [{**own} for own in self._by_worker(self.rows)]
+        self._apart = self.rows if self.parts == 1 else [_taller(rows, self.parts) for rows in self.rows]
+        self._seen = [] if self.scale is None else [torch.empty_like(rows) for rows in self.rows]
+        self.moments = [] if self.scale is None else self._by_worker(self._seen)
+        self._by_identity = {id(self.crew.wire.parameters[name]): x for name, x in self._places(self._apart).items()}
 
     @property
     def workers(self) -> int:
         return len(self.crew.wires)
+
+    @property
+    def voices(self) -> int:
+        """All passes of all workers."""
+        return self.workers * self.parts
 
     def __call__(self, batch: Batch, states: States) -> tuple[list[Grads], Tensor, States]:
         """Every worker's gradients, which the next pass overwrites, the mean of their losses, and their memories.
@@ -80,8 +94,8 @@ class Together:
             return
         if self._state is None:
             self._state = start(columns)
-            apart = [part.chunk(self.workers, 1) for part in self._state]
-            self._shown = [[(h, c)] for h, c in zip(*apart, strict=True)]
+            apart = list(zip(*(part.chunk(self.voices, 1) for part in self._state), strict=True))
+            self._shown = [apart[i : i + self.parts] for i in range(0, self.voices, self.parts)]
         for part, given in zip(self._state, _joined(states) or start(columns), strict=True):
             part.copy_(given)
 
@@ -102,12 +116,13 @@ class Together:
         self.crew.model.train()
         self.crew.model.zero_grad(set_to_none=True)
         kept = {id(self.crew.buffers[0][name]): x for name, x in self._stacked.items()}
-        with Abreast(self.workers, self._by_identity, kept, frozenset() if tries else self._rectified) as mode:
+        with Abreast(self.voices, self._by_identity, kept, frozenset() if tries else self._rectified) as mode:
             loss, scaled, after = self.objective(inputs, targets, self._state)
         self._check(mode)
         if tries:
             self._rectified = mode.rectifiable
-        (scaled * self.workers).backward()  # the mean over all is the workers' mean over their number
+        # The mean over all is the workers' mean over their number; that of a worker is a sum over its parts.
+        (scaled * self.workers).backward()
         self._check_grads()
         self._close(after)
         return loss.detach()
@@ -119,11 +134,21 @@ class Together:
                 x[1:] = x[:1]  # counters: all workers count the same passes
         for part, new in zip(self._state or (), after or (), strict=True):
             part.copy_(new)
+        self._add_up()
         if self.longest is not None:
             norms = torch.stack([rows.norm(dim=1) for rows in self.rows]).norm(dim=0)
             factors = (self.longest() / (norms + 1e-6)).clamp(max=1.0)
             for rows in self.rows:
                 rows.mul_(factors[:, None])
+
+    def _add_up(self) -> None:
+        """Each worker's gradient from those of its passes, and how much these differ."""
+        for rows, apart in zip(self.rows, self._apart, strict=True):
+            if apart is not rows:
+                torch.sum(apart.unflatten(0, (self.workers, self.parts)), 1, out=rows)
+        for seen, apart in zip(self._seen, self._apart, strict=False):
+            assert self.scale is not None
+            torch.sum((apart / self.scale()).square_().unflatten(0, (self.workers, self.parts)), 1, out=seen)
 
     def _check(self, mode: Abreast) -> None:
         missed = [name for name, p in self.crew.wire.parameters.items() if id(p) not in mode.served]
@@ -136,18 +161,26 @@ class Together:
             if p.grad is not None:
                 raise Strange(f"{name} is used in more ways than one; use train.passes = 'in turn'")
 
-    def _places(self) -> dict[str, Tensor]:
-        """Each parameter's gradients, [workers, ...]: views of the rows."""
+    def _places(self, lanes: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Each parameter's part of rows such as those of gradients: views."""
         return {
             name: part.view(len(rows), *shape)
-            for table, rows in zip(self.tables, self.rows, strict=True)
+            for table, rows in zip(self.tables, lanes, strict=True)
             for name, shape, part in zip(table.names, table.shapes, rows.split(list(table.lengths), dim=1), strict=True)
         }
+
+    def _by_worker(self, lanes: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        places = self._places(lanes)
+        return [{name: place[i] for name, place in places.items()} for i in range(self.workers)]
+
+
+def _taller(rows: Tensor, times: int) -> Tensor:
+    return rows.new_empty(len(rows) * times, rows.shape[1])
 
 
 def _joined(states: States) -> State | None:
     """All workers' memories side by side."""
     if not states:
         return None
-    h, c = (torch.cat([own[0][i] for own in states], 1) for i in range(2))
+    h, c = (torch.cat([pair[i] for own in states for pair in own], 1) for i in range(2))
     return h, c

@@ -8,14 +8,13 @@ Wire:     indices  min(k, length) per chunk, as the index coder packs them
           values   as many, as the quantizer packs them
 Traits:   contraction, |x - C(x)|^2 <= (1 - k/chunk) |x|^2; fixed
 Differs:  only the chunk-wise choice is the paper's: each rank chooses for itself, where there one
-          leader chooses for all. Ties fall as torch.topk lets them.
+          leader chooses for all. Of equals, the first win.
 Spec:     chunk_topk(4), chunk_topk(1, chunk=64)
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import Selector, Signal
@@ -23,7 +22,7 @@ from gradwire.core.arguments import is_count
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
-from gradwire.kernels.groups import blocks
+from gradwire.kernels.chunks import chunk_topk
 
 
 @register("chunk_topk", kind="selector")
@@ -53,14 +52,7 @@ class ChunkTopK(Selector):
 
     def select(self, signal: Signal, key: Key) -> Tensor:
         del key
-        size = signal.target.abs()
-        lengths = blocks(signal.segments.lengths_on(size.device), self.chunk)
-        column = torch.arange(self.chunk, device=size.device)
-        at = (lengths.cumsum(0) - lengths)[:, None] + column  # [chunks, chunk]
-        inside = column < lengths[:, None]
-        rows = torch.where(inside, size[at.clamp(max=size.numel() - 1)], -1.0)
-        best = rows.topk(self.k, dim=1, sorted=False)
-        return at.gather(1, best.indices)[best.values >= 0].sort().values
+        return chunk_topk(signal.target, signal.segments.lengths, self.k, self.chunk)
 
     @property
     def traits(self) -> Traits:

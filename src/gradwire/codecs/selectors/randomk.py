@@ -23,10 +23,10 @@ from gradwire.codecs.stage import Selector, Signal
 from gradwire.core.arguments import is_share
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
-from gradwire.core.segments import Segments, on
+from gradwire.core.segments import Segments
 from gradwire.core.sharing import shared
 from gradwire.core.traits import Traits
-from gradwire.kernels.select import draw, share
+from gradwire.kernels.select import draw_places, share
 
 
 @register("randomk", kind="selector")
@@ -71,10 +71,7 @@ class RandomK(Selector):
         return shared((), (self.ratio, table, stream, device), lambda: self._drawn(table, stream, device))
 
     def _drawn(self, table: Segments, stream: Key, device: torch.device) -> Tensor:
-        counts = tuple(map(self.capacity, table.lengths))
-        local = draw(stream, table.names, table.lengths, counts, device)
-        starts = table.offsets_on(device)[:-1].repeat_interleave(on(counts, device), output_size=sum(counts))
-        return (local + starts).sort().values
+        return draw_places(stream, table, tuple(map(self.capacity, table.lengths)), device)
 
     def gain(self, n: int) -> float:
         return n / self.capacity(n) if self.unbiased and n else 1.0

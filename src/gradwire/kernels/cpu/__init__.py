@@ -1,6 +1,7 @@
 """Kernels for the CPU, compiled by Numba."""
 
 from gradwire.kernels.cpu.casts import cast_decode, cast_encode
+from gradwire.kernels.cpu.chunks import chunk_topk
 from gradwire.kernels.cpu.draw import permute
 from gradwire.kernels.cpu.feedback import accumulate_, feedback_integer_, feedback_sign_
 from gradwire.kernels.cpu.merge import merge_integer, merge_sign
@@ -25,6 +26,7 @@ __all__ = [
     "carry_topk_",
     "cast_decode",
     "cast_encode",
+    "chunk_topk",
     "decode_blocks",
     "encode_blocks",
     "feedback_integer_",

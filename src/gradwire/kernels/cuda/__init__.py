@@ -1,7 +1,8 @@
 """Triton versions of the kernels, by the names and signatures of their definitions."""
 
 from gradwire.kernels.cuda.casts import cast_decode, cast_encode
-from gradwire.kernels.cuda.draw import permute
+from gradwire.kernels.cuda.chunks import chunk_topk
+from gradwire.kernels.cuda.draw import permute, scattered
 from gradwire.kernels.cuda.enter import accumulate_, settle_
 from gradwire.kernels.cuda.merge import merge_integer, merge_sign
 from gradwire.kernels.cuda.overrule import restore_, void_
@@ -27,6 +28,7 @@ __all__ = [
     "carry_topk_",
     "cast_decode",
     "cast_encode",
+    "chunk_topk",
     "feedback_integer_",
     "feedback_sign_",
     "integer_decode",
@@ -44,6 +46,7 @@ __all__ = [
     "rice_decode",
     "rice_encode",
     "scatter_mean",
+    "scattered",
     "send_topk_",
     "settle_",
     "sign_decode",

@@ -4,7 +4,6 @@ A program takes whole blocks of one segment: a *slab*. Where segments do not sta
 share bytes, and codes are merged into zeroed words one by one.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradwire.core.keepsakes import kept
 from gradwire.core.keys import Key
 from gradwire.kernels.cuda.codes import (
     inverse,
@@ -58,7 +58,7 @@ class Slabs(NamedTuple):
     aligned: bool  # all starts and blocks are multiples of 8
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def slabs(lengths: tuple[int, ...], block: int, device: torch.device, slab: int = _SLAB) -> Slabs:
     """Cut segments into slabs of whole blocks, of about so many values."""
     width = triton.next_power_of_2(block)

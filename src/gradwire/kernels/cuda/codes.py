@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradwire.core.keepsakes import kept
 from gradwire.core.keys import Key
 
 _MASK = 0xFFFFFFFF
@@ -218,7 +219,7 @@ def message(
 
 def step_words(key: Key) -> tuple[int, int]:
     """The step, as two words of the counter."""
-    return key.step & _MASK, key.step >> 32
+    return key.counter()
 
 
 def seeds(key: Key, names: tuple[str, ...], device: torch.device) -> Tensor:
@@ -226,7 +227,7 @@ def seeds(key: Key, names: tuple[str, ...], device: torch.device) -> Tensor:
     return _seeds(key.seed, key.rank, key.purpose, names, device)
 
 
-@lru_cache(maxsize=256)
+@kept(256)
 def _seeds(seed: int, rank: int, purpose: str, names: tuple[str, ...], device: torch.device) -> Tensor:
     pairs = [Key(seed, 0, rank, purpose).words(name) for name in names]
     # Two's complement: the upper word may have its highest bit set.

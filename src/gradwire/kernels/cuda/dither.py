@@ -1,12 +1,11 @@
 """Stochastic rounding with one scale per segment, or none: codes from one pass over the flat buffer."""
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradwire.core.keepsakes import kept
 from gradwire.core.keys import Key
 from gradwire.kernels.cuda.codes import inverse, quotient, seeds, step_words, store_codes, uniform, uniform_fours
 from gradwire.kernels.cuda.enter import fetch
@@ -225,7 +224,7 @@ def trits(
         )
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def _owners(lengths: tuple[int, ...], tile: int, device: torch.device) -> Tensor:
     """The segment that each tile's first value belongs to; int32[tiles]."""
     ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)

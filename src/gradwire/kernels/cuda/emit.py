@@ -110,6 +110,15 @@ def _retry(
 
 
 @triton.jit
+def pass_over(edge, table, segments):
+    """Give an edge to segments of which nothing is wanted: they have no program of their own."""
+    for i in range(0, segments, 128):
+        at = i + tl.arange(0, 128)
+        none = (at < segments) & (tl.load(table + at * COLUMNS + COUNT, mask=at < segments, other=1) == 0)
+        tl.store(edge + at, tl.full([128], MOST, tl.float32), mask=none)
+
+
+@triton.jit
 def emit(
     residual, momentum, edge, indices, values, was_broken, table, chunk_segment, segments, state, words, base, count,
     keys, places, groups, out, broken,
@@ -140,7 +149,4 @@ def emit(
         if VALUES:
             tl.store(was_broken, tl.load(broken))
             tl.store(broken, 0)
-        for i in range(0, segments, 128):  # segments of which nothing is wanted have no program of their own
-            at = i + tl.arange(0, 128)
-            none = (at < segments) & (tl.load(table + at * COLUMNS + COUNT, mask=at < segments, other=1) == 0)
-            tl.store(edge + at, tl.full([128], MOST, tl.float32), mask=none)
+        pass_over(edge, table, segments)

@@ -39,7 +39,8 @@ def launch(
         run(programs, 1, 1, stream, function, packed, None, None, None, *[x.data_ptr() for x in fresh], *tail)
         return
     compiled = kernel[(programs, 1, 1)](*map(_plain, fresh), *rest, **options)
-    if compiled is not None:  # the interpreter compiles nothing
+    # The interpreter compiles nothing; and a graph that is being captured has memory of its own, which it alone holds.
+    if compiled is not None and not torch.cuda.is_current_stream_capturing():
         if len(_known) >= _MOST:
             _known.clear()
         tail = [x.data_ptr() if isinstance(x, Tensor) else x for x in rest]

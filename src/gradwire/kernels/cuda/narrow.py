@@ -69,7 +69,7 @@ def _decide(entry, line, edge, bar, bits, cut, above, keys, places, sure, out, B
     keys += tl.load(entry + SLOT)
     places += tl.load(entry + SLOT)
     low = bar + (cut << bits)
-    high = tl.where(cut == BINS - 1, TOP, low + (1 << bits) - 1)
+    high = tl.where(cut == BINS - 1, TOP, bar + (cut + 1 << bits) - 1)
     low, last = search(keys, places, count, tl.load(entry + COUNT) - above, low, high, length, False)
     tl.store(line + KEY, low.to(tl.int64))
     tl.store(line + LAST, last)

@@ -14,6 +14,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from gradwire.core.keepsakes import keep
 from gradwire.kernels.cuda.tables import BLOCK, Grid, grid
 
 COLUMNS = tl.constexpr(16)
@@ -49,6 +50,7 @@ ROWS = tl.constexpr(32)  # in a chunk, the work of one program after the sweep
 _serial = itertools.count()
 _recent: dict[tuple[int, int, torch.device], tuple[Any, Any, "Plan"]] = {}  # to hash hundreds of numbers takes longer
 _SMALL = 2048  # segments up to this are candidates as a whole
+_MANY = 6  # of so many entries one or more: room for candidates would be room for all
 
 
 class Scratch(NamedTuple):
@@ -80,6 +82,7 @@ class Plan(NamedTuple):
     deepest: int  # chunks of one segment
     slots: int
     silent: bool  # some segment has entries, but none of them is wanted
+    dense: bool  # so many are wanted that candidates are not worth being put aside; see `radix`
     place: torch.dtype
     table: Tensor
     slack: Tensor  # float32[segments]: candidates reach this part of the hint; 0: all are. `narrow` learns it
@@ -96,7 +99,7 @@ def plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device
         if len(_recent) >= 64:
             _recent.clear()
         found = _recent[key] = (lengths, counts, _plan(lengths, counts, device))
-    return found[2]
+    return keep(found[2])
 
 
 @lru_cache(maxsize=64)
@@ -104,9 +107,10 @@ def _plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.devic
     tiles = grid(lengths, device)
     size = torch.tensor(lengths, dtype=torch.int64)
     count = torch.minimum(torch.tensor(counts, dtype=torch.int64), size)
+    dense = bool(_MANY * count.sum() > size.sum()) and max(lengths, default=0) < 2**31  # digits are counted in int32
     room = torch.where(count > 0, torch.minimum(size, 6 * count + 1024), 0)
     whole = (size <= _SMALL) | (count == size)
-    room = torch.where(whole & (count > 0), size, room)
+    room = torch.where(whole & (count > 0), size, room) * (not dense)
     # A first guess. The fewer are selected, the more the last one's magnitude moves from step to step.
     slack = torch.where(whole, 0.0, 0.9 * (1 + 4 / count.clamp(min=1).sqrt()) ** -0.25)
     row = tiles.segment_row.cpu()
@@ -134,6 +138,7 @@ def _plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.devic
         int(chunks.max()) if len(lengths) else 0,
         int(room.sum()),
         bool(((size > 0) & (count == 0)).any()),
+        dense,
         torch.int32 if max(lengths, default=0) < 2**31 else torch.int64,
         table.to(device),
         slack.float().to(device),

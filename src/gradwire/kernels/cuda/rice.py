@@ -198,7 +198,7 @@ def _write(indices, data, sizes, flags, used, before, count, blocks, WIDTH: tl.c
         rank = escape + tl.cumsum(escaped.to(tl.int32), 0) - 1
         for byte in tl.static_range(WIDTH):
             value = (quotients - _CAP >> 8 * byte).to(tl.uint8)
-            tl.store(out + stop + rank * WIDTH + byte, value, mask=escaped)
+            tl.store(out + stop + rank * WIDTH + byte, value, mask=escaped != 0)
 
 
 @placed

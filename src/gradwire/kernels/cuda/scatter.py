@@ -5,7 +5,6 @@ before the next rank's turn. Positions differ within a message, so nobody meets 
 only a few entries in the tile, every entry is held by a thread from the start; elsewhere ranks read theirs in turn.
 """
 
-from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -13,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradwire.core.keepsakes import kept
 from gradwire.kernels import fused
 from gradwire.kernels.cuda.enter import readable
 from gradwire.kernels.cuda.launch import form, launch
@@ -138,6 +138,6 @@ def _tile(n: int, most: int) -> int:
     return int(min(max(triton.next_power_of_2(wanted + 1) // 2, _CHUNK), 8192))
 
 
-@lru_cache(maxsize=256)
+@kept(256)
 def _table(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)

@@ -1,7 +1,8 @@
 """Exact top-k, with or without error feedback, in one pass over memory and three small launches.
 
 `sweep` marks candidates, `collect` puts them aside, `narrow` finds the last winner of each segment, `emit` writes the
-winners down. Nothing waits for the device, and shapes are known beforehand, so all of it can be captured in a graph.
+winners down. Where most entries would be candidates, `radix` reads them several times instead. Nothing waits for the
+device, and shapes are known beforehand, so all of it can be captured in a graph.
 """
 
 from typing import Any
@@ -17,6 +18,7 @@ from gradwire.kernels.cuda.enter import READ, accumulate_, readable, rule_of
 from gradwire.kernels.cuda.launch import form, launch
 from gradwire.kernels.cuda.narrow import narrow
 from gradwire.kernels.cuda.plan import Plan, Scratch, plan, stream_of
+from gradwire.kernels.cuda.radix import DIGITS, tally, weigh, write
 from gradwire.kernels.cuda.sweep import sweep
 from gradwire.kernels.cuda.tables import BLOCK, definition, placed
 from gradwire.kernels.fused import Accumulation, Selected
@@ -28,6 +30,7 @@ _STREAM = {"num_warps": 8, "maxnreg": 48, "enable_fp_fusion": False}
 _COLLECT = {"num_warps": 4, "maxnreg": 80}
 _NARROW = {"num_warps": 4, "maxnreg": 96}
 _EMIT = {"num_warps": 4, "maxnreg": 80}
+_RADIX = {"num_warps": 8}
 
 
 Memories = tuple[Tensor, Tensor | None]  # the residual, and the momentum if there is one
@@ -107,6 +110,19 @@ class _Selection:
     ) -> Selected:
         stream = stream_of(self.x.device)
         scratch = self.plan.pool.take(self.plan, stream)
+        if self.plan.dense:
+            broken = None if grad is None else self._accumulate(grad, rule)
+            found = self._by_digits(scratch, values, settle)
+        else:
+            broken, hint, slack = self._mark(scratch, grad, rule, edge)
+            found = self._finish(scratch, hint, slack, values, settle)
+        self.plan.pool.give(scratch, stream)
+        return found if broken is None else found._replace(broken=broken)
+
+    def _mark(
+        self, scratch: Scratch, grad: Tensor | None, rule: Accumulation, edge: Tensor | None
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Sweep. Gives whether the gradient was broken, if that is known already, and what candidates had to reach."""
         broken = None
         if grad is not None and edge is not None and edge.shape == self.plan.slack.shape:
             hint, slack = edge, self.plan.slack
@@ -117,9 +133,7 @@ class _Selection:
             hint, slack = torch.zeros_like(self.plan.slack), self.plan.whole
             self._sample(scratch, hint)
             self._sweep(scratch, self.x, self.after, _STILL, int(READ.value), hint, slack)
-        found = self._finish(scratch, hint, slack, values, settle)
-        self.plan.pool.give(scratch, stream)
-        return found if broken is None else found._replace(broken=broken)
+        return broken, hint, slack
 
     def _accumulate(self, grad: Tensor, rule: Accumulation) -> Tensor:
         for old, new in zip(self.before, self.after, strict=True):
@@ -175,6 +189,22 @@ class _Selection:
         )  # fmt: skip
         launch(emit, p.chunks, (self.facts, scratch.serial, values, settle), fresh, last, **_EMIT)
         return Selected(indices, found, broken, edge)
+
+    def _by_digits(self, scratch: Scratch, values: bool, settle: int) -> Selected:
+        p, x = self.plan, self.x
+        facts = (self.facts, scratch.serial)
+        edge = torch.empty_like(p.slack)
+        indices = torch.empty(p.total, dtype=torch.int64, device=x.device)
+        found = torch.empty(p.total if values else 0, dtype=x.dtype, device=x.device)
+        around, before, n = (p.table, p.chunk_segment), (scratch.base, scratch.out), p.grid.n
+        for digit in DIGITS:
+            counted = (*around, scratch.state, scratch.coarse, n, *digit, BLOCK)
+            launch(tally, p.chunks, (facts, digit), (x, edge), counted, **_RADIX)
+        weighed = (*around, scratch.state, scratch.number, scratch.sure, *before, n, BLOCK)
+        launch(weigh, p.chunks, facts, (x,), weighed, **_RADIX)
+        written = (*around, p.slack.numel(), scratch.state, *before, n, values, settle, BLOCK)
+        launch(write, p.chunks, (facts, values, settle), (x, self.spare, edge, indices, found), written, **_RADIX)
+        return Selected(indices, found, torch.zeros((), dtype=torch.bool, device=x.device), edge)
 
     def _narrow(
         self, scratch: Scratch, facts: tuple[Any, ...], hint: Tensor, slack: Tensor, edge: Tensor, first: bool

@@ -3,13 +3,12 @@
 Each row's sums go down in float64; a second, small launch adds up the rows of a segment, always in the same order.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradwire.core.keepsakes import kept
 from gradwire.kernels.cuda.codes import store_codes
 from gradwire.kernels.cuda.enter import READ, enter, report
 from gradwire.kernels.cuda.tables import BLOCK, Grid
@@ -219,6 +218,6 @@ def room(where: Grid, device: torch.device) -> Tensor:
     return torch.empty(max(where.rows, 1) * _PARTS.value, dtype=torch.float64, device=device)
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def _float64(x: float, device: torch.device) -> Tensor:
     return torch.tensor(x, dtype=torch.float64, device=device)  # as an argument it would be a float32

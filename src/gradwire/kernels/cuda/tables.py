@@ -5,12 +5,14 @@ segment have in common; the rows of a segment are consecutive. Nearly all tiles 
 """
 
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from gradwire.core.keepsakes import kept
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,7 +51,7 @@ class Grid(NamedTuple):
     eights: bool
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def grid(lengths: tuple[int, ...], device: torch.device) -> Grid:
     """The tiles of segments of these lengths."""
     size = torch.tensor(lengths, dtype=torch.int64)

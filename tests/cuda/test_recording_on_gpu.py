@@ -1,0 +1,79 @@
+"""CUDA graphs for real: steps under DDP and NCCL that are recorded and repeated leave what spoken ones leave."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.adapters import ddp
+from gradwire.sync.recording import graphs_on
+from workers import run_ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+ALWAYS = ["dgc(0.01)", "topk(0.01)", "topk(0.01) | sign", "topk(0.01) | fp16", "sign", "ef_signsgd", "int4", "fp16"]
+NEVER = ["qsgd", "terngrad", "randomk(0.1)"]  # they draw
+PERHAPS = ["powersgd(2)"]
+STEPS = 16
+BAD = (9, 12)  # one with either take
+LOADED = 13
+
+
+def train(spec: str) -> tuple[list[Tensor], list[int], tuple[int, int]]:
+    """Everything that a training leaves behind, how many takes there are of each launch, and what it counted."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 10)).cuda()
+    outer = DistributedDataParallel(net, gradient_as_bucket_view=True, bucket_cap_mb=0.2)
+    made: list[ddp.Courier] = []
+    attach = ddp.Courier.__init__
+
+    def remembered(self: ddp.Courier, *args: object) -> None:
+        attach(self, *args)  # type: ignore[arg-type]
+        made.append(self)
+
+    ddp.Courier.__init__ = remembered  # type: ignore[assignment, method-assign]
+    try:
+        wire = gradwire.compress(outer, spec, launch_mb=0.3)
+    finally:
+        ddp.Courier.__init__ = attach  # type: ignore[method-assign]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    takes: list[int] = []
+    for step in range(STEPS):
+        if step == LOADED:
+            assert made[0]._recorder is not None
+            takes = [len(part.takes) for part in made[0]._recorder._parts]
+            wire.load_state_dict(wire.state_dict())
+        optimizer.zero_grad(set_to_none=False)
+        batch = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).cuda()
+        (outer(batch).square().mean() * (torch.inf if step in BAD else 1.0)).backward()
+        optimizer.step()
+    assert wire.session.ahead
+    memories = [x for key, x in wire.state_dict().items() if not key.startswith("gradwire/")]
+    left = [p.detach().cpu().clone() for p in net.parameters()] + memories
+    return left, takes, (wire.skipped, wire.report().steps)
+
+
+def alone(rank: int, world: int) -> None:
+    dist.destroy_process_group()
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    for spec in ALWAYS + NEVER + PERHAPS:
+        ddp.graphs_on = lambda device: None
+        spoken, takes, counted = train(spec)
+        assert counted == (len(BAD), STEPS) and not any(takes), spec
+        ddp.graphs_on = graphs_on
+        repeated, takes, counted = train(spec)
+        assert counted == (len(BAD), STEPS), spec
+        assert all(torch.equal(mine, known) for mine, known in zip(repeated, spoken, strict=True)), spec
+        print(spec, "takes", takes, flush=True)
+        if spec in ALWAYS:
+            assert takes and min(takes) > 0, (spec, takes)  # one will do without memories
+        if spec in NEVER:
+            assert 0 in takes, (spec, takes)
+    dist.destroy_process_group()
+
+
+def test_nobody_can_tell_who_repeats() -> None:
+    run_ranks(alone, 1, timeout=170)

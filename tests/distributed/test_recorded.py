@@ -1,0 +1,67 @@
+"""DDP's hook that records launches and repeats them, as on a GPU with NCCL, computes what it computes unrecorded."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gradwire
+import scenes
+from gradwire.adapters import ddp
+from gradwire.adapters.wire import Wire
+from gradwire.kernels import dispatch, fused
+from gradwire.sync import session
+from workers import run_ranks
+from written import WrittenGraph, largest
+
+# What to compress by, and whether a checkpoint is loaded halfway.
+SPECS: list[tuple[dict[str, Any], bool]] = [
+    ({"spec": "topk(0.1) | int32", "feedback": "momentum_correction", "launch_mb": scenes.LAUNCH_MB}, False),
+    ({"spec": "int4", "exchange": "two_way", "launch_mb": scenes.LAUNCH_MB}, True),
+]
+STEPS = 12
+BAD_STEP = 8
+
+
+def censored(flat: Tensor) -> tuple[Tensor, Tensor]:
+    """As on a device: nobody looks."""
+    fine = torch.isfinite(flat).all()
+    return torch.where(fine, flat, 0.0), ~fine
+
+
+def train(rank: int, options: dict[str, Any], loads: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+    net = scenes.model()
+    step = 0
+    net[2].weight.register_hook(lambda g: g * torch.nan if rank == 1 and step == BAD_STEP else g)
+    outer = scenes.ddp(net, gradient_as_bucket_view=True)
+    wire, optimizer = gradwire.compress(outer, **options), scenes.sgd(net)
+    for step in range(STEPS):
+        if loads and step == 7:
+            wire.load_state_dict(wire.state_dict())  # other tensors, the same numbers
+        optimizer.zero_grad(set_to_none=False)
+        scenes.loss(outer, rank, step).backward()
+        optimizer.step()
+    assert wire.session.ahead and (wire.report().steps, wire.skipped) == (STEPS, 1)
+    return scenes.tensors(net), scenes.memories(wire), wire.link.traffic
+
+
+def both(rank: int, world: int) -> None:
+    Wire.prompt = property(lambda wire: True)  # type: ignore[assignment, method-assign]
+    dispatch.faster = lambda device: {}  # type: ignore[assignment]
+    fused._largest, session.censored = largest, censored  # type: ignore[assignment]
+    known: Callable[[torch.device], None] = lambda device: None  # noqa: E731
+    for options, loads in SPECS:
+        ddp.graphs_on = known
+        net, memories, sent = train(rank, options, loads)
+        made = WrittenGraph.made
+        ddp.graphs_on = lambda device: WrittenGraph  # type: ignore[assignment]
+        net_again, memories_again, sent_again = train(rank, options, loads)
+        assert WrittenGraph.made > made
+        assert scenes.same(net, net_again), options
+        assert scenes.same(memories, memories_again), options
+        assert sent == sent_again, options
+
+
+def test_the_hook_repeats_itself() -> None:
+    run_ranks(both, 2)
