@@ -113,7 +113,8 @@ def test_speed_ups_are_over_the_better_dense_way() -> None:
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     standings.picture(standings.standings([row("ddp-fp32", 90.0), row("int8", 20.0)]), tmp_path / "bench.svg")
-    assert "<svg" in (tmp_path / "bench.svg").read_text()
+    drawn = (tmp_path / "bench.svg").read_text()
+    assert "<svg" in drawn and drawn.count(">link</text>") == 1
 
 
 def test_ranks_on_a_pretended_link_make_rows(monkeypatch: pytest.MonkeyPatch) -> None:

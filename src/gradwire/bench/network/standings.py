@@ -92,15 +92,15 @@ def picture(found: Sequence[Standing], path: Path) -> None:
     ]
     for value in values:
         value.pop("pace", None)
-    links = list(dict.fromkeys(value["link"] for value in values))
+    links = alt.Scale(domain=list(dict.fromkeys(value["link"] for value in values)))  # a sort would part the legends
     points = (
         alt.Chart(alt.InlineData(values=values))
         .mark_point(filled=True, size=80)
         .encode(
             alt.X("multiple:Q", title="step time / step without communication", scale=alt.Scale(type="log")),
             alt.Y("method:N", title=None, sort=None),
-            alt.Color("link:N", sort=links, title="link"),
-            alt.Shape("link:N", sort=links, title="link"),
+            alt.Color("link:N", scale=links, title="link"),
+            alt.Shape("link:N", scale=links, title="link"),
         )
         .properties(width=420)
     )
