@@ -178,6 +178,8 @@ def test_refusals_are_sentences(figures: str) -> None:
         (["--link", "100mbit", "--hosts", "3", "--workers", "4"], "3 hosts of 1 are not 4 workers"),
         (["--link", "0mbit"], "impossible"),
         (["--link", "1gbit", "--patience", "nan"], "a probe cannot wait nan s"),
+        (["--link", "1gbit", "--hosts", "1"], "a single worker has nobody to send to"),
+        (["--link", "1gbit", "--dtype", "float99"], "no forecast knows gradients in float99"),
         (["--patience", "-3"], "a probe cannot wait -3 s"),
         (["--link", "fast"], "cannot read 'fast'"),
         ([], "what is the link between the workers?"),

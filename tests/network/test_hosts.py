@@ -246,6 +246,13 @@ def test_a_delayed_link_holds_its_delay_and_its_rate() -> None:
         assert 0.0100 <= min(trips) < 0.0120
         assert 75e6 < best_rate(hosts, 1_500_000, enough=75e6) < 101e6  # round trips of 10 ms are lost to TCP's start
         assert hosts.counters(2)[0] > 4.5e6
+        assert hosts._switch is not None
+        hosts._switch.kill()
+        ended = hosts.run(["sleep", "60"], timeout_seconds=30)
+        assert (ended.why, ended.code) == (
+            "The switch between the hosts has ended. The ranks still running were stopped.",
+            1,
+        )
     assert left(hosts) == []
 
 

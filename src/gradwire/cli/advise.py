@@ -67,6 +67,7 @@ def advise(
     from gradwire.forecast.advice import advise as weigh
     from gradwire.forecast.candidates import CANDIDATES, PRESETS, arguments
     from gradwire.forecast.evidence import sound
+    from gradwire.forecast.model import Model
     from gradwire.sync import method
     from gradwire.train.launch import RankError
     from gradwire.train.standing import standing
@@ -81,6 +82,8 @@ def advise(
             return
         beside = sharing or (cluster.per_host if where is None else where.beside)
         wanted = Wanted(recipes, model, chosen, device, dtype)
+        if dtype:
+            Model({}, dtype=dtype)  # or a sentence that says which there are
         found = _figures(wanted, cluster, beside, fresh) if calibration is None else _read(calibration)
         found = replace(found, model=replace(found.model, dtype=dtype or found.model.dtype))
         for spec in chosen if specs else ():
@@ -135,6 +138,8 @@ def _cluster(
             f"there are {where.world} ranks, and {count} workers are asked about; leave that out, or start this once, "
             "by itself, with --link"
         )
+    if count < 2:
+        raise ValueError("a single worker has nobody to send to; ask about 2 or more")
     return Cluster(count, link, each, LinkSpec.parse(inside))
 
 

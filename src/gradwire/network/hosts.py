@@ -153,7 +153,7 @@ class Hosts:
                 words = namespaces.inside(self.names[rank // per_host], argv)
                 own = variables | place(rank, per_host, self.count, (self.addresses[0], port), DEVICE)
                 crew.start(self._title(rank, per_host), words, own, cwd)
-            return crew.wait(timeout_seconds, grace_seconds, self._ailing)
+            return crew.wait(timeout_seconds, grace_seconds, self._ailing, self._broken)
         finally:
             crew.close()
 
@@ -222,8 +222,11 @@ class Hosts:
         hold(name, DEVICE, self.link, self.mtu)
         ip("-n", name, "link", "set", DEVICE, "up")
 
+    def _broken(self) -> bool:
+        return self._switch is not None and self._switch.poll() is not None
+
     def _ailing(self) -> str:
-        if self._switch is not None and self._switch.poll() is not None:
+        if self._broken():
             return "The switch between the hosts has ended."
         cut = ", ".join(self._title(host - 1, 1) for host in self.down())
         return f"Cut off, its link is down: {cut}." if cut else ""

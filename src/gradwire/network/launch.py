@@ -109,13 +109,20 @@ class Crew:
         with undisturbed():
             self.ranks.append(launch(title, argv, env, cwd))
 
-    def wait(self, timeout_seconds: float | None, grace_seconds: float, ailing: Callable[[], str]) -> Ended:
+    def wait(
+        self,
+        timeout_seconds: float | None,
+        grace_seconds: float,
+        ailing: Callable[[], str],
+        broken: Callable[[], bool] = lambda: False,
+    ) -> Ended:
         """Forward what the ranks say until all have ended.
 
         Args:
             timeout_seconds: The whole run may take this long; None for no limit.
             grace_seconds: After one rank failed, the others may take this long to end by themselves.
             ailing: Asked when something went wrong: a sentence about the network, or nothing.
+            broken: Asked all the time: whether the network is gone, so that there is nothing to wait for.
         """
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         why, code = "", 0
@@ -128,6 +135,8 @@ class Crew:
                 if not code and (failed := self._failed()):
                     why, code = _obituary(failed), _shell_code(failed)
                     deadline = min(deadline, time.monotonic() + grace_seconds)
+                if not code and broken():
+                    why, code, deadline = "The ranks still running were stopped.", 1, -math.inf
                 if time.monotonic() > deadline:
                     if not code:
                         titles = ", ".join(rank.title for rank in running)
