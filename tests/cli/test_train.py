@@ -37,6 +37,7 @@ def test_recipes_are_listed_with_what_they_are():
             ],
         ),
         (["ptb-lstm700-topk", "--workers", "4"], ["21,861,200 parameters, 4 workers", "32 examples a worker"]),
+        (["ptb-lstm1500-dgc"], ["5 examples a worker", "1,328 steps an epoch"]),  # as with the text at hand
         (["imagenet-resnet50"], ["25,557,032 parameters", "then steps, momentum 0.9 (Nesterov), decay 0.0001"]),
         (["digits", "--spec", "powersgd(2)"], ["low rank"]),
     ],

@@ -12,7 +12,7 @@ from gradwire.adapters.pilot import AUTO
 from gradwire.cli.gossip_plan import show_gossip
 from gradwire.sync import Plan, build, default_rules
 from gradwire.train.compression import arguments, method_of
-from gradwire.train.data import load
+from gradwire.train.data import Task, TextTask, load
 from gradwire.train.feed import batch_of, check_sizes, loader_of
 from gradwire.train.models import build as build_model
 from gradwire.train.models import regime_of
@@ -86,13 +86,15 @@ def _plan(recipe: Recipe, model: torch.nn.Module, world: int, ramp: int) -> Plan
 def _facts(recipe: Recipe, world: int) -> tuple[dict[str, object], int]:
     """What the model must know of the data, and the steps of an epoch; without the data, from what is known of them."""
     try:
-        task = load(recipe.data.name, recipe.data.root or None, recipe.data.options)
+        task: Task = load(recipe.data.name, recipe.data.root or None, recipe.data.options)
     except ValueError:
         if recipe.data.name not in KNOWN or recipe.data.root:
             raise
         facts, num = KNOWN[recipe.data.name]
-        share = world * batch_of(recipe, world) * recipe.train.accumulate
-        return facts, max(1, num // share // (recipe.data.length if "vocab" in facts else 1))
+        if "vocab" not in facts:
+            return facts, max(1, num // (world * batch_of(recipe, world) * recipe.train.accumulate))
+        tokens = torch.empty(num, dtype=torch.int64, device="meta")
+        task = TextTask(recipe.data.name, tokens, tokens, tokens, ("",) * int(str(facts["vocab"])))
     with torch.device("meta"):
         model = build_model(recipe.model.name, recipe.model.options, task.facts)
     place = Place(world, (0,), torch.device("cpu"))
