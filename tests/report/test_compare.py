@@ -166,6 +166,24 @@ def test_the_command_prints_and_writes(tmp_path: Path, monkeypatch: pytest.Monke
     assert "| topk(0.01)\\|sign | 4 | 3 | 94.10 +- 0.17" in (tmp_path / "digits-results.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("words", "specs", "sentence"),
+    [
+        (["digits"], "fp32; tpok(0.1)", "did you mean topk?"),
+        (["digits"], "fp32; fp32 @ train.seed=0 @ train.epoch=3", "did you mean 'epochs'?"),
+        (["digits"], "fp32; fp32 @ train.epochs=18", "'fp32' and 'fp32 @ train.epochs=18' would be the same training"),
+        (["digits", "ring8"], "sign; topk(0.1)", "workers that gossip compress by gossip.codec"),
+        (["dgc", "ramp5"], "fp32", "dgc ramp5 only adds to a recipe; name one before"),
+    ],
+)
+def test_what_a_cell_would_refuse_is_refused_before_any_trains(
+    tmp_path: Path, words: list[str], specs: str, sentence: str
+) -> None:
+    done = CliRunner().invoke(app, [*words, "--specs", specs, "--runs", str(tmp_path)])
+    assert done.exit_code == 2 and sentence in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_runner_types_what_a_person_would(tmp_path: Path) -> None:
     line = TrainCommand(("--in-process", "2")).line(("digits",), ("train.epochs=1",), tmp_path)
     assert line[3:] == ["train", "digits", "--set", "train.epochs=1", "--folder", str(tmp_path), "--in-process", "2"]

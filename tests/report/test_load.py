@@ -8,6 +8,7 @@ import pytest
 
 from gradwire.report.groups import front, tasks
 from gradwire.report.load import METRICS, find, finished, load
+from gradwire.report.summary import columns
 from run_folders import write_grid, write_run
 
 
@@ -59,6 +60,21 @@ def test_runs_are_grouped_by_everything_but_the_seed(tmp_path: Path) -> None:
     assert labels["dgc(0.001), granularity model"] == 1
     assert labels["dgc(0.001), granularity layer"] == 2
     assert labels["qsgd(4)"] == 2
+
+
+def test_each_is_measured_against_the_dense_training_that_is_most_like_it(tmp_path: Path) -> None:
+    for batch, own in ((256, 0.8), (128, 0.7)):
+        settings = {"train.batch": batch}
+        write_run(tmp_path, "fp32", settings=settings, name=f"dense-{batch}", epochs=1, values=[own])
+        lost = [own - batch / 10_000]
+        write_run(tmp_path, "qsgd(4)", settings=settings, name=f"qsgd-{batch}", epochs=1, values=lost)
+    (task,) = tasks([load(folder) for folder in find([tmp_path])])
+    found = {group.label: task.difference(group) for group in task.groups if not group.dense}
+    assert {label: round(value.mean, 2) for label, value in found.items() if value} == {
+        "qsgd(4), batch 256": -2.56,
+        "qsgd(4), batch 128": -1.28,
+    }
+    assert "against the dense twin" in [column.title for column in columns(task)]
 
 
 def test_tasks_of_other_models_stay_apart(tmp_path: Path) -> None:

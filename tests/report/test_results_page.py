@@ -12,11 +12,15 @@ from gradwire.report.table import markdown
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("study", ["resnet9", "resnet9-choices", "ptb"])
+STUDIES = ["resnet9", "resnet9-choices", "ptb", "ptb-methods", "ptb-shares", "resnet20", "headline resnet9/dense-0"]
+
+
+@pytest.mark.parametrize("study", STUDIES)
 def test_tables_are_those_of_the_logs(study: str) -> None:
-    made = markdown(tasks([load(folder) for folder in find([DOCS / "results" / study])]), DOCS)
+    folders = [DOCS / "results" / name for name in study.split()]
+    made = markdown(tasks([load(folder) for folder in find(folders)]), DOCS)
     assert made.strip() in (DOCS / "results.md").read_text(encoding="utf-8"), (
-        f"docs/results.md is out of date; put in it what this prints: gradwire report docs/results/{study} --markdown -"
+        f"docs/results.md is out of date; put in it what `gradwire report {study} --markdown -` prints in docs/results"
     )
 
 

@@ -33,10 +33,10 @@ def _said(group: Group) -> str:
 
 
 def _compared(task: Task, group: Group) -> Evidence | None:
-    versus = task.difference(group)
-    if versus is None or task.twin is None:
+    versus, twin = task.difference(group), task.twin_of(group)
+    if versus is None or twin is None:
         return None
-    shared = set(group.values) & set(task.twin.values)
+    shared = set(group.values) & set(twin.values)
     ratio = group.mean("payload_ratio")
     return Evidence(
         _said(group),
@@ -44,7 +44,7 @@ def _compared(task: Task, group: Group) -> Evidence | None:
         task.metric.axis,
         group.runs[0].world,
         len(shared),
-        round(task.twin.estimate.mean, 4),
+        round(twin.estimate.mean, 4),
         round(versus.mean, 4),
         None if versus.low is None else round(versus.low, 4),
         None if versus.high is None else round(versus.high, 4),

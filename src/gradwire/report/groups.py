@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from gradwire.report.load import DENSE, Metric, Run
 from gradwire.report.statistics import Estimate, estimate, paired
 
+_ASIDE = ("train.seed", "train.workers", "train.eval_every", "train.log_every", "data.root")
+_USUAL: dict[str, object] = {"sync.granularity": "layer", "sync.ramp": 0}
+
 
 @dataclass(frozen=True)
 class Group:
@@ -52,7 +55,7 @@ class Task:
         name: What is learned by what.
         metric: What it is judged by.
         groups: The ways.
-        twin: The one that the others are measured against: as a rule the dense one.
+        twin: The first of those that the others are measured against: as a rule the dense one.
     """
 
     name: str
@@ -60,11 +63,24 @@ class Task:
     groups: tuple[Group, ...]
     twin: Group | None = None
 
+    @property
+    def twins(self) -> list[Group]:
+        """The ways that others may be measured against: all that are dense, if the twin is; else the twin."""
+        if self.twin is None or not self.twin.dense:
+            return [self.twin] if self.twin else []
+        return [group for group in self.groups if group.dense]
+
+    def twin_of(self, group: Group) -> Group | None:
+        """Whom a group is measured against: the dense training that differs from it in the fewest settings."""
+        twins = self.twins
+        return None if group in twins else min(twins, key=lambda twin: _differences(group, twin), default=None)
+
     def difference(self, group: Group) -> Estimate | None:
-        """What a group loses or gains against the twin, seed by seed; nothing is known before both have ended."""
-        if self.twin is None or group is self.twin or not (group.ended and self.twin.ended):
+        """What a group loses or gains against its twin, seed by seed; nothing is known before both have ended."""
+        twin = self.twin_of(group)
+        if twin is None or not (group.ended and twin.ended):
             return None
-        return paired(group.values, self.twin.values)
+        return paired(group.values, twin.values)
 
 
 def tasks(runs: Iterable[Run]) -> list[Task]:
@@ -123,24 +139,35 @@ def _groups(runs: list[Run]) -> tuple[Group, ...]:
 
 
 def _label(run: Run, shelves: list[list[Run]]) -> str:
-    """The spec, and as many settings as tell this group from others of the same spec."""
+    """The spec, what of the exchange is unusual, and what tells this group from others of the same spec."""
     rivals = [shelf[0] for shelf in shelves if shelf[0].spec == run.spec]
-    if len(rivals) == 1:
-        return run.spec
     mine = _settings(run)
     theirs = [_settings(rival) for rival in rivals]
-    apart = {key: value for key, value in mine.items() if any(other.get(key) != value for other in theirs)}
-    if sum(all(other.get(key) == value for key, value in apart.items()) for other in theirs) == 1:
-        words = [f"{key.rpartition('.')[2]} {value}" for key, value in apart.items()]
+    usual = {} if run.spec in DENSE else _USUAL
+    apart = {
+        key: value
+        for key, value in mine.items()
+        if value != usual.get(key, value) or any(other.get(key, value) != value for other in theirs)
+    }
+    if sum(all(other.get(key, value) == value for key, value in apart.items()) for other in theirs) == 1:
+        words = dict.fromkeys(f"{key.rpartition('.')[2]} {_plain(value)}" for key, value in apart.items())
         return ", ".join((run.spec, *words))
     stems = [rival.stem for rival in rivals]
     return f"{run.spec}, {run.stem if stems.count(run.stem) == 1 else run.folder.parent / run.stem}"
 
 
+def _plain(value: object) -> object:
+    return f"{value:g}" if isinstance(value, float) else value
+
+
+def _differences(group: Group, twin: Group) -> int:
+    """How many settings differ, those of the exchange left aside."""
+    mine, theirs = _settings(group.runs[0]), _settings(twin.runs[0])
+    return sum(mine[key] != theirs[key] for key in mine.keys() & theirs.keys() if not key.startswith("sync."))
+
+
 def _settings(run: Run) -> dict[str, object]:
-    """What the recipe decides, less what differs between seeds or machines."""
+    """What the recipe decides, less what differs between seeds or machines, and how often somebody looks."""
     tables = {name: table for name, table in run.recipe.items() if isinstance(table, dict)}
     flat = {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()}
-    return {key: value for key, value in flat.items() if key not in ("train.seed", "train.workers", "data.root")} | {
-        "ranks": run.world
-    }
+    return {key: value for key, value in flat.items() if key not in _ASIDE} | {"ranks": run.world}

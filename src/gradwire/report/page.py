@@ -13,7 +13,7 @@ from gradwire.report.charts import Figure, figures
 from gradwire.report.charts.figure import look
 from gradwire.report.groups import Group, Task
 from gradwire.report.slug import slug
-from gradwire.report.summary import Cell, Column, cells, columns, ranks
+from gradwire.report.summary import Cell, Column, against, cells, columns, ranks
 from gradwire.version import VERSION
 
 
@@ -85,7 +85,7 @@ def _note(task: Task) -> str:
         "bytes a rank sends and receives in a float32 ring all-reduce / in ours."
     )
     if task.twin is not None and len(task.groups) > 1:
-        said += f" Against {task.twin.label}: the mean of the differences seed by seed, with its 95 % t-interval."
+        said += f" Against {against(task)}: the mean of the differences seed by seed, with its 95 % t-interval."
     sizes = {int(run.start.get("parameters", 0)) for group in task.groups for run in group.runs} - {0}
     if sizes:
         said += f" The model has {' or '.join(f'{size:,}' for size in sorted(sizes))} parameters."

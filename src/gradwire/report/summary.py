@@ -23,7 +23,7 @@ class Cell:
 
 
 def columns(task: Task) -> list[Column]:
-    versus = [Column(f"against {task.twin.label}")] if _compares(task) and task.twin else []
+    versus = [Column(f"against {against(task)}")] if _compares(task) else []
     return [
         Column("spec", numeric=False),
         Column("ranks"),
@@ -38,11 +38,17 @@ def columns(task: Task) -> list[Column]:
     ]
 
 
+def against(task: Task) -> str:
+    """Whom the groups of a task are measured against, in words."""
+    twins = task.twins
+    return twins[0].label if len(twins) == 1 else "the dense twin"
+
+
 def cells(task: Task, group: Group) -> list[Cell]:
     """One line, in the order of the columns."""
     told = group.estimate
     versus = task.difference(group)
-    against = [_known(None if versus is None else versus.mean, interval(versus, sign=True) if versus else "")]
+    lead = [_known(None if versus is None else versus.mean, interval(versus, sign=True) if versus else "")]
     half = told.half_width
     return [
         Cell(group.label if group.ended else f"{group.label} ({_standing(group)})"),
@@ -50,7 +56,7 @@ def cells(task: Task, group: Group) -> list[Cell]:
         Cell(str(len(group.runs)), len(group.runs)),
         Cell(mean_and_spread(told), rounded(told.mean)),
         _known(half, "" if half is None else f"{told.low:.2f} to {told.high:.2f}"),
-        *(against if _compares(task) else []),
+        *(lead if _compares(task) else []),
         _measured(group.mean("payload_ratio"), ratio),
         _measured(group.wire_ratio, ratio),
         _measured(group.mean("sent"), in_bytes),
