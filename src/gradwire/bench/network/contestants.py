@@ -40,6 +40,7 @@ AUTO = "auto"
 POWERSGD = "ddp-powersgd"
 OURS = (
     "topk(0.001) | fp16; bundle=none",
+    "topk(0.003) | sign; bundle=none; launch_mb=200",
     "dgc(0.001)",
     "topk(0.01) | sign",
     "powersgd(4)",
@@ -47,6 +48,8 @@ OURS = (
     "int4; exchange=two_way",
     "int8; exchange=two_way",
     "qsgd",
+    "terngrad",
+    "majority_vote",
     "bf16",
 )
 ALL = (SILENT, *DENSE, POWERSGD, *OURS)
