@@ -112,6 +112,8 @@ def test_no_checkpoint_is_promised_where_there_is_none(tmp_path):
         (["train", "digist"], "did you mean 'digits'?"),
         (["train", "digits", "--set", "train.epoch=3"], "did you mean 'epochs'?"),
         (["train", "digits", "--in-process", "2", "--workers", "2"], "workers are started here"),
+        (["train", "dgc"], "as in: gradwire train digits dgc"),
+        (["plan", "digits", "ring8", "--spec", "sign"], "write --set 'gossip.codec=sign' instead"),
         (["train", "ptb-lstm700", "--workers", "1", "--runs", "{tmp}"], "pass --data DIR"),
         (["train", "digits", "--model", "mine.py:make"], "there is no model file mine.py"),
         (["evaluate", "{tmp}"], "is no run folder"),

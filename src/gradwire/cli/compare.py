@@ -5,7 +5,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -19,7 +19,7 @@ from gradwire.report.groups import Task
 from gradwire.report.summary import cells, columns
 from gradwire.report.table import markdown
 from gradwire.train.cell import TrainCommand
-from gradwire.train.compare import Cell, Progress, arms, grid, outcome, run_grid, title
+from gradwire.train.compare import Arm, Cell, Progress, arms, grid, outcome, run_grid, title
 
 
 def compare(
@@ -56,7 +56,9 @@ def compare(
     typed = f"gradwire {shlex.join(sys.argv[1:])}"
     settings = (*(overrides or ()), *([f"train.workers={world}"] if world else []))
     try:
-        made = grid(recipes, arms(specs), range(first_seed, first_seed + seeds), settings, runs, suffix)
+        asked = arms(specs)
+        _check(recipes, asked, settings)
+        made = grid(recipes, asked, range(first_seed, first_seed + seeds), settings, runs, suffix)
         with _terminated():
             runner = TrainCommand(tuple(options), deadline, quiet=jobs > 1)
             progress = run_grid(made, runner, budget_seconds, typed, typer.echo, jobs=jobs)
@@ -71,6 +73,24 @@ def compare(
         Console(width=None if sys.stdout.isatty() else 160).print(_table(task))
         _write(task, made, progress, results or runs / f"{'-'.join(filter(None, (title(recipes), suffix)))}-results.md")
     _close(progress)
+
+
+def _check(recipes: Sequence[str], asked: Sequence[Arm], settings: Sequence[str]) -> None:
+    """Refuse what the last cell would refuse before the first one trains, and two arms that are the same training."""
+    from gradwire.train.recipe import Recipe, Sync
+    from gradwire.train.shelf import resolve
+
+    known: list[tuple[Recipe, Arm]] = []
+    for arm in asked:
+        recipe = resolve(recipes, [*settings, f"sync.spec={arm.spec}", *arm.overrides])
+        gossiping = bool(recipe.gossip.method)
+        recipe = recipe.model_copy(update={"sync": Sync()}) if gossiping else recipe
+        for other in (other for same, other in known if same == recipe):
+            hint = (
+                "; workers that gossip compress by gossip.codec, as in 'sign @ gossip.codec=sign'" if gossiping else ""
+            )
+            raise ValueError(f"{other.label!r} and {arm.label!r} would be the same training{hint}")
+        known.append((recipe, arm))
 
 
 @contextmanager

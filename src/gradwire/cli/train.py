@@ -145,7 +145,12 @@ def _resolve(
     short = {"sync.spec": spec, "data.root": data, "model.name": model}
     given = [f"{key}={value}" for key, value in short.items() if value]
     given += [] if seed is None else [f"train.seed={seed}"]
-    return resolve(names, [*given, *(overrides or [])])
+    recipe = resolve(names, [*given, *(overrides or [])])
+    if spec and recipe.gossip.method:
+        raise ValueError(
+            f"--spec is for workers that agree, and these gossip; write --set 'gossip.codec={spec}' instead"
+        )
+    return recipe
 
 
 def _start(

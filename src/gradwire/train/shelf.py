@@ -53,8 +53,12 @@ def find(name: str) -> Entry:
 def resolve(names: Sequence[str], overrides: Iterable[str] = ()) -> Recipe:
     """Merge recipes and fragments in order, then overrides such as ``train.epochs=5``, and check the outcome."""
     merged: Tables = {}
-    for name in names:
-        merged = _merge(merged, _whole(find(name), ()))
+    entries = [find(name) for name in names]
+    if entries and all(entry.fragment for entry in entries):
+        words = " ".join(names)
+        raise ValueError(f"{words} only adds to a recipe; name one before, as in: gradwire train digits {words}")
+    for entry in entries:
+        merged = _merge(merged, _whole(entry, ()))
     for text in overrides:
         merged = _merge(merged, _override(text))
     return read(merged)
