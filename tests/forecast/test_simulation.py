@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,12 @@ def test_what_was_measured_by_other_specs_is_weighed(tmp_path: Path) -> None:
     save(none, tmp_path / "figures.json")
     done = CliRunner().invoke(app, ["simulate", "--calibration", str(tmp_path / "figures.json")])
     assert done.exit_code == 2 and "none of int8, int4" in done.output and "measured are ddp-fp32" in done.output
+    save(replace(one, note="timed by hand"), tmp_path / "figures.json")
+    page, options = tmp_path / "x.html", ["--workers", "8", "--link", "1gbit", "--per-host", "1"]
+    words = ["-o", str(page), "--rows", str(tmp_path / "x.jsonl"), *options]
+    done = CliRunner().invoke(app, ["simulate", "--calibration", str(tmp_path / "figures.json"), *words])
+    assert done.exit_code == 0 and "Computing and compressing: timed by hand." in page.read_text()
+    assert "H200" not in page.read_text(), "nothing was assumed"
 
 
 def test_hierarchical_grids_have_hosts_to_talk_to(capsys: pytest.CaptureFixture[str]) -> None:

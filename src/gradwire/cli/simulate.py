@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from gradwire.forecast.stragglers import Stragglers
 
 PAGE, ROWS = Path("simulation.html"), Path("simulation.jsonl")
-NOTE = (
+_ASSUMED = (
     "Compression costs are lines through kernels timed on one H200; those of low-rank products, and the speed of the "
-    "models, are assumed. Marked dense: compression loses there."
+    "models, are assumed."
 )
+_MARKED = "Marked dense: compression loses there."
 
 
 def simulate(
@@ -49,7 +50,9 @@ def simulate(
             places[named] = _grid(
                 subjects, _several(workers or WORKERS, per_host), link or LINKS, per_host, algorithm, uneven
             )
-        _write(places, output, rows)
+        measured = subjects[0].measured
+        said = _ASSUMED if measured is None else f"Computing and compressing: {measured.note}."
+        _write(places, f"{said} {_MARKED}", output, rows)
     except (ValueError, OSError) as wrong:
         typer.echo(f"gradwire simulate: {wrong}", err=True)
         raise typer.Exit(2) from None
@@ -99,10 +102,10 @@ def _grid(
     return [judge(cell, uneven) for cell in grid(subjects, workers, links, per_host, way)]
 
 
-def _write(places: dict[str, list[dict[str, Any]]], output: Path, rows: Path) -> None:
+def _write(places: dict[str, list[dict[str, Any]]], note: str, output: Path, rows: Path) -> None:
     from gradwire.report.simulation import page
 
-    text = page(places, NOTE)
+    text = page(places, note)
     for path in (output, rows):
         path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"place": place, **row}) for place, cells in places.items() for row in cells]
