@@ -56,21 +56,28 @@ class Display:
             self._live.stop()  # the first worker has come back, and begins again
         if self.console.is_terminal:
             self._live = Progress(
-                TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=self.console
+                TextColumn("{task.description}"), BarColumn(10), TimeRemainingColumn(), console=self.console
             )
             self._live.start()
             self._bar = self._live.add_task("", total=record["steps"], completed=record["step"])
 
     def _step(self, record: Record) -> None:
-        known = f"  {_metric(self._tested)}" if self._tested else ""
-        line = (
-            f"epoch {record['epoch']:6.2f}  loss {record['loss']:.4f}{known}  {self._speed(record)}  {_bytes(record)}"
-        )
-        self._last = record
+        speed, self._last = self._speed(record), record
         if self._live is not None and self._bar is not None:
-            self._live.update(self._bar, description=line, completed=record["step"])
+            self._live.update(self._bar, description=self._short(record, speed), completed=record["step"])
         elif time.monotonic() - self._spoke > QUIET_SECONDS:
-            self._say(f"{line}  {self._left(record)} left")
+            known = f"  {_metric(self._tested)}" if self._tested else ""
+            self._say(
+                f"epoch {record['epoch']:6.2f}  loss {record['loss']:.4f}{known}  {speed:,.0f} examples/s  "
+                f"{_bytes(record)}  {self._left(record)} left"
+            )
+
+    def _short(self, record: Record, speed: float) -> str:
+        """A line that leaves room for the bar and the time, in a terminal of 80 columns too."""
+        tested = self._tested
+        known = f"  {tested['metric']} {_value(tested, tested['value'])}" if tested else ""
+        cost = f"{record['sent'] / 1e6:,.2f} MB, {record['payload_ratio']:,.0f}x"
+        return f"epoch {record['epoch']:.2f}  loss {record['loss']:.4f}{known}  {speed:,.0f} ex/s  {cost}"
 
     def _decision(self, record: Record) -> None:
         self._say(f"auto, step {record['step']}: {record['spec']}, {record['why']}")
@@ -95,11 +102,12 @@ class Display:
         if "metric" in record:
             self.console.print(summary(record))
 
-    def _speed(self, record: Record) -> str:
+    def _speed(self, record: Record) -> float:
+        """Examples a second, of all workers."""
         steps = record["step"] - self._last["step"]
         seconds = record["seconds"] - self._last["seconds"]
-        examples = steps * self._start["batch"] * self._start["world"]
-        return f"{examples / max(1e-9, seconds):,.0f} examples/s"
+        examples: float = steps * self._start["batch"] * self._start["world"]
+        return examples / max(1e-9, float(seconds))
 
     def _left(self, record: Record) -> str:
         """How long the rest will take, if it goes on as in this sitting."""
