@@ -54,7 +54,8 @@ class Evidence:
     def __str__(self) -> str:
         span = "" if self.low is None or self.high is None else f" [{self.low:+.2f}, {self.high:+.2f}]"
         seeds = f"{self.seeds} seed{'s' * (self.seeds != 1)}"
-        return f"{self.difference:+.2f}{span} on {self.task}, {seeds}"
+        what = "" if self.larger_is_better else f" {self.metric} (less is better)"
+        return f"{self.difference:+.2f}{span}{what} on {self.task}, {seeds}"
 
 
 @cache
