@@ -17,19 +17,23 @@ SAYS = {
     "05_gossip_ring.py": "120 steps, world of 8, 2 neighbors",
     "06_accelerate.py": "64 steps (0 skipped), world of 2",
     "07_lightning.py": "64 steps (0 skipped), world of 2",
+    "08_transformers.py": "30 steps (0 skipped), world of 2",
 }
 # Other people's trainers, and what they are started with. Their warnings are their own business.
 FRAMEWORKS = {
     "06_accelerate.py": ("accelerate", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]),
     "07_lightning.py": ("lightning", []),
+    "08_transformers.py": ("transformers", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]),
 }
+# Its callback is tested in tests/trainers; importing transformers twice more takes as long as all that.
+LONG = {"08_transformers.py": pytest.mark.study}
 
 
 def test_no_example_is_forgotten():
     assert {path.name for path in FOLDER.glob("*.py")} == set(SAYS)
 
 
-@pytest.mark.parametrize("name", sorted(SAYS))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, ())) for name in sorted(SAYS)])
 def test_example(name, tmp_path):
     framework, how = FRAMEWORKS.get(name, ("torch", ["-W", "error"]))
     if importlib.util.find_spec(framework) is None:
