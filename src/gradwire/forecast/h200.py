@@ -23,7 +23,7 @@ from gradwire.sync.method import method
 # far from the speed of a copy they are. Eight reads or writes of four bytes; the slowest timed kernel is at 3.5.
 _LOW_RANK_BYTES, _LOW_RANK_SLOWDOWN = 32, 3.5
 _LOW_RANK_START = 1e-3  # seconds of each launch: many small kernels
-ASSUMED = ("powersgd", "int8")  # of int8, no kernel was timed: int4's stands in
+ASSUMED = ("powersgd", "int8")  # of int8, the fused kernel was not timed: int4's stands in
 
 
 @cache
@@ -92,8 +92,8 @@ def cost(model: Model, spec: str, world: int) -> Cost:
 def _whole(lane: Lane, codec: Codec, world: int) -> Cost:
     """Two legs: my share of everybody's message and its sum said again, then everybody's share of that."""
     n = lane.units.total
-    name = {"sign": "sign", "int4": "int4", "int8": "int4"}[str(codec.quantizer)]
-    fused, said, heard = f"feedback_{name}", f"{name}_encode", f"{name}_decode"
+    name = str(codec.quantizer)
+    fused, said, heard = f"feedback_{'int4' if name == 'int8' else name}", f"{name}_encode", f"{name}_decode"
     decode = 2 * kernel(heard, n) + kernel(said, n / world)
     return Cost(kernel(fused, n), decode, start=start(fused, heard, said, heard))
 
