@@ -100,6 +100,7 @@ def test_a_pretended_link_of_the_environment_is_read_before_anything_starts(tmp_
     done = run("train", "digits", "--workers", "2", "--folder", str(tmp_path / "run"), GRADWIRE_LINK="fast")
     assert done.exit_code == 2 and "cannot read 'fast'" in done.stderr
     assert not (tmp_path / "run").exists()
+    assert run("demo", GRADWIRE_LINK="fast").exit_code == 2
 
 
 def test_no_checkpoint_is_promised_where_there_is_none(tmp_path):

@@ -370,9 +370,8 @@ def likeness(
             for one in compare(model, named, workers, Pace(rounds, steps), tell, chosen):
                 if as_json:
                     load = os.getloadavg()[0]
-                    typer.echo(
-                        json.dumps({"link": named, "world": workers, "model": model, **one._asdict(), "load": load})
-                    )
+                    found = {**one._asdict(), "ratio": one.ratio, "load": load}
+                    typer.echo(json.dumps({"link": named, "world": workers, "model": model, **found}))
                 shown = one.failed or f"{one.shaped:.1f}"
                 table.add_row(named, one.exchange, one.method, shown, f"{one.pretended:.1f}", f"{one.ratio:.3f}")
     except (ValueError, Refused) as wrong:

@@ -1,5 +1,6 @@
 """The `gradwire` command: what there is, what a spec stands for, and a training that shows it."""
 
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,7 +21,7 @@ from gradwire.cli.report import report
 from gradwire.cli.simulate import simulate
 from gradwire.cli.train import evaluate, plan, recipes, train
 from gradwire.codecs import Codec
-from gradwire.links.throttled import ask_for
+from gradwire.links.throttled import VARIABLE, ask_for
 from gradwire.sync import Method, Rule, build, method
 from gradwire.version import VERSION
 
@@ -107,7 +108,7 @@ def demo(
     for spec in named:
         _method(spec, feedback, exchange)
     try:
-        ask_for(link)
+        ask_for(link or os.environ.get(VARIABLE, ""))
     except ValueError as wrong:
         typer.echo(str(wrong), err=True)
         raise typer.Exit(2) from None
