@@ -97,6 +97,12 @@ def test_fused_equals_composed(how: tuple[str, str | None, str | None], granular
 )
 def test_gradients_of_sixteen_bits(how: tuple[str, str | None, str | None], dtype: torch.dtype) -> None:
     same(*how, "layer", dtype, 3)
+    session = Session(build(SHAPES, default_rules(*how, "layer"), WORLD), 0, WORLD, 0, torch.device("cpu"))
+    grads = {name: torch.zeros(shape, dtype=dtype) for name, shape in SHAPES.items()}
+    for lane, memory in zip(session.plan.lanes, session.memories, strict=True):
+        read = session._vector(lane, grads, memory, 1.0)
+        assert isinstance(read, torch.Tensor)
+        assert read.dtype == (dtype if lane.lowered(memory, session._key(), WORLD) else torch.float32)
 
 
 def same(*how: Any) -> None:

@@ -295,9 +295,12 @@ class Session:
 
     def _vector(self, lane: Lane, grads: Grads, memory: Memory, factor: float) -> Tensor | Laid:
         """The gradients of a lane: where they lie, if they may be left there, else end to end."""
-        near = self.device.type == "cpu" and self._donated and factor == 1.0
-        lies = laid(lane, grads, memory, self._key(), self.world) if near else None
-        return self.flat(lane, grads, factor) if lies is None else lies
+        near = self.device.type == "cpu" and factor == 1.0
+        lies = laid(lane, grads, memory, self._key(), self.world) if near and self._donated else None
+        if lies is not None:
+            return lies
+        narrow = near and lane.lowered(memory, self._key(), self.world)  # a fused kernel widens as it goes
+        return self.flat(lane, grads, factor, _width(lane, grads) if narrow else torch.float32)
 
     def _home(self, grads: Grads) -> list[Places] | None:
         """Where gradients lie, launch by launch, if what is agreed on may be written there before all is known."""
@@ -313,22 +316,22 @@ class Session:
             return False
         return grad.is_contiguous() and grad.dtype == torch.float32 and grad.device == self.device
 
-    def flat(self, lane: Lane, grads: Grads, factor: float) -> Tensor:
+    def flat(self, lane: Lane, grads: Grads, factor: float, dtype: torch.dtype = torch.float32) -> Tensor:
         """A lane's gradients end to end."""
         parts = []
         for name, n in zip(lane.tensors.names, lane.tensors.lengths, strict=True):
             grad = grads[name]
             if grad is None or _is_sparse(grad):
-                parts.append(torch.zeros(n, device=self.device))
+                parts.append(torch.zeros(n, dtype=dtype, device=self.device))
             else:
-                parts.append(self._part(grad))
+                parts.append(self._part(grad, dtype))
         flat = joined(parts)
         return flat if factor == 1.0 else flat * factor
 
-    def _part(self, grad: Tensor) -> Tensor:
+    def _part(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         part = grad.reshape(-1)
-        if grad.requires_grad or grad.dtype != torch.float32 or grad.device != self.device:
-            part = part.detach().to(self.device, torch.float32)
+        if grad.requires_grad or grad.dtype != dtype or grad.device != self.device:
+            part = part.detach().to(self.device, dtype)
         return part
 
     def _complaint(self, i: int, grads: Grads) -> int:
@@ -458,15 +461,22 @@ def _voided(updates: Sequence[Tensor | Laid], memories: Set[int], dropped: Tenso
     return found
 
 
+def _width(lane: Lane, grads: Grads) -> torch.dtype:
+    """The type of 16 bits that all gradients of a lane have, else float32."""
+    found = {grad.dtype for name in lane.tensors.names if (grad := grads[name]) is not None}
+    only = found.pop() if len(found) == 1 else torch.float32
+    return only if only in (torch.float16, torch.bfloat16) else torch.float32
+
+
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """The parts end to end: a view, where that is how they lie in memory already."""
     first, at = parts[0], parts[0].data_ptr()
     for part in parts:
         if part.data_ptr() != at:
             return torch.cat(list(parts))
-        at += 4 * part.numel()
+        at += part.nbytes
     begin, n = first.storage_offset(), sum(part.numel() for part in parts)
-    inside = 4 * (begin + n) <= first.untyped_storage().nbytes()
+    inside = first.element_size() * (begin + n) <= first.untyped_storage().nbytes()
     return first.as_strided((n,), (1,)) if inside else torch.cat(list(parts))
 
 

@@ -3,12 +3,12 @@
 import numpy as np
 import torch
 from numba import prange
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.cpu import scales
 from gradwire.kernels.cpu.codes import LARGEST, levels_of, nearest, scale_of
+from gradwire.kernels.cpu.halves import gradient, stretch
 from gradwire.kernels.cpu.packing import join, pack
 from gradwire.kernels.cpu.pages import lend
 from gradwire.kernels.cpu.pieces import blocked, groups_of, whole
@@ -53,7 +53,7 @@ def accumulate_tile(g, v, u, m, nesterov, decay, kind):
 def _accumulate(grad, residual, momentum, m, nesterov, decay, kind, pieces, broken):
     for t in prange(broken.size):
         a, b = pieces.start[t], pieces.stop[t]
-        broken[t] = accumulate_tile(grad[a:b], residual[a:b], momentum[a:b], m, nesterov, decay, kind)
+        broken[t] = accumulate_tile(stretch(grad, a, b), residual[a:b], momentum[a:b], m, nesterov, decay, kind)
 
 
 @compiled
@@ -61,7 +61,7 @@ def _accumulate_and_sum(grad, v, decay, pieces, what, broken, sums):
     for t in prange(broken.size):
         a, b = pieces.start[t], pieces.stop[t]
         target = v[a:b]
-        broken[t] = accumulate_tile(grad[a:b], target, target, np.float32(0.0), False, decay, 0)
+        broken[t] = accumulate_tile(stretch(grad, a, b), target, target, np.float32(0.0), False, decay, 0)
         sums[t] = scales.squares(target) if what == scales.SQUARES else scales.magnitudes(target)
 
 
@@ -79,7 +79,7 @@ def _integers(grad, v, decay, pieces, block, levels, bits, broken, group_scales,
     for t in prange(heads.size):
         a, b = pieces.start[t], pieces.stop[t]
         target = v[a:b]
-        broken[t] = accumulate_tile(grad[a:b], target, target, np.float32(0.0), False, decay, 0)
+        broken[t] = accumulate_tile(stretch(grad, a, b), target, target, np.float32(0.0), False, decay, 0)
         codes = np.empty(b - a, dtype=np.uint32)
         heard = np.empty(min(block, b - a), dtype=np.float32)
         for i in range((b - a + block - 1) // block):
@@ -90,10 +90,6 @@ def _integers(grad, v, decay, pieces, block, levels, bits, broken, group_scales,
         heads[t] = pack(codes, a, bits, out)
 
 
-def _flat(grad: Tensor) -> NDArray[np.float32]:
-    return grad.detach().float().contiguous().numpy()
-
-
 @in_turn
 def accumulate_(grad: Tensor, residual: Tensor, momentum: Tensor | None, rule: Accumulation) -> Tensor:
     v = residual.numpy()
@@ -101,7 +97,7 @@ def accumulate_(grad: Tensor, residual: Tensor, momentum: Tensor | None, rule: A
     numbers = np.float32(rule.momentum), rule.nesterov, np.float32(rule.decay), int(momentum is not None)
     pieces = whole((v.size,))
     broken = np.zeros(pieces.start.size, dtype=np.bool_)
-    _accumulate(_flat(grad), v, u, *numbers, pieces, broken)
+    _accumulate(gradient(grad), v, u, *numbers, pieces, broken)
     return torch.tensor(bool(broken.any()))
 
 
@@ -113,7 +109,7 @@ def feedback_sign_(
     what = scales.SQUARES if norm else scales.MAGNITUDES
     count = pieces.start.size
     broken, sums, heads = np.zeros(count, dtype=np.bool_), np.empty(count), np.empty(count, dtype=np.uint8)
-    _accumulate_and_sum(_flat(grad), v, np.float32(decay), pieces, what, broken, sums)
+    _accumulate_and_sum(gradient(grad), v, np.float32(decay), pieces, what, broken, sums)
     sizes = scales.mean(scales.summed(sums, pieces.segment, len(lengths)), lengths, what)
     message = lend(4 * sizes.size + packed_bytes(v.size, 1), np.uint8)
     message[: 4 * sizes.size] = sizes.view(np.uint8)
@@ -133,6 +129,6 @@ def feedback_integer_(
     message = lend(4 * groups + packed_bytes(v.size, bits), np.uint8)
     head, body = message[: 4 * groups].view(np.float32), message[4 * groups :]
     levels = (1 << bits - 1) - 1
-    _integers(_flat(grad), v, np.float32(decay), pieces, block, levels, bits, broken, head, heads, body)
+    _integers(gradient(grad), v, np.float32(decay), pieces, block, levels, bits, broken, head, heads, body)
     join(pieces.start, bits, heads, body)
     return torch.from_numpy(message), torch.tensor(bool(broken.any()))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradwire.kernels.cpu.candidates import MAGNITUDE, SMALLEST, choose, collect, guess
 from gradwire.kernels.cpu.feedback import accumulate_tile
+from gradwire.kernels.cpu.halves import Gradient, gradient, plain, stretch
 from gradwire.kernels.cpu.pieces import whole
 from gradwire.kernels.cpu.threads import compiled, in_turn, serial
 from gradwire.kernels.fused import Accumulation, Selected
@@ -77,23 +78,26 @@ def _sweep(
         if old_momentum.size:
             _carry(old_momentum[a:b], momentum[a:b])
         if kind != _AS_IT_IS:
-            bad[t] = accumulate_tile(grad[a:b], v, momentum[a:b], m, nesterov, decay, kind)
+            bad[t] = accumulate_tile(stretch(grad, a, b), v, momentum[a:b], m, nesterov, decay, kind)
         first[t], counts[t] = collect(v.view(np.int32), edges[work.segment[t]], taken, places, found)
 
 
 @serial
-def _level(grad, residual, momentum, m, nesterov, decay, kind):
+def _level(grad, start, residual, momentum, m, nesterov, decay, kind):
     """The mean magnitude of a target that is not there yet, of up to 64 lines of neighbors."""
-    n = grad.size
+    n = residual.size
     lines = max(1, min(64, n // 16))
     total = np.float32(0.0)
     for i in range(lines):
-        for j in range(i * (n // lines), min(n, i * (n // lines) + 16)):
-            target = decay * residual[j] + grad[j]
+        a, b = i * (n // lines), min(n, i * (n // lines) + 16)
+        line = stretch(grad, start + a, start + b)
+        for j in range(a, b):
+            g = line[j - a]
+            target = decay * residual[j] + g
             if kind == _MOMENTUM:
-                target = residual[j] + m * (momentum[j] + grad[j]) + grad[j]
+                target = residual[j] + m * (momentum[j] + g) + g
                 if not nesterov:
-                    target = residual[j] + m * momentum[j] + grad[j]
+                    target = residual[j] + m * momentum[j] + g
             total += abs(target) if np.isfinite(target) else np.float32(0.0)
     return total / np.float32(lines)
 
@@ -104,7 +108,7 @@ def _follow(grad, residual, momentum, m, nesterov, decay, kind, work, levels, ed
     for s in prange(levels.size):
         own = slice(work.offsets[s], work.offsets[s + 1])
         last = levels[s]
-        now = _level(grad[own], residual[own], momentum[own], m, nesterov, decay, kind)
+        now = _level(grad, work.offsets[s], residual[own], momentum[own], m, nesterov, decay, kind)
         if now > 0.0 and last > 0.0:
             edges[s] *= min(max(now / last, np.float32(0.5)), np.float32(2.0))
         levels[s] = now
@@ -170,7 +174,7 @@ class _Search:
 
     def sweep(
         self,
-        grad: NDArray[np.float32],
+        grad: Gradient,
         residual: NDArray[np.float32],
         momentum: NDArray[np.float32],
         rule: Accumulation,
@@ -187,7 +191,7 @@ class _Search:
         if edges is None:
             edges = np.zeros(self.edges.size, dtype=np.int32)
             _guess_all(x, self.work, edges)
-        self.sweep(x, x, x, Accumulation(), _AS_IT_IS, edges)
+        self.sweep(plain(x), x, x, Accumulation(), _AS_IT_IS, edges)
 
     def choose(self, x: NDArray[np.float32]) -> None:
         found = self.places, self.found, self.first, self.counts
@@ -290,7 +294,7 @@ def _accumulate_topk(
     edge: Tensor | None,
 ) -> Selected:
     search = _Search(_work(lengths, counts))
-    g, v = grad.detach().float().contiguous().numpy(), residual.numpy()
+    g, v = gradient(grad), residual.numpy()
     u, kind = (v, _RESIDUAL) if momentum is None else (momentum.numpy(), _MOMENTUM)
     # The edges of the last step, and the levels that they belonged to.
     known = edge is not None and edge.shape == (2, len(lengths))
