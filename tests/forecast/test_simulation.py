@@ -18,6 +18,7 @@ from gradwire.forecast.costs import predict
 from gradwire.forecast.simulation import (
     CHOOSABLE,
     GOSSIPED,
+    INSIDE,
     NEIGHBORS,
     Cell,
     Subject,
@@ -116,6 +117,14 @@ def test_more_workers_make_gathers_lose() -> None:
     assert judge(small)["speedup"] > 5 and not judge(large)["choice"].startswith("topk")
 
 
+def test_a_slow_link_inside_hosts_is_felt() -> None:
+    steps = []
+    for inside in (INSIDE, "10gbit,20us"):
+        (cell,) = grid(subjects()[:1], [64], ["1gbit,500us"], 8, inside=inside)
+        steps.append(judge(cell)["ways"]["int4"])
+    assert steps[0] < steps[1]
+
+
 def test_trees_beat_rings_where_there_are_many_workers() -> None:
     (ring,), (tree,), (best,) = (
         [judge(cell) for cell in grid([subjects()[0]], [4096], ["10mbit,20ms"], algorithm=way)]  # type: ignore[arg-type]
@@ -168,6 +177,7 @@ def test_refusals_are_sentences(tmp_path: Path) -> None:
         (["--jitter", "2"], "cannot be; give shares"),
         (["--link", "1gbit,5ms,1ms"], "has jitter or loss too"),
         (["--rows", str(tmp_path)], "is a folder; name a file"),
+        (["--inside", "9parsec"], "no unit of rate"),
     ):
         done = CliRunner().invoke(app, ["simulate", *options, "-o", str(tmp_path / "x.html")])
         assert done.exit_code == 2 and words in done.output, done.output

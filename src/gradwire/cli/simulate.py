@@ -25,6 +25,7 @@ def simulate(
     workers: Annotated[list[int] | None, typer.Option(min=2, help="Several; by default 8, 64, 512, 4096.")] = None,
     link: Annotated[list[str] | None, typer.Option(help="Between hosts; several: 10mbit,20ms to 400gbit,5us.")] = None,
     per_host: Annotated[int, typer.Option(min=1, help="Workers of a host in the hierarchical grid; 1: none.")] = 8,
+    inside: Annotated[str, typer.Option(help="The link between workers of a host; else an H200's NVLink.")] = "",
     algorithm: Annotated[str, typer.Option(help="Of sums and gathers: ring, tree or best.")] = "best",
     calibration: Annotated[
         Path | None, typer.Option(help="One model, as measured by advise --save, instead of the five assumed ones.")
@@ -35,7 +36,7 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Of the uneven workers.")] = 0,
 ) -> None:
     """Predict what auto would gain on clusters that nobody has rented, and where compression loses."""
-    from gradwire.forecast.simulation import LINKS, WORKERS
+    from gradwire.forecast.simulation import INSIDE, LINKS, WORKERS
     from gradwire.forecast.stragglers import Stragglers
 
     try:
@@ -44,12 +45,11 @@ def simulate(
                 raise ValueError(f"{path} is a folder; name a file")
         uneven = Stragglers(jitter, stragglers, slowdown, seed)
         subjects = _subjects(calibration)
-        places = {"flat": _grid(subjects, workers or WORKERS, link or LINKS, 1, algorithm, uneven)}
+        how = (algorithm, inside or INSIDE, uneven)
+        places = {"flat": _grid(subjects, workers or WORKERS, link or LINKS, 1, *how)}
         if per_host > 1:
             named = f"hierarchical, {per_host} workers to a host"
-            places[named] = _grid(
-                subjects, _several(workers or WORKERS, per_host), link or LINKS, per_host, algorithm, uneven
-            )
+            places[named] = _grid(subjects, _several(workers or WORKERS, per_host), link or LINKS, per_host, *how)
         measured = subjects[0].measured
         said = _ASSUMED if measured is None else f"Computing and compressing: {measured.note}."
         _write(places, f"{said} {_MARKED}", output, rows)
@@ -92,6 +92,7 @@ def _grid(
     links: Any,
     per_host: int,
     algorithm: str,
+    inside: str,
     uneven: "Stragglers",
 ) -> list[dict[str, Any]]:
     from gradwire.forecast.simulation import grid, judge
@@ -99,7 +100,7 @@ def _grid(
     if algorithm not in ("ring", "tree", "best"):
         raise ValueError(f"there is no algorithm {algorithm!r}; take ring, tree or best")
     way: Any = algorithm
-    return [judge(cell, uneven) for cell in grid(subjects, workers, links, per_host, way)]
+    return [judge(cell, uneven) for cell in grid(subjects, workers, links, per_host, way, inside)]
 
 
 def _write(places: dict[str, list[dict[str, Any]]], note: str, output: Path, rows: Path) -> None:

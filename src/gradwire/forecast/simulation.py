@@ -89,13 +89,14 @@ def grid(
     links: Sequence[str] = LINKS,
     per_host: int = 1,
     algorithm: Algorithm = "best",
+    inside: str = INSIDE,
 ) -> Iterator[Cell]:
     """Every subject on every cluster; with more workers to a host, hierarchically."""
     for subject in subjects:
         for count in workers:
             for link in links:
                 spec = LinkSpec.parse(link)
-                cluster = Cluster(count, spec, per_host, LinkSpec.parse(INSIDE), algorithm)
+                cluster = Cluster(count, spec, per_host, LinkSpec.parse(inside), algorithm)
                 yield Cell(subject, cluster, per_host > 1)
 
 
