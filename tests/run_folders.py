@@ -29,8 +29,12 @@ def write_run(
     world: int = 4,
     settings: dict[str, Any] | None = None,
     name: str | None = None,
+    more: dict[str, Any] | None = None,
 ) -> Path:
-    """Write one run folder and return it. ``values`` are the metric after each epoch, as the log holds them."""
+    """Write one run folder and return it. ``values`` are the metric after each epoch, as the log holds them.
+
+    ``more`` is what else each epoch notes.
+    """
     stem = name or "digits-" + "".join(c if c.isalnum() or c == "." else "-" for c in spec).strip("-")
     folder = root / f"{stem}-{seed}"
     folder.mkdir(parents=True)
@@ -43,7 +47,7 @@ def write_run(
         for step in range((epoch - 1) * STEPS + 1, epoch * STEPS + 1):
             lines.append(_step(step, share, seed))
         value = values[epoch - 1] if values else _value(epoch, cost, seed, metric)
-        record = _epoch(epoch, value, share, seed, metric, world)
+        record = _epoch(epoch, value, share, seed, metric, world) | (more or {})
         if consensus:
             record["consensus"] = 0.5 * math.exp(-epoch / 2) * (1 + 0.1 * seed)
         lines.append({"event": "epoch", **record})

@@ -61,6 +61,24 @@ class Pair(Runner):
         super().__call__(recipes, overrides, folder)
 
 
+class Interrupted(Runner):
+    """The first cell meets with Ctrl-C, while the other is killed by our own hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stopped, self.both = threading.Event(), threading.Barrier(2)
+
+    def __call__(self, recipes: tuple[str, ...], overrides: tuple[str, ...], folder: Path) -> None:
+        self.both.wait(20)
+        if folder.name == "digits-fp32-0":
+            raise KeyboardInterrupt
+        self.stopped.wait(20)
+        raise RuntimeError("gradwire train ended with code -15")
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+
 def quiet(_: str) -> None: ...
 
 
@@ -123,6 +141,13 @@ def test_a_refusal_ends_what_runs_beside_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such key"):
         run_grid(made, runner, tell=quiet)
     assert runner.calls[-1] == "stop"
+
+
+def test_what_is_stopped_has_not_failed(tmp_path: Path) -> None:
+    made, said = grid(["digits"], arms(SPECS), range(1), runs=tmp_path), list[str]()
+    with pytest.raises(KeyboardInterrupt):
+        run_grid(made, Interrupted(), tell=said.append, jobs=2)
+    assert len(said) == 2 and all("starts" in line for line in said)
 
 
 def test_a_failed_cell_does_not_stop_the_others(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.report.charts.figure import colors
 from gradwire.report.groups import front, tasks
 from gradwire.report.load import METRICS, find, finished, load
-from gradwire.report.summary import columns
+from gradwire.report.summary import cells, columns
 from run_folders import write_grid, write_run
 
 
@@ -75,6 +76,7 @@ def test_each_is_measured_against_the_dense_training_that_is_most_like_it(tmp_pa
         "qsgd(4), batch 128": -1.28,
     }
     assert "against the dense twin" in [column.title for column in columns(task)]
+    assert len(set(colors(task).range)) == 4  # also the two that are dense
 
 
 def test_tasks_of_other_models_stay_apart(tmp_path: Path) -> None:
@@ -91,6 +93,70 @@ def test_a_run_that_diverged_is_shown_as_such(tmp_path: Path) -> None:
     )
     run = load(folder)
     assert math.isnan(run.value(run.last))
+
+
+@pytest.mark.parametrize("wrong", [{"train_loss": None}, {"skipped": 11}, {"diverged": "at step 3"}])
+def test_what_diverged_is_no_result(tmp_path: Path, wrong: dict[str, object]) -> None:
+    write_run(tmp_path, "fp32", epochs=1)
+    write_run(tmp_path, "qsgd(4)", epochs=1, more={"skipped": 10})
+    write_run(tmp_path, "terngrad", epochs=1, more=wrong)
+    (task,) = tasks([load(folder) for folder in find([tmp_path])])
+    heads = [column.title for column in columns(task)]
+    rows = {
+        group.label: dict(zip(heads, (cell.text for cell in cells(task, group)), strict=True)) for group in task.groups
+    }
+    assert rows["terngrad"]["test accuracy (%)"] == rows["terngrad"]["against fp32"] == "diverged"
+    assert rows["qsgd(4)"]["against fp32"][0] in "+-"
+    assert rows["qsgd(4)"]["skipped steps"] == "10 of 20" and rows["fp32"]["skipped steps"] == "0"
+
+
+def test_an_interval_ends_where_accuracies_do(tmp_path: Path) -> None:
+    for seed, value in enumerate((0.955, 0.975)):
+        write_run(tmp_path, "fp32", seed, epochs=1, values=[value])
+    (task,) = tasks([load(folder) for folder in find([tmp_path])])
+    assert [cell.text for cell in cells(task, task.groups[0])][4] == "83.79 to 100.00 (cut)"
+
+
+def test_what_else_differs_from_the_twin_is_told(tmp_path: Path) -> None:
+    write_run(tmp_path, "fp32", epochs=8, settings={"train.batch": 64})
+    write_run(
+        tmp_path, "qsgd(4)", epochs=1, settings={"train.batch": 64, "train.save_every": 5, "sync.feedback": "none"}
+    )
+    (task,) = tasks([load(folder) for folder in find([tmp_path])])
+    assert [group.label for group in task.groups] == ["fp32", "qsgd(4), epochs 1"]
+
+
+def test_a_run_of_several_sittings_tells_of_all(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, epochs=2, world=4)
+    log = folder / "run.jsonl"
+    first, *rest = map(json.loads, log.read_text().splitlines())
+    sittings = [
+        first | {"world": world, "step": step, "steps_per_epoch": 20, "command": ["gradwire", "train", *words]}
+        for world, step, *words in (
+            (2, 0, "digits", "--workers", "2"),
+            (2, 10, "digits", "--workers", "2", "--resume"),
+            (4, 20, "digits", "--resume", "--workers", "4"),
+            (8, 40, "digits", "--resume", "--workers", "8"),  # of a run that had ended already
+        )
+    ]
+    half, end = (
+        next(i for i, r in enumerate(rest) if r["step"] == step and r["event"] == "epoch") for step in (20, 40)
+    )
+    lines = [
+        *sittings[:2],
+        *rest[: half + 1],
+        sittings[2],
+        *rest[half + 1 : end + 1],
+        sittings[3],
+        rest[-1] | {"ring": 7e6},
+    ]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = load(folder)
+    assert run.command == "gradwire train digits --workers 2 && gradwire train digits --workers 4 --resume"
+    assert (run.ranks, run.world) == ("2, then 4", 4)
+    assert run.wire_ratio == 2 * 7e6 / (run.last["sent"] + run.last["received"])
+    log.write_text(log.read_text().replace('"command"', '"unknown"'))
+    assert load(folder).command.endswith("  # 2 of 3 sittings noted none")
 
 
 def test_the_front_is_what_nobody_beats() -> None:

@@ -105,7 +105,9 @@ def test_folders_without_a_run_are_named_and_passed_over(tmp_path: Path) -> None
     run, refused = write_run(tmp_path), tmp_path / "refused"
     refused.mkdir()
     (refused / "recipe.toml").touch()
-    done = CliRunner().invoke(app, [str(refused), str(run), "--markdown", "-"])
+    results = tmp_path / "digits-results.md"
+    results.touch()
+    done = CliRunner().invoke(app, [str(refused), str(run), str(results), "--markdown", "-"])
     assert done.exit_code == 0 and "|" in done.stdout
     assert done.stderr == f"gradwire report: there is no run in {refused}; passed over\n"
     done = CliRunner().invoke(app, [str(refused), "--markdown", "-"])

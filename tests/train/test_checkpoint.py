@@ -76,9 +76,13 @@ def test_a_world_of_one_takes_over_what_two_still_owe(tmp_path):
 
 
 def test_a_run_goes_on_with_another_number_of_workers(tmp_path):
-    train(recipe_of("digits"), 2, tmp_path)
+    by_two = train(recipe_of("digits"), 2, tmp_path)
     final = train(recipe_of("digits", "train.epochs=3"), 4, tmp_path, resume=True)
     assert final["epoch"] == 3
+    # A float32 ring sends 2 (n - 1) / n of the gradients: once of what two made, one and a half times of the rest.
+    assert final["ring"] == by_two["dense"] + 1.5 * (final["dense"] - by_two["dense"])
+    assert by_two["wire_ratio"] == by_two["dense"] / by_two["sent"]
+    assert final["wire_ratio"] == final["ring"] / final["sent"] < by_two["wire_ratio"]
     assert len(list((checkpoint.find(tmp_path, "last")).glob("rank-*"))) == 4
 
 

@@ -45,6 +45,15 @@ def test_a_second_sitting_draws_over_what_the_first_one_lost(tmp_path):
     assert scalars(tmp_path)["loss"] == expected
 
 
+def test_a_sitting_that_nothing_is_left_of_is_forgotten(tmp_path):
+    for sitting, step in enumerate((0, 3, 3)):  # the second ended before its first checkpoint
+        with Records(tmp_path, step / 10, writes=True) as records:
+            records.write({"event": "start", "step": step, "steps_per_epoch": 10, "sitting": sitting})
+            for later in range(step + 1, step + 4):
+                records.write(step_record(later, 1.0))
+    assert [record["sitting"] for record in read(tmp_path) if record["event"] == "start"] == [0, 2]
+
+
 class Wandb(SimpleNamespace):
     """Stands in for the module, and for the run that its init returns."""
 

@@ -1,6 +1,7 @@
 """``gradwire compare RECIPE... --specs "fp32; dgc(0.001)" --seeds 3``: a grid that remembers what it has done."""
 
 import json
+import math
 import shlex
 import signal
 import sys
@@ -125,6 +126,8 @@ def _table(task: Task) -> Table:
     table.caption = (
         "mean +- sample standard deviation over seeds; intervals are t-intervals; differences are seed by seed"
     )
+    if any(group.diverged for group in task.groups):
+        table.caption += "\ndiverged: the loss is not finite, or most steps were skipped"
     table.caption_justify = "left"
     return table
 
@@ -143,6 +146,11 @@ def summary(task: Task) -> dict[str, object]:
     return {"task": task.name, "metric": task.metric.name, "unit": task.metric.unit, "specs": _specs(task)}
 
 
+def _finite(value: float | None) -> float | None:
+    """JSON has no other numbers."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def _specs(task: Task) -> list[dict[str, object]]:
     told: list[dict[str, object]] = []
     for group in task.groups:
@@ -150,11 +158,17 @@ def _specs(task: Task) -> list[dict[str, object]]:
         told.append(
             {
                 "spec": group.label,
-                "values": group.values,
-                "mean": group.estimate.mean,
-                "spread": group.estimate.spread,
-                "interval": [group.estimate.low, group.estimate.high],
-                "difference": difference and {"mean": difference.mean, "interval": [difference.low, difference.high]},
+                "values": {seed: _finite(value) for seed, value in group.values.items()},
+                "mean": _finite(group.estimate.mean),
+                "spread": _finite(group.estimate.spread),
+                "interval": [_finite(group.estimate.low), _finite(group.estimate.high)],
+                "difference": difference
+                and {
+                    "mean": _finite(difference.mean),
+                    "interval": [_finite(difference.low), _finite(difference.high)],
+                },
+                "diverged": group.diverged,
+                "skipped": group.skipped[0],
                 **{key: group.mean(key) for key in ("payload_ratio", "sent", "received", "seconds")},
                 "wire_ratio": group.wire_ratio,
                 "runs": [str(run.folder) for run in group.runs],

@@ -1,6 +1,7 @@
 """``python -m gradwire.cli.evidence RUNS...``: lines for `forecast/evidence.jsonl`, from finished run folders."""
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -34,7 +35,7 @@ def _said(group: Group) -> str:
 
 def _compared(task: Task, group: Group) -> Evidence | None:
     versus, twin = task.difference(group), task.twin_of(group)
-    if versus is None or twin is None:
+    if versus is None or twin is None or math.isnan(versus.mean):
         return None
     shared = set(group.values) & set(twin.values)
     ratio = group.mean("payload_ratio")

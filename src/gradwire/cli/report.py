@@ -54,6 +54,8 @@ def _runs_in(paths: list[Path]) -> list[Path]:
     folders, empty = sort_out(paths)
     if not folders:
         raise ValueError(nothing_in(empty))
+    beside = {folder.parent.resolve() for folder in folders}  # runs/* names the results of `gradwire compare` as well
+    empty = [path for path in empty if not (path.is_file() and path.parent.resolve() in beside)]
     if empty:
         typer.echo(f"gradwire report: there is no run in {', '.join(map(str, empty))}; passed over", err=True)
     return folders

@@ -1,12 +1,14 @@
 """Runs that differ only in their seed, side by side with the other ways of doing the same task."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gradwire.report.load import DENSE, Metric, Run
 from gradwire.report.statistics import Estimate, estimate, paired
 
-_ASIDE = ("train.seed", "train.workers", "train.eval_every", "train.log_every", "data.root")
+_ASIDE = ("train.seed", "train.workers", "train.eval_every", "train.log_every", "train.save_every", "data.root")
+_HOW = ("sync.", "gossip.")  # tables that say how workers agree, which is what is compared
 _USUAL: dict[str, object] = {"sync.granularity": "layer", "sync.ramp": 0}
 
 
@@ -31,8 +33,19 @@ class Group:
 
     @property
     def values(self) -> dict[int, float]:
-        """The metric of each seed, after the last epoch."""
-        return {run.seed: run.value(run.last) for run in self.runs}
+        """The metric of each seed, after the last epoch; not a number where it diverged."""
+        return {run.seed: math.nan if run.diverged else run.value(run.last) for run in self.runs}
+
+    @property
+    def diverged(self) -> int:
+        """How many of its runs did."""
+        return sum(run.diverged for run in self.runs)
+
+    @property
+    def skipped(self) -> tuple[int, int]:
+        """Steps that were skipped because gradients were not finite, and all steps."""
+        told = [[int(run.number(key) or 0) for run in self.runs] for key in ("skipped", "step")]
+        return sum(told[0]), sum(told[1])
 
     @property
     def estimate(self) -> Estimate:
@@ -73,7 +86,9 @@ class Task:
     def twin_of(self, group: Group) -> Group | None:
         """Whom a group is measured against: the dense training that differs from it in the fewest settings."""
         twins = self.twins
-        return None if group in twins else min(twins, key=lambda twin: _differences(group, twin), default=None)
+        if group in twins:
+            return None
+        return min(twins, key=lambda twin: len(_differences(group.runs[0], twin.runs[0])), default=None)
 
     def difference(self, group: Group) -> Estimate | None:
         """What a group loses or gains against its twin, seed by seed; nothing is known before both have ended."""
@@ -139,35 +154,37 @@ def _groups(runs: list[Run]) -> tuple[Group, ...]:
 
 
 def _label(run: Run, shelves: list[list[Run]]) -> str:
-    """The spec, what of the exchange is unusual, and what tells this group from others of the same spec."""
+    """The spec, what of the exchange is unusual, and what else tells this group from its twin and from its like."""
     rivals = [shelf[0] for shelf in shelves if shelf[0].spec == run.spec]
+    dense = [] if run.spec in DENSE else [shelf[0] for shelf in shelves if shelf[0].spec in DENSE]
+    unlike = min((_differences(run, twin) for twin in dense), key=len, default=())
     mine = _settings(run)
     theirs = [_settings(rival) for rival in rivals]
     usual = {} if run.spec in DENSE else _USUAL
     apart = {
         key: value
         for key, value in mine.items()
-        if value != usual.get(key, value) or any(other.get(key, value) != value for other in theirs)
+        if key in unlike or value != usual.get(key, value) or any(other.get(key, value) != value for other in theirs)
     }
-    if sum(all(other.get(key, value) == value for key, value in apart.items()) for other in theirs) == 1:
-        words = dict.fromkeys(f"{key.rpartition('.')[2]} {_plain(value)}" for key, value in apart.items())
-        return ", ".join((run.spec, *words))
-    stems = [rival.stem for rival in rivals]
-    return f"{run.spec}, {run.stem if stems.count(run.stem) == 1 else run.folder.parent / run.stem}"
+    words = list(dict.fromkeys(f"{key.rpartition('.')[2]} {_plain(value)}" for key, value in apart.items()))
+    if sum(all(other.get(key, value) == value for key, value in apart.items()) for other in theirs) > 1:
+        stems = [rival.stem for rival in rivals]
+        words.append(run.stem if stems.count(run.stem) == 1 else str(run.folder.parent / run.stem))
+    return ", ".join((run.spec, *words))
 
 
 def _plain(value: object) -> object:
     return f"{value:g}" if isinstance(value, float) else value
 
 
-def _differences(group: Group, twin: Group) -> int:
-    """How many settings differ, those of the exchange left aside."""
-    mine, theirs = _settings(group.runs[0]), _settings(twin.runs[0])
-    return sum(mine[key] != theirs[key] for key in mine.keys() & theirs.keys() if not key.startswith("sync."))
+def _differences(run: Run, twin: Run) -> list[str]:
+    """Which settings differ, those of the exchange left aside."""
+    mine, theirs = _settings(run), _settings(twin)
+    return [key for key in mine if mine[key] != theirs.get(key, mine[key]) and not key.startswith(_HOW)]
 
 
 def _settings(run: Run) -> dict[str, object]:
     """What the recipe decides, less what differs between seeds or machines, and how often somebody looks."""
     tables = {name: table for name, table in run.recipe.items() if isinstance(table, dict)}
     flat = {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()}
-    return {key: value for key, value in flat.items() if key not in _ASIDE} | {"ranks": run.world}
+    return {key: value for key, value in flat.items() if key not in _ASIDE} | {"ranks": run.ranks}

@@ -5,8 +5,9 @@ import math
 import re
 import shlex
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ class Metric:
     unit: str
     scale: float  # from what the log holds to what a person reads
     larger_is_better: bool
+    least: float = -math.inf  # of what is possible
+    most: float = math.inf
 
     @property
     def axis(self) -> str:
@@ -36,8 +39,8 @@ class Metric:
 
 
 METRICS = {
-    "top1": Metric("top1", "test accuracy", "%", 100, larger_is_better=True),
-    "perplexity": Metric("perplexity", "test perplexity", "", 1, larger_is_better=False),
+    "top1": Metric("top1", "test accuracy", "%", 100, larger_is_better=True, least=0, most=100),
+    "perplexity": Metric("perplexity", "test perplexity", "", 1, larger_is_better=False, least=1),
 }
 
 
@@ -47,13 +50,14 @@ class Run:
 
     Attributes:
         folder: Where it lies.
-        start: The record that opens the log.
+        start: The record that opened the latest sitting.
         steps: A record for each step that was logged, in order, each step once.
         epochs: A record for each epoch, in order, each epoch once.
         final: The closing record; None while the run is unfinished.
         recipe: The resolved recipe.
         recipe_text: The same as the file has it.
         environment: Versions, machine, revision and command, as far as they were noted.
+        sittings: The records that opened each sitting of which something is left, in order.
     """
 
     folder: Path
@@ -64,6 +68,7 @@ class Run:
     recipe: Mapping[str, Any] = field(default_factory=dict)
     recipe_text: str = ""
     environment: Mapping[str, Any] = field(default_factory=dict)
+    sittings: tuple[Record, ...] = ()
 
     @property
     def last(self) -> Record:
@@ -87,6 +92,12 @@ class Run:
         return int(self.start.get("world", 1))
 
     @property
+    def ranks(self) -> str:
+        """How many, in the order of the sittings."""
+        told = [str(sitting.get("world", 1)) for sitting in self.sittings or (self.start,)]
+        return ", then ".join(one for one, _ in groupby(told))
+
+    @property
     def stem(self) -> str:
         """The folder's name without the seed."""
         return re.sub(r"-\d+$", "", self.folder.name)
@@ -106,11 +117,23 @@ class Run:
 
     @property
     def command(self) -> str:
-        """What was typed, as the environment noted it; otherwise what would repeat the run."""
+        """What was typed, in all sittings; otherwise what would repeat the run."""
         noted = self.environment.get("command")
-        if isinstance(noted, list) and noted:
-            return f"gradwire {shlex.join(str(word) for word in noted[1:] if word != '--resume')}"
-        return str(noted or f"gradwire train {self.folder / 'recipe.toml'}")
+        if noted and not isinstance(noted, list):
+            return str(noted)
+        typed = [sitting["command"] for sitting in self.sittings if sitting.get("command")]
+        typed = typed or ([noted] if noted else [])
+        if not typed:
+            return f"gradwire train {self.folder / 'recipe.toml'}"
+        missing = len(self.sittings) - len(typed)
+        return _lines(typed) + (f"  # {missing} of {len(self.sittings)} sittings noted none" if missing > 0 else "")
+
+    @property
+    def diverged(self) -> bool:
+        """Whether its metric says nothing: its loss is not finite, or most of its steps were skipped."""
+        lost = any(self.last.get(key, 0.0) is None for key in ("value", "train_loss", "test_loss"))
+        skipped, steps = self.number("skipped") or 0.0, self.number("step") or 0.0
+        return lost or "diverged" in self.last or 2 * skipped > steps
 
     def value(self, record: Record) -> float:
         """The metric in a record, in the unit that people read; not a number where the run diverged."""
@@ -126,7 +149,11 @@ class Run:
     def wire_ratio(self) -> float | None:
         """Bytes that a rank sends and receives in a float32 ring all-reduce, over those of this run."""
         dense, moved = self.number("dense"), (self.number("sent") or 0) + (self.number("received") or 0)
-        return 4 * (self.world - 1) / self.world * dense / moved if dense and moved else None
+        if not (dense and moved):
+            return None
+        parties, ring = self.number("hosts") or self.world, self.number("ring")
+        # Older logs do not tell the ring, and all their steps are taken as made by as many as the last.
+        return 2 * (2 * (parties - 1) / parties * dense if ring is None else ring) / moved
 
 
 def find(paths: Iterable[Path]) -> list[Path]:
@@ -164,7 +191,7 @@ def load(folder: Path) -> Run:
     Raises:
         ValueError: The log is damaged otherwise than by an end in mid-line.
     """
-    start: Record = {}
+    starts: list[Record] = []
     steps: dict[int, Record] = {}
     epochs: dict[float, Record] = {}
     final: Record | None = None
@@ -172,7 +199,7 @@ def load(folder: Path) -> Run:
         # A resumed run repeats what lies behind its checkpoint, and the later account counts.
         match record.get("event"):
             case "start":
-                start = record
+                starts.append(record)
             case "step":
                 steps[int(record["step"])] = record
             case "epoch":
@@ -180,15 +207,18 @@ def load(folder: Path) -> Run:
             case "final":
                 final = record
     text = _text(folder / "recipe.toml")
+    end = max((*epochs, float((final or {}).get("epoch", 0.0))))
+    sittings = tuple(start for start in starts if _began(start) < end) or tuple(starts[-1:])
     return Run(
         folder,
-        start,
+        sittings[-1] if sittings else {},
         tuple(steps[step] for step in sorted(steps)),
         tuple(epochs[epoch] for epoch in sorted(epochs)),
         final,
         tomllib.loads(text),
         text,
         _environment(folder),
+        sittings,
     )
 
 
@@ -209,6 +239,19 @@ def records(log: Path) -> list[Record]:
 def finished(folder: Path) -> bool:
     """Whether a run came to its end."""
     return (folder / LOG).is_file() and any(record.get("event") == "final" for record in records(folder / LOG))
+
+
+def _began(start: Record) -> float:
+    """In which epoch a sitting began: one that began at the run's end has added nothing."""
+    return float(start.get("step", 0)) / float(start.get("steps_per_epoch") or 1)
+
+
+def _lines(typed: Sequence[Sequence[str]]) -> str:
+    """Commands that one would type again; those that only went on with the one before are left out."""
+    said: list[str] = []
+    for words, _ in groupby([word for word in command[1:] if word != "--resume"] for command in typed):
+        said.append(f"gradwire {shlex.join([*words, *(['--resume'] if said else [])])}")
+    return " && ".join(said)
 
 
 def _environment(folder: Path) -> dict[str, Any]:

@@ -32,14 +32,20 @@ def mean_and_spread(told: Estimate) -> str:
     return f"{told.mean:.2f}" if told.spread is None else f"{told.mean:.2f} +- {told.spread:.2f}"
 
 
-def interval(told: Estimate, sign: bool = False) -> str:
-    """A mean with the ends of its 95 % interval."""
-    form = "+.2f" if sign else ".2f"
-    if math.isnan(told.mean):
-        return "diverged"
+def ends(told: Estimate, least: float, most: float) -> str:
+    """The 95 % interval, as far as it is possible."""
+    if told.low is None or told.high is None or math.isnan(told.mean):
+        return ""
+    cut = told.within(least, most)
+    return f"{cut.low:.2f} to {cut.high:.2f}{' (cut)' * (cut != told)}"
+
+
+def difference(told: Estimate, reach: float = math.inf) -> str:
+    """A mean difference with the ends of its 95 % interval, of which none can be more than ``reach``."""
     if told.low is None or told.high is None:
-        return f"{told.mean:{form}}"
-    return f"{told.mean:{form}} [{told.low:{form}}, {told.high:{form}}]"
+        return f"{told.mean:+.2f}"
+    cut = told.within(-reach, reach)
+    return f"{told.mean:+.2f} [{cut.low:+.2f}, {cut.high:+.2f}]{' (cut)' * (cut != told)}"
 
 
 def rounded(value: float | None) -> float | None:

@@ -86,6 +86,8 @@ def _note(task: Task) -> str:
     )
     if task.twin is not None and len(task.groups) > 1:
         said += f" Against {against(task)}: the mean of the differences seed by seed, with its 95 % t-interval."
+    if any(group.diverged for group in task.groups):
+        said += " Diverged: the loss is not finite, or most steps were skipped, so that the metric says nothing."
     sizes = {int(run.start.get("parameters", 0)) for group in task.groups for run in group.runs} - {0}
     if sizes:
         said += f" The model has {' or '.join(f'{size:,}' for size in sorted(sizes))} parameters."

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scipy.special import stdtrit
 
@@ -23,6 +23,12 @@ class Estimate:
     @property
     def half_width(self) -> float | None:
         return None if self.high is None else self.high - self.mean
+
+    def within(self, least: float, most: float) -> "Estimate":
+        """The same, with an interval that ends where what is possible does."""
+        if self.low is None or self.high is None:
+            return self
+        return replace(self, low=max(self.low, least), high=min(self.high, most))
 
 
 def estimate(values: Sequence[float]) -> Estimate:

@@ -1,11 +1,12 @@
 """The table of a task: a line for each group, a column for each thing worth comparing."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradwire.report.groups import Group, Task
 from gradwire.report.load import Run
-from gradwire.report.numbers import in_bytes, in_seconds, interval, mean_and_spread, ratio, rounded
+from gradwire.report.numbers import difference, ends, in_bytes, in_seconds, mean_and_spread, ratio, rounded
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Cell:
 
 def columns(task: Task) -> list[Column]:
     versus = [Column(f"against {against(task)}")] if _compares(task) else []
+    skipped = [Column("skipped steps")] if _skips(task) else []
     return [
         Column("spec", numeric=False),
         Column("ranks"),
@@ -35,6 +37,7 @@ def columns(task: Task) -> list[Column]:
         Column("wire ratio"),
         Column("sent by a rank"),
         Column("wall time"),
+        *skipped,
     ]
 
 
@@ -46,27 +49,25 @@ def against(task: Task) -> str:
 
 def cells(task: Task, group: Group) -> list[Cell]:
     """One line, in the order of the columns."""
-    told = group.estimate
-    versus = task.difference(group)
-    lead = [_known(None if versus is None else versus.mean, interval(versus, sign=True) if versus else "")]
-    half = told.half_width
+    told, metric = group.estimate, task.metric
     return [
         Cell(group.label if group.ended else f"{group.label} ({_standing(group)})"),
         Cell(ranks(group.runs[0]), group.runs[0].world),
         Cell(str(len(group.runs)), len(group.runs)),
-        Cell(mean_and_spread(told), rounded(told.mean)),
-        _known(half, "" if half is None else f"{told.low:.2f} to {told.high:.2f}"),
-        *(lead if _compares(task) else []),
+        _known(told.mean, _outcome(group) or mean_and_spread(told)),
+        _known(told.half_width, ends(told, metric.least, metric.most)),
+        *([_lead(task, group)] if _compares(task) else []),
         _measured(group.mean("payload_ratio"), ratio),
         _measured(group.wire_ratio, ratio),
         _measured(group.mean("sent"), in_bytes),
         _measured(group.mean("seconds"), in_seconds),
+        *([_skipped(group)] if _skips(task) else []),
     ]
 
 
 def ranks(run: Run) -> str:
     """How many, and whether they were played by one process."""
-    return f"{run.world} virtual" if run.start.get("virtual") else str(run.world)
+    return f"{run.ranks} virtual" if run.start.get("virtual") else run.ranks
 
 
 def _standing(group: Group) -> str:
@@ -80,8 +81,34 @@ def _compares(task: Task) -> bool:
     return task.twin is not None and len(task.groups) > 1
 
 
+def _skips(task: Task) -> bool:
+    return any(group.skipped[0] for group in task.groups)
+
+
+def _skipped(group: Group) -> Cell:
+    skipped, steps = group.skipped
+    return Cell(f"{skipped:,} of {steps:,}" if skipped else "0", skipped / max(1, steps))
+
+
+def _outcome(group: Group) -> str:
+    """That a metric means nothing, where it does: what diverged is no result."""
+    if not group.diverged:
+        return ""
+    return "diverged" if group.diverged == len(group.runs) else f"{group.diverged} of {len(group.runs)} diverged"
+
+
+def _lead(task: Task, group: Group) -> Cell:
+    versus, twin = task.difference(group), task.twin_of(group)
+    if versus is None or twin is None:
+        return Cell("", "")
+    if math.isnan(versus.mean):
+        return Cell("diverged" if group.diverged else "the twin diverged", "")
+    return Cell(difference(versus, task.metric.most - task.metric.least), rounded(versus.mean))
+
+
 def _known(number: float | None, text: str) -> Cell:
-    return Cell("", "") if number is None else Cell(text, rounded(number))
+    sorted_by = rounded(number)
+    return Cell(text, "" if sorted_by is None else sorted_by)
 
 
 def _measured(number: float | None, write: Callable[[float], str]) -> Cell:

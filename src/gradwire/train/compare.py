@@ -150,7 +150,7 @@ def run_grid(
             cell.folder.mkdir(parents=True, exist_ok=True)
             (cell.folder / CELL).write_text(json.dumps(cell.asked | {"command": command}, indent=2) + "\n")
             try:
-                _run(cell, run_cell, progress, tell)
+                _run(cell, run_cell, progress, tell, halted)
             except BaseException:
                 halted.set()  # before this thread takes the next
                 raise
@@ -167,12 +167,15 @@ def run_grid(
     return progress
 
 
-def _run(cell: Cell, run_cell: RunCell, progress: Progress, tell: Callable[[str], None]) -> None:
+def _run(cell: Cell, run_cell: RunCell, progress: Progress, tell: Callable[[str], None], halted: Event) -> None:
     try:
         run_cell(cell.recipes, cell.overrides, cell.folder)
     except OutOfTime:
         progress.left.append(cell)
     except (RuntimeError, OSError) as wrong:
+        if halted.is_set():  # it was stopped, as all were
+            progress.left.append(cell)
+            return
         progress.failed.append((cell, str(wrong)))
         tell(f"{cell.name} failed: {wrong}")
     else:

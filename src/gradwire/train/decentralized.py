@@ -252,6 +252,7 @@ class Decentralized(Training):
             "payload": payload,
             "dense": dense,
             "payload_ratio": dense / payload if payload else float("inf"),
+            "ring": around * dense,
             "wire_ratio": around * dense / report.sent if report.sent else float("inf"),
             "skipped": 0,
             "gamma": report.gamma,

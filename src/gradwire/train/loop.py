@@ -38,6 +38,8 @@ class Training:
         seconds: Time spent training, in earlier sittings too.
         best: The best value of the metric so far, and
         kept: the value of the test metric at that time.
+        elsewhere: Dense bytes of earlier sittings by the size of their ring, where it was another than this one's.
+        skipped_before: Steps that earlier sittings skipped.
     """
 
     def __init__(self, recipe: Recipe, place: Place, ramp_steps: int | None = None) -> None:
@@ -59,6 +61,8 @@ class Training:
         self.seconds = 0.0
         self.best: float | None = None
         self.kept: float | None = None
+        self.elsewhere: dict[int, int] = {}
+        self.skipped_before = 0
         self._batches = Ahead(iter(()))
         self._told = 0  # decisions of `auto`
         self.loss = torch.zeros((), dtype=torch.float64, device=place.device)  # summed over this epoch's steps
@@ -77,6 +81,18 @@ class Training:
     @property
     def done(self) -> bool:
         return self.step >= self.last_step
+
+    @property
+    def rings(self) -> dict[int, int]:
+        """Dense bytes of all sittings by how many were in the ring that would have carried them."""
+        report = self.crew.wire.report()
+        here = report.world if report.hosts is None else report.hosts
+        return dict(sorted({**self.elsewhere, here: report.dense - sum(self.elsewhere.values())}.items()))
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were skipped in all sittings."""
+        return self.skipped_before + self.crew.wire.report().skipped
 
     def go(
         self, listen: Listener, save: Callable[["Training", bool], None], record: dict[str, Any] | None = None
@@ -231,10 +247,18 @@ class Training:
 
     def _account(self) -> dict[str, Any]:
         report = self.crew.wire.report()
-        names = ("sent", "received", "payload", "dense", "payload_ratio", "wire_ratio", "skipped")
+        names = ("sent", "received", "payload", "dense", "payload_ratio")
         clocks = ("encode_seconds", "wire_seconds", "decode_seconds")
         hosts = () if report.hosts is None else ("hosts", "sent_inside")  # then all other bytes are between hosts
-        return {**{name: getattr(report, name) for name in (*names, *clocks, *hosts)}, "seconds": self.seconds}
+        ring = sum(2 * (size - 1) / size * dense for size, dense in self.rings.items())
+        return {
+            **{name: getattr(report, name) for name in names},
+            "ring": ring,  # what a rank would have sent in float32 ring all-reduces
+            "wire_ratio": ring / report.sent if report.sent else math.inf,
+            "skipped": self.skipped,
+            **{name: getattr(report, name) for name in (*clocks, *hosts)},
+            "seconds": self.seconds,
+        }
 
     def _totals(self) -> dict[str, Any]:
         from gradwire.train.prediction import bytes_by_layer

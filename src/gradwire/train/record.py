@@ -77,10 +77,17 @@ class Records:
     def _keep_until(self, epoch: float) -> int:
         """Forget what was written after the checkpoint that training goes on from; the last step that is kept."""
         past = [record for record in read(self.folder) if record["event"] != "final"]
-        kept = [record for record in past if record.get("epoch", 0.0) <= epoch + 1e-4]  # written with four digits
+        kept = [record for record in past if _position(record) <= epoch + 1e-4]  # written with four digits
+        kept = [record for record in kept if record["event"] != "start" or _position(record) < epoch - 1e-4]
         kept = kept if epoch else []
         write_text(self.folder / "run.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
         return max((record["step"] for record in kept), default=0)
+
+
+def _position(record: dict[str, Any]) -> float:
+    """The epoch that a record was written in, as a real number; of a sitting's start, that which it began in."""
+    told = record["step"] / record["steps_per_epoch"] if record["event"] == "start" else record.get("epoch", 0.0)
+    return float(told)
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

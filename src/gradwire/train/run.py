@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def sit(
         def hear(record: dict[str, Any]) -> None:
             if place.first:
                 if record["event"] == "start":
-                    record = {**record, "recipe": title or folder.name}
+                    record = {**record, "recipe": title or folder.name, "command": sys.argv}
                 records.write(record)
                 listen(record)
 
@@ -124,6 +125,8 @@ def _account(training: Training) -> dict[str, Any]:
         "clock": [clock.encode, clock.wire, clock.decode],
         "said": dict(wire.session.said),
         "meant": dict(wire.session.meant),
+        "rings": list(training.rings.items()),
+        "skipped": training.skipped,
     }
 
 
@@ -167,6 +170,7 @@ def restore(training: Training, folder: Path, progress: dict[str, Any]) -> None:
             crew.buffers[i] = {name: x.clone() for name, x in crew.buffers[0].items()}
     for name in COUNTERS:
         setattr(training, name, progress[name])
+    _restore_rings(training, progress)
     if not same:
         _relocate(training, progress["account"])
 
@@ -190,6 +194,16 @@ def _restore_account(wire: Any, account: dict[str, Any]) -> None:
     wire.session.said.update(account["said"])
     wire.session.meant.clear()
     wire.session.meant.update(account["meant"])
+
+
+def _restore_rings(training: Training, progress: dict[str, Any]) -> None:
+    """What sittings with other rings would have sent goes on being counted as theirs."""
+    account = progress["account"]
+    then = len(progress.get("hosts") or range(progress["world"]))
+    told = dict(account.get("rings") or [(then, sum(account["meant"].values()))])
+    (here,) = training.rings
+    training.elsewhere = {size: dense for size, dense in told.items() if size != here}
+    training.skipped_before = account.get("skipped", 0)
 
 
 def _relocate(training: Training, account: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import altair as alt
 
-from gradwire.report.charts.figure import Chart, Figure, Row, chart, color, dash, finish, seeds
+from gradwire.report.charts.figure import Chart, Figure, Row, chart, color, dash, finish, left_out, seeds
 from gradwire.report.groups import Group, Task
 from gradwire.report.load import Record, Run
 from gradwire.report.numbers import rounded
@@ -45,11 +45,15 @@ def metric_over_time(task: Task) -> Figure | None:
 def loss_curve(task: Task) -> Figure | None:
     count = max(10, min(FINEST, POINTS // len(task.groups)))
     rows = [row for group in task.groups for row in _loss_rows(group, count)]
+    lost = {
+        group.label: sum("loss" in r and r["loss"] is None for run in group.runs for r in run.steps)
+        for group in task.groups
+    }
     return _figure(
         task,
         "loss-by-step",
         "Training loss by step",
-        f"Averages over neighboring steps, {seeds(task)}.",
+        f"Averages over neighboring steps, {seeds(task)}.{left_out(lost, 'no finite loss')}",
         rows,
         "step",
         "training loss",

@@ -54,9 +54,10 @@ def legend(names: Sequence[str]) -> alt.Legend:
 
 
 def colors(task: Task) -> alt.Scale:
-    """One color for each group, dense gray."""
+    """One color for each group, the first dense one gray."""
+    gray = next((group for group in task.groups if group.dense), None)
     rest = iter(range(len(task.groups)))
-    given = [DENSE_COLOR if group.dense else COLORS[next(rest) % len(COLORS)] for group in task.groups]
+    given = [DENSE_COLOR if group is gray else COLORS[next(rest) % len(COLORS)] for group in task.groups]
     return alt.Scale(domain=labels(task.groups), range=given)
 
 
@@ -84,6 +85,12 @@ def seeds(task: Task) -> str:
     if counts == {1}:
         return "one seed each"
     return f"means of {min(counts)} seeds" if len(counts) == 1 else f"means of {min(counts)} to {max(counts)} seeds"
+
+
+def left_out(counts: Mapping[str, int], what: str) -> str:
+    """A sentence on what a chart cannot show, by group; empty if that is nothing."""
+    told = ", ".join(f"{count:,} of {label}" for label, count in counts.items() if count)
+    return f" Left out, as {what}: {told}." if told else ""
 
 
 def _cycled(task: Task, kinds: Sequence[Any]) -> list[Any]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import altair as alt
 
-from gradwire.report.charts.figure import Chart, Figure, Row, bytes_axis, chart, color, finish, seeds, shape
+from gradwire.report.charts.figure import Chart, Figure, Row, bytes_axis, chart, color, finish, left_out, seeds, shape
 from gradwire.report.groups import Group, Task, front
 from gradwire.report.numbers import in_bytes, mean_and_spread, ratio, rounded
 
@@ -21,7 +21,8 @@ def metric_over_bytes(task: Task) -> Figure | None:
         "metric-over-bytes",
         f"{task.metric.title.capitalize()} against bytes sent by each rank",
         f"At the end of training, {seeds(task)}; bars span the seeds. Dotted: the Pareto front, whose points none "
-        "beats that sends as little. Counted is all that a rank sent, agreements and padding included.",
+        "beats that sends as little. Counted is all that a rank sent, agreements and padding included."
+        + left_out({group.label: len(group.runs) * bool(group.diverged) for group in task.groups}, "diverged"),
         finish(_chart(task, rows, line)),
     )
 
