@@ -96,7 +96,21 @@ def two_ranks(rank: int, world: int, folder: Path) -> None:
     torch.testing.assert_close(net[0].weight, halfway[1][0].weight, rtol=0.1, atol=0.01)
     said = scenes.sentence(lambda: attach(accelerator, net, **OPTIONS))
     assert "in 2 processes the prepared model is a Sequential" in said and "DistributedDataParallel" in said
+    twice(rank, world)
     lonely(rank, world)
+
+
+def twice(rank: int, world: int) -> None:
+    """Momentum before compression and again after it."""
+    from gradwire.adapters.accelerate import attach
+
+    accelerator = accelerator_of(rank, world)
+    net, other = scenes.model(), scenes.model()
+    model, _, _ = accelerator.prepare(net, scenes.sgd(net), scenes.sgd(other, momentum=0.9))  # whose is no matter
+    attach(accelerator, model, "dgc(0.1)")
+    model, _ = accelerator.prepare(other, scenes.sgd(other, momentum=0.9))
+    said = scenes.sentence(lambda: attach(accelerator, model, "dgc(0.1)"))
+    assert "SGD has momentum of its own" in said and "gradwire.SGD" in said
 
 
 def lonely(rank: int, world: int) -> None:

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from gradwire.adapters.checkpoint import load, save
 from gradwire.adapters.compress import compress
 from gradwire.adapters.ddp import find_ddp
+from gradwire.adapters.optimizer import refuse_second_momentum
 from gradwire.adapters.wire import Wire
 from gradwire.sync.method import Spec
 
@@ -24,8 +26,14 @@ def attach(accelerator: Any, model: nn.Module, spec: Spec, **options: Any) -> Wi
         model: The prepared model: in several processes, one in DistributedDataParallel.
         spec: See `gradwire.compress`, as for all other options.
         options: All of `gradwire.compress` but the scaler.
+
+    Raises:
+        ValueError: Among others: an optimizer that was prepared for the model has momentum, and so has the spec.
     """
     wire = compress_prepared(accelerator, model, spec, options)
+    for prepared in accelerator._optimizers:
+        if _steps(prepared.optimizer, wire):
+            refuse_second_momentum(prepared.optimizer, wire.session.whole)
 
     def keep(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         save(wire, Path(folder))
@@ -36,6 +44,12 @@ def attach(accelerator: Any, model: nn.Module, spec: Spec, **options: Any) -> Wi
     accelerator.register_save_state_pre_hook(keep)
     accelerator.register_load_state_pre_hook(recall)
     return wire
+
+
+def _steps(optimizer: Optimizer, wire: Wire) -> bool:
+    """Whether it is an optimizer of what the wire synchronizes."""
+    ours = {id(p) for p in wire.parameters.values()}
+    return any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
 
 
 def compress_prepared(accelerator: Any, model: nn.Module, spec: Spec, options: Mapping[str, Any]) -> Wire:
