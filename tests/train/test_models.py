@@ -255,6 +255,8 @@ def test_a_model_of_an_installed_package() -> None:
         ("lstm", {"vocab": 5, "layers": 0}, "at least one layer"),
         ("gpt", {"positions": "sinus"}, "choose 'learned' or 'rotary'"),
         ("gpt", {"width": 10}, "does not make 8 heads"),
+        ("cnn", {"width": "wide"}, "takes no width = 'wide'; it must be of type int"),
+        ("cnn", {"width": -3}, "cannot be made with model.options.width = -3: .* negative dimension"),
     ],
 )
 def test_what_cannot_be_built_is_said(text: str, options: dict[str, object], sentence: str) -> None:

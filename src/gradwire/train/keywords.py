@@ -17,7 +17,8 @@ def nearest(word: str, words: Mapping[str, object]) -> str:
 def call(maker: Callable[..., T], name: str, options: Mapping[str, object], facts: Mapping[str, object]) -> T:
     """``maker(**facts, **options)``: every option must be a keyword of the maker, a fact is left out if it is not.
 
-    Options win over facts. A maker with ``**keywords`` takes any option.
+    Options win over facts. A maker with ``**keywords`` takes any option. An option must be of the type that the maker
+    says, where that is a number, a switch or a string.
     """
     known = inspect.signature(maker).parameters
     words = {word: each for word, each in known.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
@@ -25,8 +26,18 @@ def call(maker: Callable[..., T], name: str, options: Mapping[str, object], fact
     for word in options:
         if word not in words and not open_ended:
             raise ValueError(f"{name} knows no option called {word!r}; {nearest(word, words)}")
+        if word in words and not _fits(options[word], words[word].annotation):
+            kind = words[word].annotation.__name__
+            raise ValueError(f"{name} takes no {word} = {options[word]!r}; it must be of type {kind}")
     given = {**{word: fact for word, fact in facts.items() if word in words}, **options}
     for word, each in words.items():
         if each.default is each.empty and word not in given:
             raise ValueError(f"{name} needs the option {word!r}")
     return maker(**given)
+
+
+def _fits(value: object, annotation: object) -> bool:
+    """Whether a value is what a plain annotation says; nothing is said of others."""
+    if annotation in (int, float):
+        return isinstance(value, int | annotation) and not isinstance(value, bool)
+    return not (annotation is bool or annotation is str) or type(value) is annotation

@@ -87,10 +87,22 @@ def build(
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
-        model = call(maker, f"the model {text}", options or {}, told)
+        model = _call(maker, text, options or {}, told)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{text} made {model!r}, which is no torch.nn.Module")
     return model
+
+
+def _call(maker: Maker, text: str, options: Mapping[str, object], facts: Mapping[str, object]) -> nn.Module:
+    """What a maker of ours cannot do is due to its options; what a person's own cannot may be an error to be traced."""
+    try:
+        return call(maker, f"the model {text}", options, facts)
+    except (TypeError, RuntimeError, ArithmeticError) as wrong:
+        if text not in MODELS or not options:
+            raise
+        given = ", ".join(f"model.options.{word} = {value!r}" for word, value in options.items())
+        why = " ".join(str(wrong).split())
+        raise ValueError(f"the model {text} cannot be made with {given}: {why}") from None
 
 
 def _file(path: Path) -> ModuleType:
