@@ -170,6 +170,17 @@ def test_a_shorter_run_stretches_the_schedule():
     assert short.rate(12) == pytest.approx(0.0)
 
 
+def test_milestones_of_ones_own_are_not_stretched_by_what_another_file_says(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('extends = ["digits"]\n[schedule]\nkind = "steps"\nmilestones = [1, 3]\n')
+    own = ("schedule.kind=steps", "schedule.milestones=[1, 3]")
+    for names, overrides in ((["digits"], own), ([str(path)], ())):
+        steps = Schedule(shelf.resolve(names, [*overrides, "train.epochs=4", "optimizer.lr=1.0"]))
+        assert [steps.rate(epoch) for epoch in (0.9, 1, 2.9, 3)] == pytest.approx([1, 0.1, 0.1, 0.01])
+    said = shelf.resolve(["digits"], ["schedule.epochs=8", *own])
+    assert said.schedule.epochs == 8  # in whichever order
+
+
 def test_iterations_beyond_all_epochs_stretch_the_schedule_and_fewer_do_not():
     for kind in ("schedule.kind=cosine", "schedule.kind=linear"):
         recipe = shelf.resolve(["digits"], [kind, "train.epochs=10", "train.iterations=400"])
@@ -259,6 +270,8 @@ def test_a_ramp_ends_with_the_specs_own_density():
         (80, 0.001),
         (100, 0.001),
     ]
+    denser = method_of(shelf.resolve(["digits", "ramp5"]), ramp_steps=100).table  # of topk(0.01)
+    assert [chain.selector.ratio for _, chain in denser] == [0.25, 0.0625, 0.015625, 0.01, 0.01, 0.01]
     assert len(method_of(shelf.resolve(["digits", "ramp5"], ["sync.spec=dense"]), ramp_steps=100).table) == 1
 
 

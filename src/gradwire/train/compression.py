@@ -15,8 +15,8 @@ def method_of(recipe: Recipe, ramp_steps: int = 0) -> Method:
     """The method of the recipe's spec.
 
     Where the feedback corrects momentum, that momentum is the optimizer's. A ramp starts with the densities of the
-    recipe and ends, after ``ramp_steps`` steps, with the spec's own; what selects nothing has no density to ramp.
-    ``auto`` begins with dense steps.
+    recipe, none of them below the spec's own, with which it ends after ``ramp_steps`` steps; what selects nothing has
+    no density to ramp. ``auto`` begins with dense steps.
     """
     sync = recipe.sync
     if sync.spec == AUTO:
@@ -72,11 +72,12 @@ def _ramped(whole: Method, densities: list[float], steps: int) -> Method:
 
 
 def _dense(chain: Codec, density: float) -> Codec:
-    """The same codec at another density; at 1, plain float32."""
+    """The same codec at another density, not below its own; at 1, plain float32."""
     if density == 1.0:
         return codec("fp32")
     selector = chain.selector
-    if "ratio" not in asdict(selector):  # type: ignore[call-overload]
+    facts = asdict(selector)  # type: ignore[call-overload]
+    if "ratio" not in facts:
         raise ValueError(f"sync.ramp needs a selector with a ratio, such as topk(0.001), and {chain} has none")
-    changed: Any = replace(selector, ratio=density)  # type: ignore[type-var]
+    changed: Any = replace(selector, ratio=max(density, facts["ratio"]))  # type: ignore[type-var]
     return replace(chain, selector=changed)

@@ -1,8 +1,9 @@
 """Shelf: where recipes are found, how several make one, and how one is written down.
 
 A file may say ``about`` (one line), ``fragment = true`` (it says something about a recipe, but is none by itself) and
-``extends = [...]``, whose files come before it. Later files win, key by key; ``model.options`` of another model and
-``data.options`` of another data set are dropped.
+``extends = [...]``, whose files come before it. Later files win, key by key, and overrides are as one last file;
+``model.options`` of another model and ``data.options`` of another data set are dropped. Who writes milestones or points
+without ``schedule.epochs`` means those of the run: what an earlier file said of the length of its own is dropped.
 """
 
 import json
@@ -58,10 +59,11 @@ def resolve(names: Sequence[str], overrides: Iterable[str] = ()) -> Recipe:
         words = " ".join(names)
         raise ValueError(f"{words} only adds to a recipe; name one before, as in: gradwire train digits {words}")
     for entry in entries:
-        merged = _merge(merged, _whole(entry, ()))
+        merged = _over(merged, _whole(entry, ()))
+    told: Tables = {}
     for text in overrides:
-        merged = _merge(merged, _override(text))
-    return read(merged)
+        told = _merge(told, _override(text))
+    return read(_over(merged, told))
 
 
 def title(names: Sequence[str]) -> str:
@@ -103,8 +105,17 @@ def _whole(entry: Entry, above: tuple[str, ...]) -> Tables:
         raise ValueError(f"recipes extend one another in a circle: {' -> '.join((*above, entry.name))}")
     merged: Tables = {}
     for name in entry.extends:
-        merged = _merge(merged, _whole(find(name), (*above, entry.name)))
-    return _merge(merged, entry.tables)
+        merged = _over(merged, _whole(find(name), (*above, entry.name)))
+    return _over(merged, entry.tables)
+
+
+def _over(base: Tables, more: Tables) -> Tables:
+    """One file over those before it."""
+    old, new = base.get("schedule"), more.get("schedule")
+    own = isinstance(new, Mapping) and "epochs" not in new and ("milestones" in new or "points" in new)
+    if own and isinstance(old, Mapping):
+        base = {**base, "schedule": {key: value for key, value in old.items() if key != "epochs"}}
+    return _merge(base, more)
 
 
 def _merge(base: Mapping[str, Any], more: Mapping[str, Any]) -> Tables:
