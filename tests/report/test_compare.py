@@ -185,6 +185,7 @@ def test_the_command_prints_and_writes(tmp_path: Path, monkeypatch: pytest.Monke
     assert done.exit_code == 0, done.output
     assert "-0.07 [-0.45, +0.31]" in done.output
     told = json.loads((tmp_path / "digits-results.json").read_text())
+    assert [spec["diverged"] for spec in told["specs"]] == [0, 0]
     assert told["specs"][1]["difference"]["mean"] == pytest.approx(-0.2 / 3)
     assert told["specs"][0]["values"] == pytest.approx({"0": 94.0, "1": 94.4, "2": 94.1})
     assert told["left"] == told["failed"] == 0

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.report.groups import Task
+from gradwire.report.statistics import Estimate
 from gradwire.report.summary import cells, columns
 from gradwire.report.table import markdown
 from gradwire.train.cell import TrainCommand
@@ -120,7 +121,7 @@ def _close(progress: Progress) -> None:
 def _table(task: Task) -> Table:
     table = Table(title=task.name, title_justify="left")
     for column in columns(task):
-        table.add_column(column.title, justify="right" if column.numeric else "left")
+        table.add_column(column.title, justify="right" if column.numeric else "left", overflow="fold")
     for group in task.groups:
         table.add_row(*(cell.text for cell in cells(task, group)))
     table.caption = (
@@ -151,8 +152,14 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def _interval(told: Estimate, least: float, most: float) -> list[float | None]:
+    cut = told.within(least, most)
+    return [_finite(cut.low), _finite(cut.high)]
+
+
 def _specs(task: Task) -> list[dict[str, object]]:
     told: list[dict[str, object]] = []
+    least, most = task.metric.least, task.metric.most
     for group in task.groups:
         difference = task.difference(group)
         told.append(
@@ -161,12 +168,9 @@ def _specs(task: Task) -> list[dict[str, object]]:
                 "values": {seed: _finite(value) for seed, value in group.values.items()},
                 "mean": _finite(group.estimate.mean),
                 "spread": _finite(group.estimate.spread),
-                "interval": [_finite(group.estimate.low), _finite(group.estimate.high)],
+                "interval": _interval(group.estimate, least, most),
                 "difference": difference
-                and {
-                    "mean": _finite(difference.mean),
-                    "interval": [_finite(difference.low), _finite(difference.high)],
-                },
+                and {"mean": _finite(difference.mean), "interval": _interval(difference, least - most, most - least)},
                 "diverged": group.diverged,
                 "skipped": group.skipped[0],
                 **{key: group.mean(key) for key in ("payload_ratio", "sent", "received", "seconds")},
