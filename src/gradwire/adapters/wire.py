@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from gradwire.adapters.agreement import agree, telling
 from gradwire.adapters.change import going_on, inherit
 from gradwire.adapters.ferry import Ferry
+from gradwire.adapters.first_use import telling_of_compilers
 from gradwire.adapters.model import home
 from gradwire.adapters.report import Report, show
 from gradwire.core.asks import Max
@@ -75,7 +76,8 @@ class Wire:
 
     def _session(self, plan: Plan, seed: int) -> Session:
         """This rank's side of a plan."""
-        warm_up(plan, self.device)
+        with telling_of_compilers(self.device, first=self.link.rank == 0):
+            warm_up(plan, self.device)
         grouping = self.link.grouping
         if grouping is None:
             return Session(plan, self.link.rank, self.link.world, seed, self.device)

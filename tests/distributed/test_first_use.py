@@ -1,0 +1,17 @@
+"""Whoever waits for a compiler is told so, by the first rank alone."""
+
+import logging
+
+import pytest
+import torch
+
+from gradwire.adapters.first_use import telling_of_compilers
+
+
+@pytest.mark.parametrize(("kind", "first", "lines"), [("cpu", True, 1), ("cpu", False, 0), ("cuda", True, 0)])
+def test_compiling_is_told_once(kind: str, first: bool, lines: int, caplog: pytest.LogCaptureFixture) -> None:
+    event = pytest.importorskip("numba.core.event")
+    with caplog.at_level(logging.WARNING, "gradwire"), telling_of_compilers(torch.device(kind), first):
+        for _ in range(2):
+            with event.trigger_event("numba:compile"):
+                assert caplog.text.count("compiling CPU kernels") == lines  # while it lasts, not after
