@@ -77,6 +77,20 @@ def test_train_evaluate_and_resume(tmp_path):
     assert "top1" in score.stdout
     refused = run("evaluate", str(folder), "--split", "valid")
     assert refused.exit_code == 2 and "digits has no split 'valid' to evaluate; choose test" in refused.stderr
+    told = (folder / "recipe.toml").read_text()
+    for more, sentence in (
+        (["--set", "train.epochs=1"], "has 10 steps behind it, and is asked to end after 5"),
+        (["--set", "optimizer.lr=0.5"], "was trained with optimizer.lr = 0.05, and is asked to go on with 0.5"),
+        (["--spec", "sign"], "with 'sign'; leave that as it was, train apart with --suffix"),
+    ):
+        refused = run("train", *words, *more, "--resume")
+        assert refused.exit_code == 2 and sentence in refused.stderr
+        assert (folder / "recipe.toml").read_text() == told
+    damaged = checkpoint.find(folder, "last") / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    for refused in (run("evaluate", str(folder), "--last"), run("train", *words, "--resume")):
+        assert refused.exit_code == 2 and f"{damaged} cannot be read" in refused.stderr
+    assert str(damaged) in _left(folder)
 
 
 def test_a_graph_that_is_refused_leaves_no_folder(tmp_path):
@@ -118,6 +132,11 @@ def test_no_checkpoint_is_promised_where_there_is_none(tmp_path):
         (["train", "ptb-lstm700", "--workers", "1", "--runs", "{tmp}"], "pass --data DIR"),
         (["train", "digits", "--model", "mine.py:make"], "there is no model file mine.py"),
         (["evaluate", "{tmp}"], "is no run folder"),
+        (["train", "digits", "--spec", ""], "cannot read the spec ''"),
+        (["train", "digits", "--devices", "gpu", "--runs", "{tmp}"], "there is no device 'gpu'"),
+        (["train", "digits", "--devices", "4096", "--runs", "{tmp}"], "there is no GPU 4096"),
+        (["train", "digits", "--devices", "cpu,cpu", "--in-process", "2"], "2 devices, and only 1 can be used"),
+        (["train", "digits", "--runs", "/dev/null"], "cannot make the folder /dev/null/digits-0"),
         (["plan", "digits", "--set", "model.options.widht=3"], "did you mean 'width'?"),
     ],
 )

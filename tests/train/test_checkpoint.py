@@ -115,6 +115,18 @@ def test_a_checkpoint_that_was_cut_short_is_not_the_last(tmp_path, monkeypatch):
     same(saved(tmp_path), before)
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    assert checkpoint.find(tmp_path, "last") is None
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for text, file in (("{", "last.json"), ("[]", "last.json"), ('{"folder": "step-5"}', "step-5/progress.json")):
+        (folder / "last.json").write_text(text)
+        with pytest.raises(checkpoint.Damaged, match=f"{folder / file} cannot be read .*--overwrite"):
+            checkpoint.find(tmp_path, "last")
+    with pytest.raises(checkpoint.Damaged, match=r"rank-1\.safetensors cannot be read"):
+        checkpoint.load_tensors(folder / "rank-1.safetensors")
+
+
 def test_an_optimizer_survives_as_safetensors(tmp_path):
     model = torch.nn.Linear(3, 2)
     for optimizer in (torch.optim.AdamW(model.parameters()), gradwire.SGD(model.parameters(), 0.1, weight_decay=0.1)):

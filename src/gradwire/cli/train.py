@@ -27,7 +27,7 @@ Overrides = Annotated[list[str] | None, typer.Option("--set", help="A key of the
 Root = Annotated[str, typer.Option("--data", help="The folder that holds data sets in their standard layouts.")]
 Seed = Annotated[int | None, typer.Option(help="Of weights, order, augmentation and random bits.")]
 Model = Annotated[str, typer.Option(help="A model of your own: file.py:make.")]
-Spec = Annotated[str, typer.Option(help="Short for --set sync.spec=SPEC.")]
+Spec = Annotated[str | None, typer.Option(help="Short for --set sync.spec=SPEC.")]
 InProcess = Annotated[
     int | None, typer.Option("--in-process", min=1, help="Virtual workers in one process, on one device.")
 ]
@@ -36,7 +36,7 @@ InProcess = Annotated[
 def train(
     recipes: Names = None,
     overrides: Overrides = None,
-    spec: Spec = "",
+    spec: Spec = None,
     data: Root = "",
     model: Model = "",
     seed: Seed = None,
@@ -84,11 +84,11 @@ def evaluate(
     """Evaluate a checkpoint of a run."""
     with _sentences():
         from gradwire.train.run import evaluate as examine
-        from gradwire.train.work import device_of
+        from gradwire.train.work import device_of, devices_of
 
         if not (run / "recipe.toml").is_file():
             raise ValueError(f"{run} is no run folder: it has no recipe.toml")
-        where = device_of(0, [device] if device else [])
+        where = device_of(0, devices_of(device, 1))
         score = examine(run, "last" if last else "best", split, where, data)
         value = f"{score.value:.2%}" if score.metric == "top1" else f"{score.value:.3f}"
         top5 = "" if score.top5 is None else f", top5 {score.top5:.2%}"
@@ -98,7 +98,7 @@ def evaluate(
 def plan(
     recipes: Names = None,
     overrides: Overrides = None,
-    spec: Spec = "",
+    spec: Spec = None,
     data: Root = "",
     model: Model = "",
     workers: Annotated[int | None, typer.Option(min=1, help="How many; by default the recipe's number.")] = None,
@@ -138,12 +138,12 @@ def recipes(
 
 
 def _resolve(
-    names: list[str], overrides: list[str] | None, spec: str, data: str, model: str, seed: int | None
+    names: list[str], overrides: list[str] | None, spec: str | None, data: str, model: str, seed: int | None
 ) -> "Recipe":
     from gradwire.train.shelf import resolve
 
-    short = {"sync.spec": spec, "data.root": data, "model.name": model}
-    given = [f"{key}={value}" for key, value in short.items() if value]
+    short = {"sync.spec": spec, "data.root": data or None, "model.name": model or None}
+    given = [f"{key}={value}" for key, value in short.items() if value is not None]
     given += [] if seed is None else [f"train.seed={seed}"]
     recipe = resolve(names, [*given, *(overrides or [])])
     if spec and recipe.gossip.method:
@@ -178,23 +178,35 @@ def _start(
     restarted = where is not None and where.attempt > 0
     if first:
         check_graph(recipe, in_process or workers or (recipe.train.workers if where is None else where.world))
+    workers = workers or recipe.train.workers
+    named = work.devices_of(devices, None if where is not None else 1 if in_process else workers)
     if first or not recipe.gossip.elastic:  # ranks that come one by one find what the first has begun
-        _refuse_begun(folder, resume or restarted, overwrite)
+        _refuse_begun(folder, recipe, resume or restarted, overwrite)
     if first:
-        _claim(folder, recipe, overwrite and not resume)
-    job = work.Job(recipe, folder, tuple(filter(None, devices.split(","))), resume, title(names))
+        _claim(folder, overwrite and not resume)
+    job = work.Job(recipe, folder, named, resume, title(names))
     with _terminated(), Display() as display:
-        _train(job, where, workers or recipe.train.workers, in_process, display.hear)
+        _train(job, where, workers, in_process, display.hear)
     if first:
         typer.echo(str(folder))
 
 
 def _train(
-    job: "Job", where: Any, workers: int, in_process: int | None, listen: Callable[[dict[str, Any]], None]
+    job: "Job", where: Any, workers: int, in_process: int | None, display: Callable[[dict[str, Any]], None]
 ) -> None:
     from gradwire.links.roll_call import LostError
     from gradwire.train import work
     from gradwire.train.launch import RankError
+    from gradwire.train.record import open_folder
+
+    begun = where is not None and where.rank > 0  # only the first hears of it
+
+    def listen(record: dict[str, Any]) -> None:
+        nonlocal begun
+        if record["event"] == "start":
+            begun = True
+            open_folder(job.folder, job.recipe)  # not before: what is refused leaves the folder as it was
+        display(record)
 
     try:
         if where is not None:
@@ -204,37 +216,49 @@ def _train(
         else:
             work.spawned(job, workers, listen)
     except (RankError, LostError) as wrong:
-        _stop(f"{wrong}\n{_left(job.folder)}", 1)
+        _stop(f"{wrong}\n{_left(job.folder)}" if begun else str(wrong), 1)
     except KeyboardInterrupt:
-        _stop(f"stopped; {_left(job.folder)}", INTERRUPTED)
+        _stop(f"stopped; {_left(job.folder)}" if begun else "stopped before the first step", INTERRUPTED)
 
 
 def _left(folder: Path) -> str:
     """What there is to go on from."""
     from gradwire.train import checkpoint
 
-    if checkpoint.find(folder, "last") is None:
-        return f"there is no checkpoint in {folder} to go on from"
+    try:
+        found = checkpoint.find(folder, "last")
+        if found is None:
+            return f"there is no checkpoint in {folder} to go on from"
+        checkpoint.inspect(found)
+    except checkpoint.Damaged as wrong:
+        return str(wrong)
     return "the last checkpoint is whole: --resume goes on from it"
 
 
-def _refuse_begun(folder: Path, resume: bool, overwrite: bool) -> None:
+def _refuse_begun(folder: Path, recipe: "Recipe", resume: bool, overwrite: bool) -> None:
     """Refuse to write over a run; on every rank, or those that do not write would wait for the one that does."""
-    if (folder / "run.jsonl").is_file() and not resume and not overwrite:
+    from gradwire.train.sequel import check_sequel
+
+    if resume:
+        check_sequel(folder, recipe)
+    elif (folder / "run.jsonl").is_file() and not overwrite:
         raise ValueError(
             f"{folder} holds a run already; go on with --resume, start anew with --overwrite, or add --suffix"
         )
 
 
-def _claim(folder: Path, recipe: "Recipe", anew: bool) -> None:
+def _claim(folder: Path, anew: bool) -> None:
     """Make the folder ours."""
     import shutil
 
-    from gradwire.train.record import open_folder
-
     if anew:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    open_folder(folder, recipe)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as wrong:
+        raise ValueError(
+            f"cannot make the folder {folder} ({wrong.strerror}); name another place with --runs or --folder"
+        ) from None
 
 
 @contextmanager

@@ -17,11 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 State = Mapping[str, Tensor]
 MODEL, OPTIMIZER, PROGRESS = "model.safetensors", "optimizer.safetensors", "progress.json"
+
+
+class Damaged(ValueError):
+    """A file of a checkpoint cannot be read; the sentence says which, and what can be done."""
+
+    def __init__(self, path: Path, why: object) -> None:
+        super().__init__(
+            f"{path} cannot be read ({why}); put a whole copy back, let last.json name another checkpoint, or start "
+            "anew with --overwrite"
+        )
 
 
 def write_text(path: Path, text: str) -> None:
@@ -32,12 +43,43 @@ def write_text(path: Path, text: str) -> None:
 
 
 def find(run: Path, which: str) -> Path | None:
-    """The folder of the ``last`` or the ``best`` checkpoint of a run, if it has one."""
+    """The folder of the ``last`` or the ``best`` checkpoint of a run, if it has one.
+
+    Raises:
+        Damaged: It had one.
+    """
     pointer = run / "checkpoints" / f"{which}.json"
     if not pointer.is_file():
         return None
-    folder = pointer.parent / str(json.loads(pointer.read_text(encoding="utf-8"))["folder"])
-    return folder if (folder / PROGRESS).is_file() else None
+    for _ in range(2):  # a run that is under way may have swept it just now, and named the next
+        folder = pointer.parent / str(_json(pointer, "folder")["folder"])
+        if (folder / PROGRESS).is_file():
+            return folder
+    raise Damaged(folder / PROGRESS, "there is no such file")
+
+
+def progress_of(folder: Path) -> dict[str, Any]:
+    """All of a checkpoint that is no tensor."""
+    return _json(folder / PROGRESS, "world")
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """The inverse of `save_tensors`."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as wrong:
+        raise Damaged(path, wrong) from None
+
+
+def inspect(folder: Path) -> None:
+    """Refuse a checkpoint with a damaged file. Of tensors only the headers are read, which tell the file's length."""
+    progress_of(folder)
+    for path in sorted({folder / MODEL, *folder.glob("*.safetensors")}):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (OSError, SafetensorError) as wrong:
+            raise Damaged(path, wrong) from None
 
 
 def save(
@@ -96,7 +138,7 @@ def save_optimizer(optimizer: torch.optim.Optimizer, path: Path) -> dict[str, An
 def load_optimizer(optimizer: torch.optim.Optimizer, path: Path, rest: Mapping[str, Any]) -> None:
     """The inverse of `save_optimizer`."""
     state: dict[int, dict[str, Any]] = {}
-    for key, value in {**load_file(path), **rest["plain"]}.items():
+    for key, value in {**load_tensors(path), **rest["plain"]}.items():
         index, _, name = key.partition("/")
         state.setdefault(int(index), {})[name] = value
     optimizer.load_state_dict({"state": state, "param_groups": rest["groups"]})
@@ -104,9 +146,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, path: Path, rest: Mapping[s
 
 def rank_states(folder: Path, world: int, ranks: Sequence[int]) -> list[dict[str, Tensor]]:
     """The states of some ranks, or of all if the world has another size now."""
-    saved = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))["world"]
+    saved = progress_of(folder)["world"]
     wanted = ranks if saved == world else range(saved)
-    return [load_file(folder / f"rank-{rank}.safetensors") for rank in wanted]
+    return [load_tensors(folder / f"rank-{rank}.safetensors") for rank in wanted]
 
 
 def part(state: State, prefix: str) -> dict[str, Tensor]:
@@ -119,8 +161,22 @@ def prefixed(state: State, prefix: str) -> dict[str, Tensor]:
 
 
 def _sweep(run: Path) -> None:
-    """Remove checkpoints that are neither last nor best."""
-    kept = {find(run, "last"), find(run, "best")}
+    """Remove checkpoints that are neither last nor best; none, where that cannot be told."""
+    try:
+        kept = {find(run, "last"), find(run, "best")}
+    except Damaged:
+        return
     for folder in (run / "checkpoints").glob("step-*"):
         if folder not in kept:
             shutil.rmtree(folder)
+
+
+def _json(path: Path, key: str) -> dict[str, Any]:
+    """An object with a key that it must have."""
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as wrong:
+        raise Damaged(path, wrong) from None
+    if not isinstance(read, dict) or key not in read:
+        raise Damaged(path, f"it has no {key!r}")
+    return read

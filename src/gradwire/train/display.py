@@ -44,13 +44,14 @@ class Display:
 
     def _begin(self, record: Record) -> None:
         self._start = self._last = record
-        kind = "virtual workers on" if record["virtual"] and record["world"] > 1 else "workers, the first on"
         self._say(
-            f"{record['world']} {kind} {record['device']}, {record['parameters']:,} parameters, "
+            f"{_workers(record)} {record['device']}, {record['parameters']:,} parameters, "
             f"{record['batch']} examples a worker and step, {record['steps_per_epoch']} steps an epoch"
         )
         self._say(record["method"])
-        if record["step"]:
+        if record["step"] >= record["steps"]:
+            self._say(f"this run has ended already, at step {record['step']}: nothing is left to train")
+        elif record["step"]:
             self._say(f"going on from step {record['step']} of {record['steps']}")
         if self._live is not None:
             self._live.stop()  # the first worker has come back, and begins again
@@ -127,10 +128,12 @@ def summary(final: Record) -> Table:
         final["metric"], f"{_value(final, final['value'])} at the end, {_value(final, final['best'])} at the best"
     )
     who = "by each worker" if "hosts" not in final else f"by the first worker, between {final['hosts']} hosts"
-    table.add_row("sent", f"{final['sent'] / 1e6:,.3f} MB {who}, {_ratio(final['wire_ratio'])} a float32 ring")
+    cost = f"{final['sent'] / 1e6:,.3f} MB {who}, {_ratio(final['wire_ratio'])} a float32 ring"
+    table.add_row("sent", cost if final["sent"] else "nothing")
     if "hosts" in final:
         table.add_row("inside", f"{final['sent_inside'] / 1e6:,.3f} MB of float32 by the first worker, to its host's")
-    table.add_row("payload", f"{final['payload'] / 1e6:,.3f} MB, {_ratio(final['payload_ratio'])} float32")
+    size = f"{final['payload'] / 1e6:,.3f} MB, {_ratio(final['payload_ratio'])} float32"
+    table.add_row("payload", size if final["payload"] else "nothing")
     names = ("encode_seconds", "wire_seconds", "decode_seconds")
     encode, wire, decode = (final[name] for name in names)
     table.add_row(
@@ -139,6 +142,12 @@ def summary(final: Record) -> Table:
     if final["skipped"]:
         table.add_row("skipped", f"{final['skipped']} steps, whose gradients were not finite")
     return table
+
+
+def _workers(start: Record) -> str:
+    if start["world"] == 1:
+        return "1 worker on"
+    return f"{start['world']} {'virtual workers on' if start['virtual'] else 'workers, the first on'}"
 
 
 def _metric(record: Record) -> str:
@@ -164,4 +173,4 @@ def _bytes(record: Record) -> str:
 
 
 def _ratio(ratio: float) -> str:
-    return "nothing, against" if ratio == float("inf") else f"{ratio:,.1f}x less than"
+    return f"{ratio:,.1f}x less than"

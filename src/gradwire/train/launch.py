@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -111,7 +112,21 @@ def prepare(*modules: str) -> None:
     """Tell the fork server what to import beforehand. It starts, and freezes its environment, at first use."""
     # Some virtual machines advertise AMX without its tiles: a bfloat16 matmul would die with SIGILL.
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+    _hush_tracker()
     _context.set_forkserver_preload([*PRELOAD, *(name for name in modules if name != "__main__")])
+
+
+def _hush_tracker() -> None:
+    """Start Python's tracker of semaphores, which clears away numba's of a rank that was stopped, without a word.
+
+    It would end whatever we tell people with a warning that something leaks. Only its own environment is changed.
+    """
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (before, "ignore:resource_tracker:UserWarning")))
+    resource_tracker.ensure_running()
+    del os.environ["PYTHONWARNINGS"]
+    if before is not None:
+        os.environ["PYTHONWARNINGS"] = before
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from gradwire.links import Traffic
@@ -36,12 +35,17 @@ def sit(
         The final record.
     """
     found = checkpoint.find(folder, "last") if resume else None
-    progress = json.loads((found / PROGRESS).read_text(encoding="utf-8")) if found else {}
+    progress = checkpoint.progress_of(found) if found else {}
     training = (Decentralized if recipe.gossip.method else Training)(recipe, place, progress.get("ramp_steps"))
     if found is not None and isinstance(training, Decentralized):
         resume_gossip(training, found, progress)
     elif found is not None:
         restore(training, found, progress)
+    if training.step > training.last_step:
+        raise ValueError(
+            f"{folder} has {training.step} steps behind it, and is asked to end after {training.last_step}; ask for "
+            "more with train.epochs or train.iterations, or leave them as they were"
+        )
     back = place.meeting is not None and training.step > progress.get("step", 0)  # the others went on meanwhile
     with Records(folder, training.position, place.first) as records:
 
@@ -72,8 +76,20 @@ def evaluate(folder: Path, which: str, split: str, device: torch.device | str, r
     splits = ("test", "valid") if isinstance(training.task, TextTask) else ("test",)
     if split not in splits:
         raise ValueError(f"{recipe.data.name} has no split {split!r} to evaluate; choose {' or '.join(splits)}")
-    training.model.load_state_dict(load_file(found / MODEL))
+    _fill(training.model, recipe, found)
     return training.score(split)
+
+
+def _fill(model: torch.nn.Module, recipe: Recipe, folder: Path) -> None:
+    """Give a model the weights of a checkpoint."""
+    try:
+        model.load_state_dict(checkpoint.load_tensors(folder / MODEL))
+    except RuntimeError as wrong:
+        why = " ".join(str(wrong).split())
+        raise ValueError(
+            f"{folder / MODEL} holds another model than {recipe.model.name} makes now ({why}); name the model and the "
+            "options that it was trained with"
+        ) from None
 
 
 # -- keeping -----------------------------------------------------------------------------------------------------------
@@ -150,7 +166,7 @@ def restore(training: Training, folder: Path, progress: dict[str, Any]) -> None:
     anew that it was in.
     """
     place, crew = training.place, training.crew
-    training.model.load_state_dict(load_file(folder / MODEL))
+    _fill(training.model, training.recipe, folder)
     checkpoint.load_optimizer(training.optimizer, folder / OPTIMIZER, progress["optimizer"])
     saved = {name: math.inf if value is None else value for name, value in progress["schedule"].items()}
     training.schedule.load_state_dict(saved)

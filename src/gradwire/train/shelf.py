@@ -81,7 +81,12 @@ def dumps(recipe: Recipe) -> str:
 
 def load(path: Path) -> Recipe:
     """A recipe that `dumps` wrote."""
-    return read(tomllib.loads(path.read_text(encoding="utf-8")))
+    try:
+        return read(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as wrong:
+        raise ValueError(
+            f"{path} cannot be read: {wrong}; `gradwire plan RECIPE... --toml` prints such a file"
+        ) from None
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

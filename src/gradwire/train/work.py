@@ -94,6 +94,34 @@ def _patience(job: Job) -> timedelta:
 # -- devices -----------------------------------------------------------------------------------------------------------
 
 
+def devices_of(text: str, workers: int | None = None) -> tuple[str, ...]:
+    """The devices that a person named, parted by commas.
+
+    Raises:
+        ValueError: One of them is not here, or there are more than ``workers`` of this process's or its children.
+    """
+    names = tuple(filter(None, (name.strip() for name in text.split(","))))
+    for name in names:
+        _check_device(name)
+    if workers is not None and len(names) > workers:
+        raise ValueError(f"{text} are {len(names)} devices, and only {workers} can be used; name one for each process")
+    return names
+
+
+def _check_device(name: str) -> None:
+    try:
+        device = torch.device(f"cuda:{name}" if name.isdigit() else name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"there is no device {name!r}; write cpu, or the number of a GPU")
+    number = int(name) if name.isdigit() else device.index or 0  # torch keeps eight bits of it
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and number >= count:
+        here = f"{count}, numbered from 0" if count else "none"
+        raise ValueError(f"there is no GPU {number}: of those that torch can use, this host has {here}")
+
+
 def device_of(local: int, devices: Sequence[str]) -> torch.device:
     """The device of a rank of this host: as told, else the GPUs in turn, else the CPU."""
     if devices:
