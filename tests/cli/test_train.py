@@ -38,7 +38,11 @@ def test_recipes_are_listed_with_what_they_are():
         ),
         (["ptb-lstm700-topk", "--workers", "4"], ["21,861,200 parameters, 4 workers", "32 examples a worker"]),
         (["ptb-lstm1500-dgc"], ["5 examples a worker", "1,328 steps an epoch"]),  # as with the text at hand
-        (["imagenet-resnet50"], ["25,557,032 parameters", "then steps, momentum 0.9 (Nesterov), decay 0.0001"]),
+        (
+            ["imagenet-resnet50", "--set", "train.epochs=9"],  # of 90
+            ["25,557,032 parameters", "0.5 epochs of warm-up, then steps (after epochs 3, 6, 8)"],
+        ),
+        (["imagenet-resnet50"], ["then steps (after epochs 30, 60, 80), momentum 0.9 (Nesterov), decay 0.0001"]),
         (["digits", "--spec", "powersgd(2)"], ["low rank"]),
     ],
 )
@@ -138,6 +142,7 @@ def test_no_checkpoint_is_promised_where_there_is_none(tmp_path):
         (["train", "digits", "--devices", "cpu,cpu", "--in-process", "2"], "2 devices, and only 1 can be used"),
         (["train", "digits", "--runs", "/dev/null"], "cannot make the folder /dev/null/digits-0"),
         (["plan", "digits", "--set", "model.options.widht=3"], "did you mean 'width'?"),
+        (["train", "digits", "--workers", "200", "--runs", "/dev/null"], "too small for 200 workers"),
     ],
 )
 def test_what_is_wrong_gets_a_sentence(tmp_path, words, sentence):

@@ -20,7 +20,7 @@ from gradwire.train.optim import obeying
 from gradwire.train.place import Place
 from gradwire.train.prediction import forecast, stages, total
 from gradwire.train.recipe import Recipe
-from gradwire.train.schedule import scale_of
+from gradwire.train.schedule import Schedule, scale_of
 
 # What is known of data sets that are not here: their facts, and how many examples or tokens there are to train on.
 KNOWN: dict[str, tuple[dict[str, object], int]] = {
@@ -47,7 +47,7 @@ def show(recipe: Recipe, world: int, console: Console) -> None:
     console.print(f"{batch} examples a worker and step, {steps:,} steps an epoch, {last:,} steps in all")
     regime = regime_of(model)
     recipe = obeying(recipe, regime)
-    console.print(Text(_optimizer(recipe, world, by_model=regime is not None)))
+    console.print(Text(_optimizer(recipe, world, steps, by_model=regime is not None)))
     if recipe.data.sizes:
         check_sizes(recipe, model, facts)
         grown = ", ".join(f"{side} from epoch {epoch}" for epoch, side in recipe.data.sizes)
@@ -64,12 +64,14 @@ def show(recipe: Recipe, world: int, console: Console) -> None:
     console.print(_bytes(made, last))
 
 
-def _optimizer(recipe: Recipe, world: int, by_model: bool) -> str:
+def _optimizer(recipe: Recipe, world: int, steps: int, by_model: bool) -> str:
     plan, rates = recipe.optimizer, recipe.schedule
     scale = 1.0 if rates.scale == "graph" else scale_of(recipe, world, batch_of(recipe, world))
     grown = f" x {scale:g} for the batch" if scale != 1.0 else " grown with the neighbors" * (rates.scale == "graph")
-    warm = f"{rates.warmup:g} epochs of warm-up, then " if rates.warmup else ""
-    shape = "the model's regime" if by_model else f"{warm}{rates.kind}"
+    stretched = Schedule(recipe, steps=steps).length / rates.epochs if rates.epochs else 1.0
+    warm = f"{rates.warmup * stretched:g} epochs of warm-up, then " if rates.warmup else ""
+    at = ", ".join(f"{epoch * stretched:g}" for epoch in rates.milestones) if rates.kind == "steps" else ""
+    shape = "the model's regime" if by_model else f"{warm}{rates.kind}{f' (after epochs {at})' * bool(at)}"
     momentum = f"momentum {plan.momentum:g}{' (Nesterov)' if plan.nesterov else ''}" if plan.name == "sgd" else ""
     limits = ((plan.clip, "clipped to"), (plan.local_clip, "each worker clipped to"))
     parts = [momentum, f"decay {plan.weight_decay:g}", *(f"{words} {limit:g}" for limit, words in limits if limit)]

@@ -165,6 +165,7 @@ def _start(
 ) -> None:
     from gradwire.train import work
     from gradwire.train.display import Display
+    from gradwire.train.feed import batch_of
     from gradwire.train.neighborhood import check_graph
     from gradwire.train.shelf import title
     from gradwire.train.standing import standing
@@ -176,8 +177,10 @@ def _start(
         )
     first = where is None or where.rank == 0
     restarted = where is not None and where.attempt > 0
+    world = in_process or workers or (recipe.train.workers if where is None else where.world)
+    batch_of(recipe, world)  # or a sentence, before hundreds are started
     if first:
-        check_graph(recipe, in_process or workers or (recipe.train.workers if where is None else where.world))
+        check_graph(recipe, world)
     workers = workers or recipe.train.workers
     named = work.devices_of(devices, None if where is not None else 1 if in_process else workers)
     if first or not recipe.gossip.elastic:  # ranks that come one by one find what the first has begun
