@@ -121,7 +121,8 @@ def test_a_file_of_ones_own_extends_those_of_the_package(tmp_path):
         ("data.sizes=[[0, 6], [0, 8]]", "by rising epoch from 0"),
         ("data.sizes=[[0, 6, 8]]", r"such as \[\[0, 24\], \[10, 32\]\]"),
         ("data.sizes=[[0, 0]]", "pairs"),
-        ("epochs=3", "write it as train.epochs=500"),
+        ("sync.spec=choco(ring)", "write --set gossip.method=choco instead"),
+        ("epochs=3", "names no value of a key in a table; write it as train.epochs=500"),
     ],
 )
 def test_what_is_wrong_gets_a_sentence(override, sentence):
@@ -129,7 +130,14 @@ def test_what_is_wrong_gets_a_sentence(override, sentence):
         shelf.resolve(["digits"], [override])
 
 
-@pytest.mark.parametrize(("name", "sentence"), [("digist", "did you mean 'digits'"), ("topk(0.1)", "sync.spec=topk")])
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("digist", "did you mean 'digits'"),
+        ("nosuch", "called 'nosuch'; see `gradwire recipes`"),
+        ("topk(0.1)", "sync.spec=topk"),
+    ],
+)
 def test_an_unknown_recipe_gets_a_sentence(name, sentence):
     with pytest.raises(ValueError, match=sentence.replace("(", r"\(")):
         shelf.resolve([name])

@@ -131,6 +131,8 @@ def demo(
 def _method(spec: str, feedback: str | None, exchange: str | None) -> Method:
     """The method, or a plain sentence and exit code 2."""
     try:
+        if spec == "auto":
+            raise ValueError("auto measures the link and chooses while it trains; `gradwire advise` says what it would")
         return method(spec, feedback, exchange)
     except (ValueError, TypeError) as wrong:
         typer.echo(str(wrong), err=True)

@@ -200,6 +200,7 @@ def _check(recipe: Recipe) -> None:
     from gradwire.train.compression import method_of
 
     models.load(recipe.model.name)
+    _refuse_gossip(recipe.sync.spec)
     method_of(recipe, ramp_steps=100)
     for rule in recipe.sync.rules:
         method(rule.spec, rule.feedback, rule.exchange)
@@ -211,6 +212,17 @@ def _check(recipe: Recipe) -> None:
         raise ValueError("gossip.elastic is a way to gossip; name one that can, as in gossip.method = 'choco'")
     if recipe.schedule.kind == "linear" and not recipe.schedule.points:
         raise ValueError("schedule.kind = 'linear' needs schedule.points, such as [[0, 0], [5, 1], [24, 0]]")
+
+
+def _refuse_gossip(spec: str) -> None:
+    from gradwire.core.registry import listing
+
+    name = spec.partition("(")[0].strip()
+    if name in listing("gossip"):
+        raise ValueError(
+            f"{spec!r} is a way to gossip, and no spec; write --set gossip.method={name} instead, and its graph as "
+            "gossip.graph"
+        )
 
 
 def _check_gossip(recipe: Recipe) -> None:

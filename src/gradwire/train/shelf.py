@@ -1,15 +1,16 @@
 """Shelf: where recipes are found, how several make one, and how one is written down.
 
 A file may say ``about`` (one line), ``fragment = true`` (it says something about a recipe, but is none by itself) and
-``extends = [...]``, whose files come before it. Later files win, key by key, and overrides are as one last file;
+``extends = [...]``, whose files come before it. Later files win, key by key, and overrides come last;
 ``model.options`` of another model and ``data.options`` of another data set are dropped. Who writes milestones or points
 without ``schedule.epochs`` means those of the run: what an earlier file said of the length of its own is dropped.
 """
 
+import difflib
 import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, reduce
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,10 +61,9 @@ def resolve(names: Sequence[str], overrides: Iterable[str] = ()) -> Recipe:
         raise ValueError(f"{words} only adds to a recipe; name one before, as in: gradwire train digits {words}")
     for entry in entries:
         merged = _over(merged, _whole(entry, ()))
-    told: Tables = {}
-    for text in overrides:
-        told = _merge(told, _override(text))
-    return read(_over(merged, told))
+    told = [_override(text) for text in overrides]
+    merged = _unstretched(merged, reduce(_merge, told, {}))
+    return read(reduce(_merge, told, merged))
 
 
 def title(names: Sequence[str]) -> str:
@@ -116,11 +116,16 @@ def _whole(entry: Entry, above: tuple[str, ...]) -> Tables:
 
 def _over(base: Tables, more: Tables) -> Tables:
     """One file over those before it."""
+    return _merge(_unstretched(base, more), more)
+
+
+def _unstretched(base: Tables, more: Tables) -> Tables:
+    """Without the length that a schedule was written for, where ``more`` has a schedule of its own."""
     old, new = base.get("schedule"), more.get("schedule")
     own = isinstance(new, Mapping) and "epochs" not in new and ("milestones" in new or "points" in new)
     if own and isinstance(old, Mapping):
-        base = {**base, "schedule": {key: value for key, value in old.items() if key != "epochs"}}
-    return _merge(base, more)
+        return {**base, "schedule": {key: value for key, value in old.items() if key != "epochs"}}
+    return base
 
 
 def _merge(base: Mapping[str, Any], more: Mapping[str, Any]) -> Tables:
@@ -140,7 +145,7 @@ def _override(text: str) -> Tables:
     path, equals, value = text.partition("=")
     keys = path.strip().split(".")
     if not equals or len(keys) < 2 or not all(keys):
-        raise ValueError(f"cannot read the override {text!r}; write it as train.epochs=500")
+        raise ValueError(f"{text!r} names no value of a key in a table; write it as train.epochs=500")
     if keys[0] not in TABLES:
         raise ValueError(f"a recipe has no table [{keys[0]}]; {nearest(keys[0], TABLES)}")
     made: Any = _literal(value.strip())
@@ -161,7 +166,8 @@ def _literal(text: str) -> Any:
 def _hint(name: str) -> str:
     if any(sign in name for sign in "()|"):
         return f"if it is a spec, write --set 'sync.spec={name}'"
-    return nearest(name, listing()) if len(name) > 1 else "see `gradwire recipes`"
+    near = difflib.get_close_matches(name, listing(), n=1)
+    return f"did you mean {near[0]!r}?" if near else "see `gradwire recipes`"
 
 
 def _toml(value: object) -> str:

@@ -76,7 +76,10 @@ class FolderLoader:
     def __post_init__(self) -> None:
         if self.steps < 1:
             share = len(self.task.train) // self.world
-            raise ValueError(f"each of {self.world} ranks has {share} images, which fill no batch of {self.batch}")
+            raise ValueError(
+                f"each of {self.world} ranks has {share} images, which fill no batch of {self.batch}; lower "
+                "train.batch or train.accumulate, or use fewer workers"
+            )
 
     @property
     def steps(self) -> int:

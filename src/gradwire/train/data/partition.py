@@ -52,7 +52,10 @@ def columns(tokens: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """A text [n] as ``num`` columns that are read side by side: inputs and their next tokens, [num, (n - 1) // num]."""
     length = (len(tokens) - 1) // num
     if length < 1:
-        raise ValueError(f"a text of {len(tokens)} tokens is too short for {num} columns")
+        raise ValueError(
+            f"a text of {len(tokens)} tokens is too short for {num} columns, one for each example of a step; lower "
+            "train.batch or train.accumulate, use fewer workers, or give more text"
+        )
     return tokens[: num * length].view(num, length), tokens[1 : num * length + 1].view(num, length)
 
 

@@ -7,6 +7,7 @@ state: ``logits, state = model(tokens, state)``, beginning with ``model.start(ba
 
 import importlib
 import importlib.util
+import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from gradwire.train.models.digits import cnn
 from gradwire.train.models.gpt import gpt, gpt2
 from gradwire.train.models.imagenet import resnet18, resnet50
 from gradwire.train.models.lstm import LanguageLSTM, State, lstm
-from gradwire.train.models.regime import Regime, Transform, regime_of, settings_at, stages, transform_of
+from gradwire.train.models.regime import Misfit, Regime, Transform, regime_of, settings_at, stages, transform_of
 from gradwire.train.models.resnet9 import alexnet, resnet9
 from gradwire.train.models.resnet_cifar import resnet
 from gradwire.train.models.vgg import vgg16, vgg16_cifar
@@ -61,6 +62,8 @@ def load(text: str) -> Maker:
     """The maker behind a name of `MODELS`, behind ``file.py:make``, or behind ``package.module:make``."""
     place, colon, name = text.rpartition(":")
     if not colon:
+        if text.endswith(".py"):
+            raise ValueError(f"the model {text} is a file; name the function in it too, as in {text}:make")
         if text not in MODELS:
             raise ValueError(f"there is no model called {text!r}; {nearest(text, MODELS)} (your own: file.py:make)")
         return MODELS[text]
@@ -89,7 +92,7 @@ def build(
             torch.manual_seed(seed)
         model = _call(maker, text, options or {}, told)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{text} made {model!r}, which is no torch.nn.Module")
+        raise Misfit(f"{text} made {model!r}, which is no torch.nn.Module")
     return model
 
 
@@ -112,8 +115,19 @@ def _file(path: Path) -> ModuleType:
             f"there is no model file {path}; give a path from the current folder, as in models/mine.py:make"
         )
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as wrong:
+        raise ValueError(f"the model file {path} cannot be imported: {_whereabouts(wrong, path)}") from wrong
     return module
+
+
+def _whereabouts(wrong: Exception, path: Path) -> str:
+    """An error, and the last line of a person's file on the way to it."""
+    frames = traceback.extract_tb(wrong.__traceback__)
+    theirs = [frame.lineno for frame in frames if frame.filename == str(path.absolute())]
+    line, what = (wrong.lineno, wrong.msg) if isinstance(wrong, SyntaxError) else (theirs[-1] if theirs else 0, wrong)
+    return f"{f'line {line}: ' if line else ''}{type(wrong).__name__}: {what}"
 
 
 def _module(name: str) -> ModuleType:

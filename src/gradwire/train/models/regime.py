@@ -20,6 +20,10 @@ Regime = Mapping[int, Settings] | Callable[[int], Settings]
 Transform = Callable[[Tensor], Tensor]
 
 
+class Misfit(TypeError, ValueError):
+    """What a person's own code made is of a kind that cannot be used; the sentence is all that they need to know."""
+
+
 def regime_of(model: nn.Module) -> Regime | None:
     """The regime that a model carries, checked."""
     regime: Regime | None = getattr(model, "regime", None)
@@ -27,9 +31,7 @@ def regime_of(model: nn.Module) -> Regime | None:
         return regime
     whole = isinstance(regime, Mapping) and all(isinstance(epoch, int) for epoch in regime)
     if not whole or not all(isinstance(settings, Mapping) for settings in regime.values()):
-        raise TypeError(
-            f"a regime is a dict from epochs to dicts of settings, or a function of the epoch, not {regime!r}"
-        )
+        raise Misfit(f"a regime is a dict from epochs to dicts of settings, or a function of the epoch, not {regime!r}")
     return regime
 
 
@@ -56,7 +58,7 @@ def transform_of(model: nn.Module, training: bool) -> Transform | None:
     if isinstance(transform, Mapping):
         transform = transform.get("train" if training else "eval")
     if transform is not None and not callable(transform):
-        raise TypeError(
+        raise Misfit(
             f"an input_transform is a function, or a dict of functions under 'train' and 'eval', not {transform!r}"
         )
     return transform
