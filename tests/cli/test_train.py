@@ -95,6 +95,11 @@ def test_train_evaluate_and_resume(tmp_path):
     for refused in (run("evaluate", str(folder), "--last"), run("train", *words, "--resume")):
         assert refused.exit_code == 2 and f"{damaged} cannot be read" in refused.stderr
     assert str(damaged) in _left(folder)
+    refused = run("train", *words, "--overwrite", "--set", "model.options.width=-3")
+    assert refused.exit_code == 2 and "cannot be made with model.options.width = -3" in refused.stderr
+    assert damaged.is_file() and (folder / "recipe.toml").read_text() == told
+    assert run("train", *words, "--overwrite", "--set", "train.iterations=1").exit_code == 0
+    assert {path.name for path in (folder / "checkpoints").glob("step-*")} == {"step-1"}
 
 
 def test_a_graph_that_is_refused_leaves_no_folder(tmp_path):

@@ -186,7 +186,7 @@ def _start(
     if first or not recipe.gossip.elastic:  # ranks that come one by one find what the first has begun
         _refuse_begun(folder, recipe, resume or restarted, overwrite)
     if first:
-        _claim(folder, overwrite and not resume)
+        _claim(folder)
     job = work.Job(recipe, folder, named, resume, title(names))
     with _terminated(), Display() as display:
         _train(job, where, workers, in_process, display.hear)
@@ -250,12 +250,8 @@ def _refuse_begun(folder: Path, recipe: "Recipe", resume: bool, overwrite: bool)
         )
 
 
-def _claim(folder: Path, anew: bool) -> None:
-    """Make the folder ours."""
-    import shutil
-
-    if anew:
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+def _claim(folder: Path) -> None:
+    """Make the folder, and leave what is in it: training may still be refused."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as wrong:

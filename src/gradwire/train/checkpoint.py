@@ -160,6 +160,11 @@ def prefixed(state: State, prefix: str) -> dict[str, Tensor]:
     return {prefix + name: x for name, x in state.items()}
 
 
+def clear(run: Path) -> None:
+    """Remove all checkpoints of a run."""
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+
+
 def _sweep(run: Path) -> None:
     """Remove checkpoints that are neither last nor best; none, where that cannot be told."""
     try:

@@ -48,6 +48,8 @@ def sit(
         )
     back = place.meeting is not None and training.step > progress.get("step", 0)  # the others went on meanwhile
     with Records(folder, training.position, place.first) as records:
+        if place.first and not resume and not training.step:
+            checkpoint.clear(folder)  # those of a run that is written over, now that nothing can be refused any more
 
         def hear(record: dict[str, Any]) -> None:
             if place.first:
