@@ -39,9 +39,16 @@ def test_a_resumed_log_counts_each_epoch_once_and_a_cut_line_not(tmp_path: Path)
 def test_a_log_that_is_damaged_within_is_refused(tmp_path: Path) -> None:
     folder = write_run(tmp_path)
     log = folder / "run.jsonl"
-    log.write_text("{broken\n" + log.read_text())
-    with pytest.raises(ValueError, match=r"line 1 of .*run\.jsonl is no JSON"):
-        load(folder)
+    whole = log.read_text()
+    for damaged in ("{broken\n" + whole, "3\n" + whole, "broken"):
+        log.write_text(damaged)
+        with pytest.raises(ValueError, match=r"line 1 of .*run\.jsonl is no JSON.*leave that run out"):
+            load(folder)
+    log.write_text(whole)
+    for file in ("environment.json", "recipe.toml"):
+        (folder / file).write_text("{")
+        with pytest.raises(ValueError, match=f"{folder / file} cannot be read"):
+            load(folder)
 
 
 def test_folders_are_found_at_any_depth_and_once(tmp_path: Path) -> None:

@@ -5,16 +5,19 @@ import math
 import re
 import shlex
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 LOG = "run.jsonl"
 CELL = "cell.json"  # what a grid asked of this run, and by which command
 DENSE = ("dense", "fp32", "none")  # specs under which nothing is compressed
 
+REMEDY = "put a whole copy back, or leave that run out"
+
+T = TypeVar("T")
 Record = Mapping[str, Any]
 
 
@@ -189,7 +192,7 @@ def load(folder: Path) -> Run:
     """Read one run folder.
 
     Raises:
-        ValueError: The log is damaged otherwise than by an end in mid-line.
+        ValueError: A file is damaged, the log otherwise than by an end in mid-line.
     """
     starts: list[Record] = []
     steps: dict[int, Record] = {}
@@ -206,7 +209,7 @@ def load(folder: Path) -> Run:
                 epochs[float(record["epoch"])] = record
             case "final":
                 final = record
-    text = _text(folder / "recipe.toml")
+    text = _parsed(folder / "recipe.toml", str)
     end = max((*epochs, float((final or {}).get("epoch", 0.0))))
     sittings = tuple(start for start in starts if _began(start) < end) or tuple(starts[-1:])
     return Run(
@@ -215,7 +218,7 @@ def load(folder: Path) -> Run:
         tuple(steps[step] for step in sorted(steps)),
         tuple(epochs[epoch] for epoch in sorted(epochs)),
         final,
-        tomllib.loads(text),
+        _parsed(folder / "recipe.toml", tomllib.loads),
         text,
         _environment(folder),
         sittings,
@@ -224,15 +227,15 @@ def load(folder: Path) -> Run:
 
 def records(log: Path) -> list[Record]:
     """The records of a log. A last line without its end is what a killed process leaves: it is passed over."""
-    lines = log.read_text().splitlines()
+    lines: list[str] = _parsed(log, str.splitlines)
     told: list[Record] = []
     for number, line in enumerate(lines, 1):
         try:
-            told.append(json.loads(line))
-        except ValueError:
-            if number == len(lines):
+            told.append(dict(json.loads(line)))
+        except (TypeError, ValueError):
+            if number == len(lines) and line.startswith("{"):
                 break
-            raise ValueError(f"line {number} of {log} is no JSON") from None
+            raise ValueError(f"line {number} of {log} is no JSON of a record; {REMEDY}") from None
     return told
 
 
@@ -256,10 +259,17 @@ def _lines(typed: Sequence[Sequence[str]]) -> str:
 
 def _environment(folder: Path) -> dict[str, Any]:
     """What the run noted; of a cell of a grid, the command is the grid's."""
-    noted: dict[str, Any] = json.loads(_text(folder / "environment.json") or "{}")
-    asked = json.loads(_text(folder / CELL) or "{}")
+    noted, asked = (_parsed(folder / name, _object) for name in ("environment.json", CELL))
     return noted | ({"command": asked["command"]} if asked.get("command") else {})
 
 
-def _text(path: Path) -> str:
-    return path.read_text() if path.is_file() else ""
+def _object(text: str) -> dict[str, Any]:
+    return dict(json.loads(text or "{}"))
+
+
+def _parsed(path: Path, parse: Callable[[str], T]) -> T:
+    """What a file of a run says; one that is not there says nothing."""
+    try:
+        return parse(path.read_text(encoding="utf-8") if path.is_file() else "")
+    except (TypeError, ValueError) as wrong:
+        raise ValueError(f"{path} cannot be read ({wrong}); {REMEDY}") from None
