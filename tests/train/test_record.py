@@ -41,6 +41,8 @@ def test_a_second_sitting_draws_over_what_the_first_one_lost(tmp_path):
             for step in range(begin, 7):
                 records.write(step_record(step, loss))
     expected = {1: 1.0, 2: 1.0, 3: 1.0, 4: 2.0, 5: 2.0, 6: 2.0}
+    with (tmp_path / "run.jsonl").open("ab") as log:
+        log.write(b"3\n[]\n\xff\n{}\n")
     assert {record["step"]: record["loss"] for record in read(tmp_path)} == expected
     assert scalars(tmp_path)["loss"] == expected
 

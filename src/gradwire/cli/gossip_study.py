@@ -28,18 +28,18 @@ def gossip_study(
 ) -> None:
     """Train the cells of a study that are not finished yet, all workers of a cell in one process."""
     from gradwire.train import gossip_study as work
-    from gradwire.train.work import device_of
+    from gradwire.train.work import device_of, devices_of
 
     extra = [*([f"data.root={data}"] if data else []), *(overrides or [])]
     try:
         cells = work.read(study)
         for cell in cells:
             cell.recipe(extra)
+        where = str(device_of(0, devices_of(device, 1)))
     except ValueError as wrong:
         typer.echo(f"gradwire gossip-study: {wrong}", err=True)
         raise typer.Exit(2) from None
     if train:
-        where = str(device_of(0, [device] if device else []))
         work.run(cells, results, jobs, where, extra, budget_seconds, typer.echo)
     if page is not None:
         known = {cell.key for cell in cells}

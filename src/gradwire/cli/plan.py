@@ -42,7 +42,8 @@ def show(recipe: Recipe, world: int, console: Console) -> None:
         model = build_model(recipe.model.name, recipe.model.options, facts)
     parameters = sum(p.numel() for p in model.parameters())
     last = recipe.train.iterations or math.ceil(recipe.train.epochs * steps)
-    console.print(Text(f"{recipe.model.name} on {recipe.data.name}: {parameters:,} parameters, {world} workers"))
+    who = f"{world} workers" if world > 1 else "1 worker"
+    console.print(Text(f"{recipe.model.name} on {recipe.data.name}: {parameters:,} parameters, {who}"))
     batch = batch_of(recipe, world) * recipe.train.accumulate
     console.print(f"{batch} examples a worker and step, {steps:,} steps an epoch, {last:,} steps in all")
     regime = regime_of(model)

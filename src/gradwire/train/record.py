@@ -16,6 +16,7 @@ import platform
 import subprocess
 import sys
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -91,16 +92,14 @@ def _position(record: dict[str, Any]) -> float:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run; a last line that was cut off is left out."""
+    """The records of a run; a last line that was cut off, and whatever else is no record, is left out."""
     path = folder / "run.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     records = []
     for line in lines:
-        try:
+        with suppress(json.JSONDecodeError):
             records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
+    return [record for record in records if isinstance(record, dict) and "event" in record]
 
 
 def write_csv(folder: Path) -> None:
