@@ -26,7 +26,7 @@ class Compiled:
 
 def test_a_table_is_there_as_long_as_its_address_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(launches, "_known", {})
     compiled = Compiled()
     kernel = {(1, 1, 1): lambda *arguments, **options: compiled}
