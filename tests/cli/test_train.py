@@ -141,6 +141,7 @@ def test_no_checkpoint_is_promised_where_there_is_none(tmp_path):
         (["train", "ptb-lstm700", "--workers", "1", "--runs", "{tmp}"], "pass --data DIR"),
         (["train", "digits", "--model", "mine.py:make"], "there is no model file mine.py"),
         (["evaluate", "{tmp}"], "is no run folder"),
+        (["show", "auto"], "`gradwire advise` says"),
         (["train", "digits", "--spec", ""], "cannot read the spec ''"),
         (["train", "digits", "--devices", "gpu", "--runs", "{tmp}"], "there is no device 'gpu'"),
         (["train", "digits", "--devices", "4096", "--runs", "{tmp}"], "there is no GPU 4096"),

@@ -51,3 +51,17 @@ def test_a_live_line_leaves_room_for_the_time_that_is_left(monkeypatch: pytest.M
     said = told(True, monkeypatch)
     assert "epoch 1.20  loss 0.2500  top1 87.50%  100 ex/s  2.00 MB, 32x" in said
     assert re.search(r"[-\d]:[-\d]{2}:[-\d]{2}", said.rpartition("32x")[2])
+
+
+def test_a_run_that_has_ended_and_a_worker_alone_are_called_so() -> None:
+    console = Console(file=StringIO(), width=200)
+    start = {**START, "world": 1, "steps": 100, "steps_per_epoch": 50, "step": 100, "seconds": 9.0}
+    ratios = dict.fromkeys(("wire_ratio", "payload_ratio"), float("inf"))
+    spent = dict.fromkeys(("seconds", "encode_seconds", "wire_seconds", "decode_seconds", "sent", "payload"), 0)
+    final = {"event": "final", "metric": "top1", "value": 0.5, "best": 0.5, "skipped": 0, **ratios, **spent}
+    with display.Display(console) as shown:
+        shown.hear(start)
+        shown.hear(final)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "1 worker on cpu" in said and "ended already, at step 100: nothing is left to train" in said
+    assert re.search(r"sent +nothing *\n", said) and "inf" not in said
