@@ -5,8 +5,8 @@ import pytest
 from typer.testing import CliRunner
 
 from gradwire.cli.main import app
-from gradwire.cli.train import _left
-from gradwire.train import checkpoint
+from gradwire.cli.train import _left, _tell_unused
+from gradwire.train import checkpoint, shelf
 from trainings import DIGITS
 
 SMALL = [word for override in DIGITS for word in ("--set", override)]
@@ -124,6 +124,13 @@ def test_a_pretended_link_of_the_environment_is_read_before_anything_starts(tmp_
     assert done.exit_code == 2 and "cannot read 'fast'" in done.stderr
     assert not (tmp_path / "run").exists()
     assert run("demo", GRADWIRE_LINK="fast").exit_code == 2
+
+
+def test_a_spec_that_workers_who_gossip_do_not_use_is_told(capsys):
+    for overrides in (["gossip.codec=sign"], ["sync.spec=dense"], []):
+        assert capsys.readouterr().err == ""
+        _tell_unused(shelf.resolve(["digits", "ring8"], overrides))
+    assert "sync.spec = 'topk(0.01) | sign' is for workers that agree" in capsys.readouterr().err
 
 
 def test_no_checkpoint_is_promised_where_there_is_none(tmp_path):

@@ -186,12 +186,24 @@ def _start(
     if first or not recipe.gossip.elastic:  # ranks that come one by one find what the first has begun
         _refuse_begun(folder, recipe, resume or restarted, overwrite)
     if first:
+        _tell_unused(recipe)
         _claim(folder)
     job = work.Job(recipe, folder, named, resume, title(names))
     with _terminated(), Display() as display:
         _train(job, where, workers, in_process, display.hear)
     if first:
         typer.echo(str(folder))
+
+
+def _tell_unused(recipe: "Recipe") -> None:
+    """Say what a recipe's spec does for workers that gossip, whose messages it might be thought to compress."""
+    unused = recipe.sync.spec not in ("dense", "fp32") and recipe.gossip.method
+    if unused and not recipe.gossip.codec:
+        typer.echo(
+            f"these workers gossip in float32: sync.spec = {recipe.sync.spec!r} is for workers that agree; to "
+            "compress, write --set gossip.codec=CODEC",
+            err=True,
+        )
 
 
 def _train(
