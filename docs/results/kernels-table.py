@@ -21,7 +21,7 @@ NAMES = {
     "topk_half": "exact top-k, half of all",
     "topk_zeros": "exact top-k of mostly zeros",
     "topk_ties": "exact top-k of equal magnitudes",
-    "chunk_topk": "4 of every 4096 (composed)",
+    "chunk_topk": "4 of every 4096",
     "torch_sign": "sign in plain torch, encode",
     "torch_qsgd": "QSGD in plain torch, buckets of 512, encode",
     "torch_int4": "int4 in plain torch, encode",
