@@ -210,6 +210,7 @@ def test_parts_in_the_wrong_place_are_refused() -> None:
     assert "no exchange" in refusal("sign", exchange="residual")
     assert "not a way to compress" in refusal("residual", feedback="residual")
     assert "not a way to compress" in refusal("allgather", exchange="auto")
+    assert "to gradwire.gossip" in refusal("choco(ring)", feedback="residual")
 
 
 @pytest.mark.parametrize("table", [{}, {5: "sign"}, {0: "sign", -1: "sign"}, {3: "sign", 0: "fp32"}])

@@ -11,6 +11,7 @@ from gradwire.exchanges import Auto, Exchange
 from gradwire.feedback import Feedback, NoFeedback, Residual
 
 Spec: TypeAlias = "str | Stage | Codec | Exchange | Method | Mapping[int, str | Stage | Codec]"
+_DOORS = {"feedback": "as feedback=", "exchange": "as exchange=", "gossip": "to gradwire.gossip"}
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,10 @@ def method(spec: Spec, feedback: "str | Feedback | None" = None, exchange: "str 
     elif isinstance(made, Stage | Codec):
         base = _from_table({0: made})
     else:
+        kind = getattr(made, "kind", type(made).__name__)
+        where = f", and pass {spec!r} {_DOORS[kind]}" if kind in _DOORS else ""
         raise ValueError(
-            f"{spec!r} is of kind {getattr(made, 'kind', type(made).__name__)}, not a way to compress; "
-            f"give a codec, for example topk(0.01) | sign, and pass {spec!r} as feedback= or exchange="
+            f"{spec!r} is of kind {kind}, not a way to compress; give a codec, for example topk(0.01) | sign{where}"
         )
     chosen = {"feedback": _part(feedback, Feedback), "exchange": _part(exchange, Exchange)}
     return replace(base, **{name: part for name, part in chosen.items() if part is not None})
