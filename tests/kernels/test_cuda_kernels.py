@@ -150,6 +150,21 @@ def test_a_second_try(hint, kind, monkeypatch):
     test_any_hint_gives_the_same(hint, kind)
 
 
+@pytest.mark.parametrize("filled", [0.05, 0.25])
+def test_many_equals_in_several_chunks(filled, monkeypatch):
+    """More are wanted than are not zero; or so many lie close to the last winner that digits must tell them apart."""
+    monkeypatch.setattr(selection, "_DEEP", 0)
+    lengths, counts = (5, 80_000, 31), (1, 8_000, 10)
+    n = sum(lengths)
+    g = draw("normal", n).sign() * (torch.rand(n) < filled)
+    v, v2 = torch.zeros(n), torch.zeros(n, device=DEVICE)
+    expected = plain(fused.send_topk_, g, (v, None), (v, None), False, Accumulation(), lengths, counts, None)
+    hint = torch.zeros(3, device=DEVICE)
+    found = cuda.send_topk_(g.to(DEVICE), (v2, None), (v2, None), False, Accumulation(), lengths, counts, hint)
+    for a, b in zip((*found, v2), (*expected, v), strict=True):
+        same(a, b)
+
+
 def test_selection_leaves_its_scratch_clean():
     lengths, counts = (9000, 100), (90, 3)
     for seed in range(3):
@@ -364,6 +379,19 @@ def test_half_of_magnitudes_far_apart():
     x = draw("normal", 90_000) * 10.0 ** torch.randint(-38, 38, (90_000,))
     for n in (90_000, 10):
         same(cuda.topk(x[:n].to(DEVICE), (n,), (n // 2,)), plain(fused.topk, x[:n], (n,), (n // 2,)))
+
+
+@pytest.mark.parametrize("kind", ["near", "far"])
+def test_half_by_a_guess(kind, monkeypatch):
+    """Long segments have one; here all do. Near each other, magnitudes need few steps; far, the sample misleads."""
+    monkeypatch.setattr(selection, "_LONG", 0)
+    lengths = (70_000, 3001)
+    x = 1.2 + 0.02 * torch.rand(sum(lengths))
+    if kind == "far":
+        x[torch.arange(x.numel()) % 2048 < 64] *= 1.1
+    x[::2] *= -1
+    counts = tuple(n // 2 for n in lengths)
+    same(cuda.topk(x.to(DEVICE), lengths, counts), plain(fused.topk, x, lengths, counts))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=["decay", "momentum", "nesterov"])

@@ -6,19 +6,16 @@ The bar comes from coarse bins of all magnitudes, or of a sample.
 import triton
 import triton.language as tl
 
-from gradwire.kernels.cuda.collect import AGAIN_BITS, close, collect_chunk, first_row
+from gradwire.kernels.cuda.collect import collect_chunk, first_row
 from gradwire.kernels.cuda.plan import (
-    APART,
     BAR,
     BINS,
     CHUNK,
     CHUNKS,
     COLUMNS,
     COUNT,
-    FOUND,
     LENGTH,
     MET,
-    MISSED,
     ROW,
     ROWS,
     START,
@@ -65,17 +62,23 @@ def bar_for(hist, wanted):
 
 
 @triton.jit
+def sampled(x, chunk, entry, BLOCK: tl.constexpr):
+    """The keys of a chunk's sample, and which of them are there."""
+    place = (chunk - tl.load(entry + CHUNK)) * ROWS * BLOCK
+    place += tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, RUN)[None, :]
+    place = tl.reshape(place, [ROWS * RUN])
+    inside = place < tl.load(entry + LENGTH)
+    return key_of(tl.load(x + tl.load(entry + START) + place, mask=inside, other=0.0).to(tl.float32)), inside
+
+
+@triton.jit
 def sample(x, edge, table, chunk_segment, state, coarse, BLOCK: tl.constexpr):
     """Write a bar for each segment, as a magnitude, into ``edge``."""
     chunk = tl.program_id(0)
     segment = tl.load(chunk_segment + chunk)
     entry, line = table + segment * COLUMNS, state + segment * COLUMNS
     bins = coarse + segment * BINS
-    place = (chunk - tl.load(entry + CHUNK)) * ROWS * BLOCK
-    place += tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, RUN)[None, :]
-    place = tl.reshape(place, [ROWS * RUN])
-    inside = place < tl.load(entry + LENGTH)
-    key = key_of(tl.load(x + tl.load(entry + START) + place, mask=inside, other=0.0).to(tl.float32))
+    key, inside = sampled(x, chunk, entry, BLOCK)
     _add(bins, tl.histogram(_bin(key), BINS, mask=inside))
     tl.debug_barrier()
     if tl.atomic_add(line + MET, 1) == tl.load(entry + CHUNKS) - 1:
@@ -91,10 +94,7 @@ def sample(x, edge, table, chunk_segment, state, coarse, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gather(
-    x, chunk, entry, line, counter, fine, words, base, count, keys, places, groups,
-    HIST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def gather(x, chunk, entry, line, counter, words, base, count, keys, places, groups, BLOCK: tl.constexpr):
     """Mark a chunk's candidates for another bar, and put them aside."""
     row, end = first_row(chunk, entry)
     start, bar = tl.load(entry + START), tl.load(line + BAR).to(tl.int32)
@@ -107,17 +107,5 @@ def gather(
         mark(inside & (key >= bar), at < 0, row + i, words, BLOCK)
     tl.debug_barrier()
     collect_chunk(
-        x, chunk, entry, bar, AGAIN_BITS, counter, fine, words, words, base, count, keys, places, groups, HIST, BLOCK
+        x, chunk, entry, bar, 0, counter, words, words, words, base, count, keys, places, groups, False, BLOCK
     )
-
-
-@triton.jit
-def regather(x, table, chunk_segment, state, fine, words, base, count, keys, places, groups, BLOCK: tl.constexpr):
-    """Gather candidates anew in segments whose hint was of no use."""
-    chunk = tl.program_id(0)
-    segment = tl.load(chunk_segment + chunk)
-    entry, line = table + segment * COLUMNS, state + segment * COLUMNS
-    if tl.load(line + MISSED) != 0:
-        fine += segment * BINS * APART
-        gather(x, chunk, entry, line, line + FOUND, fine, words, base, count, keys, places, groups, True, BLOCK)
-        close(entry, line, fine)

@@ -26,11 +26,12 @@ from gradwire.kernels.cuda.plan import (
     SLOT,
     SPAN,
     START,
+    WITHIN,
 )
 from gradwire.kernels.cuda.sweep import BAD, COUNTED, GROUP, bar_of, key_of
 
-AGAIN_BITS = tl.constexpr(11)  # bits of a key below its fine bin, for a bar that comes from coarse bins
-_FIRST_BITS = tl.constexpr(14)  # the same for one that comes from a sample
+_FIRST_BITS = tl.constexpr(14)  # of a key, below its fine bin, for a bar that comes from a sample
+_ALL_BITS = tl.constexpr(21)  # the same for the lowest bar: bins for all there is
 _WIDE = tl.constexpr(256)  # groups that are looked at together
 _MARKS = tl.constexpr((1 << COUNTED.value) - 1)
 _NUMBER = tl.constexpr((1 << BAD.value - COUNTED.value) - 1)
@@ -41,7 +42,7 @@ def fine_bits(edge, bar, segment):
     """Bits of a key below its fine bin, such that 128 to 256 bins lie between the bar and the last step's edge."""
     reach = key_of(tl.minimum(tl.load(edge + segment), 3e38)) - bar
     length = (reach.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
-    return tl.where(reach > 0, tl.maximum(length - 8, 0), _FIRST_BITS)
+    return tl.where(reach > 0, tl.maximum(length - 8, 0), tl.where(bar > 1, _FIRST_BITS, _ALL_BITS))
 
 
 @triton.jit
@@ -58,7 +59,7 @@ def count_from_above(fine):
 
 @triton.jit
 def close(entry, line, fine):
-    """The program that comes last says in which bin the count is reached, and how many lie above it."""
+    """The program that comes last says in which bin the count is reached, and how many lie there and above."""
     tl.debug_barrier()
     if tl.atomic_add(line + CAME, 1) == tl.load(entry + CHUNKS) - 1:
         tl.debug_barrier()
@@ -66,6 +67,7 @@ def close(entry, line, fine):
         cut = tl.sum((reached >= tl.load(entry + COUNT)).to(tl.int32), 0) - 1
         tl.store(line + CUT, cut.to(tl.int64))
         tl.store(line + ABOVE, tl.sum(tl.where(tl.arange(0, BINS) > cut, counts, 0), 0).to(tl.int64))
+        tl.store(line + WITHIN, tl.sum(tl.where(tl.arange(0, BINS) == cut, counts, 0), 0).to(tl.int64))
         tl.store(line + CAME, 0)
 
 

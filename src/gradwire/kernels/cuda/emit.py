@@ -1,8 +1,9 @@
 """The last launch of a selection: write down the winners, in the order of their places, and settle them if asked.
 
-A segment whose hint was of no use gathers candidates anew, now that `narrow` has found a bar, and its last program does
-the rest alone: slower, but seldom, and with the same result. SETTLE: 1 takes winners off the debt, 2 also masks the
-momentum.
+A chunk in which zeros win, too, is read as it lies, and so is one of a long segment whose hint was of no use: `radix`
+has counted its winners meanwhile. A shorter segment gathers candidates anew, now that `narrow` has found a bar, and its
+last program does the rest alone: slower, but seldom, and with the same result. SETTLE: 1 takes winners off the debt, 2
+also masks the momentum.
 """
 
 import triton
@@ -21,16 +22,17 @@ from gradwire.kernels.cuda.plan import (
     LAST,
     LEFT,
     LENGTH,
+    LOST,
     MISSED,
     OUT,
     ROOM,
     SLOT,
     START,
+    ZEROS,
 )
+from gradwire.kernels.cuda.radix import pass_over, write_chunk
 from gradwire.kernels.cuda.search import TOP, WIDTH, last_tied, search, wins
 from gradwire.kernels.cuda.sweep import key_of
-
-MOST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
@@ -110,26 +112,20 @@ def _retry(
 
 
 @triton.jit
-def pass_over(edge, table, segments):
-    """Give an edge to segments of which nothing is wanted: they have no program of their own."""
-    for i in range(0, segments, 128):
-        at = i + tl.arange(0, 128)
-        none = (at < segments) & (tl.load(table + at * COLUMNS + COUNT, mask=at < segments, other=1) == 0)
-        tl.store(edge + at, tl.full([128], MOST, tl.float32), mask=none)
-
-
-@triton.jit
 def emit(
     residual, momentum, edge, indices, values, was_broken, table, chunk_segment, segments, state, words, base, count,
-    keys, places, groups, out, broken,
-    VALUES: tl.constexpr, SETTLE: tl.constexpr, BLOCK: tl.constexpr,
+    keys, places, groups, sure, out, broken, n,
+    DIGITS: tl.constexpr, VALUES: tl.constexpr, SETTLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """DIGITS: where candidates were too few or too many, `radix` has found the last winner."""
     chunk = tl.program_id(0)
     segment = tl.load(chunk_segment + chunk)
     entry, line, edge_at = table + segment * COLUMNS, state + segment * COLUMNS, edge + segment
-    if tl.load(line + MISSED) != 0:
+    missed, to, ties = tl.load(line + MISSED), tl.load(out + chunk), tl.load(sure + chunk)
+    low, last = tl.load(line + KEY).to(tl.int32), tl.load(line + LAST)
+    if (missed == LOST) & (not DIGITS):
         again = line + AGAIN
-        gather(residual, chunk, entry, line, again, words, words, base, count, keys, places, groups, False, BLOCK)
+        gather(residual, chunk, entry, line, again, words, base, count, keys, places, groups, BLOCK)
         tl.debug_barrier()
         if tl.atomic_add(line + LEFT, 1) == tl.load(entry + CHUNKS) - 1:
             tl.debug_barrier()
@@ -137,10 +133,10 @@ def emit(
             tl.debug_barrier()
             tl.store(line + LEFT, 0)
             tl.store(line + AGAIN, 0)
+    elif (missed == LOST) | ((missed == ZEROS) & (ties > 0)):
+        write_chunk(residual, momentum, chunk, entry, low, ties, to, indices, values, n, VALUES, SETTLE, WIDE, BLOCK)
     else:
-        low, last = tl.load(line + KEY).to(tl.int32), tl.load(line + LAST)
         floor = tl.zeros([], tl.int64)
-        to = tl.load(out + chunk)
         _emit_chunk(
             residual, momentum, chunk, entry, low, last, floor, to, base, count, keys, places, indices, values,
             VALUES, SETTLE,

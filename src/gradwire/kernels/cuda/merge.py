@@ -1,6 +1,7 @@
 """A server's turn: several ranks' messages to their mean, its debt on top, and that in few bytes again; in one pass.
 
-Eight values in a row are one thread's. Each rank's codes for them are a few bytes, which may lie anywhere.
+Eight values in a row are one thread's. Each rank's codes for them are a few bytes, which may lie anywhere. The debt is
+asked for last: what waits for it is little, and what it would wait for holds many registers.
 """
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from gradwire.kernels import fused
 from gradwire.kernels.cuda.blocks import round_integers, slabs, write_blocks
-from gradwire.kernels.cuda.codes import eight, load_eights, load_float, message, reciprocal, step_of, word
+from gradwire.kernels.cuda.codes import eight, load_eights, load_float, message, part_of, reciprocal, word
 from gradwire.kernels.cuda.enter import READ, fetch, put
 from gradwire.kernels.cuda.launch import form, launch
 from gradwire.kernels.cuda.sign import deduct
@@ -19,41 +20,60 @@ from gradwire.kernels.cuda.tables import BLOCK, definition, grid, placed
 
 _WIDEST = 2048  # a larger block does not fit into one slab
 _TOGETHER = 16  # ranks, at most, that are unrolled
-_SLAB = 1024
+_SLAB = 512  # one warp, which waits for nobody
+_EACH = 512  # values of a warp
 _SIGN_BIT = tl.constexpr(-0x80000000)
+_TO_FLOAT = 0x4B000000  # 2^23: a number in its lower 23 bits makes it that much larger
+_INTEGERS = {"maxnreg": 64, "enable_fp_fusion": False}
+_SIGNS = {"num_warps": 4, "maxnreg": 80, "enable_fp_fusion": False}
 
 
 @triton.jit
-def _mean(total, ranks, share, HALVES: tl.constexpr):
-    """HALVES: the number of ranks is a power of two, and the product with its inverse, ``share``, is the same."""
-    return total * share if HALVES else tl.div_rn(total, tl.zeros_like(total) + ranks)
+def _mean(total, share, RANKS: tl.constexpr):
+    """Over a power of two, the product with its inverse, ``share``, is the same."""
+    return total * share if RANKS & RANKS - 1 == 0 else tl.div_rn(total, tl.zeros_like(total) + RANKS)
 
 
 @triton.jit
-def _add_step(total, code, scale, high_part, low_part, LEVELS: tl.constexpr, BITS: tl.constexpr):
-    return total + scale * step_of(code & (1 << BITS) - 1, high_part, low_part, LEVELS)
+def _add_step(
+    total, codes, scale, to_float,
+    PLACE: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Plus the scale times what code PLACE says.
+
+    The code is not shifted, but made a float where it lies: 2^AT times as large, which the two parts of the reciprocal
+    make up for. One instruction does it, if ``to_float`` is no constant: it has room for only one.
+    """
+    FAR: tl.constexpr = (PLACE + 1) * BITS > 23
+    AT: tl.constexpr = PLACE * BITS - 16 if FAR else PLACE * BITS
+    if FAR:
+        codes = codes >> 16
+    raw = codes & ((1 << BITS) - 1 << AT) | to_float
+    q = raw.to(tl.float32, bitcast=True) - (8388608.0 + (LEVELS << AT))
+    return total + scale * part_of(q, HIGH / (1 << AT), LOW / (1 << AT))
 
 
 @triton.jit
 def _sum_steps(
-    codes, scales, stride, ranks, row, size, high_part, low_part,
-    LEVELS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
+    codes, scales, stride, row, size, to_float,
+    HIGH: tl.constexpr, LOW: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    RANKS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The sum of all ranks' values, ``size`` in each. ``codes`` and ``scales`` point to the first rank's."""
     a = row.to(tl.float32) * 0.0
     b, c, d, e, f, g, h = a, a, a, a, a, a, a
-    for _ in range(0, ranks, TOGETHER):
+    for _ in range(0, RANKS, TOGETHER):
         for _k in tl.static_range(TOGETHER):
             scale = load_float(scales, row * 8 // GROUP * 4, row * 8 < size, WIDE)
             low, high = load_eights(codes, row, (size * BITS + 7) // 8, BITS, WIDE)
-            a = _add_step(a, low, scale, high_part, low_part, LEVELS, BITS)
-            b = _add_step(b, low >> BITS, scale, high_part, low_part, LEVELS, BITS)
-            c = _add_step(c, low >> 2 * BITS, scale, high_part, low_part, LEVELS, BITS)
-            d = _add_step(d, low >> 3 * BITS, scale, high_part, low_part, LEVELS, BITS)
-            e = _add_step(e, high, scale, high_part, low_part, LEVELS, BITS)
-            f = _add_step(f, high >> BITS, scale, high_part, low_part, LEVELS, BITS)
-            g = _add_step(g, high >> 2 * BITS, scale, high_part, low_part, LEVELS, BITS)
-            h = _add_step(h, high >> 3 * BITS, scale, high_part, low_part, LEVELS, BITS)
+            a = _add_step(a, low, scale, to_float, 0, HIGH, LOW, LEVELS, BITS)
+            b = _add_step(b, low, scale, to_float, 1, HIGH, LOW, LEVELS, BITS)
+            c = _add_step(c, low, scale, to_float, 2, HIGH, LOW, LEVELS, BITS)
+            d = _add_step(d, low, scale, to_float, 3, HIGH, LOW, LEVELS, BITS)
+            e = _add_step(e, high, scale, to_float, 0, HIGH, LOW, LEVELS, BITS)
+            f = _add_step(f, high, scale, to_float, 1, HIGH, LOW, LEVELS, BITS)
+            g = _add_step(g, high, scale, to_float, 2, HIGH, LOW, LEVELS, BITS)
+            h = _add_step(h, high, scale, to_float, 3, HIGH, LOW, LEVELS, BITS)
             codes += stride
             scales += stride
     return eight(a, b, c, d, e, f, g, h)
@@ -61,48 +81,45 @@ def _sum_steps(
 
 @triton.jit
 def _slab(
-    shards, served, left, scales, out, start, size, group, head, stride, ranks, share, high_part, low_part,
-    LEVELS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ACROSS: tl.constexpr, OWES: tl.constexpr,
-    HALVES: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+    shards, served, left, scales, out, start, size, group, head, stride, share, to_float,
+    HIGH: tl.constexpr, LOW: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    ACROSS: tl.constexpr, OWES: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, ACROSS * GROUP // 8)
     at = tl.arange(0, ACROSS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     live = at < size
-    if OWES:
-        owed = fetch(served + start, at, live, MASKED)
     total = _sum_steps(
-        shards + head + start // 8 * BITS, shards + group * 4, stride, ranks, row, size, high_part, low_part,
-        LEVELS, BITS, GROUP, TOGETHER, WIDE,
+        shards + head + start // 8 * BITS, shards + group * 4, stride, row, size, to_float,
+        HIGH, LOW, LEVELS, BITS, GROUP, RANKS, TOGETHER, WIDE,
     )  # fmt: skip
-    x = tl.reshape(_mean(total, ranks, share, HALVES), [ACROSS, GROUP])
+    x = tl.reshape(_mean(total, share, RANKS), [ACROSS, GROUP])
     if OWES:
-        x = x + owed
+        x = x + fetch(served + start, at, live, MASKED)
     if MASKED:
         x = tl.where(live, x, 0.0)
-    scale, q = round_integers(
-        x, at < 0, served, left + start, at, live, high_part, low_part, LEVELS, READ, OWES, MASKED
-    )
+    scale, q = round_integers(x, at < 0, served, left + start, at, live, HIGH, LOW, LEVELS, READ, OWES, MASKED)
     write_blocks(q, scale, scales, out, start, size, group, at, live, LEVELS, BITS, GROUP, GROUP, ACROSS, True, MASKED)
 
 
 @triton.jit
 def _merge_blocks(
-    shards, served, left, scales, out, starts, sizes, groups, head, stride, ranks, share, high_part, low_part,
-    LEVELS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ACROSS: tl.constexpr, OWES: tl.constexpr,
-    HALVES: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
+    shards, served, left, scales, out, starts, sizes, groups, head, stride, share, to_float,
+    HIGH: tl.constexpr, LOW: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    ACROSS: tl.constexpr, OWES: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     slab = tl.program_id(0)
     start, size, group = tl.load(starts + slab), tl.load(sizes + slab), tl.load(groups + slab)
     start = tl.multiple_of(start, 8)
     if size == ACROSS * GROUP:
         _slab(
-            shards, served, left, scales, out, start, size, group, head, stride, ranks, share, high_part, low_part,
-            LEVELS, BITS, GROUP, ACROSS, OWES, HALVES, TOGETHER, WIDE, False,
+            shards, served, left, scales, out, start, size, group, head, stride, share, to_float,
+            HIGH, LOW, LEVELS, BITS, GROUP, ACROSS, OWES, RANKS, TOGETHER, WIDE, False,
         )  # fmt: skip
     else:
         _slab(
-            shards, served, left, scales, out, start, size, group, head, stride, ranks, share, high_part, low_part,
-            LEVELS, BITS, GROUP, ACROSS, OWES, HALVES, TOGETHER, False, True,
+            shards, served, left, scales, out, start, size, group, head, stride, share, to_float,
+            HIGH, LOW, LEVELS, BITS, GROUP, ACROSS, OWES, RANKS, 1, False, True,
         )  # fmt: skip
 
 
@@ -125,14 +142,15 @@ def _scales_of(shards, row, byte, base, row_segment, starts, stop):
 
 @triton.jit
 def _sum_signs(
-    shards, head, stride, ranks, n, tile, row, stop, segment, row_segment, starts,
-    ALONE: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    shards, head, stride, n, tile, row, stop, segment, row_segment, starts,
+    ALONE: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum of all ranks' values in a tile. ALONE: one segment has all of it."""
     byte = tl.arange(0, BLOCK // 8)
     a = byte.to(tl.float32) * 0.0
     b, c, d, e, f, g, h = a, a, a, a, a, a, a
-    for _ in range(0, ranks, TOGETHER):
+    for _ in range(0, RANKS, TOGETHER):
         for _k in tl.static_range(TOGETHER):
             if ALONE:
                 scale = tl.where(byte >= 0, load_float(shards, segment * 4, segment >= 0, WIDE), 0.0)
@@ -156,48 +174,46 @@ def _sum_signs(
 
 @triton.jit
 def _sign_tile(
-    shards, served, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride, ranks, share,
-    STAT: tl.constexpr, OWES: tl.constexpr, HALVES: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
+    shards, served, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride, share,
+    STAT: tl.constexpr, OWES: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
     MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     live = at < n - tile * BLOCK
     row, stop, segment = tl.load(tile_row + tile), tl.load(tile_row + tile + 1), tl.load(tile_segment + tile)
-    if OWES:
-        owed = fetch(served + tile * BLOCK, at, live, MASKED)
     if stop == row + 1:
         total = _sum_signs(
-            shards, head, stride, ranks, n, tile, row, stop, segment, row_segment, starts,
-            True, TOGETHER, WIDE, MASKED, BLOCK,
+            shards, head, stride, n, tile, row, stop, segment, row_segment, starts,
+            True, RANKS, TOGETHER, WIDE, MASKED, BLOCK,
         )  # fmt: skip
     else:
         total = _sum_signs(
-            shards, head, stride, ranks, n, tile, row, stop, segment, row_segment, starts,
-            False, 1, WIDE, MASKED, BLOCK,
+            shards, head, stride, n, tile, row, stop, segment, row_segment, starts,
+            False, RANKS, 1, WIDE, MASKED, BLOCK,
         )  # fmt: skip
-    x = _mean(total, ranks, share, HALVES)
+    x = _mean(total, share, RANKS)
     if OWES:
-        x = x + owed
+        x = x + fetch(served + tile * BLOCK, at, live, MASKED)
         put(left + tile * BLOCK, at, x, live, MASKED)
     describe(x, bits, parts, rows, n, tile, row, stop, row_segment, starts, STAT, True, MASKED, BLOCK)
 
 
 @triton.jit
 def _merge_signs(
-    shards, served, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride, ranks, share,
-    STAT: tl.constexpr, OWES: tl.constexpr, HALVES: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
+    shards, served, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride, share,
+    STAT: tl.constexpr, OWES: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     if (tl.program_id(0).to(tl.int64) + 1) * BLOCK <= n:
         _sign_tile(
             shards, served, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride,
-            ranks, share, STAT, OWES, HALVES, TOGETHER, WIDE, False, BLOCK,
+            share, STAT, OWES, RANKS, TOGETHER, WIDE, False, BLOCK,
         )  # fmt: skip
     else:
         _sign_tile(
             shards, served, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride,
-            ranks, share, STAT, OWES, HALVES, TOGETHER, WIDE, True, BLOCK,
+            share, STAT, OWES, RANKS, 1, WIDE, True, BLOCK,
         )  # fmt: skip
 
 
@@ -215,11 +231,11 @@ def merge_integer(
     fresh = (shards, owed, kept, scales, body.view(word(bits)), where.start, where.size, where.group)
     facts = (lengths, bits, block, ranks, shards.stride(0), _wide(shards), served is None, *form(*fresh))
     rest = (
-        4 * where.groups, shards.stride(0), ranks, 1 / ranks, *reciprocal(levels), levels, bits, block, where.across,
-        served is not None, ranks & ranks - 1 == 0, _together(ranks), _wide(shards),
+        4 * where.groups, shards.stride(0), 1 / ranks, _TO_FLOAT, *reciprocal(levels), levels, bits, block,
+        where.across, served is not None, ranks, _together(ranks), _wide(shards),
     )  # fmt: skip
-    options = {"num_warps": max(1, where.across * block // 512), "maxnreg": 96, "enable_fp_fusion": False}
-    launch(_merge_blocks, where.start.numel(), facts, fresh, rest, **options)
+    warps = max(1, where.across * block // _EACH)
+    launch(_merge_blocks, where.start.numel(), facts, fresh, rest, num_warps=warps, **_INTEGERS)
     return data, left
 
 
@@ -240,11 +256,10 @@ def merge_sign(
     )  # fmt: skip
     facts = (lengths, norm, ranks, shards.stride(0), _wide(shards), served is None, *form(*fresh))
     rest = (
-        where.rows, where.n, 4 * len(lengths), shards.stride(0), ranks, 1 / ranks, stat.value, served is not None,
-        ranks & ranks - 1 == 0, _together(ranks), _wide(shards), BLOCK,
+        where.rows, where.n, 4 * len(lengths), shards.stride(0), 1 / ranks, stat.value, served is not None,
+        ranks, _together(ranks), _wide(shards), BLOCK,
     )  # fmt: skip
-    options = {"num_warps": 4, "maxnreg": 96, "enable_fp_fusion": False}
-    launch(_merge_signs, where.tiles, facts, fresh, rest, **options)
+    launch(_merge_signs, where.tiles, facts, fresh, rest, **_SIGNS)
     conclude(parts, where, stat, scales)
     if left is not None:
         deduct(left, scales, where)

@@ -1,15 +1,16 @@
 """After the sweep: find each segment's last winner, and where each chunk's winners go.
 
 Most candidates lie in bins that win or lose as a whole; programs count those, and put the rest aside once more. The
-program that arrives last in a segment searches that rest. Where there were too few candidates, or too many to keep, it
-finds a better bar, for another try.
+program that arrives last in a segment searches that rest. Where all that is not zero is too little, zeros win, too.
+Where there were too few candidates otherwise, or too many, it finds a better bar, for another try, or leaves all to
+`radix`.
 """
 
 import triton
 import triton.language as tl
 
 from gradwire.kernels.cuda.census import bar_for, count_chunk
-from gradwire.kernels.cuda.collect import AGAIN_BITS, count_from_above, fine_bin, fine_bits
+from gradwire.kernels.cuda.collect import count_from_above, fine_bin, fine_bits, first_row
 from gradwire.kernels.cuda.plan import (
     ABOVE,
     APART,
@@ -29,14 +30,20 @@ from gradwire.kernels.cuda.plan import (
     MISSED,
     OUT,
     ROOM,
+    ROW,
     ROWS,
     SLOT,
     START,
+    WITHIN,
+    ZEROS,
 )
+from gradwire.kernels.cuda.radix import share_out
 from gradwire.kernels.cuda.search import TOP, WIDTH, search, wins
 from gradwire.kernels.cuda.sweep import bar_of
 
 WIDE = tl.constexpr(512)  # candidates of a chunk that are looked at together
+_CROWD = tl.constexpr(16384)  # candidates that one program may search,
+_SHARE = tl.constexpr(512)  # and one more for so many entries
 
 
 @triton.jit
@@ -69,7 +76,7 @@ def _decide(entry, line, edge, bar, bits, cut, above, keys, places, sure, out, B
     keys += tl.load(entry + SLOT)
     places += tl.load(entry + SLOT)
     low = bar + (cut << bits)
-    high = tl.where(cut == BINS - 1, TOP, bar + (cut + 1 << bits) - 1)
+    high = tl.where(cut == BINS - 1, TOP, bar + (tl.minimum(cut + 1, BINS - 1) << bits) - 1)
     low, last = search(keys, places, count, tl.load(entry + COUNT) - above, low, high, length, False)
     tl.store(line + KEY, low.to(tl.int64))
     tl.store(line + LAST, last)
@@ -107,64 +114,73 @@ def _learn(slack, fine, bar, bits, key, found, wanted):
 
 
 @triton.jit
-def _narrow(
-    residual, segment, chunk, bar, bits, entry, line, fine, coarse, learned, edge, base, count, keys, places,
-    bound_keys, bound_places, sure, out,
-    FIRST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    found, wanted = tl.load(line + FOUND), tl.load(entry + COUNT)
-    cut, above = tl.load(line + CUT).to(tl.int32), tl.load(line + ABOVE)
-    missed = (found < wanted) | (found > tl.load(entry + ROOM))
-    # Bins count what found no room, too; they miss the last winner only far from the bar.
-    unseen = missed & ((found < wanted) | (cut == BINS - 1)) & FIRST
-    if not missed:
-        _weigh(chunk, entry, line, bar, bits, cut, base, count, keys, places, bound_keys, bound_places, sure)
-    elif unseen:
-        count_chunk(residual, chunk, entry, coarse, BLOCK)
-    tl.debug_barrier()
-    if tl.atomic_add(line + MET, 1) == tl.load(entry + CHUNKS) - 1:
-        tl.debug_barrier()
-        if not missed:
-            key = _decide(
-                entry, line, edge + segment, bar, bits, cut, above, bound_keys, bound_places, sure, out, BLOCK
-            )
-            if FIRST:
-                _learn(learned + segment, fine, bar, bits, key, found, wanted)
-        elif unseen:
-            tl.store(line + BAR, bar_for(coarse, wanted).to(tl.int64))
-            tl.store(learned + segment, tl.load(learned + segment) * 0.97)
-        elif FIRST:
-            tl.store(line + BAR, (bar + (cut << bits)).to(tl.int64))
-            _learn(learned + segment, fine, bar, bits, bar + (cut << bits), found, wanted)
-        tl.debug_barrier()
-        tl.store(line + MISSED, missed.to(tl.int64))
-        tl.store(line + FOUND, 0)
-        tl.store(line + BOUND, 0)
-        tl.store(line + MET, 0)
-        tl.store(fine + tl.arange(0, BINS) * APART, tl.zeros([BINS], tl.int32))
-        tl.store(coarse + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
+def _count_zeros(chunk, entry, count, sure, BLOCK: tl.constexpr):
+    """How many zeros a chunk has: whatever is no candidate is one."""
+    row, end = first_row(chunk, entry)
+    begin = (row - tl.load(entry + ROW)) * BLOCK - tl.load(entry + START) % BLOCK  # it may begin before the segment
+    size = tl.minimum(begin + (end - row) * BLOCK, tl.load(entry + LENGTH)) - tl.maximum(begin, 0)
+    tl.store(sure + chunk, size.to(tl.int32) - tl.load(count + chunk))
+
+
+@triton.jit
+def _admit_zeros(entry, line, edge, found, count, sure, out):
+    """All candidates win, and the first zeros with them."""
+    first, chunks = tl.load(entry + CHUNK), tl.load(entry + CHUNKS).to(tl.int32)
+    share_out(count + first, sure + first, out + first, chunks, tl.load(entry + OUT), tl.load(entry + COUNT) - found)
+    tl.store(line + KEY, tl.zeros([], tl.int64))
+    tl.store(edge, 0.0)
 
 
 @triton.jit
 def narrow(
     residual, hint, edge, table, chunk_segment, slack, learned, state, fine, coarse, base, count, keys, places,
     bound_keys, bound_places, sure, out,
-    FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    DIGITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Work on all segments, or, if not FIRST, on those for which candidates were gathered anew."""
+    """DIGITS: where this fails, `radix` comes next, and needs no bar."""
     chunk = tl.program_id(0)
     segment = tl.load(chunk_segment + chunk)
     entry, line = table + segment * COLUMNS, state + segment * COLUMNS
     fine += segment * BINS * APART
     coarse += segment * BINS
-    if FIRST:
-        bar = bar_of(hint, slack, segment)
-        _narrow(
-            residual, segment, chunk, bar, fine_bits(hint, bar, segment), entry, line, fine, coarse, learned, edge,
-            base, count, keys, places, bound_keys, bound_places, sure, out, True, BLOCK,
-        )  # fmt: skip
-    elif tl.load(line + MISSED) != 0:
-        _narrow(
-            residual, segment, chunk, tl.load(line + BAR).to(tl.int32), AGAIN_BITS, entry, line, fine, coarse,
-            learned, edge, base, count, keys, places, bound_keys, bound_places, sure, out, False, BLOCK,
-        )  # fmt: skip
+    bar = bar_of(hint, slack, segment)
+    bits = fine_bits(hint, bar, segment)
+    found, wanted = tl.load(line + FOUND), tl.load(entry + COUNT)
+    cut, above = tl.load(line + CUT).to(tl.int32), tl.load(line + ABOVE)
+    zeros = (found < wanted) & (bar == 1)
+    missed = ((found < wanted) & (bar > 1)) | (found > tl.load(entry + ROOM))
+    if DIGITS:  # one program would search the cut bin for longer than all read everything
+        missed = missed | ((found >= wanted) & (tl.load(line + WITHIN) > tl.load(entry + LENGTH) // _SHARE + _CROWD))
+    # Bins count what found no room, too; they miss the last winner only far from the bar.
+    unseen = missed & ((found < wanted) | (cut == BINS - 1))
+    if zeros:
+        _count_zeros(chunk, entry, count, sure, BLOCK)
+    elif not missed:
+        _weigh(chunk, entry, line, bar, bits, cut, base, count, keys, places, bound_keys, bound_places, sure)
+    elif unseen & (not DIGITS):
+        count_chunk(residual, chunk, entry, coarse, BLOCK)
+    tl.debug_barrier()
+    if tl.atomic_add(line + MET, 1) == tl.load(entry + CHUNKS) - 1:
+        tl.debug_barrier()
+        if zeros:
+            _admit_zeros(entry, line, edge + segment, found, count, sure, out)
+        elif not missed:
+            key = _decide(
+                entry, line, edge + segment, bar, bits, cut, above, bound_keys, bound_places, sure, out, BLOCK
+            )
+            _learn(learned + segment, fine, bar, bits, key, found, wanted)
+        elif unseen:
+            if not DIGITS:
+                tl.store(line + BAR, bar_for(coarse, wanted).to(tl.int64))
+            tl.store(learned + segment, tl.maximum(tl.load(learned + segment) * 0.97, 0.5))
+        else:
+            tl.store(line + BAR, (bar + (cut << bits)).to(tl.int64))
+            _learn(learned + segment, fine, bar, bits, bar + (cut << bits), found, wanted)
+        tl.debug_barrier()
+        tl.store(line + MISSED, tl.where(zeros, ZEROS, missed.to(tl.int64)))
+        tl.store(line + FOUND, 0)
+        tl.store(line + BOUND, 0)
+        tl.store(line + MET, 0)
+        tl.store(fine + tl.arange(0, BINS) * APART, tl.zeros([BINS], tl.int32))
+        if not DIGITS:
+            tl.store(coarse + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))

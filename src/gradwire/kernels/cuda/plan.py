@@ -35,12 +35,19 @@ MET = tl.constexpr(2)  # programs that have arrived, in one launch
 LEFT = tl.constexpr(3)  # and in the next
 AGAIN = tl.constexpr(4)  # candidates of a second try
 BAR = tl.constexpr(5)  # the key they had to reach
-MISSED = tl.constexpr(6)  # whether the hint was of no use
+MISSED = tl.constexpr(6)  # 0 if the hint was of use, or one of those below
 KEY = tl.constexpr(7)  # winners have a larger key than this,
 LAST = tl.constexpr(8)  # or the same and a place no later than this
 CAME = tl.constexpr(9)  # programs that have put their candidates aside
 CUT = tl.constexpr(10)  # the fine bin that holds the last winner
 ABOVE = tl.constexpr(11)  # how many candidates lie above that bin
+WITHIN = tl.constexpr(12)  # and how many in it
+ALIKE = tl.constexpr(13)  # entries that agree with the key so far; see `radix`
+STEP = tl.constexpr(14)  # bits of a key below its step; see `bracket`
+
+LOST = tl.constexpr(1)  # candidates were too few or too many
+ZEROS = tl.constexpr(2)  # too few, but there are no others: zeros win, too
+NEAR = tl.constexpr(3)  # there are none, but a range that holds the last winner
 
 BINS = tl.constexpr(1024)
 APART = tl.constexpr(8)  # words from one fine bin to the next: many programs count there, and neighbors would wait
@@ -188,9 +195,12 @@ def _scratch(plan: Plan) -> Scratch:
     def empty(n: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(n, dtype=dtype, device=device)
 
+    state = zeros(segments, COLUMNS.value, dtype=torch.int64)
+    if plan.dense:  # then digits have to find the last winner
+        state[:, MISSED.value] = LOST.value
     return Scratch(
         next(_serial),
-        zeros(segments, COLUMNS.value, dtype=torch.int64),
+        state,
         zeros(segments, BINS.value, APART.value),
         zeros(segments, BINS.value),
         empty(plan.grid.rows * (BLOCK // SPAN.value)),

@@ -173,8 +173,18 @@ def _write_remainders(out, indices, first, size, bits):
 
 
 @triton.jit
-def _write(indices, data, sizes, flags, used, before, count, blocks, WIDTH: tl.constexpr):
-    """Write a block's codes."""
+def _clear(out, start, stop, block, blocks):
+    """A block's share of zeros from ``start`` to ``stop``: a launch of their own would take longer."""
+    share = (stop - start + blocks - 1) // blocks
+    for i in range(0, share, _WIDE):
+        at = i + tl.arange(0, _WIDE)
+        to = start + block * share + at
+        tl.store(out + to, tl.zeros([_WIDE], tl.uint8), mask=(at < share) & (to < stop))
+
+
+@triton.jit
+def _write(indices, data, sizes, flags, used, before, room, count, blocks, WIDTH: tl.constexpr):
+    """Write a block's codes, and zeros wherever no code is."""
     block = tl.program_id(0)
     out = data + before
     first = block.to(tl.int64) * _BLOCK
@@ -184,8 +194,11 @@ def _write(indices, data, sizes, flags, used, before, count, blocks, WIDTH: tl.c
     escape, all_escapes = _sum_to(sizes + 2 * blocks, block, blocks)
     middle = 2 * blocks + (all_quotients + 7) // 8
     stop = middle + (all_remainders + 7) // 8
+    end = stop + WIDTH * all_escapes
     if block == 0:
-        tl.store(used, stop + WIDTH * all_escapes)
+        tl.store(used, end)
+    _clear(out, end, room, block, blocks)
+    _clear(data, end * 0, end * 0 + before, block, blocks)
     header = _header(out, block, True)
     gaps = _gaps(indices, first, count, _BLOCK)
     sent, escaped, quotients = _sent(gaps, header)
@@ -204,17 +217,18 @@ def _write(indices, data, sizes, flags, used, before, count, blocks, WIDTH: tl.c
 @placed
 def rice_encode(indices: Tensor, n: int, before: int = 0, after: int = 0) -> tuple[Tensor, Tensor]:
     count, device = indices.numel(), indices.device
-    data = torch.zeros(before + most_bytes(count, n - count) + after, dtype=torch.uint8, device=device)
+    room = most_bytes(count, n - count) + after
+    data = torch.empty(before + room, dtype=torch.uint8, device=device)
     if count == 0:
-        return data, torch.zeros((), dtype=torch.int64, device=device)
+        return data.zero_(), torch.zeros((), dtype=torch.int64, device=device)
     blocks, width = num_blocks(count), width_of(n)
     sizes = torch.empty(3 * blocks, dtype=torch.int32, device=device)
     flags = torch.empty(blocks * _BITS.value, dtype=torch.uint8, device=device)
     used = torch.empty((), dtype=torch.int64, device=device)
     indices = indices.contiguous()
-    facts, rest = (before, count, width, *form(indices)), (before, count, blocks, width)
-    launch(_choose, blocks, facts, (indices, data, sizes), rest, num_warps=2)
-    launch(_write, blocks, facts, (indices, data, sizes, flags, used), rest, num_warps=4)
+    facts, codes = (before, room, count, width, *form(indices)), (count, blocks, width)
+    launch(_choose, blocks, facts, (indices, data, sizes), (before, *codes), num_warps=2)
+    launch(_write, blocks, facts, (indices, data, sizes, flags, used), (before, room, *codes), num_warps=4)
     return data, used
 
 

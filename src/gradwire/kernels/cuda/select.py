@@ -1,8 +1,9 @@
 """Exact top-k, with or without error feedback, in one pass over memory and three small launches.
 
 `sweep` marks candidates, `collect` puts them aside, `narrow` finds the last winner of each segment, `emit` writes the
-winners down. Where most entries would be candidates, `radix` reads them several times instead. Nothing waits for the
-device, and shapes are known beforehand, so all of it can be captured in a graph.
+winners down. Where most entries would be candidates, `radix` reads them several times instead; it also stands by for
+long segments whose candidates turn out to be too few or too many. Nothing waits for the device, and shapes are known
+beforehand, so all of it can be captured in a graph.
 """
 
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels import fused
-from gradwire.kernels.cuda.census import regather, sample
+from gradwire.kernels.cuda.bracket import guess, prove
+from gradwire.kernels.cuda.census import sample
 from gradwire.kernels.cuda.collect import collect
 from gradwire.kernels.cuda.emit import emit
 from gradwire.kernels.cuda.enter import READ, accumulate_, readable, rule_of
@@ -24,13 +26,16 @@ from gradwire.kernels.cuda.tables import BLOCK, definition, placed
 from gradwire.kernels.fused import Accumulation, Selected
 
 _STILL = Accumulation()
-_DEEP = 64  # chunks of a segment, from which on a second try is worth two launches of its own
+_LONG = 16  # chunks of a segment, from which on digits are worth a guess
+_DEEP = 64  # chunks of a segment, from which on a second try is worth launches of its own
 # Fewer registers than the compiler would take, so that more programs wait for memory side by side.
 _STREAM = {"num_warps": 8, "maxnreg": 48, "enable_fp_fusion": False}
 _COLLECT = {"num_warps": 4, "maxnreg": 80}
 _NARROW = {"num_warps": 4, "maxnreg": 96}
 _EMIT = {"num_warps": 4, "maxnreg": 80}
-_RADIX = {"num_warps": 8}
+_RADIX = {"num_warps": 8, "maxnreg": 80}
+_WRITE = {"num_warps": 4}
+_WRITTEN = 1024  # entries that `write` looks at together
 
 
 Memories = tuple[Tensor, Tensor | None]  # the residual, and the momentum if there is one
@@ -177,42 +182,54 @@ class _Selection:
         kept = (scratch.words, scratch.base, scratch.number, scratch.key, scratch.place, scratch.bound_place)
         rest = (p.table, p.chunk_segment, slack, scratch.state, scratch.fine, scratch.broken, *kept, BLOCK)
         launch(collect, p.chunks, facts, (x, hint), rest, **_COLLECT)
-        self._narrow(scratch, facts, hint, slack, edge, True)
-        if p.deepest > _DEEP:
-            again = (p.table, p.chunk_segment, scratch.state, scratch.fine, *kept, BLOCK)
-            launch(regather, p.chunks, facts, (x,), again, num_warps=8)
-            self._narrow(scratch, facts, hint, slack, edge, False)
+        deep = p.deepest > _DEEP and p.grid.n < 2**32  # digits are counted in 32 bits
+        narrowed = (
+            p.table, p.chunk_segment, slack, p.slack, scratch.state, scratch.fine, scratch.coarse, scratch.base,
+            scratch.number, scratch.key, scratch.place, scratch.bound_key, scratch.bound_place, scratch.sure,
+            scratch.out, deep, BLOCK,
+        )  # fmt: skip
+        launch(narrow, p.chunks, (facts, deep), (x, hint, edge), narrowed, **_NARROW)
+        if deep:
+            self._count_digits(scratch, edge)
         fresh = (x, self.spare, edge, indices, found, broken)
         last = (
-            p.table, p.chunk_segment, p.slack.numel(), scratch.state, *kept, scratch.out, scratch.broken, values,
-            settle, BLOCK,
+            p.table, p.chunk_segment, p.slack.numel(), scratch.state, *kept, scratch.sure, scratch.out, scratch.broken,
+            p.grid.n, deep, values, settle, BLOCK,
         )  # fmt: skip
-        launch(emit, p.chunks, (self.facts, scratch.serial, values, settle), fresh, last, **_EMIT)
+        launch(emit, p.chunks, (self.facts, scratch.serial, deep, values, settle), fresh, last, **_EMIT)
         return Selected(indices, found, broken, edge)
+
+    def _count_digits(self, scratch: Scratch, edge: Tensor) -> None:
+        """Find the last winners of all segments, or of those whose candidates were of no use."""
+        p, facts = self.plan, (self.facts, scratch.serial)
+        around, n = (p.table, p.chunk_segment, scratch.state), p.grid.n
+        for digit in DIGITS:
+            counted = (*around, scratch.coarse, n, *digit, BLOCK)
+            launch(tally, p.chunks, (facts, digit), (self.x, edge), counted, **_RADIX)
+        weighed = (*around, scratch.number, scratch.sure, scratch.out, n, BLOCK)
+        launch(weigh, p.chunks, facts, (self.x,), weighed, **_RADIX)
+
+    def _guess(self, scratch: Scratch, edge: Tensor) -> None:
+        """Find the last winners where a sample says enough of them; digits then have nothing to do."""
+        p, x, facts = self.plan, self.x, (self.facts, scratch.serial)
+        around = (p.table, p.chunk_segment, scratch.state, scratch.coarse)
+        for second in (False, True):
+            launch(guess, p.chunks, (facts, second), (x,), (*around, second, BLOCK), num_warps=4)
+        for second in (False, True):
+            launch(prove, p.chunks, (facts, second), (x, edge), (*around, p.grid.n, second, BLOCK), **_RADIX)
 
     def _by_digits(self, scratch: Scratch, values: bool, settle: int) -> Selected:
         p, x = self.plan, self.x
-        facts = (self.facts, scratch.serial)
         edge = torch.empty_like(p.slack)
         indices = torch.empty(p.total, dtype=torch.int64, device=x.device)
         found = torch.empty(p.total if values else 0, dtype=x.dtype, device=x.device)
-        around, before, n = (p.table, p.chunk_segment), (scratch.base, scratch.out), p.grid.n
-        for digit in DIGITS:
-            counted = (*around, scratch.state, scratch.coarse, n, *digit, BLOCK)
-            launch(tally, p.chunks, (facts, digit), (x, edge), counted, **_RADIX)
-        weighed = (*around, scratch.state, scratch.number, scratch.sure, *before, n, BLOCK)
-        launch(weigh, p.chunks, facts, (x,), weighed, **_RADIX)
-        written = (*around, p.slack.numel(), scratch.state, *before, n, values, settle, BLOCK)
-        launch(write, p.chunks, (facts, values, settle), (x, self.spare, edge, indices, found), written, **_RADIX)
-        return Selected(indices, found, torch.zeros((), dtype=torch.bool, device=x.device), edge)
-
-    def _narrow(
-        self, scratch: Scratch, facts: tuple[Any, ...], hint: Tensor, slack: Tensor, edge: Tensor, first: bool
-    ) -> None:
-        p = self.plan
-        rest = (
-            p.table, p.chunk_segment, slack, p.slack, scratch.state, scratch.fine, scratch.coarse, scratch.base,
-            scratch.number, scratch.key, scratch.place, scratch.bound_key, scratch.bound_place, scratch.sure,
-            scratch.out, first, BLOCK,
+        if p.deepest > _LONG:
+            self._guess(scratch, edge)
+        self._count_digits(scratch, edge)
+        written = (
+            p.table, p.chunk_segment, p.slack.numel(), scratch.state, scratch.sure, scratch.out, p.grid.n, values,
+            settle, _WRITTEN, BLOCK,
         )  # fmt: skip
-        launch(narrow, p.chunks, (facts, first), (self.x, hint, edge), rest, **_NARROW)
+        facts = (self.facts, scratch.serial, values, settle)
+        launch(write, p.chunks, facts, (x, self.spare, edge, indices, found), written, **_WRITE)
+        return Selected(indices, found, torch.zeros((), dtype=torch.bool, device=x.device), edge)

@@ -16,9 +16,8 @@ from gradwire.kernels.cuda.tables import BLOCK, Grid, definition, grid, known, p
 
 @triton.jit
 def _deduct_tile(
-    residual, scales, n, tile_row, tile_segment, row_segment, starts, MASKED: tl.constexpr, BLOCK: tl.constexpr
+    residual, scales, n, tile, tile_row, tile_segment, row_segment, starts, MASKED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    tile = tl.program_id(0).to(tl.int64)
     base = tile * BLOCK
     at = tl.arange(0, BLOCK)
     live = at < n - base
@@ -34,11 +33,12 @@ def _deduct_tile(
 
 @triton.jit
 def _deduct(residual, scales, n, tile_row, tile_segment, row_segment, starts, BLOCK: tl.constexpr):
-    """Take off what the signs and scales say."""
-    if (tl.program_id(0).to(tl.int64) + 1) * BLOCK <= n:
-        _deduct_tile(residual, scales, n, tile_row, tile_segment, row_segment, starts, False, BLOCK)
+    """Take off what the signs and scales say, from the end on: what was written last may still be in the cache."""
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    if (tile + 1) * BLOCK <= n:
+        _deduct_tile(residual, scales, n, tile, tile_row, tile_segment, row_segment, starts, False, BLOCK)
     else:
-        _deduct_tile(residual, scales, n, tile_row, tile_segment, row_segment, starts, True, BLOCK)
+        _deduct_tile(residual, scales, n, tile, tile_row, tile_segment, row_segment, starts, True, BLOCK)
 
 
 @placed
