@@ -7,6 +7,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.core.keys import Key
+from gradwire.kernels import quantize
+from gradwire.kernels.dispatch import reference_only
 from workers import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -104,3 +107,16 @@ def test_lockstep_on_the_gpu(spec: str) -> None:
         for p, *others in zip(*(net.parameters() for net in models), strict=True):
             for other in others:
                 assert p.grad is not None and torch.equal(p.grad, other.grad)
+
+
+def test_definitions_divide_as_they_do_on_a_cpu() -> None:
+    """By a Python number torch would divide with its reciprocal there, and sevenths would be an ulp off."""
+    values, lengths = torch.randn(10_000, generator=torch.Generator().manual_seed(0)), torch.tensor([3_000, 7_000])
+    with reference_only():
+        fours = quantize.integer_encode(values, lengths, 4, 256)
+        found = quantize.integer_decode(fours.cuda(), lengths.cuda(), 4, 256)
+        assert torch.equal(found.cpu(), quantize.integer_decode(fours, lengths, 4, 256))
+        levels = quantize.qsgd_encode(values, lengths, ("a", "b"), Key(1, 0, 0), 127, 512)
+        for biased in (False, True):
+            found = quantize.qsgd_decode(levels.cuda(), lengths.cuda(), 127, 512, biased)
+            assert torch.equal(found.cpu(), quantize.qsgd_decode(levels, lengths, 127, 512, biased))

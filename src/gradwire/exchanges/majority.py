@@ -19,6 +19,7 @@ from gradwire.core.payload import Payload
 from gradwire.core.registry import register
 from gradwire.core.segments import Segments
 from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
+from gradwire.kernels.groups import over
 
 
 @register("majority", kind="exchange")
@@ -41,7 +42,7 @@ class Majority(Exchange):
             votes = heard.sign() if votes is None else votes + heard.sign()
             scale = heard.abs() if scale is None else scale + heard.abs()
         assert votes is not None and scale is not None
-        return Agreed(votes.sign() * scale / around.world, said.memory)
+        return Agreed(over(votes.sign() * scale, around.world), said.memory)
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         return (world - 1) * codec.size(units)

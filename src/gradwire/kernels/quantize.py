@@ -12,7 +12,7 @@ from gradwire.core.keys import Key
 from gradwire.core.payload import as_bytes, from_bytes
 from gradwire.kernels.bits import pack, pack_trits, unpack, unpack_trits
 from gradwire.kernels.dispatch import kernel
-from gradwire.kernels.groups import blocks, largest, mean, spread, total
+from gradwire.kernels.groups import blocks, largest, mean, over, spread, total
 from gradwire.kernels.philox import uniform
 
 NATURAL_BITS = 9
@@ -107,7 +107,7 @@ def qsgd_decode(data: Tensor, lengths: Tensor, levels: int, bucket: int | None, 
         norms = norms / (1 + omega(buckets, levels))
     scales = spread(norms.float(), buckets)
     codes = unpack(data[head:], (2 * levels).bit_length(), scales.numel()) - levels
-    return scales * (codes / levels)
+    return scales * over(codes, levels)
 
 
 @kernel
@@ -128,7 +128,7 @@ def integer_decode(data: Tensor, lengths: Tensor, bits: int, block: int) -> Tens
     levels = (1 << bits - 1) - 1
     scales = spread(from_bytes(data[:head], torch.float32), cut)
     q = unpack(data[head:], bits, scales.numel()) - levels
-    return scales * (q / levels)
+    return scales * over(q, levels)
 
 
 @kernel
@@ -154,7 +154,7 @@ def natural_decode(data: Tensor, count: int) -> Tensor:
 def omega(lengths: Tensor, levels: int) -> Tensor:
     """QSGD's variance bound, for vectors of these lengths."""
     b = lengths.double()
-    return torch.minimum(b / levels**2, b.sqrt() / levels)
+    return torch.minimum(over(b, levels**2), over(b.sqrt(), levels))
 
 
 def _norms(values: Tensor, buckets: Tensor) -> Tensor:
