@@ -73,9 +73,10 @@ def test_accumulated_passes_equal_one_large_one():
     torch.testing.assert_close(*weights)
 
 
-def test_passes_tell_the_variance_test_how_much_they_differ():
-    recipe = recipe_of("digits", "sync.spec=variance", "train.accumulate=3", "train.batch=40", "train.batch_per=worker")
-    training = Training(recipe, alone(1))
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_passes_tell_the_variance_test_how_much_they_differ(clip):
+    base = ("sync.spec=variance", "train.accumulate=3", "train.batch=40", "train.batch_per=worker")
+    training = Training(recipe_of("digits", *base, f"optimizer.local_clip={clip}"), alone(1))
     batch = next(training.loader.epoch(0))
     parts = []
     for i in range(3):
@@ -86,8 +87,11 @@ def test_passes_tell_the_variance_test_how_much_they_differ():
     seen = {}
     training.crew.wire.observe = seen.update
     training.passes(batch, 0)
+    norm = torch.nn.utils.get_total_norm([sum(part[name] for part in parts) for name in parts[0]])
+    shrunk = min(1.0, clip / norm) ** 2 if clip else 1.0  # as the gradients are that they are held against
     for name, moment in seen.items():
-        torch.testing.assert_close(moment, sum(part[name].square() for part in parts), rtol=1e-3, atol=1e-9)
+        expected = shrunk * sum(part[name].square() for part in parts)
+        torch.testing.assert_close(moment, expected, rtol=1e-3, atol=1e-10)
     assert seen.keys() == parts[0].keys()
 
 

@@ -174,7 +174,8 @@ class Wire:
 
         Args:
             second_moments: For each name, the sum over samples of (per-sample gradient / batch size)^2. A loop that has
-                only the gradients of M micro-batches passes the sum over those of (gradient / M)^2.
+                only the gradients of M micro-batches passes the sum over those of (gradient / M)^2. A loop that clips
+                its gradients multiplies this by the square of the same factor.
         """
         self.ferry.land(self)
         self.session.observe(second_moments)

@@ -40,3 +40,8 @@ class Moments:
             added = p.grad - self._before.get(name, 0.0)
             self._before[name] = p.grad.clone()
             self._seen[name] = self._seen.get(name, 0.0) + (added / scale).square()
+
+    def shrink_(self, factor: Tensor) -> None:
+        """The gradients were multiplied by that after they had been taken note of."""
+        for seen in self._seen.values():
+            seen.mul_(factor.square())

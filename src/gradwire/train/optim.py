@@ -80,8 +80,10 @@ def tell(optimizer: torch.optim.Optimizer, settings: Mapping[str, float]) -> Non
 
 
 @torch.no_grad()
-def clip_(gradients: Iterable[Tensor | None], longest: float | Tensor) -> None:
-    """Scale gradients down so that together they are no longer than that; nothing waits for the device."""
+def clip_(gradients: Iterable[Tensor | None], longest: float | Tensor) -> Tensor:
+    """Scale gradients down, so that together they are no longer than that, by what is returned; nothing waits."""
     there = [g for g in gradients if g is not None]
     norm = torch.nn.utils.get_total_norm(there)
-    torch._foreach_mul_(there, (longest / (norm + 1e-6)).clamp(max=1.0))
+    factor = (longest / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(there, factor)
+    return factor

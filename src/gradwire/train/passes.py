@@ -104,10 +104,10 @@ class Passes:
                 losses.append(loss.detach())
                 if state is not None:
                     after.append(state)
-        grads = self._laid_out(worker, {name: p.grad for name, p in self.crew.wire.parameters.items()})
-        self.model.zero_grad(set_to_none=True)
-        if self.recipe.optimizer.local_clip:
-            clip_(grads.values(), self._longest)
+            grads = self._laid_out(worker, {name: p.grad for name, p in self.crew.wire.parameters.items()})
+            self.model.zero_grad(set_to_none=True)
+            if self.recipe.optimizer.local_clip:
+                moments.shrink_(clip_(grads.values(), self._longest))
         return grads, torch.stack(losses).mean(), after
 
     def _loss(self, inputs: Tensor, targets: Tensor, state: State | None) -> tuple[Tensor, State | None]:

@@ -140,6 +140,8 @@ class Together:
             factors = (self.longest() / (norms + 1e-6)).clamp(max=1.0)
             for rows in self.rows:
                 rows.mul_(factors[:, None])
+            for seen in self._seen:
+                seen.mul_(factors[:, None].square())
 
     def _add_up(self) -> None:
         """Each worker's gradient from those of its passes, and how much these differ."""
