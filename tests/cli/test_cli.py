@@ -35,6 +35,12 @@ def test_codecs_lists_every_name():
     assert "contraction" in done.stdout
 
 
+def test_codecs_cuts_nothing_off_in_a_narrow_terminal():
+    done = CliRunner().invoke(app, ["codecs"], env={"COLUMNS": "80"})
+    assert done.exit_code == 0
+    assert "…" not in done.stdout
+
+
 @pytest.mark.parametrize("kind", HEADINGS)
 def test_every_card_has_a_title_and_a_spec_that_can_be_read(kind):
     for card in cards(kind):

@@ -22,6 +22,8 @@ def test_recipes_are_listed_with_what_they_are():
     assert "cifar10-resnet9-topk-model" in done.stdout
     assert "Fragments" in done.stdout
     assert "cifar10-resnet9" not in run("recipes", "--fragments").stdout
+    names = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("ptb-lstm700")]
+    assert names == sorted(names)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,13 @@ def test_a_plan_says_from_which_step_its_lanes_are():
     short = run("plan", "digits", "--spec", "dgc(0.01)", "--set", "sync.ramp=5", "--set", "train.iterations=50").stdout
     assert "lanes from step 33 on" in short and "topk(0.0625)" in short
     assert "lanes\n" in run("plan", "digits").stdout.replace(" ", "")
+
+
+def test_a_plan_bounds_ratios_where_it_bounds_bytes():
+    payload, ratio = run("plan", "digits", "--spec", "topk(0.01)").stdout.splitlines()[-2].split("│")[2:4]
+    assert payload.strip().startswith("<= ") and ratio.strip().startswith(">= ")
+    payload, ratio = run("plan", "digits", "--spec", "fp16").stdout.splitlines()[-2].split("│")[2:4]
+    assert "<" not in payload and ">" not in ratio
 
 
 def test_train_evaluate_and_resume(tmp_path):

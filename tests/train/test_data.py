@@ -426,6 +426,8 @@ def test_windows_do_not_overlap_and_shift_every_epoch() -> None:
     assert torch.equal(first.view(12, 2, 4, 10)[:, 1].flatten(0, 1), alone)
     with pytest.raises(ValueError, match="too few for 2 ranks"):
         WindowLoader(text, 4, 200, 2)
+    with pytest.raises(ValueError, match=r"are 0 windows of 200.*lower data\.length"):
+        WindowLoader(text[:3], 4, 200, 2)
 
 
 def windows(source: WindowLoader, epoch: int) -> Tensor:

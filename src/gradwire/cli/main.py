@@ -144,13 +144,13 @@ def _method(spec: str, feedback: str | None, exchange: str | None) -> Method:
 
 def _names(heading: str, found: list[Card]) -> Table:
     table = Table(title=heading, title_justify="left", expand=True)
-    table.add_column("name and specs", ratio=3, overflow="fold")
-    table.add_column("what it does, by which formula, from which paper", ratio=7)
+    table.add_column("name and specs", ratio=2, overflow="fold")
+    table.add_column("what it does, by which formula, from which paper", ratio=3, overflow="fold")
     sized, promising = any(size_of(card) for card in found), any(card.parts for card in found)
     if sized:
-        table.add_column("bits", justify="right", ratio=1)
+        table.add_column("bits", justify="right", width=8, overflow="fold")
     if promising:
-        table.add_column("promises", ratio=2)
+        table.add_column("promises", width=12, overflow="fold")
     for card in found:
         specs = Text.assemble((card.name, "bold"), *(f"\n{spec}" for spec in card.examples if spec != card.name))
         story = Text("\n").join(Text(line) for line in _story(card))

@@ -136,8 +136,8 @@ def _bytes(made: Plan, last: int) -> Table:
             break
         cost = total(made, step)
         ring = 2 * (made.world - 1) / made.world * cost.dense
-        bound = "<= " if cost.bounded else ""
-        wire = f"{ring / cost.sent:,.1f}" if cost.sent else "-"
-        payload = f"{cost.dense / cost.payload:,.1f}" if cost.payload else "-"
+        bound, least = ("<= ", ">= ") if cost.bounded else ("", "")
+        wire = f"{least}{ring / cost.sent:,.1f}" if cost.sent else "-"
+        payload = f"{least}{cost.dense / cost.payload:,.1f}" if cost.payload else "-"
         table.add_row(f"{step:,}", f"{bound}{cost.payload:,.0f}", payload, f"{bound}{cost.sent:,.0f}", wire)
     return table

@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 def listing() -> dict[str, Entry]:
     """All recipes and fragments of the package, by name."""
     folder = resources.files("gradwire.train") / "recipes"
-    files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name[:-5])
     return {file.name[:-5]: _entry(file.name[:-5], file.read_text(encoding="utf-8")) for file in files}
 
 

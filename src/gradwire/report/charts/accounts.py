@@ -99,7 +99,7 @@ def bytes_by_layer(task: Task) -> Figure | None:
         chart(rows)
         .mark_point(filled=True, size=45, opacity=0.9)
         .encode(
-            alt.X("layer:N", title="layer, in the model's order", sort=names, axis=axis),
+            alt.X("layer:N", title="layer, in the order of sending: about the last first", sort=names, axis=axis),
             alt.Y("bytes:Q", title="bytes in a step (log)", scale=scale, axis=heights),
             color(task),
             shape(task),

@@ -76,8 +76,9 @@ class WindowLoader:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(
-                f"{len(self.tokens)} tokens are {self.windows} windows of {self.length}, too few for "
-                f"{self.world} ranks with a batch of {self.batch}"
+                f"{len(self.tokens)} tokens are {max(0, self.windows)} windows of {self.length}, too few for "
+                f"{self.world} ranks with a batch of {self.batch}; lower data.length or train.batch, or use fewer "
+                "workers or a longer text"
             )
 
     @property
