@@ -48,6 +48,7 @@ def test_every_contestant_that_is_measured_by_default_exists() -> None:
     ("words", "sentence"),
     [
         (("--method", "ddp-int7"), "torch has no 'ddp-int7'"),
+        (("--method", "ddp"), "take ddp-none, ddp-fp32"),
         (("--method", "topk(0.1); exchange"), "write for example exchange=two_way"),
         (("--method", "topkk(0.1)"), "topkk"),
         (("--link", "12parsec", "--method", "ddp-none"), "no unit of rate"),

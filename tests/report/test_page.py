@@ -93,6 +93,13 @@ def test_tables_name_what_made_them(runs: Path, tmp_path: Path) -> None:
     assert len(links) == 17 and all((out.parent / link).is_file() for link in links)
 
 
+def test_a_place_that_cannot_be_written_is_named(runs: Path, tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("no folder")
+    done = CliRunner().invoke(app, [str(runs), "--png", str(taken)])
+    assert done.exit_code == 2 and f"{taken} cannot be used: File exists; name another path" in done.stderr
+
+
 def test_what_cannot_be_reported_is_said(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [str(tmp_path)])
     assert done.exit_code == 2 and "no run in" in done.output

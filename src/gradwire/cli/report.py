@@ -42,6 +42,9 @@ def report(
     except ValueError as wrong:
         typer.echo(f"gradwire report: {wrong}", err=True)
         raise typer.Exit(2) from None
+    except OSError as wrong:
+        typer.echo(f"gradwire report: {wrong.filename} cannot be used: {wrong.strerror}; name another path", err=True)
+        raise typer.Exit(2) from None
     except ModuleNotFoundError as missing:
         if missing.name not in ("altair", "vl_convert", "jinja2"):
             raise

@@ -87,7 +87,7 @@ def check(name: str) -> None:
         return
     if name.startswith("gossip:"):
         parse(name)
-    elif name.startswith("ddp-"):
+    elif name == "ddp" or name.startswith("ddp-"):
         known = (SILENT, *DENSE, POWERSGD)
         if name not in known:
             raise ValueError(f"torch has no {name!r} here; take {', '.join(known)}")
