@@ -33,6 +33,8 @@ CHOSEN = {
         "test_one_pass_selection[torch.bfloat16-(5000, 0, 3001)-nesterov]",
         "test_memories_that_take_turns[True-momentum]",
         "test_any_hint_gives_the_same[zeros-3.0]",
+        "test_a_second_try[ties-1e-30]",
+        "test_many_equals_in_several_chunks",
         "test_draws[(5000, 0, 3001)]",
         "test_coders[(8, 0, 9)]",
         "test_messages_that_lie_anywhere[(16, 4096, 20, 5003)]",
@@ -43,7 +45,7 @@ CHOSEN = {
         "test_scatter_mean[3]",
         "test_scatter_mean_where_many_meet[4]",
         "test_a_servers_turn[True-3-(1000,)]",
-        "test_half_by_a_guess[far]",
+        "test_half_by_a_guess",
     ],
 }
 
