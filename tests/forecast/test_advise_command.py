@@ -339,6 +339,8 @@ def test_evidence_is_looked_up_by_what_a_spec_means() -> None:
         assert one in evidence(one.spec) and one.seeds >= 1
     assert evidence("ef_signsgd") == evidence("sign") != []
     assert set(sound(["int4", "sign", "randomk(0.3)"])) == {"int4", "randomk(0.3)"}
+    lost = "topk(0.001) | fp16"  # for certain on the digits, though not on average
+    assert sum(one.gain for one in evidence(lost)) / len(evidence(lost)) > -0.01 and not sound([lost])
     assert str(Evidence("x", "digits", "%", 4, 3, 98.0, -0.5, -1.0, 0.0)) == "-0.50 [-1.00, +0.00] on digits, 3 seeds"
     worse = Evidence("x", "ptb", "perplexity", 4, 1, 90.0, 1.0, None, None, larger_is_better=False)
     assert str(worse) == "+1.00 perplexity (less is better) on ptb, 1 seed" and worse.gain < -0.01

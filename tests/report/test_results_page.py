@@ -12,7 +12,15 @@ from gradwire.report.table import markdown
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-STUDIES = ["resnet9", "resnet9-choices", "ptb", "ptb-methods", "ptb-shares", "resnet20", "headline resnet9/dense-0"]
+STUDIES = [
+    "resnet9",
+    "resnet9-choices",
+    "ptb",
+    "ptb-methods",
+    "ptb-shares",
+    "resnet20",
+    "headline resnet9/dense-0 resnet9/dense-1 resnet9/dense-2",
+]
 
 
 @pytest.mark.parametrize("study", STUDIES)

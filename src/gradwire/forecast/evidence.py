@@ -49,7 +49,16 @@ class Evidence:
     @property
     def gain(self) -> float:
         """The difference as a share of the dense runs' mean; negative is worse."""
-        return self.difference / self.dense * (1 if self.larger_is_better else -1)
+        return self._share(self.difference)
+
+    @property
+    def best(self) -> float | None:
+        """The better end of its interval, as a share as well."""
+        end = self.high if self.larger_is_better else self.low
+        return None if end is None else self._share(end)
+
+    def _share(self, difference: float) -> float:
+        return difference / self.dense * (1 if self.larger_is_better else -1)
 
     def __str__(self) -> str:
         span = "" if self.low is None or self.high is None else f" [{self.low:+.2f}, {self.high:+.2f}]"
@@ -71,12 +80,13 @@ def evidence(spec: str) -> list[Evidence]:
 
 
 def sound(specs: Iterable[str]) -> tuple[str, ...]:
-    """Those that nothing speaks against: trainings lost less than a percent on average, or there were none."""
-    return tuple(spec for spec in specs if _mean(evidence(spec)) > -LOST)
+    """Those that nothing speaks against: trainings lost less than a percent on average, none more for certain."""
+    return tuple(spec for spec in specs if _bearable(evidence(spec)))
 
 
-def _mean(found: Sequence[Evidence]) -> float:
-    return sum(one.gain for one in found) / len(found) if found else 0.0
+def _bearable(found: Sequence[Evidence]) -> bool:
+    mean = sum(one.gain for one in found) / len(found) if found else 0.0
+    return mean > -LOST and all(one.best is None or one.best > -LOST for one in found)
 
 
 @cache
