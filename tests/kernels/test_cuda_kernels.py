@@ -23,6 +23,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 
 from gradwire.kernels import cuda
 from gradwire.kernels.cuda import merge
+from gradwire.kernels.cuda import plan as plans
 from gradwire.kernels.cuda import select as selection
 from gradwire.kernels.cuda.plan import plan
 
@@ -311,6 +312,19 @@ def test_large_segments_in_a_graph():
         expected = plain(fused.accumulate_topk_, g, v2, u2, RULES[1], lengths, counts, None)
         for a, b in zip(found, expected, strict=True):
             assert torch.equal(a, b)
+
+
+def test_streams_have_plans_of_their_own(monkeypatch):
+    """What one learns of its bar must not change that of a selection on another stream."""
+    lengths, counts, device = (9000,), (9,), torch.empty(0, device=DEVICE).device
+    made = []
+    for stream in (1, 2, 1):
+        monkeypatch.setattr(plans, "_current", lambda device, stream=stream: stream)
+        made.append(plan(lengths, counts, device))
+    assert made[0] is made[2] and made[0].slack.data_ptr() != made[1].slack.data_ptr()
+    monkeypatch.setattr(plans, "_current", lambda device: 3)
+    monkeypatch.setattr(plans, "_captures", lambda device: True)
+    assert plan(lengths, counts, device) is made[1], "nothing can be made while a graph is captured"
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

@@ -5,13 +5,13 @@ Paper:    Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient com
 Formula:  P = mean_r(M_r Q);  P = orthonormal(P);  Q_r = M_r' P;  Q = mean_r(Q_r);  mean = P Q'
 Wire:     r (rows + columns) float32 per matrix, in two sums; other tensors dense float32, with the first sum
 Traits:   late: what was said is known only after the first sum; not exact
-Differs:  a matrix that r factors would not shrink travels dense; a basis column that died is drawn anew; the debt is
-          taken against the rank's own projection P Q_r', whose mean over ranks is the update
+Differs:  a matrix that r factors would not shrink travels dense; a basis column that died begins anew as it was first
+          drawn; the debt is taken against the rank's own projection P Q_r', whose mean over ranks is the update
 Spec:     powersgd(2)
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
 
@@ -24,6 +24,7 @@ from gradwire.codecs.stage import Memory, Sent, Signal, Slot
 from gradwire.core.arguments import is_count
 from gradwire.core.asks import Sum, Talk
 from gradwire.core.keepsakes import kept
+from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.segments import Segments
 from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
@@ -148,14 +149,20 @@ class PowerSGD(Exchange):
         return 2 * (world - 1) / world * 4 * factors
 
     def _bases(self, shapes: list[Family], memory: Memory, around: Round) -> list[Tensor]:
-        fresh = around.key.shared().fold("basis")
+        # The same at every step: on a GPU, hundreds of small launches draw it, and hardly any step needs it.
+        fresh = replace(around.key.shared().fold("basis"), step=0)
         bases = []
         for f in shapes:
             q = _stack(memory["basis"], f.bases, f.columns, self.rank)
-            drawn = philox.normal(fresh, f.names, f.columns * self.rank, q.device).view_as(q)
+            drawn = _drawn(fresh, f.names, f.columns * self.rank, q.device).view_as(q)
             # A column of zeros would stay zero for ever; the first step starts from nothing else.
             bases.append(torch.where(q.norm(dim=-2, keepdim=True) > 0, q, drawn))
         return bases
+
+
+@kept(512)
+def _drawn(key: Key, names: tuple[str, ...], n: int, device: torch.device) -> Tensor:
+    return philox.normal(key, names, n, device)
 
 
 def _stack(flat: Tensor, starts: tuple[int, ...], rows: int, columns: int) -> Tensor:

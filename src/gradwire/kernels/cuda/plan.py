@@ -55,7 +55,8 @@ SPAN = tl.constexpr(64)  # entries that the sweep describes in one word
 ROWS = tl.constexpr(32)  # in a chunk, the work of one program after the sweep
 
 _serial = itertools.count()
-_recent: dict[tuple[int, int, torch.device], tuple[Any, Any, "Plan"]] = {}  # to hash hundreds of numbers takes longer
+_recent: dict[tuple[int, int, torch.device, int], tuple[Any, Any, "Plan"]] = {}  # hashing hundreds of numbers is slow
+_last: dict[tuple[tuple[int, ...], tuple[int, ...], torch.device], "Plan"] = {}  # of whatever stream
 _SMALL = 2048  # segments up to this are candidates as a whole
 _MANY = 6  # of so many entries one or more: room for candidates would be room for all
 
@@ -99,18 +100,27 @@ class Plan(NamedTuple):
 
 
 def plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Plan:
-    """The plan of these lengths and budgets; a budget may exceed its length."""
-    key = (id(lengths), id(counts), device)
+    """The plan of these lengths and budgets, for this stream; a budget may exceed its length.
+
+    Two streams never share one: the bar, of which ``slack`` is a part, must not change while a selection is under way.
+    """
+    stream = _current(device)
+    key = (id(lengths), id(counts), device, stream)
     found = _recent.get(key)
     if found is None or found[0] is not lengths or found[1] is not counts:
-        if len(_recent) >= 64:
-            _recent.clear()
-        found = _recent[key] = (lengths, counts, _plan(lengths, counts, device))
+        made = _last.get((lengths, counts, device))
+        if made is not None and _captures(device):  # no table can be made there: one of another stream must do
+            return keep(made)
+        for known in (_recent, _last):
+            if len(known) >= 64:
+                known.clear()
+        made = _last[lengths, counts, device] = _plan(lengths, counts, device, stream)
+        found = _recent[key] = (lengths, counts, made)
     return keep(found[2])
 
 
 @lru_cache(maxsize=64)
-def _plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Plan:
+def _plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device, stream: int) -> Plan:
     tiles = grid(lengths, device)
     size = torch.tensor(lengths, dtype=torch.int64)
     count = torch.minimum(torch.tensor(counts, dtype=torch.int64), size)
@@ -179,11 +189,15 @@ class Pool:
 
 def stream_of(device: torch.device) -> int | None:
     """A name for the current stream; None while a graph is being captured, which must own what it uses."""
-    if device.type != "cuda":
-        return 0
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    return int(torch._C._cuda_getCurrentRawStream(device.index))
+    return None if _captures(device) else _current(device)
+
+
+def _captures(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _current(device: torch.device) -> int:
+    return int(torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else 0
 
 
 def _scratch(plan: Plan) -> Scratch:
