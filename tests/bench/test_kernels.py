@@ -1,6 +1,7 @@
 """`bench kernels` times everything it names, and bad input to a bench gets a sentence before anything is measured."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,20 @@ def test_every_kernel_is_timed() -> None:
         assert row["to_reference"] == pytest.approx(row["reference_ms"] / row["ms"])
     for name, composed in kernels.COMPOSED.items():
         assert rows[name]["to_torch"] == pytest.approx(rows[composed]["ms"] / rows[name]["ms"])
+
+
+def test_a_small_floor_knows_no_late_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that wait for one another may take a hundred times as long as what they copy."""
+
+    def late(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.004)
+        return target
+
+    monkeypatch.setattr(torch.Tensor, "copy_", late)
+    (row,) = kernels.measure(CPU, [100_000], only="sign_decode", repeats=3)
+    assert row["floor_ms"] < 2
+    (row,) = kernels.measure(CPU, [kernels.TURN // 4], only="sign_decode", repeats=3)
+    assert row["floor_ms"] > 2, "a long copy is made once in a turn"
 
 
 def test_resnet50() -> None:

@@ -1,14 +1,17 @@
 """How fast each kernel is: against the memory it must touch, against its definition, and against plain torch.
 
 The floor of a kernel is the time of a copy that reads and writes as many bytes as the kernel must, in the same run.
+On a CPU, a copy of few bytes is made often in each turn, by all threads and by one, and the fastest counts: one thread
+that wakes up late makes all wait a hundred times as long as such a copy takes.
 """
 
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from gradwire.bench import cases
@@ -24,6 +27,9 @@ COMPOSED = {
     "qsgd_encode": "torch_qsgd",
     "int4_encode": "torch_int4",
 }
+
+# On a CPU a turn copies at least so many bytes, which take about a millisecond, in no more copies than that.
+TURN, COPIES = 2**24, 40
 
 
 def resnet50() -> tuple[int, ...]:
@@ -83,11 +89,10 @@ def measure(
 def _row(name: str, case: Case, scene: Scene, repeats: int) -> dict[str, Any]:
     device = scene.device
     needed = int(case.bytes * scene.n)
-    copy = _copier(needed, device)
     if device.type == "cpu":
-        floor, ms = _in_turns(copy, case.run, repeats)
+        floor, ms = _in_turns(_copies(needed), case.run, repeats)
     else:
-        floor, ms = _median(copy, device, repeats), _median(case.run, device, repeats)
+        floor, ms = _median(_copier(needed, device), device, repeats), _median(case.run, device, repeats)
     replayed = _replayed(case.run, repeats) if device.type == "cuda" and case.repeatable else None
     plain = ms if case.composed else _defined(case, device, repeats)
     if device.type == "cuda":
@@ -117,12 +122,26 @@ def _copier(needed: int, device: torch.device) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
-def _in_turns(one: Callable[[], object], other: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Medians of both, in milliseconds, run by turns: what else the machine does hits both alike."""
+def _copies(needed: int) -> list[Callable[[], object]]:
+    """The copies of one turn on a CPU: a single long one, or several short ones by all threads and by one."""
+    copy = _copier(needed, torch.device("cpu"))
+    times = min(COPIES, -(-TURN // max(needed, 1)))
+    if times == 1:
+        return [copy]
+    source = torch.empty(max(needed // 8, 1)).uniform_().numpy()
+    target = source.copy()
+    return [copy] * times + [lambda: np.copyto(target, source)] * times  # NumPy's is by one thread
+
+
+def _in_turns(copies: Sequence[Callable[[], object]], run: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Medians of the fastest copy of a turn and of a kernel, in milliseconds.
+
+    They run by turns: what else the machine does hits both alike.
+    """
     for _ in range(3):
-        one()
-        other()
-    pairs = [(_clocked(one), _clocked(other)) for _ in range(repeats)]
+        copies[0]()
+        run()
+    pairs = [(min(map(_clocked, copies)), _clocked(run)) for _ in range(repeats)]
     return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
 
 
