@@ -60,7 +60,7 @@ def ratio(number: float | None, digits: int) -> str:
 
 
 def line(row: dict[str, Any], replayed: bool, took: dict[str, float]) -> str:
-    tiny, composed = row["kernel"] in TINY, "(composed)" in name(row["kernel"]) or row["kernel"].startswith("torch_")
+    tiny, composed = row["kernel"] in TINY, row["reference_ms"] == row["ms"]
     cells = [name(row["kernel"]), f"{row['ms']:.3f}"]
     cells += [ratio(row["graph_ms"], 3)] if replayed else []
     cells += [f"{row['bytes_per_element']:.4g}", ratio(None if tiny else row["floor_ms"], 3)]

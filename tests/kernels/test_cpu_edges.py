@@ -50,6 +50,12 @@ def test_topk_of_what_is_not_finite(n: int) -> None:
             assert fused.topk(x, (n,), (k,)).numel() == k
 
 
+def test_topk_of_16_bits_and_of_more_than_there_are() -> None:
+    x = spoiled(3000, ())
+    for dtype in DTYPES:
+        same(lambda dtype=dtype: (fused.topk(x.to(dtype), (2950, 50), (5, 60)),))
+
+
 def test_nan_is_larger_than_infinity() -> None:
     x = torch.tensor([1.0, INF, 2.0, NAN, -INF, 3.0])
     for definitions in (False, True):

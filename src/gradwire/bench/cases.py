@@ -166,7 +166,7 @@ def _topk(scene: Scene, x: Tensor, ratio: float = RATIO) -> Case:
 def _chunk_topk(scene: Scene) -> Case:
     selector = ChunkTopK(4)
     signal = Signal(scene.x, scene.x, {}, Segments(scene.names, tuple((length,) for length in scene.lengths)))
-    return Case(4.0, lambda: selector.select(signal, _KEY), False, True)
+    return Case(4.0, lambda: selector.select(signal, _KEY), False)
 
 
 def _torch_dgc(scene: Scene) -> Case:

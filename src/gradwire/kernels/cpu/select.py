@@ -43,7 +43,8 @@ class Work(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _work(lengths: tuple[int, ...], counts: tuple[int, ...]) -> Work:
-    n, k = np.array(lengths, dtype=np.int64), np.array(counts, dtype=np.int64)
+    n = np.array(lengths, dtype=np.int64)
+    k = np.minimum(np.array(counts, dtype=np.int64), n)
     tiles = whole(lengths, _TILE)
     first = np.searchsorted(tiles.segment, np.arange(n.size + 1))
     # After a step in which k were sent, about twice as many remain above the edge, and some are new.
@@ -249,7 +250,7 @@ def _with_zeros(x: NDArray[np.float32], work: Work) -> _Search:
 
 @in_turn
 def topk(x: Tensor, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Tensor:
-    search, values = _Search(_work(lengths, counts)), x.detach().contiguous().numpy()
+    search, values = _Search(_work(lengths, counts)), x.detach().float().contiguous().numpy()
     search.look(values)
     search.choose(values)
     return torch.from_numpy(search.indices)
