@@ -125,8 +125,8 @@ def _table(task: Task) -> Table:
     for group in task.groups:
         table.add_row(*(cell.text for cell in cells(task, group)))
     table.caption = (
-        "after the last epoch: mean +- sample standard deviation over seeds; intervals are t-intervals; "
-        "differences are seed by seed"
+        "after the last epoch: mean +- sample standard deviation over seeds; intervals are t-intervals, "
+        "where seeds differ; differences are seed by seed"
     )
     if any(group.diverged for group in task.groups):
         table.caption += "\ndiverged: the loss is not finite, or most steps were skipped"

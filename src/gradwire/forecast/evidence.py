@@ -28,7 +28,7 @@ class Evidence:
         seeds: How many pairs of runs.
         dense: The mean of the dense runs.
         difference: The mean of the differences, seed by seed; negative is lower.
-        low: The lower end of its 95 % interval; None with one seed.
+        low: The lower end of its 95 % interval; None with one seed, or if all differ alike.
         high: The upper end.
         payload_ratio: Float32 bytes over bytes encoded.
         larger_is_better: Of the metric.

@@ -6,12 +6,15 @@ from dataclasses import dataclass, replace
 
 from scipy.special import stdtrit
 
+ALIKE = 1e-9  # numbers that differ by less do so by rounding
+
 
 @dataclass(frozen=True)
 class Estimate:
     """A mean of n values, their sample standard deviation, and the 95 % t-interval of the mean.
 
-    Of one value nothing is known but itself: the spread and the ends of the interval are then None.
+    Of one value nothing is known but itself: the spread and the ends of the interval are then None. Values that are all
+    alike tell nothing of how far others would lie apart: there is no interval then.
     """
 
     n: int
@@ -43,6 +46,8 @@ def estimate(values: Sequence[float]) -> Estimate:
     mean = math.fsum(values) / n
     if n == 1:
         return Estimate(1, mean)
+    if max(values) - min(values) < ALIKE:
+        return Estimate(n, mean, 0.0)
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
     reach = float(stdtrit(n - 1, 0.975)) * spread / math.sqrt(n)
     return Estimate(n, mean, spread, mean - reach, mean + reach)
