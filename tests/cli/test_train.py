@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 from gradwire.cli.main import app
 from gradwire.cli.train import _left, _tell_unused
 from gradwire.train import checkpoint, shelf
+from gradwire.train.record import read
 from trainings import DIGITS
 
 SMALL = [word for override in DIGITS for word in ("--set", override)]
@@ -63,6 +64,13 @@ def test_a_plan_says_from_which_step_its_lanes_are():
     assert "lanes\n" in run("plan", "digits").stdout.replace(" ", "")
 
 
+def test_a_plan_tells_equal_stages_once():
+    rows = run("plan", "cifar10-resnet20", "dgc", "ramp5", "fp16").stdout.split("from step")[-1].splitlines()
+    told = [[cell.strip() for cell in row.split("│")[1:-1]] for row in rows if "│" in row]
+    assert [row[0] for row in told] == ["0", "48", "96", "144", "192"]
+    assert len({tuple(row[1:]) for row in told}) == len(told)
+
+
 def test_a_plan_bounds_ratios_where_it_bounds_bytes():
     payload, ratio = run("plan", "digits", "--spec", "topk(0.01)").stdout.splitlines()[-2].split("│")[2:4]
     assert payload.strip().startswith("<= ") and ratio.strip().startswith(">= ")
@@ -109,6 +117,54 @@ def test_train_evaluate_and_resume(tmp_path):
     assert damaged.is_file() and (folder / "recipe.toml").read_text() == told
     assert run("train", *words, "--overwrite", "--set", "train.iterations=1").exit_code == 0
     assert {path.name for path in (folder / "checkpoints").glob("step-*")} == {"step-1"}
+
+
+CRASHING = """
+import torch
+
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        raise RuntimeError("out of luck")
+
+
+def make():
+    return Net(64, 10)
+"""
+
+
+def test_a_run_that_took_no_step_leaves_its_folder_to_the_next(tmp_path):
+    (tmp_path / "mine.py").write_text(CRASHING)
+    words = ["digits", "--in-process", "1", "--set", "train.iterations=1", "--folder", str(tmp_path / "run")]
+    crashed = run("train", *words, "--model", f"{tmp_path / 'mine.py'}:make")
+    assert "out of luck" in str(crashed.exception) and (tmp_path / "run" / "run.jsonl").is_file()
+    assert run("train", *words).exit_code == 0
+    assert [record["event"] for record in read(tmp_path / "run")] == ["start", "step", "epoch", "final"]
+    refused = run("train", *words)
+    assert refused.exit_code == 2 and "holds a run already" in refused.stderr
+    (tmp_path / "run" / "run.jsonl").unlink()
+    assert "holds a run already" in run("train", *words).stderr, "there is a checkpoint"
+
+
+def test_ones_own_model_is_found_from_elsewhere(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "mine.py").write_text(
+        CRASHING.replace('raise RuntimeError("out of luck")', "return super().forward(x.flatten(1))")
+    )
+    monkeypatch.chdir(home)
+    words = ["digits", "--model", "mine.py:make", "--in-process", "1", "--set", "train.iterations=1"]
+    assert run("train", *words).exit_code == 0
+    score = run("evaluate", "runs/digits-0")
+    assert score.exit_code == 0
+    monkeypatch.chdir(tmp_path)
+    assert run("evaluate", "home/runs/digits-0").stdout == score.stdout
+    (home / "mine.py").rename(tmp_path / "mine.old")
+    lost = run("evaluate", "home/runs/digits-0")
+    assert lost.exit_code == 2 and "or copy mine.py into home/runs/digits-0" in lost.stderr
+    assert "--toml" not in lost.stderr
+    (tmp_path / "mine.old").rename(home / "runs" / "digits-0" / "mine.py")
+    assert run("evaluate", "home/runs/digits-0").stdout == score.stdout
 
 
 def test_a_graph_that_is_refused_leaves_no_folder(tmp_path):
@@ -165,6 +221,15 @@ def test_no_checkpoint_is_promised_where_there_is_none(tmp_path):
         (["train", "digits", "--runs", "/dev/null"], "cannot make the folder /dev/null/digits-0"),
         (["plan", "digits", "--set", "model.options.widht=3"], "did you mean 'width'?"),
         (["train", "digits", "--workers", "200", "--runs", "/dev/null"], "too small for 200 workers"),
+        (
+            ["train", "digits", "--set", "data.name=text", "--set", "data.options.file=own.txt", "--runs", "{tmp}"],
+            "the model cnn takes images, and the data text are text; name a model that reads, as in --set model.name=",
+        ),
+        (
+            ["plan", "digits", "--set", "model.name=gpt"],
+            "the model gpt reads text, and the data digits are images; name a model that takes them, as in --set",
+        ),
+        (["plan", "pydoc-lstm", "--set", "data.name=text"], "say it with --set data.options.file=FILE"),
     ],
 )
 def test_what_is_wrong_gets_a_sentence(tmp_path, words, sentence):

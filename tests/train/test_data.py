@@ -1,6 +1,7 @@
 """Data: read from made-up files in the standard layouts, shared fairly, and the same every time."""
 
 import gzip
+import inspect
 import pickle
 import random
 import struct
@@ -236,6 +237,11 @@ def test_words_end_their_lines_with_eos(tmp_path: Path) -> None:
         data.load("ptb", tmp_path)
 
 
+def test_what_is_text() -> None:
+    makers = {name: inspect.signature(maker).return_annotation for name, maker in data.TASKS.items()}
+    assert {name for name, made in makers.items() if made is TextTask} == {*data.TEXTS}
+
+
 def test_any_text_file(tmp_path: Path) -> None:
     (tmp_path / "tale.txt").write_text("".join(f"line {i}, said she\n" for i in range(100)))
     task = data.load("text", tmp_path, {"file": "tale.txt"})
@@ -245,6 +251,10 @@ def test_any_text_file(tmp_path: Path) -> None:
     assert bytes(by_byte.train[:18].tolist()) == b"line 0, said she\nl"
     with pytest.raises(ValueError, match="there is no text"):
         data.load("text", tmp_path, {"file": "other.txt"})
+    for level in ("word", "byte"):
+        (tmp_path / "empty.txt").write_text("")
+        with pytest.raises(ValueError, match=r"empty\.txt holds nothing .* --set data\.options\.file=FILE"):
+            data.load("text", tmp_path, {"file": "empty.txt", "level": level})
     with pytest.raises(ValueError, match="choose 'word' or 'byte'"):
         data.load("text", tmp_path, {"file": "tale.txt", "level": "char"})
     for split in ("train", "valid", "test"):

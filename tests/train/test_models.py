@@ -1,5 +1,6 @@
 """Models: as large as the papers say, shaped as promised, and able to learn."""
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradwire.train.models import MODELS, LanguageLSTM, build, load, regime_of, settings_at, transform_of
+from gradwire.train.models import LANGUAGE, MODELS, LanguageLSTM, build, load, regime_of, settings_at, transform_of
 from gradwire.train.models.gpt import GPT, angles, rotate
 
 IMAGE_MODELS = ["resnet20", "resnet9", "alexnet", "vgg16-cifar"]
@@ -258,7 +259,7 @@ def test_a_model_of_an_installed_package() -> None:
         ("none.py:make", {}, "no model file none.py"),
         ("resnet9", {"scales": 1.0}, "did you mean 'scale'"),
         ("resnet9", {"zero_init": True}, "no option called 'zero_init'"),
-        ("lstm", {}, "needs the option 'vocab'"),
+        ("lstm", {}, "needs the option 'vocab'; say it with --set model.options.vocab=VOCAB"),
         ("lstm", {"vocab": 5, "layers": 0}, "at least one layer"),
         ("gpt", {"positions": "sinus"}, "choose 'learned' or 'rotary'"),
         ("gpt", {"width": 10}, "does not make 8 heads"),
@@ -276,6 +277,10 @@ def test_a_depth_that_no_resnet_has() -> None:
 
     with pytest.raises(ValueError, match=r"6n \+ 2"):
         resnet(21)
+
+
+def test_language_models_are_those_that_ask_for_a_vocabulary() -> None:
+    assert [name for name, maker in MODELS.items() if "vocab" in inspect.signature(maker).parameters] == [*LANGUAGE]
 
 
 def test_every_name_has_a_maker() -> None:

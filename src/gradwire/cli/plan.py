@@ -131,13 +131,18 @@ def _bytes(made: Plan, last: int) -> Table:
     table = Table(title="bytes of one rank in one step", title_justify="left")
     for column in ("from step", "payload", "ratio", "sent", "ratio to a float32 ring"):
         table.add_column(column, justify="right")
+    told: tuple[str, ...] = ()
     for step in stages(made):
-        if step > last:
-            break
-        cost = total(made, step)
-        ring = 2 * (made.world - 1) / made.world * cost.dense
-        bound, least = ("<= ", ">= ") if cost.bounded else ("", "")
-        wire = f"{least}{ring / cost.sent:,.1f}" if cost.sent else "-"
-        payload = f"{least}{cost.dense / cost.payload:,.1f}" if cost.payload else "-"
-        table.add_row(f"{step:,}", f"{bound}{cost.payload:,.0f}", payload, f"{bound}{cost.sent:,.0f}", wire)
+        if step <= last and (row := _costs(made, step)) != told:
+            told = row
+            table.add_row(f"{step:,}", *row)
     return table
+
+
+def _costs(made: Plan, step: int) -> tuple[str, ...]:
+    cost = total(made, step)
+    ring = 2 * (made.world - 1) / made.world * cost.dense
+    bound, least = ("<= ", ">= ") if cost.bounded else ("", "")
+    wire = f"{least}{ring / cost.sent:,.1f}" if cost.sent else "-"
+    payload = f"{least}{cost.dense / cost.payload:,.1f}" if cost.payload else "-"
+    return f"{bound}{cost.payload:,.0f}", payload, f"{bound}{cost.sent:,.0f}", wire

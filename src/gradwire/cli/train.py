@@ -252,11 +252,12 @@ def _left(folder: Path) -> str:
 
 def _refuse_begun(folder: Path, recipe: "Recipe", resume: bool, overwrite: bool) -> None:
     """Refuse to write over a run; on every rank, or those that do not write would wait for the one that does."""
+    from gradwire.train.record import begun
     from gradwire.train.sequel import check_sequel
 
     if resume:
         check_sequel(folder, recipe)
-    elif (folder / "run.jsonl").is_file() and not overwrite:
+    elif begun(folder) and not overwrite:
         raise ValueError(
             f"{folder} holds a run already; go on with --resume, start anew with --overwrite, or add --suffix"
         )

@@ -14,25 +14,29 @@ def nearest(word: str, words: Mapping[str, object]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"choose among {', '.join(words) or 'none at all'}"
 
 
-def call(maker: Callable[..., T], name: str, options: Mapping[str, object], facts: Mapping[str, object]) -> T:
+def call(
+    maker: Callable[..., T], table: str, name: str, options: Mapping[str, object], facts: Mapping[str, object]
+) -> T:
     """``maker(**facts, **options)``: every option must be a keyword of the maker, a fact is left out if it is not.
 
     Options win over facts. A maker with ``**keywords`` takes any option. An option must be of the type that the maker
-    says, where that is a number, a switch or a string.
+    says, where that is a number, a switch or a string. Options are those of a recipe's ``table``.
     """
+    what = f"the {table} {name}"
     known = inspect.signature(maker).parameters
     words = {word: each for word, each in known.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     open_ended = any(each.kind is each.VAR_KEYWORD for each in known.values())
     for word in options:
         if word not in words and not open_ended:
-            raise ValueError(f"{name} knows no option called {word!r}; {nearest(word, words)}")
+            raise ValueError(f"{what} knows no option called {word!r}; {nearest(word, words)}")
         if word in words and not _fits(options[word], words[word].annotation):
             kind = words[word].annotation.__name__
-            raise ValueError(f"{name} takes no {word} = {options[word]!r}; it must be of type {kind}")
+            raise ValueError(f"{what} takes no {word} = {options[word]!r}; it must be of type {kind}")
     given = {**{word: fact for word, fact in facts.items() if word in words}, **options}
     for word, each in words.items():
         if each.default is each.empty and word not in given:
-            raise ValueError(f"{name} needs the option {word!r}")
+            remedy = f"say it with --set {table}.options.{word}={word.upper()}"
+            raise ValueError(f"{what} needs the option {word!r}; {remedy}")
     return maker(**given)
 
 

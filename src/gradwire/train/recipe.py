@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gradwire.train.data import TASKS
+from gradwire.train.data import TASKS, TEXTS
 from gradwire.train.data.partition import KINDS
 from gradwire.train.keywords import nearest
 
@@ -200,6 +200,7 @@ def _check(recipe: Recipe) -> None:
     from gradwire.train.compression import method_of
 
     models.load(recipe.model.name)
+    _refuse_unlike(recipe)
     _refuse_gossip(recipe.sync.spec)
     method_of(recipe, ramp_steps=100)
     for rule in recipe.sync.rules:
@@ -212,6 +213,24 @@ def _check(recipe: Recipe) -> None:
         raise ValueError("gossip.elastic is a way to gossip; name one that can, as in gossip.method = 'choco'")
     if recipe.schedule.kind == "linear" and not recipe.schedule.points:
         raise ValueError("schedule.kind = 'linear' needs schedule.points, such as [[0, 0], [5, 1], [24, 0]]")
+
+
+def _refuse_unlike(recipe: Recipe) -> None:
+    """Of a person's own model nobody knows what it takes."""
+    from gradwire.train.models import LANGUAGE, MODELS
+
+    model, data = recipe.model.name, recipe.data.name
+    if model not in MODELS or (model in LANGUAGE) == (data in TEXTS):
+        return
+    if data in TEXTS:
+        raise ValueError(
+            f"the model {model} takes images, and the data {data} are text; name a model that reads, as in --set "
+            "model.name=lstm, or images, as in --set data.name=digits"
+        )
+    raise ValueError(
+        f"the model {model} reads text, and the data {data} are images; name a model that takes them, as in --set "
+        "model.name=cnn, or a text, as in --set data.name=pydoc"
+    )
 
 
 def _refuse_gossip(spec: str) -> None:

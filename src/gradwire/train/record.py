@@ -102,6 +102,11 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return [record for record in records if isinstance(record, dict) and "event" in record]
 
 
+def begun(folder: Path) -> bool:
+    """Whether a folder holds more of a run than its start: a step, or a checkpoint."""
+    return (folder / "checkpoints").exists() or any(record["event"] != "start" for record in read(folder))
+
+
 def write_csv(folder: Path) -> None:
     """results.csv, from the epochs of run.jsonl."""
     rows = [record for record in read(folder) if record["event"] == "epoch"]

@@ -80,13 +80,34 @@ def dumps(recipe: Recipe) -> str:
 
 
 def load(path: Path) -> Recipe:
-    """A recipe that `dumps` wrote."""
+    """A recipe that `dumps` wrote into the folder of a run."""
     try:
-        return read(tomllib.loads(path.read_text(encoding="utf-8")))
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as wrong:
         raise ValueError(
             f"{path} cannot be read: {wrong}; `gradwire plan RECIPE... --toml` prints such a file"
         ) from None
+    model = tables.get("model", {})
+    if isinstance(model, dict) and ".py:" in str(model.get("name")):
+        model["name"] = _reached(str(model["name"]), path.parent)
+    try:
+        return read(tables)
+    except ValueError as wrong:
+        raise ValueError(f"{path}: {wrong}") from None
+
+
+def _reached(model: str, run: Path) -> str:
+    """A model of a person's own, as it can be named here: its file may lie in the run's folder, or beside that."""
+    file, _, maker = model.rpartition(":")
+    if Path(file).is_file():
+        return model
+    for found in (run / Path(file).name, *(place / file for place in run.resolve().parents[:2])):
+        if found.is_file():
+            return f"{found}:{maker}"
+    raise ValueError(
+        f"{run} was trained with the model {model}, and there is no {file} here, nor beside the run; say this in the "
+        f"folder where it was trained, or copy {Path(file).name} into {run}"
+    )
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

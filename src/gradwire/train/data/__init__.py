@@ -37,12 +37,14 @@ FILED: dict[str, Callable[..., Task]] = {
 }
 EMBEDDED: dict[str, Callable[..., Task]] = {"digits": digits, "pydoc": pydoc}
 TASKS = FILED | EMBEDDED
+TEXTS = ("ptb", "wikitext-2", "text", "pydoc")  # all others are images
 
 __all__ = [
     "EMBEDDED",
     "FILED",
     "IGNORED",
     "TASKS",
+    "TEXTS",
     "Augment",
     "Batch",
     "ColumnLoader",
@@ -68,4 +70,4 @@ def load(name: str, root: Path | str | None = None, options: Mapping[str, object
         raise ValueError(f"there is no data called {name!r}; {nearest(name, TASKS)}")
     folder = None if root is None else Path(root)
     maker = partial(FILED[name], folder) if name in FILED else EMBEDDED[name]
-    return call(maker, f"the data {name}", options or {}, {})
+    return call(maker, "data", name, options or {}, {})

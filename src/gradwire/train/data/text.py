@@ -72,7 +72,10 @@ def text(root: Path | None, file: str, level: str = "word") -> TextTask:
         parts = [_read(path / f"{split}.txt") for split in SPLITS]
     else:
         parts = thirds(_read(path).splitlines(keepends=True))
-    return encode(path.stem, parts, level)
+    task = encode(path.stem, parts, level)
+    if not len(task.train):
+        raise ValueError(f"{path} holds nothing to train on; name another text with --set data.options.file=FILE")
+    return task
 
 
 def encode(name: str, parts: list[str], level: str) -> TextTask:

@@ -41,8 +41,10 @@ MODELS: dict[str, Maker] = {
     "gpt": gpt,
     "gpt2": gpt2,
 }
+LANGUAGE = ("lstm", "gpt", "gpt2")  # those that read text
 
 __all__ = [
+    "LANGUAGE",
     "MODELS",
     "LanguageLSTM",
     "Maker",
@@ -99,7 +101,7 @@ def build(
 def _call(maker: Maker, text: str, options: Mapping[str, object], facts: Mapping[str, object]) -> nn.Module:
     """What a maker of ours cannot do is due to its options; what a person's own cannot may be an error to be traced."""
     try:
-        return call(maker, f"the model {text}", options, facts)
+        return call(maker, "model", text, options, facts)
     except (TypeError, RuntimeError, ArithmeticError) as wrong:
         if text not in MODELS or not options:
             raise
