@@ -119,10 +119,10 @@ def test_chunks(lengths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("lengths", TABLES)
 def test_error_feedback(lengths: tuple[int, ...]) -> None:
     calls = [
-        lambda g, v: fused.feedback_sign_(g, v, 0.9, lengths, False),
-        lambda g, v: fused.feedback_sign_(g, v, 1.0, lengths, True),
-        lambda g, v: fused.feedback_integer_(g, v, 1.0, lengths, 8, 256),
-        lambda g, v: fused.feedback_integer_(g, v, 1.0, lengths, 4, 100),
+        lambda g, v, *before: fused.feedback_sign_(g, v, 0.9, lengths, False, *before),
+        lambda g, v, *before: fused.feedback_sign_(g, v, 1.0, lengths, True, *before),
+        lambda g, v, *before: fused.feedback_integer_(g, v, 1.0, lengths, 8, 256, *before),
+        lambda g, v, *before: fused.feedback_integer_(g, v, 1.0, lengths, 4, 100, *before),
     ]
     for call in calls:
         for grad in inputs(sum(lengths)).values():
@@ -133,6 +133,10 @@ def test_error_feedback(lengths: tuple[int, ...]) -> None:
             assert torch.equal(data, known)
             assert torch.equal(fast, slow)
             assert not broken
+            old, new = grad.flip(0).clone(), torch.full_like(grad, torch.nan)
+            carried, _ = call(grad, new, old)
+            assert torch.equal(carried, known) and torch.equal(new, slow)
+            assert torch.equal(old, grad.flip(0))
 
 
 @pytest.mark.parametrize("indebted", [False, True])

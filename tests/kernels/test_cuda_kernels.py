@@ -254,9 +254,11 @@ def test_feedback(lengths, dtype):
     for name, how in hows:
         left, left2, g2 = e.clone(), e.clone().to(DEVICE), g.to(DEVICE)
         expected = plain(getattr(fused, name), g, left, 0.9, lengths, *how)
-        found = getattr(cuda, name)(g2, left2, 0.9, lengths, *how)
-        for a, b in zip((*found, left2), (*expected, left), strict=True):
-            same(a, b)
+        fresh = torch.full_like(left2, torch.nan)
+        for memory, before in ((left2, ()), (fresh, (e.to(DEVICE),))):
+            found = getattr(cuda, name)(g2, memory, 0.9, lengths, *how, *before)
+            for a, b in zip((*found, memory), (*expected, left), strict=True):
+                same(a, b)
 
 
 @pytest.mark.parametrize("lengths", SHAPES, ids=str)

@@ -195,17 +195,18 @@ def _feedback(scene: Scene, bits: int, lane: bool) -> Case:
     residual = scene.normal()
     needed = 20.125 if bits == 1 else 12 + bits / 8 + 4 / _INT_BLOCK
 
-    def speak(memory: Tensor) -> None:
+    spare = torch.empty_like(residual) if lane else residual
+
+    def speak(memory: Tensor, before: Tensor | None = None) -> None:
         if bits == 1:
-            fused.feedback_sign_(scene.x, memory, 1.0, scene.lengths, False)
+            fused.feedback_sign_(scene.x, memory, 1.0, scene.lengths, False, before)
         else:
-            fused.feedback_integer_(scene.x, memory, 1.0, scene.lengths, bits, _INT_BLOCK)
+            fused.feedback_integer_(scene.x, memory, 1.0, scene.lengths, bits, _INT_BLOCK, before)
 
     def commit() -> None:
-        nonlocal residual
-        kept = residual.clone()
-        speak(kept)
-        residual = kept
+        nonlocal residual, spare
+        speak(spare, residual)
+        residual, spare = spare, residual
 
     return Case(needed, commit, False) if lane else Case(needed, lambda: speak(residual))
 

@@ -144,9 +144,14 @@ def settle_(residual: Tensor, momentum: Tensor | None, indices: Tensor, heard: T
 
 @kernel
 def feedback_sign_(
-    grad: Tensor, residual: Tensor, decay: float, lengths: tuple[int, ...], norm: bool
+    grad: Tensor, residual: Tensor, decay: float, lengths: tuple[int, ...], norm: bool, before: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Error feedback with `sign`: the message of ``grad + decay * residual``, and whether the gradient was broken."""
+    """Error feedback with `sign`: the message of ``grad + decay * residual``, and whether the gradient was broken.
+
+    What the residual was may lie in ``before``, which stays as it is.
+    """
+    if before is not None:
+        residual.copy_(before)
     broken = accumulate_(grad, residual, None, Accumulation(decay=decay))
     counts = torch.tensor(lengths, device=grad.device)
     data = quantize.sign_encode(residual, counts, norm)
@@ -156,9 +161,17 @@ def feedback_sign_(
 
 @kernel
 def feedback_integer_(
-    grad: Tensor, residual: Tensor, decay: float, lengths: tuple[int, ...], bits: int, block: int
+    grad: Tensor,
+    residual: Tensor,
+    decay: float,
+    lengths: tuple[int, ...],
+    bits: int,
+    block: int,
+    before: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Error feedback with `int8`, `int4` or `int2`."""
+    """`feedback_sign_` of `int8`, `int4` or `int2`."""
+    if before is not None:
+        residual.copy_(before)
     broken = accumulate_(grad, residual, None, Accumulation(decay=decay))
     counts = torch.tensor(lengths, device=grad.device)
     data = quantize.integer_encode(residual, counts, bits, block)

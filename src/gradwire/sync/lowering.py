@@ -1,7 +1,7 @@
 """Lowering: where a fused kernel exists for a pair of feedback and codec, a lane runs it instead of the composition.
 
 The law is that nobody can tell, but for time: the same messages, the same memories. The old memories stay until the
-step is committed, since it may still be dropped: kernels write new ones, or work in place, on copies.
+step is committed, since it may still be dropped: kernels write new ones.
 """
 
 from collections.abc import Callable
@@ -71,11 +71,9 @@ class FusedSpeaker:
         self._held = {**self.memory, **{name: self._new(name) for name in self.feedback.memories}}
 
     def _new(self, name: str) -> Tensor:
-        """Where a new memory goes. Sparse kernels read the old ones and write new ones; dense ones work in place."""
-        old, room = self.memory[name], self.room.get(name)
-        if self.codec.selector:
-            return torch.empty_like(old) if room is None else room
-        return old.clone() if room is None else room.copy_(old)
+        """Where a new memory goes. Kernels read the old ones and write new ones."""
+        room = self.room.get(name)
+        return torch.empty_like(self.memory[name]) if room is None else room
 
     def say(self, start: int, stop: int) -> Spoken:
         """The message of ``[start, stop)``."""
@@ -134,12 +132,12 @@ class FusedSpeaker:
 
     def _dense(self, stretch: slice, window: Segments) -> Payload:
         assert isinstance(self.feedback, Residual)
-        quantizer = self.codec.quantizer
+        quantizer, before = self.codec.quantizer, self.memory["residual"][stretch]
         about = (self.grad[stretch], self._held["residual"][stretch], self.feedback.decay, window.lengths)
         if isinstance(quantizer, Sign):
-            data, broken = fused.feedback_sign_(*about, quantizer.scale == "norm")
+            data, broken = fused.feedback_sign_(*about, quantizer.scale == "norm", before)
         else:
             assert isinstance(quantizer, AbsMax)
-            data, broken = fused.feedback_integer_(*about, quantizer.bits, quantizer.block)
+            data, broken = fused.feedback_integer_(*about, quantizer.bits, quantizer.block, before)
         self.broken.append(broken)
         return Payload(data)

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 from numba import prange
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwire.kernels.bits import packed_bytes
@@ -17,6 +18,12 @@ from gradwire.kernels.cpu.threads import compiled, in_turn, inlined, serial
 from gradwire.kernels.fused import Accumulation
 
 _EXPONENT = np.int32(0x7F800000)
+
+
+@serial
+def carry(old, new):
+    for j in range(new.size):  # an assignment of slices would look for an overlap, and is not a plain copy
+        new[j] = old[j]
 
 
 @inlined
@@ -57,10 +64,12 @@ def _accumulate(grad, residual, momentum, m, nesterov, decay, kind, pieces, brok
 
 
 @compiled
-def _accumulate_and_sum(grad, v, decay, pieces, what, broken, sums):
+def _accumulate_and_sum(grad, old, v, decay, pieces, what, broken, sums):
     for t in prange(broken.size):
         a, b = pieces.start[t], pieces.stop[t]
         target = v[a:b]
+        if old.size:
+            carry(old[a:b], target)
         broken[t] = accumulate_tile(stretch(grad, a, b), target, target, np.float32(0.0), False, decay, 0)
         sums[t] = scales.squares(target) if what == scales.SQUARES else scales.magnitudes(target)
 
@@ -74,11 +83,13 @@ def _settle_block(v, scale, levels, codes, heard):
 
 
 @compiled
-def _integers(grad, v, decay, pieces, block, levels, bits, broken, group_scales, heads, out):
+def _integers(grad, old, v, decay, pieces, block, levels, bits, broken, group_scales, heads, out):
     """Accumulate, round the target to levels, pack them, and leave the rounding."""
     for t in prange(heads.size):
         a, b = pieces.start[t], pieces.stop[t]
         target = v[a:b]
+        if old.size:
+            carry(old[a:b], target)
         broken[t] = accumulate_tile(stretch(grad, a, b), target, target, np.float32(0.0), False, decay, 0)
         codes = np.empty(b - a, dtype=np.uint32)
         heard = np.empty(min(block, b - a), dtype=np.float32)
@@ -103,13 +114,13 @@ def accumulate_(grad: Tensor, residual: Tensor, momentum: Tensor | None, rule: A
 
 @in_turn
 def feedback_sign_(
-    grad: Tensor, residual: Tensor, decay: float, lengths: tuple[int, ...], norm: bool
+    grad: Tensor, residual: Tensor, decay: float, lengths: tuple[int, ...], norm: bool, before: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     v, pieces = residual.numpy(), whole(lengths)
     what = scales.SQUARES if norm else scales.MAGNITUDES
     count = pieces.start.size
     broken, sums, heads = np.zeros(count, dtype=np.bool_), np.empty(count), np.empty(count, dtype=np.uint8)
-    _accumulate_and_sum(gradient(grad), v, np.float32(decay), pieces, what, broken, sums)
+    _accumulate_and_sum(gradient(grad), _old(before), v, np.float32(decay), pieces, what, broken, sums)
     sizes = scales.mean(scales.summed(sums, pieces.segment, len(lengths)), lengths, what)
     message = lend(4 * sizes.size + packed_bytes(v.size, 1), np.uint8)
     message[: 4 * sizes.size] = sizes.view(np.uint8)
@@ -121,7 +132,13 @@ def feedback_sign_(
 
 @in_turn
 def feedback_integer_(
-    grad: Tensor, residual: Tensor, decay: float, lengths: tuple[int, ...], bits: int, block: int
+    grad: Tensor,
+    residual: Tensor,
+    decay: float,
+    lengths: tuple[int, ...],
+    bits: int,
+    block: int,
+    before: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     v, pieces, groups = residual.numpy(), blocked(lengths, block), groups_of(lengths, block)
     count = pieces.start.size
@@ -129,6 +146,12 @@ def feedback_integer_(
     message = lend(4 * groups + packed_bytes(v.size, bits), np.uint8)
     head, body = message[: 4 * groups].view(np.float32), message[4 * groups :]
     levels = (1 << bits - 1) - 1
-    _integers(gradient(grad), v, np.float32(decay), pieces, block, levels, bits, broken, head, heads, body)
+    _integers(
+        gradient(grad), _old(before), v, np.float32(decay), pieces, block, levels, bits, broken, head, heads, body
+    )
     join(pieces.start, bits, heads, body)
     return torch.from_numpy(message), torch.tensor(bool(broken.any()))
+
+
+def _old(before: Tensor | None) -> NDArray[np.float32]:
+    return np.empty(0, dtype=np.float32) if before is None else before.numpy()

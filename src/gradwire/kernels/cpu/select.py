@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwire.kernels.cpu.candidates import MAGNITUDE, SMALLEST, choose, collect, guess
-from gradwire.kernels.cpu.feedback import accumulate_tile
+from gradwire.kernels.cpu.feedback import accumulate_tile, carry
 from gradwire.kernels.cpu.halves import Gradient, gradient, plain, stretch
 from gradwire.kernels.cpu.pieces import whole
 from gradwire.kernels.cpu.threads import compiled, in_turn, serial
@@ -56,12 +56,6 @@ def _running(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate((np.zeros(1, dtype=np.int64), numbers.cumsum()))
 
 
-@serial
-def _carry(old, new):
-    for j in range(new.size):  # an assignment of slices would look for an overlap, and is not a plain copy
-        new[j] = old[j]
-
-
 @compiled
 def _sweep(
     grad, before, residual, momentum, m, nesterov, decay, kind, work, edges, taken, places, found, first, counts, bad
@@ -75,9 +69,9 @@ def _sweep(
         a, b = work.start[t], work.stop[t]
         v = residual[a:b]
         if old_residual.size:
-            _carry(old_residual[a:b], v)
+            carry(old_residual[a:b], v)
         if old_momentum.size:
-            _carry(old_momentum[a:b], momentum[a:b])
+            carry(old_momentum[a:b], momentum[a:b])
         if kind != _AS_IT_IS:
             bad[t] = accumulate_tile(stretch(grad, a, b), v, momentum[a:b], m, nesterov, decay, kind)
         first[t], counts[t] = collect(v.view(np.int32), edges[work.segment[t]], taken, places, found)

@@ -38,8 +38,16 @@ def integer_decode(data: Tensor, lengths: Tensor, bits: int, block: int) -> Tens
 
 @placed
 def feedback_integer_(
-    grad: Tensor, residual: Tensor, decay: float, lengths: tuple[int, ...], bits: int, block: int
+    grad: Tensor,
+    residual: Tensor,
+    decay: float,
+    lengths: tuple[int, ...],
+    bits: int,
+    block: int,
+    before: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if before is not None:
+        residual.copy_(before)
     if grad.numel() == 0 or block > _WIDEST or not readable(grad, residual):
         return definition(fused.feedback_integer_)(grad, residual, decay, lengths, bits, block)
     broken = torch.zeros((), dtype=torch.uint8, device=grad.device)

@@ -77,8 +77,10 @@ def onebit_decode(data: Tensor, lengths: Tensor) -> Tensor:
 
 @placed
 def feedback_sign_(
-    grad: Tensor, residual: Tensor, decay: float, lengths: tuple[int, ...], norm: bool
+    grad: Tensor, residual: Tensor, decay: float, lengths: tuple[int, ...], norm: bool, before: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    if before is not None:
+        residual.copy_(before)
     where = grid(lengths, grad.device)
     if where.n == 0 or not readable(grad, residual):
         return definition(fused.feedback_sign_)(grad, residual, decay, lengths, norm)
