@@ -144,6 +144,10 @@ def test_a_run_that_took_no_step_leaves_its_folder_to_the_next(tmp_path):
     assert refused.exit_code == 2 and "holds a run already" in refused.stderr
     (tmp_path / "run" / "run.jsonl").unlink()
     assert "holds a run already" in run("train", *words).stderr, "there is a checkpoint"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.jsonl").write_text("what is this?\n")
+    words[-1] = str(tmp_path / "other")
+    assert "holds a run already" in run("train", *words).stderr, "and there is somebody else's"
 
 
 def test_ones_own_model_is_found_from_elsewhere(tmp_path, monkeypatch):
@@ -164,7 +168,11 @@ def test_ones_own_model_is_found_from_elsewhere(tmp_path, monkeypatch):
     assert lost.exit_code == 2 and "or copy mine.py into home/runs/digits-0" in lost.stderr
     assert "--toml" not in lost.stderr
     (tmp_path / "mine.old").rename(home / "runs" / "digits-0" / "mine.py")
+    (tmp_path / "mine.py").write_text(CRASHING)  # another of the same name
     assert run("evaluate", "home/runs/digits-0").stdout == score.stdout
+    more = ["--runs", "home/runs", "--resume", "--set", "train.iterations=2"]
+    words[2] = "home/runs/digits-0/mine.py:make"
+    assert run("train", *words, *more).exit_code == 0, "the same model, though named by another path"
 
 
 def test_a_graph_that_is_refused_leaves_no_folder(tmp_path):

@@ -214,6 +214,22 @@ def test_the_variance_test_hears_what_is_observed():
     assert 0 < variance_step(1e-4) < 176
 
 
+def test_what_is_observed_is_clipped_as_gradients_are():
+    """By the factor that momentum correction finds for itself."""
+    kept = []
+    for clip in (None, 0.1):
+        net = nn.Sequential(nn.Linear(10, 16))
+        wire = gradwire.compress(
+            net, "variance", feedback=f"momentum_correction(clip={clip})" if clip else None, bundle=None
+        )
+        scenes.loss(net, 0, 0).backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
+        wire.observe({name: torch.full_like(p, 1e6) for name, p in net.named_parameters()})
+        wire()
+        kept.append(scenes.memories(wire)["second_moment/0.weight"])
+    torch.testing.assert_close(kept[1], kept[0] * (0.1 / norm) ** 2)
+
+
 def test_observations_must_fit_and_survive_a_step_under_way():
     net = scenes.model()
     wire = gradwire.compress(net, "variance", exchange="delayed")

@@ -318,15 +318,17 @@ def test_large_segments_in_a_graph():
 
 def test_streams_have_plans_of_their_own(monkeypatch):
     """What one learns of its bar must not change that of a selection on another stream."""
-    lengths, counts, device = (9000,), (9,), torch.empty(0, device=DEVICE).device
-    made = []
-    for stream in (1, 2, 1):
-        monkeypatch.setattr(plans, "_current", lambda device, stream=stream: stream)
-        made.append(plan(lengths, counts, device))
+    counts, device, on_stream, made = (9,), torch.empty(0, device=DEVICE).device, [1], []
+    monkeypatch.setattr(plans, "_current", lambda device: on_stream[0])
+    for on_stream[0] in (1, 2, 1):
+        made.append(plan((9001,), counts, device))
     assert made[0] is made[2] and made[0].slack.data_ptr() != made[1].slack.data_ptr()
-    monkeypatch.setattr(plans, "_current", lambda device: 3)
-    monkeypatch.setattr(plans, "_captures", lambda device: True)
-    assert plan(lengths, counts, device) is made[1], "nothing can be made while a graph is captured"
+    monkeypatch.setattr(plans, "_captures", lambda device: True)  # then nothing can be made
+    monkeypatch.setattr(plans, "_plan", None)
+    for _ in range(plans._PLANS):
+        assert plan(tuple([9001]), counts, device) is made[0], "its own, by whatever tuple"
+    on_stream[0] = 3
+    assert plan((9001,), counts, device) is made[0]
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

@@ -59,7 +59,7 @@ def run(
 
 @pytest.mark.parametrize("how", LOWERED, ids=lambda how: how[0])
 def test_a_dropped_step_leaves_no_trace(how: tuple[str, str | None, str | None]) -> None:
-    """The kernels have worked in place by then, but on copies."""
+    """The kernels have written new memories by then."""
     plan = build(SHAPES, default_rules(*how), WORLD)
     sessions = [Session(plan, rank, WORLD, 0, torch.device("cpu")) for rank in range(WORLD)]
     group = Lockstep(WORLD)

@@ -25,7 +25,7 @@ HOWS = [
     ("topk(0.05) | int32", "residual(decay=0.9)", None),
     ("topk(0.05) | int32", "momentum_correction", None),
     ("topk(0.05) | sign | int32", None, None),
-    ("sign", None, "allgather"),  # dense memories are copied before they are worked on
+    ("sign", None, "allgather"),  # a dense lane
     ("sign", "ef21", None),  # whose update is one of its memories
     ("int4", "residual", "two_way"),
     ("fp16", "residual", None),

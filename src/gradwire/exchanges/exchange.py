@@ -90,7 +90,10 @@ class Exchange(ABC):
         return self.collect(lambda start, stop: Spoken(*codec.encode(signal.cut(start, stop), around.key)), around)
 
     def collect(self, say: Say, around: Round) -> Said:
-        """Have the stretches of the buffer said that this exchange sends apart; most send it whole."""
+        """Have the stretches of the buffer said that this exchange sends apart; most send it whole.
+
+        Every entry must be said once, since a stretch that is not has no memory afterwards.
+        """
         return Said(*say(0, around.units.total))
 
     @abstractmethod

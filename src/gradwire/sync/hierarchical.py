@@ -91,6 +91,7 @@ class HierarchicalSession(Session):
         for i in launches:
             means.append((yield from self._inward(i, grads)))
         factor = yield from self._clip(means, unscale)
+        self.shrink_observed(factor / unscale)
         heard = []
         for i in launches:
             heard.append((yield from self._outward(i, means[i], factor)))

@@ -103,8 +103,10 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def begun(folder: Path) -> bool:
-    """Whether a folder holds more of a run than its start: a step, or a checkpoint."""
-    return (folder / "checkpoints").exists() or any(record["event"] != "start" for record in read(folder))
+    """Whether a folder holds more of a run than its start: a step, a checkpoint, or a log that nobody can read."""
+    log, records = folder / "run.jsonl", read(folder)
+    foreign = not records and log.is_file() and bool(log.read_bytes().strip())
+    return foreign or (folder / "checkpoints").exists() or any(record["event"] != "start" for record in records)
 
 
 def write_csv(folder: Path) -> None:

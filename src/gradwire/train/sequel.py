@@ -46,6 +46,11 @@ def _changes(old: Recipe, new: Recipe) -> list[tuple[str, str]]:
     for table in TABLES:
         was, now = getattr(old, table).model_dump(), getattr(new, table).model_dump()
         for key in was:
-            if was[key] != now[key] and key not in FREE.get(table, ()):
+            if _plain(was[key]) != _plain(now[key]) and key not in FREE.get(table, ()):
                 changes.append((f"{table}.{key} = {was[key]!r}", f"{now[key]!r}"))
     return changes
+
+
+def _plain(value: object) -> object:
+    """A model of a person's own, ``path/mine.py:make``, is the same wherever its file lies."""
+    return Path(value).name if isinstance(value, str) and ".py:" in value else value

@@ -99,9 +99,7 @@ def load(path: Path) -> Recipe:
 def _reached(model: str, run: Path) -> str:
     """A model of a person's own, as it can be named here: its file may lie in the run's folder, or beside that."""
     file, _, maker = model.rpartition(":")
-    if Path(file).is_file():
-        return model
-    for found in (run / Path(file).name, *(place / file for place in run.resolve().parents[:2])):
+    for found in (run / Path(file).name, Path(file), *(place / file for place in run.resolve().parents[:2])):
         if found.is_file():
             return f"{found}:{maker}"
     raise ValueError(

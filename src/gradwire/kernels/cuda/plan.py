@@ -7,7 +7,6 @@ scratch is zero before a selection and is left so by its last kernel: clearing i
 import itertools
 import threading
 from collections import defaultdict
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +55,8 @@ ROWS = tl.constexpr(32)  # in a chunk, the work of one program after the sweep
 
 _serial = itertools.count()
 _recent: dict[tuple[int, int, torch.device, int], tuple[Any, Any, "Plan"]] = {}  # hashing hundreds of numbers is slow
-_last: dict[tuple[tuple[int, ...], tuple[int, ...], torch.device], "Plan"] = {}  # of whatever stream
+_made: dict[tuple[Any, ...], dict[int, "Plan"]] = {}  # by lengths, counts and device, the oldest first; then by stream
+_PLANS = 256  # that are kept
 _SMALL = 2048  # segments up to this are candidates as a whole
 _MANY = 6  # of so many entries one or more: room for candidates would be room for all
 
@@ -102,25 +102,30 @@ class Plan(NamedTuple):
 def plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Plan:
     """The plan of these lengths and budgets, for this stream; a budget may exceed its length.
 
-    Two streams never share one: the bar, of which ``slack`` is a part, must not change while a selection is under way.
+    Streams do not share one: the bar, of which ``slack`` is a part, must not change while a selection is under way.
     """
-    stream = _current(device)
-    key = (id(lengths), id(counts), device, stream)
+    key = (id(lengths), id(counts), device, _current(device))
     found = _recent.get(key)
     if found is None or found[0] is not lengths or found[1] is not counts:
-        made = _last.get((lengths, counts, device))
-        if made is not None and _captures(device):  # no table can be made there: one of another stream must do
-            return keep(made)
-        for known in (_recent, _last):
-            if len(known) >= 64:
-                known.clear()
-        made = _last[lengths, counts, device] = _plan(lengths, counts, device, stream)
-        found = _recent[key] = (lengths, counts, made)
+        if len(_recent) >= _PLANS:
+            _recent.clear()
+        found = _recent[key] = (lengths, counts, _of_stream(key[3], lengths, counts, device))
     return keep(found[2])
 
 
-@lru_cache(maxsize=64)
-def _plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device, stream: int) -> Plan:
+def _of_stream(stream: int, *what: Any) -> Plan:
+    """Its plan. Where a graph is captured no table can be made, and one of another stream must do."""
+    mine = _made.setdefault(what, {})
+    if stream not in mine:
+        if mine and _captures(what[2]):
+            return next(iter(mine.values()))
+        if len(_made) > _PLANS:
+            _made.pop(next(iter(tuple(_made))), None)
+        mine[stream] = _plan(*what)
+    return mine[stream]
+
+
+def _plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Plan:
     tiles = grid(lengths, device)
     size = torch.tensor(lengths, dtype=torch.int64)
     count = torch.minimum(torch.tensor(counts, dtype=torch.int64), size)
