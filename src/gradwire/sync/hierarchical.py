@@ -91,7 +91,8 @@ class HierarchicalSession(Session):
         for i in launches:
             means.append((yield from self._inward(i, grads)))
         factor = yield from self._clip(means, unscale)
-        self.shrink_observed(factor / unscale)
+        if self.clips:
+            self._shrink_observed(factor / unscale)
         heard = []
         for i in launches:
             heard.append((yield from self._outward(i, means[i], factor)))

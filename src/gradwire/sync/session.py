@@ -92,7 +92,8 @@ class Session:
     def run(self, grads: Grads, unscale: float = 1.0) -> Conversation[Verdict]:
         """A whole step: all launches in order, then the verdict. Gradients are multiplied by ``unscale`` first."""
         factor = self.clip_factor(grads, unscale)
-        self.shrink_observed(factor / unscale)
+        if self.clips:
+            self._shrink_observed(factor / unscale)
         home = self._home(grads) if factor == 1.0 else None
         heard = []
         for i in range(len(self.plan.launches)):
@@ -231,12 +232,11 @@ class Session:
         norm = float(torch.stack(norms).norm()) * unscale if norms else 0.0
         return unscale * min(lane.feedback.clip_factor(norm, self.world) for lane in self.whole.lanes)
 
-    def shrink_observed(self, factor: float) -> None:
+    def _shrink_observed(self, factor: float) -> None:
         """Clip what the loop observed as the gradients are that it is held against."""
-        if factor != 1.0:
-            for memory in self.memories:
-                if OBSERVED in memory:
-                    memory[OBSERVED] = memory[OBSERVED] * factor**2
+        for memory in self.memories:
+            if OBSERVED in memory:
+                memory[OBSERVED] = memory[OBSERVED] * factor**2
 
     @property
     def clips(self) -> bool:
