@@ -254,9 +254,48 @@ def test_feedback(lengths, dtype):
     for name, how in hows:
         left, left2, g2 = e.clone(), e.clone().to(DEVICE), g.to(DEVICE)
         expected = plain(getattr(fused, name), g, left, 0.9, lengths, *how)
-        fresh = torch.full_like(left2, torch.nan)
-        for memory, before in ((left2, ()), (fresh, (e.to(DEVICE),))):
-            found = getattr(cuda, name)(g2, memory, 0.9, lengths, *how, *before)
+        fresh, before = torch.full_like(left2, torch.nan), e.to(DEVICE)
+        for memory, held in ((left2, ()), (fresh, (before,))):
+            found = getattr(cuda, name)(g2, memory, 0.9, lengths, *how, *held)
+            for a, b in zip((*found, memory), (*expected, left), strict=True):
+                same(a, b)
+        same(before, e)
+
+
+def shifted(x, by):
+    """The same entries, so many places into a buffer whose rest is NaN."""
+    around = torch.full((by + x.numel() + 3,), torch.nan, dtype=x.dtype, device=DEVICE)
+    return around, around[by : by + x.numel()].copy_(x)
+
+
+@pytest.mark.parametrize("places", [(0, 1, 0), (0, 0, 3), (1, 3, 2), (0, 4, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_feedback_from_one_place_to_another(places, dtype):
+    """Gradient, old and new memory may each begin anywhere; nothing is written but the new memory's entries."""
+    lengths = (16, 0, 2048, 24, 3001)
+    g, e = draw("normal", sum(lengths), 1).to(dtype), draw("normal", sum(lengths), 2)
+    hows = [("feedback_sign_", (False,)), ("feedback_integer_", (4, 256)), ("feedback_integer_", (8, 100))]
+    for name, how in hows:
+        left = e.clone()
+        expected = plain(getattr(fused, name), g, left, 0.9, lengths, *how)
+        (_, grad), (_, before) = shifted(g, places[0]), shifted(e, places[1])
+        around, memory = shifted(torch.full_like(e, torch.nan), places[2])
+        found = getattr(cuda, name)(grad, memory, 0.9, lengths, *how, before)
+        for a, b in zip((*found, memory, before), (*expected, left, e), strict=True):
+            same(a, b)
+        assert int(around.isnan().sum()) == places[2] + 3
+
+
+def test_feedback_copies_a_memory_that_no_kernel_can_walk():
+    lengths = (1000, 24)
+    g, e = draw("normal", 1024, 1), draw("normal", 1024, 2)
+    strange = [e.to(DEVICE).double(), torch.stack((e, e), 1).to(DEVICE)[:, 0]]
+    for name, how in (("feedback_sign_", (True,)), ("feedback_integer_", (4, 256)), ("feedback_integer_", (4, 9000))):
+        left = e.clone()
+        expected = plain(getattr(fused, name), g, left, 0.9, lengths, *how)
+        for before in strange:
+            memory = torch.full((1024,), torch.nan, device=DEVICE)
+            found = getattr(cuda, name)(g.to(DEVICE), memory, 0.9, lengths, *how, before)
             for a, b in zip((*found, memory), (*expected, left), strict=True):
                 same(a, b)
 

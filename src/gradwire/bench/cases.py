@@ -1,7 +1,7 @@
 """Cases: every kernel as it is timed, and the bytes that it cannot avoid touching for each element.
 
 Names that begin with ``torch_`` are compositions of torch's own calls; ``_turns`` and ``_lane`` say that memories are
-kept until the step is committed, as a lane keeps them: read here and written there, or copied first and then changed.
+kept until the step is committed, as a lane keeps them: read here and written there.
 Everything else works in place.
 """
 

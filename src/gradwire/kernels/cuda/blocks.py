@@ -158,7 +158,7 @@ def write_blocks(
 
 @triton.jit
 def _slab(
-    grad, residual, broken, scales, out, decay, start, size, group, place, seed, low, high, high_part, low_part,
+    grad, residual, fresh, broken, scales, out, decay, start, size, group, place, seed, low, high, high_part, low_part,
     LEVELS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, GROUP: tl.constexpr,
     WIDTH: tl.constexpr, ACROSS: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -166,11 +166,12 @@ def _slab(
     at = across * GROUP + along
     live = (along < GROUP) & (at < size)
     old = residual + start
+    new = old if fresh is None else fresh + start
     x, bad = enter(grad + start, old, old, old, old, at, live, 0.0, decay, RULE, False, MASKED)
     # Outside, x is 0: the loads say so.
     if KIND == INTEGER:
         scale, q = round_integers(
-            x, bad, broken, old, at, live, high_part, low_part, LEVELS, RULE, RULE != READ, MASKED
+            x, bad, broken, new, at, live, high_part, low_part, LEVELS, RULE, RULE != READ, MASKED
         )
     else:
         if RULE != READ:
@@ -196,7 +197,7 @@ def _slab(
 
 @triton.jit(do_not_specialize=["low", "high"])
 def _quantize(
-    grad, residual, broken, scales, out, decay, starts, sizes, groups, segments, firsts, seeds, low, high,
+    grad, residual, fresh, broken, scales, out, decay, starts, sizes, groups, segments, firsts, seeds, low, high,
     high_part, low_part,
     LEVELS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, GROUP: tl.constexpr,
     WIDTH: tl.constexpr, ACROSS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -208,13 +209,13 @@ def _quantize(
         start = tl.multiple_of(start, 8)
     if size == ACROSS * WIDTH:
         _slab(
-            grad, residual, broken, scales, out, decay, start, size, group, place, seed, low, high, high_part, low_part,
-            LEVELS, BITS, KIND, RULE, GROUP, WIDTH, ACROSS, ALIGNED, False,
+            grad, residual, fresh, broken, scales, out, decay, start, size, group, place, seed, low, high, high_part,
+            low_part, LEVELS, BITS, KIND, RULE, GROUP, WIDTH, ACROSS, ALIGNED, False,
         )  # fmt: skip
     else:
         _slab(
-            grad, residual, broken, scales, out, decay, start, size, group, place, seed, low, high, high_part, low_part,
-            LEVELS, BITS, KIND, RULE, GROUP, WIDTH, ACROSS, ALIGNED, True,
+            grad, residual, fresh, broken, scales, out, decay, start, size, group, place, seed, low, high, high_part,
+            low_part, LEVELS, BITS, KIND, RULE, GROUP, WIDTH, ACROSS, ALIGNED, True,
         )  # fmt: skip
 
 
@@ -230,15 +231,20 @@ def quantize(
     grad: Tensor | None = None,
     broken: Tensor | None = None,
     decay: float = 1.0,
+    before: Tensor | None = None,
 ) -> Tensor:
-    """The message of ``x``, or, with ``grad``, of what feedback makes of both; ``x`` then keeps the rest."""
+    """The message of ``x``, or, with ``grad``, of what feedback makes of both; ``x`` then keeps the rest.
+
+    What ``x`` was may lie in ``before``.
+    """
     straight = bits == 8 or (where.aligned and block == where.width)
     data, scales, body = message(where.groups, where.n, bits, x.device, zero=not straight)
     low, high = step_words(key) if key else (0, 0)
     if where.n:
         _quantize[(where.start.numel(),)](
             x if grad is None else grad,
-            x,
+            x if before is None else before,
+            None if before is None else x,
             x if broken is None else broken,
             scales,
             body.view(word(bits) if straight else torch.int32),

@@ -108,6 +108,14 @@ def readable(*tensors: Tensor | None) -> bool:
     return all(x is None or (x.dtype in WIDE and x.is_contiguous()) for x in tensors)
 
 
+def memory_of(residual: Tensor, before: Tensor | None) -> Tensor | None:
+    """The memory to read instead of ``residual``, if there is one that kernels can walk; any other is copied there."""
+    if before is None or (readable(before) and before.dtype == residual.dtype):
+        return before
+    residual.copy_(before)
+    return None
+
+
 @placed
 def accumulate_(grad: Tensor, residual: Tensor, momentum: Tensor | None, rule: Accumulation) -> Tensor:
     n = grad.numel()

@@ -11,7 +11,7 @@ from gradwire.kernels.cuda.blocks import INTEGER, QSGD, quantize, slabs
 from gradwire.kernels.cuda.codes import message, word
 from gradwire.kernels.cuda.decode import LEVEL, POWER, SLAB, TRIT, decode, decode_blocks
 from gradwire.kernels.cuda.dither import LEVELED, NATURAL, dither, trits
-from gradwire.kernels.cuda.enter import readable
+from gradwire.kernels.cuda.enter import memory_of, readable
 from gradwire.kernels.cuda.survey import NORM, PEAK, survey
 from gradwire.kernels.cuda.tables import definition, grid, known, placed
 
@@ -46,13 +46,13 @@ def feedback_integer_(
     block: int,
     before: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if before is not None:
-        residual.copy_(before)
     if grad.numel() == 0 or block > _WIDEST or not readable(grad, residual):
-        return definition(fused.feedback_integer_)(grad, residual, decay, lengths, bits, block)
+        return definition(fused.feedback_integer_)(grad, residual, decay, lengths, bits, block, before)
     broken = torch.zeros((), dtype=torch.uint8, device=grad.device)
-    where = slabs(lengths, block, grad.device)
-    data = quantize(residual, where, block, INTEGER, _levels(bits), bits, grad=grad, broken=broken, decay=decay)
+    where, held = slabs(lengths, block, grad.device), memory_of(residual, before)
+    data = quantize(
+        residual, where, block, INTEGER, _levels(bits), bits, grad=grad, broken=broken, decay=decay, before=held
+    )
     return data, broken.view(torch.bool)
 
 

@@ -9,7 +9,7 @@ from gradwire.core.payload import from_bytes
 from gradwire.kernels import fused, quantize
 from gradwire.kernels.cuda.codes import message
 from gradwire.kernels.cuda.decode import SIDE, SIGN, decode
-from gradwire.kernels.cuda.enter import PLAIN, fetch, put, readable
+from gradwire.kernels.cuda.enter import PLAIN, fetch, memory_of, put, readable
 from gradwire.kernels.cuda.survey import MEAN, ROOT, SIDES, survey
 from gradwire.kernels.cuda.tables import BLOCK, Grid, definition, grid, known, placed
 
@@ -79,15 +79,14 @@ def onebit_decode(data: Tensor, lengths: Tensor) -> Tensor:
 def feedback_sign_(
     grad: Tensor, residual: Tensor, decay: float, lengths: tuple[int, ...], norm: bool, before: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    if before is not None:
-        residual.copy_(before)
     where = grid(lengths, grad.device)
     if where.n == 0 or not readable(grad, residual):
-        return definition(fused.feedback_sign_)(grad, residual, decay, lengths, norm)
+        return definition(fused.feedback_sign_)(grad, residual, decay, lengths, norm, before)
+    before = memory_of(residual, before)
     data, scales, bits = message(len(lengths), where.n, 1, grad.device)
     broken = torch.zeros((), dtype=torch.uint8, device=grad.device)
     stat = ROOT if norm else MEAN
-    survey(residual, where, stat, scales, bits=bits, grad=grad, broken=broken, decay=decay, rule=PLAIN)
+    survey(residual, where, stat, scales, bits=bits, grad=grad, broken=broken, decay=decay, rule=PLAIN, before=before)
     deduct(residual, scales, where)
     return data, broken.view(torch.bool)
 

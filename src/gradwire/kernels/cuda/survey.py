@@ -87,15 +87,16 @@ def describe(
 
 @triton.jit
 def _tile(
-    grad, residual, broken, bits, parts, rows, n, decay, tile_row, row_segment, starts,
+    grad, residual, fresh, broken, bits, parts, rows, n, decay, tile_row, row_segment, starts,
     STAT: tl.constexpr, PACK: tl.constexpr, RULE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     old = residual + tile * BLOCK
+    new = old if fresh is None else fresh + tile * BLOCK
     live = at < n - tile * BLOCK
     row, stop = tl.load(tile_row + tile), tl.load(tile_row + tile + 1)
-    x, bad = enter(grad + tile * BLOCK, old, old, old, old, at, live, 0.0, decay, RULE, True, MASKED)
+    x, bad = enter(grad + tile * BLOCK, old, old, new, old, at, live, 0.0, decay, RULE, True, MASKED)
     if RULE != READ:
         report(bad, broken)
     describe(x, bits, parts, rows, n, tile, row, stop, row_segment, starts, STAT, PACK, MASKED, BLOCK)
@@ -103,17 +104,17 @@ def _tile(
 
 @triton.jit
 def _survey(
-    grad, residual, broken, bits, parts, rows, n, decay, tile_row, row_segment, starts,
+    grad, residual, fresh, broken, bits, parts, rows, n, decay, tile_row, row_segment, starts,
     STAT: tl.constexpr, PACK: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if (tl.program_id(0).to(tl.int64) + 1) * BLOCK <= n:
         _tile(
-            grad, residual, broken, bits, parts, rows, n, decay, tile_row, row_segment, starts,
+            grad, residual, fresh, broken, bits, parts, rows, n, decay, tile_row, row_segment, starts,
             STAT, PACK, RULE, False, BLOCK,
         )  # fmt: skip
     else:
         _tile(
-            grad, residual, broken, bits, parts, rows, n, decay, tile_row, row_segment, starts,
+            grad, residual, fresh, broken, bits, parts, rows, n, decay, tile_row, row_segment, starts,
             STAT, PACK, RULE, True, BLOCK,
         )  # fmt: skip
 
@@ -167,13 +168,18 @@ def survey(
     broken: Tensor | None = None,
     decay: float = 1.0,
     rule: tl.constexpr = READ,
+    before: Tensor | None = None,
 ) -> None:
-    """Write each segment's ``stat`` into ``scales``, and what else it gives into ``second``."""
+    """Write each segment's ``stat`` into ``scales``, and what else it gives into ``second``.
+
+    A gradient enters ``x``, whose old entries are those of ``before`` if that is given.
+    """
     parts = room(where, x.device)
     if where.tiles:
         _survey[(where.tiles,)](
             x if grad is None else grad,
-            x,
+            x if before is None else before,
+            None if before is None else x,
             parts if broken is None else broken,
             parts if bits is None else bits,
             parts,
