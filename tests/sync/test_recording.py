@@ -50,8 +50,8 @@ def censored(flat: Tensor) -> tuple[Tensor, Tensor]:
 class Rank:
     """A rank whose gradients always lie in the same places."""
 
-    def __init__(self, plan: Plan, graphs: Callable[[], WrittenGraph] | None) -> None:
-        self.session = Session(plan, 0, 1, 0, torch.device("cpu"))
+    def __init__(self, plan: Plan, graphs: Callable[[], WrittenGraph] | None, rollback: bool = True) -> None:
+        self.session = Session(plan, 0, 1, 0, torch.device("cpu"), rollback)
         self.link, self.clock = SoloLink(), Clock()
         self.buffer = torch.zeros(sum(lane.units.total for lane in plan.lanes))
         parts = iter(self.buffer.split([n for lane in plan.lanes for n in lane.tensors.lengths]))
@@ -108,6 +108,18 @@ def test_nobody_can_tell_who_repeats(how: tuple[str | None, ...]) -> None:
     assert repeater.clock.encode > 0.0 and repeater.clock.decode > 0.0
 
 
+@pytest.mark.parametrize("how", HOWS, ids=lambda how: f"{how[0]} {how[1]} {how[2]}")
+def test_memories_that_are_changed_in_place_are_recorded(
+    how: tuple[str | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.BAD", {})  # neither can drop a step then
+    plan = plan_of(how)
+    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraph, rollback=False)
+    for number in range(STEPS):
+        assert same(repeater.step(number), speaker.step(number)), number
+    assert all(1 <= n <= 2 for n in takes(repeater))
+
+
 def test_other_memories_are_recorded_anew() -> None:
     plan = plan_of(HOWS[1])
     speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraph)
@@ -148,7 +160,8 @@ def test_what_is_drawn_is_never_recorded() -> None:
         philox.words(StillKey(0, 0, 0).fold("x"), "unit", 4, torch.device("cpu"))
 
 
-def test_who_cannot_record_goes_on_speaking(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rollback", [True, False])
+def test_who_cannot_record_goes_on_speaking(rollback: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     known, written = recording._next, [0]
 
     def fails(*args: object) -> object:
@@ -158,8 +171,9 @@ def test_who_cannot_record_goes_on_speaking(monkeypatch: pytest.MonkeyPatch) -> 
             raise RuntimeError("operation not permitted when stream is capturing")
         return known(*args)  # type: ignore[arg-type]
 
+    monkeypatch.setattr(f"{__name__}.BAD", BAD if rollback else {})
     plan = plan_of(HOWS[1])
-    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraph)
+    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraph, rollback)
     real = recording.record
 
     def record_badly(*args: object) -> Tape[Heard]:

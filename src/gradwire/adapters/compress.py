@@ -35,6 +35,7 @@ def compress(
     process_group: dist.ProcessGroup | None = None,
     seed: int = 0,
     launch_mb: float = LAUNCH_BYTES / 2**20,
+    rollback: bool = True,
     across: Across | None = None,
     link: Link | str | None = None,
 ) -> Wire:
@@ -60,6 +61,9 @@ def compress(
         process_group: The group to train over; by default the whole world, or DDP's.
         seed: Of all random bits; equal on all ranks.
         launch_mb: Megabytes of gradients that travel together under DDP.
+        rollback: Keep the memories of before a step until all ranks have agreed on it, so that a gradient that is not
+            finite drops the step. False changes them in place, where a fused kernel serves: half the memory, the same
+            bits, but such a gradient is an error then, unless a ``scaler`` asks beforehand.
         across: ``"hosts"`` compresses only between hosts, which are found from the environment that torchrun, mpirun
             or srun sets, and takes dense means inside; so does a list of the ranks of each host, ``[[0, 1], [2, 3]]``.
         link: Who moves the bytes, if not torch.distributed. With ``"auto"``, what the link between hosts can do, as in
@@ -87,6 +91,7 @@ def compress(
         "scaler": scaler,
         "seed": seed,
         "launch_bytes": int(launch_mb * 2**20),
+        "rollback": rollback,
         "shared": None if ddp is not None else dict((*inner.named_parameters(), *inner.named_buffers())),
     }
     if spec == AUTO:

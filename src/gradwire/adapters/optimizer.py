@@ -52,6 +52,7 @@ class DistributedOptimizer(Optimizer):
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
         launch_mb: float = LAUNCH_BYTES / 2**20,
+        rollback: bool = True,
         across: Across | None = None,
         link: Link | str | None = None,
     ) -> None:
@@ -71,6 +72,7 @@ class DistributedOptimizer(Optimizer):
             "bundle": bundle,
             "seed": seed,
             "launch_bytes": int(launch_mb * 2**20),
+            "rollback": rollback,
             "shared": dict((*named, *named_buffers)),
             "veto": partial(refuse_second_momentum, optimizer),
         }

@@ -53,6 +53,7 @@ class Wire:
         scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
         launch_bytes: int = LAUNCH_BYTES,
+        rollback: bool = True,
         hooked: bool = False,
         shared: Mapping[str, Tensor] | None = None,
         veto: Callable[[Plan], None] = lambda plan: None,
@@ -66,6 +67,7 @@ class Wire:
         self._extra = tuple(rules)
         self._default: dict[str, Any] = {"granularity": granularity, "bundle": bundle}
         self._launch_bytes = launch_bytes
+        self._rollback = rollback
         self._hooked = hooked
         self._begun = self._begun_skipped = 0  # where this wire's own account begins
         self._shared = dict(shared or {})
@@ -80,11 +82,11 @@ class Wire:
             warm_up(plan, self.device)
         grouping = self.link.grouping
         if grouping is None:
-            return Session(plan, self.link.rank, self.link.world, seed, self.device)
+            return Session(plan, self.link.rank, self.link.world, seed, self.device, self._rollback)
         # Who serves what follows from rules, not from specs: then nothing changes hands when the spec changes.
         lossy = (*self._extra, *default_rules("sign", **self._default))
         owned = owners(build(self._shapes, lossy, plan.world, self._launch_bytes), grouping.beside)
-        return HierarchicalSession(plan, owned, grouping, self.link.rank, seed, self.device)
+        return HierarchicalSession(plan, owned, grouping, self.link.rank, seed, self.device, self._rollback)
 
     def _follow(self) -> None:
         """Start as rank 0 does. The account of bytes begins with the first step."""
@@ -267,8 +269,9 @@ class Wire:
         """What else would have ranks speak past each other."""
         scaler = "no GradScaler" if self.scaler is None else "a GradScaler"
         door = "DDP" if self._hooked else "no DDP"
+        undo = "rollback" if self._rollback else "no rollback"
         hosts = "" if self.link.grouping is None else f", hosts {self.link.grouping}"
-        return f"seed {seed}, launches of {self._launch_bytes} bytes, {scaler}, {door}{hosts}"
+        return f"seed {seed}, launches of {self._launch_bytes} bytes, {scaler}, {door}, {undo}{hosts}"
 
     def _tensors(self) -> dict[str, str]:
         found = {**self._shared, **self.parameters}

@@ -22,11 +22,12 @@ from gradwire.adapters import compress
 from gradwire.bench.network.contestants import parse
 from gradwire.sync import method
 
+_LEAN = "; rollback=false"
 SPECS = (
-    "dgc(0.001)",
-    "topk(0.001)",
-    "ef_signsgd",
-    "int4; feedback=residual",
+    *("dgc(0.001)", f"dgc(0.001){_LEAN}"),
+    *("topk(0.001)", f"topk(0.001){_LEAN}"),
+    *("ef_signsgd", f"ef_signsgd{_LEAN}"),
+    *("int4; feedback=residual", f"int4; feedback=residual{_LEAN}"),
     "sign; feedback=none",
     "int4; feedback=none",
     "fp16",
@@ -114,7 +115,7 @@ def weigh(spec: str, device: torch.device, size: int) -> dict[str, Any]:
         "params": n,
         "kept_floats": (kept - begun) / (4 * n),
         "peak_floats": (peak - begun) / (4 * n),
-        "due_floats": DUE.get(spec),
+        "due_floats": DUE.get(spec.removesuffix(_LEAN)),
     }
 
 

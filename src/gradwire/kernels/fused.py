@@ -104,9 +104,9 @@ def carry_topk_(
     counts: tuple[int, ...],
     edge: Tensor | None,
 ) -> Selected:
-    """`accumulate_topk_` with memories that are read, residual and momentum, and others that are written."""
+    """`accumulate_topk_` with memories that are read, residual and momentum, and others, or the same, to be written."""
     for old, new in zip(before, after, strict=True):
-        if old is not None and new is not None:
+        if old is not None and new is not None and old is not new:
             new.copy_(old)
     return accumulate_topk_(grad, *after, rule, lengths, counts, edge)
 
@@ -122,14 +122,8 @@ def send_topk_(
     counts: tuple[int, ...],
     edge: Tensor | None,
 ) -> Selected:
-    """`carry_topk_` of values that are heard as they are, and so settled at once; ``mask``: the momentum, too.
-
-    The memories before and after may be the same.
-    """
-    if before[0] is after[0]:
-        found = accumulate_topk_(grad, *after, rule, lengths, counts, edge)
-    else:
-        found = carry_topk_(grad, before, after, rule, lengths, counts, edge)
+    """`carry_topk_` of values that are heard as they are, and so settled at once; ``mask``: the momentum, too."""
+    found = carry_topk_(grad, before, after, rule, lengths, counts, edge)
     settle_(after[0], after[1] if mask else None, found.indices, found.values)
     return found
 

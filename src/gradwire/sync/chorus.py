@@ -105,6 +105,7 @@ class Chorus:
         unfit, said = _look(broken, [one.asks for one in sung])
         self._count(said)
         if unfit:
+            first.forgive()
             for session in self.sessions:
                 session.skip()
             return Verdict(first.split([torch.zeros_like(one.update) for one in sung]), True)
@@ -129,7 +130,9 @@ class Chorus:
         table = choir(lane.units, self.world, isinstance(exchange, TwoWay))
         served = memory.get(SERVED)
         own: Memory = {name: x for name, x in memory.items() if name != SERVED}
-        sent, own = _speak(lane.feedback, codec, exchange, Signal(flat, flat, own, table), key, self.world, broken)
+        room = {} if self.sessions[0].rollback else own
+        signal = Signal(flat, flat, own, table)
+        sent, own = _speak(lane.feedback, codec, exchange, signal, key, self.world, broken, room)
         if isinstance(exchange, AllReduce):
             return Sung(*self._add(lane, codec, sent, own, key))
         if isinstance(exchange, AllGather):
@@ -251,11 +254,18 @@ def _windows(units: Segments, world: int) -> list[Segments]:
 
 
 def _speak(
-    feedback: Feedback, codec: Codec, exchange: Exchange, signal: Signal, key: Key, world: int, broken: list[Tensor]
+    feedback: Feedback,
+    codec: Codec,
+    exchange: Exchange,
+    signal: Signal,
+    key: Key,
+    world: int,
+    broken: list[Tensor],
+    room: Memory,
 ) -> tuple[Sent, Memory]:
     """Compensate, encode and settle, for all ranks; `broken` gets what is found of the gradients."""
     if lowers(feedback, codec, exchange):
-        speaker = FusedSpeaker(signal.grad, signal.memory, signal.segments, codec, feedback, key)
+        speaker = FusedSpeaker(signal.grad, signal.memory, signal.segments, codec, feedback, key, room)
         sent = speaker.hear()
         broken.extend(speaker.broken)
         return sent, speaker.memory_after

@@ -3,7 +3,8 @@
 On a CPU, a step of a sparse method costs what it costs to touch memory. So where an adapter donates its gradients,
 which nobody needs once they are encoded, they are read where backward left them, and the few entries of the mean are
 written there among zeros. Nothing is laid end to end; and the new memories are written into storage of the step before
-the last, which is kept for that, because fresh pages from the system cost more than all the rest.
+the last, which is kept for that, because fresh pages from the system cost more than all the rest. Without rollback they
+are written over the old.
 
 The law is that of `lowering`: nobody can tell, but for time.
 """
@@ -71,12 +72,14 @@ def laid(lane: Lane, grads: Mapping[str, Tensor | None], memory: Memory, key: Ke
     return found if lane.units.total >= _LONG * sum(1 for _ in _runs(found)) else None
 
 
-def talk(lane: Lane, vector: Laid, memory: Memory, key: Key, world: int, broken: list[Tensor]) -> Talk[Released]:
+def talk(
+    lane: Lane, vector: Laid, memory: Memory, key: Key, world: int, broken: list[Tensor], rollback: bool = True
+) -> Talk[Released]:
     """What `Lane.talk_fused` does."""
     codec, _ = lane.at(key.step)
     runs = list(_runs(vector))
-    held = _turned(lane, memory)
-    found = [_accumulate(lane, run, held, key) for run in runs]
+    held = _turned(lane, memory) if rollback else dict(memory)
+    found = [_accumulate(lane, run, memory, held, key) for run in runs]
     broken.extend(one.broken for one in found)
     indices = torch.cat([one.indices + run.start for one, run in zip(found, runs, strict=True)])
     values = torch.cat([one.values for one in found])
@@ -122,16 +125,17 @@ def _turned(lane: Lane, memory: Memory) -> dict[str, Tensor]:
     return held
 
 
-def _accumulate(lane: Lane, run: Run, held: dict[str, Tensor], key: Key) -> fused.Selected:
+def _accumulate(lane: Lane, run: Run, memory: Memory, held: dict[str, Tensor], key: Key) -> fused.Selected:
+    """Add a run's gradients to the old memories, which gives the new ones, and select."""
     codec, _ = lane.at(key.step)
     rule = rule_of(lane.feedback)
     assert rule is not None and codec.selector is not None
     place = slice(run.start, run.start + run.flat.numel())
     momentum = isinstance(lane.feedback, MomentumCorrection)
-    before, after = (
-        (held[f"{which}residual"][place], held[f"{which}momentum"][place] if momentum else None)
-        for which in ("spare ", "")
-    )
+    after = held["residual"][place], held["momentum"][place] if momentum else None
+    before = after
+    if held["residual"] is not memory["residual"]:
+        before = memory["residual"][place], memory["momentum"][place] if momentum else None
     counts = tuple(map(codec.selector.capacity, run.lengths))
     hint = f"edge {run.start} {counts}"
     found = fused.carry_topk_(run.flat, before, after, rule, run.lengths, counts, held.get(hint))

@@ -61,14 +61,21 @@ class HierarchicalSession(Session):
     """
 
     def __init__(
-        self, whole: Plan, owned: Owners, grouping: Grouping, rank: int, seed: int, device: torch.device
+        self,
+        whole: Plan,
+        owned: Owners,
+        grouping: Grouping,
+        rank: int,
+        seed: int,
+        device: torch.device,
+        rollback: bool = True,
     ) -> None:
         host, self.local = grouping.seat(rank)
         self.beside = grouping.beside
         self._whole = whole
         self.shares = [share(whole, owned, local) for local in range(self.beside)]
         self._moments: dict[str, Tensor] = {}
-        super().__init__(self.shares[self.local], host, len(grouping.hosts), seed, device)
+        super().__init__(self.shares[self.local], host, len(grouping.hosts), seed, device, rollback)
         self._late = {
             name: torch.zeros(n, device=device)
             for i, served in enumerate(self.shares)

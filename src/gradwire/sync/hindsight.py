@@ -11,12 +11,18 @@ from torch import Tensor
 
 from gradwire.core.payload import Malformed
 
+IRREVOCABLE = (
+    "some rank's gradient is not finite, and memories have been changed already (rollback=False), so that the step "
+    "cannot be dropped; go back to the last checkpoint, and attach with rollback=True, or with scaler=, which asks "
+    "beforehand"
+)
+
 
 class Hindsight:
     """Steps that were dropped, and steps in which a message was damaged, counted on a device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, forgives: bool = True) -> None:
+        self._device, self._forgives = device, forgives
         self._counts: Tensor | None = None  # dropped, damaged
         self._arrived: torch.cuda.Event | None = None
 
@@ -38,6 +44,7 @@ class Hindsight:
 
         Raises:
             Malformed: A message of an earlier step was damaged.
+            RuntimeError: An earlier step was to be dropped, which cannot be forgiven.
         """
         assert self._counts is not None
         if self._device.type == "cuda":
@@ -45,7 +52,7 @@ class Hindsight:
                 self._arrived = torch.cuda.Event()
             elif not self._arrived.query():
                 return  # counts only grow: the next copy will tell as much
-        damaged = int(self._seen[1])
+        dropped, damaged = self._seen.tolist()
         self._seen.copy_(self._counts, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
@@ -54,3 +61,5 @@ class Hindsight:
                 "a message of an earlier step was damaged on the way, or comes from another model; "
                 "go back to the last checkpoint, and look at the network"
             )
+        if dropped and not self._forgives:
+            raise RuntimeError(IRREVOCABLE)

@@ -1,7 +1,7 @@
 """Lowering: where a fused kernel exists for a pair of feedback and codec, a lane runs it instead of the composition.
 
 The law is that nobody can tell, but for time: the same messages, the same memories. The old memories stay until the
-step is committed, since it may still be dropped: kernels write new ones.
+step is committed, since it may still be dropped: kernels write new ones, unless they are told to write over the old.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def _hint(start: int, counts: tuple[int, ...]) -> str:
 class FusedSpeaker:
     """Compensates, encodes and settles one lane's buffers, stretch by stretch.
 
-    New memories are written to ``room``, as far as there is any, else to tensors of their own.
+    New memories are written to ``room``, as far as there is any, else to tensors of their own. It may be the old ones.
     After speaking, ``broken`` holds a tensor per stretch: whether the gradient had anything there that is not finite.
     """
 
@@ -71,7 +71,7 @@ class FusedSpeaker:
         self._held = {**self.memory, **{name: self._new(name) for name in self.feedback.memories}}
 
     def _new(self, name: str) -> Tensor:
-        """Where a new memory goes. Kernels read the old ones and write new ones."""
+        """Where a new memory goes."""
         room = self.room.get(name)
         return torch.empty_like(self.memory[name]) if room is None else room
 
@@ -107,11 +107,8 @@ class FusedSpeaker:
         """Accumulate and select; and how to settle what will have been heard."""
         rule = rule_of(self.feedback)
         assert rule is not None and self.codec.selector is not None
-        carries = isinstance(self.feedback, MomentumCorrection)
-        before, after = (
-            (held["residual"][stretch], held["momentum"][stretch] if carries else None)
-            for held in (self.memory, self._held)
-        )
+        after = self._part(self._held, stretch)
+        before = after if self._in_place else self._part(self.memory, stretch)
         counts = self.codec.capacities(window)
         hint = _hint(stretch.start, counts)
         about = rule, window.lengths, counts, self._held.get(hint)
@@ -130,9 +127,18 @@ class FusedSpeaker:
 
         return found, settle
 
+    @property
+    def _in_place(self) -> bool:
+        return self._held["residual"] is self.memory["residual"]
+
+    def _part(self, held: Memory, stretch: slice) -> tuple[Tensor, Tensor | None]:
+        """Residual and momentum, if there is one."""
+        carries = isinstance(self.feedback, MomentumCorrection)
+        return held["residual"][stretch], held["momentum"][stretch] if carries else None
+
     def _dense(self, stretch: slice, window: Segments) -> Payload:
         assert isinstance(self.feedback, Residual)
-        quantizer, before = self.codec.quantizer, self.memory["residual"][stretch]
+        quantizer, before = self.codec.quantizer, None if self._in_place else self.memory["residual"][stretch]
         about = (self.grad[stretch], self._held["residual"][stretch], self.feedback.decay, window.lengths)
         if isinstance(quantizer, Sign):
             data, broken = fused.feedback_sign_(*about, quantizer.scale == "norm", before)

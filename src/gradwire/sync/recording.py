@@ -353,6 +353,7 @@ class Recorder:
         session, part = self.session, self._parts[i]
         room = part.takes[0].before if part.takes else []
         said, meant = session.said.copy(), session.meant.copy()
+        kept = [] if session.rollback else [(x, x.clone()) for memory in held for x in memory.values()]
 
         def again() -> Talking[Heard]:
             return in_collectives(_back(session.launch(i, grads, places=places, room=room), room), session.world)
@@ -364,6 +365,8 @@ class Recorder:
             except Unrecordable as wrong:
                 part.refuse(wrong)
                 session.said, session.meant = said, meant
+                for now, was in kept:  # what has been done of it will be done again
+                    now.copy_(was)
                 doubts.clear()
                 heard = hold(again(), self._link, wrong.heard)
             else:

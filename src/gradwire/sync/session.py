@@ -5,6 +5,9 @@ wrong on any rank leaves every memory on every rank as it was.
 
 A session may run ahead of its device. Then nobody looks at what the device finds: it undoes a step by itself, and what
 became of it is known in hindsight.
+
+Without rollback, fused kernels change memories where they lie, and need half the room. Then a step cannot be undone,
+and a bad gradient is an error.
 """
 
 import time
@@ -24,7 +27,7 @@ from gradwire.kernels.overrule import restore_, void_
 from gradwire.sync.complaint import BROKEN, MISSING, UNFIT, any_of, byte, complaints_in, dropped_in, rider
 from gradwire.sync.direct import Laid, laid, talk
 from gradwire.sync.drive import Clock, Conversation, converse
-from gradwire.sync.hindsight import Hindsight
+from gradwire.sync.hindsight import IRREVOCABLE, Hindsight
 from gradwire.sync.lane import OBSERVED, OWED, Lane, Released
 from gradwire.sync.memory import fresh, spans
 from gradwire.sync.plan import Plan
@@ -61,6 +64,7 @@ class Session:
     """The mutable heart: everything else in `sync` is a value.
 
     Attributes:
+        rollback: Whether memories of before a step are kept until it is agreed on.
         ahead: Whether nobody looks at the device in this step. Only where every rank has all its gradients.
         doubts: What may have been wrong with messages of this step, where nobody looked.
     """
@@ -70,6 +74,7 @@ class Session:
     world: int
     seed: int
     device: torch.device
+    rollback: bool = True
 
     local, beside = 0, 1  # where several ranks on a host share the work: which of how many this is
 
@@ -79,7 +84,7 @@ class Session:
         self._repeats = False
         self.doubts: list[Tensor] = []
         self._skipped = 0
-        self._hindsight = Hindsight(self.device)
+        self._hindsight = Hindsight(self.device, forgives=self.rollback)
         self._donated = False
         self.memories: list[dict[str, Tensor]] = [
             fresh(lane.slots(self.world), lane, self.rank, self.world, self.device) for lane in self.plan.lanes
@@ -131,7 +136,7 @@ class Session:
         for lane in lanes:
             self.meant[lane.label] += 4 * lane.units.total
         broken: list[Tensor] = []
-        rooms = room or [{}] * len(lanes)
+        rooms = (room or [{}] * len(lanes)) if self.rollback else self.memories_of(i)
         talks = [
             self._counted(lane.label, self._talk(lane, flat, memory, broken, free))
             for lane, flat, memory, free in zip(lanes, flats, self.memories_of(i), rooms, strict=True)
@@ -155,9 +160,11 @@ class Session:
         if complaints & UNFIT:
             raise ValueError(_refusal(grads))
         if complaints & BROKEN:
+            self.forgive()
             self.skip()
             return Verdict(self.split([_zeros(one.update) for one in released], None), True)
         used = (yield from self._used(grads)) if complaints & MISSING else None
+        self._check_used(used or {})
         self.step += 1
         self._commit([one.memory for one in released], used)
         return Verdict(self.split([one.update for one in released], used), False)
@@ -216,6 +223,15 @@ class Session:
     def donate(self) -> None:
         """From now on, gradients may be overwritten by what is agreed on."""
         self._donated = True
+
+    def forgive(self) -> None:
+        """Make sure that a step can be dropped.
+
+        Raises:
+            RuntimeError: Memories have been changed already.
+        """
+        if not self.rollback:
+            raise RuntimeError(IRREVOCABLE)
 
     def skip(self) -> None:
         """Count a step that was dropped, and forget what the loop observed in it."""
@@ -352,7 +368,7 @@ class Session:
         self, lane: Lane, flat: Tensor | Laid, memory: Memory, broken: list[Tensor], room: Memory
     ) -> Talk[Released]:
         if isinstance(flat, Laid):
-            return talk(lane, flat, memory, self._key(), self.world, broken)
+            return talk(lane, flat, memory, self._key(), self.world, broken, self.rollback)
         if lane.lowered(memory, self._key(), self.world):  # a fused kernel looks for itself
             return lane.talk_fused(flat, memory, self._key(), self.world, broken, room)
         flat, unfit = censored(flat)
@@ -407,6 +423,14 @@ class Session:
             return dict(zip(grads, map(bool, flags), strict=True))
         (anywhere,) = yield [Max(torch.tensor(flags, dtype=torch.int32, device=self.device))]
         return dict(zip(grads, (flag > 0 for flag in anywhere.tolist()), strict=True))
+
+    def _check_used(self, used: Mapping[str, bool]) -> None:
+        idle = [name for name, has in used.items() if not has]
+        if idle and not self.rollback:
+            raise RuntimeError(
+                f"no rank has a gradient of {idle[0]!r}, whose memories have been changed already (rollback=False); "
+                "freeze what is not trained, or attach with rollback=True"
+            )
 
     def _commit(self, memories: Sequence[Memory], used: Mapping[str, bool] | None) -> None:
         """Take over new memories, but keep the old where nobody had a gradient: that update goes nowhere."""

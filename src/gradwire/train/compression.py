@@ -40,6 +40,7 @@ def arguments(recipe: Recipe, ramp_steps: int) -> dict[str, Any]:
         "rules": tuple(Rule(**rule.model_dump()) for rule in sync.rules),
         "seed": recipe.train.seed,
         "launch_mb": sync.launch_mb,
+        "rollback": sync.rollback,
         "across": None if sync.across == "ranks" else sync.across,
     }
 

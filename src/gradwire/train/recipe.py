@@ -106,6 +106,7 @@ class Sync(Table):
     ramp: Amount = 0.0  # epochs of warm-up, in which the density falls to the spec's own
     densities: list[Annotated[float, Field(gt=0, le=1)]] = []  # of equal parts of the ramp; empty: 1/4, 1/16, ...
     launch_mb: Annotated[float, Field(gt=0)] = 25.0
+    rollback: bool = True  # keep memories of before a step until it is agreed on; false: half the memory
     across: Literal["ranks", "hosts"] | list[list[int]] = "ranks"  # between whom; lists: the ranks of each host
     timeout: Annotated[float, Field(gt=0)] = 300.0  # seconds that a rank waits for others in a step
 

@@ -15,7 +15,7 @@ FREE = {
         *("workers", "epochs", "iterations", "passes", "graphs", "deterministic"),
         *("eval_batch", "eval_every", "log_every", "save_every"),
     ),
-    "sync": ("launch_mb", "timeout"),
+    "sync": ("launch_mb", "rollback", "timeout"),
     "gossip": ("timeout", "passes"),
 }
 

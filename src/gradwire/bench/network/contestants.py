@@ -67,11 +67,28 @@ def parse(name: str) -> tuple[str, dict[str, Any]]:
     options: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = (part.strip() for part in pair.partition("="))
-        if not equals or key not in ("exchange", "feedback", "granularity", "bundle", "launch_mb", "codec"):
+        if not equals or key not in _OPTIONS:
             raise ValueError(f"cannot read the option {pair!r} of {name!r}; write for example exchange=two_way")
-        unset = value == "none" and key in ("bundle", "codec")  # a feedback called none is one, and not the default
-        options[key] = _megabytes(value, name) if key == "launch_mb" else None if unset else value
+        options[key] = _value(key, value, name)
     return spec, options
+
+
+_OPTIONS = ("exchange", "feedback", "granularity", "bundle", "launch_mb", "rollback", "codec")
+
+
+def _value(key: str, text: str, name: str) -> Any:
+    if key == "launch_mb":
+        return _megabytes(text, name)
+    if key == "rollback":
+        return _truth(text, name)
+    unset = text == "none" and key in ("bundle", "codec")  # a feedback called none is one, and not the default
+    return None if unset else text
+
+
+def _truth(text: str, name: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(f"cannot read rollback={text} of {name!r}; write rollback=false")
+    return text == "true"
 
 
 def _megabytes(text: str, name: str) -> float:

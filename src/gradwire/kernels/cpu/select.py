@@ -275,6 +275,8 @@ def carry_topk_(
 ) -> Selected:
     residual, momentum = before
     old = residual.numpy(), _NONE if momentum is None else momentum.numpy()
+    if residual is after[0]:
+        old = _NONE, _NONE
     return _accumulate_topk(grad, old, *after, rule, lengths, counts, edge)
 
 
