@@ -16,12 +16,15 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 ALWAYS = ["dgc(0.01)", "topk(0.01)", "topk(0.01) | sign", "topk(0.01) | fp16", "sign", "ef_signsgd", "int4", "fp16"]
 NEVER = ["qsgd", "terngrad", "randomk(0.1)"]  # they draw
 PERHAPS = ["powersgd(2)"]
+IN_PLACE = ["dgc(0.01)", "topk(0.01) | sign", "ef_signsgd"]
 STEPS = 16
 BAD = (9, 12)  # one with either take
 LOADED = 13
 
 
-def train(spec: str) -> tuple[list[Tensor], list[int], tuple[int, int]]:
+def train(
+    spec: str, rollback: bool = True, bad: tuple[int, ...] = BAD
+) -> tuple[list[Tensor], list[int], tuple[int, int]]:
     """Everything that a training leaves behind, how many takes there are of each launch, and what it counted."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 10)).cuda()
@@ -35,7 +38,7 @@ def train(spec: str) -> tuple[list[Tensor], list[int], tuple[int, int]]:
 
     ddp.Courier.__init__ = remembered  # type: ignore[assignment, method-assign]
     try:
-        wire = gradwire.compress(outer, spec, launch_mb=0.3)
+        wire = gradwire.compress(outer, spec, launch_mb=0.3, rollback=rollback)
     finally:
         ddp.Courier.__init__ = attach  # type: ignore[method-assign]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
@@ -47,7 +50,7 @@ def train(spec: str) -> tuple[list[Tensor], list[int], tuple[int, int]]:
             wire.load_state_dict(wire.state_dict())
         optimizer.zero_grad(set_to_none=False)
         batch = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).cuda()
-        (outer(batch).square().mean() * (torch.inf if step in BAD else 1.0)).backward()
+        (outer(batch).square().mean() * (torch.inf if step in bad else 1.0)).backward()
         optimizer.step()
     assert wire.session.ahead
     memories = [x for key, x in wire.state_dict().items() if not key.startswith("gradwire/")]
@@ -72,6 +75,12 @@ def alone(rank: int, world: int) -> None:
             assert takes and min(takes) > 0, (spec, takes)  # one will do without memories
         if spec in NEVER:
             assert 0 in takes, (spec, takes)
+    for spec in IN_PLACE:
+        known, _, _ = train(spec, bad=())
+        changed, takes, _ = train(spec, rollback=False, bad=())
+        assert all(map(torch.equal, changed, known)) and min(takes) > 0, (spec, takes)
+        with pytest.raises(RuntimeError, match="memories have been changed already"):
+            train(spec, rollback=False)
     dist.destroy_process_group()
 
 
