@@ -104,6 +104,9 @@ def test_a_bad_gradient_is_an_error_in_hindsight() -> None:
     assert not any(bool(x.any()) for x in left[: WORLD * len(SHAPES)])  # what was agreed on is void
     with pytest.raises(RuntimeError, match="not finite, and memories have been changed already"):
         step_of(sessions, gradients(1))
+    for one in sessions:
+        one.begin_anew()
+    step_of(sessions, gradients(2))
 
 
 def test_a_parameter_that_nobody_uses_is_an_error() -> None:

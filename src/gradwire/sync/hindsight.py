@@ -23,6 +23,7 @@ class Hindsight:
 
     def __init__(self, device: torch.device, forgives: bool = True) -> None:
         self._device, self._forgives = device, forgives
+        self._past = 0  # dropped steps that nobody asks about any more
         self._counts: Tensor | None = None  # dropped, damaged
         self._arrived: torch.cuda.Event | None = None
 
@@ -38,6 +39,10 @@ class Hindsight:
     def dropped(self) -> int:
         """How many steps were dropped. Whoever asks waits for all of them."""
         return 0 if self._counts is None else int(self._counts[0])
+
+    def begin_anew(self) -> None:
+        """Memories have been replaced: what was dropped so far does them no harm."""
+        self._past = self.dropped
 
     def look(self) -> None:
         """See what has arrived of earlier counts, and have the latest follow.
@@ -61,5 +66,5 @@ class Hindsight:
                 "a message of an earlier step was damaged on the way, or comes from another model; "
                 "go back to the last checkpoint, and look at the network"
             )
-        if dropped and not self._forgives:
+        if dropped > self._past and not self._forgives:
             raise RuntimeError(IRREVOCABLE)

@@ -142,6 +142,7 @@ def load(session: "Session", states: Sequence[State]) -> None:
     session.recall(mine[0])
     session.step = int(states[0]["gradwire/step"])
     session.skipped = int(states[0]["gradwire/skipped"])
+    session.begin_anew()
     session.seed = int(states[0]["gradwire/seed"])
 
 

@@ -220,6 +220,10 @@ class Session:
     def skipped(self, steps: int) -> None:
         self._skipped = steps - self._hindsight.dropped
 
+    def begin_anew(self) -> None:
+        """Memories have been replaced by those of a checkpoint."""
+        self._hindsight.begin_anew()
+
     def donate(self) -> None:
         """From now on, gradients may be overwritten by what is agreed on."""
         self._donated = True
