@@ -309,6 +309,28 @@ def test_chunks(lengths, kind):
         same(cuda.chunk_topk(x.to(DEVICE), lengths, k, chunk), expected)
 
 
+@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "equal"])
+@pytest.mark.parametrize("k, chunk", [(4, 4096), (5, 8), (8, 8), (3, 3), (8, 8192), (41, 4096), (700, 4096)])
+def test_chunks_of_all_kinds(k, chunk, kind):
+    """Few and many of wide and narrow chunks, of segments that begin at multiples of four, and of others."""
+    scale = 1 if chunk > 100 else 400
+    for lengths in ((8200 // scale, 0, 4096 // scale * 4 + 8), (4099 // scale, 4100 // scale)):
+        x = draw(kind, sum(lengths))
+        x[2::97] = float("inf")
+        x[lengths[0] - 1], x[-1] = float("nan"), float("-inf")
+        expected = plain(chunks.chunk_topk, x, lengths, k, chunk)
+        same(cuda.chunk_topk(x.to(DEVICE), lengths, k, chunk), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_chunks_of_16_bits_that_lie_anywhere(dtype):
+    x = draw("normal", 3 * 4096 + 5).to(dtype)
+    for k in (4, 9):
+        expected = plain(chunks.chunk_topk, x, (x.numel(),), k, 4096)
+        for by in (0, 1, 4):
+            same(cuda.chunk_topk(shifted(x, by)[1], (x.numel(),), k, 4096), expected)
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 9])
 def test_scatter_mean(world):
     torch.manual_seed(0)

@@ -44,6 +44,8 @@ CHOSEN = {
         "test_feedback[torch.bfloat16-(1000,)]",
         "test_feedback[torch.float32-(5000, 0, 3001)]",
         "test_feedback_from_one_place_to_another[torch.bfloat16-(1, 3, 2)]",
+        "test_chunks_of_all_kinds[4-4096-ties]",
+        "test_chunks_of_all_kinds[41-4096-zeros]",
         "test_scatter_mean[3]",
         "test_scatter_mean_where_many_meet[4]",
         "test_a_servers_turn[True-3-(1000,)]",
