@@ -29,6 +29,7 @@ HOWS = [
     ("sign", "ef21", None),  # whose update is one of its memories
     ("int4", "residual", "two_way"),
     ("fp16", "residual", None),
+    ("powersgd(2)", None, None),  # which draws its first bases, but those only once
 ]
 BAD = {8: "b.weight", 11: "a.bias"}  # steps that are dropped, one with either take
 STEPS = 14
@@ -63,11 +64,11 @@ class Rank:
     def speak(self, conversation: Conversation[Heard]) -> Heard:
         return drive(conversation, self.link, self.clock)
 
-    def step(self, number: int) -> list[Tensor]:
+    def step(self, number: int, scale: float = 1.0) -> list[Tensor]:
         """What a step hands out and leaves behind."""
         draw = torch.Generator().manual_seed(number)
         for name, shape in SHAPES.items():
-            self.views[name].copy_(torch.randn(shape, generator=draw).flatten())
+            self.views[name].copy_(torch.randn(shape, generator=draw).flatten() * scale)
         if number in BAD:
             self.views[BAD[number]][-1] = torch.inf
         self.session.ahead = True
@@ -118,6 +119,16 @@ def test_memories_that_are_changed_in_place_are_recorded(
     for number in range(STEPS):
         assert same(repeater.step(number), speaker.step(number)), number
     assert all(1 <= n <= 2 for n in takes(repeater))
+
+
+def test_a_basis_that_dies_while_steps_are_repeated_begins_anew() -> None:
+    plan = plan_of(("powersgd(2)", "none", None))
+    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraph)
+    for number in range(8):
+        dull = 0.0 if number == 5 else 1.0
+        left, known = (rank.step(number, dull) for rank in (repeater, speaker))
+        assert same(left, known) and takes(repeater) == [min(max(number - 2, 0), 2)] * 2, number
+        assert all(bool(x.any()) == (number != 5) for x in left), number  # the mean and the bases
 
 
 def test_other_memories_are_recorded_anew() -> None:

@@ -11,7 +11,7 @@ Spec:     powersgd(2)
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
@@ -149,8 +149,9 @@ class PowerSGD(Exchange):
         return 2 * (world - 1) / world * 4 * factors
 
     def _bases(self, shapes: list[Family], memory: Memory, around: Round) -> list[Tensor]:
-        # The same at every step: on a GPU, hundreds of small launches draw it, and hardly any step needs it.
-        fresh = replace(around.key.shared().fold("basis"), step=0)
+        # The same at every step, and hardly any needs it. A plain key: what is drawn only once may be recorded.
+        key = around.key.shared().fold("basis")
+        fresh = Key(key.seed, 0, key.rank, key.purpose)
         bases = []
         for f in shapes:
             q = _stack(memory["basis"], f.bases, f.columns, self.rank)
@@ -162,7 +163,8 @@ class PowerSGD(Exchange):
 
 @kept(512)
 def _drawn(key: Key, names: tuple[str, ...], n: int, device: torch.device) -> Tensor:
-    return philox.normal(key, names, n, device)
+    # Not on the device, where a recording that fails would leave here what nobody has drawn: a copy is refused there.
+    return philox.normal(key, names, n, torch.device("cpu")).to(device)
 
 
 def _stack(flat: Tensor, starts: tuple[int, ...], rows: int, columns: int) -> Tensor:
