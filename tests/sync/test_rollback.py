@@ -71,7 +71,6 @@ def test_the_same_bits(how: tuple[str, str | None, str | None], ahead: bool) -> 
         known, found = step_of(two, gradients(number)), step_of(one, gradients(number))
         assert all(map(torch.equal, found, known))
     assert ([places(mine) for mine in one] == at) == (how in FUSED)
-    assert [places(mine) for mine in two] != at
 
 
 @pytest.mark.parametrize("how", FUSED, ids=lambda how: f"{how[0]} {how[1]} {how[2]}")
