@@ -21,6 +21,7 @@ from gradwire.core.keys import Key
 from gradwire.core.segments import Segments
 from gradwire.core.spec import parse
 from gradwire.kernels import philox, select
+from gradwire.kernels.dispatch import reference_only
 
 KEY = Key(seed=1, step=0, rank=0)
 CPU = torch.device("cpu")
@@ -133,6 +134,11 @@ def test_chunk_topk_by_hand() -> None:
     assert picks(ChunkTopK(1, chunk=3), x) == [1, 5, 7]
     assert picks(ChunkTopK(2, chunk=3), x, 4, 4) == [1, 2, 3, 5, 6, 7]
     assert ChunkTopK(2, chunk=3).capacity(4) == 3
+    last = (
+        torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32).item()
+    )  # no bits are more, and it is no number
+    with reference_only():
+        assert picks(ChunkTopK(1, chunk=3), [last, 1.0, 2.0, float("inf")]) == [0, 3]
 
 
 # -- sampled top-k -------------------------------------------------------------------------------

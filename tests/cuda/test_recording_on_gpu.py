@@ -13,9 +13,9 @@ from workers import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-ALWAYS = ["dgc(0.01)", "topk(0.01)", "topk(0.01) | sign", "topk(0.01) | fp16", "sign", "ef_signsgd", "int4", "fp16"]
+ALWAYS = ["dgc(0.01)", "topk(0.01)", "topk(0.01) | sign", "topk(0.01) | fp16", "sign", "ef_signsgd", "int4"]
+ALWAYS += ["fp16", "powersgd(2)"]
 NEVER = ["qsgd", "terngrad", "randomk(0.1)"]  # they draw
-PERHAPS = ["powersgd(2)"]
 IN_PLACE = ["dgc(0.01)", "topk(0.01) | sign", "ef_signsgd"]
 STEPS = 16
 BAD = (9, 12)  # one with either take
@@ -62,7 +62,7 @@ def alone(rank: int, world: int) -> None:
     dist.destroy_process_group()
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    for spec in ALWAYS + NEVER + PERHAPS:
+    for spec in ALWAYS + NEVER:
         ddp.graphs_on = lambda device: None
         spoken, takes, counted = train(spec)
         assert counted == (len(BAD), STEPS) and not any(takes), spec
@@ -78,7 +78,7 @@ def alone(rank: int, world: int) -> None:
     for spec in IN_PLACE:
         known, _, _ = train(spec, bad=())
         changed, takes, _ = train(spec, rollback=False, bad=())
-        assert all(map(torch.equal, changed, known)) and min(takes) > 0, (spec, takes)
+        assert all(map(torch.equal, changed, known)) and not any(takes), (spec, takes)
         with pytest.raises(RuntimeError, match="memories have been changed already"):
             train(spec, rollback=False)
     dist.destroy_process_group()

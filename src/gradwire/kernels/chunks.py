@@ -59,9 +59,10 @@ def chunk_topk(x: Tensor, lengths: tuple[int, ...], k: int, chunk: int) -> Tenso
     width = min(chunk, max(lengths))
     column = torch.arange(width, device=x.device)
     at = starts[:, None] + column  # [chunks, width]
-    size = x.abs().float().view(torch.int32).long()  # the bits of magnitudes are in the same order
+    # The bits of magnitudes are in the same order. (Those of abs() are not always the same: a GPU has one NaN only.)
+    size = x.float().view(torch.int32).long() & 0x7FFFFFFF
     # No two keys are equal: the column decides between equals, and whatever lies outside comes last.
-    keys = torch.where(column < sizes[:, None], (size[at.clamp(max=x.numel() - 1)] + 1) << 32, 0) - column
+    keys = torch.where(column < sizes[:, None], (size[at.clamp(max=x.numel() - 1)] + 1) << 31, 0) - column
     best = keys.topk(min(k, width), dim=1).indices
     return at.gather(1, best).flatten()[held].sort().values
 

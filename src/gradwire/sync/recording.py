@@ -290,7 +290,9 @@ class Recorder:
         speak: Callable[[Conversation[Heard]], Heard],
         graphs: Callable[[], Graph] | None,
     ) -> None:
-        self.session, self._link, self._clock, self._speak, self._graphs = session, link, clock, speak, graphs
+        self.session, self._link, self._clock, self._speak = session, link, clock, speak
+        # What cannot be rolled back cannot be tried: a recording that fails is held once more.
+        self._graphs = graphs if session.rollback else None
         self._parts = [Part() for _ in session.plan.launches]
         self._verdicts: dict[tuple[int, ...], Tape[None] | None] = {}  # by what was heard; None: it cannot be recorded
 
@@ -353,7 +355,6 @@ class Recorder:
         session, part = self.session, self._parts[i]
         room = part.takes[0].before if part.takes else []
         said, meant = session.said.copy(), session.meant.copy()
-        kept = [] if session.rollback else [(x, x.clone()) for memory in held for x in memory.values()]
 
         def again() -> Talking[Heard]:
             return in_collectives(_back(session.launch(i, grads, places=places, room=room), room), session.world)
@@ -365,8 +366,6 @@ class Recorder:
             except Unrecordable as wrong:
                 part.refuse(wrong)
                 session.said, session.meant = said, meant
-                for now, was in kept:  # what has been done of it will be done again
-                    now.copy_(was)
                 doubts.clear()
                 heard = hold(again(), self._link, wrong.heard)
             else:
