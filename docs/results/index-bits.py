@@ -6,7 +6,8 @@
 One worker trains with DGC (momentum 0.9, memories masked where something was sent), layer by layer or with all
 parameters as one vector. A line of JSON for each stretch of steps, in bits a position: the Rice codes of the package;
 the bound; Rice codes in smaller blocks; and what two contexts could give at best: how many are sent of each row of a
-weight, the numbers themselves free of charge, and what was sent in the step before.
+weight, the numbers themselves free of charge, then those numbers by their entropy in each weight, whose distribution is
+free of charge; and what was sent in the step before.
 """
 
 import json
@@ -73,12 +74,19 @@ def bits(indices: Tensor, n: int, block: int = 512) -> int:
         rice.BLOCK = before
 
 
-def by_rows(indices: Tensor, parts: list[nn.Parameter]) -> float:
-    """The bits of positions within rows of weights, given how many each row has."""
+def by_rows(indices: Tensor, parts: list[nn.Parameter]) -> tuple[float, float]:
+    """The bits of positions within rows of weights, given how many each row has; and those of the numbers."""
     widths = torch.cat([torch.full((p.shape[0],), p[0].numel()) for p in parts])
     ends = widths.cumsum(0)
     counts = torch.bincount(torch.searchsorted(ends, indices, right=True), minlength=len(ends))
-    return sum(bound(n, k) for n, k in zip(widths.tolist(), counts.tolist(), strict=True) if k)
+    within = sum(bound(n, k) for n, k in zip(widths.tolist(), counts.tolist(), strict=True) if k)
+    return within, sum(map(entropy, counts.split([p.shape[0] for p in parts])))
+
+
+def entropy(numbers: Tensor) -> float:
+    """The bits of all numbers, each by how often it occurs."""
+    often = numbers.unique(return_counts=True)[1].double()
+    return float((often * (often.sum() / often).log2()).sum())
 
 
 def told_apart(now: Tensor, last: Tensor, n: int) -> float:
@@ -112,11 +120,11 @@ def main(name: str, root: Path) -> None:
                         p -= rate * p.grad
             exact = sum(bound(m, k) for m, k in zip(lengths, counts, strict=True))
             coded = [bits(sent.indices, n, block) for block in (512, 128, 32)]
-            seen.append((*coded, by_rows(sent.indices, parts), told_apart(sent.indices, last, n), exact))
+            seen.append((*coded, *by_rows(sent.indices, parts), told_apart(sent.indices, last, n), exact))
             last = sent.indices
             if (step + 1) % EVERY == 0:
                 mean = [sum(column) / len(seen) / sum(counts) for column in zip(*seen, strict=True)]
-                names = ("rice", "rice_128", "rice_32", "rows_at_best", "step_before_at_best", "bound")
+                names = ("rice", "rice_128", "rice_32", "rows_at_best", "row_numbers", "step_before_at_best", "bound")
                 row = {"model": name, "layer_by_layer": by_layer, "density": density, "n": n, "k": sum(counts)}
                 row |= {"steps": f"{step + 2 - EVERY}-{step + 1}", "loss": round(loss.item(), 3)}
                 row |= {name: round(x, 3) for name, x in zip(names, mean, strict=True)}
