@@ -13,7 +13,7 @@ from gradwire.adapters.wire import Wire
 from gradwire.kernels import dispatch, fused
 from gradwire.sync import session
 from workers import run_ranks
-from written import WrittenGraph, largest
+from written import WrittenGraph, WrittenGraphs, largest
 
 # What to compress by, and whether a checkpoint is loaded halfway.
 SPECS: list[tuple[dict[str, Any], bool]] = [
@@ -55,7 +55,7 @@ def both(rank: int, world: int) -> None:
         ddp.graphs_on = known
         net, memories, sent = train(rank, options, loads)
         made = WrittenGraph.made
-        ddp.graphs_on = lambda device: WrittenGraph  # type: ignore[assignment]
+        ddp.graphs_on = lambda device: WrittenGraphs()  # type: ignore[assignment]
         net_again, memories_again, sent_again = train(rank, options, loads)
         assert WrittenGraph.made > made
         assert scenes.same(net, net_again), options

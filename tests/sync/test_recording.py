@@ -13,12 +13,12 @@ from gradwire.core.payload import Payload
 from gradwire.core.segments import on
 from gradwire.kernels import dispatch, fused, philox
 from gradwire.links.solo import SoloLink
-from gradwire.sync import Plan, Session, build, default_rules, recording
+from gradwire.sync import Plan, Rule, Session, build, default_rules, recording
 from gradwire.sync import session as sessions
 from gradwire.sync.drive import Clock, Conversation, drive
 from gradwire.sync.recording import Recorder, Tape, Unrecordable, hold, in_collectives, record
 from gradwire.sync.session import Heard, Places
-from written import WrittenGraph, largest
+from written import WrittenGraph, WrittenGraphs, largest
 
 SHAPES = {"a.weight": (40, 30), "a.bias": (40,), "b.weight": (20, 40), "b.bias": (10,)}
 HOWS = [
@@ -96,7 +96,7 @@ def takes(rank: Rank) -> list[int]:
 @pytest.mark.parametrize("how", HOWS, ids=lambda how: f"{how[0]} {how[1]} {how[2]}")
 def test_nobody_can_tell_who_repeats(how: tuple[str | None, ...]) -> None:
     plan = plan_of(how)
-    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraph)
+    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraphs())
     for number in range(STEPS):
         made = WrittenGraph.made
         assert same(repeater.step(number), speaker.step(number)), number
@@ -112,7 +112,7 @@ def test_nobody_can_tell_who_repeats(how: tuple[str | None, ...]) -> None:
 def test_memories_that_are_changed_in_place_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.BAD", {})  # no step can be dropped then
     plan = plan_of(HOWS[1])
-    speaker, other = Rank(plan, None), Rank(plan, WrittenGraph, rollback=False)
+    speaker, other = Rank(plan, None), Rank(plan, WrittenGraphs(), rollback=False)
     for number in range(STEPS):
         assert same(other.step(number), speaker.step(number)), number
     assert takes(other) == [0, 0]
@@ -120,7 +120,7 @@ def test_memories_that_are_changed_in_place_are_not_recorded(monkeypatch: pytest
 
 def test_other_memories_are_recorded_anew() -> None:
     plan = plan_of(HOWS[1])
-    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraph)
+    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraphs())
     for number in range(STEPS):
         if number == 7:  # as if a checkpoint had been loaded
             for rank in (speaker, repeater):
@@ -132,14 +132,14 @@ def test_other_memories_are_recorded_anew() -> None:
 def test_another_codec_is_recorded_anew() -> None:
     rules = default_rules({0: "topk(0.1) | int32", 6: "topk(0.05) | int32"}, "residual")
     plan = build(SHAPES, rules, 1)
-    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraph)
+    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraphs())
     for number in range(STEPS):
         assert same(repeater.step(number), speaker.step(number)), number
     assert takes(repeater) == [2]
 
 
 def test_gradients_that_come_elsewhere_are_spoken_first() -> None:
-    rank = Rank(plan_of(HOWS[0]), WrittenGraph)
+    rank = Rank(plan_of(HOWS[0]), WrittenGraphs())
     for number in range(6):
         rank.step(number)
     rank.recorder.forget()
@@ -149,7 +149,7 @@ def test_gradients_that_come_elsewhere_are_spoken_first() -> None:
 
 def test_what_is_drawn_is_never_recorded() -> None:
     plan = plan_of(("qsgd", None, None))
-    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraph)
+    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraphs())
     for number in range(6):
         assert same(repeater.step(number), speaker.step(number)), number
     assert takes(repeater) == [0, 0] or all(part.tries == 0 for part in repeater.recorder._parts if not part.takes)
@@ -169,7 +169,7 @@ def test_who_cannot_record_goes_on_speaking(monkeypatch: pytest.MonkeyPatch) -> 
         return known(*args)  # type: ignore[arg-type]
 
     plan = plan_of(HOWS[1])
-    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraph)
+    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraphs())
     real = recording.record
 
     def record_badly(*args: object) -> Tape[Heard]:
@@ -195,7 +195,7 @@ def test_a_verdict_that_cannot_be_recorded_is_spoken(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(recording, "record", no_verdicts)
     plan = plan_of(HOWS[1])
-    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraph)
+    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraphs())
     for number in range(STEPS):
         assert same(repeater.step(number), speaker.step(number)), number
     assert takes(repeater) == [2, 2] and tried == [2]
@@ -203,10 +203,37 @@ def test_a_verdict_that_cannot_be_recorded_is_spoken(monkeypatch: pytest.MonkeyP
 
 def test_without_memories_one_take_will_do() -> None:
     plan = plan_of(("sign", "none", "allgather"))
-    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraph)
+    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraphs())
     for number in range(STEPS):
         assert same(repeater.step(number), speaker.step(number)), number
     assert takes(repeater) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("spec", "dense", "known"),
+    [
+        ("topk(0.05) | int32", "b.weight", [1, 2]),  # whose one take runs while the other launch has memories to keep
+        ("sign", "b.weight", [1, 2]),
+        ("sign", "a.bias", [2, 1, 2]),  # and while the first launch waits for the verdict
+        ("sign", "b.bias", [1, 2, 2]),
+    ],
+)
+def test_a_launch_of_one_take_writes_over_nothing(spec: str, dense: str, known: list[int]) -> None:
+    plan = build(SHAPES, (Rule("fp16", name=dense), *default_rules(spec, "residual")), 1, launch_bytes=4)
+    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraphs())
+    for number in range(STEPS):
+        assert same(repeater.step(number), speaker.step(number)), number
+    assert takes(repeater) == known and repeater.session.skipped == len(BAD)
+
+
+@pytest.mark.parametrize("name", ["b.weight", "a.weight"])
+def test_a_launch_that_is_recorded_anew_alone_is_written_over_by_nobody(name: str) -> None:
+    rules = (Rule({0: "int8", 7: "int4"}, name=name, feedback="residual"), *default_rules("sign", "residual"))
+    plan = build(SHAPES, rules, 1, launch_bytes=4)
+    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraphs())
+    for number in range(STEPS + 4):
+        assert same(repeater.step(number), speaker.step(number)), number
+    assert takes(repeater) == [2, 2] and repeater.session.skipped == len(BAD)
 
 
 def test_a_conversation_is_resumed_where_it_could_not_be_recorded() -> None:

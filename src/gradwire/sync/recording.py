@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -55,7 +55,11 @@ class Graph(Protocol):
 
 
 class CudaGraphs:
-    """Makes graphs that share one pool of memory, which they may: they run in the order in which they were written."""
+    """Makes graphs that share one pool of memory: what one of them has freed, those written later use.
+
+    Nothing in there may outlive a launch, since graphs do not run in the order in which they were written: a launch
+    with one take runs between the two takes of another, and writes over whatever that one has left there.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -234,6 +238,42 @@ class Take:
         return [one.memory for one in self.tape.outcome.released]
 
 
+@dataclass(frozen=True)
+class Outside:
+    """Where that goes which outlives a recorded launch: not to memory that graphs share.
+
+    Attributes:
+        held: Memories of before, lane by lane. Those that stay as they are stay where they are.
+        room: For new ones. It may lack a hint, which may be lost without harm.
+        dropped: Whether anybody complained.
+        damaged: Whether there were doubts.
+    """
+
+    held: Sequence[Memory]
+    room: Sequence[Memory]
+    dropped: Tensor
+    damaged: Tensor
+
+    def left_by(self, conversation: Conversation[Heard], doubts: list[Tensor]) -> Conversation[Heard]:
+        """The same, with its outcome and its doubts here."""
+        heard = yield from conversation
+        assert heard.dropped is not None  # the session never looks
+        if doubts:
+            doubts[:] = [self.damaged.copy_(torch.cat([doubt.flatten() for doubt in doubts]).any())]
+        lanes = zip(heard.released, self.held, self.room, strict=True)
+        released = [one._replace(memory=_moved(one.memory, old, new)) for one, old, new in lanes]
+        return heard._replace(released=released, dropped=self.dropped.copy_(heard.dropped))
+
+
+def _like(memory: Memory) -> dict[str, Tensor]:
+    return {name: torch.empty_like(x) for name, x in memory.items()}
+
+
+def _moved(memory: Memory, held: Memory, room: Memory) -> dict[str, Tensor]:
+    there = {name for name, x in memory.items() if x is held.get(name) or room.get(name, x) is x}
+    return {name: x if name in there else room[name].copy_(x) for name, x in memory.items()}
+
+
 @dataclass
 class Part:
     """What is known of one launch."""
@@ -353,11 +393,17 @@ class Recorder:
     def _record(self, i: int, grads: Grads, places: Places, held: Sequence[Memory], how: list[Any]) -> Heard:
         assert self._graphs is not None
         session, part = self.session, self._parts[i]
-        room = part.takes[0].before if part.takes else []
+        outside = Outside(
+            held,
+            part.takes[0].before if part.takes else [_like(memory) for memory in held],
+            torch.zeros((), dtype=torch.bool, device=session.device),
+            torch.zeros((), dtype=torch.bool, device=session.device),
+        )
         said, meant = session.said.copy(), session.meant.copy()
 
         def again() -> Talking[Heard]:
-            return in_collectives(_back(session.launch(i, grads, places=places, room=room), room), session.world)
+            talk = session.launch(i, grads, places=places, room=outside.room)
+            return in_collectives(outside.left_by(talk, doubts), session.world)
 
         with unseen() as doubts:
             try:
@@ -395,16 +441,3 @@ def _same(one: Sequence[Memory], other: Sequence[Memory]) -> bool:
         len(mine) == len(theirs) and all(theirs.get(name) is x for name, x in mine.items())
         for mine, theirs in zip(one, other, strict=True)
     )
-
-
-def _back(conversation: Conversation[Heard], room: Sequence[Memory]) -> Conversation[Heard]:
-    """The same, with new memories in the tensors of the generation before, if there is one."""
-    heard = yield from conversation
-    if not room:
-        return heard
-    moved = [one._replace(memory=_moved(one.memory, to)) for one, to in zip(heard.released, room, strict=True)]
-    return heard._replace(released=moved)
-
-
-def _moved(memory: Memory, room: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x if room.get(name, x) is x else room[name].copy_(x) for name, x in memory.items()}
