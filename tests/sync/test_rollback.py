@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.sync import Lockstep, Plan, Session, build, default_rules
+from gradwire.sync import Lockstep, Plan, Session, build, default_rules, memory
 from gradwire.sync.chorus import Chorus
+from gradwire.sync.drive import Conversation
 from workers import run_ranks
 
 WORLD = 3
@@ -102,6 +103,8 @@ def test_a_bad_gradient_is_an_error_in_hindsight() -> None:
     assert all(bool(torch.isfinite(x).all()) for x in left)
     assert not any(bool(x.any()) for x in left[: WORLD * len(SHAPES)])  # what was agreed on is void
     with pytest.raises(RuntimeError, match="not finite, and memories have been changed already"):
+        memory.save(sessions[0], "topk(0.01)")  # nobody could tell later that it was spoiled
+    with pytest.raises(RuntimeError, match="not finite, and memories have been changed already"):
         step_of(sessions, gradients(1))
     for one in sessions:
         one.begin_anew()
@@ -112,6 +115,33 @@ def test_a_parameter_that_nobody_uses_is_an_error() -> None:
     sessions = sessions_of(build(SHAPES, default_rules("topk(0.01)"), WORLD), rollback=False)
     with pytest.raises(RuntimeError, match=r"no rank has a gradient of 'b\.weight'.*rollback=True"):
         step_of(sessions, gradients(0, lacking="b.weight"))
+
+
+def complaint(conversation: Conversation[Any]) -> Conversation[str]:
+    try:
+        yield from conversation
+    except RuntimeError as wrong:
+        return str(wrong)
+    return ""
+
+
+def test_all_ranks_of_a_host_learn_of_a_parameter_that_nobody_uses() -> None:
+    models = [nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 60), nn.Linear(60, 5, bias=False)) for _ in range(4)]
+    workers = gradwire.lockstep(models, "topk(0.01)", across=[[0, 1], [2, 3]], rollback=False)
+    for model in models:
+        model[1](model[0](torch.ones(2, 40))).square().mean().backward()
+    said = workers.group.drive([complaint(wire.session.run(wire.grads())) for wire in workers.wires])
+    assert all("no rank has a gradient of '2.weight'" in one for one in said)
+
+
+@pytest.mark.parametrize("spec", ["fp32", "qsgd", "powersgd(2)"])
+def test_what_no_kernel_changes_is_dropped_as_ever(spec: str) -> None:
+    sessions = sessions_of(build(SHAPES, default_rules(spec, "none"), WORLD), rollback=False)
+    step_of(sessions, gradients(0, lacking="b.weight"))
+    grads = gradients(1)
+    grads[1]["a.weight"][3, 4] = torch.inf  # type: ignore[index]
+    step_of(sessions, grads)
+    assert [one.skipped for one in sessions] == [1] * WORLD
 
 
 def train(rank: int, hooked: bool, rollback: bool) -> tuple[list[Tensor], dict[str, Tensor]]:

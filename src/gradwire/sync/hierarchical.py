@@ -235,8 +235,14 @@ class HierarchicalSession(Session):
     def _used_anywhere(self, updates: Mapping[str, Tensor], mine: Verdict) -> Conversation[dict[str, Tensor]]:
         """The updates of parameters that any rank of any host has a gradient for."""
         flags = torch.tensor([name in mine.updates for name in updates], dtype=torch.int32, device=self.device)
-        (used,) = yield [Max(flags, LOCAL)]
-        return {name: x for (name, x), flag in zip(updates.items(), used.tolist(), strict=True) if flag}
+        (flags,) = yield [Max(flags, LOCAL)]
+        used = dict(zip(updates, map(bool, flags.tolist()), strict=True))
+        super()._check_used(used)
+        return {name: x for name, x in updates.items() if used[name]}
+
+    def _check_used(self, used: Mapping[str, bool]) -> None:
+        if self.beside == 1:  # else mates, who serve others, must hear of it first
+            super()._check_used(used)
 
     # -- what is late, and what is kept --------------------------------------------------------------------------------
 

@@ -44,6 +44,10 @@ class Hindsight:
         """Memories have been replaced: what was dropped so far does them no harm."""
         self._past = self.dropped
 
+    def check(self) -> None:
+        """Wait for all steps, and make sure that none was to be dropped that cannot be."""
+        self._forgive(self.dropped)
+
     def look(self) -> None:
         """See what has arrived of earlier counts, and have the latest follow.
 
@@ -66,5 +70,8 @@ class Hindsight:
                 "a message of an earlier step was damaged on the way, or comes from another model; "
                 "go back to the last checkpoint, and look at the network"
             )
+        self._forgive(dropped)
+
+    def _forgive(self, dropped: int) -> None:
         if dropped > self._past and not self._forgives:
             raise RuntimeError(IRREVOCABLE)

@@ -70,6 +70,11 @@ class Lane:
         left = OWED in memory or ("served" in memory and "served" not in exchange.slots(self._around(key, world)))
         return not left and lowers(self.feedback, codec, exchange)
 
+    @cached_property
+    def fused(self) -> bool:
+        """Whether `talk_fused` may serve at any step: then memories can be changed in place."""
+        return any(lowers(self.feedback, codec, exchange) for _, codec, exchange in self.table)
+
     def talk_fused(
         self, grad: Tensor, memory: Memory, key: Key, world: int, broken: list[Tensor], room: Memory | None = None
     ) -> Talk[Released]:

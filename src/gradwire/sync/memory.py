@@ -61,7 +61,12 @@ def slots_of(lane: Lane, memory: Mapping[str, Tensor], world: int) -> dict[str, 
 
 
 def save(session: "Session", spec: str) -> dict[str, Tensor]:
-    """One rank's state."""
+    """One rank's state.
+
+    Raises:
+        RuntimeError: A step has spoiled the memories, and nobody has noticed yet.
+    """
+    session.look_back()
     state = {
         "gradwire/format": torch.tensor(WIRE_FORMAT),
         "gradwire/model": _fingerprint(session),

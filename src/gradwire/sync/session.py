@@ -64,7 +64,7 @@ class Session:
     """The mutable heart: everything else in `sync` is a value.
 
     Attributes:
-        rollback: Whether memories of before a step are kept until it is agreed on.
+        rollback: Whether memories of before a step are kept until it is agreed on. Where no kernel is fused, they are.
         ahead: Whether nobody looks at the device in this step. Only where every rank has all its gradients.
         doubts: What may have been wrong with messages of this step, where nobody looked.
     """
@@ -79,6 +79,7 @@ class Session:
     local, beside = 0, 1  # where several ranks on a host share the work: which of how many this is
 
     def __post_init__(self) -> None:
+        self.rollback = self.rollback or not any(lane.fused for lane in self.whole.lanes)
         self.step = 0
         self.ahead = False
         self._repeats = False
@@ -223,6 +224,14 @@ class Session:
     def begin_anew(self) -> None:
         """Memories have been replaced by those of a checkpoint."""
         self._hindsight.begin_anew()
+
+    def look_back(self) -> None:
+        """Wait for all steps, and make sure that memories are sound.
+
+        Raises:
+            RuntimeError: A step was to be dropped, and could not be.
+        """
+        self._hindsight.check()
 
     def donate(self) -> None:
         """From now on, gradients may be overwritten by what is agreed on."""
@@ -429,8 +438,9 @@ class Session:
         return dict(zip(grads, (flag > 0 for flag in anywhere.tolist()), strict=True))
 
     def _check_used(self, used: Mapping[str, bool]) -> None:
-        idle = [name for name, has in used.items() if not has]
-        if idle and not self.rollback:
+        changed = () if self.rollback else (lane for lane in self.whole.lanes if lane.fused)
+        idle = [name for lane in changed for name in lane.tensors.names if not used.get(name, True)]
+        if idle:
             raise RuntimeError(
                 f"no rank has a gradient of {idle[0]!r}, whose memories have been changed already (rollback=False); "
                 "freeze what is not trained, or attach with rollback=True"
