@@ -95,6 +95,17 @@ def test_passes_tell_the_variance_test_how_much_they_differ(clip):
     assert seen.keys() == parts[0].keys()
 
 
+def test_a_scaler_asks_virtual_workers_beforehand_where_nothing_is_rolled_back():
+    overrides = ("train.precision=fp16", "sync.spec=topk(0.05)", "sync.rollback=false")
+    training = Training(recipe_of("digits", *overrides), alone(2))
+    batches = training.loader.epoch(0)
+    for scale in (2.0**8, 2.0**40, 2.0**8):  # the second is too much for 16 bits
+        training.scaler.load_state_dict({**training.scaler.state_dict(), "scale": scale})
+        training._one_step(next(batches))
+    assert training.crew.wire.skipped == 1
+    assert all(bool(torch.isfinite(p).all()) for p in training.model.parameters())
+
+
 def test_images_grow_while_a_training_goes_on():
     growing = ("model.name=trainings:Pooled", "data.sizes=[[0, 4], [1, 8]]")
     training = Training(recipe_of("digits", *growing), alone(2))

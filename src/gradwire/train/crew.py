@@ -63,7 +63,7 @@ class Crew:
             self.wire.write_(self.wire.agree_on(grads[0]))
             return
         scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
-        verdict = self._in_unison(self._group, grads, 1.0 / scale)
+        verdict = self._refused(grads) or self._in_unison(self._group, grads, 1.0 / scale)
         if verdict is None:
             talks = [wire.session.run(own, 1.0 / scale) for wire, own in zip(self.wires, grads, strict=True)]
             verdict = self._drive(self._group, talks)
@@ -75,6 +75,16 @@ class Crew:
                 updates={name: _rescaled(x, scale, verdict) for name, x in verdict.updates.items()}
             )
         self.wire.write_(verdict)
+
+    def _refused(self, grads: Sequence[Grads]) -> Verdict | None:
+        """A step that overflows, as a scaler expects of some; asked beforehand where it could not be dropped later."""
+        if self.scaler is None or self.wire.session.rollback:
+            return None
+        if not any(wire.overflows(own) for wire, own in zip(self.wires, grads, strict=True)):
+            return None
+        for wire in self.wires:
+            wire.session.skip()
+        return Verdict({name: torch.zeros_like(p) for name, p in self.wire.parameters.items()}, skipped=True)
 
     def _hand_over(self, verdict: Verdict) -> None:
         """Give the optimizer what all sang: it is nobody else's, and need not be copied."""
