@@ -129,7 +129,6 @@ def _layers(width: int, device: torch.device) -> nn.Module:
 def _train(spec: str, model: nn.Module) -> tuple[int, int]:
     """Some steps; the bytes that are held after them, and the most in the last ones."""
     text, options = parse(spec)
-    options = {name: "none" if name == "feedback" and value is None else value for name, value in options.items()}
     device = next(model.parameters()).device
     wire = compress(model, text, **options)
     for step in range(_STEPS):
