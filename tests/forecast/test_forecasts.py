@@ -49,6 +49,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 def test_methods_are_read_as_forecasts_know_them() -> None:
     assert Way.of("ddp-fp16") == Way("ddp-fp16")
     assert Way.of("int8; exchange=two_way") == Way("int8; exchange=two_way")
+    assert Way.of("topk(0.1); rollback=false") == Way("topk(0.1)")
     assert Way.of("topk(0.1); bundle=none; launch_mb=200") == Way("topk(0.1); bundle=none", 200 * 2**20)
     for unknown in ("ddp-powersgd", "ddp-none", "gossip:choco(ring)", "auto"):
         assert Way.of(unknown) is None

@@ -37,6 +37,7 @@ def test_options_follow_the_spec() -> None:
     spec, options = contestants.parse("int8; exchange=two_way; bundle=none; launch_mb=50")
     assert spec == "int8" and options == {"exchange": "two_way", "bundle": None, "launch_mb": 50.0}
     assert contestants.parse("int8; feedback=none")[1] == {"feedback": "none"}  # which is not the default
+    assert contestants.parse("int8; rollback=false")[1] == {"rollback": False}
 
 
 def test_every_contestant_that_is_measured_by_default_exists() -> None:
@@ -58,6 +59,7 @@ def test_every_contestant_that_is_measured_by_default_exists() -> None:
         (("--picture", "bench.jpg"), "a picture is a PNG or an SVG"),
         (("--link", "1gbit,1ms,1%", "--throttled", "--method", "ddp-none"), "has jitter or loss too"),
         (("--method", "topk(0.1); launch_mb=x"), "cannot read launch_mb=x of 'topk(0.1); launch_mb=x'"),
+        (("--method", "topk(0.1); rollback=maybe"), "cannot read rollback=maybe"),
         (("--turn", "nan"), "turns of nan s cannot be"),
         (("--model", "linear", "--link", "1gbit", "--timeout", "-1"), "a timeout of -1 s cannot be"),
         (("--out", "."), ". is a folder"),

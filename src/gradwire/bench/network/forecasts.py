@@ -95,7 +95,8 @@ class Way:
             return None
         spec, *options = (part.strip() for part in method.split(";"))
         sizes = [option.partition("=")[2] for option in options if option.startswith("launch_mb")]
-        rest = [option for option in options if not option.startswith("launch_mb")]
+        # Without rollback the same bytes are sent.
+        rest = [option for option in options if not option.startswith(("launch_mb", "rollback"))]
         return Way("; ".join([spec, *rest]), int(float(sizes[-1]) * 2**20) if sizes else LAUNCH_BYTES)
 
 
