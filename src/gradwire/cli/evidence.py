@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 
 from gradwire.forecast.evidence import Evidence
 from gradwire.report.groups import Group, Task, tasks
@@ -45,7 +46,7 @@ def _compared(task: Task, group: Group) -> Evidence | None:
         task.metric.axis,
         group.runs[0].world,
         len(shared),
-        round(twin.estimate.mean, 4),
+        round(fmean(twin.values[seed] for seed in shared), 4),
         round(versus.mean, 4),
         None if versus.low is None else round(versus.low, 4),
         None if versus.high is None else round(versus.high, 4),

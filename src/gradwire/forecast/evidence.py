@@ -26,7 +26,7 @@ class Evidence:
         metric: What it was judged by.
         workers: How many ranks.
         seeds: How many pairs of runs.
-        dense: The mean of the dense runs.
+        dense: The mean of the dense runs of the same seeds.
         difference: The mean of the differences, seed by seed; negative is lower.
         low: The lower end of its 95 % interval; None with one seed, or if all differ alike.
         high: The upper end.
