@@ -64,11 +64,11 @@ class Rank:
     def speak(self, conversation: Conversation[Heard]) -> Heard:
         return drive(conversation, self.link, self.clock)
 
-    def step(self, number: int, scale: float = 1.0) -> list[Tensor]:
+    def step(self, number: int) -> list[Tensor]:
         """What a step hands out and leaves behind."""
         draw = torch.Generator().manual_seed(number)
         for name, shape in SHAPES.items():
-            self.views[name].copy_(torch.randn(shape, generator=draw).flatten() * scale)
+            self.views[name].copy_(torch.randn(shape, generator=draw).flatten())
         if number in BAD:
             self.views[BAD[number]][-1] = torch.inf
         self.session.ahead = True
