@@ -23,7 +23,7 @@ LOADED = 13
 
 
 def train(
-    spec: str, rollback: bool = True, bad: tuple[int, ...] = BAD
+    spec: str, rollback: bool = True, bad: tuple[int, ...] = BAD, rules: tuple[gradwire.Rule, ...] = ()
 ) -> tuple[list[Tensor], list[int], tuple[int, int]]:
     """Everything that a training leaves behind, how many takes there are of each launch, and what it counted."""
     torch.manual_seed(0)
@@ -38,7 +38,7 @@ def train(
 
     ddp.Courier.__init__ = remembered  # type: ignore[assignment, method-assign]
     try:
-        wire = gradwire.compress(outer, spec, launch_mb=0.3, rollback=rollback)
+        wire = gradwire.compress(outer, spec, launch_mb=0.3, rollback=rollback, rules=rules)
     finally:
         ddp.Courier.__init__ = attach  # type: ignore[method-assign]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
@@ -75,11 +75,17 @@ def alone(rank: int, world: int) -> None:
             assert takes and min(takes) > 0, (spec, takes)  # one will do without memories
         if spec in NEVER:
             assert 0 in takes, (spec, takes)
+    apart = (gradwire.Rule("fp16", name="4.weight", feedback="none"),)  # a launch without memories: it has one take
+    ddp.graphs_on = lambda device: None
+    spoken, _, _ = train("ef_signsgd", rules=apart)
+    ddp.graphs_on = graphs_on
+    repeated, takes, _ = train("ef_signsgd", rules=apart)
+    assert set(takes) == {1, 2} and all(map(torch.equal, repeated, spoken)), takes
     for spec in IN_PLACE:
         known, _, _ = train(spec, bad=())
         changed, takes, _ = train(spec, rollback=False, bad=())
         assert all(map(torch.equal, changed, known)) and not any(takes), (spec, takes)
-        with pytest.raises(RuntimeError, match="memories have been changed already"):
+        with pytest.raises(RuntimeError, match="memories had been changed already"):
             train(spec, rollback=False)
     dist.destroy_process_group()
 

@@ -96,6 +96,7 @@ class Chorus:
         whose numbers of entries vary look once before.)
         """
         first = self.sessions[0]
+        first.look_back()
         held, broken, sung = self._memories(), list[Tensor](), list[Sung]()
         for i, (lane, memory) in enumerate(zip(first.plan.lanes, held, strict=True)):
             began = time.perf_counter()

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradwire.core.payload import Malformed
 
 IRREVOCABLE = (
-    "some rank's gradient is not finite, and memories have been changed already (rollback=False), so that the step "
+    "some rank's gradient was not finite, and memories had been changed already (rollback=False), so that the step "
     "cannot be dropped; go back to the last checkpoint, and attach with rollback=True, or with scaler=, which asks "
     "beforehand"
 )

@@ -83,6 +83,7 @@ class Session:
         self.step = 0
         self.ahead = False
         self._repeats = False
+        self._spoiled = ""  # why no further step can be taken
         self.doubts: list[Tensor] = []
         self._skipped = 0
         self._hindsight = Hindsight(self.device, forgives=self.rollback)
@@ -126,6 +127,7 @@ class Session:
             places: Where the same gradients lie, if somebody has that at hand. What is agreed on is written there.
             room: Memories of each lane that nobody needs any more; new ones may go there.
         """
+        self._check_sound()
         lanes = self.plan.launches[i]
         complaint = told if self.ahead else told | self._complaint(i, grads)
         if complaint & (BROKEN | UNFIT):  # what is said now will be dropped by all
@@ -223,6 +225,7 @@ class Session:
 
     def begin_anew(self) -> None:
         """Memories have been replaced by those of a checkpoint."""
+        self._spoiled = ""
         self._hindsight.begin_anew()
 
     def look_back(self) -> None:
@@ -231,7 +234,17 @@ class Session:
         Raises:
             RuntimeError: A step was to be dropped, and could not be.
         """
+        self._check_sound()
         self._hindsight.check()
+
+    def _check_sound(self) -> None:
+        if self._spoiled:
+            raise RuntimeError(self._spoiled)
+
+    def _spoil(self, why: str) -> None:
+        """Raise an error, now and until other memories are loaded."""
+        self._spoiled = why
+        self._check_sound()
 
     def donate(self) -> None:
         """From now on, gradients may be overwritten by what is agreed on."""
@@ -244,7 +257,7 @@ class Session:
             RuntimeError: Memories have been changed already.
         """
         if not self.rollback:
-            raise RuntimeError(IRREVOCABLE)
+            self._spoil(IRREVOCABLE)
 
     def skip(self) -> None:
         """Count a step that was dropped, and forget what the loop observed in it."""
@@ -441,9 +454,9 @@ class Session:
         changed = () if self.rollback else (lane for lane in self.whole.lanes if lane.fused)
         idle = [name for lane in changed for name in lane.tensors.names if not used.get(name, True)]
         if idle:
-            raise RuntimeError(
-                f"no rank has a gradient of {idle[0]!r}, whose memories have been changed already (rollback=False); "
-                "freeze what is not trained, or attach with rollback=True"
+            self._spoil(
+                f"no rank had a gradient of {idle[0]!r}, whose memories had been changed already (rollback=False); go "
+                "back to the last checkpoint, and freeze what is not trained, or attach with rollback=True"
             )
 
     def _commit(self, memories: Sequence[Memory], used: Mapping[str, bool] | None) -> None:
