@@ -16,12 +16,11 @@ help:  ## Show this list
 
 setup: $(STAMP)  ## Build or refresh .venv
 
-# Torch goes first and pinned, so that nothing later chooses a build of its own. Byte code is made of what is imported,
-# when it is: to make it of everything at once takes a minute.
+# Torch goes first and pinned, so that nothing later chooses a build of its own.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $@
 
 train: setup  ## Train on the digits with compressed gradients
