@@ -8,13 +8,16 @@ import os
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from gradwire.core.keys import Key
 from gradwire.core.segments import Segments
 from gradwire.exchanges.two_way import shard
-from gradwire.kernels import chunks, fused, quantize, select
+from gradwire.kernels import chunks, dispatch, fused, quantize, select
 from gradwire.kernels.dispatch import reference_only
 from gradwire.kernels.fused import Accumulation
+from gradwire.sync import Lockstep, Session, build, default_rules
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -352,6 +355,60 @@ def test_scatter_mean_where_many_meet(world):
     indices, values = torch.cat(places), torch.randn(bounds[-1])
     expected = plain(fused.scatter_mean, values, indices, bounds, n, world)
     same(cuda.scatter_mean(*on(DEVICE, values, indices), bounds, n, world), expected)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_scatter_mean_into_a_part_of_what_is_there(world):
+    torch.manual_seed(2)
+    n = 7000
+    crowd = torch.arange(3001, 3101)  # more in a tile than are held at once
+    places = [torch.cat((torch.randperm(n)[: 50 * (r + 1)], crowd)).unique() for r in range(world)]
+    bounds = (0, *torch.tensor([p.numel() for p in places]).cumsum(0).tolist())
+    indices, values = torch.cat(places), torch.randn(sum(p.numel() for p in places))
+    whole = plain(fused.scatter_mean, values, indices, bounds, n, world)
+    for start, stop in ((0, n), (1, n), (700, 3050), (3051, 3052), (513, 1025), (40, 40)):
+        for offset in (0, 1, 4):
+            known = torch.full((n + 8,), 7.0, device=DEVICE)
+            out = known[offset : offset + stop - start]
+            cuda.scatter_mean_(out, *on(DEVICE, values, indices), bounds, start, world)
+            same(out, whole[start:stop])
+            assert bool((known[:offset] == 7.0).all() and (known[offset + stop - start :] == 7.0).all())
+
+
+def test_no_damaged_message_writes_elsewhere():
+    known = torch.full((3000,), 7.0, device=DEVICE)
+    indices = torch.tensor([2000, 5, 1900, 0, 2999, 1000, 1700, 3], device=DEVICE)
+    cuda.scatter_mean_(known[1000:2000], torch.ones(8, device=DEVICE), indices, (0, 8), 1000, 1)
+    assert bool((known[:1000] == 7.0).all() and (known[2000:] == 7.0).all())
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many bytes the largest new tensor has."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known:
+                self.nbytes = max(self.nbytes, x.untyped_storage().nbytes())
+        return out
+
+
+def test_a_step_in_place_needs_no_vector(monkeypatch):
+    monkeypatch.setattr(dispatch, "faster", lambda device: {name: getattr(cuda, name) for name in cuda.__all__})
+    n = 50_000 if DEVICE == "cpu" else 5_000_000
+    plan = build({"weight": (n // 1000, 1000)}, default_rules("dgc(0.001)"), 1).steady()
+    session = Session(plan, 0, 1, 0, torch.empty(0, device=DEVICE).device, rollback=False)  # with its number
+    session.donate()
+    for step in range(3):
+        grad = draw("normal", n, step).view(-1, 1000).to(DEVICE)
+        session.ahead = True
+        with Largest() as largest:
+            (verdict,) = Lockstep(1).drive([session.run({"weight": grad})])
+        assert verdict.updates["weight"] is grad and 0 < int(grad.count_nonzero()) <= n // 1000
+        assert 0 < largest.nbytes < grad.nbytes / 2
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from gradwire.kernels.cuda import launch as launches
+from gradwire.kernels.cuda import scatter
 
 
 class Compiled:
@@ -38,3 +39,12 @@ def test_a_table_is_there_as_long_as_its_address_is(monkeypatch: pytest.MonkeyPa
     assert held() is not None, "the launch goes by its address"
     launches.launch(kernel, 1, "facts", (torch.zeros(3),), (torch.arange(5), 7))
     assert compiled.calls[-1][-2:] == (address, 7)
+
+
+def test_a_mean_is_written_by_what_was_compiled_for_such_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[Any] = []
+    monkeypatch.setattr(scatter, "launch", lambda kernel, programs, facts, *about, **options: known.append(facts))
+    there, indices = torch.zeros(100), torch.tensor([3, 50])
+    for offset, start in ((0, 0), (1, 0), (0, 5)):
+        scatter.scatter_mean_(there[offset : offset + 60], torch.ones(2), indices, (0, 2), start, 1)
+    assert known[0] == known[1] and len(set(known)) == 3

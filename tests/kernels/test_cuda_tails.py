@@ -276,7 +276,11 @@ def test_scatter_mean(world: int) -> None:
     indices, values = torch.cat(places), torch.randn(bounds[-1])
     with reference_only():
         expected = fused.scatter_mean(values, indices, bounds, TAIL, world)
-    ends_with(cuda.scatter_mean(values.to(DEVICE), (indices + HEAD).to(DEVICE), bounds, N, world), expected)
+    there = values.to(DEVICE), (indices + HEAD).to(DEVICE), bounds
+    ends_with(cuda.scatter_mean(*there, N, world), expected)
+    out = torch.ones(TAIL, device=DEVICE)
+    cuda.scatter_mean_(out, *there, HEAD, world)
+    assert torch.equal(out.cpu(), expected)
 
 
 def test_chunks() -> None:

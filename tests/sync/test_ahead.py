@@ -24,6 +24,7 @@ HOWS = [
     ("randomk(0.1)", None, None),
     ("powersgd(2)", None, None),
     ("topk(0.01)", None, "noop"),
+    ("topk(0.01)", None, "delayed"),  # which keeps the mean
 ]
 BAD = {2: ("b.weight", torch.inf), 4: ("a.bias", torch.nan)}  # by step; in the first launch, and in the last
 

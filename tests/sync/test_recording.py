@@ -184,6 +184,31 @@ def test_who_cannot_record_goes_on_speaking(monkeypatch: pytest.MonkeyPatch) -> 
     assert repeater.session.said == speaker.session.said and takes(repeater) == [0, 0]
 
 
+@pytest.mark.parametrize("last", [3, 4])
+def test_who_cannot_record_the_end_finds_gradients_as_they_were(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane that has heard all may not write over its gradients while another one still talks."""
+    rules = (Rule("int4", name="b.*", exchange="two_way"), *default_rules("topk(0.05) | int32", bundle=None))
+    plan = build(SHAPES, rules, 1)
+    known, real, turns = recording._next, recording.record, [0]
+
+    def fails(*args: object) -> object:
+        turns[0] += 1
+        if turns[0] % last == 0:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return known(*args)  # type: ignore[arg-type]
+
+    def record_badly(*args: object) -> Tape[Heard]:
+        with monkeypatch.context() as patch:
+            patch.setattr(recording, "_next", fails)
+            return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(recording, "record", record_badly)
+    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraphs())
+    for number in range(STEPS):
+        assert same(repeater.step(number), speaker.step(number)), number
+    assert takes(repeater) == [0] and turns[0] >= last
+
+
 def test_a_verdict_that_cannot_be_recorded_is_spoken(monkeypatch: pytest.MonkeyPatch) -> None:
     real, tried = recording.record, [0]
 

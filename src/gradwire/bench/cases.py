@@ -302,9 +302,9 @@ def _scatter_mean(scene: Scene) -> Case:
 
 
 def _scatter_mean_there(scene: Scene) -> Case:
-    """Into a vector that is there, as the CPU does where gradients lie."""
+    """Into a vector that is there, where gradients lie."""
     out = torch.empty(scene.n, device=scene.device)
-    return Case(4.0, lambda: fused.scatter_mean_(out, *scene.messages, 0, WORLD), False)
+    return Case(4.0, lambda: fused.scatter_mean_(out, *scene.messages, 0, WORLD))
 
 
 def _rice(scene: Scene, decoding: bool) -> Case:

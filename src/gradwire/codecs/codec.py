@@ -37,7 +37,7 @@ from gradwire.core.segments import Segments, on
 from gradwire.core.spec import parse
 from gradwire.core.traits import Traits
 from gradwire.kernels import groups
-from gradwire.kernels.fused import scatter_mean
+from gradwire.kernels.fused import scatter_mean, scatter_mean_
 
 _COUNT_BYTES = 4
 
@@ -48,6 +48,29 @@ class Encoded(NamedTuple):
     payload: Payload
     sent: Sent
     memory: Memory
+
+
+class Entries(NamedTuple):
+    """What sparse messages say, rank by rank.
+
+    Attributes:
+        values: Of all ranks.
+        indices: Their positions, which rise within a message.
+        bounds: Where each rank's begin, and where the last one's end.
+    """
+
+    values: Tensor
+    indices: Tensor
+    bounds: tuple[int, ...]
+
+    def mean(self, n: int) -> Tensor:
+        """The mean over ranks, of so many entries."""
+        return scatter_mean(*self, n, len(self.bounds) - 1)
+
+    def mean_(self, out: Tensor) -> Tensor:
+        """The same, written over what is there."""
+        scatter_mean_(out, *self, 0, len(self.bounds) - 1)
+        return out
 
 
 @dataclass(frozen=True)
@@ -178,27 +201,25 @@ class Codec:
 
     def mean(self, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]) -> Tensor:
         """The mean of several ranks' messages, bit for bit their `total` over their number."""
-        # Messages that are longer together than the vector are better read one after the other.
-        if self.transform or not self.selector or len(payloads) * self.most(segments) > segments.total:
-            return groups.over_(self.total(payloads, segments, keys), len(payloads))
-        values, indices, bounds = self.entries(payloads, segments, keys)
-        return scatter_mean(values, indices, bounds, segments.total, len(payloads))
+        if self.sparse(segments, len(payloads)):
+            return self.entries(payloads, segments, keys).mean(segments.total)
+        return groups.over_(self.total(payloads, segments, keys), len(payloads))
 
-    def entries(
-        self, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]
-    ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-        """What sparse messages say: values and rising positions, rank by rank, and where each rank's begin and end."""
+    def sparse(self, segments: Segments, ranks: int) -> bool:
+        """Whether `entries` serve. Messages longer together than the vector are better read one after the other."""
+        return not self.transform and self.selector is not None and ranks * self.most(segments) <= segments.total
+
+    def entries(self, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]) -> Entries:
+        """What sparse messages say."""
         together = self._entries_together(payloads, segments, keys)
         if together is not None:
             return together
         heard = [self._read(payload, segments, key) for payload, key in zip(payloads, keys, strict=True)]
         values = torch.cat([one.values for one in heard])
         indices = torch.cat([one.indices for one in heard if one.indices is not None])
-        return values, indices, (0, *accumulate(one.values.numel() for one in heard))
+        return Entries(values, indices, (0, *accumulate(one.values.numel() for one in heard)))
 
-    def _entries_together(
-        self, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]
-    ) -> tuple[Tensor, Tensor, tuple[int, ...]] | None:
+    def _entries_together(self, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]) -> Entries | None:
         """`entries`, with one look at all messages. None: look at each by itself.
 
         Whatever is not as it should be is left to that: it knows what to say.
@@ -226,11 +247,9 @@ class Codec:
             for row, start, key in zip(rows, starts, keys, strict=True)
         ]
         bounds = tuple(range(0, (ranks + 1) * sum(counts), sum(counts)))
-        return torch.cat(values), found.indices.flatten(), bounds
+        return Entries(torch.cat(values), found.indices.flatten(), bounds)
 
-    def _entries_known(
-        self, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]
-    ) -> tuple[Tensor, Tensor, tuple[int, ...]] | None:
+    def _entries_known(self, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]) -> Entries | None:
         """`entries` of messages whose parts all lie at known places, so that nobody has to wait for any."""
         assert self.indices is not None
         counts = _capacities(self.selector, segments.lengths)
@@ -247,7 +266,7 @@ class Codec:
             self.quantizer.decode(row[room:], lengths, segments.names, key) for row, key in zip(rows, keys, strict=True)
         ]
         bounds = tuple(range(0, (len(rows) + 1) * count, count)) if count else (0,) * (len(rows) + 1)
-        return values[0] if len(values) == 1 else torch.cat(values), found.indices.flatten(), bounds
+        return Entries(values[0] if len(values) == 1 else torch.cat(values), found.indices.flatten(), bounds)
 
     def merge(
         self, payloads: Sequence[Payload], debt: Tensor | None, segments: Segments, keys: Sequence[Key], key: Key

@@ -34,7 +34,10 @@ class AllGather(Exchange):
         payloads = yield Gather(said.message, size)
         keys = [around.key.of(rank) for rank in range(around.world)]
         heard = [payload.data for payload in payloads]
-        mean = shared(heard, (codec, around.units, around.key.step), lambda: codec.mean(payloads, around.units, keys))
+        apart = around.apart and codec.sparse(around.units, around.world)
+        read = codec.entries if apart else codec.mean
+        about = codec, around.units, around.key.step, apart
+        mean = shared(heard, about, lambda: read(payloads, around.units, keys))
         return Agreed(mean, said.memory)
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:

@@ -12,6 +12,8 @@ Spec:     delayed
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Signal, Slot
 from gradwire.core.asks import Talk
@@ -47,7 +49,8 @@ class Delayed(Exchange):
         return self.inner.collect(say, around)
 
     def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
-        agreed = yield from self.inner.talk(said, codec, around)
+        agreed = yield from self.inner.talk(said, codec, around._replace(apart=False))
+        assert isinstance(agreed.mean, Tensor)  # it is kept, so nobody else is to write it
         last = agreed.memory["pending"]
         return Agreed(last, {**agreed.memory, "pending": agreed.mean})
 

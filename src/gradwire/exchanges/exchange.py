@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec
+from gradwire.codecs.codec import Codec, Entries
 from gradwire.codecs.stage import Memory, Sent, Signal, Slot
 from gradwire.core.asks import Talk
 from gradwire.core.keys import Key
@@ -27,6 +27,7 @@ class Round(NamedTuple):
         units: What the codec treats as one vector each.
         tensors: The parameters behind the same flat buffer, with their shapes.
         indebted: Whether the lane keeps what is lost, so that a second leg should too.
+        apart: Whether a mean with few entries may be handed back as those, for somebody else to write.
     """
 
     key: Key
@@ -34,6 +35,7 @@ class Round(NamedTuple):
     units: Segments
     tensors: Segments
     indebted: bool
+    apart: bool = False
 
 
 class Said(NamedTuple):
@@ -45,9 +47,9 @@ class Said(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """The group's mean, and the memory after the talk."""
+    """The group's mean, as a vector or, if that was asked for, as its entries; and the memory after the talk."""
 
-    mean: Tensor
+    mean: Tensor | Entries
     memory: Memory
     sent: Sent | None = None
 

@@ -215,12 +215,12 @@ def scatter_mean_(
     out: Tensor, values: Tensor, indices: Tensor, bounds: tuple[int, ...], start: int, world: int
 ) -> None:
     """`scatter_mean` at the positions from ``start`` on, as many as ``out`` has, written there."""
-    out.zero_()
-    ends = torch.tensor([start, start + out.numel()], device=indices.device)
+    n = out.numel()
+    total = values.new_zeros(n + 1)  # the last for all that lies elsewhere
+    places = torch.where((indices >= start) & (indices < start + n), indices - start, n)
     for begin, stop in pairwise(bounds):
-        first, last = (torch.searchsorted(indices[begin:stop].contiguous(), ends) + begin).tolist()
-        out.index_add_(0, indices[first:last] - start, values[first:last])
-    out.copy_(over(out, world))
+        total.index_add_(0, places[begin:stop], values[begin:stop])
+    out.copy_(over(total[:n], world))
 
 
 def _mean(parts: list[Tensor], debt: Tensor | None) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec
+from gradwire.codecs.codec import Codec, Entries
 from gradwire.codecs.selectors import Variance
 from gradwire.codecs.stage import Memory, Signal, Slot
 from gradwire.core.asks import Talk
@@ -23,7 +23,7 @@ OBSERVED = "observed"  # second moments that the loop measured since the last st
 
 
 class Released(NamedTuple):
-    """What a lane hands back; the update as a flat tensor, or laid out where the gradients were."""
+    """What a lane hands back; the update as a flat tensor, or laid out where the gradients were, or as few entries."""
 
     update: Any
     memory: Memory
@@ -48,10 +48,10 @@ class Lane:
         """The same lane with messages of known length, if there are such."""
         return replace(self, table=tuple((start, codec.steady(), exchange) for start, codec, exchange in self.table))
 
-    def talk(self, grad: Tensor, memory: Memory, key: Key, world: int) -> Talk[Released]:
-        """Compensate, encode, settle, exchange, release."""
+    def talk(self, grad: Tensor, memory: Memory, key: Key, world: int, apart: bool = False) -> Talk[Released]:
+        """Compensate, encode, settle, exchange, release; ``apart``: the update may be handed back as its entries."""
         codec, exchange = self.at(key.step)
-        around = self._around(key, world)
+        around = self._around(key, world, apart)
         memory = absorb(codec, grad, memory)
         target, memory = self.feedback.compensate(grad, memory)
         target, memory = self._collect(target, memory, exchange, around)
@@ -62,7 +62,7 @@ class Lane:
         memory = agreed.memory
         if agreed.sent is not None:
             memory = self.feedback.settle(target, agreed.sent, memory)
-        return Released(*self.feedback.release(agreed.mean, memory))
+        return self._released(agreed.mean, memory)
 
     def lowered(self, memory: Memory, key: Key, world: int) -> bool:
         """Whether `talk_fused` may serve in place of `talk` at this step."""
@@ -76,16 +76,26 @@ class Lane:
         return any(lowers(self.feedback, codec, exchange) for _, codec, exchange in self.table)
 
     def talk_fused(
-        self, grad: Tensor, memory: Memory, key: Key, world: int, broken: list[Tensor], room: Memory | None = None
+        self,
+        grad: Tensor,
+        memory: Memory,
+        key: Key,
+        world: int,
+        broken: list[Tensor],
+        room: Memory | None = None,
+        apart: bool = False,
     ) -> Talk[Released]:
         """The same by a fused kernel; ``broken`` gets what it finds of the gradient, ``room`` is for new memories."""
         codec, exchange = self.at(key.step)
-        around = self._around(key, world)
+        around = self._around(key, world, apart)
         speaker = FusedSpeaker(grad, memory, self.units, codec, self.feedback, key, room or {})
         said = exchange.collect(speaker.say, around)
         broken.extend(speaker.broken)
         agreed = yield from exchange.talk(said, codec, around)
-        return Released(*self.feedback.release(agreed.mean, agreed.memory))
+        return self._released(agreed.mean, agreed.memory)
+
+    def _released(self, mean: Tensor | Entries, memory: Memory) -> Released:
+        return Released(mean, memory) if isinstance(mean, Entries) else Released(*self.feedback.release(mean, memory))
 
     def slots(self, world: int) -> dict[str, Slot]:
         """All memories that the lane needs at any step of its table."""
@@ -115,8 +125,9 @@ class Lane:
     def slices(self) -> dict[str, slice]:
         return self.tensors.slices()
 
-    def _around(self, key: Key, world: int) -> Round:
-        return Round(key, world, self.units, self.tensors, self.feedback.indebted)
+    def _around(self, key: Key, world: int, apart: bool = False) -> Round:
+        as_it_is = type(self.feedback).release is Feedback.release  # else the mean is not yet the update
+        return Round(key, world, self.units, self.tensors, self.feedback.indebted, apart and as_it_is)
 
     def _collect(self, target: Tensor, memory: Memory, exchange: Exchange, around: Round) -> tuple[Tensor, Memory]:
         """Add debts left behind by a spec that served before this one."""

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from gradwire.codecs.codec import Entries
 from gradwire.codecs.stage import Memory, Slot
 from gradwire.core.asks import Ask, Gather, Max, Swap, Talk
 from gradwire.core.keys import Key, StillKey
@@ -141,11 +142,11 @@ class Session:
         broken: list[Tensor] = []
         rooms = (room or [{}] * len(lanes)) if self.rollback else self.memories_of(i)
         talks = [
-            self._counted(lane.label, self._talk(lane, flat, memory, broken, free))
+            self._counted(lane.label, self._talk(lane, flat, memory, broken, free, apart=places is not None))
             for lane, flat, memory, free in zip(lanes, flats, self.memories_of(i), rooms, strict=True)
         ]
         heard = yield from self._complaining(converse(talks), complaint, broken)
-        return heard if places is None else _delivered(heard, lanes, places)
+        return heard if places is None else _delivered(heard, lanes, flats, places)
 
     def judge(self, heard: Sequence[Heard], grads: Grads) -> Conversation[Verdict]:
         """Commit what all launches agreed on, or drop the step whole."""
@@ -391,15 +392,15 @@ class Session:
         )
 
     def _talk(
-        self, lane: Lane, flat: Tensor | Laid, memory: Memory, broken: list[Tensor], room: Memory
+        self, lane: Lane, flat: Tensor | Laid, memory: Memory, broken: list[Tensor], room: Memory, apart: bool
     ) -> Talk[Released]:
         if isinstance(flat, Laid):
             return talk(lane, flat, memory, self._key(), self.world, broken, self.rollback)
         if lane.lowered(memory, self._key(), self.world):  # a fused kernel looks for itself
-            return lane.talk_fused(flat, memory, self._key(), self.world, broken, room)
+            return lane.talk_fused(flat, memory, self._key(), self.world, broken, room, apart)
         flat, unfit = censored(flat)
         broken.append(unfit)
-        return lane.talk(flat, memory, self._key(), self.world)
+        return lane.talk(flat, memory, self._key(), self.world, apart)
 
     def _counted(self, label: str, talk: Talk[Released]) -> Talk[Released]:
         """The same talk, its payloads and its time put on the label's account."""
@@ -493,11 +494,16 @@ def _dropped(heard: Sequence[Heard]) -> Tensor:
     return any_of([launch.dropped for launch in heard if launch.dropped is not None])
 
 
-def _delivered(heard: Heard, lanes: Sequence[Lane], places: Places) -> Heard:
-    """The same, with updates written to where gradients were, which they need not outlive; memories are kept."""
-    for lane, place, one in zip(lanes, places.lanes, heard.released, strict=True):
-        assert isinstance(one.update, Tensor)
-        torch._foreach_copy_(list(place), one.update.split(lane.tensors.lengths))
+def _delivered(heard: Heard, lanes: Sequence[Lane], flats: Sequence[Tensor | Laid], places: Places) -> Heard:
+    """The same, with updates written to where gradients were, which they need not outlive; memories are kept.
+
+    Few entries are written over the vector that was encoded. That may be where gradients lie.
+    """
+    for lane, flat, place, one in zip(lanes, flats, places.lanes, heard.released, strict=True):
+        assert isinstance(flat, Tensor)
+        update = one.update.mean_(flat.float()) if isinstance(one.update, Entries) else one.update
+        if update.data_ptr() != place[0].data_ptr():
+            torch._foreach_copy_(list(place), update.split(lane.tensors.lengths))
     return heard._replace(released=[one._replace(update=None) for one in heard.released])
 
 

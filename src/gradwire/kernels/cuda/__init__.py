@@ -18,7 +18,7 @@ from gradwire.kernels.cuda.quantize import (
     ternary_encode,
 )
 from gradwire.kernels.cuda.rice import rice_decode, rice_encode
-from gradwire.kernels.cuda.scatter import scatter_mean
+from gradwire.kernels.cuda.scatter import scatter_mean, scatter_mean_
 from gradwire.kernels.cuda.select import accumulate_topk_, carry_topk_, send_topk_, topk
 from gradwire.kernels.cuda.sign import feedback_sign_, onebit_decode, onebit_encode, sign_decode, sign_encode
 
@@ -46,6 +46,7 @@ __all__ = [
     "rice_decode",
     "rice_encode",
     "scatter_mean",
+    "scatter_mean_",
     "scattered",
     "send_topk_",
     "settle_",

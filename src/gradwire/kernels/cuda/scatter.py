@@ -14,7 +14,6 @@ from torch import Tensor
 
 from gradwire.core.keepsakes import kept
 from gradwire.kernels import fused
-from gradwire.kernels.cuda.enter import readable
 from gradwire.kernels.cuda.launch import form, launch
 from gradwire.kernels.cuda.tables import definition, placed
 
@@ -25,16 +24,20 @@ _CHUNK = 512  # entries of a rank that are read in turn
 
 
 @triton.jit
-def _cut(indices, cuts, bounds, tiles, blocks, steps, TILE: tl.constexpr, TILES: tl.constexpr):
-    """Where the entries of each tile start in each rank's message. ``steps``: bits of the longest one's length."""
+def _cut(indices, cuts, bounds, first, n, tiles, blocks, steps, TILE: tl.constexpr, TILES: tl.constexpr):
+    """Where the entries of each tile start in each rank's message. ``steps``: bits of the longest one's length.
+
+    Tiles begin at position ``first``, and the last one ends ``n`` later.
+    """
     rank = tl.program_id(0) // blocks
     tile = (tl.program_id(0) % blocks) * TILES + tl.arange(0, TILES)
     low = tl.zeros([TILES], tl.int64) + tl.load(bounds + rank)
     high = tl.zeros([TILES], tl.int64) + tl.load(bounds + rank + 1)
+    edge = first + tl.minimum(tile.to(tl.int64) * TILE, n)
     for _ in range(steps):
         middle = (low + high) // 2
         some = low < high
-        below = tl.load(indices + middle, mask=some, other=0) < tile.to(tl.int64) * TILE
+        below = tl.load(indices + middle, mask=some, other=0) < edge
         low = tl.where(some & below, middle + 1, low)
         high = tl.where(some & ~below, middle, high)
     tl.store(cuts + rank * (tiles + 1) + tile, low, mask=tile <= tiles)
@@ -47,12 +50,19 @@ def _part(total, world, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _add_held(values, indices, out, start, stop, rank, slot, ranks, world, WHOLE: tl.constexpr):
+def _place(indices, j, live, first, room):
+    """Where in a tile entries go, and whether they do: positions of a damaged message need not rise."""
+    at = tl.load(indices + j, mask=live, other=0) - first
+    return at.to(tl.int32), live & (at >= 0) & (at < room)
+
+
+@triton.jit
+def _add_held(values, indices, out, start, stop, rank, slot, first, room, ranks, world, WHOLE: tl.constexpr):
     """Entry ``start + slot`` of each rank, if that is before ``stop``."""
     j = start + slot
-    some = j < stop
+    at, some = _place(indices, j, j < stop, first, room)
     value = tl.load(values + j, mask=some, other=0.0)
-    to = out + tl.load(indices + j, mask=some, other=0)
+    to = out + at
     tl.debug_barrier()  # no zero may come after a sum
     for turn in range(ranks):
         mine = some & (rank == turn)
@@ -67,7 +77,7 @@ def _add_held(values, indices, out, start, stop, rank, slot, ranks, world, WHOLE
 
 @triton.jit
 def _add_in_turn(
-    values, indices, out, cuts, tiles, n, ranks, base, world,
+    values, indices, out, cuts, tiles, first, room, ranks, world,
     WHOLE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     tl.debug_barrier()
@@ -75,19 +85,19 @@ def _add_in_turn(
         start, stop = tl.load(cuts + turn * (tiles + 1)), tl.load(cuts + turn * (tiles + 1) + 1)
         for i in range(start, stop, CHUNK):
             j = i + tl.arange(0, CHUNK)
-            to = out + tl.load(indices + j, mask=j < stop, other=0)
-            total = tl.load(to, mask=j < stop, other=0.0) + tl.load(values + j, mask=j < stop, other=0.0)
-            tl.store(to, total, mask=j < stop)
+            at, some = _place(indices, j, j < stop, first, room)
+            total = tl.load(out + at, mask=some, other=0.0) + tl.load(values + j, mask=some, other=0.0)
+            tl.store(out + at, total, mask=some)
         tl.debug_barrier()
     if not WHOLE:
         for i in range(0, TILE, CHUNK):
-            at = base + i + tl.arange(0, CHUNK)
-            tl.store(out + at, _part(tl.load(out + at, mask=at < n, other=0.0), world, WHOLE), mask=at < n)
+            at = i + tl.arange(0, CHUNK)
+            tl.store(out + at, _part(tl.load(out + at, mask=at < room, other=0.0), world, WHOLE), mask=at < room)
 
 
 @triton.jit
 def _scatter(
-    values, indices, cuts, out, n, ranks, tiles, world,
+    values, indices, cuts, out, first, n, ranks, tiles, world,
     WHOLE: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr, ENTRIES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -97,39 +107,61 @@ def _scatter(
     start = tl.load(cuts + rank * (tiles + 1), mask=rank < ranks, other=0)
     stop = tl.load(cuts + rank * (tiles + 1) + 1, mask=rank < ranks, other=0)
     at = tl.arange(0, TILE)
-    if base + TILE <= n:
-        tl.store(out + base + at, tl.zeros([TILE], tl.float32))
+    out += base
+    first += base
+    room = tl.minimum(n - base, TILE).to(tl.int32)
+    if room == TILE:
+        tl.store(out + at, tl.zeros([TILE], tl.float32))
     else:
-        tl.store(out + base + at, tl.zeros([TILE], tl.float32), mask=at < n - base)
+        tl.store(out + at, tl.zeros([TILE], tl.float32), mask=at < room)
     most = tl.max(stop - start, 0)
     if (most <= ENTRIES) & (ranks <= RANKS):
         if most > 0:
-            _add_held(values, indices, out, start, stop, rank, slot, ranks, world, WHOLE)
+            _add_held(values, indices, out, start, stop, rank, slot, first, room, ranks, world, WHOLE)
     else:
-        _add_in_turn(values, indices, out, cuts, tiles, n, ranks, base, world, WHOLE, TILE, CHUNK)
+        _add_in_turn(values, indices, out, cuts, tiles, first, room, ranks, world, WHOLE, TILE, CHUNK)
 
 
 @placed
 def scatter_mean(values: Tensor, indices: Tensor, bounds: tuple[int, ...], n: int, world: int) -> Tensor:
     """As defined, for positions that rise within each rank's message."""
-    ranks = len(bounds) - 1
-    if values.dtype != torch.float32 or not (readable(values) and indices.is_contiguous()) or n == 0 or ranks < 1:
+    if n == 0 or len(bounds) < 2 or not _walkable(values, indices):
         return definition(fused.scatter_mean)(values, indices, bounds, n, world)
     out = torch.empty(n, device=values.device)
+    _write(out, values, indices, bounds, 0, world)
+    return out
+
+
+@placed
+def scatter_mean_(
+    out: Tensor, values: Tensor, indices: Tensor, bounds: tuple[int, ...], start: int, world: int
+) -> None:
+    """Likewise."""
+    if out.numel() == 0 or len(bounds) < 2 or not (_walkable(values, indices) and _walkable(out, indices)):
+        definition(fused.scatter_mean_)(out, values, indices, bounds, start, world)
+    else:
+        _write(out, values, indices, bounds, start, world)
+
+
+def _walkable(numbers: Tensor, indices: Tensor) -> bool:
+    return numbers.dtype == torch.float32 and numbers.is_contiguous() and indices.is_contiguous()
+
+
+def _write(out: Tensor, values: Tensor, indices: Tensor, bounds: tuple[int, ...], start: int, world: int) -> None:
+    n, ranks = out.numel(), len(bounds) - 1
     most = max(b - a for a, b in pairwise(bounds))
     tile = _tile(n, most)
     tiles = -(-n // tile)
     blocks = -(-(tiles + 1) // _TILES)
     cuts = torch.empty(ranks, tiles + 1, dtype=torch.int64, device=values.device)
-    facts = (n, bounds, world, *form(values, indices))
-    rest = (_table(bounds, values.device), tiles, blocks, most.bit_length(), tile, _TILES)
+    facts = (start, n, bounds, world, *form(values, indices, out))  # a gradient may lie anywhere
+    rest = (_table(bounds, values.device), start, n, tiles, blocks, most.bit_length(), tile, _TILES)
     launch(_cut, ranks * blocks, facts, (indices, cuts), rest, num_warps=4)
     together = min(_RANKS, triton.next_power_of_2(ranks))
-    about = (n, ranks, tiles, float(world), world == 1, tile, together, _ENTRIES, _CHUNK)
+    about = (start, n, ranks, tiles, float(world), world == 1, tile, together, _ENTRIES, _CHUNK)
     launch(
         _scatter, tiles, facts, (values, indices, cuts, out), about, num_warps=8, maxnreg=32 if together <= 16 else 64
     )
-    return out
 
 
 def _tile(n: int, most: int) -> int:

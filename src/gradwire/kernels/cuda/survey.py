@@ -1,6 +1,7 @@
 """One number per segment, from one pass; signs are packed, and a gradient enters the memory, in the same pass.
 
 Each row's sums go down in float64; a second, small launch adds up the rows of a segment, always in the same order.
+Where a segment has very many, one program would be long about it, and one more launch adds up groups of rows before.
 """
 
 import torch
@@ -18,6 +19,9 @@ ROOT = tl.constexpr(1)  # of the mean square
 NORM = tl.constexpr(2)
 SIDES = tl.constexpr(3)  # the mean of what is >= 0, then that of the rest
 PEAK = tl.constexpr(4)  # the largest magnitude, at most ``clip`` roots of the mean square; then that limit
+
+LONG = 16384  # rows that one program adds up alone: two turns of its loop take about as long as one more launch
+GROUP = 512  # rows that are added up before, where some segment is longer
 
 _PARTS = tl.constexpr(3)
 _WIDTH = tl.constexpr(8192)
@@ -120,20 +124,55 @@ def _survey(
 
 
 @triton.jit
-def _conclude(parts, rows, starts, segment_row, scales, second, clip_at, STAT: tl.constexpr):
+def _gather(parts, rows, STAT: tl.constexpr, GROUP: tl.constexpr):
+    """Add up a group of rows, and write it down behind all rows. Where they are not of one segment, nobody reads it."""
+    group, groups = tl.program_id(0), rows // GROUP
+    at = parts + group * GROUP + tl.arange(0, GROUP)
+    to = parts + _PARTS * rows + group
+    one = tl.load(at)
+    if STAT == SIDES:
+        two, three = tl.load(at + rows), tl.load(at + 2 * rows)
+        tl.store(to + groups, tl.sum(two, 0))
+        tl.store(to + 2 * groups, tl.sum(three, 0))
+    if STAT == PEAK:
+        tl.store(to + groups, tl.max(tl.load(at + rows), 0))
+    tl.store(to, tl.sum(one, 0))
+
+
+@triton.jit
+def _add(parts, rows, at, live, one, two, three, STAT: tl.constexpr):
+    one += tl.load(parts + at, mask=live, other=0.0)
+    if STAT == SIDES:
+        two += tl.load(parts + rows + at, mask=live, other=0.0)
+        three += tl.load(parts + 2 * rows + at, mask=live, other=0.0)
+    if STAT == PEAK:
+        two = tl.maximum(two, tl.load(parts + rows + at, mask=live, other=0.0))
+    return one, two, three
+
+
+@triton.jit
+def _conclude(parts, rows, starts, segment_row, scales, second, clip_at, STAT: tl.constexpr, GROUP: tl.constexpr):
+    """What a segment's rows give together. GROUP: whole groups of so many are added up already; 0: none is."""
     segment = tl.program_id(0)
     row, end = tl.load(segment_row + segment), tl.load(segment_row + segment + 1)
     count = tl.maximum(tl.load(starts + segment + 1) - tl.load(starts + segment), 1).to(tl.float64)
-    one, two, three = (tl.zeros([_WIDTH], tl.float64),) * 3
-    for i in range(row, end, _WIDTH):
-        at = i + tl.arange(0, _WIDTH)
-        live = at < end
-        one += tl.load(parts + at, mask=live, other=0.0)
-        if STAT == SIDES:
-            two += tl.load(parts + rows + at, mask=live, other=0.0)
-            three += tl.load(parts + 2 * rows + at, mask=live, other=0.0)
-        if STAT == PEAK:
-            two = tl.maximum(two, tl.load(parts + rows + at, mask=live, other=0.0))
+    WIDTH: tl.constexpr = 2 * GROUP if GROUP else _WIDTH
+    one, two, three = (tl.zeros([WIDTH], tl.float64),) * 3
+    if GROUP:
+        # Rows before the first of the segment's whole groups and behind the last, then the groups as if they were rows.
+        first, last = (row + GROUP - 1) // GROUP, end // GROUP
+        head = tl.minimum(first * GROUP, end)
+        tail = tl.maximum(last * GROUP, head)
+        at = tl.arange(0, WIDTH)
+        before = at < GROUP
+        at = tl.where(before, row + at, tail + at - GROUP)
+        one, two, three = _add(parts, rows, at, at < tl.where(before, head, end), one, two, three, STAT)
+        parts += _PARTS * rows
+        rows = rows // GROUP
+        row, end = first, last
+    for i in range(row, end, WIDTH):
+        at = i + tl.arange(0, WIDTH)
+        one, two, three = _add(parts, rows, at, at < end, one, two, three, STAT)
     total = tl.sum(one, 0)
     if STAT == MEAN:
         result = total / count
@@ -205,6 +244,9 @@ def conclude(
 ) -> None:
     """Add up what `describe` has written down, segment by segment."""
     if scales.numel():
+        group = GROUP if where.longest > LONG else 0
+        if group:
+            _gather[(where.rows // group,)](parts, where.rows, stat.value, group, enable_fp_fusion=False)
         _conclude[(where.starts.numel() - 1,)](
             parts,
             where.rows,
@@ -214,14 +256,15 @@ def conclude(
             scales if second is None else second,
             _float64(clip, scales.device),
             stat.value,
+            group,
             num_warps=16,
             enable_fp_fusion=False,
         )
 
 
 def room(where: Grid, device: torch.device) -> Tensor:
-    """Room for what `describe` writes down: three numbers a row, one kind after the other."""
-    return torch.empty(max(where.rows, 1) * _PARTS.value, dtype=torch.float64, device=device)
+    """Room for what `describe` writes down, three numbers a row, one kind after the other; then the same for groups."""
+    return torch.empty(max(where.rows + where.rows // GROUP, 1) * _PARTS.value, dtype=torch.float64, device=device)
 
 
 @kept(64)

@@ -30,6 +30,7 @@ class Grid(NamedTuple):
         n: How many elements there are.
         tiles: How many tiles.
         rows: How many rows.
+        longest: How many of them the segment with the most has.
         tile_row: int32[tiles + 1], the first row of each tile.
         tile_segment: int32[tiles], whose that row is.
         row_segment: int32[rows].
@@ -42,6 +43,7 @@ class Grid(NamedTuple):
     n: int
     tiles: int
     rows: int
+    longest: int
     tile_row: Tensor
     tile_segment: Tensor
     row_segment: Tensor
@@ -68,6 +70,7 @@ def grid(lengths: tuple[int, ...], device: torch.device) -> Grid:
         n,
         tiles,
         row_segment.numel(),
+        max(counts.tolist(), default=0),
         tile_row.int().to(device),
         row_segment[tile_row[:-1]].int().to(device),
         row_segment.int().to(device),
