@@ -10,7 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from gradwire.train import launch
 
 # Imported once in the fork server and inherited by every rank; what is missing is skipped. Optimizers import dynamo.
 PRELOAD = [
@@ -28,7 +30,10 @@ PRELOAD = [
     "hypothesis",
     "pytest",
     "gradwire",
+    "gradwire.cli.main",
+    "gradwire.train.digits",
     "gradwire.train.work",
+    "tests.numba_tables",
 ]
 PATIENCE = datetime.timedelta(seconds=30)  # of one collective
 
@@ -40,8 +45,12 @@ class RankError(RuntimeError):
 
 
 def preload() -> None:
-    """Name what the fork server imports. It starts, and freezes its environment, at first use."""
-    _context.set_forkserver_preload(PRELOAD)
+    """Name what the fork server imports. It starts, and freezes its environment, at first use.
+
+    There is one in a process: whether it starts for a test or for what a test calls, it must serve all the others.
+    """
+    launch.PRELOAD = (*launch.PRELOAD, *PRELOAD)
+    _context.set_forkserver_preload(list(launch.PRELOAD))
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 60) -> list[Any]:
@@ -74,7 +83,7 @@ def _started(world: int, job: bytes, folder: str) -> Iterator[list[Rank]]:
     ranks: list[Rank] = []
     try:
         for rank in range(world):
-            ours, theirs = _context.Pipe(duplex=False)
+            ours, theirs = _context.Pipe()
             process = _context.Process(target=_rank, args=(rank, world, folder, job, theirs), daemon=True)
             ranks.append((process, ours))
             with closing(theirs):  # or a rank's death would not show as the end of its pipe
@@ -119,6 +128,8 @@ def _receive(rank: Rank) -> tuple[float, bool, Any]:
 
 
 def _reap(ranks: list[Rank], grace: float) -> None:
+    for _, pipe in ranks:
+        pipe.close()  # a rank that has answered waits for this
     running = [process for process, _ in ranks if process.pid is not None]
     _join(running, grace)
     for stop in (ForkServerProcess.terminate, ForkServerProcess.kill):
@@ -126,8 +137,7 @@ def _reap(ranks: list[Rank], grace: float) -> None:
             if process.is_alive():
                 stop(process)
         _join(running, 2)
-    for process, pipe in ranks:
-        pipe.close()
+    for process, _ in ranks:
         process.close()
 
 
@@ -153,6 +163,8 @@ def _rank(rank: int, world: int, folder: str, job: bytes, pipe: Connection) -> N
     except BaseException:
         answer = _pack((time.monotonic(), False, traceback.format_exc()))
     pipe.send_bytes(answer)
+    with suppress(EOFError, OSError):
+        pipe.recv_bytes()  # nothing comes but the end: who left earlier would tear connections that others still make
     pipe.close()
     if dist.is_initialized():
         dist.destroy_process_group()
