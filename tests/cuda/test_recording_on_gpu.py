@@ -1,5 +1,9 @@
 """CUDA graphs for real: steps under DDP and NCCL that are recorded and repeated leave what spoken ones leave."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.adapters import ddp
+from gradwire.sync import recording
 from gradwire.sync.recording import graphs_on
 from workers import run_ranks
 
@@ -81,13 +86,45 @@ def alone(rank: int, world: int) -> None:
     ddp.graphs_on = graphs_on
     repeated, takes, _ = train("ef_signsgd", rules=apart)
     assert set(takes) == {1, 2} and all(map(torch.equal, repeated, spoken)), takes
-    for spec in IN_PLACE:
-        known, _, _ = train(spec, bad=())
-        changed, takes, _ = train(spec, rollback=False, bad=())
-        assert all(map(torch.equal, changed, known)) and not any(takes), (spec, takes)
-        with pytest.raises(RuntimeError, match="memories had been changed already"):
-            train(spec, rollback=False)
+    for spec, rules in [*((spec, ()) for spec in IN_PLACE), ("ef_signsgd", apart)]:
+        in_place(spec, rules)
     dist.destroy_process_group()
+
+
+def in_place(spec: str, rules: tuple[gradwire.Rule, ...]) -> None:
+    """Memories that are changed in place: recorded, and where every recording fails."""
+    ddp.graphs_on = lambda device: None
+    known, takes, _ = train(spec, bad=(), rules=rules)
+    assert not any(takes), (spec, takes)
+    ddp.graphs_on = graphs_on
+    repeated, takes, _ = train(spec, rollback=False, bad=(), rules=rules)
+    print(spec, "in place, takes", takes, flush=True)
+    assert all(map(torch.equal, repeated, known)) and set(takes) == {1}, (spec, takes)
+    with failing():
+        tried, takes, _ = train(spec, rollback=False, bad=(), rules=rules)
+    assert all(map(torch.equal, tried, known)) and not any(takes), (spec, takes)
+    with pytest.raises(RuntimeError, match="memories had been changed already"):
+        train(spec, rollback=False, rules=rules)
+
+
+@contextmanager
+def failing() -> Iterator[None]:
+    """No recording gets beyond its first turn, which has changed memories by then."""
+    record, speak = recording.record, recording._next
+
+    def fails(talking: Any, heard: Any, done: list[Any]) -> Any:
+        if heard is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return speak(talking, heard, done)
+
+    def badly(*about: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(recording, "_next", fails)
+            return record(*about)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recording, "record", badly)
+        yield
 
 
 def test_nobody_can_tell_who_repeats() -> None:

@@ -13,7 +13,7 @@ from gradwire.core.payload import Payload
 from gradwire.core.segments import on
 from gradwire.kernels import dispatch, fused, philox
 from gradwire.links.solo import SoloLink
-from gradwire.sync import Plan, Rule, Session, build, default_rules, recording
+from gradwire.sync import Plan, Rule, Session, build, default_rules, memory, recording
 from gradwire.sync import session as sessions
 from gradwire.sync.drive import Clock, Conversation, drive
 from gradwire.sync.recording import Recorder, Tape, Unrecordable, hold, in_collectives, record
@@ -31,6 +31,7 @@ HOWS = [
     ("fp16", "residual", None),
     ("powersgd(2)", None, None),  # which draws its first bases, but those only once
 ]
+IN_PLACE = [HOWS[1], HOWS[2], HOWS[3], HOWS[5]]
 BAD = {8: "b.weight", 11: "a.bias"}  # steps that are dropped, one with either take
 STEPS = 14
 
@@ -109,13 +110,108 @@ def test_nobody_can_tell_who_repeats(how: tuple[str | None, ...]) -> None:
     assert repeater.clock.encode > 0.0 and repeater.clock.decode > 0.0
 
 
-def test_memories_that_are_changed_in_place_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def places(rank: Rank) -> list[int]:
+    """Where all memories lie, hints among them."""
+    return [x.data_ptr() for memory in rank.session.memories for x in memory.values()]
+
+
+@pytest.mark.parametrize("how", IN_PLACE, ids=lambda how: f"{how[0]} {how[1]} {how[2]}")
+def test_memories_that_are_changed_in_place_stay_there(how: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.BAD", {})  # no step can be dropped then
+    plan = build(SHAPES, (Rule("fp16", name="b.weight", feedback="residual"), *default_rules(*how)), 1, launch_bytes=4)
+    assert {lane.fused for lane in plan.lanes} == {True, False}  # what no kernel changes is moved to where it was
+    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraphs(), rollback=False)
+    for number in range(9):
+        made, at = WrittenGraph.made, places(repeater)
+        assert same(repeater.step(number), speaker.step(number)), number
+        assert (WrittenGraph.made > made) == (number == 3), number
+        assert number < 3 or places(repeater) == at, number
+    assert set(takes(repeater)) == {1} and repeater.session.said == speaker.session.said
+
+
+def test_a_recording_in_place_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.BAD", {})
+    known, real, turns = recording._next, recording.record, [0]
+
+    def fails(*args: object) -> object:
+        """The second turn of a recording fails: the first has added the gradient to the memories."""
+        turns[0] += 1
+        if turns[0] in (2, 4):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return known(*args)  # type: ignore[arg-type]
+
+    def record_badly(*args: object) -> Tape[Heard]:
+        with monkeypatch.context() as patch:
+            patch.setattr(recording, "_next", fails)
+            return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(recording, "record", record_badly)
     plan = plan_of(HOWS[1])
-    speaker, other = Rank(plan, None), Rank(plan, WrittenGraphs(), rollback=False)
-    for number in range(STEPS):
-        assert same(other.step(number), speaker.step(number)), number
-    assert takes(other) == [0, 0]
+    speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraphs(), rollback=False)
+    for number in range(9):
+        assert same(repeater.step(number), speaker.step(number)), number
+        assert takes(repeater) == [int(number > 6)] * 2, number  # better luck the second time
+    assert repeater.link.traffic == speaker.link.traffic
+
+
+def test_memories_that_cannot_be_copied_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, clone, real = Rank(plan_of(HOWS[1]), WrittenGraphs(), rollback=False), Tensor.clone, Recorder._record
+
+    def full(x: Tensor) -> Tensor:
+        if any(x is y for one in rank.session.memories for y in one.values()):
+            raise torch.OutOfMemoryError
+        return clone(x)
+
+    def record_in_little_room(*about: object) -> Heard:
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "clone", full)
+            return real(*about)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Recorder, "_record", record_in_little_room)
+    for number in range(5):
+        rank.step(number)
+    assert takes(rank) == [0, 0] and [part.tries for part in rank.recorder._parts] == [3, 3]
+
+
+def test_memories_that_are_changed_in_place_may_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a checkpoint, after a step that could not be dropped; or by whatever else."""
+    monkeypatch.setattr(f"{__name__}.BAD", {6: "b.weight"})
+    plan = plan_of(HOWS[1])
+    repeater, speaker = Rank(plan, WrittenGraphs(), rollback=False), Rank(plan, None, rollback=False)
+    ranks = repeater, speaker
+    for number in range(16):
+        if number == 5:
+            states = [memory.save(rank.session, "") for rank in ranks]
+        if number == 7:
+            for rank in ranks:
+                with pytest.raises(RuntimeError, match="memories had been changed already"):
+                    memory.save(rank.session, "")
+                with pytest.raises(RuntimeError, match="memories had been changed already"):
+                    rank.step(number)
+            at = places(repeater)
+            for rank, state in zip(ranks, states, strict=True):
+                memory.load(rank.session, [state])
+            assert set(places(repeater)) < set(at)  # hints are no part of a state
+        if number == 11:
+            for rank in ranks:
+                rank.session.memories = [{n: x * 0.5 for n, x in m.items()} for m in rank.session.memories]
+        alike = same(repeater.step(number), speaker.step(number))
+        assert alike or number == 6, number  # then anything may be in memories
+        assert takes(repeater) == [int(number in (3, 4, 5, 6, 10, 14, 15))] * 2, number
+
+
+def test_a_spoiled_session_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.BAD", {})
+    rank = Rank(plan_of(HOWS[1]), WrittenGraphs(), rollback=False)
+    for number in range(5):
+        rank.step(number)
+    assert takes(rank) == [1, 1]
+    with pytest.raises(RuntimeError, match="memories had been changed already"):
+        rank.session.forgive()
+    known = [x.clone() for one in rank.session.memories for x in one.values()]
+    with pytest.raises(RuntimeError, match="memories had been changed already"):
+        rank.step(5)
+    assert same([x for one in rank.session.memories for x in one.values()], known)
 
 
 def test_other_memories_are_recorded_anew() -> None:

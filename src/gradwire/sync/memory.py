@@ -143,12 +143,19 @@ def load(session: "Session", states: Sequence[State]) -> None:
     if int(states[0]["gradwire/world"]) == session.world:
         mine = [state for state in states if int(state["gradwire/rank"]) == session.rank]
     for i, lane in enumerate(session.plan.lanes):
-        session.memories[i] = _buffers(session, lane, mine, states)
+        found = _buffers(session, lane, mine, states)
+        session.memories[i] = found if session.rollback else _onto(session.memories[i], found)
     session.recall(mine[0])
     session.step = int(states[0]["gradwire/step"])
     session.skipped = int(states[0]["gradwire/skipped"])
     session.begin_anew()
     session.seed = int(states[0]["gradwire/seed"])
+
+
+def _onto(held: State, found: State) -> dict[str, Tensor]:
+    """Memories written over those that are changed in place: recorded launches would keep the old beside the new."""
+    fits = {name for name, x in found.items() if name in held and held[name].shape == x.shape}
+    return {name: held[name].copy_(x) if name in fits else x for name, x in found.items()}
 
 
 def _buffers(session: "Session", lane: Lane, mine: Sequence[State], states: Sequence[State]) -> dict[str, Tensor]:

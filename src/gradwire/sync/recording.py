@@ -6,8 +6,9 @@ no part of any graph: it is nobody else's business which rank repeats, and which
 
 A graph knows addresses, not names. Gradients come where they came before, in DDP's buckets. Memories have two
 generations, because a step may be dropped; so there are two takes of each launch, one from the first generation to the
-second, and one back. A take serves only where it finds the very tensors that it was made with. Whoever loads a
-checkpoint, or changes the spec, brings others: then steps are spoken again for a while, and recorded anew.
+second, and one back. Where memories are changed in place, one take leads back to where it began. A take serves only
+where it finds the very tensors that it was made with. A checkpoint, or another spec, may bring others: then steps are
+spoken again for a while, and recorded anew.
 """
 
 import logging
@@ -15,7 +16,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
@@ -244,7 +245,7 @@ class Outside:
 
     Attributes:
         held: Memories of before, lane by lane. Those that stay as they are stay where they are.
-        room: For new ones. It may lack a hint, which may be lost without harm.
+        room: For new ones: it may be the same. It may lack a hint, which may be lost without harm.
         dropped: Whether anybody complained.
         damaged: Whether there were doubts.
     """
@@ -272,6 +273,21 @@ def _like(memory: Memory) -> dict[str, Tensor]:
 def _moved(memory: Memory, held: Memory, room: Memory) -> dict[str, Tensor]:
     there = {name for name, x in memory.items() if x is held.get(name) or room.get(name, x) is x}
     return {name: x if name in there else room[name].copy_(x) for name, x in memory.items()}
+
+
+@contextmanager
+def _put_back(held: Sequence[Memory]) -> Iterator[None]:
+    """Until the end, memories are changed in place. If that cannot be recorded, it will be done again: undo it."""
+    try:
+        before = [(x, x.clone()) for memory in held for x in memory.values()]
+    except torch.OutOfMemoryError as wrong:  # there is room for the training only
+        raise Unrecordable([], never=False) from wrong
+    try:
+        yield
+    except Unrecordable:
+        for now, was in before:
+            now.copy_(was)
+        raise
 
 
 @dataclass
@@ -312,7 +328,7 @@ class Part:
 class Recorder:
     """Runs the launches of a session that never looks at its device, and records them as soon as it can.
 
-    A lane without memories has one take, and all others have two.
+    A launch without memories has one take, and so has any where they are changed in place; all others have two.
 
     Args:
         session: Whose.
@@ -330,15 +346,14 @@ class Recorder:
         speak: Callable[[Conversation[Heard]], Heard],
         graphs: Callable[[], Graph] | None,
     ) -> None:
-        self.session, self._link, self._clock, self._speak = session, link, clock, speak
-        # What cannot be rolled back cannot be tried: a recording that fails is held once more.
-        self._graphs = graphs if session.rollback else None
+        self.session, self._link, self._clock, self._speak, self._graphs = session, link, clock, speak, graphs
         self._parts = [Part() for _ in session.plan.launches]
         self._verdicts: dict[tuple[int, ...], Tape[None] | None] = {}  # by what was heard; None: it cannot be recorded
 
     def launch(self, i: int, grads: Grads, places: Places) -> Heard:
         """Compress and exchange one launch, and write the outcome to its places."""
         session, part = self.session, self._parts[i]
+        session.check_sound()
         if self._graphs is None:
             return self._speak(session.launch(i, grads, places=places))
         held, how = session.memories_of(i), [lane.at(session.step) for lane in session.plan.launches[i]]
@@ -393,9 +408,12 @@ class Recorder:
     def _record(self, i: int, grads: Grads, places: Places, held: Sequence[Memory], how: list[Any]) -> Heard:
         assert self._graphs is not None
         session, part = self.session, self._parts[i]
+        room = held
+        if session.rollback:
+            room = part.takes[0].before if part.takes else [_like(memory) for memory in held]
         outside = Outside(
             held,
-            part.takes[0].before if part.takes else [_like(memory) for memory in held],
+            room,
             torch.zeros((), dtype=torch.bool, device=session.device),
             torch.zeros((), dtype=torch.bool, device=session.device),
         )
@@ -407,7 +425,7 @@ class Recorder:
 
         with unseen() as doubts:
             try:
-                with session.repeatable():
+                with session.repeatable(), nullcontext() if session.rollback else _put_back(held):
                     tape = record(again(), self._link, self._graphs)
             except Unrecordable as wrong:
                 part.refuse(wrong)

@@ -128,7 +128,7 @@ class Session:
             places: Where the same gradients lie, if somebody has that at hand. What is agreed on is written there.
             room: Memories of each lane that nobody needs any more; new ones may go there.
         """
-        self._check_sound()
+        self.check_sound()
         lanes = self.plan.launches[i]
         complaint = told if self.ahead else told | self._complaint(i, grads)
         if complaint & (BROKEN | UNFIT):  # what is said now will be dropped by all
@@ -235,17 +235,22 @@ class Session:
         Raises:
             RuntimeError: A step was to be dropped, and could not be.
         """
-        self._check_sound()
+        self.check_sound()
         self._hindsight.check()
 
-    def _check_sound(self) -> None:
+    def check_sound(self) -> None:
+        """Make sure that a step may be taken.
+
+        Raises:
+            RuntimeError: An earlier one was to be dropped, and could not be.
+        """
         if self._spoiled:
             raise RuntimeError(self._spoiled)
 
     def _spoil(self, why: str) -> None:
         """Raise an error, now and until other memories are loaded."""
         self._spoiled = why
-        self._check_sound()
+        self.check_sound()
 
     def donate(self) -> None:
         """From now on, gradients may be overwritten by what is agreed on."""
