@@ -9,6 +9,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 if sys.platform == "linux":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -30,3 +31,9 @@ settings.register_profile(
 )
 settings.register_profile("explore", settings.get_profile("steady"), derandomize=False, max_examples=300)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Have the fork server import while the first tests run, if some of them are going to need it."""
+    if not session.config.option.collectonly and any(hasattr(item.module, "run_ranks") for item in session.items):
+        workers.start_server()

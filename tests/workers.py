@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -50,7 +51,12 @@ def preload() -> None:
     There is one in a process: whether it starts for a test or for what a test calls, it must serve all the others.
     """
     launch.PRELOAD = (*launch.PRELOAD, *PRELOAD)
-    _context.set_forkserver_preload(list(launch.PRELOAD))
+    launch.prepare()
+
+
+def start_server() -> None:
+    """Have it started already when the first ranks are."""
+    forkserver.ensure_running()
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 60) -> list[Any]:
