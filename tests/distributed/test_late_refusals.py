@@ -4,6 +4,7 @@ All attempts of a test run in one group, one after the other: a refusal leaves t
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ import scenes
 from workers import run_ranks
 
 
-def later(rank: int, world: int) -> dict[str, scenes.Case]:
+def later(rank: int, world: int, folder: str) -> dict[str, scenes.Case]:
     """After attaching: changes of mind, states, and gradients that no attach could foresee."""
     net = scenes.model()
     wire = gradwire.compress(net, "topk(0.1)")
@@ -35,9 +36,26 @@ def later(rank: int, world: int) -> dict[str, scenes.Case]:
             ("another step", "same step everywhere"),
         ),
     }
+    found |= damaged(wire, rank, Path(folder))
     assert scenes.same(before, {**wire.state_dict(), **scenes.tensors(net)}), "a refusal changes nothing"
     scenes.plain(net, wire, scenes.sgd(net), range(3, 4), rank)
     return found | sparse_at_last(rank)
+
+
+def damaged(wire: gradwire.Wire, rank: int, folder: Path) -> dict[str, scenes.Case]:
+    """A file of rank 1 that was cut short, or of which a bit fell over: no rank loads, and none waits for another."""
+    path = gradwire.save(wire, folder)
+    whole = path.read_bytes()
+    flipped = whole[:-9] + bytes([whole[-9] ^ 4]) + whole[-8:]
+    found: dict[str, scenes.Case] = {}
+    for case, content, why in (("cut", whole[: len(whole) // 2], "metadata"), ("bit", flipped, "checksum is wrong")):
+        torch.distributed.barrier()
+        if rank == 1:
+            path.write_bytes(content)
+        words = ("ValueError", "wire-1.safetensors cannot be read", why, "whole copy")
+        found[f"a file with {case}"] = (scenes.sentence(lambda: gradwire.load(wire, folder)), words)
+    found["a model"] = (scenes.sentence(lambda: gradwire.save(scenes.model(), folder)), ("Sequential", "compress"))
+    return found
 
 
 def sparse_at_last(rank: int) -> dict[str, scenes.Case]:
@@ -53,8 +71,8 @@ def sparse_at_last(rank: int) -> dict[str, scenes.Case]:
     return found
 
 
-def test_what_only_shows_after_attaching():
-    scenes.check_sentences(run_ranks(later, 2))
+def test_what_only_shows_after_attaching(tmp_path: Path):
+    scenes.check_sentences(run_ranks(later, 2, str(tmp_path)))
 
 
 def momenta(rank: int, world: int) -> dict[str, scenes.Case]:

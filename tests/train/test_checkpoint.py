@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import gradwire
 from gradwire.train import checkpoint
@@ -125,6 +126,23 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
             checkpoint.find(tmp_path, "last")
     with pytest.raises(checkpoint.Damaged, match=r"rank-1\.safetensors cannot be read"):
         checkpoint.load_tensors(folder / "rank-1.safetensors")
+
+
+def test_a_bit_that_fell_over_is_noticed(tmp_path):
+    path = tmp_path / "rank-0.safetensors"
+    state = {"a": torch.ones(3), "b": torch.tensor(5), "c": torch.zeros(0), "d": torch.ones(2, 3).bfloat16().T}
+    checkpoint.save_tensors(state, path)
+    same(checkpoint.load_tensors(path), state)
+    whole = path.read_bytes()
+    for at in (1, 9, 20):
+        path.write_bytes(whole[:-at] + bytes([whole[-at] ^ 16]) + whole[len(whole) - at + 1 :])
+        with pytest.raises(checkpoint.Damaged, match="checksum is wrong"):
+            checkpoint.load_tensors(path)
+
+
+def test_a_file_without_a_checksum_is_read(tmp_path):
+    save_file({"a": torch.ones(3)}, tmp_path / "old.safetensors")
+    same(checkpoint.load_tensors(tmp_path / "old.safetensors"), {"a": torch.ones(3)})
 
 
 def test_an_optimizer_survives_as_safetensors(tmp_path):

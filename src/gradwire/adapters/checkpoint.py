@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gradwire.adapters import sealed
 from gradwire.adapters.agreement import telling
 from gradwire.adapters.gossip.elastic import ElasticNet
 from gradwire.adapters.gossip.net import Net
@@ -15,19 +15,17 @@ from gradwire.sync import memory
 
 def save(wire: "Wire | DistributedOptimizer | Net | ElasticNet", folder: str | Path) -> Path:
     """Write this rank's state into a folder that all ranks share, as safetensors."""
-    wire = wire.wire if isinstance(wire, DistributedOptimizer) else wire
+    wire = _handle(wire)
     rank = wire.rank if isinstance(wire, ElasticNet) else wire.link.rank
     path = Path(folder) / f"wire-{rank}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    save_file(wire.state_dict(), partial)
-    partial.replace(path)  # a reader sees the old state or the new one, never half of it
+    sealed.write(wire.state_dict(), path)
     return path
 
 
 def load(wire: "Wire | DistributedOptimizer | Net | ElasticNet", folder: str | Path) -> None:
     """Read the states that `save` wrote: one's own where the world is the same, else all of them."""
-    wire = wire.wire if isinstance(wire, DistributedOptimizer) else wire
+    wire = _handle(wire)
     if isinstance(wire, ElasticNet):  # its peers may be away, and are not asked
         wire.load_state_dict(_read(folder, wire.rank))
         return
@@ -38,8 +36,22 @@ def load(wire: "Wire | DistributedOptimizer | Net | ElasticNet", folder: str | P
     wire.load_state_dict(states)
 
 
+def _handle(wire: "Wire | DistributedOptimizer | Net | ElasticNet") -> Wire | Net | ElasticNet:
+    if isinstance(wire, DistributedOptimizer):
+        return wire.wire
+    if not isinstance(wire, Wire | Net | ElasticNet):
+        raise TypeError(
+            f"{type(wire).__name__} is no handle; pass what gradwire.compress, gradwire.gossip or "
+            "gradwire.DistributedOptimizer returned, and save the model beside it"
+        )
+    return wire
+
+
 def _read(folder: str | Path, rank: int) -> dict[str, Tensor]:
     path = Path(folder) / f"wire-{rank}.safetensors"
     if not path.exists():
         raise ValueError(f"{folder} holds no {path.name}; pass the folder that gradwire.save wrote, with all its files")
-    return load_file(path)
+    try:
+        return sealed.read(path)
+    except sealed.Unreadable as wrong:
+        raise ValueError(f"{path} cannot be read ({wrong}); load another checkpoint, or a whole copy of it") from None

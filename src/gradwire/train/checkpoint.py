@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from gradwire.adapters import sealed
 
 State = Mapping[str, Tensor]
 MODEL, OPTIMIZER, PROGRESS = "model.safetensors", "optimizer.safetensors", "progress.json"
@@ -66,13 +67,16 @@ def progress_of(folder: Path) -> dict[str, Any]:
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """The inverse of `save_tensors`."""
     try:
-        return load_file(path)
-    except (OSError, SafetensorError) as wrong:
+        return sealed.read(path)
+    except sealed.Unreadable as wrong:
         raise Damaged(path, wrong) from None
 
 
 def inspect(folder: Path) -> None:
-    """Refuse a checkpoint with a damaged file. Of tensors only the headers are read, which tell the file's length."""
+    """Refuse a checkpoint with a damaged file before anything else is done.
+
+    Of tensors only the headers are read, which tell the file's length; whoever loads one compares its checksum.
+    """
     progress_of(folder)
     for path in sorted({folder / MODEL, *folder.glob("*.safetensors")}):
         try:
@@ -115,10 +119,7 @@ def save(
 
 def save_tensors(state: State, path: Path) -> None:
     """A flat dictionary of tensors, as one file."""
-    own = {name: x.detach().cpu().contiguous().clone() for name, x in state.items()}
-    partial = path.with_name(path.name + ".partial")
-    save_file(own, partial)
-    partial.replace(path)
+    sealed.write({name: x.detach().cpu().contiguous().clone() for name, x in state.items()}, path)
 
 
 def save_optimizer(optimizer: torch.optim.Optimizer, path: Path) -> dict[str, Any]:
