@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from gradwire.forecast.break_even import break_even
 from gradwire.forecast.calibration import Calibration, Cost, load, save
 from gradwire.forecast.candidates import CANDIDATES, arguments, automatic
 from gradwire.forecast.cluster import Cluster
-from gradwire.forecast.costs import LAUNCHES, predict, predict_across
+from gradwire.forecast.costs import LAUNCHES, Prediction, predict, predict_across
 from gradwire.forecast.model import Model
 from gradwire.forecast.software import Software
 from gradwire.links.rates import LinkSpec
@@ -106,6 +108,18 @@ def test_break_even_is_where_both_take_as_long() -> None:
             assert (predict(FIGURES, spec, there).seconds < dense) is pays
     never = replace(FIGURES, costs={**COSTS, "sign": Cost(1e9, 1e9)})
     assert break_even(never, cluster, "sign") is None
+
+
+def test_where_both_are_hidden_rounding_does_not_pay() -> None:
+    """Sums of the same parts in another order differ by a bit; what a thin link gains must not be lost in that."""
+
+    def predicted(_: Calibration, spec: str, there: Cluster) -> Prediction:
+        rate = there.link.rate_bits or 1e13
+        seconds = max(0.3, 1e6 / rate) if spec == "sign" else max(0.3 * (1 + 1e-15), 3e7 / rate)
+        return cast(Prediction, SimpleNamespace(seconds=seconds))
+
+    span = break_even(FIGURES, place("10gbit"), "sign", predicted)
+    assert span is not None and span.low == 1e3 and 0.98e8 < span.high < 1.02e8
 
 
 def test_few_hops_may_pay_on_fast_links_alone() -> None:

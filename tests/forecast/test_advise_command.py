@@ -190,6 +190,8 @@ def test_refusals_are_sentences(figures: str) -> None:
         (["--link", "1gbit", "--calibration", figures + "x"], "there is no calibration"),
         (["--link", "1gbit", "--calibration", figures, "--specs", "int8"], "'int8' was not calibrated; measured are"),
         (["--link", "1gbit", "--calibration", figures, "--specs", "int4, int8"], "'int8' was not calibrated"),
+        (["--link", "1gbit", "--calibration", figures, "--specs", "int4; int8"], "'int8' was not calibrated"),
+        (["--link", "1gbit", "--specs", "int4; colour=red"], "cannot read the option 'colour=red'"),
         (["--link", "1gbit", "--device", "tpu"], "nothing is measured on 'tpu'; say --device cpu, cuda, or cuda:1"),
         (["--link", "1gbit,20ms,5ms", "--calibration", figures], "has jitter or loss too"),
         (["--link", "1gbit", "--calibration", figures, "--dtype", "int8"], "no forecast knows gradients in int8"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _SECONDS = 6.0  # to be spent on rehearsals, unless single ones take longer
 _LONGEST_PATIENCE = 86400.0
+_OPTION = re.compile(r"\s*\w+\s*=")
 
 # Whatever imports torch is imported where it is used: help and refusals should not wait for it.
 
@@ -111,11 +113,11 @@ def advise(
 
 
 def _parted(text: str) -> list[str]:
-    """Parted at commas that stand in no bracket."""
+    """Parted at commas that stand in no bracket, and, as for `compare`, at semicolons that no option follows."""
     parts, depth = [""], 0
-    for sign in text:
-        depth += (sign == "(") - (sign == ")")
-        if sign == "," and depth == 0:
+    for at, sign in enumerate(text):
+        depth += (sign in "({[") - (sign in ")}]")
+        if depth == 0 and (sign == "," or (sign == ";" and not _OPTION.match(text, at + 1))):
             parts.append("")
         else:
             parts[-1] += sign
