@@ -1,5 +1,7 @@
 """The spec grammar: what is read, what is refused, and with which sentence."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -165,6 +167,15 @@ def test_a_ratio_lies_above_zero_and_not_above_one(name: str, ratio: str) -> Non
     assert "(0, 1]" in refusal(f"{name}({ratio})")
 
 
+@pytest.mark.parametrize("spec", ["TopK(0.1)", "EF_SignSGD", "ef-signsgd", "EF-SignSGD", "sign | Gap16"])
+def test_names_of_papers_lead_to_ours(spec: str) -> None:
+    assert re.search("did you mean (topk|ef_signsgd|gap16)[?]", refusal(spec))
+
+
+def test_what_a_preset_lacks_is_named() -> None:
+    assert "ramp needs steps, as in ramp(spec, steps)" in refusal("ramp(topk(0.1))")
+
+
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
@@ -180,7 +191,7 @@ def test_a_ratio_lies_above_zero_and_not_above_one(name: str, ratio: str) -> Non
         ("residual | topk(0.1)", "no place in a chain"),
         ("allgather | allreduce", "no place in a chain"),
         ("topk(0.1) | dgc", "no place in a chain"),
-        ("dgc | fp16", "no place in a chain"),
+        ("dgc | fp16", "no place in a chain of codec stages; chain its codec with others, and pass its feedback as"),
     ],
 )
 def test_a_chain_out_of_order_is_refused_with_the_order(spec: str, sentence: str) -> None:

@@ -29,7 +29,8 @@ def register(name: str, kind: str) -> Callable[[T], T]:
 def lookup(name: str) -> tuple[str, Callable[..., object]]:
     """The kind and maker registered under a name, or a sentence with the nearest ones."""
     if name not in _ENTRIES:
-        near = difflib.get_close_matches(name, _ENTRIES, n=3)
+        plain = name.lower().replace("-", "_")
+        near = [plain] if plain in _ENTRIES else difflib.get_close_matches(plain, _ENTRIES, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "see `gradwire codecs`"
         raise ValueError(f"there is nothing called {name!r}; {hint}")
     return _ENTRIES[name]

@@ -7,6 +7,7 @@ further specs, so a spec cannot run code. ``{0: topk(0.25), 500: topk(0.01)}`` i
 import ast
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -76,6 +77,8 @@ def _build(node: ast.expr, text: str) -> Any:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         piece = ast.get_source_segment(text.strip(), node)
+        if piece and re.fullmatch(r"[A-Za-z][\w-]*", piece):
+            lookup(piece)  # a name with hyphens: there is none, but perhaps one with underscores
         raise ValueError(f"cannot read {piece!r} in the spec {text!r}; arguments are literals") from None
 
 
@@ -98,6 +101,12 @@ def _operands(node: ast.expr) -> list[ast.expr]:
 
 
 def _join(left: Any, right: Any) -> Any:
+    for one in (left, right):
+        if getattr(one, "kind", "") == "preset":
+            raise ValueError(
+                f"a preset, here {one}, has no place in a chain of codec stages; chain its codec with others, and pass "
+                "its feedback as feedback="
+            )
     if not hasattr(left, "__or__"):
         raise ValueError(f"{left} is of kind {left.kind}, which has no place in a chain of codec stages")
     return left | right
@@ -111,7 +120,7 @@ def _call(name: str, args: list[Any], named: dict[str, Any]) -> Any:
     except TypeError as wrong:
         raise ValueError(f"{name}{_signature(make)} does not fit: {wrong}") from None
     if missing := [word for word, one in known.parameters.items() if _required(one) and word not in given]:
-        examples = getattr(make, "examples", ()) or (f"{name}{_signature(make)}",)
+        examples = getattr(make, "examples", ()) or (f"{name}({', '.join(known.parameters)})",)
         raise ValueError(f"{name} needs {' and '.join(missing)}, as in {examples[0]}")
     try:
         return make(*args, **named)
