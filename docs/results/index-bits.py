@@ -4,10 +4,10 @@
     python docs/results/index-bits.py lstm /path/with/ptb
 
 One worker trains with DGC (momentum 0.9, memories masked where something was sent), layer by layer or with all
-parameters as one vector. A line of JSON for each stretch of steps, in bits a position: the Rice codes of the package;
-the bound; Rice codes in smaller blocks; and what two contexts could give at best: how many are sent of each row of a
-weight, the numbers themselves free of charge, then those numbers by their entropy in each weight, whose distribution is
-free of charge; and what was sent in the step before.
+parameters as one vector. A line of JSON for each stretch of steps, in bits a position: the package's codes by `rice`
+and by `rows`; the bound; Rice codes in smaller blocks; and what two contexts could give at best: how many are sent of
+each row of a weight, the numbers themselves free of charge, then those numbers by their entropy in each weight, whose
+distribution is free of charge; and what was sent in the step before.
 """
 
 import json
@@ -24,6 +24,7 @@ from gradwire.kernels import fused, rice
 from gradwire.kernels.dispatch import reference_only
 from gradwire.kernels.fused import Accumulation
 from gradwire.kernels.rice import encode_blocks, gaps_of, width_of
+from gradwire.kernels.rows import encode_in_rows
 from gradwire.kernels.select import share
 from gradwire.train.data.cifar import cifar10
 from gradwire.train.data.text import ptb
@@ -74,6 +75,10 @@ def bits(indices: Tensor, n: int, block: int = 512) -> int:
         rice.BLOCK = before
 
 
+def row_bits(indices: Tensor, parts: list[nn.Parameter]) -> int:
+    return 8 * encode_in_rows(indices, tuple((p.shape[0], p[0].numel()) for p in parts)).numel()
+
+
 def by_rows(indices: Tensor, parts: list[nn.Parameter]) -> tuple[float, float]:
     """The bits of positions within rows of weights, given how many each row has; and those of the numbers."""
     widths = torch.cat([torch.full((p.shape[0],), p[0].numel()) for p in parts])
@@ -119,16 +124,17 @@ def main(name: str, root: Path) -> None:
                     if p.dim() == 1 and p.grad is not None:
                         p -= rate * p.grad
             exact = sum(bound(m, k) for m, k in zip(lengths, counts, strict=True))
-            coded = [bits(sent.indices, n, block) for block in (512, 128, 32)]
+            coded = [bits(sent.indices, n, block) for block in (512, 128, 32)] + [row_bits(sent.indices, parts)]
             seen.append((*coded, *by_rows(sent.indices, parts), told_apart(sent.indices, last, n), exact))
             last = sent.indices
             if (step + 1) % EVERY == 0:
                 mean = [sum(column) / len(seen) / sum(counts) for column in zip(*seen, strict=True)]
-                names = ("rice", "rice_128", "rice_32", "rows_at_best", "row_numbers", "step_before_at_best", "bound")
+                names = ("rice", "rice_128", "rice_32", "rows", "rows_at_best", "row_numbers", "step_before_at_best")
+                names += ("bound",)
                 row = {"model": name, "layer_by_layer": by_layer, "density": density, "n": n, "k": sum(counts)}
                 row |= {"steps": f"{step + 2 - EVERY}-{step + 1}", "loss": round(loss.item(), 3)}
                 row |= {name: round(x, 3) for name, x in zip(names, mean, strict=True)}
-                row["ratio"] = round(mean[0] / mean[-1], 4)
+                row |= {"ratio": round(mean[0] / mean[-1], 4), "rows_ratio": round(mean[3] / mean[-1], 4)}
                 print(json.dumps(row), flush=True)
                 seen = []
 

@@ -9,14 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradwire.codecs.indices import Bitmap, Gap16, Int32, Int64, Rice
+from gradwire.codecs.indices import Bitmap, Gap16, Int32, Int64, Rice, Rows
 from gradwire.codecs.stage import IndexCoder
 from gradwire.core.keys import Key
 from gradwire.core.payload import Malformed
+from gradwire.core.segments import Segments
 from gradwire.core.spec import parse
 from gradwire.kernels import rice
 
-CODERS = (Int32(), Int64(), Gap16(), Bitmap(), Rice(), Rice(static=True))
+CODERS = (Int32(), Int64(), Gap16(), Bitmap(), Rice(), Rice(static=True), Rows())
 KEY = Key(seed=0, step=3, rank=1)
 each_coder = pytest.mark.parametrize("coder", CODERS, ids=str)
 
@@ -85,12 +86,12 @@ def test_specs_name_the_coders(coder: IndexCoder) -> None:
         assert str(parse(text)) == text
 
 
-@pytest.mark.parametrize("coder", [Int32(), Int64(), Rice(), Gap16()], ids=str)
+@pytest.mark.parametrize("coder", [Int32(), Int64(), Rice(), Rows(), Gap16()], ids=str)
 def test_positions_beyond_what_floats_can_count_are_exact(coder: IndexCoder) -> None:
     assert_returns(coder, torch.tensor([0, 2**24 + 1, 2**24 + 3, 2**31 - 1]), 2**31)
 
 
-@pytest.mark.parametrize("coder", [Int64(), Rice(), Gap16()], ids=str)
+@pytest.mark.parametrize("coder", [Int64(), Rice(), Rows(), Gap16()], ids=str)
 def test_positions_beyond_32_bits_are_exact(coder: IndexCoder) -> None:
     assert_returns(coder, torch.tensor([2**24 + 1, 2**31 + 1, 2**33 + 5]), 2**34)
 
@@ -283,3 +284,96 @@ def test_rice_blocks_can_be_read_one_by_one() -> None:
     data = rice.encode_blocks(gaps, 3)
     assert by_hand(bytes(data.tolist()), 1600, 3) == gaps.tolist()
     assert torch.equal(rice.decode_blocks(data, 1600, 3)[0], gaps)
+
+
+def read_rows(data: Tensor, count: int, widths: list[int]) -> list[int]:
+    """The format of rows read bit by bit, as its specification says; only blocks of numbers are read by rice."""
+    named, at = int.from_bytes(bytes(data[:4].tolist()), "little"), 4
+    empty, more = [0] * named, 0
+    if named < len(widths):
+        found, used = rice.decode_blocks(data[at:], named, rice.width_of(len(widths)))
+        empty, at, more = found.tolist(), at + used, 1
+    found, used = rice.decode_blocks(data[at:], named, rice.width_of(count + 1))
+    at += used
+    bits = "".join(f"{byte:08b}"[::-1] for byte in data[at:].tolist())
+    unary = bits.split("1", count)
+    remainders = bits[-(-(sum(map(len, unary[:count])) + count) // 8) * 8 :]
+    positions, row, place, quotients = list[int](), -1, 0, iter(unary)
+    for passed, own in zip(empty, found.tolist(), strict=True):
+        row += passed + 1
+        width, within = widths[row], -1
+        low = max(0, int(math.log2(max(1, (width - own - more) / (own + more + 1)))))
+        for _ in range(own + more):
+            remainder = int(remainders[place : place + low][::-1] or "0", 2)
+            place += low
+            within += (len(next(quotients)) << low) + remainder + 1
+            positions.append(sum(widths[:row]) + within)
+        assert within < width
+    assert len(remainders) == -(-place // 8) * 8 and "1" not in remainders[place:]
+    return positions
+
+
+def over(*shapes: tuple[int, ...]) -> IndexCoder:
+    return Rows().over(Segments(tuple(map(str, range(len(shapes)))), shapes))
+
+
+def test_bytes_of_rows_are_as_specified() -> None:
+    # Row 0 has gaps 3, 0, 4 under b = 1, row 2 has 15 under b = 2; all four rows are named: 3, 0, 1, 0 under b = 0.
+    golden = [4, 0, 0, 0, 0 | (4 & 3) << 6, 4 >> 2, 0b11011000, 0b00100110, 0b10, 0b11001]
+    assert over((4, 16)).encode(torch.tensor([3, 4, 9, 47]), 64).tolist() == golden
+    # Row 5 of 62 has all its 16: one is named, 5 under b = 3 and 16 - 1 under b = 4, and no gap has a remainder.
+    golden = [1, 0, 0, 0, 3, 0, 1, 5, 4, 0, 1, 15, 0xFF, 0xFF]
+    assert over((62, 16)).encode(torch.arange(80, 96), 62 * 16).tolist() == golden
+
+
+@pytest.mark.parametrize(
+    ("shapes", "widths"),
+    [
+        (((1000,),), [1000]),
+        (((30, 4, 5), (0, 7), (3, 400), (11,)), [20] * 30 + [400] * 3 + [11]),
+        (((250, 20),), [20] * 250),
+        (((69, 3), (500,)), [9] * 23 + [500]),  # narrower than 8: three are taken together
+        (((70, 3), (3, 200)), [9] * 23 + [3] + [200] * 3),  # and one is left
+    ],
+)
+@pytest.mark.parametrize("scattered", [True, False])
+def test_rows_can_be_read_bit_by_bit(shapes: tuple[tuple[int, ...], ...], widths: list[int], scattered: bool) -> None:
+    n = sum(widths)
+    k = n // 28  # so that 8 is the largest power of two in n / 2k
+    indices = random_support(n, k) if scattered else torch.arange(n // 3, n // 3 + k)
+    data = over(*shapes).encode(indices, n)
+    assert (int(data[0]) == len(widths)) is (scattered or len(widths) < 30)  # are all named?
+    assert read_rows(data, k, widths) == indices.tolist()
+
+
+@pytest.mark.parametrize(
+    ("width", "rows", "inside", "bound"),
+    [
+        (250, 0.05, 0.2, 0.5),
+        (64, 0.05, 0.2, 0.56),
+        (64, 0.01, 1.0, 0.18),
+        (4000, 0.05, 0.5, 0.36),
+        (700, 0.1, 0.01, 0.83),
+    ],
+)
+def test_rows_take_few_bits_where_they_differ(width: int, rows: float, inside: float, bound: float) -> None:
+    n, generator = 1_000_000 // width * width, torch.Generator().manual_seed(0)
+    chosen = torch.rand(n // width, 1, generator=generator) < rows
+    indices = (chosen & (torch.rand(n // width, width, generator=generator) < inside)).flatten().nonzero().flatten()
+    coder = over((n // width, width))
+    used = assert_returns(coder, indices, n)
+    assert used <= coder.size(indices.numel(), n)
+    assert used * 8 < bound * fewest_bits(n, indices.numel())
+    assert used < Rice().encode(indices, n).numel()
+
+
+@pytest.mark.parametrize("density", [0.001, 0.005, 0.02])
+@pytest.mark.parametrize(
+    ("shape", "bound"), [((1_000_000,), 1.02), ((1_000_000, 1), 1.14), ((111_111, 3, 3), 1.14), ((250, 4000), 1.05)]
+)
+def test_rows_take_little_more_where_they_do_not_differ(shape: tuple[int, ...], bound: float, density: float) -> None:
+    n, coder = math.prod(shape), over(shape)
+    k = int(n * density)
+    used = assert_returns(coder, random_support(n, k), n)
+    assert used <= coder.size(k, n)
+    assert used * 8 <= bound * fewest_bits(n, k)

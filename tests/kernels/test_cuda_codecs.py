@@ -52,7 +52,9 @@ def messages(chain):
     return rows
 
 
-@pytest.mark.parametrize("spec", ["topk(0.05)", "topk(0.05) | sign", "threshold(1.0)", "topk(0.05) | gap16", "int4"])
+@pytest.mark.parametrize(
+    "spec", ["topk(0.05)", "topk(0.05) | sign", "threshold(1.0)", "topk(0.05) | gap16", "topk(0.05) | rows", "int4"]
+)
 def test_messages(spec):
     chain = codec(spec)
     rows = messages(chain)

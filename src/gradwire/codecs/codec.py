@@ -138,7 +138,7 @@ class Codec:
         if self.selector is None:
             return self.quantizer.size(table.lengths)
         most = _capacities(self.selector, table.lengths)
-        index_bytes = self.indices.size(sum(most), table.total) if self.indices else 0
+        index_bytes = self.indices.over(table).size(sum(most), table.total) if self.indices else 0
         return self._header_bytes + index_bytes + self.quantizer.size(most)
 
     def encode(self, signal: Signal, key: Key) -> Encoded:
@@ -160,7 +160,7 @@ class Codec:
     def encode_selected(self, indices: Tensor, values: Tensor, table: Segments, key: Key) -> tuple[Payload, Sent]:
         """The message of entries that were selected elsewhere, and what of them will be heard."""
         if self.indices is not None:
-            fitting = self.indices.fit(indices, table.total, key)
+            fitting = self.indices.over(table).fit(indices, table.total, key)
             if fitting.numel() < indices.numel():
                 indices, values = fitting, values[torch.isin(indices, fitting)]
         lengths = on(self._counts(indices, table), indices.device)
@@ -173,15 +173,15 @@ class Codec:
         body = self.quantizer.encode(values, lengths, table.names, key)
         return Sent(indices, self.quantizer.decode(body, lengths, table.names, key))
 
-    def length(self, indices: Tensor, counts: tuple[int, ...], n: int) -> tuple[int, Tensor | None]:
-        """How long the message of these positions is, ``counts`` in each segment, of a buffer of ``n``.
+    def length(self, indices: Tensor, counts: tuple[int, ...], table: Segments) -> tuple[int, Tensor | None]:
+        """How long the message of these positions is, ``counts`` in each segment.
 
         In two parts: bytes that are known, and those that take a look at the device, if there are such.
         """
-        coder = self.indices
-        total = self._header_bytes + self.quantizer.size(counts)
-        if coder is None:
+        total, n = self._header_bytes + self.quantizer.size(counts), table.total
+        if self.indices is None:
             return total, None
+        coder = self.indices.over(table)
         return (total + coder.size(sum(counts), n), None) if coder.fixed else (total, coder.measure(indices, n))
 
     def total(self, payloads: Iterable[Payload], segments: Segments, keys: Iterable[Key]) -> Tensor:
@@ -232,7 +232,7 @@ class Codec:
         if len({payload.nbytes for payload in payloads}) > 1 or first.numel() < _COUNT_BYTES:
             return None
         counts, rows = _capacities(self.selector, segments.lengths), as_rows(payloads)
-        found = self.indices.decode_rows(rows[:, _COUNT_BYTES:], sum(counts), segments.total)
+        found = self.indices.over(segments).decode_rows(rows[:, _COUNT_BYTES:], sum(counts), segments.total)
         if found is None:
             return None
         heads = from_bytes(rows[:, :_COUNT_BYTES].reshape(-1), torch.int32).long()
@@ -252,12 +252,12 @@ class Codec:
     def _entries_known(self, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]) -> Entries | None:
         """`entries` of messages whose parts all lie at known places, so that nobody has to wait for any."""
         assert self.indices is not None
-        counts = _capacities(self.selector, segments.lengths)
-        count, room, size = sum(counts), self.indices.size(sum(counts), segments.total), self.quantizer.size(counts)
+        coder, counts = self.indices.over(segments), _capacities(self.selector, segments.lengths)
+        count, room, size = sum(counts), coder.size(sum(counts), segments.total), self.quantizer.size(counts)
         if any(payload.nbytes != room + size for payload in payloads):
             return None
         rows = as_rows(payloads)
-        found = self.indices.decode_rows(rows[:, :room], count, segments.total)
+        found = coder.decode_rows(rows[:, :room], count, segments.total)
         if found is None:
             return None
         refuse(found.faults, "a message names positions that it cannot mean; it was damaged on the way")
@@ -353,7 +353,7 @@ class Codec:
             return None, moved.target, table.lengths_on(moved.target.device)
         indices = self.selector.select(moved, key)
         if self.indices:
-            indices = self.indices.fit(indices, table.total, key)
+            indices = self.indices.over(table).fit(indices, table.total, key)
         lengths = on(self._counts(indices, table), indices.device)
         return indices, self._scaled(moved.target[indices], lengths, table), lengths
 
@@ -378,7 +378,7 @@ class Codec:
     def _preamble(self, indices: Tensor | None, table: Segments) -> list[Tensor]:
         if indices is None or self.indices is None:
             return []
-        coded = self.indices.encode(indices, table.total)
+        coded = self.indices.over(table).encode(indices, table.total)
         if not self._header_bytes:
             return [coded]
         count = torch.tensor([indices.numel()], dtype=torch.int64, device=indices.device)
@@ -421,7 +421,7 @@ class Codec:
             count = int.from_bytes(bytes(data[:_COUNT_BYTES].tolist()), "little")
         if count > most:
             raise Malformed(f"a message claims {count} entries where at most {most} may be sent")
-        indices, taken = self.indices.decode(data[self._header_bytes :], count, table.total)
+        indices, taken = self.indices.over(table).decode(data[self._header_bytes :], count, table.total)
         return _checked(indices, table.total), self._header_bytes + taken
 
 

@@ -168,6 +168,11 @@ class IndexCoder(Stage):
 
     fixed: bool = True  # the number of bytes depends on count and n alone
 
+    def over(self, table: Segments) -> "IndexCoder":
+        """The same coder with all that it may know of this table, which is mostly nothing but its length."""
+        del table
+        return self
+
     @abstractmethod
     def size(self, count: int, n: int) -> int:
         """The most bytes that ``count`` positions below ``n`` may take; exact when `fixed`."""

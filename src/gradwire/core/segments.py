@@ -17,10 +17,17 @@ from gradwire.core.keepsakes import kept
 
 @dataclass(frozen=True)
 class Segments:
-    """A table of named, shaped pieces of one flat buffer, in memory order."""
+    """A table of named, shaped pieces of one flat buffer, in memory order.
+
+    Attributes:
+        names: Of the segments.
+        shapes: Likewise.
+        merged_from: The shapes of what was merged into one, for whoever can make use of them.
+    """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    merged_from: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.names) == len(self.shapes)
@@ -48,7 +55,12 @@ class Segments:
 
     def merged(self) -> "Segments":
         """The same buffer seen as one vector, named after all it holds."""
-        return Segments(("+".join(self.names),), ((self.total,),))
+        return Segments(("+".join(self.names),), ((self.total,),), self.merged_from or self.shapes)
+
+    @cached_property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        """How many rows there are, and how wide, tensor by tensor; a row is all that belongs to one output."""
+        return tuple(_rows(shape) for shape in self.merged_from or self.shapes)
 
     def slices(self) -> dict[str, slice]:
         """Where each name lies."""
@@ -66,6 +78,10 @@ class Segments:
     def offsets_on(self, device: torch.device) -> Tensor:
         """The offsets, end included, as an int64 tensor."""
         return on(self.offsets, device)
+
+
+def _rows(shape: tuple[int, ...]) -> tuple[int, int]:
+    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
 
 
 @lru_cache(maxsize=256)

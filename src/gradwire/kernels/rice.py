@@ -133,7 +133,7 @@ def encode_blocks(gaps: Tensor, width: int) -> Tensor:
         (
             as_bytes(header.to(torch.int16)),
             set_bits(ones, int(ones[-1]) + 1),
-            _pack_ragged(remainders.flatten()[:count], bits.repeat_interleave(counts)),
+            pack_ragged(remainders.flatten()[:count], bits.repeat_interleave(counts)),
             _pack_wide(quotients[escaped] - CAP, width),
         )
     )
@@ -162,7 +162,7 @@ def decode_blocks(data: Tensor, count: int, width: int) -> tuple[Tensor, int]:
     _check_length(data, used, count)
     quotients[escaped] += _unpack_wide(data[stop:used], width)
     widths = bits.repeat_interleave(counts)
-    return (quotients << widths) + _unpack_ragged(data[middle:stop], widths), used
+    return (quotients << widths) + unpack_ragged(data[middle:stop], widths), used
 
 
 def set_bits(positions: Tensor, n: int) -> Tensor:
@@ -235,7 +235,7 @@ def _quotients(data: Tensor, counts: Tensor, excess: Tensor) -> Tensor:
     return torch.diff(ones, prepend=ones.new_full((1,), -1)) - 1
 
 
-def _pack_ragged(codes: Tensor, widths: Tensor) -> Tensor:
+def pack_ragged(codes: Tensor, widths: Tensor) -> Tensor:
     """Codes of ``widths`` bits each (31 at most), without a pause, as bytes."""
     ends = widths.cumsum(0)
     starts, total = ends - widths, int(ends[-1])
@@ -246,7 +246,7 @@ def _pack_ragged(codes: Tensor, widths: Tensor) -> Tensor:
     return as_bytes(words.to(torch.int32))[: (total + 7) // 8]
 
 
-def _unpack_ragged(data: Tensor, widths: Tensor) -> Tensor:
+def unpack_ragged(data: Tensor, widths: Tensor) -> Tensor:
     """Codes of ``widths`` bits each, as int64. The bytes hold at least their sum."""
     starts = widths.cumsum(0) - widths
     padded = torch.nn.functional.pad(data, (0, -data.numel() % 4 + 8))

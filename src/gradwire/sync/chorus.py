@@ -344,7 +344,7 @@ def _sizes(codec: Codec, sent: Sent, starts: Sequence[int], units: Segments, wor
     for rank in range(world):
         mine = starts[rank * len(units) : (rank + 1) * len(units) + 1]
         bytes_, more = codec.length(
-            sent.indices[mine[0] : mine[-1]] - rank * n, tuple(stop - start for start, stop in pairwise(mine)), n
+            sent.indices[mine[0] : mine[-1]] - rank * n, tuple(stop - start for start, stop in pairwise(mine)), units
         )
         known.append(bytes_)
         positions += [] if more is None else [more]

@@ -1,0 +1,185 @@
+"""Codes of positions row by row: how many each row has, then gaps under the parameter which that number suggests.
+
+The byte format, for ``count`` positions in rows whose widths both sides know. Bit i of a part is bit i mod 8 of byte i
+div 8. A row with c positions among w has the parameter b = floor(log2((w - c) / (c + 1))), at least 0: the mean of its
+gaps, up to a factor of two. A gap g is q = g >> b and r = g & (2**b - 1); the first of a row counts from its beginning.
+
+    named       how many rows are named, in 4 little-endian bytes: all, or those that have positions
+    empty       how many rows are passed over before each that is named, unless all are; blocks of `kernels.rice`
+    counts      how many positions each named row has, less one unless all are named; likewise
+    quotients   q zeros and a one for each gap, without a pause; zeros fill the last byte
+    remainders  r in b bits, least significant first, without a pause; zeros fill the last byte
+
+Of the two ways to say the counts, the sender takes the shorter one. No positions take no bytes. A parameter costs
+nothing, since the counts say it; and they are most of what there is to know about the gradient of a weight: what one
+output learns, another does not.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.core.keepsakes import kept
+from gradwire.core.payload import Malformed, as_bytes
+from gradwire.kernels.dispatch import kernel
+from gradwire.kernels.rice import (
+    decode_blocks,
+    encode_blocks,
+    find_bits,
+    gaps_of,
+    most_bytes,
+    pack_ragged,
+    set_bits,
+    unpack_ragged,
+    width_of,
+)
+
+_NUMBER = 4  # bytes
+
+Runs = tuple[tuple[int, int], ...]  # how many rows, of which width, one run after the other
+
+
+class Rows(NamedTuple):
+    """Where each row begins and how wide it is, int64[rows]."""
+
+    starts: Tensor
+    widths: Tensor
+
+
+def joined(runs: Runs, count: int) -> Runs:
+    """Narrow rows taken together, until about every other one has a position; for what is left of a run, one more."""
+    total = sum(rows * width for rows, width in runs)
+    least = 1 << (total // (2 * count)).bit_length() >> 1
+    found = []
+    for rows, width in runs:
+        if rows * width:
+            together = max(1, min(rows, -(-least // width)))
+            found += [(rows // together, together * width), (1, rows % together * width)]
+    return tuple((rows, width) for rows, width in found if width)
+
+
+@kept(64)
+def table(runs: Runs, device: torch.device) -> Rows:
+    """Row by row. Kept, since they are the same at every step: nobody may write into them."""
+    numbers = torch.tensor([rows for rows, _ in runs], dtype=torch.int64)
+    widths = torch.tensor([width for _, width in runs], dtype=torch.int64).repeat_interleave(numbers)
+    return Rows((widths.cumsum(0) - widths).to(device), widths.to(device))
+
+
+def most_bytes_of_rows(count: int, runs: Runs) -> int:
+    """A bound on the bytes of any ``count`` positions.
+
+    A row takes c * b + c + ((w - c) >> b) bits. The last term is 2c + 1 at most, by the choice of b, and b at most
+    log2(w / c), so that the sum of c * b is largest where all rows are equally dense.
+    """
+    if count == 0:
+        return 0
+    runs = joined(runs, count)
+    total, rows = sum(rows * width for rows, width in runs), sum(rows for rows, _ in runs)
+    bits = int(count * math.log2(total / count)) + 1 + 3 * count + min(count, rows)
+    return _NUMBER + most_bytes(rows, count) + (bits + 14) // 8
+
+
+@kernel
+def encode_in_rows(indices: Tensor, runs: Runs) -> Tensor:
+    """Rising positions as bytes."""
+    count = indices.numel()
+    if count == 0:
+        return indices.new_zeros(0, dtype=torch.uint8)
+    rows = table(joined(runs, count), indices.device)
+    mine = torch.searchsorted(rows.starts, indices, right=True) - 1
+    counts = torch.bincount(mine, minlength=rows.widths.numel())
+    bits = _parameters(counts, rows.widths)[mine]
+    within = indices - rows.starts[mine]
+    gaps = torch.where(_leads(mine), within, within.diff(prepend=within[:1]) - 1)
+    ones = ((gaps >> bits) + 1).cumsum(0) - 1
+    return torch.cat(
+        (
+            _say(counts, count),
+            set_bits(ones, int(ones[-1]) + 1),
+            pack_ragged(gaps & ((torch.ones_like(bits) << bits) - 1), bits),
+        )
+    )
+
+
+@kernel
+def decode_in_rows(data: Tensor, count: int, runs: Runs) -> tuple[Tensor, int]:
+    """The first ``count`` positions of a message, and how many of its bytes they took.
+
+    Raises:
+        Malformed: The bytes are too few, or name no such positions.
+    """
+    if count == 0:
+        return data.new_zeros(0, dtype=torch.int64), 0
+    rows = table(joined(runs, count), data.device)
+    counts, start = _hear(data, rows.widths.numel(), count)
+    if bool((counts > rows.widths).any()) or int(counts.sum()) != count:
+        raise Malformed(f"the rows do not have {count} positions together; the message was damaged")
+    bits = _parameters(counts, rows.widths)
+    most = int((counts + ((rows.widths - counts) >> bits) * (counts > 0)).sum())
+    ones = find_bits(data[start : start + (most + 7) // 8])[:count]
+    widths = bits.repeat_interleave(counts)
+    middle = start + (int(ones[-1]) + 8) // 8 if ones.numel() == count else data.numel() + 1
+    stop = middle + (int(widths.sum()) + 7) // 8
+    if stop > data.numel():
+        raise Malformed(f"{count} positions need more than {data.numel()} bytes; the message was cut short or damaged")
+    gaps = ((ones.diff(prepend=ones.new_full((1,), -1)) - 1) << widths) + unpack_ragged(data[middle:stop], widths)
+    return _positions(gaps, counts, rows), stop
+
+
+def _say(counts: Tensor, count: int) -> Tensor:
+    """How many positions each row has, all rows or only some being named."""
+    rows, some = counts.numel(), counts.nonzero().flatten()
+    whole = encode_blocks(counts, width_of(count + 1))
+    if some.numel() == rows:
+        return torch.cat((_number(rows, counts.device), whole))
+    named = encode_blocks(gaps_of(some), width_of(rows)), encode_blocks(counts[some] - 1, width_of(count + 1))
+    if sum(part.numel() for part in named) < whole.numel():
+        return torch.cat((_number(some.numel(), counts.device), *named))
+    return torch.cat((_number(rows, counts.device), whole))
+
+
+def _hear(data: Tensor, rows: int, count: int) -> tuple[Tensor, int]:
+    """The numbers that `_say` says, and how many bytes they took."""
+    if data.numel() < _NUMBER:
+        raise Malformed(f"a message of {data.numel()} bytes is too short for its number of rows")
+    named, start = int.from_bytes(bytes(data[:_NUMBER].tolist()), "little"), _NUMBER
+    if named > rows:
+        raise Malformed(f"a message names {named} of {rows} rows; it was damaged")
+    if named == rows:
+        counts, used = decode_blocks(data[start:], rows, width_of(count + 1))
+        return counts, start + used
+    empty, used = decode_blocks(data[start:], named, width_of(rows))
+    start += used
+    counts, used = decode_blocks(data[start:], named, width_of(count + 1))
+    at = (empty + 1).cumsum(0) - 1
+    if bool((at >= rows).any()):
+        raise Malformed(f"a message names a row behind the last of {rows}; it was damaged")
+    return data.new_zeros(rows, dtype=torch.int64).index_copy_(0, at, counts + 1), start + used
+
+
+def _number(rows: int, device: torch.device) -> Tensor:
+    return as_bytes(torch.full((1,), rows, dtype=torch.int32, device=device))
+
+
+def _positions(gaps: Tensor, counts: Tensor, rows: Rows) -> Tensor:
+    mine = torch.arange(counts.numel(), device=gaps.device).repeat_interleave(counts)
+    ahead = (gaps + 1).cumsum(0)
+    before = torch.nn.functional.pad(ahead, (1, 0))[counts.cumsum(0) - counts]  # what earlier rows add up to
+    within = ahead - before[mine] - 1
+    if bool((within >= rows.widths[mine]).any()):
+        raise Malformed("a row has a position behind its end; the message was damaged")
+    return rows.starts[mine] + within
+
+
+def _parameters(counts: Tensor, widths: Tensor) -> Tensor:
+    """Each row's b. Doubles hold all widths exactly, and so the quotients' exponents."""
+    mean = (widths - counts) // (counts + 1)
+    return (torch.frexp(mean.double()).exponent.long() - 1).clamp(min=0)
+
+
+def _leads(mine: Tensor) -> Tensor:
+    """Which positions are the first of their row."""
+    return mine.diff(prepend=mine.new_full((1,), -1)) != 0
