@@ -33,7 +33,8 @@ settings.register_profile("explore", settings.get_profile("steady"), derandomize
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Have the fork server import while the first tests run, if some of them are going to need it."""
-    if not session.config.option.collectonly and any(hasattr(item.module, "run_ranks") for item in session.items):
+@pytest.fixture(autouse=True, scope="session")
+def fork_server(request: pytest.FixtureRequest) -> None:
+    """It imports while the first tests run, if some of them are going to need it."""
+    if any(hasattr(item.module, "run_ranks") for item in request.session.items):
         workers.start_server()
