@@ -30,8 +30,10 @@ train: setup  ## Train on the digits with compressed gradients
 
 # Tests that only compute, in one process, take what others leave of the processors: they run beside them with low
 # priority, and speak when those are done. Tests that watch a clock come last, when nothing else runs.
-COMPUTE := $(addprefix tests/,codecs core kernels laws sync topology)
-CLOCKS := $(addprefix tests/,bench forecast gossip links network test_workers.py)
+COMPUTE := $(addprefix tests/,codecs core forecast/test_simulation.py kernels laws sync topology) \
+	$(patsubst %,tests/gossip/test_%.py,consensus equalities gamma stack state study)
+CLOCKS := $(addprefix tests/,bench forecast gossip/test_elastic.py gossip/test_peers.py links network test_workers.py)
+IGNORED := $(addprefix --ignore=,$(COMPUTE))
 
 test: setup  ## Run the tests
 ifdef ARGS
@@ -39,9 +41,9 @@ ifdef ARGS
 else
 	@status=0; said=$$(mktemp); \
 	nice -n 10 $(BIN)/python -m pytest -p no:cacheprovider --timeout 300 $(COMPUTE) >$$said 2>&1 & beside=$$!; \
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTE) $(CLOCKS)) || status=$$?; \
+	$(BIN)/python -m pytest $(IGNORED) $(addprefix --ignore=,$(CLOCKS)) || status=$$?; \
 	wait $$beside || status=$$?; cat $$said; rm $$said; \
-	$(BIN)/python -m pytest $(CLOCKS) || status=$$?; \
+	$(BIN)/python -m pytest $(CLOCKS) $(IGNORED) || status=$$?; \
 	exit $$status
 endif
 
