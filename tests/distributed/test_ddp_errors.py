@@ -32,13 +32,16 @@ def test_an_error_keeps_its_type_and_its_sentence():
     run_ranks(struck, 2)
 
 
-def early(rank: int, world: int) -> scenes.Case:
+def early(rank: int, world: int) -> dict[str, scenes.Case]:
     """An error before anything was sent, in the first of several launches."""
     outer = scenes.ddp(scenes.model())
     wire = gradwire.compress(outer, "topk(0.1)", launch_mb=scenes.LAUNCH_MB)
     wire.session.flat = lambda *_: fail()
-    return scenes.sentence(lambda: scenes.loss(outer, rank, 0).backward()), ("Overcast: the sky is falling",)
+    return {
+        "launch": (scenes.sentence(lambda: scenes.loss(outer, rank, 0).backward()), ("Overcast: the sky is falling",)),
+        "twice": (scenes.sentence(lambda: gradwire.compress(outer, "sign")), ("a communication hook already", "set(")),
+    }
 
 
 def test_an_error_of_a_launch_is_told_too():
-    scenes.check_sentences([{"launch": case} for case in run_ranks(early, 2)])
+    scenes.check_sentences(run_ranks(early, 2))

@@ -107,6 +107,14 @@ def momenta(rank: int, world: int) -> dict[str, scenes.Case]:
             ),
             ("shape (12, 16)", "model.named_parameters()"),
         ),
+        "no names": (
+            scenes.sentence(lambda: gradwire.DistributedOptimizer(scenes.sgd(partly), partly.parameters(), "sign")),
+            ("Parameter is no such pair", "model.named_parameters()"),
+        ),
+        "no optimizer": (
+            scenes.sentence(lambda: gradwire.DistributedOptimizer(partly, partly.named_parameters(), "sign")),
+            ("Sequential is no torch optimizer",),
+        ),
     }
 
 

@@ -146,8 +146,9 @@ def disagreements(rank: int, world: int) -> dict[str, scenes.Case]:
         "granularity": ({**plain, "granularity": "model"}, ("model", "layer")),
         "bundle": ({**plain, "bundle": "bf16"}, ("bf16", "fp16")),
         "rules": ({**plain, "rules": (gradwire.Rule("int8", name="0.*"),)}, ("int8",)),
-        "seed": ({**plain, "seed": 7}, ("seed 7", "seed 0")),
+        "seed": ({**plain, "seed": 7}, ("than rank 0: 'seed 7', not 'seed 0'; attach",)),
         "launch_mb": ({**plain, "launch_mb": 1.0}, ("1048576 bytes",)),
+        "rollback": ({**plain, "rollback": False}, (": 'no rollback', not 'rollback'; attach",)),
         "scaler": ({**plain, "scaler": torch.amp.GradScaler("cpu")}, ("GradScaler",)),
     }
     found: dict[str, scenes.Case] = {}

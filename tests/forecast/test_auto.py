@@ -20,6 +20,7 @@ from gradwire.train.shelf import resolve
 from workers import RankError, run_ranks
 
 STEPS = 30
+FORMATS = {"fp32": "float32", "bf16": "bfloat16"}
 THIN = "10mbit,1ms"
 
 
@@ -48,6 +49,7 @@ def told(wire: Any, model: nn.Module) -> dict[str, Any]:
         "plain": None if wire._courier is None else str(wire._courier.plain),
         "weights": [p.detach().clone() for p in model.parameters()],
         "text": str(wire),
+        "note": wire.report().note,
     }
 
 
@@ -155,6 +157,8 @@ def test_on_a_fast_link_it_leaves_ddp_alone(plain: bool) -> None:
     assert one["decided"] and one["specs"] == two["specs"], one["text"]
     assert set(one["specs"]) <= {"fp32", "bf16"}, "nothing is worth compressing here"
     assert one["hooked"] is (not plain and one["specs"] != ["fp32"])
+    assert one["note"].startswith("" if plain else f"DDP adds gradients up by itself, in {FORMATS[one['specs'][-1]]},")
+    assert one["note"] in one["text"] and bool(one["note"]) is not plain, "an account of nothing says so"
     assert all(map(torch.equal, one["weights"], two["weights"]))
 
 

@@ -51,10 +51,18 @@ def compare(link: Link, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
     for rank, other in enumerate(notes):
         for field, remedy in _REMEDY.items():
             if other[field] != notes[0][field]:
-                raise ValueError(
-                    f"rank {rank} has another {field} than rank 0: {other[field]!r}, not {notes[0][field]!r}; {remedy}"
-                )
+                theirs, ours = _apart(str(other[field]), str(notes[0][field]))
+                raise ValueError(f"rank {rank} has another {field} than rank 0: {theirs}, not {ours}; {remedy}")
     return notes
+
+
+def _apart(one: str, other: str) -> tuple[str, str]:
+    """Of two lists of clauses, those that the other has not: nobody should have to look for them."""
+    lists = one.split("; "), other.split("; ")
+    only = [[clause for clause in mine if clause not in theirs] for mine, theirs in (lists, lists[::-1])]
+    if not (only[0] and only[1]):  # a clause more, or another order
+        only = list(lists)
+    return repr("; ".join(only[0])), repr("; ".join(only[1]))
 
 
 @contextmanager

@@ -233,5 +233,13 @@ def hook(state: Courier, bucket: GradBucket) -> torch.futures.Future[torch.Tenso
 def attach(wire: Wire, ddp: DistributedDataParallel) -> Courier:
     """Hand DDP's gradients to a wire from now on."""
     courier = Courier(wire, ddp)
-    ddp.register_comm_hook(courier, hook)
+    try:
+        ddp.register_comm_hook(courier, hook)
+    except RuntimeError as wrong:
+        if "once" not in str(wrong):
+            raise
+        raise RuntimeError(
+            "this DistributedDataParallel has a communication hook already, and takes no second one; compress it once, "
+            "change the spec with wire.set(...), or wrap the module anew"
+        ) from wrong
     return courier

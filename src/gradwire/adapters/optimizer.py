@@ -59,6 +59,7 @@ class DistributedOptimizer(Optimizer):
         mover, named = link if isinstance(link, Link) else connect(process_group), list(named_parameters)
         mover, text = arrange(mover, across), link if isinstance(link, str) else None
         with telling(mover):
+            _check_named(optimizer, named)
             parameters = trainable(named)
             _check_covered(optimizer, parameters)
             spoken = described(spec, text, feedback, exchange)
@@ -153,6 +154,17 @@ def refuse_second_momentum(optimizer: Optimizer, plan: Plan) -> None:
             raise ValueError(
                 f"{type(optimizer).__name__} has momentum of its own, and momentum correction applies it before "
                 "compression; build the optimizer with momentum=0, or use gradwire.SGD"
+            )
+
+
+def _check_named(optimizer: object, named: Sequence[object]) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{type(optimizer).__name__} is no torch optimizer; wrap the one that steps the parameters")
+    for one in named:
+        if not (isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str)):
+            raise TypeError(
+                f"parameters come with their names, and {type(one).__name__} is no such pair; "
+                "pass model.named_parameters()"
             )
 
 

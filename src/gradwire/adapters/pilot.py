@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.ddp import Courier, attach
+from gradwire.adapters.report import Report
 from gradwire.adapters.wire import Wire, describe
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
@@ -119,7 +120,23 @@ class AutoWire(Wire):
 
     def __str__(self) -> str:
         said = [f"auto: {decision}" for decision in self.decisions] or ["auto: still measuring dense steps"]
-        return "\n".join((super().__str__().rstrip(), *said, ""))
+        return "\n".join((super().__str__().rstrip(), *said, *filter(None, [self._unseen]), ""))
+
+    def report(self) -> Report:
+        """Bytes, ratios and seconds so far, of the steps that did not go by DDP's own sums."""
+        return replace(super().report(), note=self._unseen)
+
+    @property
+    def _unseen(self) -> str:
+        """What is said of steps that DDP takes without us."""
+        if self._ddp is None or self.link.world < 2 or self._pretends:
+            return ""
+        plain = Model.of(self.parameters).format if self._courier is None else self._courier.plain
+        if plain is None:
+            return "the dense steps before were DDP's own, and are not in this account" if self._steps else ""
+        return (
+            f"DDP adds gradients up by itself, in {str(plain).removeprefix('torch.')}, and this account has none of it"
+        )
 
     # -- watching --------------------------------------------------------------------------------------------------
 
@@ -297,7 +314,7 @@ class AutoWire(Wire):
         return isinstance(way, ThrottledLink)
 
     def _circumstances(self, seed: int) -> str:
-        said = "" if self._described is None else f", a link of {self._described}"
+        said = "" if self._described is None else f"; a link of {self._described}"
         return super()._circumstances(seed) + said
 
     @property

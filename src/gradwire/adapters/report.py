@@ -35,6 +35,7 @@ class Report:
         hosts: Number of hosts, where only messages between them are compressed; else that of ranks.
         sent_inside: Bytes that this rank sent to others on its host: dense gradients, and what was agreed on them.
         received_inside: Bytes that it got from them.
+        note: What this account leaves out, if anything.
     """
 
     steps: int
@@ -53,6 +54,7 @@ class Report:
     hosts: int | None = None
     sent_inside: float = 0.0
     received_inside: float = 0.0
+    note: str = ""
 
     @classmethod
     def of(
@@ -130,7 +132,7 @@ class Report:
             lines.append(
                 f"  rule {label:12} {_bytes(payload)}, {ratio}; seconds: encode {encode:.3f}, decode {decode:.3f}"
             )
-        return "\n".join(lines)
+        return "\n".join((*lines, *filter(None, [self.note])))
 
     def _inside(self) -> list[str]:
         if self.hosts is None:

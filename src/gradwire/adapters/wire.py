@@ -270,8 +270,8 @@ class Wire:
         scaler = "no GradScaler" if self.scaler is None else "a GradScaler"
         door = "DDP" if self._hooked else "no DDP"
         undo = "rollback" if self._rollback else "no rollback"
-        hosts = "" if self.link.grouping is None else f", hosts {self.link.grouping}"
-        return f"seed {seed}, launches of {self._launch_bytes} bytes, {scaler}, {door}, {undo}{hosts}"
+        hosts = "" if self.link.grouping is None else f"; hosts {self.link.grouping}"
+        return f"seed {seed}; launches of {self._launch_bytes} bytes; {scaler}; {door}; {undo}{hosts}"
 
     def _tensors(self) -> dict[str, str]:
         found = {**self._shared, **self.parameters}
