@@ -82,6 +82,18 @@ def disagreeing(rank: int, world: int) -> str:
     return "attached"
 
 
+def averaged_already(rank: int, world: int) -> tuple[str, str]:
+    model = scenes.model()
+    twice, once = (scenes.sentence(lambda m=m: gradwire.gossip(m, "choco(ring)")) for m in (scenes.ddp(model), model))
+    return twice, once
+
+
+def test_ddp_and_gossip_are_one_too_many() -> None:
+    for twice, once in run_ranks(averaged_already, 2):
+        assert "averages gradients over 2 ranks" in twice and "pass the module inside" in twice
+        assert once == "no refusal"
+
+
 def resumed(rank: int, world: int, folder: str) -> bool:
     """Save after some steps, go on; load into new objects, go on alike."""
     model = scenes.model()

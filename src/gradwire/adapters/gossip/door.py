@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from gradwire.adapters.arrangement import arrange
+from gradwire.adapters.ddp import find_ddp
 from gradwire.adapters.gossip.elastic import ElasticNet
 from gradwire.adapters.gossip.hosts import HostNet
 from gradwire.adapters.gossip.net import Net
@@ -84,7 +85,19 @@ def gossip(
         raise ValueError("meeting, rank, world and host belong to elastic=True; a process group knows its ranks itself")
     found = arrange(link or connect(process_group), across)
     kind = Net if found.grouping is None or found.grouping.beside == 1 else HostNet
+    if kind is Net:
+        _refuse_ddp(model)
     return kind(model, spec, codec, found, granularity=granularity, overlap=overlap, seed=seed)
+
+
+def _refuse_ddp(model: nn.Module) -> None:
+    """Replicas that step by the same mean gradient never differ, and messages between them are wasted."""
+    ddp = find_ddp(model)
+    if ddp is not None and ddp.process_group.size() > 1:
+        raise ValueError(
+            f"DistributedDataParallel averages gradients over {ddp.process_group.size()} ranks, which leaves nothing "
+            "to gossip about; pass the module inside, or with across= the ranks that are one node"
+        )
 
 
 def _place(name: str, given: int | None) -> int:
