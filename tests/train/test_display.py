@@ -47,6 +47,11 @@ def test_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "0:02:40 left" in said  # 4 s a step, tests included
 
 
+def test_few_bytes_are_not_rounded_away() -> None:
+    said = display._bytes({"sent": 3400.0, "payload_ratio": 1.46})
+    assert said == "3.40 kB sent, payload 1.5x smaller"
+
+
 def test_a_live_line_leaves_room_for_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     said = told(True, monkeypatch)
     assert "epoch 1.20  loss 0.2500  top1 87.50%  100 ex/s  2.00 MB, 32x" in said

@@ -77,7 +77,7 @@ class Display:
         """A line that leaves room for the bar and the time, in a terminal of 80 columns too."""
         tested = self._tested
         known = f"  {tested['metric']} {_value(tested, tested['value'])}" if tested else ""
-        cost = f"{record['sent'] / 1e6:,.2f} MB, {record['payload_ratio']:,.0f}x"
+        cost = f"{_size(record['sent'])}, {_times(record['payload_ratio'])}"
         return f"epoch {record['epoch']:.2f}  loss {record['loss']:.4f}{known}  {speed:,.0f} ex/s  {cost}"
 
     def _decision(self, record: Record) -> None:
@@ -128,11 +128,11 @@ def summary(final: Record) -> Table:
         final["metric"], f"{_value(final, final['value'])} at the end, {_value(final, final['best'])} at the best"
     )
     who = "by each worker" if "hosts" not in final else f"by the first worker, between {final['hosts']} hosts"
-    cost = f"{final['sent'] / 1e6:,.3f} MB {who}, {_ratio(final['wire_ratio'])} a float32 ring"
+    cost = f"{_size(final['sent'])} {who}, {_ratio(final['wire_ratio'])} a float32 ring"
     table.add_row("sent", cost if final["sent"] else "nothing")
     if "hosts" in final:
-        table.add_row("inside", f"{final['sent_inside'] / 1e6:,.3f} MB of float32 by the first worker, to its host's")
-    size = f"{final['payload'] / 1e6:,.3f} MB, {_ratio(final['payload_ratio'])} float32"
+        table.add_row("inside", f"{_size(final['sent_inside'])} of float32 by the first worker, to its host's")
+    size = f"{_size(final['payload'])}, {_ratio(final['payload_ratio'])} float32"
     table.add_row("payload", size if final["payload"] else "nothing")
     names = ("encode_seconds", "wire_seconds", "decode_seconds")
     encode, wire, decode = (final[name] for name in names)
@@ -168,8 +168,15 @@ def _value(record: Record, value: float | None) -> str:
 
 
 def _bytes(record: Record) -> str:
-    ratio = record["payload_ratio"]
-    return f"{record['sent'] / 1e6:,.2f} MB sent, payload {ratio:,.0f}x smaller"
+    return f"{_size(record['sent'])} sent, payload {_times(record['payload_ratio'])} smaller"
+
+
+def _size(n: float) -> str:
+    return f"{n / 1e6:,.2f} MB" if n >= 1e6 else f"{n / 1e3:,.2f} kB"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:,.0f}x" if ratio >= 10 else f"{ratio:.1f}x"  # 1.5 is neither one nor two
 
 
 def _ratio(ratio: float) -> str:
