@@ -66,6 +66,15 @@ def test_the_same_key_gives_the_same_bytes() -> None:
             assert not torch.equal(first, other), f"{chain} draws the same at every step"
 
 
+def test_whoever_does_not_listen_says_the_same() -> None:
+    said = signal(table(*SIZES))
+    for chain in CODECS.values():
+        encoded, (payload, memory) = chain.encode(said, KEY), chain.message(said, KEY)
+        assert torch.equal(payload.data, encoded.payload.data), str(chain)
+        assert memory.keys() == encoded.memory.keys()
+        assert all(torch.equal(memory[name], encoded.memory[name]) for name in memory), str(chain)
+
+
 @settings(max_examples=200)
 @given(chain=codecs(), said=signals(), key=keys())
 def test_messages_are_decoded_as_sent_in_the_bytes_promised(chain: Codec, said: Signal, key: Key) -> None:

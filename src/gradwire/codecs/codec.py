@@ -145,9 +145,15 @@ class Codec:
         """Say ``signal.target`` in few bytes."""
         moved = self._move(signal, key)
         indices, values, lengths = self._chosen(moved, key)
-        memory = self.selector.remember(moved, indices) if self.selector and indices is not None else signal.memory
         payload, heard = self._write(indices, values, lengths, moved.segments, key)
-        return Encoded(payload, self._sent(indices, heard, signal.segments, key), memory)
+        return Encoded(payload, self._sent(indices, heard, signal.segments, key), self._remembered(moved, indices))
+
+    def message(self, signal: Signal, key: Key) -> tuple[Payload, Memory]:
+        """`encode`'s message and memory, for whoever does not ask what will be heard: nothing is decoded."""
+        moved = self._move(signal, key)
+        indices, values, lengths = self._chosen(moved, key)
+        body = self.quantizer.encode(values, lengths, moved.segments.names, key)
+        return self._around(body, indices, moved.segments), self._remembered(moved, indices)
 
     def echo(self, signal: Signal, key: Key) -> Sent:
         """What the group would hear of `encode`'s message, which is not written; codecs without memory only."""
@@ -281,8 +287,11 @@ class Codec:
                 return Payload(made[0]), made[1]
         mine = groups.over(self.total(payloads, segments, keys), len(payloads))
         mine = mine if debt is None else mine + debt
-        said = self.encode(Signal(mine, mine, {}, segments), key)
-        return said.payload, None if debt is None else said.sent.off(mine)
+        signal = Signal(mine, mine, {}, segments)
+        if debt is None:
+            return self.message(signal, key)[0], None
+        said = self.encode(signal, key)
+        return said.payload, said.sent.off(mine)
 
     def decode(self, payload: Payload, segments: Segments, key: Key) -> Tensor:
         """One message as a dense vector. ``key`` is the sender's.
@@ -296,15 +305,19 @@ class Codec:
         """A linear codec's message as numbers that may be added across ranks."""
         return from_bytes(payload.data, self.quantizer.dtype)  # type: ignore[attr-defined]
 
-    def bound(self, encoded: Encoded, limit: float, segments: Segments, key: Key) -> Encoded:
+    def clamped(self, payload: Payload, limit: float) -> Payload:
         """A linear codec's message with every summand clamped to +-limit."""
-        said = self.summand(encoded.payload).clamp(-limit, limit)
-        heard = said.float()
+        return Payload(as_bytes(self.summand(payload).clamp(-limit, limit)))
+
+    def bound(self, encoded: Encoded, limit: float, segments: Segments, key: Key) -> Encoded:
+        """The same, and what will then be heard of it."""
+        payload = self.clamped(encoded.payload, limit)
+        heard = self.summand(payload).float()
         if self.transform is None:
             sent = Sent(encoded.sent.indices, heard)
         else:
             sent = Sent(None, self.expand(heard, segments, key))
-        return Encoded(Payload(as_bytes(said)), sent, encoded.memory)
+        return Encoded(payload, sent, encoded.memory)
 
     def expand(self, values: Tensor, segments: Segments, key: Key) -> Tensor:
         """A sum of summands, or their mean, as a dense float32 vector."""
@@ -369,11 +382,17 @@ class Codec:
         self, indices: Tensor | None, values: Tensor, lengths: Tensor, table: Segments, key: Key
     ) -> tuple[Payload, Tensor]:
         body = self.quantizer.encode(values, lengths, table.names, key)
-        preamble = self._preamble(indices, table)
-        payload = Payload(torch.cat([*preamble, body]) if preamble else body)
+        payload = self._around(body, indices, table)
         if indices is not None and self.quantizer.traits.lossless:  # selected values are a copy already
             return payload, values
         return payload, self.quantizer.decode(body, lengths, table.names, key)
+
+    def _around(self, body: Tensor, indices: Tensor | None, table: Segments) -> Payload:
+        preamble = self._preamble(indices, table)
+        return Payload(torch.cat([*preamble, body]) if preamble else body)
+
+    def _remembered(self, moved: Signal, indices: Tensor | None) -> Memory:
+        return self.selector.remember(moved, indices) if self.selector and indices is not None else moved.memory
 
     def _preamble(self, indices: Tensor | None, table: Segments) -> list[Tensor]:
         if indices is None or self.indices is None:

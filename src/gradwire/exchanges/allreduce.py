@@ -41,9 +41,11 @@ class AllReduce(Exchange):
             )
 
     def encode(self, signal: Signal, codec: Codec, around: Round) -> Said:
-        said = codec.encode(signal, around.key)
         limit = most_summand(codec.quantizer.dtype, around.world)  # type: ignore[attr-defined]
-        return Said(*codec.bound(said, limit, around.units, around.key))
+        if around.listens:
+            return Said(*codec.bound(codec.encode(signal, around.key), limit, around.units, around.key))
+        payload, memory = codec.message(signal, around.key)
+        return Said(codec.clamped(payload, limit), None, memory)
 
     def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
         assert isinstance(said.message, Payload)

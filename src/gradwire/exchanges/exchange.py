@@ -27,6 +27,7 @@ class Round(NamedTuple):
         units: What the codec treats as one vector each.
         tensors: The parameters behind the same flat buffer, with their shapes.
         indebted: Whether the lane keeps what is lost, so that a second leg should too.
+        listens: Whether anybody asks what will have been heard of this rank.
         apart: Whether a mean with few entries may be handed back as those, for somebody else to write.
     """
 
@@ -35,11 +36,12 @@ class Round(NamedTuple):
     units: Segments
     tensors: Segments
     indebted: bool
+    listens: bool = True
     apart: bool = False
 
 
 class Said(NamedTuple):
-    """A message ready to go. ``sent`` is None when only the group's answer tells what will have been said."""
+    """A message ready to go. ``sent`` is None when nobody asks, or only the group's answer tells what will be heard."""
 
     message: Mapping[int, Payload] | Payload | Tensor
     sent: Sent | None
@@ -55,7 +57,7 @@ class Agreed(NamedTuple):
 
 
 class Spoken(NamedTuple):
-    """The message of one stretch of the buffer. ``sent`` is None when the memory has been settled already."""
+    """The message of one stretch of the buffer. ``sent`` is None when there is nothing left to settle."""
 
     payload: Payload
     sent: Sent | None
@@ -89,7 +91,15 @@ class Exchange(ABC):
 
     def encode(self, signal: Signal, codec: Codec, around: Round) -> Said:
         """Turn what should be said into a message."""
-        return self.collect(lambda start, stop: Spoken(*codec.encode(signal.cut(start, stop), around.key)), around)
+
+        def say(start: int, stop: int) -> Spoken:
+            part = signal.cut(start, stop)
+            if around.listens:
+                return Spoken(*codec.encode(part, around.key))
+            payload, memory = codec.message(part, around.key)
+            return Spoken(payload, None, memory)
+
+        return self.collect(say, around)
 
     def collect(self, say: Say, around: Round) -> Said:
         """Have the stretches of the buffer said that this exchange sends apart; most send it whole.

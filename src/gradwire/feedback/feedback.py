@@ -22,6 +22,7 @@ class Feedback(ABC):
     examples: ClassVar[tuple[str, ...]]
     memories: ClassVar[dict[str, str]] = {}  # name -> how a new world reshards it (see `Slot`)
     indebted: ClassVar[bool] = True  # what was not sent today is sent later
+    listens: ClassVar[bool] = True  # `settle` asks what will have been heard
 
     def __str__(self) -> str:
         return write(self)

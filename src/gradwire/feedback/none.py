@@ -25,6 +25,7 @@ class NoFeedback(Feedback):
 
     examples: ClassVar[tuple[str, ...]] = ("none",)
     indebted: ClassVar[bool] = False
+    listens: ClassVar[bool] = False
 
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         return grad, memory

@@ -127,7 +127,8 @@ class Lane:
 
     def _around(self, key: Key, world: int, apart: bool = False) -> Round:
         as_it_is = type(self.feedback).release is Feedback.release  # else the mean is not yet the update
-        return Round(key, world, self.units, self.tensors, self.feedback.indebted, apart and as_it_is)
+        about = self.feedback.indebted, self.feedback.listens
+        return Round(key, world, self.units, self.tensors, *about, apart and as_it_is)
 
     def _collect(self, target: Tensor, memory: Memory, exchange: Exchange, around: Round) -> tuple[Tensor, Memory]:
         """Add debts left behind by a spec that served before this one."""
