@@ -105,7 +105,7 @@ def _join(left: Any, right: Any) -> Any:
         if getattr(one, "kind", "") == "preset":
             raise ValueError(
                 f"a preset, here {one}, has no place in a chain of codec stages; chain its codec with others, and pass "
-                "its feedback as feedback="
+                "its feedback as feedback=, or of dgc write dgc(0.001, values=sign)"
             )
     if not hasattr(left, "__or__"):
         raise ValueError(f"{left} is of kind {left.kind}, which has no place in a chain of codec stages")
