@@ -16,6 +16,7 @@ from gradwire.kernels.cpu.quantize import (
     ternary_encode,
 )
 from gradwire.kernels.cpu.rice import decode_blocks, encode_blocks
+from gradwire.kernels.cpu.rows import decode_in_rows, encode_in_rows
 from gradwire.kernels.cpu.scatter import scatter_mean, scatter_mean_
 from gradwire.kernels.cpu.select import accumulate_topk_, carry_topk_, settle_, topk
 from gradwire.kernels.cpu.signs import onebit_decode, onebit_encode, sign_decode, sign_encode
@@ -28,7 +29,9 @@ __all__ = [
     "cast_encode",
     "chunk_topk",
     "decode_blocks",
+    "decode_in_rows",
     "encode_blocks",
+    "encode_in_rows",
     "feedback_integer_",
     "feedback_sign_",
     "integer_decode",

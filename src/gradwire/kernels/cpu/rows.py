@@ -1,0 +1,187 @@
+"""Codes of positions row by row, for the CPU: each position is looked at once. The format is that of `kernels.rows`."""
+
+from inspect import unwrap
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwire.kernels import rows
+from gradwire.kernels.cpu.rice import decode_blocks, encode_blocks
+from gradwire.kernels.cpu.threads import serial
+from gradwire.kernels.cpu.vectors import first_set, get, put
+from gradwire.kernels.rice import num_blocks, width_of
+
+_NUMBER = 4  # bytes
+_WORD = 8  # bytes that are read and written at once: so many must follow what they are read from
+
+
+@serial
+def _parameter(count, width):
+    """A row's b, without a division."""
+    least, bits = (count + 1) << 1, 0
+    while least <= width - count:
+        least <<= 1
+        bits += 1
+    return bits
+
+
+@serial
+def _write(indices, starts, widths, counts, ones, rest):
+    """Count the positions of one row after the other, and write their gaps. Returns the bits of both parts."""
+    at = low = begin = 0
+    for row in range(starts.size):
+        end = begin
+        while end < indices.size and indices[end] < starts[row] + widths[row]:
+            end += 1
+        counts[row] = end - begin
+        if end == begin:
+            continue
+        bits, last = _parameter(end - begin, widths[row]), starts[row] - 1
+        for i in range(begin, end):
+            gap = indices[i] - last - 1
+            last = indices[i]
+            at += gap >> bits
+            ones[at >> 3] |= 1 << (at & 7)
+            at += 1
+            code = np.uint64(gap & ((1 << bits) - 1))
+            put(rest, low >> 3, get(rest, low >> 3) | code << np.uint64(low & 7))
+            low += bits
+        begin = end
+    return at, low
+
+
+@serial
+def _expect(counts, widths, count):
+    """How many bits the quotients may have and the remainders do have; -1 where there are not ``count`` positions."""
+    most = remainders = total = 0
+    for row in range(counts.size):
+        own, width = counts[row], widths[row]
+        if not 0 <= own <= width:
+            return -1, -1
+        if own:
+            bits = _parameter(own, width)
+            most += own + (width - own >> bits)
+            remainders += own * bits
+            total += own
+    return (most, remainders) if total == count else (-1, -1)
+
+
+@serial
+def _find(ones, places):
+    """Where the first bits are set. Returns how many bits that took; -1 where so many are not set."""
+    at, end = 0, 8 * (ones.size - _WORD)
+    for i in range(places.size):
+        word = get(ones, at >> 3) >> np.uint64(at & 7)
+        while not word:
+            at = (at & -8) + 64
+            if at >= end:
+                return -1
+            word = get(ones, at >> 3)
+        at += first_set(word)
+        places[i] = at
+        at += 1
+    return at
+
+
+@serial
+def _place(places, rest, counts, starts, widths):
+    """Make positions of where the ones are. Returns whether all lie in their rows."""
+    low, i, before = 0, 0, -1
+    for row in range(counts.size):
+        if not counts[row]:
+            continue
+        bits, within = _parameter(counts[row], widths[row]), -1
+        for _ in range(counts[row]):
+            quotient = places[i] - before - 1
+            before = places[i]
+            code = np.int64(get(rest, low >> 3) >> np.uint64(low & 7)) & ((1 << bits) - 1)
+            low += bits
+            within += (quotient << bits) + code + 1
+            places[i] = starts[row] + within
+            i += 1
+        if within >= widths[row]:
+            return False
+    return True
+
+
+def encode_in_rows(indices: Tensor, runs: rows.Runs) -> Tensor:
+    count = indices.numel()
+    if count == 0:
+        return indices.new_zeros(0, dtype=torch.uint8)
+    starts, widths = _table(runs, count)
+    counts = np.empty(starts.size, dtype=np.int64)
+    ones = np.zeros(count // 2 + 1, dtype=np.uint8)  # 3c + 1 bits of a row at most
+    rest = np.zeros(rows.most_bytes_of_rows(count, runs) + _WORD, dtype=np.uint8)
+    quotients, remainders = _write(indices.contiguous().numpy(), starts, widths, counts, ones, rest)
+    streams = ones[: (quotients + 7) // 8], rest[: (remainders + 7) // 8]
+    return torch.cat((*_say(counts, count), *map(torch.from_numpy, streams)))
+
+
+def decode_in_rows(data: Tensor, count: int, runs: rows.Runs) -> tuple[Tensor, int]:
+    found = _read(data, count, *_table(runs, count)) if count else None
+    if found is None:
+        plainly: tuple[Tensor, int] = unwrap(rows.decode_in_rows)(data, count, runs)  # knows what to say of it
+        return plainly
+    return found
+
+
+def _say(counts: np.ndarray, count: int) -> tuple[Tensor, ...]:
+    """How many positions each row has, all rows or only some being named, whichever is shorter."""
+    some = np.flatnonzero(counts)
+    empty = encode_blocks(torch.from_numpy(np.diff(some, prepend=-1) - 1), width_of(counts.size))
+    own = encode_blocks(torch.from_numpy(counts[some] - 1), width_of(count + 1))
+    named = _number(some.size), empty, own
+    taken = empty.numel() + own.numel()
+    if taken < 2 * num_blocks(counts.size) + counts.size // 8:  # headers and a bit each: all rows take no less
+        return named
+    whole = encode_blocks(torch.from_numpy(counts), width_of(count + 1))
+    return named if some.size < counts.size and taken < whole.numel() else (_number(counts.size), whole)
+
+
+def _hear(data: Tensor, num_rows: int, count: int) -> tuple[np.ndarray, int] | None:
+    """The reverse, and how many bytes it took; None where such rows cannot be."""
+    named = int.from_bytes(data[:_NUMBER].contiguous().numpy().tobytes(), "little")
+    if data.numel() < _NUMBER or named > num_rows:
+        return None
+    if named == num_rows:
+        whole, used = decode_blocks(data[_NUMBER:], num_rows, width_of(count + 1))
+        return whole.numpy(), _NUMBER + used
+    empty, passed = decode_blocks(data[_NUMBER:], named, width_of(num_rows))
+    own, used = decode_blocks(data[_NUMBER + passed :], named, width_of(count + 1))
+    at = np.cumsum(empty.numpy() + 1) - 1
+    if at.max(initial=-1) >= num_rows:
+        return None
+    counts = np.zeros(num_rows, dtype=np.int64)
+    counts[at] = own.numpy() + 1
+    return counts, _NUMBER + passed + used
+
+
+def _read(data: Tensor, count: int, starts: np.ndarray, widths: np.ndarray) -> tuple[Tensor, int] | None:
+    """Positions, and how many bytes they took; None where the bytes are not what a sender writes."""
+    heard = _hear(data, starts.size, count)
+    if heard is None:
+        return None
+    counts, start = heard
+    most, remainders = _expect(counts, widths, count)
+    if most < 0:
+        return None
+    streams = np.zeros((most + 7) // 8 + (remainders + 7) // 8 + _WORD, dtype=np.uint8)
+    own = data[start : start + streams.size - _WORD].numpy()
+    streams[: own.size] = own
+    places = np.empty(count, dtype=np.int64)
+    ending = _find(streams, places)
+    middle = (ending + 7) // 8
+    stop = middle + (remainders + 7) // 8
+    if ending < 0 or stop > own.size or not _place(places, streams[middle:], counts, starts, widths):
+        return None
+    return torch.from_numpy(places), start + stop
+
+
+def _number(named: int) -> Tensor:
+    return torch.from_numpy(np.frombuffer(named.to_bytes(_NUMBER, "little"), dtype=np.uint8).copy())
+
+
+def _table(runs: rows.Runs, count: int) -> tuple[np.ndarray, np.ndarray]:
+    starts, widths = rows.table(rows.joined(runs, count), torch.device("cpu"))
+    return starts.numpy(), widths.numpy()
