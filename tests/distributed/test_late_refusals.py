@@ -90,6 +90,18 @@ def momenta(rank: int, world: int) -> dict[str, scenes.Case]:
     def own(net: nn.Module) -> torch.optim.Optimizer:
         return gradwire.SGD(net.parameters(), lr=0.1)
 
+    def stepped(make: Callable[[nn.Module], torch.optim.Optimizer], spec: str) -> str:
+        """Behind `compress`, which is not shown the optimizer."""
+        net = scenes.model()
+        wire, optimizer = gradwire.compress(net, spec), make(net)
+        scenes.loss(net, rank, 0).backward()
+        wire()
+        before = scenes.tensors(net)
+        scenes.sgd(scenes.model(), momentum=0.9).step()  # whose parameters are no matter
+        said = scenes.sentence(optimizer.step)
+        assert (said == "no refusal") or scenes.same(before, scenes.tensors(net))
+        return said
+
     later = scenes.wrapped(net := scenes.model(), momentum(net), spec="topk(0.1)")
     partly = scenes.model()
     words = ("momentum of its own", "momentum=0", "gradwire.SGD")
@@ -98,6 +110,9 @@ def momenta(rank: int, world: int) -> dict[str, scenes.Case]:
         "Adam": (attempt(adam, "dgc(0.1)"), ("Adam has", *words)),
         "on one rank": (attempt(momentum, "dgc(0.1)", only=1), words),
         "later": (scenes.sentence(lambda: later.wire.set("dgc(0.1)")), words),
+        "at the first step": (stepped(momentum, "dgc(0.1)"), ("SGD has", *words)),
+        "at the first step, ours": (stepped(own, "dgc(0.1)"), ("no refusal",)),
+        "at the first step, of another spec": (stepped(momentum, "topk(0.1)"), ("no refusal",)),
         "no momentum": (attempt(scenes.sgd, "dgc(0.1)"), ("no refusal",)),
         "our own": (attempt(own, "dgc(0.1)"), ("no refusal",)),
         "no correction": (attempt(momentum, "topk(0.1)"), ("no refusal",)),

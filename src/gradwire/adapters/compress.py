@@ -11,6 +11,7 @@ from gradwire.adapters.agreement import telling
 from gradwire.adapters.arrangement import arrange
 from gradwire.adapters.ddp import attach, find_ddp
 from gradwire.adapters.model import refuse_sparse, trainable
+from gradwire.adapters.optimizer import refuse_at_first_step
 from gradwire.adapters.pilot import AUTO, AutoWire, described
 from gradwire.adapters.wire import Wire
 from gradwire.exchanges import Exchange
@@ -45,7 +46,7 @@ def compress(
     parameters and buffers of rank 0, and its loop calls the returned wire between ``backward()`` and ``step()``.
 
     Momentum correction, as in ``dgc``, applies momentum before compression. The optimizer behind must not apply it
-    again, and this door cannot see it: use `gradwire.SGD`, or one without momentum.
+    again: use `gradwire.SGD`, or one without momentum. Any other is refused when it first steps.
 
     Args:
         model: The model, wrapped in DDP or not.
@@ -99,4 +100,5 @@ def compress(
     wire = Wire(parameters, link, spec, feedback=feedback, exchange=exchange, hooked=ddp is not None, **options)
     if ddp is not None:
         attach(wire, ddp)
+    refuse_at_first_step(wire)
     return wire

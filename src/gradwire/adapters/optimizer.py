@@ -1,5 +1,6 @@
 """The optimizer's door, Horovod-style: wrap an optimizer, and its ``step()`` synchronizes first."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, overload
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradwire.adapters.agreement import telling
 from gradwire.adapters.arrangement import arrange
@@ -146,8 +148,7 @@ class DistributedOptimizer(Optimizer):
 
 def refuse_second_momentum(optimizer: Optimizer, plan: Plan) -> None:
     """Momentum before compression and again after it is not what anybody wants."""
-    corrected = any(isinstance(lane.feedback, MomentumCorrection) and lane.feedback.momentum > 0 for lane in plan.lanes)
-    if isinstance(optimizer, SGD) or not corrected:
+    if isinstance(optimizer, SGD) or not _corrects(plan):
         return
     for group in optimizer.param_groups:
         if group.get("momentum") or "betas" in group:
@@ -155,6 +156,29 @@ def refuse_second_momentum(optimizer: Optimizer, plan: Plan) -> None:
                 f"{type(optimizer).__name__} has momentum of its own, and momentum correction applies it before "
                 "compression; build the optimizer with momentum=0, or use gradwire.SGD"
             )
+
+
+def refuse_at_first_step(wire: Wire) -> None:
+    """The same where nobody has shown us the optimizer: it shows itself when it steps, before it changes anything."""
+    if not _corrects(wire.session.whole):
+        return
+    held, mine = weakref.ref(wire), {id(p) for p in wire.parameters.values()}
+    approved = False
+
+    def look(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        nonlocal approved
+        attached = held()
+        if approved or attached is None or torch.compiler.is_compiling():
+            return
+        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            refuse_second_momentum(optimizer, attached.session.whole)
+            approved = True
+
+    register_optimizer_step_pre_hook(look)  # for good: torch walks through its hooks, and none may go meanwhile
+
+
+def _corrects(plan: Plan) -> bool:
+    return any(isinstance(lane.feedback, MomentumCorrection) and lane.feedback.momentum > 0 for lane in plan.lanes)
 
 
 def _check_named(optimizer: object, named: Sequence[object]) -> None:
