@@ -1,5 +1,6 @@
 """Codes of positions row by row, for the CPU: each position is looked at once. The format is that of `kernels.rows`."""
 
+from functools import lru_cache
 from inspect import unwrap
 
 import numpy as np
@@ -112,7 +113,8 @@ def encode_in_rows(indices: Tensor, runs: rows.Runs) -> Tensor:
     starts, widths = _table(runs, count)
     counts = np.empty(starts.size, dtype=np.int64)
     ones = np.zeros(count // 2 + 1, dtype=np.uint8)  # 3c + 1 bits of a row at most
-    rest = np.zeros(rows.most_bytes_of_rows(count, runs) + _WORD, dtype=np.uint8)
+    each = (int(starts[-1] + widths[-1]) // count).bit_length()  # log2(n / k) bits at most, in the mean of all rows
+    rest = np.zeros((count * each + 7) // 8 + _WORD, dtype=np.uint8)
     quotients, remainders = _write(indices.contiguous().numpy(), starts, widths, counts, ones, rest)
     streams = ones[: (quotients + 7) // 8], rest[: (remainders + 7) // 8]
     return torch.cat((*_say(counts, count), *map(torch.from_numpy, streams)))
@@ -182,6 +184,7 @@ def _number(named: int) -> Tensor:
     return torch.from_numpy(np.frombuffer(named.to_bytes(_NUMBER, "little"), dtype=np.uint8).copy())
 
 
+@lru_cache(maxsize=64)
 def _table(runs: rows.Runs, count: int) -> tuple[np.ndarray, np.ndarray]:
     starts, widths = rows.table(rows.joined(runs, count), torch.device("cpu"))
     return starts.numpy(), widths.numpy()
