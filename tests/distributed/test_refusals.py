@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import gradwire
 import scenes
@@ -116,12 +118,28 @@ OTHER_MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def wrapped(world: int) -> dict[str, scenes.Case]:
+    """Models whose gradients others average, or whose parameters they hand out in parts."""
+    mesh = init_device_mesh("cpu", (world,))
+    parts = ("sharded", "DistributedDataParallel")
+    inside = nn.Sequential(scenes.ddp(scenes.model()))
+    flat = FullyShardedDataParallel(scenes.model(), device_id=torch.device("cpu"), use_orig_params=True)
+    split = fully_shard(scenes.model(), mesh=mesh)
+    return {
+        "DDP inside": (scenes.sentence(lambda: gradwire.compress(inside, "sign")), ("'0'", "pass that one")),
+        "FSDP": (scenes.sentence(lambda: gradwire.compress(flat, "sign")), parts),
+        "FSDP 2": (scenes.sentence(lambda: gradwire.compress(split, "sign")), ("'0.weight'", *parts)),
+        "an optimizer of parts": (scenes.sentence(lambda: scenes.wrapped(split, spec="sign")), ("'0.weight'", *parts)),
+    }
+
+
 def models(rank: int, world: int) -> dict[str, scenes.Case]:
     found = {}
     for case, (make, words) in MODELS.items():
         for who in ("all", "rank 1"):
             net = make() if who == "all" or rank == 1 else scenes.model()
             found[f"{case}, {who}"] = (scenes.sentence(lambda net=net: gradwire.compress(net, "topk(0.1)")), words)
+    found |= wrapped(world)
     found["an optimizer of complex ones"] = (
         scenes.sentence(lambda: scenes.wrapped(complex_model() if rank == 1 else scenes.model(), spec="topk(0.1)")),
         ("'1.weight'", "complex"),

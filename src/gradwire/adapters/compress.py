@@ -10,7 +10,7 @@ from torch import nn
 from gradwire.adapters.agreement import telling
 from gradwire.adapters.arrangement import arrange
 from gradwire.adapters.ddp import attach, find_ddp
-from gradwire.adapters.model import refuse_sparse, trainable
+from gradwire.adapters.model import refuse_sparse, refuse_wrapped, trainable
 from gradwire.adapters.optimizer import refuse_at_first_step
 from gradwire.adapters.pilot import AUTO, AutoWire, described
 from gradwire.adapters.wire import Wire
@@ -82,6 +82,7 @@ def compress(
     link = arrange(mover, across)
     ignored = ddp.parameters_to_ignore if ddp is not None else ()
     with telling(link):
+        refuse_wrapped(inner)
         refuse_sparse(inner)
         parameters = trainable((name, p) for name, p in inner.named_parameters() if name not in ignored)
         spoken = described(spec, text, feedback, exchange)

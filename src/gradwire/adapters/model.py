@@ -4,6 +4,12 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+_SHARDED = (
+    "is sharded: every rank has another part of it, and means over ranks would mix them up; gradwire compresses "
+    "gradients of whole replicas, so use DistributedDataParallel, or no wrapper"
+)
 
 
 def trainable(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
@@ -33,7 +39,21 @@ def refuse_sparse(model: nn.Module) -> None:
             )
 
 
+def refuse_wrapped(model: nn.Module) -> None:
+    """What others average or hand out already cannot be averaged once more: replicas must be whole, and ours alone."""
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(
+                f"{name!r} in the model is a DistributedDataParallel, which averages its gradients by itself; pass "
+                "that one to gradwire, and each of several by itself"
+            )
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise ValueError(f"the module {name!r} {_SHARDED}")
+
+
 def _check(name: str, parameter: nn.Parameter) -> None:
+    if hasattr(parameter, "full_tensor") or type(parameter).__name__ == "FlatParameter":
+        raise ValueError(f"the parameter {name!r} {_SHARDED}")
     if parameter.is_complex():
         raise ValueError(f"the parameter {name!r} is complex; keep its real and imaginary parts apart instead")
     if not parameter.is_floating_point():
