@@ -34,12 +34,14 @@ NAMES = {
     "scatter_mean_there_8": "mean of 8 sparse messages, into gradients",
     "rice_encode": "Rice, encode positions",
     "rice_decode": "Rice, decode positions",
+    "rows_encode": "rows, encode positions",
+    "rows_decode": "rows, decode positions",
     "bitmap_encode": "bitmap, encode positions (composed)",
     "bitmap_decode": "bitmap, decode positions (composed)",
     "powersgd": "PowerSGD of rank 4, all of a step (composed)",
     "powersgd_orthonormal": "PowerSGD of rank 4, orthonormal columns (composed)",
 }
-TINY = ("draw", "rice_encode", "rice_decode", "powersgd_orthonormal")  # their floor is a launch
+TINY = ("draw", "rice_encode", "rice_decode", "rows_encode", "rows_decode", "powersgd_orthonormal")  # their floor is a launch
 
 
 def name(kernel: str) -> str:

@@ -36,6 +36,7 @@ from gradwire.kernels.rice import (
     rice_encode,
     set_bits,
 )
+from gradwire.kernels.rows import decode_in_rows, encode_in_rows
 from gradwire.kernels.select import permute, share
 
 RATIO = 0.001
@@ -320,6 +321,15 @@ def _rice(scene: Scene, decoding: bool) -> Case:
     return Case(2 * RATIO, ways[decoding], False)
 
 
+def _rows(scene: Scene, decoding: bool) -> Case:
+    """Positions in rows of 1024."""
+    places = scene.positions()
+    runs = tuple(run for length in scene.lengths for run in ((length // 1024, 1024), (1, length % 1024)))
+    data = encode_in_rows(places, runs)
+    ways: tuple[Run, Run] = partial(encode_in_rows, places, runs), partial(decode_in_rows, data, places.numel(), runs)
+    return Case(2 * RATIO, ways[decoding], False, not offers(scene.device.type, "encode_in_rows"))
+
+
 def _bitmap(scene: Scene, decoding: bool) -> Case:
     places, n = scene.positions(), scene.n
     ways: tuple[Run, Run] = partial(set_bits, places, n), partial(find_bits, set_bits(places, n))
@@ -411,6 +421,8 @@ CASES: dict[str, Make] = {
     f"scatter_mean_there_{WORLD}": _scatter_mean_there,
     "rice_encode": partial(_rice, decoding=False),
     "rice_decode": partial(_rice, decoding=True),
+    "rows_encode": partial(_rows, decoding=False),
+    "rows_decode": partial(_rows, decoding=True),
     "bitmap_encode": partial(_bitmap, decoding=False),
     "bitmap_decode": partial(_bitmap, decoding=True),
     **{
