@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradwire.codecs.indices import Rows
+from gradwire.core.segments import Segments
 from gradwire.kernels import fused, rice
 from gradwire.kernels.dispatch import reference_only
 from gradwire.kernels.fused import Accumulation
 from gradwire.kernels.rice import encode_blocks, gaps_of, width_of
-from gradwire.kernels.rows import encode_in_rows
 from gradwire.kernels.select import share
 from gradwire.train.data.cifar import cifar10
 from gradwire.train.data.text import ptb
@@ -76,7 +77,8 @@ def bits(indices: Tensor, n: int, block: int = 512) -> int:
 
 
 def row_bits(indices: Tensor, parts: list[nn.Parameter]) -> int:
-    return 8 * encode_in_rows(indices, tuple((p.shape[0], p[0].numel()) for p in parts)).numel()
+    table = Segments(tuple(map(str, range(len(parts)))), tuple(tuple(p.shape) for p in parts))
+    return 8 * Rows().over(table).encode(indices, table.total).numel()
 
 
 def by_rows(indices: Tensor, parts: list[nn.Parameter]) -> tuple[float, float]:

@@ -41,7 +41,8 @@ NAMES = {
     "powersgd": "PowerSGD of rank 4, all of a step (composed)",
     "powersgd_orthonormal": "PowerSGD of rank 4, orthonormal columns (composed)",
 }
-TINY = ("draw", "rice_encode", "rice_decode", "rows_encode", "rows_decode", "powersgd_orthonormal")  # their floor is a launch
+# Their floor is a launch.
+TINY = ("draw", "rice_encode", "rice_decode", "rows_encode", "rows_decode", "powersgd_orthonormal")
 
 
 def name(kernel: str) -> str:

@@ -15,7 +15,7 @@ nothing, since the counts say it; and they are most of what there is to know abo
 output learns, another does not.
 """
 
-import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,6 @@ from gradwire.kernels.rice import (
     encode_blocks,
     find_bits,
     gaps_of,
-    most_bytes,
     pack_ragged,
     set_bits,
     unpack_ragged,
@@ -48,10 +47,14 @@ class Rows(NamedTuple):
     widths: Tensor
 
 
+@lru_cache(maxsize=256)
 def joined(runs: Runs, count: int) -> Runs:
-    """Narrow rows taken together, until about every other one has a position; for what is left of a run, one more."""
+    """Narrow rows taken together, until there are some thirty for a position at most; what is left of a run is one.
+
+    Rows with nothing in them cost next to nothing where they lie together, so joining is only to keep them countable.
+    """
     total = sum(rows * width for rows, width in runs)
-    least = 1 << (total // (2 * count)).bit_length() >> 1
+    least = 1 << (total // (16 * count)).bit_length() >> 1
     found = []
     for rows, width in runs:
         if rows * width:
@@ -68,18 +71,9 @@ def table(runs: Runs, device: torch.device) -> Rows:
     return Rows((widths.cumsum(0) - widths).to(device), widths.to(device))
 
 
-def most_bytes_of_rows(count: int, runs: Runs) -> int:
-    """A bound on the bytes of any ``count`` positions.
-
-    A row takes c * b + c + ((w - c) >> b) bits. The last term is 2c + 1 at most, by the choice of b, and b at most
-    log2(w / c), so that the sum of c * b is largest where all rows are equally dense.
-    """
-    if count == 0:
-        return 0
-    runs = joined(runs, count)
-    total, rows = sum(rows * width for rows, width in runs), sum(rows for rows, _ in runs)
-    bits = int(count * math.log2(total / count)) + 1 + 3 * count + min(count, rows)
-    return _NUMBER + most_bytes(rows, count) + (bits + 14) // 8
+def narrow_enough(runs: Runs, count: int) -> bool:
+    """Whether all parameters are small enough for the remainders to be packed."""
+    return count == 0 or all(width <= 2**32 for _, width in joined(runs, count))
 
 
 @kernel

@@ -3,14 +3,15 @@
 Paper:    none; Golomb-Rice codes (see rice), with the row of a weight as their context.
 Formula:  a row with c positions among its w has b = floor(log2((w - c) / (c + 1))), at least 0;
           a gap g, counted from the row's beginning, is sent as g >> b in unary and b low bits.
-          Rows are joined until they are 2**floor(log2(n / 2k)) wide; what is not a matrix is one row
-Wire:     named       4 bytes: how many rows are named, all or those that have positions
+          Rows are joined until they are 2**floor(log2(n / 16k)) wide; what is no matrix is one row
+Wire:     form        1 byte: 0 for what follows here, 1 for codes as rice's, if those are shorter
+          named       4 bytes: how many rows are named, all or those that have positions
           empty       rows passed over before each that is named, unless all are; Rice's blocks
           counts      positions of each named row, less one unless all are named; Rice's blocks
           quotients   g >> b zeros and a one for each gap
           remainders  b bits for each gap
           total       measured at 0.1 %: 0.7 to 0.99 log2 C(n, k) bits on convolutions, 0.5 to 0.75
-                      on an LSTM; 1.05 on random supports; log2 C(n, k) + 3k or so at most
+                      on an LSTM; a byte more than rice at most
 Traits:   exact; length varies with the support.
 Differs:  no paper to differ from. Positions of a gradient are not spread evenly over outputs: what
           one learns, another does not, and codes of gaps alone cannot know where a row ends.
@@ -21,18 +22,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from gradwire.codecs.indices.rice import Rice
 from gradwire.codecs.stage import IndexCoder
+from gradwire.core.payload import Malformed
 from gradwire.core.registry import register
 from gradwire.core.segments import Segments
-from gradwire.kernels.rows import Runs, decode_in_rows, encode_in_rows, most_bytes_of_rows
+from gradwire.kernels.rows import Runs, decode_in_rows, encode_in_rows, narrow_enough
+
+_IN_ROWS, _AS_RICE = 0, 1
+_RICE = Rice()
 
 
 @register("rows", kind="indices")
 @dataclass(frozen=True)
 class Rows(IndexCoder):
-    """Gaps row by row: below what a random support takes, where rows of a weight differ."""
+    """Gaps row by row: below what a random support takes, where rows of a weight differ; else as Rice codes."""
 
     fixed = False
     examples: ClassVar[tuple[str, ...]] = ("rows",)
@@ -41,13 +48,28 @@ class Rows(IndexCoder):
         return _over(table.rows)
 
     def size(self, count: int, n: int) -> int:
-        return most_bytes_of_rows(count, self._runs(n))
+        return 1 + _RICE.size(count, n) if count else 0
 
     def encode(self, indices: Tensor, n: int) -> Tensor:
-        return encode_in_rows(indices, self._runs(n))
+        if indices.numel() == 0:
+            return indices.new_zeros(0, dtype=torch.uint8)
+        form, coded, runs = _AS_RICE, _RICE.encode(indices, n), self._runs(n)
+        if narrow_enough(runs, indices.numel()):
+            in_rows = encode_in_rows(indices, runs)
+            form, coded = (form, coded) if coded.numel() < in_rows.numel() else (_IN_ROWS, in_rows)
+        return torch.cat((coded.new_full((1,), form), coded))
 
     def decode(self, data: Tensor, count: int, n: int) -> tuple[Tensor, int]:
-        return decode_in_rows(data, count, self._runs(n))
+        if count == 0:
+            return data.new_zeros(0, dtype=torch.int64), 0
+        form, runs = int(data[0]) if data.numel() else None, self._runs(n)
+        if form == _AS_RICE:
+            indices, used = _RICE.decode(data[1:], count, n)
+        elif form == _IN_ROWS and narrow_enough(runs, count):
+            indices, used = decode_in_rows(data[1:], count, runs)
+        else:
+            raise Malformed(f"positions in rows begin with 0 or 1, not with {form}; the message was cut or damaged")
+        return indices, 1 + used
 
     def _runs(self, n: int) -> Runs:
         return ((1, n),)
