@@ -119,6 +119,18 @@ def test_what_no_sender_writes(
     assert said in heard if said else isinstance(heard, tuple)
 
 
+def test_numbers_that_wrap_around() -> None:
+    """Gaps and counts of four bytes, as tables of more than 2**24 rows have them, times 2**31."""
+    gap = [31 | 1 << 5 | (8 & 3) << 6, 8 >> 2, 0, 1, 0, 0, 0, 0, 255, 255, 255, 255]  # 8 and an escape
+    message = torch.tensor([1, 0, 0, 0, *gap, 0, 0, 1], dtype=torch.uint8)
+    with pytest.raises(rows.Malformed, match="behind the last"):
+        rows._hear(message, 2**24 + 1, 10)
+    assert fast._hear(message, 2**24 + 1, 10) is None
+    for table in ([-1, 4, 0], [3 - 2**62, -(2**62), -(2**63)]):
+        with patch.object(rows, "_hear", return_value=(torch.tensor(table), 4)), pytest.raises(rows.Malformed):
+            decode(message, 3, ((3, 6),))
+
+
 def test_rows_of_every_width_and_number_have_the_definition_s_parameter() -> None:
     widths = torch.arange(1, 200).repeat_interleave(200)
     counts = torch.arange(200).repeat(199).minimum(widths)

@@ -109,7 +109,7 @@ def decode_in_rows(data: Tensor, count: int, runs: Runs) -> tuple[Tensor, int]:
         return data.new_zeros(0, dtype=torch.int64), 0
     rows = table(joined(runs, count), data.device)
     counts, start = _hear(data, rows.widths.numel(), count)
-    if bool((counts > rows.widths).any()) or int(counts.sum()) != count:
+    if bool(((counts < 0) | (counts > rows.widths)).any()) or int(counts.sum()) != count:
         raise Malformed(f"the rows do not have {count} positions together; the message was damaged")
     bits = _parameters(counts, rows.widths)
     most = int((counts + ((rows.widths - counts) >> bits) * (counts > 0)).sum())
@@ -149,7 +149,7 @@ def _hear(data: Tensor, rows: int, count: int) -> tuple[Tensor, int]:
     start += used
     counts, used = decode_blocks(data[start:], named, width_of(count + 1))
     at = (empty + 1).cumsum(0) - 1
-    if bool((at >= rows).any()):
+    if bool(((at < 0) | (at >= rows)).any()):  # damaged numbers may wrap around
         raise Malformed(f"a message names a row behind the last of {rows}; it was damaged")
     return data.new_zeros(rows, dtype=torch.int64).index_copy_(0, at, counts + 1), start + used
 

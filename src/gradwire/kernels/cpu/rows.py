@@ -152,7 +152,7 @@ def _hear(data: Tensor, num_rows: int, count: int) -> tuple[np.ndarray, int] | N
     empty, passed = decode_blocks(data[_NUMBER:], named, width_of(num_rows))
     own, used = decode_blocks(data[_NUMBER + passed :], named, width_of(count + 1))
     at = np.cumsum(empty.numpy() + 1) - 1
-    if at.max(initial=-1) >= num_rows:
+    if at.min(initial=0) < 0 or at.max(initial=-1) >= num_rows:
         return None
     counts = np.zeros(num_rows, dtype=np.int64)
     counts[at] = own.numpy() + 1
