@@ -102,6 +102,24 @@ def momenta(rank: int, world: int) -> dict[str, scenes.Case]:
         assert (said == "no refusal") or scenes.same(before, scenes.tensors(net))
         return said
 
+    def second() -> str:
+        """An optimizer that fits has stepped, and now one that does not."""
+        net = scenes.model()
+        wires = [gradwire.compress(net, "dgc(0.1)")]
+        scenes.sgd(net).step()
+        said = scenes.sentence(adam(net).step)
+        wires.clear()
+        assert scenes.sentence(adam(net).step) == "no refusal", "nobody is attached any more"
+        return said
+
+    def changed() -> str:
+        """An optimizer has fitted until the spec was changed."""
+        net = scenes.model()
+        wire, optimizer = gradwire.compress(net, "topk(0.1)"), momentum(net)
+        optimizer.step()
+        wire.set("dgc(0.1)")
+        return scenes.sentence(optimizer.step)
+
     later = scenes.wrapped(net := scenes.model(), momentum(net), spec="topk(0.1)")
     partly = scenes.model()
     words = ("momentum of its own", "momentum=0", "gradwire.SGD")
@@ -113,6 +131,8 @@ def momenta(rank: int, world: int) -> dict[str, scenes.Case]:
         "at the first step": (stepped(momentum, "dgc(0.1)"), ("SGD has", *words)),
         "at the first step, ours": (stepped(own, "dgc(0.1)"), ("no refusal",)),
         "at the first step, of another spec": (stepped(momentum, "topk(0.1)"), ("no refusal",)),
+        "at the first step of a second one": (second(), ("Adam has", *words)),
+        "at a step after set": (changed(), ("SGD has", *words)),
         "no momentum": (attempt(scenes.sgd, "dgc(0.1)"), ("no refusal",)),
         "our own": (attempt(own, "dgc(0.1)"), ("no refusal",)),
         "no correction": (attempt(momentum, "topk(0.1)"), ("no refusal",)),

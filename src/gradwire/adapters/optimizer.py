@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, overload
 
 import torch
@@ -160,21 +160,31 @@ def refuse_second_momentum(optimizer: Optimizer, plan: Plan) -> None:
 
 def refuse_at_first_step(wire: Wire) -> None:
     """The same where nobody has shown us the optimizer: it shows itself when it steps, before it changes anything."""
-    if not _corrects(wire.session.whole):
+    _fitting[wire] = weakref.WeakKeyDictionary()
+    _watch()
+
+
+_fitting: weakref.WeakKeyDictionary[Wire, weakref.WeakKeyDictionary[Optimizer, Plan]] = weakref.WeakKeyDictionary()
+
+
+@lru_cache(maxsize=1)
+def _watch() -> None:
+    """Once, and for good: torch walks through its hooks, and none may go meanwhile."""
+    register_optimizer_step_pre_hook(_look)
+
+
+def _look(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Compare an optimizer that is about to step with the plans of all wires that it serves, once each."""
+    if torch.compiler.is_compiling():
         return
-    held, mine = weakref.ref(wire), {id(p) for p in wire.parameters.values()}
-    approved = False
-
-    def look(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        nonlocal approved
-        attached = held()
-        if approved or attached is None or torch.compiler.is_compiling():
-            return
+    for held in _fitting.keyrefs():
+        wire = held()
+        if wire is None or _fitting[wire].get(optimizer) is (plan := wire.session.whole):
+            continue
+        mine = {id(p) for p in wire.parameters.values()}
         if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-            refuse_second_momentum(optimizer, attached.session.whole)
-            approved = True
-
-    register_optimizer_step_pre_hook(look)  # for good: torch walks through its hooks, and none may go meanwhile
+            refuse_second_momentum(optimizer, plan)
+        _fitting[wire][optimizer] = plan
 
 
 def _corrects(plan: Plan) -> bool:
