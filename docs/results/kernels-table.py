@@ -36,10 +36,10 @@ NAMES = {
     "rice_decode": "Rice, decode positions",
     "rows_encode": "rows, encode positions",
     "rows_decode": "rows, decode positions",
-    "bitmap_encode": "bitmap, encode positions (composed)",
-    "bitmap_decode": "bitmap, decode positions (composed)",
-    "powersgd": "PowerSGD of rank 4, all of a step (composed)",
-    "powersgd_orthonormal": "PowerSGD of rank 4, orthonormal columns (composed)",
+    "bitmap_encode": "bitmap, encode positions",
+    "bitmap_decode": "bitmap, decode positions",
+    "powersgd": "PowerSGD of rank 4, all of a step",
+    "powersgd_orthonormal": "PowerSGD of rank 4, orthonormal columns",
 }
 # Their floor is a launch.
 TINY = ("draw", "rice_encode", "rice_decode", "rows_encode", "rows_decode", "powersgd_orthonormal")
@@ -64,7 +64,8 @@ def ratio(number: float | None, digits: int) -> str:
 
 def line(row: dict[str, Any], replayed: bool, took: dict[str, float]) -> str:
     tiny, composed = row["kernel"] in TINY, row["reference_ms"] == row["ms"]
-    cells = [name(row["kernel"]), f"{row['ms']:.3f}"]
+    suffix = " (composed)" if composed and "torch" not in row["kernel"] else ""
+    cells = [name(row["kernel"]) + suffix, f"{row['ms']:.3f}"]
     cells += [ratio(row["graph_ms"], 3)] if replayed else []
     cells += [f"{row['bytes_per_element']:.4g}", ratio(None if tiny else row["floor_ms"], 3)]
     cells += [ratio(None if tiny else row["to_floor"], 2), ratio(None if composed else row["to_reference"], 1)]
