@@ -17,6 +17,7 @@ CASES = {
     "bf16": {"spec": "bf16"},
     "topk": {"spec": "topk(0.05)"},
     "topk, whole model, no feedback": {"spec": "topk(0.5) | bitmap", "feedback": "none", "granularity": "model"},
+    "topk, whole model, rows": {"spec": "topk(0.05) | rows", "granularity": "model"},
     "topk of signs": {"spec": "topk(0.05) | sign"},
     "topk, int32, two ways": {"spec": "topk(0.05) | int32", "exchange": "two_way"},
     "dgc": {"spec": "dgc(0.01)"},

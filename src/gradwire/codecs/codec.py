@@ -252,8 +252,7 @@ class Codec:
             self.quantizer.decode(row[start : start + size], lengths, segments.names, key)
             for row, start, key in zip(rows, starts, keys, strict=True)
         ]
-        bounds = tuple(range(0, (ranks + 1) * sum(counts), sum(counts)))
-        return Entries(torch.cat(values), found.indices.flatten(), bounds)
+        return Entries(torch.cat(values), found.indices.flatten(), _evenly(sum(counts), ranks))
 
     def _entries_known(self, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]) -> Entries | None:
         """`entries` of messages whose parts all lie at known places, so that nobody has to wait for any."""
@@ -271,8 +270,8 @@ class Codec:
         values = [
             self.quantizer.decode(row[room:], lengths, segments.names, key) for row, key in zip(rows, keys, strict=True)
         ]
-        bounds = tuple(range(0, (len(rows) + 1) * count, count)) if count else (0,) * (len(rows) + 1)
-        return Entries(values[0] if len(values) == 1 else torch.cat(values), found.indices.flatten(), bounds)
+        together = values[0] if len(values) == 1 else torch.cat(values)
+        return Entries(together, found.indices.flatten(), _evenly(count, len(rows)))
 
     def merge(
         self, payloads: Sequence[Payload], debt: Tensor | None, segments: Segments, keys: Sequence[Key], key: Key
@@ -463,6 +462,11 @@ def join(left: Stage, right: "Stage | Codec") -> Codec:
 @lru_cache(maxsize=256)
 def _capacities(selector: Selector, lengths: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(map(selector.capacity, lengths))
+
+
+def _evenly(count: int, ranks: int) -> tuple[int, ...]:
+    """Where the entries of each rank begin, and where the last ones end, if all have as many."""
+    return tuple(count * rank for rank in range(ranks + 1))
 
 
 @kept(256)
