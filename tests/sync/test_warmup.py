@@ -57,6 +57,8 @@ def test_attaching_calls_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     called.clear()
     gradwire.compress(model, "topk(0.1)")
     assert not called  # once in a process
+    gradwire.compress(model, "topk(0.1) | rows")
+    assert "decode_in_rows" in called  # though so few positions are said as gaps
 
 
 def test_definitions_need_no_warming(monkeypatch: pytest.MonkeyPatch) -> None:
