@@ -129,14 +129,13 @@ def test_memories_that_are_changed_in_place_stay_there(how: Sequence[str], monke
     assert set(takes(repeater)) == {1} and repeater.session.said == speaker.session.said
 
 
-def test_a_recording_in_place_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.BAD", {})
+def fail_turns(monkeypatch: pytest.MonkeyPatch, doomed: Callable[[int], bool]) -> list[int]:
+    """From now on those turns of recordings fail, counted from 1; the list says how many there have been."""
     known, real, turns = recording._next, recording.record, [0]
 
     def fails(*args: object) -> object:
-        """The second turn of a recording fails: the first has added the gradient to the memories."""
         turns[0] += 1
-        if turns[0] in (2, 4):
+        if doomed(turns[0]):
             raise RuntimeError("operation not permitted when stream is capturing")
         return known(*args)  # type: ignore[arg-type]
 
@@ -146,6 +145,12 @@ def test_a_recording_in_place_that_fails_changes_nothing(monkeypatch: pytest.Mon
             return real(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(recording, "record", record_badly)
+    return turns
+
+
+def test_a_recording_in_place_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.BAD", {})
+    fail_turns(monkeypatch, lambda turn: turn in (2, 4))  # the first ones have added the gradient to the memories
     plan = plan_of(HOWS[1])
     speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraphs(), rollback=False)
     for number in range(9):
@@ -255,25 +260,9 @@ def test_what_is_drawn_is_never_recorded() -> None:
 
 
 def test_who_cannot_record_goes_on_speaking(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, written = recording._next, [0]
-
-    def fails(*args: object) -> object:
-        """The second turn of every recording fails, when a message has been sent already."""
-        written[0] += 1
-        if written[0] % 2 == 0:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return known(*args)  # type: ignore[arg-type]
-
+    fail_turns(monkeypatch, lambda turn: turn % 2 == 0)  # when a message has been sent already
     plan = plan_of(HOWS[1])
     speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraphs())
-    real = recording.record
-
-    def record_badly(*args: object) -> Tape[Heard]:
-        with monkeypatch.context() as patch:
-            patch.setattr(recording, "_next", fails)
-            return real(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(recording, "record", record_badly)
     for number in range(STEPS):
         assert same(repeater.step(number), speaker.step(number)), number
     assert repeater.link.traffic == speaker.link.traffic  # nothing is sent twice
@@ -285,20 +274,7 @@ def test_who_cannot_record_the_end_finds_gradients_as_they_were(last: int, monke
     """A lane that has heard all may not write over its gradients while another one still talks."""
     rules = (Rule("int4", name="b.*", exchange="two_way"), *default_rules("topk(0.05) | int32", bundle=None))
     plan = build(SHAPES, rules, 1)
-    known, real, turns = recording._next, recording.record, [0]
-
-    def fails(*args: object) -> object:
-        turns[0] += 1
-        if turns[0] % last == 0:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return known(*args)  # type: ignore[arg-type]
-
-    def record_badly(*args: object) -> Tape[Heard]:
-        with monkeypatch.context() as patch:
-            patch.setattr(recording, "_next", fails)
-            return real(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(recording, "record", record_badly)
+    turns = fail_turns(monkeypatch, lambda turn: turn % last == 0)
     speaker, repeater = Rank(plan, None), Rank(plan, WrittenGraphs())
     for number in range(STEPS):
         assert same(repeater.step(number), speaker.step(number)), number
