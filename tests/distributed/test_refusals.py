@@ -129,6 +129,8 @@ def wrapped(world: int) -> dict[str, scenes.Case]:
         "DDP inside": (scenes.sentence(lambda: gradwire.compress(inside, "sign")), ("'0'", "pass that one")),
         "FSDP": (scenes.sentence(lambda: gradwire.compress(flat, "sign")), parts),
         "FSDP 2": (scenes.sentence(lambda: gradwire.compress(split, "sign")), ("'0.weight'", *parts)),
+        "gossip of FSDP": (scenes.sentence(lambda: gradwire.gossip(flat, "choco(ring)")), parts),
+        "an optimizer of FSDP": (scenes.sentence(lambda: scenes.wrapped(flat, spec="sign")), parts),
         "an optimizer of parts": (scenes.sentence(lambda: scenes.wrapped(split, spec="sign")), ("'0.weight'", *parts)),
     }
 

@@ -52,7 +52,8 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def _check(name: str, parameter: nn.Parameter) -> None:
-    if hasattr(parameter, "full_tensor") or type(parameter).__name__ == "FlatParameter":
+    # A DTensor, or with a mark that FSDP leaves: the door may see parameters alone.
+    if hasattr(parameter, "full_tensor") or hasattr(parameter, "_fsdp_flattened"):
         raise ValueError(f"the parameter {name!r} {_SHARDED}")
     if parameter.is_complex():
         raise ValueError(f"the parameter {name!r} is complex; keep its real and imaginary parts apart instead")
