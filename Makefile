@@ -41,6 +41,7 @@ ifdef ARGS
 else
 	@status=0; said=$$(mktemp); \
 	nice -n 10 $(BIN)/python -m pytest -p no:cacheprovider --timeout 300 $(COMPUTE) >$$said 2>&1 & beside=$$!; \
+	trap 'kill $$beside; rm -f $$said; exit 130' INT TERM; \
 	$(BIN)/python -m pytest $(IGNORED) $(addprefix --ignore=,$(CLOCKS)) || status=$$?; \
 	wait $$beside || status=$$?; cat $$said; rm $$said; \
 	$(BIN)/python -m pytest $(CLOCKS) $(IGNORED) || status=$$?; \
