@@ -68,7 +68,7 @@ class Rows(IndexCoder):
         elif form == _IN_ROWS and narrow_enough(runs, count):
             indices, used = decode_in_rows(data[1:], count, runs)
         else:
-            raise Malformed(f"positions in rows begin with 0 or 1, not with {form}; the message was cut or damaged")
+            raise Malformed(f"positions here cannot be of the form {form}; the message was cut or damaged")
         return indices, 1 + used
 
     def _runs(self, n: int) -> Runs:
