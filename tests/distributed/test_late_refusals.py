@@ -112,10 +112,10 @@ def momenta(rank: int, world: int) -> dict[str, scenes.Case]:
         assert scenes.sentence(adam(net).step) == "no refusal", "nobody is attached any more"
         return said
 
-    def changed() -> str:
+    def changed(spec: str) -> str:
         """An optimizer has fitted until the spec was changed."""
         net = scenes.model()
-        wire, optimizer = gradwire.compress(net, "topk(0.1)"), momentum(net)
+        wire, optimizer = gradwire.compress(net, spec), momentum(net)
         optimizer.step()
         wire.set("dgc(0.1)")
         return scenes.sentence(optimizer.step)
@@ -132,7 +132,8 @@ def momenta(rank: int, world: int) -> dict[str, scenes.Case]:
         "at the first step, ours": (stepped(own, "dgc(0.1)"), ("no refusal",)),
         "at the first step, of another spec": (stepped(momentum, "topk(0.1)"), ("no refusal",)),
         "at the first step of a second one": (second(), ("Adam has", *words)),
-        "at a step after set": (changed(), ("SGD has", *words)),
+        "at a step after set": (changed("topk(0.1)"), ("SGD has", *words)),
+        "at a step after set, chosen by itself before": (changed("auto"), ("SGD has", *words)),
         "no momentum": (attempt(scenes.sgd, "dgc(0.1)"), ("no refusal",)),
         "our own": (attempt(own, "dgc(0.1)"), ("no refusal",)),
         "no correction": (attempt(momentum, "topk(0.1)"), ("no refusal",)),

@@ -97,9 +97,10 @@ def compress(
         "shared": None if ddp is not None else dict((*inner.named_parameters(), *inner.named_buffers())),
     }
     if spec == AUTO:
-        return AutoWire(parameters, link, ddp, spoken, **options)
-    wire = Wire(parameters, link, spec, feedback=feedback, exchange=exchange, hooked=ddp is not None, **options)
-    if ddp is not None:
-        attach(wire, ddp)
+        wire: Wire = AutoWire(parameters, link, ddp, spoken, **options)
+    else:
+        wire = Wire(parameters, link, spec, feedback=feedback, exchange=exchange, hooked=ddp is not None, **options)
+        if ddp is not None:
+            attach(wire, ddp)
     refuse_at_first_step(wire)
     return wire

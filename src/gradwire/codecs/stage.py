@@ -194,6 +194,9 @@ class IndexCoder(Stage):
         del rows, count, n
         return None
 
+    def rehearse(self) -> None:
+        """Run what a small message makes no use of, so that it is compiled before a large one does."""
+
     def fit(self, indices: Tensor, n: int, key: Key) -> Tensor:
         """The positions that fit into `size`; nearly always all of them."""
         del n, key

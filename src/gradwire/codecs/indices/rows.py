@@ -71,6 +71,9 @@ class Rows(IndexCoder):
             raise Malformed(f"positions here cannot be of the form {form}; the message was cut or damaged")
         return indices, 1 + used
 
+    def rehearse(self) -> None:
+        decode_in_rows(encode_in_rows(torch.arange(3), ((2, 8),)), 3, ((2, 8),))  # few positions are said as gaps
+
     def _runs(self, n: int) -> Runs:
         return ((1, n),)
 
