@@ -11,9 +11,10 @@ import pytest
 import gradwire
 
 SOURCE = Path(gradwire.__file__).parent
-# Which rooms each room may import from, besides itself.
+LAB = SOURCE.parent / "gradwire_lab"
+# Which rooms each room may import from, besides itself. The library never imports the lab.
 BELOW_SYNC = {"core", "kernels", "codecs", "feedback", "topology", "exchanges", "gossip", "links"}
-BELOW_TOOLS = BELOW_SYNC | {"sync", "forecast", "adapters"}
+LIBRARY = BELOW_SYNC | {"sync", "adapters"}
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "kernels": {"core"},
@@ -24,13 +25,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gossip": {"codecs", "feedback", "topology", "kernels", "core"},
     "links": {"core"},
     "sync": BELOW_SYNC,
+    "adapters": BELOW_SYNC | {"sync"},
     "forecast": BELOW_SYNC | {"sync"},
-    "adapters": BELOW_SYNC | {"sync", "forecast"},  # `auto` decides by the same costs as `advise`
-    "train": BELOW_TOOLS | {"report"},  # `compare` reads its run folders back
-    "bench": BELOW_TOOLS | {"train", "network"},  # it measures training steps, on hosts
-    "network": BELOW_TOOLS,
+    "autotune": LIBRARY | {"forecast"},  # `auto` decides by the same costs as `advise`
+    "train": LIBRARY | {"report", "forecast", "autotune"},  # `compare` reads its run folders back
+    "bench": LIBRARY | {"train", "network", "forecast", "autotune"},  # it measures training steps, on hosts
+    "network": LIBRARY,
     "report": set(),
-    "cli": BELOW_TOOLS | {"train", "bench", "network", "report"},
+    "cli": LIBRARY | {"train", "bench", "network", "report", "forecast", "autotune"},
+}
+# What library code may import from elsewhere; all but the first line lazily.
+PACKAGES = {
+    *("torch", "numpy", "numba", "llvmlite", "safetensors", "networkx", "triton"),
+    *("accelerate", "lightning", "pytorch_lightning", "transformers"),
 }
 MAY_IMPORT_DISTRIBUTED = (
     "links/*.py",
@@ -42,15 +49,20 @@ MAY_IMPORT_DISTRIBUTED = (
     "adapters/optimizer.py",
     "train/launch.py",
 )
+PROJECT = ("gradwire", "gradwire_lab")
 CARD = ("Paper:", "Formula:", "Wire:", "Traits:", "Differs:", "Spec:")
 
 
 def modules() -> list[Path]:
-    return sorted(SOURCE.rglob("*.py"))
+    return sorted((*SOURCE.rglob("*.py"), *LAB.rglob("*.py")))
+
+
+def inside(path: Path) -> Path:
+    return path.relative_to(SOURCE if path.is_relative_to(SOURCE) else LAB)
 
 
 def room(path: Path) -> str:
-    return path.relative_to(SOURCE).parts[0]
+    return inside(path).parts[0]
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -64,7 +76,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def test_every_room_is_in_the_table() -> None:
-    rooms = {room(path) for path in modules() if path.parent != SOURCE}
+    rooms = {room(path) for path in modules() if path.parent not in (SOURCE, LAB)}
     assert rooms <= MAY_IMPORT.keys()
 
 
@@ -72,22 +84,38 @@ def test_imports_point_one_way() -> None:
     shared = {"version"}  # a fact, not a room
     wrong = []
     for path in modules():
-        if path.parent == SOURCE:  # the front door
+        if path.parent in (SOURCE, LAB):  # the front doors
             continue
         for name in imported(path):
             package, _, rest = name.partition(".")
             other = rest.partition(".")[0]
-            if package == "gradwire" and other not in shared | MAY_IMPORT[room(path)] | {room(path)}:
-                wrong.append(f"{path.relative_to(SOURCE)} imports {name}")
+            if package in PROJECT and other not in shared | MAY_IMPORT[room(path)] | {room(path)}:
+                wrong.append(f"{inside(path)} imports {name}")
     assert not wrong
+
+
+def test_the_library_needs_neither_the_lab_nor_its_packages() -> None:
+    wrong = [
+        f"{inside(path)} imports {name}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for name in imported(path)
+        if name.partition(".")[0] not in sys.stdlib_module_names | PACKAGES | {"gradwire"}
+    ]
+    assert not wrong
+
+
+def test_the_command_names_the_missing_extra() -> None:
+    code = "import sys; sys.modules['typer'] = None; from gradwire_lab.command import run; run()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "typer" in done.stderr and "gradwire[lab]" in done.stderr
 
 
 def test_only_few_files_know_torch_distributed() -> None:
     wrong = []
     for path in modules():
-        inside = path.relative_to(SOURCE)
+        here = inside(path)
         if any(name.startswith("torch.distributed") for name in imported(path)):
-            wrong += [] if any(inside.match(pattern) for pattern in MAY_IMPORT_DISTRIBUTED) else [str(inside)]
+            wrong += [] if any(here.match(pattern) for pattern in MAY_IMPORT_DISTRIBUTED) else [str(here)]
     assert not wrong
 
 
@@ -116,7 +144,7 @@ def test_what_is_exported_is_what_is_promised() -> None:
 
 def test_every_module_has_a_name_that_says_something() -> None:
     nameless = {"utils", "helpers", "common", "base", "misc"}
-    assert not [path for path in modules() if {path.stem, *path.relative_to(SOURCE).parts} & nameless]
+    assert not [path for path in modules() if {path.stem, *inside(path).parts} & nameless]
 
 
 @pytest.mark.parametrize("heavy", [("sklearn", "typer", "numba", "triton")])

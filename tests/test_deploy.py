@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.train import shelf
-from gradwire.train.data import TASKS
-from gradwire.train.models import MODELS
-from gradwire.train.recipe import TABLES
+from gradwire_lab.train import shelf
+from gradwire_lab.train.data import TASKS
+from gradwire_lab.train.models import MODELS
+from gradwire_lab.train.recipe import TABLES
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "coming-from.md"

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from gradwire.train import checkpoint, shelf
-from gradwire.train.place import alone
-from gradwire.train.recipe import Recipe
-from gradwire.train.record import open_folder
-from gradwire.train.run import sit
+from gradwire_lab.train import checkpoint, shelf
+from gradwire_lab.train.place import alone
+from gradwire_lab.train.recipe import Recipe
+from gradwire_lab.train.record import open_folder
+from gradwire_lab.train.run import sit
 
 DIGITS = ("train.batch=240", "train.epochs=2", "model.options={width=4}", "train.log_every=2")  # five steps an epoch
 LSTM = (

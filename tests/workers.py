@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.train import launch
+from gradwire_lab.train import launch
 
 # Imported once in the fork server and inherited by every rank; what is missing is skipped. Optimizers import dynamo.
 PRELOAD = [
@@ -31,9 +31,9 @@ PRELOAD = [
     "hypothesis",
     "pytest",
     "gradwire",
-    "gradwire.cli.main",
-    "gradwire.train.digits",
-    "gradwire.train.work",
+    "gradwire_lab.cli.main",
+    "gradwire_lab.train.digits",
+    "gradwire_lab.train.work",
     "tests.numba_tables",
 ]
 PATIENCE = datetime.timedelta(seconds=30)  # of one collective

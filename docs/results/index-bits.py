@@ -27,10 +27,10 @@ from gradwire.kernels.dispatch import reference_only
 from gradwire.kernels.fused import Accumulation
 from gradwire.kernels.rice import encode_blocks, gaps_of, width_of
 from gradwire.kernels.select import share
-from gradwire.train.data.cifar import cifar10
-from gradwire.train.data.text import ptb
-from gradwire.train.models.lstm import lstm
-from gradwire.train.models.resnet9 import resnet9
+from gradwire_lab.train.data.cifar import cifar10
+from gradwire_lab.train.data.text import ptb
+from gradwire_lab.train.models.lstm import lstm
+from gradwire_lab.train.models.resnet9 import resnet9
 
 STEPS, EVERY, RULE = 60, 20, Accumulation(momentum=0.9)
 

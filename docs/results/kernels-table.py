@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gradwire.bench.kernels import COMPOSED
+from gradwire_lab.bench.kernels import COMPOSED
 
 NAMES = {
     "torch_dgc": "DGC in plain torch, threshold sampled",

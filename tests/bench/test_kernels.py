@@ -8,8 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradwire.bench import cases, kernels, plain
-from gradwire.cli.bench import app
+from gradwire_lab.bench import cases, kernels, plain
+from gradwire_lab.cli.bench import app
 
 CPU = torch.device("cpu")
 SIZE = 3000

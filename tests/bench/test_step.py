@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from gradwire.bench import memory, roofline, step
-from gradwire.cli.bench import app
+from gradwire_lab.bench import memory, roofline, step
+from gradwire_lab.cli.bench import app
 
 
 def news(method: str, number: int, seconds: float, rank: int = 0) -> dict[str, object]:

@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 import gradwire
-from gradwire.cli.cards import HEADINGS, cards
-from gradwire.cli.main import app
+from gradwire_lab.cli.cards import HEADINGS, cards
+from gradwire_lab.cli.main import app
 
 ROOT = Path(__file__).parent.parent.parent
 WIDE = {"COLUMNS": "200"}
@@ -52,7 +52,7 @@ def test_every_card_has_a_title_and_a_spec_that_can_be_read(kind):
 
 def test_the_page_is_up_to_date():
     # In a process of its own: other tests may have registered names here.
-    command = [sys.executable, "-m", "gradwire.cli.main", "codecs", "--markdown"]
+    command = [sys.executable, "-m", "gradwire_lab.cli.main", "codecs", "--markdown"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert (ROOT / "docs" / "codecs.md").read_text() == done.stdout, "run `make docs`"

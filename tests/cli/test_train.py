@@ -4,10 +4,10 @@ import os
 import pytest
 from typer.testing import CliRunner
 
-from gradwire.cli.main import app
-from gradwire.cli.train import _left, _tell_unused
-from gradwire.train import checkpoint, shelf
-from gradwire.train.record import read
+from gradwire_lab.cli.main import app
+from gradwire_lab.cli.train import _left, _tell_unused
+from gradwire_lab.train import checkpoint, shelf
+from gradwire_lab.train.record import read
 from trainings import DIGITS
 
 SMALL = [word for override in DIGITS for word in ("--set", override)]

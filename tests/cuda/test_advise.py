@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from gradwire.bench.network import calibrate, workloads
-from gradwire.cli.main import app
-from gradwire.forecast.calibration import Calibration
+from gradwire_lab.bench.network import calibrate, workloads
+from gradwire_lab.cli.main import app
+from gradwire_lab.forecast.calibration import Calibration
 from workers import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gradwire.train.loop import Training
-from gradwire.train.place import alone
+from gradwire_lab.train.loop import Training
+from gradwire_lab.train.place import alone
 from trainings import recipe_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -8,16 +8,16 @@ from typing import cast
 import pytest
 import torch
 
-from gradwire.forecast.advice import ERROR, LOSS, advise, corners
-from gradwire.forecast.break_even import break_even
-from gradwire.forecast.calibration import Calibration, Cost, load, save
-from gradwire.forecast.candidates import CANDIDATES, arguments, automatic
-from gradwire.forecast.cluster import Cluster
-from gradwire.forecast.costs import LAUNCHES, Prediction, predict, predict_across
-from gradwire.forecast.model import Model
-from gradwire.forecast.software import Software
 from gradwire.links.rates import LinkSpec
 from gradwire.sync.method import method
+from gradwire_lab.forecast.advice import ERROR, LOSS, advise, corners
+from gradwire_lab.forecast.break_even import break_even
+from gradwire_lab.forecast.calibration import Calibration, Cost, load, save
+from gradwire_lab.forecast.candidates import CANDIDATES, arguments, automatic
+from gradwire_lab.forecast.cluster import Cluster
+from gradwire_lab.forecast.costs import LAUNCHES, Prediction, predict, predict_across
+from gradwire_lab.forecast.model import Model
+from gradwire_lab.forecast.software import Software
 
 MODEL = Model({"embed": (10_000, 650), "deep": (2600, 1300), "bias": (2600,), "head": (10_000, 650)})
 COSTS = {

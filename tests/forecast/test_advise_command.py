@@ -13,15 +13,15 @@ from torch import nn
 from typer.testing import CliRunner
 
 import gradwire
-from gradwire.bench.network import calibrate, devices, drawer, workloads
-from gradwire.cli.advise import recipe_workload
-from gradwire.cli.evidence import collected
-from gradwire.cli.main import app
-from gradwire.forecast.calibration import Calibration, Cost, save
-from gradwire.forecast.candidates import PRESETS
-from gradwire.forecast.evidence import Evidence, evidence, shelf, sound
-from gradwire.forecast.model import Model
-from gradwire.train.shelf import resolve
+from gradwire_lab.bench.network import calibrate, devices, drawer, workloads
+from gradwire_lab.cli.advise import recipe_workload
+from gradwire_lab.cli.evidence import collected
+from gradwire_lab.cli.main import app
+from gradwire_lab.forecast.calibration import Calibration, Cost, save
+from gradwire_lab.forecast.candidates import PRESETS
+from gradwire_lab.forecast.evidence import Evidence, evidence, shelf, sound
+from gradwire_lab.forecast.model import Model
+from gradwire_lab.train.shelf import resolve
 from workers import run_ranks
 
 FIGURES = Calibration(
@@ -355,4 +355,4 @@ def test_evidence_is_what_the_published_runs_say() -> None:
         assert told
         for one in told:
             held = [other for other in evidence(one.spec) if other.task == one.task]
-            assert held == [one], f"write down what python -m gradwire.cli.evidence docs/results/{folder} says"
+            assert held == [one], f"write down what python -m gradwire_lab.cli.evidence docs/results/{folder} says"

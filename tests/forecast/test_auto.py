@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
 import gradwire
-from gradwire.adapters import pilot
-from gradwire.cli.main import app
-from gradwire.train.compression import arguments, corrects_momentum
-from gradwire.train.shelf import resolve
+from gradwire_lab.autotune import pilot
+from gradwire_lab.cli.main import app
+from gradwire_lab.train.compression import arguments, corrects_momentum
+from gradwire_lab.train.shelf import resolve
 from workers import RankError, run_ranks
 
 STEPS = 30

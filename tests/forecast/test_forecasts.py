@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from gradwire.bench.network import forecasts
-from gradwire.bench.network.forecasts import Compared, Picked, Way, compare
-from gradwire.forecast.calibration import Calibration, Cost
-from gradwire.forecast.cluster import Cluster
-from gradwire.forecast.costs import predict
-from gradwire.forecast.model import Model
 from gradwire.links.rates import LinkSpec
 from gradwire.sync.plan import LAUNCH_BYTES
+from gradwire_lab.bench.network import forecasts
+from gradwire_lab.bench.network.forecasts import Compared, Picked, Way, compare
+from gradwire_lab.forecast.calibration import Calibration, Cost
+from gradwire_lab.forecast.cluster import Cluster
+from gradwire_lab.forecast.costs import predict
+from gradwire_lab.forecast.model import Model
 
 TOP, LOW = "topk(0.001) | sign", "powersgd(4)"  # the first of which lost accuracy in the project's own trainings
 FIGURES = Calibration(

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.forecast.probe import found, probe
-from gradwire.forecast.software import measure
 from gradwire.links.alphabeta import seconds
 from gradwire.links.collectives import AllReduce, Collective
 from gradwire.links.link import Link
 from gradwire.links.rates import LinkSpec
 from gradwire.links.throttled import ThrottledLink
 from gradwire.links.torch import connect
+from gradwire_lab.forecast.probe import found, probe
+from gradwire_lab.forecast.software import measure
 from workers import run_ranks
 
 

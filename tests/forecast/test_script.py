@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from gradwire.forecast.rehearsal import rehearse
-from gradwire.forecast.script import script, sent
 from gradwire.sync.plan import Rule, build, default_rules
+from gradwire_lab.forecast.rehearsal import rehearse
+from gradwire_lab.forecast.script import script, sent
 
 SHAPES = {"embed": (60, 16), "wide": (40, 50), "bias": (40,), "deep": (32, 8, 3, 3), "norm": (32,), "head": (10, 32)}
 FIXED = ("fp32", "bf16", "int8", "int4", "sign", "powersgd(2)", "randomk(0.1)", "topk(0.1) | int32", "majority_vote")

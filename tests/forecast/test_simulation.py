@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from gradwire.cli.main import app
-from gradwire.cli.simulate import _several
-from gradwire.cli.subjects import subjects
-from gradwire.forecast import h200
-from gradwire.forecast.calibration import Calibration, Cost, save
-from gradwire.forecast.candidates import CANDIDATES
-from gradwire.forecast.costs import predict
-from gradwire.forecast.simulation import (
+from gradwire.links.alphabeta import seconds
+from gradwire_lab.cli.main import app
+from gradwire_lab.cli.simulate import _several
+from gradwire_lab.cli.subjects import subjects
+from gradwire_lab.forecast import h200
+from gradwire_lab.forecast.calibration import Calibration, Cost, save
+from gradwire_lab.forecast.candidates import CANDIDATES
+from gradwire_lab.forecast.costs import predict
+from gradwire_lab.forecast.simulation import (
     CHOOSABLE,
     GOSSIPED,
     INSIDE,
@@ -28,8 +29,7 @@ from gradwire.forecast.simulation import (
     inverted,
     judge,
 )
-from gradwire.forecast.stragglers import Stragglers
-from gradwire.links.alphabeta import seconds
+from gradwire_lab.forecast.stragglers import Stragglers
 
 
 def decided(cells: list[Cell], seed: int) -> list[Verdict]:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.forecast.timeline import Act, Trip, play
+from gradwire_lab.forecast.timeline import Act, Trip, play
 
 seconds = st.floats(0, 10, allow_subnormal=False)
 acts = st.builds(Act, st.sampled_from(["encode", "wire", "decode"]), seconds, seconds)

@@ -38,7 +38,7 @@ def build() -> nn.Module:
 
 
 def data() -> Data:
-    from gradwire.train.data.digits import digits  # heavy, and for the parent only
+    from gradwire_lab.train.data.digits import digits  # heavy, and for the parent only
 
     task = digits()
     train, test = ((part.pixels.float().flatten(1) / 16, part.labels) for part in (task.train, task.test))

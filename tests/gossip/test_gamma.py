@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from gossip_scenes import LENGTH, virtual
-from gradwire.bench.gamma import CODECS, SCENES, Scene, drive, table
 from gradwire.codecs import codec
 from gradwire.core.segments import Segments
 from gradwire.gossip import gauge
 from gradwire.gossip.steady import GRID, Fidelity, steady_step
 from gradwire.topology import graph
+from gradwire_lab.bench.gamma import CODECS, SCENES, Scene, drive, table
 
 
 @pytest.mark.parametrize(

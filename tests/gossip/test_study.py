@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from gradwire.cli.main import app
 from gradwire.gossip import gauge
 from gradwire.gossip.rate import rate_scale
-from gradwire.report.gossip_table import gossip_page
 from gradwire.topology import graph
-from gradwire.train.gossip_study import finished, read, run
-from gradwire.train.replicas import Replicas
-from gradwire.train.side_by_side import channels_beside
+from gradwire_lab.cli.main import app
+from gradwire_lab.report.gossip_table import gossip_page
+from gradwire_lab.train.gossip_study import finished, read, run
+from gradwire_lab.train.replicas import Replicas
+from gradwire_lab.train.side_by_side import channels_beside
 
 
 class Small(nn.Module):

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from gradwire.bench.network import cells, contest, contestants, standings
-from gradwire.bench.network.cells import Field, Pace
-from gradwire.bench.network.contest import hold
-from gradwire.bench.network.likeness import EXCHANGES, compare
-from gradwire.cli import bench
-from gradwire.cli.main import app
 from gradwire.links.throttled import VARIABLE
-from gradwire.network.launch import Ended, Sink
-from gradwire.network.namespaces import lacking
+from gradwire_lab.bench.network import cells, contest, contestants, standings
+from gradwire_lab.bench.network.cells import Field, Pace
+from gradwire_lab.bench.network.contest import hold
+from gradwire_lab.bench.network.likeness import EXCHANGES, compare
+from gradwire_lab.cli import bench
+from gradwire_lab.cli.main import app
+from gradwire_lab.network.launch import Ended, Sink
+from gradwire_lab.network.namespaces import lacking
 
 FIELD = Field("linear", "100mbit", 4, "hosts")
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import gradwire
-from gradwire.cli.hosts import app
 from gradwire.links.rates import parse_rate, parse_seconds, parse_share
-from gradwire.network import Hosts, LinkSpec, Refused, namespaces, shaping, sweep
-from gradwire.network import launch as launching
-from gradwire.network.launch import Crew, Rank
-from gradwire.network.switch import Port, Switch
+from gradwire_lab.cli.hosts import app
+from gradwire_lab.network import Hosts, LinkSpec, Refused, namespaces, shaping, sweep
+from gradwire_lab.network import launch as launching
+from gradwire_lab.network.launch import Crew, Rank
+from gradwire_lab.network.switch import Port, Switch
 
 real = pytest.mark.skipif(bool(namespaces.lacking()), reason=namespaces.lacking() or "hosts can be made")
 
@@ -308,7 +308,7 @@ OWNER = """
 import sys, types
 package = sys.modules["gradwire"] = types.ModuleType("gradwire")  # the room alone: it does without torch
 package.__path__ = [sys.argv[1]]
-from gradwire.network import Hosts, LinkSpec
+from gradwire_lab.network import Hosts, LinkSpec
 with Hosts(2, LinkSpec.parse("10mbit,1ms")) as hosts:
     print(*hosts.names, hosts.hub, flush=True)
     hosts.run(["sh", "-c", "sleep 60 & wait"])

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.network import Hosts, LinkSpec, namespaces
-from gradwire.train import checkpoint
-from gradwire.train.place import alone
-from gradwire.train.run import sit
+from gradwire_lab.network import Hosts, LinkSpec, namespaces
+from gradwire_lab.train import checkpoint
+from gradwire_lab.train.place import alone
+from gradwire_lab.train.run import sit
 from trainings import recipe_of, saved, train
 
 real = pytest.mark.skipif(bool(namespaces.lacking()), reason=namespaces.lacking() or "hosts can be made")

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from gradwire.bench.network.contestants import SILENT
-from gradwire.bench.network.turns import summarize
+from gradwire_lab.bench.network.contestants import SILENT
+from gradwire_lab.bench.network.turns import summarize
 
 
 def turn(method: str, number: int, *seconds: float) -> dict[str, Any]:

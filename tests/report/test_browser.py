@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from gradwire.report.groups import tasks
-from gradwire.report.load import find, load
-from gradwire.report.page import page
+from gradwire_lab.report.groups import tasks
+from gradwire_lab.report.load import find, load
+from gradwire_lab.report.page import page
 from run_folders import write_grid
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

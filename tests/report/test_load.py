@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.report.charts.figure import colors
-from gradwire.report.groups import front, tasks
-from gradwire.report.load import METRICS, find, finished, load
-from gradwire.report.summary import cells, columns
+from gradwire_lab.report.charts.figure import colors
+from gradwire_lab.report.groups import front, tasks
+from gradwire_lab.report.load import METRICS, find, finished, load
+from gradwire_lab.report.summary import cells, columns
 from run_folders import write_grid, write_run
 
 

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from gradwire.cli.report import report
+from gradwire_lab.cli.report import report
 from run_folders import SPECS, write_grid, write_run
 
 MOST_BYTES = 1_500_000
@@ -133,7 +133,7 @@ def test_the_room_needs_no_torch() -> None:
         "import sys, types, pathlib; import importlib.util as u; "
         "where = u.find_spec('gradwire').submodule_search_locations; "
         "door = types.ModuleType('gradwire'); door.__path__ = list(where); sys.modules['gradwire'] = door; "
-        "import gradwire.report.page, gradwire.report.pictures, gradwire.report.table, gradwire.train.compare; "
+        "from gradwire_lab.report import page, pictures, table; import gradwire_lab.train.compare; "
         "print([name for name in ('torch', 'sklearn') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

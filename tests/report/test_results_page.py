@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.report.groups import tasks
-from gradwire.report.load import find, load
-from gradwire.report.table import markdown
+from gradwire_lab.report.groups import tasks
+from gradwire_lab.report.load import find, load
+from gradwire_lab.report.table import markdown
 
 DOCS = Path(__file__).parents[2] / "docs"
 

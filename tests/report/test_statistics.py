@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.report.numbers import difference, ends
-from gradwire.report.statistics import Estimate, estimate, paired
+from gradwire_lab.report.numbers import difference, ends
+from gradwire_lab.report.statistics import Estimate, estimate, paired
 
 
 def test_a_paired_interval_by_hand() -> None:

@@ -4,8 +4,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from gradwire.cli.graph import facts, graph, picture
 from gradwire.topology import graph as read
+from gradwire_lab.cli.graph import facts, graph, picture
 
 app = typer.Typer()
 app.command()(graph)

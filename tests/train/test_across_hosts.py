@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from gradwire.train import checkpoint
-from gradwire.train.loop import Training
-from gradwire.train.place import alone
-from gradwire.train.record import open_folder
-from gradwire.train.run import restore, sit
-from gradwire.train.work import Job, spawned
+from gradwire_lab.train import checkpoint
+from gradwire_lab.train.loop import Training
+from gradwire_lab.train.place import alone
+from gradwire_lab.train.record import open_folder
+from gradwire_lab.train.run import restore, sit
+from gradwire_lab.train.work import Job, spawned
 from trainings import recipe_of, saved, train
 
 OVERRIDES = ("sync.spec=topk(0.05)", "train.batch=60", "train.iterations=4", "train.save_every=2", "train.log_every=1")

@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import save_file
 
 import gradwire
-from gradwire.train import checkpoint
-from gradwire.train.loop import Training
-from gradwire.train.place import alone
-from gradwire.train.record import open_folder, read
-from gradwire.train.run import keep, restore, sit
+from gradwire_lab.train import checkpoint
+from gradwire_lab.train.loop import Training
+from gradwire_lab.train.place import alone
+from gradwire_lab.train.record import open_folder, read
+from gradwire_lab.train.run import keep, restore, sit
 from trainings import recipe_of, saved, train
 
 KINDS = [

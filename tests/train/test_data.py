@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.train import data
-from gradwire.train.data import (
+from gradwire_lab.train import data
+from gradwire_lab.train.data import (
     Augment,
     ColumnLoader,
     ImageLoader,
@@ -27,10 +27,10 @@ from gradwire.train.data import (
     evaluation,
     reading,
 )
-from gradwire.train.data.imagefolder import FolderLoader, crop, folder_evaluation
-from gradwire.train.data.partition import columns, shards
-from gradwire.train.data.pydoc import paragraphs
-from gradwire.train.data.text import thirds
+from gradwire_lab.train.data.imagefolder import FolderLoader, crop, folder_evaluation
+from gradwire_lab.train.data.partition import columns, shards
+from gradwire_lab.train.data.pydoc import paragraphs
+from gradwire_lab.train.data.text import thirds
 
 LOOSE = {"strict": False}
 

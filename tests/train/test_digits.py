@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from gradwire.train import digits
-from gradwire.train.digits import Job
-from gradwire.train.launch import launch
+from gradwire_lab.train import digits
+from gradwire_lab.train.digits import Job
+from gradwire_lab.train.launch import launch
 
 pytestmark = pytest.mark.timeout(600)  # a busy machine may take long for the one fixture
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gradwire.train import display
+from gradwire_lab.train import display
 
 START = {
     "event": "start",

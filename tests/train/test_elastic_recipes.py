@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from gradwire.cli.main import app
-from gradwire.train import work
-from gradwire.train.display import Display
-from gradwire.train.place import Place
-from gradwire.train.record import open_folder, read
-from gradwire.train.run import sit
+from gradwire_lab.cli.main import app
+from gradwire_lab.train import work
+from gradwire_lab.train.display import Display
+from gradwire_lab.train.place import Place
+from gradwire_lab.train.record import open_folder, read
+from gradwire_lab.train.run import sit
 from trainings import Left, Tired, recipe_of, saved
 
 RING = ("gossip.method=choco", "gossip.graph=ring", "gossip.codec=sign", "schedule.scale=graph")

@@ -8,19 +8,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradwire.cli.gossip_plan import rows
-from gradwire.cli.main import app
-from gradwire.report.charts import figures
-from gradwire.report.groups import tasks
-from gradwire.report.load import load
-from gradwire.train import shelf, work
-from gradwire.train.decentralized import Decentralized
-from gradwire.train.models import build
-from gradwire.train.neighborhood import nodes
-from gradwire.train.place import alone
-from gradwire.train.record import open_folder, read
-from gradwire.train.run import evaluate, sit
-from gradwire.train.schedule import scale_of
+from gradwire_lab.cli.gossip_plan import rows
+from gradwire_lab.cli.main import app
+from gradwire_lab.report.charts import figures
+from gradwire_lab.report.groups import tasks
+from gradwire_lab.report.load import load
+from gradwire_lab.train import shelf, work
+from gradwire_lab.train.decentralized import Decentralized
+from gradwire_lab.train.models import build
+from gradwire_lab.train.neighborhood import nodes
+from gradwire_lab.train.place import alone
+from gradwire_lab.train.record import open_folder, read
+from gradwire_lab.train.run import evaluate, sit
+from gradwire_lab.train.schedule import scale_of
 from trainings import DIGITS, recipe_of, saved, train
 
 RING = ("gossip.method=choco", "gossip.graph=ring", "gossip.codec=sign", "schedule.scale=graph", "optimizer.lr=0.05")

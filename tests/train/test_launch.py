@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.train.launch import RankError, launch, tell, threads
+from gradwire_lab.train.launch import RankError, launch, tell, threads
 
 
 def add_up(rank: int, world: int, x: float) -> tuple[int, float, int]:

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from gradwire.train import work
-from gradwire.train.loop import Training
-from gradwire.train.place import alone
-from gradwire.train.record import open_folder, read
-from gradwire.train.run import evaluate
+from gradwire_lab.train import work
+from gradwire_lab.train.loop import Training
+from gradwire_lab.train.place import alone
+from gradwire_lab.train.record import open_folder, read
+from gradwire_lab.train.run import evaluate
 from trainings import recipe_of, saved, train
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradwire.train.models import LANGUAGE, MODELS, LanguageLSTM, build, load, regime_of, settings_at, transform_of
-from gradwire.train.models.gpt import GPT, angles, rotate
+from gradwire_lab.train.models import LANGUAGE, MODELS, LanguageLSTM, build, load, regime_of, settings_at, transform_of
+from gradwire_lab.train.models.gpt import GPT, angles, rotate
 
 IMAGE_MODELS = ["resnet20", "resnet9", "alexnet", "vgg16-cifar"]
 
@@ -273,7 +273,7 @@ def test_what_cannot_be_built_is_said(text: str, options: dict[str, object], sen
 
 
 def test_a_depth_that_no_resnet_has() -> None:
-    from gradwire.train.models.resnet_cifar import resnet
+    from gradwire_lab.train.models.resnet_cifar import resnet
 
     with pytest.raises(ValueError, match=r"6n \+ 2"):
         resnet(21)

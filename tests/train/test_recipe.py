@@ -4,11 +4,11 @@ import tomllib
 import pytest
 import torch
 
-from gradwire.train import models, shelf
-from gradwire.train.compression import method_of
-from gradwire.train.optim import clip_, decay_groups, obeying, optimizer_of, tell
-from gradwire.train.recipe import Recipe
-from gradwire.train.schedule import Schedule, scale_of
+from gradwire_lab.train import models, shelf
+from gradwire_lab.train.compression import method_of
+from gradwire_lab.train.optim import clip_, decay_groups, obeying, optimizer_of, tell
+from gradwire_lab.train.recipe import Recipe
+from gradwire_lab.train.schedule import Schedule, scale_of
 
 SOURCES = [
     "cifar10-resnet20",

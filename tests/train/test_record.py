@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gradwire.train.record import Records, read
+from gradwire_lab.train.record import Records, read
 from trainings import recipe_of, train
 
 

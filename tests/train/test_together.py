@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.train.loop import Training
-from gradwire.train.place import alone
-from gradwire.train.together import Strange
+from gradwire_lab.train.loop import Training
+from gradwire_lab.train.place import alone
+from gradwire_lab.train.together import Strange
 from trainings import recipe_of
 
 WORLD = 3

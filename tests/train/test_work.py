@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.train import checkpoint, work
-from gradwire.train.launch import RankError
-from gradwire.train.record import open_folder, read
-from gradwire.train.standing import PORT, Standing, first_node, standing
+from gradwire_lab.train import checkpoint, work
+from gradwire_lab.train.launch import RankError
+from gradwire_lab.train.record import open_folder, read
+from gradwire_lab.train.standing import PORT, Standing, first_node, standing
 from trainings import DIGITS, recipe_of
 
 TESTS = Path(__file__).parent.parent
-COMMAND = [sys.executable, "-m", "gradwire.cli.main", "train", "digits"]
+COMMAND = [sys.executable, "-m", "gradwire_lab.cli.main", "train", "digits"]
 SMALL = [word for override in DIGITS for word in ("--set", override)]
 
 

@@ -9,10 +9,10 @@ from torch import nn
 
 from gradwire.adapters.agreement import telling
 from gradwire.adapters.arrangement import arrange
+from gradwire.adapters.auto import AUTO, auto_wire, described
 from gradwire.adapters.ddp import attach, find_ddp
 from gradwire.adapters.model import refuse_sparse, refuse_wrapped, trainable
 from gradwire.adapters.optimizer import refuse_at_first_step
-from gradwire.adapters.pilot import AUTO, AutoWire, described
 from gradwire.adapters.wire import Wire
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
@@ -97,7 +97,7 @@ def compress(
         "shared": None if ddp is not None else dict((*inner.named_parameters(), *inner.named_buffers())),
     }
     if spec == AUTO:
-        wire: Wire = AutoWire(parameters, link, ddp, spoken, **options)
+        wire: Wire = auto_wire()(parameters, link, ddp, spoken, **options)
     else:
         wire = Wire(parameters, link, spec, feedback=feedback, exchange=exchange, hooked=ddp is not None, **options)
         if ddp is not None:

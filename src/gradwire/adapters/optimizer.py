@@ -13,8 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradwire.adapters.agreement import telling
 from gradwire.adapters.arrangement import arrange
+from gradwire.adapters.auto import AUTO, auto_wire, described
 from gradwire.adapters.model import trainable
-from gradwire.adapters.pilot import AUTO, AutoWire, described
 from gradwire.adapters.wire import Wire
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback, MomentumCorrection
@@ -80,7 +80,7 @@ class DistributedOptimizer(Optimizer):
             "veto": partial(refuse_second_momentum, optimizer),
         }
         if spec == AUTO:
-            self.wire: Wire = AutoWire(parameters, mover, None, spoken, **options)
+            self.wire: Wire = auto_wire()(parameters, mover, None, spoken, **options)
         else:
             self.wire = Wire(parameters, mover, spec, feedback=feedback, exchange=exchange, **options)
         self._scaler = scaler

@@ -4,11 +4,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from rich.console import Console
-from rich.table import Table
-
+from gradwire.codecs.stage import Memory
 from gradwire.links.collectives import Traffic
 from gradwire.sync.drive import Clock
+from gradwire.sync.lane import Lane
 from gradwire.sync.session import Session
 
 
@@ -144,27 +143,32 @@ class Report:
 
 def show(session: Session, rank: int, world: int) -> str:
     """A session's plan as a table."""
-    console = Console(width=120, no_color=True)
-    with console.capture() as shown:
-        console.print(_table(session, f"gradwire, rank {rank} of {world}"))
-    return shown.get()
-
-
-def _table(session: Session, title: str) -> Table:
+    title = f"gradwire, rank {rank} of {world}"
     if session.beside > 1:
         title += f", {session.local + 1} of {session.beside} on host {session.rank + 1} of {session.world}: its share"
-    table = Table(title=title)
-    for column in ("rule", "tensors", "units", "parameters", "codec", "feedback", "exchange", "bytes", "floats"):
-        table.add_column(column, justify="left" if column in {"rule", "codec", "feedback", "exchange"} else "right")
-    for lane, held in zip(session.plan.lanes, session.memories, strict=True):
-        codec, exchange = lane.at(session.step)
-        size = "-" if exchange.late else str(codec.size(lane.units))
-        floats = sum(x.numel() for x in held.values()) / max(1, lane.units.total)
-        said = "low rank" if exchange.late else " -> ".join(str(entry[1]) for entry in lane.table)
-        numbers = (str(len(lane.tensors)), str(len(lane.units)), str(lane.units.total))
-        table.add_row(lane.label, *numbers, said, str(lane.feedback), str(exchange), size, f"{floats:.2f}")
-    table.caption = "bytes: the longest payload of a rank per step; floats: memory per parameter"
-    return table
+    rows = [_COLUMNS, *(_row(lane, held, session.step) for lane, held in zip(session.plan.lanes, session.memories))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(_aligned(name, cell, n) for name, cell, n in zip(_COLUMNS, row, widths)) for row in rows]
+    rule = "  ".join("-" * n for n in widths)
+    caption = "bytes: the longest payload of a rank per step; floats: memory per parameter"
+    return "\n".join([title, lines[0], rule, *lines[1:], caption, ""])
+
+
+_COLUMNS = ("rule", "tensors", "units", "parameters", "codec", "feedback", "exchange", "bytes", "floats")
+_WORDS = {"rule", "codec", "feedback", "exchange"}
+
+
+def _aligned(column: str, cell: str, width: int) -> str:
+    return cell.ljust(width) if column in _WORDS else cell.rjust(width)
+
+
+def _row(lane: Lane, held: Memory, step: int) -> tuple[str, ...]:
+    codec, exchange = lane.at(step)
+    size = "-" if exchange.late else str(codec.size(lane.units))
+    floats = sum(x.numel() for x in held.values()) / max(1, lane.units.total)
+    said = "low rank" if exchange.late else " -> ".join(str(entry[1]) for entry in lane.table)
+    numbers = (str(len(lane.tensors)), str(len(lane.units)), str(lane.units.total))
+    return (lane.label, *numbers, said, str(lane.feedback), str(exchange), size, f"{floats:.2f}")
 
 
 def _times(ratio: float) -> str:

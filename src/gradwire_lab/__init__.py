@@ -1,0 +1,1 @@
+"""The lab beside the library: training, benchmarks, forecasts, network test beds, reports, commands."""

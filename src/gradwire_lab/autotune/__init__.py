@@ -1,0 +1,1 @@
+"""Autotune: the spec ``auto``, decided while a model trains."""

@@ -1,0 +1,434 @@
+"""Cases: every kernel as it is timed, and the bytes that it cannot avoid touching for each element.
+
+Names that begin with ``torch_`` are compositions of torch's own calls; ``_turns`` and ``_lane`` say that memories are
+kept until the step is committed, as a lane keeps them: read here and written there.
+Everything else works in place.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.codec import Codec
+from gradwire.codecs.quantizers import FP32
+from gradwire.codecs.selectors.chunk_topk import ChunkTopK
+from gradwire.codecs.stage import Signal
+from gradwire.core.asks import Sum
+from gradwire.core.keys import Key
+from gradwire.core.segments import Segments, on
+from gradwire.exchanges.exchange import Round, Said
+from gradwire.exchanges.powersgd import PowerSGD, basis_length, orthonormal
+from gradwire.kernels import fused, quantize
+from gradwire.kernels.dispatch import offers
+from gradwire.kernels.fused import Accumulation
+from gradwire.kernels.rice import (
+    decode_blocks,
+    encode_blocks,
+    find_bits,
+    gaps_of,
+    rice_decode,
+    rice_encode,
+    set_bits,
+)
+from gradwire.kernels.rows import decode_in_rows, encode_in_rows
+from gradwire.kernels.select import permute, share
+from gradwire_lab.bench import plain
+
+RATIO = 0.001
+WORLD = 8
+_RANK = 4
+_RULE = Accumulation(momentum=0.9)
+_KEY = Key(seed=0, step=7, rank=0)
+_INT_BLOCK = 256
+
+Run = Callable[[], object]
+
+
+class Case(NamedTuple):
+    """One thing to time.
+
+    Attributes:
+        bytes: What it cannot avoid reading and writing, for each element.
+        run: Does it once.
+        repeatable: Whether a graph of it may be replayed.
+        composed: Whether it is plain torch, and has no other definition to be compared with.
+    """
+
+    bytes: float
+    run: Run
+    repeatable: bool = True
+    composed: bool = False
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Buffers that cases share, made when the first asks for them.
+
+    Attributes:
+        lengths: Of the segments.
+        device: Where all is.
+    """
+
+    lengths: tuple[int, ...]
+    device: torch.device
+
+    @property
+    def n(self) -> int:
+        return sum(self.lengths)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(map(str, range(len(self.lengths))))
+
+    @cached_property
+    def table(self) -> Tensor:
+        return torch.tensor(self.lengths, device=self.device)
+
+    @cached_property
+    def x(self) -> Tensor:
+        return self.normal()
+
+    @cached_property
+    def messages(self) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        """Values and random positions of several ranks, and where each rank's begin."""
+        k = sum(self.counts(RATIO))
+        places = [torch.randint(self.n, (k,), device=self.device).unique() for _ in range(WORLD)]
+        bounds = (0, *torch.tensor([p.numel() for p in places]).cumsum(0).tolist())
+        return torch.randn(bounds[-1], device=self.device), torch.cat(places), bounds
+
+    def counts(self, ratio: float) -> tuple[int, ...]:
+        return tuple(share(ratio, length) for length in self.lengths)
+
+    def normal(self, scale: float = 1.0, filled: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Gaussian entries, of which only a share is not zero."""
+        x = scale * torch.randn(self.n, device=self.device)
+        if filled < 1:
+            x *= torch.rand(self.n, device=self.device) < filled
+        return x.to(dtype)
+
+    def positions(self) -> Tensor:
+        """Those of the first rank."""
+        _, indices, bounds = self.messages
+        return indices[: bounds[1]]
+
+
+Make = Callable[[Scene], Case]
+
+
+def names(lengths: tuple[int, ...]) -> list[str]:
+    """What can be timed on such segments."""
+    return [name for name in CASES if len(lengths) == 1 or not name.startswith("torch_")]
+
+
+# -- selection ---------------------------------------------------------------------------------------------------------
+
+
+def _select(
+    scene: Scene,
+    needed: float,
+    momentum: bool = False,
+    turns: bool = False,
+    ratio: float = RATIO,
+    filled: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """A whole step of compression; gradients take turns, and the hint lives where a graph finds it again.
+
+    The memories start as they are after some thousand steps: young ones grow by much at every step.
+    """
+    grads = [scene.normal(filled=filled, dtype=dtype) for _ in range(2)]
+    old = scene.normal(300 if momentum else 30, filled), scene.normal(2.3, filled) if momentum else None
+    new = (torch.empty_like(old[0]), torch.empty_like(old[0]) if momentum else None) if turns else old
+    counts = scene.counts(ratio)
+    hint: Tensor | None = None
+    turn = 0
+
+    def step() -> None:
+        nonlocal turn, hint, old, new
+        turn += 1
+        found = fused.send_topk_(grads[turn % 2], old, new, True, _RULE, scene.lengths, counts, hint)
+        old, new = new, old
+        hint = found.edge if hint is None or hint.shape != found.edge.shape else hint.copy_(found.edge)
+
+    return Case(needed, step)
+
+
+def _topk(scene: Scene, x: Tensor, ratio: float = RATIO) -> Case:
+    counts = scene.counts(ratio)
+    written = 8 * ratio if ratio > RATIO else 0.0
+    return Case(4.0 + written, lambda: fused.topk(x, scene.lengths, counts))
+
+
+def _chunk_topk(scene: Scene) -> Case:
+    selector = ChunkTopK(4)
+    signal = Signal(scene.x, scene.x, {}, Segments(scene.names, tuple((length,) for length in scene.lengths)))
+    return Case(4.0, lambda: selector.select(signal, _KEY), False)
+
+
+def _torch_dgc(scene: Scene) -> Case:
+    grads = [scene.normal() for _ in range(2)]
+    momentum, residual, (k,) = scene.normal(2.3), scene.normal(300), scene.counts(RATIO)
+    turn = 0
+
+    def step() -> None:
+        nonlocal turn
+        turn += 1
+        plain.dgc_(grads[turn % 2], momentum, residual, k)
+
+    return Case(20.0, step, False, True)
+
+
+def _torch(scene: Scene, needed: float, encode: Callable[[Tensor], object]) -> Case:
+    x = scene.x
+    return Case(needed, lambda: encode(x), False, True)
+
+
+# -- error feedback of dense codecs ------------------------------------------------------------------------------------
+
+
+def _feedback(scene: Scene, bits: int, lane: bool) -> Case:
+    """One bit is `sign`, whose scale is a segment's: it reads and writes the residual twice."""
+    residual = scene.normal()
+    needed = 20.125 if bits == 1 else 12 + bits / 8 + 4 / _INT_BLOCK
+
+    spare = torch.empty_like(residual) if lane else residual
+
+    def speak(memory: Tensor, before: Tensor | None = None) -> None:
+        if bits == 1:
+            fused.feedback_sign_(scene.x, memory, 1.0, scene.lengths, False, before)
+        else:
+            fused.feedback_integer_(scene.x, memory, 1.0, scene.lengths, bits, _INT_BLOCK, before)
+
+    def commit() -> None:
+        nonlocal residual, spare
+        speak(spare, residual)
+        residual, spare = spare, residual
+
+    return Case(needed, commit, False) if lane else Case(needed, lambda: speak(residual))
+
+
+# -- coders ------------------------------------------------------------------------------------------------------------
+
+
+class Coder(NamedTuple):
+    """Both ways of a dense codec, and the bytes of an element each way."""
+
+    encoding: float
+    decoding: float
+    encode: Callable[[Scene], Tensor]
+    decode: Callable[[Scene, Tensor], Tensor]
+
+
+def _integer(bits: int) -> Coder:
+    needed = 4 + bits / 8 + 4 / _INT_BLOCK
+    return Coder(
+        needed,
+        needed,
+        lambda s: quantize.integer_encode(s.x, s.table, bits, _INT_BLOCK),
+        lambda s, data: quantize.integer_decode(data, s.table, bits, _INT_BLOCK),
+    )
+
+
+def _qsgd(bucket: int | None, encoding: float) -> Coder:
+    return Coder(
+        encoding,
+        5.0 + (4 / bucket if bucket else 0),
+        lambda s: quantize.qsgd_encode(s.x, s.table, s.names, _KEY, 127, bucket),
+        lambda s, data: quantize.qsgd_decode(data, s.table, 127, bucket, False),
+    )
+
+
+def _cast(dtype: torch.dtype) -> Coder:
+    return Coder(6.0, 6.0, lambda s: quantize.cast_encode(s.x, dtype), lambda s, data: quantize.cast_decode(data))
+
+
+CODERS: dict[str, Coder] = {
+    "sign": Coder(
+        4.125,
+        4.125,
+        lambda s: quantize.sign_encode(s.x, s.table, False),
+        lambda s, data: quantize.sign_decode(data, s.table),
+    ),
+    "onebit": Coder(
+        4.125,
+        4.125,
+        lambda s: quantize.onebit_encode(s.x, s.table),
+        lambda s, data: quantize.onebit_decode(data, s.table),
+    ),
+    "qsgd": _qsgd(512, 5 + 4 / 512),
+    "qsgd_whole": _qsgd(None, 9.0),
+    "terngrad": Coder(
+        8.2,
+        4.2,
+        lambda s: quantize.ternary_encode(s.x, s.table, s.names, _KEY, 2.5),
+        lambda s, data: quantize.ternary_decode(data, s.table),
+    ),
+    "natural": Coder(
+        5.125,
+        5.125,
+        lambda s: quantize.natural_encode(s.x, s.table, s.names, _KEY),
+        lambda s, data: quantize.natural_decode(data, s.n),
+    ),
+    "fp16": _cast(torch.float16),
+    "bf16": _cast(torch.bfloat16),
+    **{f"int{bits}": _integer(bits) for bits in (8, 4, 2)},
+}
+
+
+def _encode(scene: Scene, coder: Coder) -> Case:
+    return Case(coder.encoding, lambda: coder.encode(scene))
+
+
+def _decode(scene: Scene, coder: Coder) -> Case:
+    data = coder.encode(scene)
+    return Case(coder.decoding, lambda: coder.decode(scene, data))
+
+
+# -- sparse messages ---------------------------------------------------------------------------------------------------
+
+
+def _draw(scene: Scene) -> Case:
+    sizes, counts = on(scene.lengths, scene.device), scene.counts(RATIO)
+    return Case(8 * RATIO, lambda: permute(sizes, scene.names, _KEY, scene.lengths, counts))
+
+
+def _scatter_mean(scene: Scene) -> Case:
+    values, indices, bounds = scene.messages
+    return Case(4.0, lambda: fused.scatter_mean(values, indices, bounds, scene.n, WORLD))
+
+
+def _scatter_mean_there(scene: Scene) -> Case:
+    """Into a vector that is there, where gradients lie."""
+    out = torch.empty(scene.n, device=scene.device)
+    return Case(4.0, lambda: fused.scatter_mean_(out, *scene.messages, 0, WORLD))
+
+
+def _rice(scene: Scene, decoding: bool) -> Case:
+    """Positions, or, where the device has no kernel for those, their gaps."""
+    places, n = scene.positions(), scene.n
+    if offers(scene.device.type, "rice_encode"):
+        row = rice_encode(places, n)[0][None]
+        ways: tuple[Run, Run] = partial(rice_encode, places, n), partial(rice_decode, row, places.numel(), n)
+        return Case(2 * RATIO, ways[decoding])
+    gaps = gaps_of(places)
+    data = encode_blocks(gaps, 4)
+    ways = partial(encode_blocks, gaps, 4), partial(decode_blocks, data, gaps.numel(), 4)
+    return Case(2 * RATIO, ways[decoding], False)
+
+
+def _rows(scene: Scene, decoding: bool) -> Case:
+    """Positions in rows of 1024."""
+    places = scene.positions()
+    runs = tuple(run for length in scene.lengths for run in ((length // 1024, 1024), (1, length % 1024)))
+    data = encode_in_rows(places, runs)
+    ways: tuple[Run, Run] = partial(encode_in_rows, places, runs), partial(decode_in_rows, data, places.numel(), runs)
+    return Case(2 * RATIO, ways[decoding], False, not offers(scene.device.type, "encode_in_rows"))
+
+
+def _bitmap(scene: Scene, decoding: bool) -> Case:
+    places, n = scene.positions(), scene.n
+    ways: tuple[Run, Run] = partial(set_bits, places, n), partial(find_bits, set_bits(places, n))
+    return Case(0.125 + 8 * RATIO, ways[decoding], False, True)
+
+
+def _merge(scene: Scene, bits: int) -> Case:
+    """A server's turn with messages of several ranks for its shard, a debt, and one message back."""
+    n = max(scene.n // WORLD // 8 * 8, 8)
+    x, debt = torch.randn(n, device=scene.device), torch.randn(n, device=scene.device)
+    table = torch.tensor([n], device=scene.device)
+    # Bytes of each element of the whole vector, of which this is one shard.
+    if bits == 1:
+        rows = quantize.sign_encode(x, table, False).repeat(WORLD, 1)
+        return Case((WORLD / 8 + 16 + 1 / 8) / WORLD, lambda: fused.merge_sign(rows, debt, (n,), False))
+    rows = quantize.integer_encode(x, table, bits, _INT_BLOCK).repeat(WORLD, 1)
+    code = bits / 8 + 4 / _INT_BLOCK
+    needed = (WORLD * code + 8 + code) / WORLD
+    return Case(needed, lambda: fused.merge_integer(rows, debt, (n,), bits, _INT_BLOCK))
+
+
+# -- PowerSGD ----------------------------------------------------------------------------------------------------------
+
+
+def _powersgd(scene: Scene) -> Case:
+    """All that one rank computes in a step: three products of each matrix, of which the last is made twice."""
+    tensors = Segments(scene.names, tuple(map(_shape, scene.lengths)))
+    exchange, around = PowerSGD(_RANK), Round(_KEY, 1, tensors, tensors, True)
+    length = sum(basis_length(shape, _RANK) for shape in tensors.shapes)
+    memory = {"basis": torch.zeros(length, device=scene.device)}
+
+    def step() -> None:
+        nonlocal memory
+        talk = exchange.talk(Said(scene.x, None, memory), Codec.of((FP32(),)), around)
+        try:
+            ask = next(talk)
+            while True:
+                assert isinstance(ask, Sum)
+                ask = talk.send(ask.tensor)
+        except StopIteration as end:
+            memory = dict(end.value.memory)
+
+    return Case(16.0, step, False, True)
+
+
+def _orthonormal(scene: Scene) -> Case:
+    """The share of it that is not a product, of the longest matrix."""
+    rows = _shape(max(scene.lengths))[0]
+    p = torch.randn(1, rows, _RANK, device=scene.device)
+    return Case(8 * p.numel() / scene.n, lambda: orthonormal(p), True, True)
+
+
+def _shape(n: int) -> tuple[int, ...]:
+    """A matrix of so many elements that is as square as its powers of two allow."""
+    rows = math.gcd(n, 2 ** (math.isqrt(n).bit_length() - 1))
+    return (rows, n // rows) if rows > 1 else (n,)
+
+
+CASES: dict[str, Make] = {
+    "torch_dgc": _torch_dgc,
+    "dgc": partial(_select, needed=20.0, momentum=True),
+    "dgc_turns": partial(_select, needed=20.0, momentum=True, turns=True),
+    "dgc_bf16": partial(_select, needed=18.0, momentum=True, dtype=torch.bfloat16),
+    "error_feedback_topk": partial(_select, needed=12.0),
+    "error_feedback_topk_turns": partial(_select, needed=12.0, turns=True),
+    "error_feedback_half": partial(_select, needed=18.0, ratio=0.5),  # half of the positions and values, too
+    "error_feedback_zeros": partial(_select, needed=12.0, filled=0.01),
+    "torch_topk": lambda s: _torch(s, 4.0, lambda x: plain.topk(x, s.counts(RATIO)[0])),
+    "topk": lambda s: _topk(s, s.x),
+    "topk_half": lambda s: _topk(s, s.x, 0.5),
+    "topk_zeros": lambda s: _topk(s, s.normal(filled=RATIO / 2)),  # more are wanted than are not zero
+    "topk_ties": lambda s: _topk(s, s.normal().sign()),
+    "chunk_topk": _chunk_topk,
+    **{
+        f"feedback_{name}{suffix}": partial(_feedback, bits=bits, lane=bool(suffix))
+        for name, bits in (("sign", 1), ("int8", 8), ("int4", 4), ("int2", 2))
+        for suffix in ("", "_lane")
+    },
+    "torch_sign": lambda s: _torch(s, 4.125, plain.sign),
+    "torch_qsgd": lambda s: _torch(s, 5 + 4 / 512, plain.qsgd),
+    "torch_int4": lambda s: _torch(s, 4.5 + 4 / _INT_BLOCK, plain.int4),
+    **{
+        f"{name}_{way}": partial(make, coder=coder)
+        for name, coder in CODERS.items()
+        for way, make in (("encode", _encode), ("decode", _decode))
+    },
+    "draw": _draw,
+    f"scatter_mean_{WORLD}": _scatter_mean,
+    f"scatter_mean_there_{WORLD}": _scatter_mean_there,
+    "rice_encode": partial(_rice, decoding=False),
+    "rice_decode": partial(_rice, decoding=True),
+    "rows_encode": partial(_rows, decoding=False),
+    "rows_decode": partial(_rows, decoding=True),
+    "bitmap_encode": partial(_bitmap, decoding=False),
+    "bitmap_decode": partial(_bitmap, decoding=True),
+    **{
+        f"merge_{name}_{WORLD}": partial(_merge, bits=bits)
+        for name, bits in (("int8", 8), ("int4", 4), ("int2", 2), ("sign", 1))
+    },
+    "powersgd": _powersgd,
+    "powersgd_orthonormal": _orthonormal,
+}

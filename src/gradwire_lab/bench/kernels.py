@@ -1,0 +1,183 @@
+"""How fast each kernel is: against the memory it must touch, against its definition, and against plain torch.
+
+The floor of a kernel is the time of a copy that reads and writes as many bytes as the kernel must, in the same run.
+On a CPU, a copy of few bytes is made often in each turn, by all threads and by one, and the fastest counts: one thread
+that wakes up late makes all wait a hundred times as long as such a copy takes.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradwire.kernels.dispatch import reference_only
+from gradwire_lab.bench import cases
+from gradwire_lab.bench.cases import Case, Scene
+
+# The same work as a person would write it, timed before the kernel.
+COMPOSED = {
+    "dgc": "torch_dgc",
+    "dgc_turns": "torch_dgc",
+    "topk": "torch_topk",
+    "sign_encode": "torch_sign",
+    "qsgd_encode": "torch_qsgd",
+    "int4_encode": "torch_int4",
+}
+
+# On a CPU a turn copies at least so many bytes, which take about a millisecond, in no more copies than that.
+TURN, COPIES = 2**24, 40
+
+
+def resnet50() -> tuple[int, ...]:
+    """The sizes of ResNet-50's 161 tensors: each convolution is followed by the two of its norm."""
+    sizes, inputs = [64 * 3 * 49, 64, 64], 64
+    for width, depth in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for i in range(depth):
+            sizes += [inputs * width, width, width, width * width * 9, width, width]
+            sizes += [width * width * 4, 4 * width, 4 * width]
+            sizes += [inputs * width * 4, 4 * width, 4 * width] if i == 0 else []
+            inputs = 4 * width
+    return (*sizes, 2048 * 1000, 1000)
+
+
+def chosen(only: str, lengths: tuple[int, ...]) -> list[str]:
+    """The kernels whose name holds ``only``.
+
+    Raises:
+        ValueError: None does.
+    """
+    known = cases.names(lengths)
+    if found := [name for name in known if only in name]:
+        return found
+    raise ValueError(f"there is no kernel {only!r}; those of {len(lengths)} segments are {', '.join(known)}")
+
+
+def measure(
+    device: torch.device | str,
+    sizes: Iterable[int | tuple[int, ...]],
+    only: str = "",
+    repeats: int = 30,
+    report: Callable[[dict[str, Any]], object] = lambda row: None,
+) -> list[dict[str, Any]]:
+    """Time every kernel whose name contains ``only``, on buffers of these sizes, or of segments of these lengths.
+
+    ``report`` is told each row as soon as it is measured.
+
+    Raises:
+        ValueError: A size is none, or no kernel has such a name.
+    """
+    tables = [size if isinstance(size, tuple) else (size,) for size in sizes]
+    if any(sum(lengths) < 1 for lengths in tables):
+        raise ValueError("a kernel needs something to work on; say --size 25600000")
+    wanted = [(lengths, chosen(only, lengths)) for lengths in tables]
+    rows: list[dict[str, Any]] = []
+    for lengths, names in wanted:
+        scene, took = Scene(lengths, torch.device(device)), dict[str, float]()
+        for name in names:
+            row = _row(name, cases.CASES[name](scene), scene, repeats)
+            took[name] = row["ms"]
+            row["to_torch"] = took[COMPOSED[name]] / row["ms"] if COMPOSED.get(name) in took else None
+            rows.append(row)
+            report(row)
+    return rows
+
+
+def _row(name: str, case: Case, scene: Scene, repeats: int) -> dict[str, Any]:
+    device = scene.device
+    needed = int(case.bytes * scene.n)
+    if device.type == "cpu":
+        floor, ms = _in_turns(_copies(needed), case.run, repeats)
+    else:
+        floor, ms = _median(_copier(needed, device), device, repeats), _median(case.run, device, repeats)
+    replayed = _replayed(case.run, repeats) if device.type == "cuda" and case.repeatable else None
+    plain = ms if case.composed else _defined(case, device, repeats)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return {
+        "kernel": name,
+        "device": device.type,
+        "n": scene.n,
+        "segments": len(scene.lengths),
+        "bytes_per_element": case.bytes,
+        "ms": ms,
+        "graph_ms": replayed,
+        "floor_ms": floor,
+        "reference_ms": plain,
+        "gb_per_s": needed / ms / 1e6,
+        "to_floor": ms / floor,
+        "graph_to_floor": replayed / floor if replayed else None,
+        "to_reference": plain / ms,
+        "load": os.getloadavg()[0],  # of the machine: others' work shows in a CPU's figures
+    }
+
+
+def _copier(needed: int, device: torch.device) -> Callable[[], object]:
+    """A copy that reads and writes so many bytes in all."""
+    source = torch.empty(max(needed // 8, 1), device=device).uniform_()
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def _copies(needed: int) -> list[Callable[[], object]]:
+    """The copies of one turn on a CPU: a single long one, or several short ones by all threads and by one."""
+    copy = _copier(needed, torch.device("cpu"))
+    times = min(COPIES, -(-TURN // max(needed, 1)))
+    if times == 1:
+        return [copy]
+    source = torch.empty(max(needed // 8, 1)).uniform_().numpy()
+    target = source.copy()
+    return [copy] * times + [lambda: np.copyto(target, source)] * times  # NumPy's is by one thread
+
+
+def _in_turns(copies: Sequence[Callable[[], object]], run: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Medians of the fastest copy of a turn and of a kernel, in milliseconds.
+
+    They run by turns: what else the machine does hits both alike.
+    """
+    for _ in range(3):
+        copies[0]()
+        run()
+    pairs = [(min(map(_clocked, copies)), _clocked(run)) for _ in range(repeats)]
+    return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
+
+
+def _defined(case: Case, device: torch.device, repeats: int) -> float:
+    with reference_only():
+        return _median(case.run, device, min(repeats, max(3, repeats // 10)), warm=1)
+
+
+def _median(run: Callable[[], object], device: torch.device, repeats: int, warm: int = 3) -> float:
+    """Milliseconds of one call: the median of several, after some that do not count."""
+    for _ in range(warm):
+        run()
+    if device.type != "cuda":
+        return statistics.median(_clocked(run) for _ in range(repeats))
+    pairs = [(_event(), _event()) for _ in range(repeats)]
+    for start, end in pairs:
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return float(statistics.median(start.elapsed_time(end) for start, end in pairs))
+
+
+def _replayed(run: Callable[[], object], repeats: int) -> float:
+    """Milliseconds of one call as a captured graph: without the launches' cost on the host."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return _median(graph.replay, torch.device("cuda"), repeats)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+def _clocked(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e3

@@ -1,0 +1,180 @@
+"""Memory: how many floats per parameter a method keeps, and how many more it holds for a moment in a step.
+
+On a GPU the allocator tells. On a CPU the system does: the resident pages of a process of its own for each method,
+whose high-water mark is set back before the steps that count. Gradients are there before; whatever the method adds is
+counted, its messages included.
+"""
+
+import ctypes
+import gc
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradwire.adapters import compress
+from gradwire.sync import method
+from gradwire_lab.bench.network.contestants import parse
+
+_LEAN = "; rollback=false"
+SPECS = (
+    *("dgc(0.001)", f"dgc(0.001){_LEAN}"),
+    *("topk(0.001)", f"topk(0.001){_LEAN}"),
+    *("ef_signsgd", f"ef_signsgd{_LEAN}"),
+    *("int4; feedback=residual", f"int4; feedback=residual{_LEAN}"),
+    "sign; feedback=none",
+    "int4; feedback=none",
+    "fp16",
+)
+# Floats per parameter of the memories that must be, and two percent of one for scratch.
+DUE = {
+    "dgc(0.001)": 2.02,
+    "topk(0.001)": 1.02,
+    "ef_signsgd": 1.02,
+    "int4; feedback=residual": 1.02,
+    "sign; feedback=none": 0.02,
+    "int4; feedback=none": 0.02,
+}
+_LAYERS = 10
+_WIDE = 400
+_libc = ctypes.CDLL(None)
+_STEPS = 4
+
+
+class Meter:
+    """Bytes since it was made: what is kept now, and the most that were held while something ran."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begun = self._held()
+
+    def read(self, run: Callable[[], object]) -> tuple[int | None, int | None]:
+        """Run something, and tell; None on a CPU, where other things of the process cannot be told apart."""
+        if self._device.type != "cuda":
+            return None, None
+        torch.cuda.reset_peak_memory_stats(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        return self._held() - self._begun, torch.cuda.max_memory_allocated(self._device) - self._begun
+
+    def _held(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.memory_allocated(self._device)
+
+
+def check(spec: str) -> None:
+    """Refuse what is no spec of ours.
+
+    Raises:
+        ValueError: It is none, or one of its options is.
+    """
+    text, options = parse(spec)
+    method(text, options.get("feedback"), options.get("exchange"))
+
+
+def measure(specs: Sequence[str], device: str, size: int) -> Iterator[dict[str, Any]]:
+    """A row for each spec, of a model of about ``size`` parameters.
+
+    Raises:
+        RuntimeError: A spec could not be measured.
+    """
+    for spec in specs:
+        if device == "cuda":  # its allocator tells one from the other
+            yield weigh(spec, torch.device(device, 0), size)
+            continue
+        job = json.dumps({"spec": spec, "device": device, "size": size})
+        done = subprocess.run(
+            [sys.executable, "-m", "gradwire_lab.bench.memory", job], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"{spec!r} could not be measured: {done.stderr.strip().splitlines()[-1]}")
+        yield json.loads(done.stdout.splitlines()[-1])
+
+
+def weigh(spec: str, device: torch.device, size: int) -> dict[str, Any]:
+    """One spec, in this process."""
+    width = max(1, math.isqrt(size // _LAYERS))
+    for narrow in (8, _WIDE):  # compile and load; large gradients may be read where they lie, by other kernels
+        _train(spec, _layers(narrow, device))
+    model = _layers(width, device)
+    n = sum(p.numel() for p in model.parameters())
+    begun = _resident(device)
+    kept, peak = _train(spec, model)
+    return {
+        "spec": spec,
+        "device": device.type,
+        "params": n,
+        "kept_floats": (kept - begun) / (4 * n),
+        "peak_floats": (peak - begun) / (4 * n),
+        "due_floats": DUE.get(spec.removesuffix(_LEAN)),
+    }
+
+
+def _layers(width: int, device: torch.device) -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False, device=device) for _ in range(_LAYERS)))
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    return model
+
+
+def _train(spec: str, model: nn.Module) -> tuple[int, int]:
+    """Some steps; the bytes that are held after them, and the most in the last ones."""
+    text, options = parse(spec)
+    device = next(model.parameters()).device
+    wire = compress(model, text, **options)
+    for step in range(_STEPS):
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.normal_()
+        if step == 2:
+            _set_back(device)
+        wire()
+    return _resident(device), _highest(device)
+
+
+def _resident(device: torch.device) -> int:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device)
+    _trim()
+    return _status("VmRSS")
+
+
+def _highest(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")
+
+
+def _set_back(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        _trim()
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _trim() -> None:
+    """Give back what was freed: malloc keeps it for the next time, and it would count as kept."""
+    gc.collect()
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
+
+
+def _status(name: str) -> int:
+    """A line of the kernel's account of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    print(json.dumps(weigh(asked["spec"], torch.device(asked["device"]), asked["size"])))

@@ -1,0 +1,114 @@
+"""Devices: where a calibration computes, and a watch that is right there."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+
+from gradwire_lab.bench.network.workloads import Workload
+from gradwire_lab.forecast.model import Model
+
+CPU = torch.device("cpu")
+
+Moment: TypeAlias = "float | torch.cuda.Event"
+
+
+def parse(text: str) -> str:
+    """What a person says: ``cpu``, ``cuda`` or ``cuda:1``; nothing for where the model is.
+
+    Raises:
+        ValueError: There is no such device here, or it is of another kind.
+    """
+    kind, _, number = text.partition(":")
+    if kind not in ("", "cpu", "cuda") or (number and not number.isdigit()):
+        raise ValueError(f"nothing is measured on {text!r}; say --device cpu, cuda, or cuda:1 for the second GPU")
+    if kind == "cuda":
+        there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(number or 0) >= there:
+            raise ValueError(f"there is no {text} here, torch sees {there} GPUs; measure on a machine that has it")
+    return text
+
+
+def facts(device: str, dtype: str) -> dict[str, object]:
+    """What figures depend on where there are GPUs; nothing where there are none."""
+    if not torch.cuda.is_available():
+        return {}
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return {"gpus": names, "device": device, "dtype": dtype}
+
+
+def of_rank(text: str, rank: int) -> torch.device:
+    """Where a rank computes: ``cuda`` stands for the GPUs in turn."""
+    return torch.device("cuda", rank % torch.cuda.device_count()) if text == "cuda" else torch.device(text or "cpu")
+
+
+def placed(make: Callable[[], Workload], device: torch.device, dtype: str = "") -> Workload:
+    """A workload, made on a device: all that its maker creates is there, unless it says otherwise itself.
+
+    Args:
+        make: Makes a model and its batch.
+        device: The processors leave everything as it is made.
+        dtype: Of what is made on a GPU; nothing for torch's default.
+    """
+    if device == CPU:
+        return make()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with device, _default(Model({}, dtype=dtype).format if dtype else torch.get_default_dtype()):
+        made = make()
+    settled = all(p.device.type == device.type for p in made.model.parameters())
+    return made if settled else Workload(made.model.to(device), made.loss)
+
+
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def check(workload: Workload) -> torch.device:
+    """Where a workload computes.
+
+    Raises:
+        ValueError: That is nowhere, or in several places.
+    """
+    places = {p.device: name for name, p in workload.model.named_parameters()}
+    for device, name in places.items():
+        if device.type not in ("cpu", "cuda") or len(places) > 1:
+            raise ValueError(f"{name} is on {device}; only a model that is on processors, or on one GPU, is measured")
+    device = next(iter(places), CPU)
+    if device.type == "cuda":
+        try:
+            workload.loss(workload.model)
+        except RuntimeError as wrong:
+            raise ValueError(f"no step on {device}: {wrong}; make the batch there, too") from None
+    return device
+
+
+class Stopwatch:
+    """Moments on a device. On a GPU they are events, which take their place in its queue, and nobody waits for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._queued = device.type == "cuda"
+
+    def __call__(self) -> Moment:
+        if not self._queued:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, first: Moment, last: Moment) -> float:
+        """From one to the other, once the device has passed both."""
+        if isinstance(first, float):
+            assert isinstance(last, float)
+            return last - first
+        assert not isinstance(last, float)
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3

@@ -1,0 +1,308 @@
+"""Step: what compression costs a training step where no network slows it down.
+
+Every method trains its own copy of the model, in the same processes and in turns of a few steps, so that whatever else
+the machine does hits all alike. Ratios are of neighbors in time: a block of steps over the block of plain DDP in the
+same round. Run as a program, this is one rank's side; it says what it measured, a line at a time.
+"""
+
+import copy
+import json
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradwire_lab.bench.memory import Meter
+from gradwire_lab.bench.network import contestants
+from gradwire_lab.bench.network.contestants import POWERSGD, SILENT, enter
+from gradwire_lab.bench.network.workloads import Workload
+from gradwire_lab.network.hosts import FIRST_PORT
+from gradwire_lab.network.launch import DEFAULTS, Crew, place
+from gradwire_lab.train import models
+
+DENSE = "ddp-fp32"
+ALWAYS = (SILENT, DENSE)  # what all others are compared with
+METHODS = (
+    *ALWAYS,
+    "ddp-bf16",
+    "ddp-fp16",
+    POWERSGD,
+    "topk(0.01)",
+    "dgc(0.01)",
+    "dgc(0.001)",
+    "ef_signsgd",
+    "int8",
+    "powersgd(4)",
+)
+MARK = "gradwire bench step: "
+_WARM = 3  # steps of each method before anything counts: kernels are compiled, DDP rebuilds its buckets
+_SPARE = 1  # steps of each block that do not count: caches are the last method's
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one group of ranks measures.
+
+    Attributes:
+        workload: A name of `WORKLOADS`.
+        device: ``cpu`` or ``cuda``.
+        methods: As `bench network` names them.
+        batch: Of each rank; 0 for the workload's own.
+        rounds: Blocks of each method.
+        steps: Of a block.
+    """
+
+    workload: str
+    device: str
+    methods: tuple[str, ...] = METHODS
+    batch: int = 0
+    rounds: int = 10
+    steps: int = 4
+
+
+# -- what is trained ---------------------------------------------------------------------------------------------------
+
+
+def _images(name: str, size: int, classes: int, batch: int, device: torch.device) -> Workload:
+    model = models.build(name, {}, {"classes": classes}, seed=0).to(device)
+    images = torch.randn(batch, 3, size, size, device=device)
+    labels = torch.randint(classes, (batch,), device=device)
+    if device.type == "cuda":
+        images = images.to(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return Workload(model, lambda run: _mixed(device, lambda: F.cross_entropy(run(images), labels)))
+
+
+def _text(name: str, options: dict[str, int], vocab: int, context: int, batch: int, device: torch.device) -> Workload:
+    model = models.build(name, options, {"vocab": vocab, "context": context}, seed=0).to(device)
+    tokens = torch.randint(vocab, (batch, context + 1), device=device)
+
+    def loss(run: nn.Module) -> Tensor:
+        said = run(tokens[:, :-1]).flatten(0, 1)
+        return F.cross_entropy(said, tokens[:, 1:].flatten())
+
+    return Workload(model, lambda run: _mixed(device, lambda: loss(run)))
+
+
+def _mixed(device: torch.device, loss: Callable[[], Tensor]) -> Tensor:
+    """Bfloat16 where a GPU has units for it."""
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        return loss()
+
+
+# By name: how to make it of a batch and a device, and the batch that a person would take.
+WORKLOADS: dict[str, tuple[Callable[[int, torch.device], Workload], int]] = {
+    "resnet20": (partial(_images, "resnet20", 32, 10), 64),
+    "gpt": (partial(_text, "gpt", {"width": 256, "layers": 6, "heads": 4}, 1024, 128), 8),
+    "resnet50": (partial(_images, "resnet50", 224, 1000), 64),
+    "gpt2": (partial(_text, "gpt2", {}, 50257, 1024), 32),
+}
+
+
+# -- one rank ----------------------------------------------------------------------------------------------------------
+
+
+class Runner:
+    """One method with a model of its own."""
+
+    def __init__(self, method: str, workload: Workload, device: torch.device) -> None:
+        self.method = method
+        self._loss, self._device = workload.loss, device
+        meter = Meter(device)
+        model = copy.deepcopy(workload.model)
+        self._entered = enter(method, Workload(model, workload.loss))
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for _ in range(_WARM):
+            self.step()
+        self.kept, self.peak = meter.read(self.step)
+
+    def step(self) -> None:
+        self._optimizer.zero_grad(set_to_none=False)  # gradients stay where DDP sends them from
+        self._loss(self._entered.run).backward()
+        self._optimizer.step()
+        self._entered.after()
+
+    def block(self, steps: int) -> dict[str, float]:
+        """Seconds of a step, by the clock and of this process's processors."""
+        for _ in range(_SPARE):
+            self.step()
+        dist.barrier()
+        self._settle()
+        began, worked = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            self.step()
+        self._settle()
+        seconds, busy = time.perf_counter() - began, time.process_time() - worked
+        return {"seconds": seconds / steps, "busy": busy / steps}
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def take_part(job: Job) -> None:
+    """Meet the other ranks, build every method, and give each its blocks."""
+    device = torch.device(job.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", torch.cuda.current_device())
+    else:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    torch.manual_seed(dist.get_rank())
+    make, usual = WORKLOADS[job.workload]
+    workload = make(job.batch or usual, device)
+    runners = list(_runners(job, workload, device))
+    for number in range(job.rounds):
+        turn = number % max(len(runners), 1)
+        for runner in runners[turn:] + runners[:turn]:  # nobody always follows the same one
+            _say(method=runner.method, round=number, **runner.block(job.steps))
+    dist.destroy_process_group()
+
+
+def _runners(job: Job, workload: Workload, device: torch.device) -> Iterator[Runner]:
+    params = sum(p.numel() for p in workload.model.parameters() if p.requires_grad)
+    for method in job.methods:
+        try:
+            runner = Runner(method, workload, device)
+        except (TypeError, ValueError, RuntimeError) as wrong:
+            _say(method=method, refused=f"{type(wrong).__name__}: {wrong}")
+            continue
+        _say(method=method, params=params, kept=runner.kept, peak=runner.peak)
+        yield runner
+
+
+def _say(**news: Any) -> None:
+    print(MARK + json.dumps(news), flush=True)
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+def check(job: Job) -> None:
+    """Refuse a job that no rank could do.
+
+    Raises:
+        ValueError: It names a workload or a method that is none, or leaves out what all are compared with.
+    """
+    if job.workload not in WORKLOADS:
+        raise ValueError(f"there is no workload {job.workload!r}; take {', '.join(WORKLOADS)}")
+    if DENSE not in job.methods:
+        raise ValueError(f"all is compared with {DENSE}; add it to the methods")
+    for method in job.methods:
+        contestants.check(method)
+
+
+def measure(job: Job, world: int, tell: Callable[[str], object] = lambda line: None) -> list[dict[str, Any]]:
+    """Start the ranks, and make a row of each method.
+
+    Raises:
+        RuntimeError: A rank died.
+    """
+    check(job)
+    heard: list[dict[str, Any]] = []
+    others: list[str] = []
+
+    def hear(rank: int, line: str) -> None:
+        if not line.startswith(MARK):
+            others.append(line)
+            return
+        news = json.loads(line.removeprefix(MARK)) | {"rank": rank}
+        heard.append(news)
+        if rank == 0:
+            tell(f"{news['method']}: {_progress(news)}")
+
+    before = os.getloadavg()[0]
+    _run_ranks([sys.executable, "-m", "gradwire_lab.bench.step", json.dumps(asdict(job))], world, hear, others)
+    about = {"workload": job.workload, "device": job.device, "world": world, "rounds": job.rounds, "steps": job.steps}
+    load = {"load_before": before, "load_after": os.getloadavg()[0]}
+    return [about | row | load for row in _rows(heard, job.methods)]
+
+
+def _progress(news: dict[str, Any]) -> str:
+    if "round" in news:
+        return f"round {news['round'] + 1}"
+    return f"refused, {news['refused']}" if "refused" in news else "built"
+
+
+def _run_ranks(argv: list[str], world: int, hear: Callable[[int, str], None], others: list[str]) -> None:
+    crew = Crew(hear)
+    port = FIRST_PORT + os.getpid() % 10_000
+    try:
+        for rank in range(world):
+            own = {**DEFAULTS, **os.environ} | place(rank, world, 1, ("127.0.0.1", port), "lo")
+            own["LOCAL_RANK"] = str(rank)
+            crew.start(f"rank {rank}", argv, own, None)
+        ended = crew.wait(None, 3.0, lambda: "")
+    finally:
+        crew.close()
+    if ended.code:
+        raise RuntimeError(f"{ended.why} " + "\n".join(others[-20:]))
+
+
+def _rows(heard: Sequence[dict[str, Any]], methods: Sequence[str]) -> Iterator[dict[str, Any]]:
+    facts = {news["method"]: news for news in heard if "params" in news or "refused" in news}
+    clock, busy = _by_round(heard, "seconds"), _by_round(heard, "busy")
+    for method in methods:
+        if "refused" in facts.get(method, {}):
+            yield {"method": method, "refused": facts[method]["refused"]}
+        elif method in clock:
+            yield {
+                "method": method,
+                "params": facts[method]["params"],
+                "step_ms": statistics.median(clock[method]),
+                **_compared(clock, method),
+                "busy_ms": statistics.median(busy[method]),
+                "busy_to_dense": _compared(busy, method)["to_dense"],
+                **_memory(facts[method], facts[DENSE]),
+            }
+
+
+def _by_round(heard: Sequence[dict[str, Any]], what: str) -> dict[str, list[float]]:
+    """Milliseconds of every method's blocks, the ranks' mean, in the order of rounds."""
+    blocks: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for news in heard:
+        if what in news:
+            blocks[news["method"]][news["round"]].append(1e3 * news[what])
+    return {method: [statistics.fmean(rounds[i]) for i in sorted(rounds)] for method, rounds in blocks.items()}
+
+
+def _compared(times: dict[str, list[float]], method: str) -> dict[str, Any]:
+    """With plain DDP and with no communication at all, round by round."""
+    found: dict[str, Any] = {}
+    for name, other in (("dense", DENSE), ("silent", SILENT)):
+        if other in times:
+            ratios = [mine / theirs for mine, theirs in zip(times[method], times[other], strict=True)]
+            found[f"to_{name}"] = statistics.median(ratios)
+            found[f"to_{name}_quartiles"] = _quartiles(ratios)
+    return found
+
+
+def _quartiles(ratios: list[float]) -> list[float]:
+    if len(ratios) < 2:
+        return [ratios[0], ratios[0]]
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return [low, high]
+
+
+def _memory(mine: dict[str, Any], dense: dict[str, Any]) -> dict[str, Any]:
+    """Floats per parameter, beyond what plain DDP takes."""
+    if mine["kept"] is None or dense.get("kept") is None:
+        return {"kept_floats": None, "peak_floats": None}
+    n = 4 * mine["params"]
+    return {"kept_floats": (mine["kept"] - dense["kept"]) / n, "peak_floats": (mine["peak"] - dense["peak"]) / n}
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    take_part(Job(**asked | {"methods": tuple(asked["methods"])}))

@@ -1,0 +1,48 @@
+"""``gradwire gossip-study STUDY.toml``: a table of decentralized trainings."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradwire_lab.report.gossip_table import gossip_page
+
+
+def gossip_study(
+    study: Annotated[Path, typer.Argument(help="A TOML file: recipes, set, and [[cell]] with name, set, seeds.")],
+    results: Annotated[Path, typer.Option(help="Where finished cells are written, one JSON object a line.")],
+    data: Annotated[
+        str, typer.Option("--data", help="The folder that holds data sets in their standard layouts.")
+    ] = "",
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="For all cells, and not part of what they are: data.options...")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that train side by side on one device.")] = 1,
+    device: Annotated[str, typer.Option(help="cpu, cuda:0, ...; by default the first GPU.")] = "",
+    budget_seconds: Annotated[
+        float | None, typer.Option(min=0, help="Start no cell that would not end in time; the same command goes on.")
+    ] = None,
+    page: Annotated[Path | None, typer.Option(help="Write a page of Markdown about what is finished.")] = None,
+    train: Annotated[bool, typer.Option(help="With --no-train, only write the page.")] = True,
+) -> None:
+    """Train the cells of a study that are not finished yet, all workers of a cell in one process."""
+    from gradwire_lab.train import gossip_study as work
+    from gradwire_lab.train.work import device_of, devices_of
+
+    extra = [*([f"data.root={data}"] if data else []), *(overrides or [])]
+    try:
+        cells = work.read(study)
+        for cell in cells:
+            cell.recipe(extra)
+        where = str(device_of(0, devices_of(device, 1)))
+    except ValueError as wrong:
+        typer.echo(f"gradwire gossip-study: {wrong}", err=True)
+        raise typer.Exit(2) from None
+    if train:
+        work.run(cells, results, jobs, where, extra, budget_seconds, typer.echo)
+    if page is not None:
+        known = {cell.key for cell in cells}
+        lines = [line for key, line in work.finished(results).items() if key in known]
+        sources = [os.path.relpath(path, page.parent) for path in (study, results)]
+        page.write_text(gossip_page(work.load(study), lines, sources), encoding="utf-8")

@@ -1,0 +1,56 @@
+"""``gradwire hosts``: several hosts on one machine, joined by links as thin as asked."""
+
+from typing import Annotated
+
+import typer
+
+from gradwire.links.rates import LinkSpec, parse_rate, parse_seconds, parse_share
+from gradwire_lab.network.hosts import Hosts
+from gradwire_lab.network.namespaces import Refused, sweep
+
+app = typer.Typer(no_args_is_help=True, help="Run commands in several hosts made on this machine.")
+
+_RAW = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@app.command(context_settings=_RAW)
+def run(
+    command: Annotated[list[str], typer.Argument(help="What every rank runs, after --.")],
+    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
+    rate: Annotated[str, typer.Option(help="Of each link, in each direction: 100mbit; unshaped if not given.")] = "",
+    delay: Annotated[str, typer.Option(help="From one host to another, one way: 20ms.")] = "0s",
+    jitter: Annotated[str, typer.Option(help="By how much the delay varies: 2ms.")] = "0s",
+    loss: Annotated[str, typer.Option(help="Share of frames lost: 0.1% or 0.001.")] = "0",
+    per_host: Annotated[int, typer.Option(help="Ranks in each host.")] = 1,
+    subnet: Annotated[str | None, typer.Option(help="A private IPv4 network; one that is free by default.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds for the whole run.")] = None,
+) -> None:
+    """Run a command in every host, as ranks that find each other the way torchrun's do.
+
+    Needs root and iproute2. Everything made is removed at the end, whatever happens.
+    """
+    try:
+        bits = parse_rate(rate) if rate and rate != "unshaped" else None
+        link = LinkSpec(bits, parse_seconds(delay), parse_seconds(jitter), parse_share(loss))
+        with Hosts(hosts, link, subnet) as made:
+            typer.echo(
+                f"{hosts} hosts, {made.addresses[0]} to {made.addresses[-1]}, each on a link of {link}", err=True
+            )
+            ended = made.run(command, per_host=per_host, timeout_seconds=timeout)
+    except (ValueError, Refused) as wrong:
+        typer.echo(f"gradwire hosts: {wrong}", err=True)
+        raise typer.Exit(2) from None
+    if ended.why:
+        typer.echo(f"gradwire hosts: {ended.why}", err=True)
+    raise typer.Exit(ended.code)
+
+
+@app.command("sweep")
+def sweep_leftovers() -> None:
+    """Remove hosts whose owner died before it could."""
+    try:
+        names = sweep()
+    except Refused as wrong:
+        typer.echo(f"gradwire hosts: {wrong}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(f"removed {', '.join(names)}" if names else "nothing was left behind")

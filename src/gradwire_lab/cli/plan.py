@@ -1,0 +1,148 @@
+"""What `gradwire plan` prints: a training that has not happened."""
+
+import math
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gradwire.adapters.auto import AUTO
+from gradwire.sync import Plan, build, default_rules
+from gradwire_lab.cli.gossip_plan import show_gossip
+from gradwire_lab.train.compression import arguments, method_of
+from gradwire_lab.train.data import Task, TextTask, load
+from gradwire_lab.train.feed import batch_of, check_sizes, loader_of
+from gradwire_lab.train.models import build as build_model
+from gradwire_lab.train.models import regime_of
+from gradwire_lab.train.optim import obeying
+from gradwire_lab.train.place import Place
+from gradwire_lab.train.prediction import forecast, stages, total
+from gradwire_lab.train.recipe import Recipe
+from gradwire_lab.train.schedule import Schedule, scale_of
+
+# What is known of data sets that are not here: their facts, and how many examples or tokens there are to train on.
+KNOWN: dict[str, tuple[dict[str, object], int]] = {
+    "cifar10": ({"classes": 10, "channels": 3, "size": 32}, 50_000),
+    "cifar100": ({"classes": 100, "channels": 3, "size": 32}, 50_000),
+    "mnist": ({"classes": 10, "channels": 1, "size": 28}, 60_000),
+    "fashion-mnist": ({"classes": 10, "channels": 1, "size": 28}, 60_000),
+    "kmnist": ({"classes": 10, "channels": 1, "size": 28}, 60_000),
+    "imagenet": ({"classes": 1000, "channels": 3}, 1_281_167),
+    "ptb": ({"vocab": 10_000}, 929_589),
+    "wikitext-2": ({"vocab": 33_278}, 2_088_628),
+}
+
+
+def show(recipe: Recipe, world: int, console: Console) -> None:
+    """Print it all."""
+    facts, steps = _facts(recipe, world)
+    with torch.device("meta"):
+        model = build_model(recipe.model.name, recipe.model.options, facts)
+    parameters = sum(p.numel() for p in model.parameters())
+    last = recipe.train.iterations or math.ceil(recipe.train.epochs * steps)
+    who = f"{world} workers" if world > 1 else "1 worker"
+    console.print(Text(f"{recipe.model.name} on {recipe.data.name}: {parameters:,} parameters, {who}"))
+    batch = batch_of(recipe, world) * recipe.train.accumulate
+    console.print(f"{batch} examples a worker and step, {steps:,} steps an epoch, {last:,} steps in all")
+    regime = regime_of(model)
+    recipe = obeying(recipe, regime)
+    console.print(Text(_optimizer(recipe, world, steps, by_model=regime is not None)))
+    if recipe.data.sizes:
+        check_sizes(recipe, model, facts)
+        grown = ", ".join(f"{side} from epoch {epoch}" for epoch, side in recipe.data.sizes)
+        console.print(f"pixels on a side: {grown}; evaluated in full")
+    if recipe.gossip.method:
+        show_gossip(recipe, model, world, console)
+        return
+    made = _plan(recipe, model, world, round(recipe.sync.ramp * steps))
+    if recipe.sync.across != "ranks":
+        console.print("only hosts compress: read workers, and ranks, as hosts")
+    if recipe.sync.spec == AUTO:
+        console.print("auto decides while it trains; these are the dense steps that it begins with")
+    console.print(_lanes(made, last))
+    console.print(_bytes(made, last))
+
+
+def _optimizer(recipe: Recipe, world: int, steps: int, by_model: bool) -> str:
+    plan, rates = recipe.optimizer, recipe.schedule
+    scale = 1.0 if rates.scale == "graph" else scale_of(recipe, world, batch_of(recipe, world))
+    grown = f" x {scale:g} for the batch" if scale != 1.0 else " grown with the neighbors" * (rates.scale == "graph")
+    stretched = Schedule(recipe, steps=steps).length / rates.epochs if rates.epochs else 1.0
+    warm = f"{rates.warmup * stretched:g} epochs of warm-up, then " if rates.warmup else ""
+    at = ", ".join(f"{epoch * stretched:g}" for epoch in rates.milestones) if rates.kind == "steps" else ""
+    shape = "the model's regime" if by_model else f"{warm}{rates.kind}{f' (after epochs {at})' * bool(at)}"
+    momentum = f"momentum {plan.momentum:g}{' (Nesterov)' if plan.nesterov else ''}" if plan.name == "sgd" else ""
+    limits = ((plan.clip, "clipped to"), (plan.local_clip, "each worker clipped to"))
+    parts = [momentum, f"decay {plan.weight_decay:g}", *(f"{words} {limit:g}" for limit, words in limits if limit)]
+    return ", ".join(filter(None, (f"{plan.name} with rate {plan.lr:g}{grown}; {shape}", *parts)))
+
+
+def _plan(recipe: Recipe, model: torch.nn.Module, world: int, ramp: int) -> Plan:
+    options: dict[str, Any] = arguments(recipe, ramp)
+    rules = default_rules(method_of(recipe, ramp), granularity=options["granularity"], bundle=options["bundle"])
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    return build(shapes, (*options["rules"], *rules), world, int(recipe.sync.launch_mb * 2**20))
+
+
+def _facts(recipe: Recipe, world: int) -> tuple[dict[str, object], int]:
+    """What the model must know of the data, and the steps of an epoch; without the data, from what is known of them."""
+    try:
+        task: Task = load(recipe.data.name, recipe.data.root or None, recipe.data.options)
+    except ValueError:
+        if recipe.data.name not in KNOWN or recipe.data.root:
+            raise
+        facts, num = KNOWN[recipe.data.name]
+        if "vocab" not in facts:
+            return facts, max(1, num // (world * batch_of(recipe, world) * recipe.train.accumulate))
+        tokens = torch.empty(num, dtype=torch.int64, device="meta")
+        task = TextTask(recipe.data.name, tokens, tokens, tokens, ("",) * int(str(facts["vocab"])))
+    with torch.device("meta"):
+        model = build_model(recipe.model.name, recipe.model.options, task.facts)
+    place = Place(world, (0,), torch.device("cpu"))
+    return dict(task.facts), loader_of(recipe, task, model, place).steps
+
+
+def facts_of(recipe: Recipe, world: int) -> dict[str, object]:
+    """What the model must know of the data."""
+    return _facts(recipe, world)[0]
+
+
+def _lanes(made: Plan, last: int) -> Table:
+    settled = max(step for step in stages(made) if step <= last)
+    table = Table(title=f"lanes from step {settled:,} on" if settled else "lanes", title_justify="left")
+    for column in ("launch", "rule", "tensors", "units", "parameters", "codec", "feedback", "exchange", "bytes"):
+        table.add_column(column, justify="right" if column in ("tensors", "units", "parameters", "bytes") else "left")
+    for number, launch in enumerate(made.launches):
+        for lane in launch:
+            codec, exchange = lane.at(last)
+            said = "low rank" if exchange.late else str(codec)
+            counts = (str(len(lane.tensors)), str(len(lane.units)), f"{lane.units.total:,}")
+            cost = forecast(lane, made.world, last)
+            bound = "<= " if cost.bounded else ""
+            table.add_row(
+                str(number), lane.label, *counts, said, str(lane.feedback), str(exchange), f"{bound}{cost.payload:,.0f}"
+            )
+    return table
+
+
+def _bytes(made: Plan, last: int) -> Table:
+    table = Table(title="bytes of one rank in one step", title_justify="left")
+    for column in ("from step", "payload", "ratio", "sent", "ratio to a float32 ring"):
+        table.add_column(column, justify="right")
+    told: tuple[str, ...] = ()
+    for step in stages(made):
+        if step <= last and (row := _costs(made, step)) != told:
+            told = row
+            table.add_row(f"{step:,}", *row)
+    return table
+
+
+def _costs(made: Plan, step: int) -> tuple[str, ...]:
+    cost = total(made, step)
+    ring = 2 * (made.world - 1) / made.world * cost.dense
+    bound, least = ("<= ", ">= ") if cost.bounded else ("", "")
+    wire = f"{least}{ring / cost.sent:,.1f}" if cost.sent else "-"
+    payload = f"{least}{cost.dense / cost.payload:,.1f}" if cost.payload else "-"
+    return f"{bound}{cost.payload:,.0f}", payload, f"{bound}{cost.sent:,.0f}", wire

@@ -1,0 +1,119 @@
+"""``gradwire simulate``: the calibrated costs on clusters from 8 to 4096 workers, as a page and as JSONL."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from gradwire_lab.forecast.simulation import Subject
+    from gradwire_lab.forecast.stragglers import Stragglers
+
+PAGE, ROWS = Path("simulation.html"), Path("simulation.jsonl")
+_ASSUMED = (
+    "Compression costs are lines through kernels timed on one H200; those of low-rank products, and the speed of the "
+    "models, are assumed."
+)
+_MARKED = "Marked dense: compression loses there."
+
+
+def simulate(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = PAGE,
+    rows: Annotated[Path, typer.Option(help="Every cell, one JSON object a line.")] = ROWS,
+    workers: Annotated[list[int] | None, typer.Option(min=2, help="Several; by default 8, 64, 512, 4096.")] = None,
+    link: Annotated[list[str] | None, typer.Option(help="Between hosts; several: 10mbit,20ms to 400gbit,5us.")] = None,
+    per_host: Annotated[int, typer.Option(min=1, help="Workers of a host in the hierarchical grid; 1: none.")] = 8,
+    inside: Annotated[str, typer.Option(help="The link between workers of a host; else an H200's NVLink.")] = "",
+    algorithm: Annotated[str, typer.Option(help="Of sums and gathers: ring, tree or best.")] = "best",
+    calibration: Annotated[
+        Path | None, typer.Option(help="One model, as measured by advise --save, instead of the five assumed ones.")
+    ] = None,
+    jitter: Annotated[float, typer.Option(help="Spread of a worker's computing time, as a share of it.")] = 0.0,
+    stragglers: Annotated[float, typer.Option(help="Share of worker-steps that are slowed.")] = 0.0,
+    slowdown: Annotated[float, typer.Option(help="By what factor those are.")] = 2.0,
+    seed: Annotated[int, typer.Option(help="Of the uneven workers.")] = 0,
+) -> None:
+    """Predict what auto would gain on clusters that nobody has rented, and where compression loses."""
+    from gradwire_lab.forecast.simulation import INSIDE, LINKS, WORKERS
+    from gradwire_lab.forecast.stragglers import Stragglers
+
+    try:
+        for path in (output, rows):
+            if path.is_dir():
+                raise ValueError(f"{path} is a folder; name a file")
+        uneven = Stragglers(jitter, stragglers, slowdown, seed)
+        subjects = _subjects(calibration)
+        how = (algorithm, inside or INSIDE, uneven)
+        places = {"flat": _grid(subjects, workers or WORKERS, link or LINKS, 1, *how)}
+        if per_host > 1:
+            named = f"hierarchical, {per_host} workers to a host"
+            places[named] = _grid(subjects, _several(workers or WORKERS, per_host), link or LINKS, per_host, *how)
+        measured = subjects[0].measured
+        said = _ASSUMED if measured is None else f"Computing and compressing: {measured.note}."
+        _write(places, f"{said} {_MARKED}", output, rows)
+    except (ValueError, OSError) as wrong:
+        typer.echo(f"gradwire simulate: {wrong}", err=True)
+        raise typer.Exit(2) from None
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("altair", "vl_convert", "jinja2"):
+            raise
+        typer.echo("gradwire simulate: the page needs two more packages; pip install 'gradwire[report]'", err=True)
+        raise typer.Exit(1) from None
+
+
+def _several(workers: Sequence[int], per_host: int) -> list[int]:
+    """Workers of a hierarchical grid, each number once: one host has nobody to talk to, so there are two at least."""
+    few = [count for count in workers if count < 2 * per_host]
+    if few:
+        told = " and ".join(map(str, few))
+        typer.echo(
+            f"{told} workers are not two hosts of {per_host}; the hierarchical grid begins at {2 * per_host}", err=True
+        )
+    return list(dict.fromkeys(max(count, 2 * per_host) for count in workers))
+
+
+def _subjects(path: Path | None) -> "tuple[Subject, ...]":
+    if path is None:
+        from gradwire_lab.cli.subjects import subjects
+
+        return subjects()
+    from gradwire_lab.forecast.calibration import load
+    from gradwire_lab.forecast.simulation import Subject
+
+    found = load(path)
+    return (Subject(path.stem, "as measured", found.model, found.compute, found.note, found),)
+
+
+def _grid(
+    subjects: "tuple[Subject, ...]",
+    workers: Any,
+    links: Any,
+    per_host: int,
+    algorithm: str,
+    inside: str,
+    uneven: "Stragglers",
+) -> list[dict[str, Any]]:
+    from gradwire_lab.forecast.simulation import grid, judge
+
+    if algorithm not in ("ring", "tree", "best"):
+        raise ValueError(f"there is no algorithm {algorithm!r}; take ring, tree or best")
+    way: Any = algorithm
+    return [judge(cell, uneven) for cell in grid(subjects, workers, links, per_host, way, inside)]
+
+
+def _write(places: dict[str, list[dict[str, Any]]], note: str, output: Path, rows: Path) -> None:
+    from gradwire_lab.report.simulation import page
+
+    text = page(places, note)
+    for path in (output, rows):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"place": place, **row}) for place, cells in places.items() for row in cells]
+    rows.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    output.write_text(text, encoding="utf-8")
+    for place, cells in places.items():
+        lost = sum(row["compression_loses"] for row in cells)
+        gained = sum(row["speedup"] >= 1.2 for row in cells)
+        typer.echo(f"{place}: {len(cells)} cells, 1.2 times faster or more in {gained}, compression loses in {lost}")
+    typer.echo(f"{output}: {len(text.encode()) / 1e6:.2f} MB, opens in any browser; {rows}: {len(lines)} lines")

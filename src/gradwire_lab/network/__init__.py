@@ -1,0 +1,8 @@
+"""The network, for real: shaped hosts on one machine."""
+
+from gradwire.links.rates import LinkSpec
+from gradwire_lab.network.hosts import Hosts
+from gradwire_lab.network.launch import Ended
+from gradwire_lab.network.namespaces import Refused, sweep
+
+__all__ = ["Ended", "Hosts", "LinkSpec", "Refused", "sweep"]

@@ -1,0 +1,173 @@
+"""Where the bytes and the seconds of a step go."""
+
+from collections.abc import Sequence
+
+import altair as alt
+
+from gradwire_lab.report.charts.figure import (
+    COLORS,
+    DENSE_COLOR,
+    ROW_HEIGHT,
+    Figure,
+    Row,
+    bytes_axis,
+    chart,
+    color,
+    finish,
+    labels,
+    legend,
+    shape,
+)
+from gradwire_lab.report.groups import Group, Task
+from gradwire_lab.report.numbers import in_bytes, ratio, rounded
+
+PARTS = ("encode", "wire", "decode")
+REST = "model, data, evaluation"
+MOST_RULES = 8
+MOST_LABELS = 24
+HUES = (*COLORS, DENSE_COLOR)
+
+
+def bytes_by_rule(task: Task) -> Figure | None:
+    rows = [row for group in task.groups for row in _rule_rows(group)]
+    if not rows:
+        return None
+    rules = list(dict.fromkeys(str(row["rule"]) for row in rows))
+    palette = alt.Scale(domain=rules, range=[HUES[i % len(HUES)] for i in range(len(rules))])
+    y = alt.Y("group:N", title=None, sort=labels(task.groups), axis=alt.Axis(labelLimit=260))
+    title = "bytes in a step"
+    x = bytes_axis("bytes", title)
+    base = chart(rows).encode(y, yOffset=alt.YOffset("rule:N", sort=rules))
+    hue = alt.Color("rule:N", scale=palette, legend=legend(rules))
+    told = [alt.Tooltip(f"{key}:N", title=said) for key, said in _TOLD.items()]
+    drawn = alt.layer(
+        base.mark_rule(strokeWidth=1.5, opacity=0.5).encode(x, alt.X2("dense:Q"), hue),
+        base.mark_point(filled=False, size=50, opacity=1).encode(bytes_axis("dense", title), hue, tooltip=told),
+        base.mark_point(filled=True, size=70, opacity=1).encode(x, hue, tooltip=told),
+    )
+    lanes = len(task.groups) * max(1, len(rules) / 2)
+    return Figure(
+        "bytes-by-rule",
+        "Bytes that a rank encodes in a step, by rule",
+        "Filled: encoded; hollow: the same gradients in float32. The longer the line, the higher the ratio.",
+        finish(drawn, 40 + round(ROW_HEIGHT * lanes)),
+    )
+
+
+_TOLD = {"group": "spec", "rule": "rule", "told": "encoded", "told_dense": "in float32", "ratio": "payload ratio"}
+
+
+def _rule_rows(group: Group) -> list[dict[str, float | str | None]]:
+    """The mean over seeds of what each rule encoded in a step; small rules beyond a count are put together."""
+    steps = group.mean("step") or 1
+    totals: dict[str, tuple[float, float]] = {}
+    for run in group.runs:
+        for rule, (payload, dense) in run.last.get("rules", {}).items():
+            before = totals.get(rule, (0.0, 0.0))
+            totals[rule] = (before[0] + payload, before[1] + dense)
+    ranked = sorted(totals.items(), key=lambda item: -item[1][1])
+    kept, rest = ranked[:MOST_RULES], ranked[MOST_RULES:]
+    if rest:
+        kept = ranked[: MOST_RULES - 1]
+        rest = ranked[MOST_RULES - 1 :]
+        kept.append((f"{len(rest)} smaller", (sum(one[0] for _, one in rest), sum(one[1] for _, one in rest))))
+    per_step = 1 / (steps * len(group.runs))
+    return [_rule_row(group, rule, each[0] * per_step, each[1] * per_step) for rule, each in kept if each[0]]
+
+
+def _rule_row(group: Group, rule: str, payload: float, dense: float) -> dict[str, float | str | None]:
+    return {
+        "group": group.label,
+        "rule": rule,
+        "bytes": rounded(payload),
+        "dense": rounded(dense),
+        "told": in_bytes(payload),
+        "told_dense": in_bytes(dense),
+        "ratio": ratio(dense / payload),
+    }
+
+
+def bytes_by_layer(task: Task) -> Figure | None:
+    rows = [row for group in task.groups for row in _layer_rows(group)]
+    if not rows:
+        return None
+    names = list(dict.fromkeys(str(row["layer"]) for row in rows))
+    axis = alt.Axis(labels=len(names) <= MOST_LABELS, ticks=False, labelAngle=-45, labelLimit=90)
+    scale = alt.Scale(type="log", nice=False, padding=12)
+    heights = alt.Axis(format="~s", labelExpr="datum.label ? datum.label + 'B' : ''", tickCount=5)
+    drawn = (
+        chart(rows)
+        .mark_point(filled=True, size=45, opacity=0.9)
+        .encode(
+            alt.X("layer:N", title="layer, in the order of sending: about the last first", sort=names, axis=axis),
+            alt.Y("bytes:Q", title="bytes in a step (log)", scale=scale, axis=heights),
+            color(task),
+            shape(task),
+            tooltip=[alt.Tooltip(f"{key}:N", title=said) for key, said in _LAYER_TOLD.items()],
+        )
+    )
+    return Figure(
+        "bytes-by-layer",
+        "Bytes that a rank encodes in a step, by layer",
+        "At the end of the run: what each tensor takes, at most where the data decide; tensors compressed as one share "
+        "by length.",
+        finish(drawn),
+    )
+
+
+_LAYER_TOLD = {"layer": "layer", "group": "spec", "told": "encoded"}
+
+
+def _layer_rows(group: Group) -> Sequence[Row]:
+    layers = group.runs[0].last.get("layers", {})
+    return [
+        {"group": group.label, "layer": name, "bytes": rounded(size), "told": in_bytes(size)}
+        for name, size in layers.items()
+        if size
+    ]
+
+
+def step_time(task: Task) -> Figure | None:
+    rows = [row for group in task.groups for row in _time_rows(group)]
+    if not rows:
+        return None
+    order = [*PARTS, REST]
+    drawn = (
+        chart(rows)
+        .mark_bar(height={"band": 0.7})
+        .encode(
+            alt.Y("group:N", title=None, sort=labels(task.groups), axis=alt.Axis(labelLimit=260)),
+            alt.X("ms:Q", title="milliseconds in a step", stack="zero"),
+            alt.Color(
+                "part:N",
+                scale=alt.Scale(domain=order, range=[COLORS[0], COLORS[1], COLORS[2], "#B8BCC2"]),
+                legend=legend(order),
+            ),
+            alt.Order("order:Q"),
+            tooltip=[
+                alt.Tooltip("group:N", title="spec"),
+                alt.Tooltip("part:N", title="part"),
+                alt.Tooltip("ms:Q", title="ms in a step", format=".3~g"),
+            ],
+        )
+    )
+    return Figure(
+        "step-time",
+        "Where the time of a step goes",
+        "Mean over all steps and seeds, on one rank: host time in encoding, in collectives and in decoding; the rest "
+        "is the run's wall time less these.",
+        finish(drawn, 40 + ROW_HEIGHT * len(task.groups)),
+    )
+
+
+def _time_rows(group: Group) -> Sequence[Row]:
+    steps, wall = group.mean("step"), group.mean("seconds")
+    spent = {part: group.mean(f"{part}_seconds") for part in PARTS}
+    known = {part: seconds for part, seconds in spent.items() if seconds is not None}
+    if not steps or wall is None or not known:
+        return []
+    known[REST] = max(0.0, wall - sum(known.values()))
+    return [
+        {"group": group.label, "part": part, "ms": rounded(1000 * seconds / steps), "order": order}
+        for order, (part, seconds) in enumerate(known.items())
+    ]

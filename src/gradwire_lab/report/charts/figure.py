@@ -1,0 +1,124 @@
+"""A figure, its colors, and the look that all charts share."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+
+from gradwire_lab.report.groups import Group, Task
+
+# Okabe and Ito's colors, which people with any color vision tell apart, less the two that fade on white or on black.
+# Further groups repeat them with another shape or dash.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DENSE_COLOR = "#7F7F7F"
+SHAPES = ("circle", "square", "triangle-up", "diamond", "cross")
+DASHES: tuple[tuple[int, ...], ...] = ((1, 0), (6, 3), (2, 2), (8, 2, 2, 2))
+
+HEIGHT = 280
+ROW_HEIGHT = 26
+
+Row = Mapping[str, Any]
+Chart = alt.Chart | alt.LayerChart | alt.FacetChart  # as Altair types the sum of layers
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One chart and the words around it."""
+
+    name: str
+    title: str
+    caption: str
+    chart: Chart
+
+
+def chart(rows: Sequence[Row]) -> alt.Chart:
+    return alt.Chart(alt.InlineData(values=list(rows)))
+
+
+def bytes_axis(field: str, title: str) -> alt.X:
+    """Bytes on a log scale, written as kB, MB and so on."""
+    axis = alt.Axis(format="~s", labelExpr="datum.label ? datum.label + 'B' : ''", tickCount=6, grid=False)
+    return alt.X(f"{field}:Q", title=f"{title} (log)", scale=alt.Scale(type="log", nice=False, padding=24), axis=axis)
+
+
+def finish(made: Chart, height: int = HEIGHT) -> Chart:
+    return made.properties(width="container", height=height)
+
+
+def legend(names: Sequence[str]) -> alt.Legend:
+    """Below the chart, in as many columns as the names leave room for."""
+    longest = max(map(len, names))
+    columns = 4 if longest <= 14 else 3 if longest <= 20 else 2 if longest <= 34 else 1
+    return alt.Legend(title=None, orient="bottom", columns=columns, labelLimit=400, symbolOpacity=1)
+
+
+def colors(task: Task) -> alt.Scale:
+    """One color for each group, the first dense one gray."""
+    gray = next((group for group in task.groups if group.dense), None)
+    rest = iter(range(len(task.groups)))
+    given = [DENSE_COLOR if group is gray else COLORS[next(rest) % len(COLORS)] for group in task.groups]
+    return alt.Scale(domain=labels(task.groups), range=given)
+
+
+def color(task: Task) -> alt.Color:
+    return alt.Color("group:N", scale=colors(task), legend=legend(labels(task.groups)))
+
+
+def shape(task: Task) -> alt.Shape:
+    scale = alt.Scale(domain=labels(task.groups), range=_cycled(task, SHAPES))
+    return alt.Shape("group:N", scale=scale, legend=legend(labels(task.groups)))
+
+
+def dash(task: Task) -> alt.StrokeDash:
+    scale = alt.Scale(domain=labels(task.groups), range=[list(one) for one in _cycled(task, DASHES)])
+    return alt.StrokeDash("group:N", scale=scale, legend=legend(labels(task.groups)))
+
+
+def labels(groups: Sequence[Group]) -> list[str]:
+    return [group.label for group in groups]
+
+
+def seeds(task: Task) -> str:
+    """How many seeds stand behind the means, in words."""
+    counts = {len(group.runs) for group in task.groups}
+    if counts == {1}:
+        return "one seed each"
+    return f"means of {min(counts)} seeds" if len(counts) == 1 else f"means of {min(counts)} to {max(counts)} seeds"
+
+
+def left_out(counts: Mapping[str, int], what: str) -> str:
+    """A sentence on what a chart cannot show, by group; empty if that is nothing."""
+    told = ", ".join(f"{count:,} of {label}" for label, count in counts.items() if count)
+    return f" Left out, as {what}: {told}." if told else ""
+
+
+def _cycled(task: Task, kinds: Sequence[Any]) -> list[Any]:
+    """The first kind while the colors last, then the next."""
+    return [kinds[i // (len(COLORS) + 1) % len(kinds)] for i in range(len(task.groups))]
+
+
+def look(ink: str = "#1c1e21", soft: str = "#5d636b", faint: str = "#e3e5e8", paper: str = "#ffffff") -> dict[str, Any]:
+    """The configuration of a chart; the page makes the same from its style sheet, for light and dark."""
+    font = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
+    return {
+        "background": paper,
+        "font": font,
+        "view": {"stroke": None},
+        "axis": {
+            "labelColor": soft,
+            "titleColor": ink,
+            "titleFontWeight": "normal",
+            "gridColor": faint,
+            "domainColor": soft,
+            "tickColor": soft,
+            "labelFontSize": 11,
+            "titleFontSize": 12,
+            "titlePadding": 8,
+        },
+        "legend": {"labelColor": ink, "titleColor": ink, "labelFontSize": 11},
+        "title": {"color": ink, "subtitleColor": soft, "anchor": "start", "offset": 12},
+        "text": {"color": ink, "fontSize": 11},
+        "rule": {"color": soft},
+        "style": {"front": {"color": soft}},
+    }

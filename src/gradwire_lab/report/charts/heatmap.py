@@ -1,0 +1,57 @@
+"""Speed-ups over links and workers: a small map for each model, gray where nothing is gained."""
+
+from collections.abc import Sequence
+
+import altair as alt
+
+from gradwire_lab.report.charts.figure import Chart, Figure, Row, chart, finish
+from gradwire_lab.report.numbers import ratio
+from gradwire_lab.report.slug import slug
+
+# Slower, even, and ever faster: told apart by lightness too.
+_STEPS = (0.98, 1.02, 1.2, 2, 5, 20, 100)
+_SHADES = ("#D55E00", "#C9CDD2", "#D6E8F5", "#A6CFEA", "#6BAFDB", "#3389C4", "#1465A0", "#08406E")
+_DARK = 5  # from this speed-up on, figures are white
+_ROW_HEIGHT = 34
+
+
+def speedups(rows: Sequence[Row], links: Sequence[str], place: str) -> Figure:
+    """One model with one batch: rows of a simulation that differ in workers and link only."""
+    first = rows[0]
+    name = f"{first['model']}, {first['batch']}"
+    lost = sum(bool(row["compression_loses"]) for row in rows)
+    caption = (
+        f"{first['parameters'] / 1e6:,.0f} M parameters, {1e3 * first['compute_seconds']:.3g} ms of computing a step. "
+        f"Over bfloat16 DDP. In {lost} of {len(rows)} cells nothing that compresses beats dense."
+    )
+    return Figure(slug(f"{place}-{name}"), name, caption, _chart(rows, links))
+
+
+def _chart(rows: Sequence[Row], links: Sequence[str]) -> Chart:
+    told = [{**row, "shown": _shown(row), "white": row["speedup"] >= _DARK} for row in rows]
+    sizes = sorted({row["workers"] for row in rows})
+    base = chart(told).encode(
+        alt.X("link:N", sort=list(links), title="link", axis=alt.Axis(labelAngle=0)),
+        alt.Y("workers:O", sort=sizes, title="workers"),
+    )
+    scale = alt.Scale(type="threshold", domain=list(_STEPS), range=list(_SHADES))
+    cells = base.mark_rect(stroke="white", strokeWidth=1).encode(
+        color=alt.Color("speedup:Q", scale=scale, legend=None),  # the figures are in the cells
+        tooltip=[
+            alt.Tooltip("choice:N", title="auto takes"),
+            alt.Tooltip("seconds:Q", title="seconds a step", format=".3g"),
+            alt.Tooltip("ddp_bf16_seconds:Q", title="bfloat16 DDP", format=".3g"),
+            alt.Tooltip("exposed:Q", title="of that, waiting for the network", format=".0%"),
+            alt.Tooltip("fastest_compressed:N", title="fastest that compresses"),
+            alt.Tooltip("fastest_compressed_seconds:Q", title="its seconds", format=".3g"),
+            alt.Tooltip("gossip_seconds:Q", title="gossip on a ring", format=".3g"),
+        ],
+    )
+    words = base.mark_text(fontSize=11).encode(
+        text="shown:N", color=alt.condition("datum.white", alt.value("white"), alt.value("#1c1e21"))
+    )
+    return finish(alt.layer(cells, words), _ROW_HEIGHT * len(sizes))
+
+
+def _shown(row: Row) -> str:
+    return "dense" if row["compression_loses"] else ratio(row["speedup"])

@@ -1,0 +1,138 @@
+"""One self-contained HTML page: data, charts, libraries and style in a single file that loads nothing."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import vl_convert
+from jinja2 import Environment, StrictUndefined, Template
+
+from gradwire.version import VERSION
+from gradwire_lab.report.charts import Figure, figures
+from gradwire_lab.report.charts.figure import look
+from gradwire_lab.report.groups import Group, Task
+from gradwire_lab.report.slug import slug
+from gradwire_lab.report.summary import Cell, Column, against, cells, columns, ranks
+
+
+@dataclass(frozen=True)
+class Section:
+    """A task, ready to be filled in."""
+
+    id: str
+    title: str
+    note: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    figures: Sequence[dict[str, str]]
+    recipes: Sequence[dict[str, Any]]
+
+
+def page(tasks: Sequence[Task], title: str = "gradwire report") -> str:
+    """The page as text.
+
+    Raises:
+        ValueError: There is nothing to show.
+    """
+    if not tasks:
+        raise ValueError("no run has finished an epoch yet, so there is nothing to report")
+    drawn = {task.name: figures(task) for task in tasks}
+    specs = {_key(task, figure): spec(figure) for task in tasks for figure in drawn[task.name]}
+    return bound(title, _subtitle(tasks), [_section(task, drawn[task.name]) for task in tasks], specs)
+
+
+def bound(title: str, subtitle: str, sections: Sequence[Section], specs: Mapping[str, dict[str, Any]]) -> str:
+    """Sections and the charts that they name, as one file."""
+    # The look is filled in by the browser: the style sheet has colors for light and for dark.
+    placeholders = look("--ink", "--soft", "--faint", "transparent")
+    return _template().render(
+        title=title,
+        subtitle=subtitle,
+        version=VERSION,
+        style=_asset("page.css"),
+        script=_asset("page.js"),
+        bundle=vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"),
+        figures=_embedded(specs),
+        look=_embedded(placeholders),
+        sections=sections,
+    )
+
+
+def spec(figure: Figure) -> dict[str, Any]:
+    """A chart as Vega-Lite's JSON, without the address of its schema and with the look left open."""
+    told = figure.chart.to_dict()
+    return {key: value for key, value in told.items() if key not in ("$schema", "config")}
+
+
+def _section(task: Task, drawn: Sequence[Figure]) -> Section:
+    return Section(
+        id=slug(task.name),
+        title=task.name,
+        note=_note(task),
+        columns=columns(task),
+        rows=[[_typeset(cell) for cell in cells(task, group)] for group in task.groups],
+        figures=[{"key": _key(task, figure), "title": figure.title, "caption": figure.caption} for figure in drawn],
+        recipes=[_recipe(group) for group in task.groups],
+    )
+
+
+def _note(task: Task) -> str:
+    said = (
+        f"{task.metric.title.capitalize()} after the last epoch: mean \u00b1 sample standard deviation over seeds, and "
+        "the 95 % t-interval of the mean. Payload ratio: float32 gradient bytes / bytes a rank encodes. Wire ratio: "
+        "bytes a rank sends and receives in a float32 ring all-reduce / in ours."
+    )
+    if task.twin is not None and len(task.groups) > 1:
+        said += f" Against {against(task)}: the mean of the differences seed by seed, with its 95 % t-interval."
+    if any(group.diverged for group in task.groups):
+        said += " Diverged: the loss is not finite, or most steps were skipped, so that the metric says nothing."
+    sizes = {int(run.start.get("parameters", 0)) for group in task.groups for run in group.runs} - {0}
+    if sizes:
+        said += f" The model has {' or '.join(f'{size:,}' for size in sorted(sizes))} parameters."
+    return said
+
+
+def _recipe(group: Group) -> dict[str, Any]:
+    first = group.runs[0]
+    notes = dict(first.environment)
+    notes.pop("command", None)
+    return {
+        "title": group.label,
+        "note": f"{first.name}, {ranks(first)} ranks, seeds {', '.join(str(run.seed) for run in group.runs)}",
+        "command": first.command,
+        "text": first.recipe_text or "no recipe.toml in the run folder",
+        "environment": json.dumps(notes, indent=2) if notes else "",
+        "logs": [f"{run.folder}/run.jsonl" for run in group.runs],
+    }
+
+
+def _subtitle(tasks: Sequence[Task]) -> str:
+    runs = [run for task in tasks for group in task.groups for run in group.runs]
+    under_way = sum(run.final is None for run in runs)
+    said = f"{len(runs)} run{'s' * (len(runs) != 1)}"
+    return f"{said}, {under_way} of them not finished" if under_way else said
+
+
+def _typeset(cell: Cell) -> Cell:
+    """With the sign that ASCII lacks."""
+    return Cell(cell.text.replace("+-", "\u00b1"), cell.key)
+
+
+def _key(task: Task, figure: Figure) -> str:
+    return f"{slug(task.name)}-{figure.name}"
+
+
+def _embedded(value: object) -> str:
+    """JSON that cannot close the script element which holds it."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _template() -> Template:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(_asset("template.html"))
+
+
+def _asset(name: str) -> str:
+    return resources.files("gradwire_lab.report").joinpath(name).read_text()

@@ -1,0 +1,84 @@
+"""Compression: the arguments of `gradwire.compress` that a recipe stands for."""
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from gradwire.adapters.auto import AUTO
+from gradwire.codecs import Codec, codec
+from gradwire.codecs.selectors import Variance
+from gradwire.feedback import MomentumCorrection
+from gradwire.sync import Method, Rule, method, ramped
+from gradwire_lab.train.recipe import Recipe
+
+
+def method_of(recipe: Recipe, ramp_steps: int = 0) -> Method:
+    """The method of the recipe's spec.
+
+    Where the feedback corrects momentum, that momentum is the optimizer's. A ramp starts with the densities of the
+    recipe, none of them below the spec's own, with which it ends after ``ramp_steps`` steps; what selects nothing has
+    no density to ramp. ``auto`` begins with dense steps.
+    """
+    sync = recipe.sync
+    if sync.spec == AUTO:
+        return _undecided(recipe)
+    whole = method(sync.spec, _named(sync.feedback), _named(sync.exchange))
+    if isinstance(whole.feedback, MomentumCorrection):
+        momentum, nesterov = recipe.optimizer.momentum, recipe.optimizer.nesterov
+        whole = replace(whole, feedback=replace(whole.feedback, momentum=momentum, nesterov=nesterov))
+    if not sync.ramp or not ramp_steps or whole.last.selector is None:
+        return whole
+    return _ramped(whole, sync.densities, ramp_steps) if sync.densities else ramped(whole, ramp_steps)
+
+
+def arguments(recipe: Recipe, ramp_steps: int) -> dict[str, Any]:
+    """Keywords of `gradwire.compress`, and of the wires of virtual workers."""
+    sync = recipe.sync
+    return {
+        "spec": AUTO if recipe.sync.spec == AUTO else method_of(recipe, ramp_steps),
+        "granularity": sync.granularity,
+        "bundle": None if sync.bundle == "none" else sync.bundle,
+        "rules": tuple(Rule(**rule.model_dump()) for rule in sync.rules),
+        "seed": recipe.train.seed,
+        "launch_mb": sync.launch_mb,
+        "rollback": sync.rollback,
+        "across": None if sync.across == "ranks" else sync.across,
+    }
+
+
+def corrects_momentum(recipe: Recipe) -> bool:
+    """Whether momentum is applied before compression, so that the optimizer must not apply it again."""
+    return isinstance(method_of(recipe).feedback, MomentumCorrection)
+
+
+def tests_variance(recipe: Recipe) -> bool:
+    """Whether the selector wants to know how much gradients vary within a batch."""
+    return isinstance(method_of(recipe).last.selector, Variance)
+
+
+def _undecided(recipe: Recipe) -> Method:
+    sync = recipe.sync
+    if sync.ramp or _named(sync.feedback) or _named(sync.exchange):
+        raise ValueError("sync.spec = 'auto' chooses by itself; leave sync.feedback, sync.exchange and sync.ramp out")
+    return method("fp32")
+
+
+def _named(text: str) -> str | None:
+    return None if text == "auto" else text
+
+
+def _ramped(whole: Method, densities: list[float], steps: int) -> Method:
+    table: dict[int, Codec] = {steps * i // len(densities): _dense(whole.last, d) for i, d in enumerate(densities)}
+    table[steps] = whole.last
+    return replace(whole, table=tuple(sorted(table.items(), key=lambda entry: entry[0])))
+
+
+def _dense(chain: Codec, density: float) -> Codec:
+    """The same codec at another density, not below its own; at 1, plain float32."""
+    if density == 1.0:
+        return codec("fp32")
+    selector = chain.selector
+    facts = asdict(selector)  # type: ignore[call-overload]
+    if "ratio" not in facts:
+        raise ValueError(f"sync.ramp needs a selector with a ratio, such as topk(0.001), and {chain} has none")
+    changed: Any = replace(selector, ratio=max(density, facts["ratio"]))  # type: ignore[type-var]
+    return replace(chain, selector=changed)

@@ -1,0 +1,73 @@
+"""Data: every set that a recipe can name, read from its standard layout and checked.
+
+A task holds its data and knows the ``facts`` that a model needs; ``task.to(device)`` moves data that fit into memory.
+Loaders yield batches that are on the device already. Each has ``steps``, the batches in an epoch, and
+``epoch(epoch, start)``.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from gradwire_lab.train.data.augment import Augment
+from gradwire_lab.train.data.cifar import cifar10, cifar100
+from gradwire_lab.train.data.digits import digits
+from gradwire_lab.train.data.idx import fashion_mnist, kmnist, mnist
+from gradwire_lab.train.data.imagefolder import FolderLoader, FolderTask, folder_evaluation, imagenet
+from gradwire_lab.train.data.images import Batch, ImageLoader, Images, ImageTask, evaluation
+from gradwire_lab.train.data.pydoc import pydoc
+from gradwire_lab.train.data.resolution import Resolution
+from gradwire_lab.train.data.sequences import IGNORED, ColumnLoader, WindowLoader, reading
+from gradwire_lab.train.data.text import TextTask, ptb, text, wikitext2
+from gradwire_lab.train.keywords import call, nearest
+
+Task = ImageTask | FolderTask | TextTask
+
+# Those of the first dict read a folder, those of the second need none.
+FILED: dict[str, Callable[..., Task]] = {
+    "cifar10": cifar10,
+    "cifar100": cifar100,
+    "mnist": mnist,
+    "fashion-mnist": fashion_mnist,
+    "kmnist": kmnist,
+    "imagenet": imagenet,
+    "ptb": ptb,
+    "wikitext-2": wikitext2,
+    "text": text,
+}
+EMBEDDED: dict[str, Callable[..., Task]] = {"digits": digits, "pydoc": pydoc}
+TASKS = FILED | EMBEDDED
+TEXTS = ("ptb", "wikitext-2", "text", "pydoc")  # all others are images
+
+__all__ = [
+    "EMBEDDED",
+    "FILED",
+    "IGNORED",
+    "TASKS",
+    "TEXTS",
+    "Augment",
+    "Batch",
+    "ColumnLoader",
+    "FolderLoader",
+    "FolderTask",
+    "ImageLoader",
+    "ImageTask",
+    "Images",
+    "Resolution",
+    "Task",
+    "TextTask",
+    "WindowLoader",
+    "evaluation",
+    "folder_evaluation",
+    "load",
+    "reading",
+]
+
+
+def load(name: str, root: Path | str | None = None, options: Mapping[str, object] | None = None) -> Task:
+    """The task of a name, read from below the folder ``root`` unless it needs none."""
+    if name not in TASKS:
+        raise ValueError(f"there is no data called {name!r}; {nearest(name, TASKS)}")
+    folder = None if root is None else Path(root)
+    maker = partial(FILED[name], folder) if name in FILED else EMBEDDED[name]
+    return call(maker, "data", name, options or {}, {})

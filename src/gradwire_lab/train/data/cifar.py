@@ -1,0 +1,140 @@
+"""CIFAR-10 and CIFAR-100: 60,000 color images of 32x32 pixels.
+
+Krizhevsky, "Learning multiple layers of features from tiny images", 2009. https://www.cs.toronto.edu/~kriz/cifar.html
+
+The "python version" is read, whose pickles are not executed, and CIFAR-10 also in its "binary version".
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gradwire_lab.train.data import pickles
+from gradwire_lab.train.data.folder import find, verify
+from gradwire_lab.train.data.images import Images, ImageTask
+
+ROW = 3 * 32 * 32
+Rows = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # pixels [n, ROW] and labels [n]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One official archive, unpacked: a folder of files with their MD5, and how to read one."""
+
+    archive: str
+    folder: str
+    train: dict[str, str]
+    test: dict[str, str]
+    read: Callable[[Path], Rows]
+
+
+def cifar10(root: Path | None, strict: bool = True) -> ImageTask:
+    """With ``strict``, only the official files will do; without, any copy in one of their layouts."""
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    return _task(root, "CIFAR-10", TEN, 10, mean, std, strict)
+
+
+def cifar100(root: Path | None, strict: bool = True) -> ImageTask:
+    """The 100 fine classes; ``strict`` as in `cifar10`."""
+    mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+    return _task(root, "CIFAR-100", HUNDRED, 100, mean, std, strict)
+
+
+def read_pickle(path: Path) -> Rows:
+    """A batch of the python version."""
+    content = pickles.read(path)
+    pixels, labels = content.get("data"), content.get("fine_labels", content.get("labels"))
+    if not isinstance(pixels, np.ndarray) or pixels.shape[1:] != (ROW,) or not isinstance(labels, list):
+        raise ValueError(f"{path} holds no images of 32x32 and labels. Download it again")
+    return pixels, np.array(labels, np.uint8)
+
+
+def read_binary(path: Path) -> Rows:
+    """A batch of CIFAR-10's binary version: rows of a label and the pixels."""
+    raw = np.fromfile(path, np.uint8)
+    if len(raw) == 0 or len(raw) % (1 + ROW):
+        raise ValueError(f"{path} has {len(raw)} bytes, which make no whole number of images. Download it again")
+    rows = raw.reshape(-1, 1 + ROW)
+    return rows[:, 1:], rows[:, 0]
+
+
+def _task(
+    root: Path | None,
+    name: str,
+    layouts: tuple[Layout, ...],
+    classes: int,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    strict: bool,
+) -> ImageTask:
+    folder = find(root, name, [each.folder for each in layouts], layouts[0].archive)
+    layout = next(each for each in layouts if each.folder == folder.name)
+    train, test = (_split(folder, layout, files, strict) for files in (layout.train, layout.test))
+    for part, wanted in ((train, 50_000), (test, 10_000)):
+        if strict and len(part) != wanted:
+            raise ValueError(
+                f"{folder} holds {len(part)} images where {wanted} belong. Download {layout.archive} again"
+            )
+        if int(part.labels.max()) >= classes:
+            raise ValueError(f"{folder} has a label {int(part.labels.max())}, but {name} has {classes} classes")
+    return ImageTask(name, train, test, classes, tuple(255 * m for m in mean), tuple(255 * s for s in std))
+
+
+def _split(folder: Path, layout: Layout, files: dict[str, str], strict: bool) -> Images:
+    parts = []
+    for file, digest in files.items():
+        path = folder / file
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; unpack {layout.archive} again")
+        if strict:
+            verify(path, digest)
+        parts.append(layout.read(path))
+    pixels = torch.from_numpy(np.concatenate([rows for rows, _ in parts])).view(-1, 3, 32, 32)
+    labels = torch.from_numpy(np.concatenate([labels for _, labels in parts]).astype(np.int64))
+    if len(pixels) != len(labels):
+        raise ValueError(f"{folder} holds {len(pixels)} images but {len(labels)} labels. Download it again")
+    return Images(pixels, labels)
+
+
+TEN = (
+    Layout(
+        "cifar-10-python.tar.gz",
+        "cifar-10-batches-py",
+        {
+            "data_batch_1": "c99cafc152244af753f735de768cd75f",
+            "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+            "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+            "data_batch_4": "634d18415352ddfa80567beed471001a",
+            "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+        },
+        {"test_batch": "40351d587109b95175f43aff81a1287e"},
+        read_pickle,
+    ),
+    Layout(
+        "cifar-10-binary.tar.gz",
+        "cifar-10-batches-bin",
+        {
+            "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
+            "data_batch_2.bin": "5ea93a67294ea407fff1d09f752e9692",
+            "data_batch_3.bin": "942cd6a4bcdd0dd3c604fbe906cb4421",
+            "data_batch_4.bin": "ae636b3ba5c66a11e91e8cb52e771fcb",
+            "data_batch_5.bin": "53f37980c15c3d472c316c40844f3f0d",
+        },
+        {"test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d"},
+        read_binary,
+    ),
+)
+
+HUNDRED = (
+    Layout(
+        "cifar-100-python.tar.gz",
+        "cifar-100-python",
+        {"train": "16019d7e3df5f24257cddd939b257f8d"},
+        {"test": "f0ef6b0ae62326f3e7ffdfab6717acfc"},
+        read_pickle,
+    ),
+)

@@ -1,0 +1,26 @@
+"""Digits: 1797 handwritten digits of 8x8 pixels inside scikit-learn, so nothing is downloaded."""
+
+import torch
+
+from gradwire_lab.train.data.images import Images, ImageTask
+
+TRAIN = 1200  # the other 597 are to test with
+
+
+def digits() -> ImageTask:
+    """The same split always. Pixels go from 0 to 16."""
+    from sklearn.datasets import load_digits  # slow to import, and only needed here
+
+    raw = load_digits()
+    pixels = torch.tensor(raw.data, dtype=torch.uint8).view(-1, 1, 8, 8)
+    labels = torch.tensor(raw.target, dtype=torch.int64)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    train, test = order[:TRAIN], order[TRAIN:]
+    return ImageTask(
+        name="digits",
+        train=Images(pixels[train], labels[train]),
+        test=Images(pixels[test], labels[test]),
+        classes=10,
+        mean=(0.0,),
+        std=(16.0,),
+    )

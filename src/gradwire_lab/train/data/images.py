@@ -1,0 +1,127 @@
+"""Images in memory: a task, and batches of it that lie on the device already."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire_lab.train.data.augment import Augment
+from gradwire_lab.train.data.partition import generator, shards, slices
+from gradwire_lab.train.data.resolution import Resolution, resized
+
+
+class Batch(NamedTuple):
+    """What goes into the model, and what should come out."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True)
+class Images:
+    """Pixels uint8 [n, channels, height, width] and labels int64 [n]."""
+
+    pixels: Tensor
+    labels: Tensor
+
+    def to(self, device: torch.device | str) -> "Images":
+        return Images(self.pixels.to(device), self.labels.to(device))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True)
+class ImageTask:
+    """Images to train on and to test with; ``mean`` and ``std`` of each channel are in the units of the pixels."""
+
+    name: str
+    train: Images
+    test: Images
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def to(self, device: torch.device | str) -> "ImageTask":
+        return replace(self, train=self.train.to(device), test=self.test.to(device))
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """What a maker of models may want to know."""
+        _, channels, _, width = self.train.pixels.shape
+        return {"classes": self.classes, "channels": channels, "size": width}
+
+
+class Normalizer:
+    """Pixels of any type -> float32 of mean zero and deviation one."""
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> None:
+        self.shift = torch.tensor(mean, device=device).view(-1, 1, 1)
+        self.scale = 1.0 / torch.tensor(std, device=device).view(-1, 1, 1)
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        return (pixels - self.shift) * self.scale
+
+
+@dataclass(frozen=True)
+class ImageLoader:
+    """Training batches of one rank, or of several virtual ranks side by side.
+
+    A batch holds ``len(ranks) * batch`` images, those of the first rank first. What a rank gets depends on (seed,
+    epoch, rank, world) only, not on the process or the device; how an image is augmented, on (seed, epoch, image).
+    Images that fill no batch are left out of the epoch.
+    """
+
+    task: ImageTask
+    batch: int
+    world: int = 1
+    ranks: tuple[int, ...] = (0,)
+    seed: int = 0
+    augment: Augment = field(default_factory=Augment)
+    partition: str = "shuffled"
+    reshuffle: bool = True
+    resolution: Resolution = field(default_factory=Resolution)
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            share = len(self.task.train) // self.world
+            raise ValueError(
+                f"each of {self.world} ranks has {share} images, which fill no batch of {self.batch}; lower "
+                "train.batch or train.accumulate, or use fewer workers"
+            )
+
+    @property
+    def steps(self) -> int:
+        """Batches in an epoch, the same on every rank."""
+        return len(self.task.train) // self.world // self.batch
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch, from step ``start`` on."""
+        pixels, labels = self.task.train.pixels, self.task.train.labels
+        order = self.order(epoch).to(pixels.device)
+        height, width = pixels.shape[2:]
+        moves = self.augment.draw(len(labels), height, width, generator(self.seed, "augment", epoch)).to(pixels.device)
+        normalize = Normalizer(self.task.mean, self.task.std, pixels.device)
+        side = self.resolution.at(epoch, width)
+        for step in range(start, self.steps):
+            index = order[:, step * self.batch : (step + 1) * self.batch].reshape(-1)
+            mine = moves[index]
+            images = normalize(self.augment.take(pixels, index, mine))
+            yield Batch(resized(self.augment.cut(images, mine), side), labels[index])
+
+    def order(self, epoch: int) -> Tensor:
+        """Which images the ranks see, in order. -> [ranks, steps * batch]."""
+        when = epoch if self.reshuffle else 0
+        parts = shards(len(self.task.train), self.world, self.seed, when, self.partition, self.task.train.labels)
+        return torch.stack([parts[rank][: self.steps * self.batch] for rank in self.ranks])
+
+
+def evaluation(task: ImageTask, batch: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+    """A rank's share of the test images, in order; all ranks together see each image once."""
+    mine = slices(len(task.test), world)[rank]
+    normalize = Normalizer(task.mean, task.std, task.test.pixels.device)
+    for first in range(mine.start, mine.stop, batch):
+        part = slice(first, min(first + batch, mine.stop))
+        yield Batch(normalize(task.test.pixels[part]), task.test.labels[part])

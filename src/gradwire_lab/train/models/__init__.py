@@ -1,0 +1,141 @@
+"""Models: everything that a recipe can name, and a person's own.
+
+An image model turns [batch, channels, height, width] into logits [batch, classes]; a language model turns tokens
+[batch, time] into logits [batch, time, vocab]. A recurrent one, known by its method ``start``, also takes and returns a
+state: ``logits, state = model(tokens, state)``, beginning with ``model.start(batch)``.
+"""
+
+import importlib
+import importlib.util
+import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from gradwire_lab.train.keywords import call, nearest
+from gradwire_lab.train.models.digits import cnn
+from gradwire_lab.train.models.gpt import gpt, gpt2
+from gradwire_lab.train.models.imagenet import resnet18, resnet50
+from gradwire_lab.train.models.lstm import LanguageLSTM, State, lstm
+from gradwire_lab.train.models.regime import Misfit, Regime, Transform, regime_of, settings_at, stages, transform_of
+from gradwire_lab.train.models.resnet9 import alexnet, resnet9
+from gradwire_lab.train.models.resnet_cifar import resnet
+from gradwire_lab.train.models.vgg import vgg16, vgg16_cifar
+
+Maker = Callable[..., nn.Module]
+
+MODELS: dict[str, Maker] = {
+    **{f"resnet{depth}": partial(resnet, depth) for depth in (20, 32, 44, 56, 110)},
+    "resnet9": resnet9,
+    "alexnet": alexnet,
+    "vgg16-cifar": vgg16_cifar,
+    "vgg16": vgg16,
+    "resnet18": resnet18,
+    "resnet50": resnet50,
+    "cnn": cnn,
+    "lstm": lstm,
+    "gpt": gpt,
+    "gpt2": gpt2,
+}
+LANGUAGE = ("lstm", "gpt", "gpt2")  # those that read text
+
+__all__ = [
+    "LANGUAGE",
+    "MODELS",
+    "LanguageLSTM",
+    "Maker",
+    "Regime",
+    "State",
+    "Transform",
+    "build",
+    "load",
+    "regime_of",
+    "settings_at",
+    "stages",
+    "transform_of",
+]
+
+
+def load(text: str) -> Maker:
+    """The maker behind a name of `MODELS`, behind ``file.py:make``, or behind ``package.module:make``."""
+    place, colon, name = text.rpartition(":")
+    if not colon:
+        if text.endswith(".py"):
+            raise ValueError(f"the model {text} is a file; name the function in it too, as in {text}:make")
+        if text not in MODELS:
+            raise ValueError(f"there is no model called {text!r}; {nearest(text, MODELS)} (your own: file.py:make)")
+        return MODELS[text]
+    module = _file(Path(place)) if place.endswith(".py") else _module(place)
+    maker: object = getattr(module, name, None)
+    if not callable(maker):
+        raise ValueError(f"{place} has no function called {name!r} that would make a model")
+    return maker
+
+
+def build(
+    text: str,
+    options: Mapping[str, object] | None = None,
+    facts: Mapping[str, object] | None = None,
+    seed: int | None = None,
+) -> nn.Module:
+    """Load and call a maker: with the options a person gave, and those facts of the data that it has keywords for.
+
+    With a seed, the weights are the same for the same seed, and the global generator is left as it was.
+    """
+    maker, told = load(text), dict(facts or {})
+    if "classes" in told:
+        told["num_classes"] = told["classes"]  # as torchvision says, and many others
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        model = _call(maker, text, options or {}, told)
+    if not isinstance(model, nn.Module):
+        raise Misfit(f"{text} made {model!r}, which is no torch.nn.Module")
+    return model
+
+
+def _call(maker: Maker, text: str, options: Mapping[str, object], facts: Mapping[str, object]) -> nn.Module:
+    """What a maker of ours cannot do is due to its options; what a person's own cannot may be an error to be traced."""
+    try:
+        return call(maker, "model", text, options, facts)
+    except (TypeError, RuntimeError, ArithmeticError) as wrong:
+        if text not in MODELS or not options:
+            raise
+        given = ", ".join(f"model.options.{word} = {value!r}" for word, value in options.items())
+        why = " ".join(str(wrong).split())
+        raise ValueError(f"the model {text} cannot be made with {given}: {why}") from None
+
+
+def _file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ValueError(
+            f"there is no model file {path}; give a path from the current folder, as in models/mine.py:make"
+        )
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as wrong:
+        raise ValueError(f"the model file {path} cannot be imported: {_whereabouts(wrong, path)}") from wrong
+    return module
+
+
+def _whereabouts(wrong: Exception, path: Path) -> str:
+    """An error, and the last line of a person's file on the way to it."""
+    frames = traceback.extract_tb(wrong.__traceback__)
+    theirs = [frame.lineno for frame in frames if frame.filename == str(path.absolute())]
+    line, what = (wrong.lineno, wrong.msg) if isinstance(wrong, SyntaxError) else (theirs[-1] if theirs else 0, wrong)
+    return f"{f'line {line}: ' if line else ''}{type(wrong).__name__}: {what}"
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"the module {error.name} is not installed; install it, or name a file as in mine.py:make"
+        ) from None

@@ -1,0 +1,281 @@
+"""Recipe: everything that decides a training, in seven tables of TOML.
+
+    [data]      which examples, cut and shuffled how
+    [model]     which network
+    [train]     how long, in which batches, in which precision
+    [sync]      what the workers tell each other: the arguments of `gradwire.compress`
+    [gossip]    or how they talk to neighbors: the arguments of `gradwire.gossip`
+    [optimizer] what is done with the agreed gradient, or with each worker's own
+    [schedule]  how the learning rate changes
+
+A recipe that was read is a value; `shelf` finds, merges and overrides the files that it is read from.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from gradwire_lab.train.data import TASKS, TEXTS
+from gradwire_lab.train.data.partition import KINDS
+from gradwire_lab.train.keywords import nearest
+
+Count = Annotated[int, Field(ge=1)]
+Amount = Annotated[float, Field(ge=0.0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Kind = Literal["constant", "steps", "cosine", "linear", "exponential", "plateau"]
+
+
+class Table(BaseModel):
+    """One table of a recipe: no other keys, and no type that is not the key's own."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Data(Table):
+    name: Literal[tuple(TASKS)] = "digits"  # type: ignore[valid-type]
+    root: str = ""  # the folder that --data names
+    partition: Literal[KINDS] = "shuffled"  # type: ignore[valid-type]
+    reshuffle: bool = True
+    crop: Annotated[int, Field(ge=0)] = 0  # images: pixels of padding before a random crop
+    border: Literal["zero", "reflect"] = "zero"
+    flip: bool = False
+    cutout: Annotated[int, Field(ge=0)] = 0
+    size: Count = 224  # image files: pixels on a side
+    sizes: list[list[int]] = []  # images: [epoch, pixels on a side] from that epoch on; empty: always the same
+    threads: Count = 8  # image files: decoders
+    length: Count = 35  # text: tokens in a row, which is how far back gradients reach
+    columns: Count = 10  # text: columns that evaluation reads side by side
+    options: dict[str, Any] = {}  # what only this data set knows, such as strict = false
+
+    @model_validator(mode="after")
+    def _sizes_in_order(self) -> "Data":
+        pairs = [entry for entry in self.sizes if len(entry) == 2 and entry[1] >= 1]
+        epochs = [pair[0] for pair in pairs]
+        if len(pairs) < len(self.sizes) or epochs != sorted(set(epochs)) or epochs[:1] not in ([], [0]):
+            raise ValueError("sizes must be pairs [epoch, pixels] by rising epoch from 0, such as [[0, 24], [10, 32]]")
+        return self
+
+
+class Model(Table):
+    name: str = "cnn"  # one of gradwire_lab.train.models, file.py:make, or package.module:make
+    options: dict[str, Any] = {}  # keywords of its maker
+
+
+class Train(Table):
+    workers: Count = 4
+    epochs: Annotated[float, Field(gt=0)] = 18
+    iterations: Annotated[int, Field(ge=0)] = 0  # stop after so many steps; 0: by epochs, which the schedule spans
+    batch: Count = 60
+    batch_per: Literal["worker", "world"] = "worker"  # of whom the batch is
+    accumulate: Count = 1  # backward passes to a step; each sees `batch` examples
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    label_smoothing: Share = 0.0
+    seed: int = 0
+    eval_batch: Count = 500
+    eval_every: Count = 1  # epochs
+    log_every: Count = 20  # steps
+    save_every: Annotated[int, Field(ge=0)] = 0  # steps; 0: at every evaluation
+    buffers: Literal["average", "first"] = "average"  # whose batch-norm statistics are evaluated
+    channels_last: bool = False
+    passes: Literal["auto", "together", "in turn"] = "auto"  # of virtual workers, through the model; auto: see Passes
+    graphs: bool = True  # replay forward and backward as CUDA graphs, where there is a GPU
+    deterministic: bool = False
+
+
+class Rule(Table):
+    """See `gradwire.Rule`."""
+
+    spec: str
+    name: str = "*"
+    min_dim: int = 0
+    max_dim: int | None = None
+    min_size: int = 0
+    max_size: int | None = None
+    feedback: str | None = None
+    exchange: str | None = None
+    granularity: Literal["layer", "bucket", "model"] = "layer"
+
+
+class Sync(Table):
+    spec: str = "dense"
+    feedback: str = "auto"  # auto: what the spec needs
+    exchange: str = "auto"
+    granularity: Literal["layer", "bucket", "model"] = "layer"
+    bundle: str = "fp16"  # the codec of 1-D tensors; none: that of all others
+    rules: list[Rule] = []
+    ramp: Amount = 0.0  # epochs of warm-up, in which the density falls to the spec's own
+    densities: list[Annotated[float, Field(gt=0, le=1)]] = []  # of equal parts of the ramp; empty: 1/4, 1/16, ...
+    launch_mb: Annotated[float, Field(gt=0)] = 25.0
+    rollback: bool = True  # keep memories of before a step until it is agreed on; false: half the memory
+    across: Literal["ranks", "hosts"] | list[list[int]] = "ranks"  # between whom; lists: the ranks of each host
+    timeout: Annotated[float, Field(gt=0)] = 300.0  # seconds that a rank waits for others in a step
+
+
+class Gossip(Table):
+    """See `gradwire.gossip`; where a method is named, workers gossip, and [sync] is not used."""
+
+    method: str = ""  # choco, dpsgd, ...; empty: none
+    graph: str = "ring"
+    options: dict[str, Any] = {}  # further keywords of the method, such as gamma = 0.45
+    codec: str = ""  # what messages are written in; empty: float32
+    granularity: Literal["layer", "model"] = "layer"
+    overlap: bool = False  # whether what neighbors say comes a step late
+    across: Literal["ranks", "hosts"] | list[list[int]] = "ranks"  # who is a node; lists: the ranks of each
+    elastic: bool = False  # whether processes go on when one of them dies or stalls, and take it back
+    timeout: Annotated[float, Field(gt=0)] = 30.0  # seconds after which they give up a silent neighbor
+    passes: Literal["auto", "together", "in turn"] = "auto"  # of virtual workers, through the model
+
+
+class Optimizer(Table):
+    name: Literal["sgd", "adamw"] = "sgd"
+    lr: Annotated[float, Field(gt=0)] = 0.05
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # before compression, where the feedback corrects momentum
+    nesterov: bool = False
+    weight_decay: Amount = 0.0
+    decay_norms: bool = True  # whether 1-D tensors (norms, biases) decay too
+    beta1: Share = 0.9
+    beta2: Share = 0.999
+    eps: Amount = 1e-8
+    clip: Amount = 0.0  # longest agreed gradient; 0: any
+    local_clip: Amount = 0.0  # longest gradient of one worker, before compression; 0: any
+
+
+class Schedule(Table):
+    kind: Kind = "constant"
+    epochs: Amount = 0.0  # what the epochs below are written for: a run of other length stretches them; 0: never
+    scale: Literal["none", "linear", "sqrt", "graph"] = "none"  # of the rate, by how much larger the batch is
+    base_batch: Annotated[int, Field(ge=0)] = 0  # larger than this one; 0: than one worker's
+    warmup: Amount = 0.0  # epochs
+    warmup_from: Amount = 1.0  # times the unscaled rate
+    milestones: list[float] = []  # steps: epochs
+    points: list[list[float]] = []  # linear: [epoch, share of the rate]
+    factor: Annotated[float, Field(gt=0)] = 0.1  # steps, plateau: at each; exponential: each epoch
+    floor: Share = 0.0  # cosine: the share left at the end
+    patience: Annotated[int, Field(ge=0)] = 0  # plateau: evaluations without a better one
+
+    @model_validator(mode="after")
+    def _points_rise(self) -> "Schedule":
+        places = [point[0] for point in self.points if len(point) == 2]
+        if len(places) < len(self.points) or places != sorted(places) or (self.kind == "linear" and len(places) < 2):
+            raise ValueError("points must be at least two pairs [epoch, share], by rising epoch")
+        if self.milestones != sorted(self.milestones):
+            raise ValueError(f"milestones must rise, and {self.milestones} do not")
+        return self
+
+
+class Recipe(Table):
+    data: Data = Data()
+    model: Model = Model()
+    train: Train = Train()
+    sync: Sync = Sync()
+    gossip: Gossip = Gossip()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+
+
+TABLES: dict[str, type[Table]] = {
+    name: field.annotation
+    for name, field in Recipe.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Table)
+}
+
+
+def read(tables: dict[str, Any]) -> Recipe:
+    """Check raw tables and make a recipe of them.
+
+    Raises:
+        ValueError: A wrong key, type or value; the sentence names it and the nearest right one.
+    """
+    try:
+        recipe = Recipe.model_validate(tables)
+    except ValidationError as wrong:
+        raise ValueError("; ".join(map(_sentence, wrong.errors()))) from None
+    _check(recipe)
+    return recipe
+
+
+def _check(recipe: Recipe) -> None:
+    """What only other parts of the package can judge."""
+    from gradwire.sync import method
+    from gradwire_lab.train import models
+    from gradwire_lab.train.compression import method_of
+
+    models.load(recipe.model.name)
+    _refuse_unlike(recipe)
+    _refuse_gossip(recipe.sync.spec)
+    method_of(recipe, ramp_steps=100)
+    for rule in recipe.sync.rules:
+        method(rule.spec, rule.feedback, rule.exchange)
+    if recipe.sync.bundle != "none":
+        method(recipe.sync.bundle)
+    if recipe.gossip.method:
+        _check_gossip(recipe)
+    elif recipe.gossip.elastic:
+        raise ValueError("gossip.elastic is a way to gossip; name one that can, as in gossip.method = 'choco'")
+    if recipe.schedule.kind == "linear" and not recipe.schedule.points:
+        raise ValueError("schedule.kind = 'linear' needs schedule.points, such as [[0, 0], [5, 1], [24, 0]]")
+
+
+def _refuse_unlike(recipe: Recipe) -> None:
+    """Of a person's own model nobody knows what it takes."""
+    from gradwire_lab.train.models import LANGUAGE, MODELS
+
+    model, data = recipe.model.name, recipe.data.name
+    if model not in MODELS or (model in LANGUAGE) == (data in TEXTS):
+        return
+    if data in TEXTS:
+        raise ValueError(
+            f"the model {model} takes images, and the data {data} are text; name a model that reads, as in --set "
+            "model.name=lstm, or images, as in --set data.name=digits"
+        )
+    raise ValueError(
+        f"the model {model} reads text, and the data {data} are images; name a model that takes them, as in --set "
+        "model.name=cnn, or a text, as in --set data.name=pydoc"
+    )
+
+
+def _refuse_gossip(spec: str) -> None:
+    from gradwire.core.registry import listing
+
+    name = spec.partition("(")[0].strip()
+    if name in listing("gossip"):
+        raise ValueError(
+            f"{spec!r} is a way to gossip, and no spec; write --set gossip.method={name} instead, and its graph as "
+            "gossip.graph"
+        )
+
+
+def _check_gossip(recipe: Recipe) -> None:
+    from gradwire.codecs import codec
+    from gradwire_lab.train.neighborhood import method_of
+
+    method = method_of(recipe)
+    if recipe.gossip.codec:
+        codec(recipe.gossip.codec)
+    if recipe.train.precision == "fp16":
+        raise ValueError("with gossip every worker would scale its loss by itself; use train.precision = 'bf16'")
+    if recipe.gossip.elastic and recipe.gossip.across != "ranks":
+        raise ValueError("gossip.elastic has nodes of one worker, which may come and go; leave gossip.across out")
+    if recipe.schedule.scale == "linear" and method.name != "centralized":
+        raise ValueError("a step of gossip averages a worker and its neighbors alone; use schedule.scale = 'graph'")
+
+
+def _sentence(error: Any) -> str:
+    path = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return _unknown(error["loc"])
+    given = f"{path} = {error['input']!r}"
+    if error["type"] == "literal_error":
+        words = {word.strip(" '"): None for word in error["ctx"]["expected"].replace(" or ", ",").split(",")}
+        return f"{given} cannot be; {nearest(str(error['input']), words)}"
+    if error["type"] == "value_error":
+        return f"{path}: {error['ctx']['error']}"
+    return f"{given} cannot be: {error['msg'].lower()}"
+
+
+def _unknown(path: tuple[Any, ...]) -> str:
+    if len(path) == 1:
+        return f"a recipe has no table [{path[0]}]; {nearest(str(path[0]), TABLES)}"
+    table, key = path[0], path[-1]
+    fields = Rule.model_fields if len(path) > 2 else TABLES[table].model_fields
+    return f"[{table}] has no key {key!r}; {nearest(str(key), fields)}"

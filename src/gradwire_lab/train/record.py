@@ -1,0 +1,190 @@
+"""Record: the files that a run leaves behind for people and programs.
+
+run.jsonl         one JSON object a line: start, step, epoch, final; and each decision of sync.spec = "auto"
+results.csv       one line an epoch
+recipe.toml       the recipe, resolved
+environment.json  versions, device, git revision, command line
+events.out.*      TensorBoard, where it is installed
+wandb-run         the run's name at Weights & Biases, where WANDB_PROJECT is set
+"""
+
+import csv
+import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from gradwire.version import VERSION, WIRE_FORMAT
+from gradwire_lab.train.checkpoint import write_text
+from gradwire_lab.train.recipe import Recipe
+from gradwire_lab.train.shelf import dumps
+
+CURVES = ("train_loss", "test_loss", "valid_loss", "value", "top5", "sent", "payload_ratio", "wire_ratio")
+
+
+class Records:
+    """The open books of one sitting; a process that does not write opens none."""
+
+    def __init__(self, folder: Path, epoch: float, writes: bool) -> None:
+        self.folder = folder
+        self._file = None
+        self._board: Any = None
+        self._wandb: Any = None
+        if writes:
+            wandb = _find_wandb()  # or a sentence, before anything is written
+            step = self._keep_until(epoch)
+            self._file = (folder / "run.jsonl").open("a", encoding="utf-8")
+            self._board = _tensorboard(folder, step)
+            self._wandb = None if wandb is None else _begin(wandb, folder, step)
+
+    def __enter__(self) -> "Records":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, why: BaseException | None, where: TracebackType | None
+    ) -> None:
+        for open_book in (self._file, self._board):
+            if open_book is not None:
+                open_book.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=0 if why is None else 1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(_plain(record)) + "\n")
+        self._file.flush()
+        if record["event"] == "epoch":
+            write_csv(self.folder)
+        curves = {name: record[name] for name in (*CURVES, "loss", "lr") if record.get(name) is not None}
+        if record["event"] in ("step", "epoch"):
+            self._draw(curves, record["step"])
+
+    def _draw(self, curves: dict[str, float], step: int) -> None:
+        if self._board is not None:
+            for name, value in curves.items():
+                self._board.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(curves, step=step)
+
+    def _keep_until(self, epoch: float) -> int:
+        """Forget what was written after the checkpoint that training goes on from; the last step that is kept."""
+        past = [record for record in read(self.folder) if record["event"] != "final"]
+        kept = [record for record in past if _position(record) <= epoch + 1e-4]  # written with four digits
+        kept = [record for record in kept if record["event"] != "start" or _position(record) < epoch - 1e-4]
+        kept = kept if epoch else []
+        write_text(self.folder / "run.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
+        return max((record["step"] for record in kept), default=0)
+
+
+def _position(record: dict[str, Any]) -> float:
+    """The epoch that a record was written in, as a real number; of a sitting's start, that which it began in."""
+    told = record["step"] / record["steps_per_epoch"] if record["event"] == "start" else record.get("epoch", 0.0)
+    return float(told)
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run; a last line that was cut off, and whatever else is no record, is left out."""
+    path = folder / "run.jsonl"
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    records = []
+    for line in lines:
+        with suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict) and "event" in record]
+
+
+def begun(folder: Path) -> bool:
+    """Whether a folder holds more of a run than its start: a step, a checkpoint, or a log that nobody can read."""
+    log, records = folder / "run.jsonl", read(folder)
+    foreign = not records and log.is_file() and bool(log.read_bytes().strip())
+    return foreign or (folder / "checkpoints").exists() or any(record["event"] != "start" for record in records)
+
+
+def write_csv(folder: Path) -> None:
+    """results.csv, from the epochs of run.jsonl."""
+    rows = [record for record in read(folder) if record["event"] == "epoch"]
+    names = [name for name in dict.fromkeys(key for row in rows for key in row) if name != "event"]
+    partial = folder / "results.csv.partial"
+    with partial.open("w", newline="", encoding="utf-8") as file:
+        sheet = csv.DictWriter(file, names, extrasaction="ignore")
+        sheet.writeheader()
+        sheet.writerows(rows)
+    partial.replace(folder / "results.csv")
+
+
+def open_folder(folder: Path, recipe: Recipe) -> None:
+    """Make a run's folder, with its recipe and where it runs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "recipe.toml", dumps(recipe))
+    write_text(folder / "environment.json", json.dumps(environment(), indent=2))
+
+
+def environment() -> dict[str, Any]:
+    """What else may have made a difference."""
+    return {
+        "gradwire": VERSION,
+        "wire_format": WIRE_FORMAT,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
+        "cpus": os.cpu_count(),
+        "git": _revision(),
+        "command": sys.argv,
+    }
+
+
+def _revision() -> str | None:
+    """The revision of the code that runs, if it runs from a checkout."""
+    here = Path(__file__).resolve().parent
+    try:
+        command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _plain(record: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity."""
+    return {
+        k: None if (isinstance(v, float) and v in (float("inf"), float("-inf"))) or v != v else v
+        for k, v in record.items()
+    }
+
+
+def _tensorboard(folder: Path, step: int) -> Any:
+    """A writer whose curves go on after a step: what an earlier sitting drew beyond it is not shown."""
+    try:
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+    except ImportError:
+        return None
+    return writer(str(folder), purge_step=step + 1)
+
+
+def _find_wandb() -> Any:
+    """Weights & Biases, for whoever has set WANDB_PROJECT."""
+    if not os.environ.get("WANDB_PROJECT"):
+        return None
+    try:
+        return importlib.import_module("wandb")
+    except ImportError:
+        raise ValueError("WANDB_PROJECT is set, but wandb is not installed: pip install wandb") from None
+
+
+def _begin(wandb: Any, folder: Path, step: int) -> Any:
+    """One run there for all sittings of a run here."""
+    project = os.environ["WANDB_PROJECT"]
+    name = folder / "wandb-run"
+    if not step or not name.is_file():
+        write_text(name, uuid.uuid4().hex)
+    return wandb.init(project=project, name=folder.name, dir=str(folder), id=name.read_text(), resume="allow")
