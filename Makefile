@@ -30,9 +30,9 @@ train: setup  ## Train on the digits with compressed gradients
 
 # Tests that only compute, in one process, take what others leave of the processors: they run beside them with low
 # priority, and speak when those are done. Tests that watch a clock come last, when nothing else runs.
-COMPUTE := $(addprefix tests/,codecs core forecast/test_simulation.py kernels laws sync topology) \
+COMPUTE := $(addprefix tests/,codecs core perf_model/test_simulation.py kernels laws engine topology) \
 	$(patsubst %,tests/gossip/test_%.py,consensus equalities gamma stack state study)
-CLOCKS := $(addprefix tests/,bench forecast gossip/test_elastic.py gossip/test_peers.py links network test_workers.py)
+CLOCKS := $(addprefix tests/,bench perf_model gossip/test_elastic.py gossip/test_peers.py comm network test_spawn.py)
 IGNORED := $(addprefix --ignore=,$(COMPUTE))
 
 test: setup  ## Run the tests

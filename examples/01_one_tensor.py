@@ -6,7 +6,7 @@ Run it with `python examples/01_one_tensor.py`. No network is involved.
 import torch
 
 import gradwire
-from gradwire.codecs.stage import Signal
+from gradwire.codecs.stage import EncodeInput
 from gradwire.core.keys import Key
 from gradwire.core.segments import Segments
 
@@ -18,7 +18,7 @@ key = Key(seed=0, step=0, rank=0)  # where random bits come from, for codecs tha
 print(f"{'codec':<28} {'bytes':>8} {'ratio':>7}   share of the gradient's length that is lost")
 for spec in ("fp16", "int8", "qsgd(levels=7)", "sign", "topk(0.01)", "topk(0.01) | sign"):
     codec = gradwire.codec(spec)
-    message = codec.encode(Signal(gradient, gradient, {}, table), key)
+    message = codec.encode(EncodeInput(gradient, gradient, {}, table), key)
     heard = codec.decode(message.payload, table, key)
     nbytes = message.payload.nbytes
     lost = float((gradient - heard).norm() / gradient.norm())
@@ -29,7 +29,7 @@ codec = gradwire.codec("topk(0.01) | sign")
 debt, total = torch.zeros(n), torch.zeros(n)
 for step in range(1, 201):
     target = gradient + debt
-    heard = codec.decode(codec.encode(Signal(gradient, target, {}, table), key).payload, table, key)
+    heard = codec.decode(codec.encode(EncodeInput(gradient, target, {}, table), key).payload, table, key)
     debt = target - heard
     total += heard
     if step in (1, 10, 100, 200):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradwire.adapters.accelerate import attach
+from gradwire.integrations.accelerate import attach
 
 torch.manual_seed(0)
 teacher = nn.Linear(64, 10)

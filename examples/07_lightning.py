@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradwire.adapters.lightning import Compression
+from gradwire.integrations.lightning import Compression
 
 
 class Student(LightningModule):

@@ -9,7 +9,7 @@ import sys
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from gradwire.adapters.transformers import Compression
+from gradwire.integrations.transformers import Compression
 
 torch.manual_seed(0)
 starts = torch.randint(0, 16, (512, 1))

@@ -13,12 +13,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-import workers
+import spawn
 
 # Who is started in the background of a shell is told to ignore Ctrl-C, and so are all whom it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
-workers.preload()
+spawn.preload()
 
 # Deadlines measure the machine, not the code. Everybody draws the same examples, CI included;
 # HYPOTHESIS_PROFILE=explore draws new and more ones.
@@ -37,4 +37,4 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 def fork_server(request: pytest.FixtureRequest) -> None:
     """It imports while the first tests run, if some of them are going to need it."""
     if any(hasattr(item.module, "run_ranks") for item in request.session.items):
-        workers.start_server()
+        spawn.start_server()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from workers import PATIENCE
+from spawn import PATIENCE
 
 FRAME = 66  # bytes of headers that open a frame: Ethernet 14, IPv4 20, TCP 20, and its timestamps 12
 SEGMENT = 1448  # bytes of data that fill a frame

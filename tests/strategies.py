@@ -11,7 +11,7 @@ from torch import Tensor
 
 import gradwire
 from gradwire.codecs.codec import Codec, codec
-from gradwire.codecs.stage import Sent, Signal
+from gradwire.codecs.stage import Decoded, EncodeInput
 from gradwire.core.keys import Key
 from gradwire.core.segments import Segments
 
@@ -21,7 +21,7 @@ KINDS = ("normal", "zeros", "spike", "denormal", "huge", "constant", "bf16", "st
 
 def examples(*kinds: str) -> list[str]:
     """The examples of every registered class of these kinds."""
-    return [spec for made in gradwire.listing(*kinds).values() for spec in made.examples]  # type: ignore[attr-defined]
+    return [spec for made in gradwire.registered(*kinds).values() for spec in made.examples]  # type: ignore[attr-defined]
 
 
 STAGES = examples("transform", "selector", "quantizer", "indices")
@@ -31,7 +31,7 @@ EXCHANGES = examples("exchange")
 
 def _chains() -> list[str]:
     quantizers, coders = examples("quantizer"), examples("indices")
-    selectors = [made.examples for made in gradwire.listing("selector").values()]  # type: ignore[attr-defined]
+    selectors = [made.examples for made in gradwire.registered("selector").values()]  # type: ignore[attr-defined]
     return [
         *quantizers,
         *examples("selector"),
@@ -78,15 +78,15 @@ def tensor(kind: str, n: int, seed: int = 0) -> Tensor:
     return x[:n]
 
 
-def signal(segments: Segments, kind: str = "normal", seed: int = 0) -> Signal:
+def signal(segments: Segments, kind: str = "normal", seed: int = 0) -> EncodeInput:
     """What an encoder is given: today's gradient, a target beyond it, and a moment for those that keep one."""
     grad = tensor(kind, segments.total, seed)
     target = grad if kind in ("zeros", "spike", "strided") else grad + tensor(kind, segments.total, seed + 1)
     memory = {"second_moment": grad.square().clamp(max=1e38)}
-    return Signal(grad, target, memory, segments)
+    return EncodeInput(grad, target, memory, segments)
 
 
-def dense(sent: Sent, n: int) -> Tensor:
+def dense(sent: Decoded, n: int) -> Tensor:
     """What was sent, zeros where nothing was."""
     return sent.onto(torch.zeros(n))
 
@@ -107,5 +107,5 @@ def tables() -> st.SearchStrategy[Segments]:
 
 
 @st.composite
-def signals(draw: st.DrawFn) -> Signal:
+def signals(draw: st.DrawFn) -> EncodeInput:
     return signal(draw(tables()), draw(st.sampled_from(KINDS)), draw(st.integers(0, 2**31)))

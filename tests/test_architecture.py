@@ -13,8 +13,8 @@ import gradwire
 SOURCE = Path(gradwire.__file__).parent
 LAB = SOURCE.parent / "gradwire_lab"
 # Which rooms each room may import from, besides itself. The library never imports the lab.
-BELOW_SYNC = {"core", "kernels", "codecs", "feedback", "topology", "exchanges", "gossip", "links"}
-LIBRARY = BELOW_SYNC | {"sync", "adapters"}
+BELOW_ENGINE = {"core", "kernels", "codecs", "feedback", "topology", "exchanges", "gossip", "comm"}
+LIBRARY = BELOW_ENGINE | {"engine", "integrations"}
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "kernels": {"core"},
@@ -23,16 +23,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "topology": {"kernels", "core"},  # random graphs draw their edges from Philox
     "exchanges": {"codecs", "topology", "kernels", "core"},
     "gossip": {"codecs", "feedback", "topology", "kernels", "core"},
-    "links": {"core"},
-    "sync": BELOW_SYNC,
-    "adapters": BELOW_SYNC | {"sync"},
-    "forecast": BELOW_SYNC | {"sync"},
-    "autotune": LIBRARY | {"forecast"},  # `auto` decides by the same costs as `advise`
-    "train": LIBRARY | {"report", "forecast", "autotune"},  # `compare` reads its run folders back
-    "bench": LIBRARY | {"train", "network", "forecast", "autotune"},  # it measures training steps, on hosts
+    "comm": {"core"},
+    "engine": BELOW_ENGINE,
+    "integrations": BELOW_ENGINE | {"engine"},
+    "adapters": {"integrations"},  # old names, for one release
+    "perf_model": BELOW_ENGINE | {"engine"},
+    "autotune": LIBRARY | {"perf_model"},  # `auto` decides by the same costs as `advise`
+    "train": LIBRARY | {"report", "perf_model", "autotune"},  # `compare` reads its run folders back
+    "bench": LIBRARY | {"train", "network", "perf_model", "autotune"},  # it measures training steps, on hosts
     "network": LIBRARY,
     "report": set(),
-    "cli": LIBRARY | {"train", "bench", "network", "report", "forecast", "autotune"},
+    "cli": LIBRARY | {"train", "bench", "network", "report", "perf_model", "autotune"},
 }
 # What library code may import from elsewhere; all but the first line lazily.
 PACKAGES = {
@@ -40,13 +41,13 @@ PACKAGES = {
     *("accelerate", "lightning", "pytorch_lightning", "transformers"),
 }
 MAY_IMPORT_DISTRIBUTED = (
-    "links/*.py",
+    "comm/*.py",
     "network/*.py",
     "bench/network/*.py",
     "bench/step.py",
-    "adapters/ddp.py",
-    "adapters/compress.py",
-    "adapters/optimizer.py",
+    "integrations/ddp.py",
+    "integrations/compress.py",
+    "integrations/optimizer.py",
     "train/launch.py",
 )
 PROJECT = ("gradwire", "gradwire_lab")
@@ -120,7 +121,7 @@ def test_only_few_files_know_torch_distributed() -> None:
 
 
 def test_every_registered_class_carries_its_card() -> None:
-    for name, made in gradwire.listing().items():
+    for name, made in gradwire.registered().items():
         if not isinstance(made, type):
             continue  # presets are functions, and their docstrings say what they stand for
         card = sys.modules[made.__module__].__doc__ or ""

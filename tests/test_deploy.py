@@ -94,7 +94,7 @@ def test_the_page_of_training_names_every_key_model_and_data_set():
 def test_the_page_of_flags_names_recipes_that_exist():
     named = set(re.findall(r"\b(?:cifar10|imagenet|ptb|pydoc)-\w[\w-]*", PAGE.read_text()))
     assert named
-    assert named <= set(shelf.listing())
+    assert named <= set(shelf.registered())
 
 
 def test_the_page_of_flags_names_keys_that_exist():

@@ -12,30 +12,30 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from gradwire.links.collectives import AllGather, AllReduce, AllToAll, Collective
-from gradwire.links.link import Link
-from gradwire.links.torch import connect
+from gradwire.comm.backend import Backend
+from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, Collective
+from gradwire.comm.torch_backend import connect
 
 SIZES = (8, 4096, 2**16, 2**18, 2**20, 2**22)
 
 
-def straight(link: Link, each: int, peers: set[int]) -> AllToAll:
+def straight(link: Backend, each: int, peers: set[int]) -> AllToAllOp:
     shares = tuple(each if peer in peers else 0 for peer in range(link.world))
-    return AllToAll(torch.zeros(sum(shares), dtype=torch.uint8), shares, shares)
+    return AllToAllOp(torch.zeros(sum(shares), dtype=torch.uint8), shares, shares)
 
 
-def makers(link: Link, n: int) -> dict[str, Callable[[], Collective]]:
+def makers(link: Backend, n: int) -> dict[str, Callable[[], Collective]]:
     others = set(range(link.world)) - {link.rank}
     beside = {(link.rank + 1) % link.world, (link.rank - 1) % link.world}
     return {
-        "all_reduce": lambda: AllReduce(torch.zeros(n // 2, dtype=torch.float16), "sum"),
-        "all_gather": lambda: AllGather(torch.zeros(n, dtype=torch.uint8)),
+        "all_reduce": lambda: AllReduceOp(torch.zeros(n // 2, dtype=torch.float16), "sum"),
+        "all_gather": lambda: AllGatherOp(torch.zeros(n, dtype=torch.uint8)),
         "all_to_all": lambda: straight(link, max(1, n // len(others)), others),
         "swap": lambda: straight(link, max(1, n // 2), beside),
     }
 
 
-def seconds(link: Link, make: Callable[[], Collective], repeats: int) -> float:
+def seconds(link: Backend, make: Callable[[], Collective], repeats: int) -> float:
     found = []
     for _ in range(repeats + 1):
         collective = make()

@@ -1,50 +1,78 @@
 """gradwire: training over thin wires."""
 
-from gradwire.adapters import (
+import warnings
+
+from gradwire.codecs import Codec, codec
+from gradwire.comm.liveness import PeerLostError
+from gradwire.core.payload import CorruptMessageError
+from gradwire.core.registry import register, registered
+from gradwire.core.spec import parse
+from gradwire.engine import Method, Rule, method
+from gradwire.integrations import (
     SGD,
     DistributedOptimizer,
     Report,
-    VirtualWorkers,
+    SimulatedWorkers,
     Wire,
     compress,
     load,
     lockstep,
     save,
 )
-from gradwire.adapters.gossip import ElasticNet, GossipReport, Net, VirtualNet, gossip, gossip_lockstep
-from gradwire.codecs import Codec, codec
-from gradwire.core.payload import Malformed
-from gradwire.core.registry import listing, register
-from gradwire.core.spec import parse
-from gradwire.links.roll_call import LostError
-from gradwire.sync import Method, Rule, method
+from gradwire.integrations.gossip import (
+    ElasticGossip,
+    GossipReport,
+    GossipSync,
+    SimulatedGossip,
+    gossip,
+    gossip_lockstep,
+)
 from gradwire.version import VERSION as __version__
 
 __all__ = [
     "SGD",
     "Codec",
+    "CorruptMessageError",
     "DistributedOptimizer",
-    "ElasticNet",
+    "ElasticGossip",
     "GossipReport",
-    "LostError",
-    "Malformed",
+    "GossipSync",
     "Method",
-    "Net",
+    "PeerLostError",
     "Report",
     "Rule",
-    "VirtualNet",
-    "VirtualWorkers",
+    "SimulatedGossip",
+    "SimulatedWorkers",
     "Wire",
     "__version__",
     "codec",
     "compress",
     "gossip",
     "gossip_lockstep",
-    "listing",
     "load",
     "lockstep",
     "method",
     "parse",
     "register",
+    "registered",
     "save",
 ]
+
+_RENAMED = {  # the old names of one release
+    "ElasticNet": "ElasticGossip",
+    "LostError": "PeerLostError",
+    "Malformed": "CorruptMessageError",
+    "Net": "GossipSync",
+    "VirtualNet": "SimulatedGossip",
+    "VirtualWorkers": "SimulatedWorkers",
+    "listing": "registered",
+}
+
+
+def __getattr__(name: str) -> object:
+    """An old name, with a warning."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
+    new = _RENAMED[name]
+    warnings.warn(f"gradwire.{name} is now gradwire.{new}", DeprecationWarning, stacklevel=2)
+    return globals()[new]

@@ -18,7 +18,7 @@ def run(*words: str):
 
 
 def registered() -> list[str]:
-    return [name for kind in HEADINGS for name in gradwire.listing(kind)]
+    return [name for kind in HEADINGS for name in gradwire.registered(kind)]
 
 
 def test_the_version():

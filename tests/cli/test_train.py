@@ -8,7 +8,7 @@ from gradwire_lab.cli.main import app
 from gradwire_lab.cli.train import _left, _tell_unused
 from gradwire_lab.train import checkpoint, shelf
 from gradwire_lab.train.record import read
-from trainings import DIGITS
+from training_fixtures import DIGITS
 
 SMALL = [word for override in DIGITS for word in ("--set", override)]
 

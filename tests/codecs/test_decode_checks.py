@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradwire.codecs.codec import Codec, codec
 from gradwire.core.keys import Key
-from gradwire.core.payload import Malformed, Payload
+from gradwire.core.payload import CorruptMessageError, Payload
 from gradwire.core.segments import Segments
 from strategies import CODECS, codecs, signal, signals, table
 
@@ -20,7 +20,7 @@ def listen(chain: Codec, data: Tensor, segments: Segments) -> Tensor | None:
     """What is heard, None where it is refused; whatever else happens is a bug."""
     try:
         heard = chain.decode(Payload(data), segments, KEY)
-    except Malformed as refused:
+    except CorruptMessageError as refused:
         assert len(str(refused).split()) > 5
         return None
     assert heard.shape == (segments.total,) and heard.dtype == torch.float32
@@ -82,7 +82,7 @@ def test_padding_is_not_heard(chain: Codec, what: object, padding: bytes) -> Non
 def test_a_count_beyond_the_budget_is_refused_before_anything_is_allocated(count: int) -> None:
     chain = codec("topk(0.01)")  # sends 4 of these
     data = torch.cat((octets(count.to_bytes(4, "little")), said(chain, table(400))[4:]))
-    with pytest.raises(Malformed, match="at most 4"):
+    with pytest.raises(CorruptMessageError, match="at most 4"):
         chain.decode(Payload(data), table(400), KEY)
 
 
@@ -103,7 +103,7 @@ def test_a_count_beyond_the_budget_is_refused_before_anything_is_allocated(count
 def test_positions_outside_the_buffer_are_refused(positions: list[int]) -> None:
     chain = codec("topk(0.2) | int64")
     data = torch.cat((torch.tensor(positions).view(torch.uint8), torch.ones(2).view(torch.uint8)))
-    with pytest.raises(Malformed, match="do not rise"):
+    with pytest.raises(CorruptMessageError, match="do not rise"):
         chain.decode(Payload(data), table(10), KEY)
 
 

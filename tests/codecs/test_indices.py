@@ -12,7 +12,7 @@ from torch import Tensor
 from gradwire.codecs.indices import Bitmap, Gap16, Int32, Int64, Rice, Rows
 from gradwire.codecs.stage import IndexCoder
 from gradwire.core.keys import Key
-from gradwire.core.payload import Malformed
+from gradwire.core.payload import CorruptMessageError
 from gradwire.core.segments import Segments
 from gradwire.core.spec import parse
 from gradwire.kernels import rice
@@ -124,7 +124,7 @@ def test_garbage_is_refused_or_yields_garbage(coder: IndexCoder, raw: bytes, cou
     data = torch.tensor(list(raw), dtype=torch.uint8)
     try:
         indices, used = coder.decode(data, count, n)
-    except Malformed:
+    except CorruptMessageError:
         return
     assert indices.shape == (count,)
     assert 0 <= used <= data.numel()
@@ -137,7 +137,7 @@ def test_one_damaged_byte_is_refused_or_yields_garbage(coder: IndexCoder, where:
     data[where % data.numel()] ^= flip
     try:
         indices, used = coder.decode(data, 700, 9000)
-    except Malformed:
+    except CorruptMessageError:
         return
     assert indices.shape == (700,)
     assert 0 <= used <= data.numel()
@@ -147,14 +147,14 @@ def test_one_damaged_byte_is_refused_or_yields_garbage(coder: IndexCoder, where:
 def test_a_message_cut_short_is_refused(coder: IndexCoder) -> None:
     data = coder.encode(random_support(9000, 700), 9000)
     for keep in (0, 1, data.numel() // 2, data.numel() - 1):
-        with pytest.raises(Malformed):
+        with pytest.raises(CorruptMessageError):
             coder.decode(data[:keep], 700, 9000)
 
 
 def test_bitmap_counts_its_bits() -> None:
     data = Bitmap().encode(torch.tensor([0, 3, 9]), 10)
     assert data.tolist() == [0b1001, 0b10]
-    with pytest.raises(Malformed, match="names 3 positions where 2"):
+    with pytest.raises(CorruptMessageError, match="names 3 positions where 2"):
         Bitmap().decode(data, 2, 10)
 
 
@@ -354,7 +354,7 @@ def test_rows_are_said_as_gaps_where_that_is_shorter() -> None:
     apart = torch.arange(0, n, 5)[(torch.arange(0, n, 5) // 100) % 7 == 0]
     assert coder.encode(alike, n).tolist() == [1, *Rice().encode(alike, n).tolist()]
     assert coder.encode(apart, n).tolist() == [0, *encode_in_rows(apart, ((100, 100),)).tolist()]
-    with pytest.raises(Malformed, match="of the form 2"):
+    with pytest.raises(CorruptMessageError, match="of the form 2"):
         coder.decode(torch.tensor([2, 0, 0], dtype=torch.uint8), 1, n)
 
 

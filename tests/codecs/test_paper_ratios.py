@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.sync import Plan, Rule, build, default_rules
+from gradwire.engine import Plan, Rule, build, default_rules
 
 Shapes = dict[str, tuple[int, ...]]
 PAGE = Path(__file__).parents[2] / "docs" / "ratios.md"

@@ -22,13 +22,13 @@ from gradwire.codecs.quantizers import (
 from gradwire.codecs.stage import Quantizer
 from gradwire.core.keys import Key
 from gradwire.core.payload import as_bytes, from_bytes
-from gradwire.core.registry import listing
+from gradwire.core.registry import registered
 from gradwire.core.spec import parse
 
 KEY = Key(seed=1, step=2, rank=0)
 QUANTIZERS = [
     parse(spec)
-    for made in listing("quantizer").values()
+    for made in registered("quantizer").values()
     for spec in made.examples  # type: ignore[attr-defined]
 ]
 F16_MAX, BF16_MAX, F32_MAX = (torch.finfo(d).max for d in (torch.float16, torch.bfloat16, torch.float32))

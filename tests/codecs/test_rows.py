@@ -5,7 +5,7 @@ import torch
 
 from gradwire.codecs.codec import codec
 from gradwire.codecs.indices import Rows
-from gradwire.codecs.stage import Signal
+from gradwire.codecs.stage import EncodeInput
 from gradwire.core.keys import Key
 from gradwire.core.segments import Segments
 
@@ -28,7 +28,7 @@ def test_what_is_heard_does_not_depend_on_the_coder(spec: str, table: Segments) 
     x = torch.randn(table.total, generator=torch.Generator().manual_seed(0))
     plain, rows = codec(f"{spec} | int64"), codec(f"{spec} | rows")
     assert isinstance(rows.indices, Rows)
-    said = [chain.encode(Signal(x, x, {}, table), KEY).payload for chain in (plain, rows)]
+    said = [chain.encode(EncodeInput(x, x, {}, table), KEY).payload for chain in (plain, rows)]
     assert said[1].nbytes <= rows.size(table)
     assert torch.equal(plain.decode(said[0], table, KEY), rows.decode(said[1], table, KEY))
     assert torch.equal(rows.mean([said[1]] * 2, table, [KEY] * 2), rows.decode(said[1], table, KEY))
@@ -41,7 +41,7 @@ def test_rows_of_a_weight_pay() -> None:
     x = torch.randn(300, 1000, generator=torch.Generator().manual_seed(2)) * torch.where(busy, 10.0, 1.0)
     flat = x.flatten()
     sizes = {
-        coder: codec(f"topk(0.001) | sign | {coder}").encode(Signal(flat, flat, {}, table), KEY).payload.nbytes
+        coder: codec(f"topk(0.001) | sign | {coder}").encode(EncodeInput(flat, flat, {}, table), KEY).payload.nbytes
         for coder in ("rice", "rows")
     }
     assert sizes["rows"] < 0.97 * sizes["rice"]

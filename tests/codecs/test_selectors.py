@@ -16,7 +16,7 @@ from gradwire.codecs.selectors import (
     TopK,
     Variance,
 )
-from gradwire.codecs.stage import Selector, Signal
+from gradwire.codecs.stage import EncodeInput, Selector
 from gradwire.core.keys import Key
 from gradwire.core.segments import Segments
 from gradwire.core.spec import parse
@@ -42,10 +42,10 @@ def table(*lengths: int) -> Segments:
     return Segments(names, tuple((n,) for n in lengths))
 
 
-def signal(target: Tensor, *lengths: int, grad: Tensor | None = None) -> Signal:
+def signal(target: Tensor, *lengths: int, grad: Tensor | None = None) -> EncodeInput:
     segments = table(*(lengths or (target.numel(),)))
     memory = {"second_moment": torch.zeros_like(target)}
-    return Signal(target if grad is None else grad, target, memory, segments)
+    return EncodeInput(target if grad is None else grad, target, memory, segments)
 
 
 def picks(selector: Selector, x: list[float], *lengths: int, key: Key = KEY) -> list[int]:
@@ -70,7 +70,7 @@ def test_choices_rise_and_stay_inside_the_budget(spec: str, lengths: tuple[int, 
     segments = table(*lengths)
     x = normal(segments.total) * scale
     before, state = x.clone(), torch.random.get_rng_state()
-    said = Signal(x, x, {"second_moment": torch.zeros_like(x)}, segments)
+    said = EncodeInput(x, x, {"second_moment": torch.zeros_like(x)}, segments)
     chosen = selector.select(said, KEY)
     assert chosen.dtype == torch.int64
     assert bool((chosen.diff() > 0).all())
@@ -259,7 +259,7 @@ def test_shared_draws_agree_and_private_ones_do_not() -> None:
 
 def test_receivers_redraw_without_the_values() -> None:
     x = signal(normal(60), 10, 50)
-    blind = Signal(torch.zeros(0), torch.zeros(0), {}, x.segments)
+    blind = EncodeInput(torch.zeros(0), torch.zeros(0), {}, x.segments)
     chosen = RandomK(0.1, shared=False).select(x, KEY)
     assert torch.equal(chosen, RandomK(0.1, shared=False).select(blind, KEY))
     assert [int((chosen < 10).sum()), int((chosen >= 10).sum())] == [1, 5]
@@ -326,7 +326,7 @@ def test_variance_by_hand_over_steps() -> None:
     sent, moments = [], []
     for grad in grads:
         memory = dict(selector.absorb(grad, memory))
-        said = Signal(grad, residual + grad, memory, table(2))
+        said = EncodeInput(grad, residual + grad, memory, table(2))
         chosen = selector.select(said, KEY)
         memory = dict(selector.remember(said, chosen))
         residual = said.target.index_fill(0, chosen, 0.0)

@@ -12,9 +12,9 @@ from gradwire.codecs.indices import Gap16
 from gradwire.codecs.quantizers import FP16, Sign
 from gradwire.codecs.selectors import TopK
 from gradwire.core.spec import parse
+from gradwire.engine import Method, method
 from gradwire.exchanges import Delayed, TwoWay
 from gradwire.feedback import MomentumCorrection, NoFeedback, Residual
-from gradwire.sync import Method, method
 from strategies import CODECS, EXCHANGES, FEEDBACKS, STAGES
 
 
@@ -272,7 +272,7 @@ def test_presets_expand_and_print() -> None:
 
 
 def _presets() -> dict[str, object]:
-    return {name: made() for name, made in gradwire.listing("preset").items() if name != "ramp"}
+    return {name: made() for name, made in gradwire.registered("preset").items() if name != "ramp"}
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from gradwire_lab.bench.network import calibrate, workloads
 from gradwire_lab.cli.main import app
-from gradwire_lab.forecast.calibration import Calibration
-from workers import run_ranks
+from gradwire_lab.perf_model.calibration import Calibration
+from spawn import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -10,7 +10,7 @@ import gradwire
 from gradwire.core.keys import Key
 from gradwire.kernels import quantize
 from gradwire.kernels.dispatch import reference_only
-from workers import run_ranks
+from spawn import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

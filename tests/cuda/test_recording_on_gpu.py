@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.adapters import ddp
-from gradwire.sync import recording
-from gradwire.sync.recording import graphs_on
-from workers import run_ranks
+from gradwire.engine import recording
+from gradwire.engine.recording import graphs_on
+from gradwire.integrations import ddp
+from spawn import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -34,18 +34,18 @@ def train(
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 10)).cuda()
     outer = DistributedDataParallel(net, gradient_as_bucket_view=True, bucket_cap_mb=0.2)
-    made: list[ddp.Courier] = []
-    attach = ddp.Courier.__init__
+    made: list[ddp.DDPHookState] = []
+    attach = ddp.DDPHookState.__init__
 
-    def remembered(self: ddp.Courier, *args: object) -> None:
+    def remembered(self: ddp.DDPHookState, *args: object) -> None:
         attach(self, *args)  # type: ignore[arg-type]
         made.append(self)
 
-    ddp.Courier.__init__ = remembered  # type: ignore[assignment, method-assign]
+    ddp.DDPHookState.__init__ = remembered  # type: ignore[assignment, method-assign]
     try:
         wire = gradwire.compress(outer, spec, launch_mb=0.3, rollback=rollback, rules=rules)
     finally:
-        ddp.Courier.__init__ = attach  # type: ignore[method-assign]
+        ddp.DDPHookState.__init__ = attach  # type: ignore[method-assign]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     takes: list[int] = []
     for step in range(STEPS):

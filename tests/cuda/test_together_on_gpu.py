@@ -5,7 +5,7 @@ import torch
 
 from gradwire_lab.train.loop import Training
 from gradwire_lab.train.place import alone
-from trainings import recipe_of
+from training_fixtures import recipe_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 IMAGES = ("train.batch=8", "train.batch_per=worker", "model.options={}", "train.channels_last=true")

@@ -4,16 +4,16 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+import fixtures
 import gradwire
-import scenes
-from workers import run_ranks
+from spawn import run_ranks
 
 
 def train(net: torch.nn.Module, rank: int, wire: gradwire.Wire | None) -> None:
-    optimizer = scenes.sgd(net)
+    optimizer = fixtures.sgd(net)
     for step in range(4):
         optimizer.zero_grad()
-        scenes.loss(net, rank, step).backward()
+        fixtures.loss(net, rank, step).backward()
         if wire is not None:
             wire()
         optimizer.step()
@@ -22,14 +22,14 @@ def train(net: torch.nn.Module, rank: int, wire: gradwire.Wire | None) -> None:
 def compiled(rank: int, world: int) -> dict[str, dict[str, Tensor]]:
     found = {}
     for way in ("eager", "plain", "within", "around"):
-        net = scenes.model()
+        net = fixtures.model()
         inner = torch.compile(net, backend="aot_eager") if way in ("plain", "within") else net
         outer = DistributedDataParallel(inner) if way in ("within", "around") else inner
         outer = torch.compile(outer, backend="aot_eager") if way == "around" else outer
-        wire = gradwire.compress(outer, "topk(0.1)", launch_mb=scenes.LAUNCH_MB)
+        wire = gradwire.compress(outer, "topk(0.1)", launch_mb=fixtures.LAUNCH_MB)
         train(outer, rank, wire if way in ("eager", "plain") else None)
         assert wire.report().steps == 4
-        found[way] = {**scenes.tensors(net), **scenes.memories(wire)}
+        found[way] = {**fixtures.tensors(net), **fixtures.memories(wire)}
     return found
 
 

@@ -9,33 +9,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import fixtures
 import gradwire
-import scenes
-from workers import run_ranks
+from spawn import run_ranks
 
-OPTIONS: dict[str, Any] = {"spec": "topk(0.1)", "launch_mb": scenes.LAUNCH_MB}
+OPTIONS: dict[str, Any] = {"spec": "topk(0.1)", "launch_mb": fixtures.LAUNCH_MB}
 
 
 def hooked(rank: int, net: nn.Module, **options: Any) -> dict[str, Tensor]:
     """Train a model under DDP."""
-    outer = scenes.ddp(net, **options)
+    outer = fixtures.ddp(net, **options)
     wire = gradwire.compress(outer, **OPTIONS)
-    optimizer = scenes.sgd(outer)
-    for step in range(scenes.STEPS):
+    optimizer = fixtures.sgd(outer)
+    for step in range(fixtures.STEPS):
         optimizer.zero_grad()
-        scenes.loss(outer, rank, step).backward()
+        fixtures.loss(outer, rank, step).backward()
         optimizer.step()
-    return {**scenes.tensors(net), **scenes.memories(wire)}
+    return {**fixtures.tensors(net), **fixtures.memories(wire)}
 
 
 def looped(rank: int, net: nn.Module) -> dict[str, Tensor]:
     wire = gradwire.compress(net, **OPTIONS)
-    scenes.plain(net, wire, scenes.sgd(net), range(scenes.STEPS), rank)
-    return {**scenes.tensors(net), **scenes.memories(wire)}
+    fixtures.plain(net, wire, fixtures.sgd(net), range(fixtures.STEPS), rank)
+    return {**fixtures.tensors(net), **fixtures.memories(wire)}
 
 
 def frozen() -> nn.Sequential:
-    net = scenes.model()
+    net = fixtures.model()
     net[2].requires_grad_(False)
     net[4].bias.requires_grad_(False)
     return net
@@ -54,7 +54,7 @@ class Tied(nn.Module):
 
 
 def options_of_ddp(rank: int, world: int) -> None:
-    expected = looped(rank, scenes.model())
+    expected = looped(rank, fixtures.model())
     for options in (
         {"gradient_as_bucket_view": True},
         {"static_graph": True},
@@ -63,7 +63,7 @@ def options_of_ddp(rank: int, world: int) -> None:
         {"find_unused_parameters": True, "gradient_as_bucket_view": True},
         {"broadcast_buffers": False},
     ):
-        assert scenes.same(hooked(rank, scenes.model(), **options), expected), options
+        assert fixtures.same(hooked(rank, fixtures.model(), **options), expected), options
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -74,15 +74,15 @@ def test_bucket_views_static_graphs_and_searches_for_the_unused_change_nothing(w
 def odd_models(rank: int, world: int) -> None:
     for make in (frozen, Tied):
         expected = looped(rank, make())
-        assert scenes.same(hooked(rank, make()), expected), make
+        assert fixtures.same(hooked(rank, make()), expected), make
         net = make()
-        optimizer = gradwire.DistributedOptimizer(scenes.sgd(net), net.named_parameters(), **OPTIONS)
-        for step in range(scenes.STEPS):
+        optimizer = gradwire.DistributedOptimizer(fixtures.sgd(net), net.named_parameters(), **OPTIONS)
+        for step in range(fixtures.STEPS):
             optimizer.zero_grad()
-            scenes.loss(net, rank, step).backward()
+            fixtures.loss(net, rank, step).backward()
             optimizer.step()
-        assert scenes.same({**scenes.tensors(net), **scenes.memories(optimizer.wire)}, expected), make
-    assert scenes.same({"2.weight": looped(rank, frozen())["2.weight"]}, {"2.weight": frozen()[2].weight})
+        assert fixtures.same({**fixtures.tensors(net), **fixtures.memories(optimizer.wire)}, expected), make
+    assert fixtures.same({"2.weight": looped(rank, frozen())["2.weight"]}, {"2.weight": frozen()[2].weight})
     assert "residual/inner.weight" in looped(rank, Tied()) and "residual/outer.weight" not in looped(rank, Tied())
 
 
@@ -91,7 +91,7 @@ def test_frozen_parameters_and_tied_weights():
 
 
 def ignored_by_ddp(rank: int, world: int) -> None:
-    net = scenes.model()
+    net = fixtures.model()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["2.weight"])
     found = hooked(rank, net)
     assert "residual/2.weight" not in found and "residual/0.weight" in found
@@ -105,28 +105,28 @@ def accumulate(rank: int, world: int) -> None:
     """Two backward passes for each step, under all doors."""
     found = []
     for view in (False, True):
-        net = scenes.model()
-        outer = scenes.ddp(net, gradient_as_bucket_view=view)
+        net = fixtures.model()
+        outer = fixtures.ddp(net, gradient_as_bucket_view=view)
         wire = gradwire.compress(outer, **OPTIONS)
-        optimizer = scenes.sgd(outer)
-        for step in range(scenes.STEPS):
+        optimizer = fixtures.sgd(outer)
+        for step in range(fixtures.STEPS):
             optimizer.zero_grad()
             with outer.no_sync():
-                scenes.loss(outer, rank, 100 + step).backward()
-            scenes.loss(outer, rank, step).backward()
+                fixtures.loss(outer, rank, 100 + step).backward()
+            fixtures.loss(outer, rank, step).backward()
             optimizer.step()
-        assert wire.report().steps == scenes.STEPS
-        found.append(scenes.tensors(net))
-    net = scenes.model()
+        assert wire.report().steps == fixtures.STEPS
+        found.append(fixtures.tensors(net))
+    net = fixtures.model()
     wire = gradwire.compress(net, **OPTIONS)
-    optimizer = scenes.sgd(net)
-    for step in range(scenes.STEPS):
+    optimizer = fixtures.sgd(net)
+    for step in range(fixtures.STEPS):
         optimizer.zero_grad()
-        scenes.loss(net, rank, 100 + step).backward()
-        scenes.loss(net, rank, step).backward()
+        fixtures.loss(net, rank, 100 + step).backward()
+        fixtures.loss(net, rank, step).backward()
         wire()
         optimizer.step()
-    assert all(scenes.same(one, scenes.tensors(net)) for one in found)
+    assert all(fixtures.same(one, fixtures.tensors(net)) for one in found)
 
 
 def test_gradients_accumulate_without_sync():
@@ -140,41 +140,41 @@ def autocast() -> Iterator[None]:
 
 
 def mixed_precision(rank: int, world: int) -> dict[str, Tensor]:
-    outer = scenes.ddp(scenes.model())
-    net = scenes.model()
+    outer = fixtures.ddp(fixtures.model())
+    net = fixtures.model()
     gradwire.compress(outer, **OPTIONS)
     wire = gradwire.compress(net, **OPTIONS)
     for model in (outer, net):
-        optimizer = scenes.sgd(model)
-        for step in range(scenes.STEPS):
+        optimizer = fixtures.sgd(model)
+        for step in range(fixtures.STEPS):
             optimizer.zero_grad()
             with autocast():
-                loss = scenes.loss(model, rank, step)
+                loss = fixtures.loss(model, rank, step)
             loss.backward()
             if model is net:
                 wire()
             optimizer.step()
-    assert scenes.same(scenes.tensors(outer.module), scenes.tensors(net))
-    half = scenes.model().bfloat16()  # and a model that is bfloat16 throughout
+    assert fixtures.same(fixtures.tensors(outer.module), fixtures.tensors(net))
+    half = fixtures.model().bfloat16()  # and a model that is bfloat16 throughout
     wire = gradwire.compress(half, **OPTIONS)
-    optimizer = scenes.sgd(half)
-    for step in range(scenes.STEPS):
+    optimizer = fixtures.sgd(half)
+    for step in range(fixtures.STEPS):
         optimizer.zero_grad()
-        half(scenes.batch(rank, step).bfloat16()).square().mean().backward()
+        half(fixtures.batch(rank, step).bfloat16()).square().mean().backward()
         wire()
         optimizer.step()
-    return {**scenes.tensors(net), **{f"half.{name}": p for name, p in scenes.tensors(half).items()}}
+    return {**fixtures.tensors(net), **{f"half.{name}": p for name, p in fixtures.tensors(half).items()}}
 
 
 def test_bfloat16():
     first, second = run_ranks(mixed_precision, 2)
-    assert scenes.same(first, second)
+    assert fixtures.same(first, second)
     assert first["half.0.weight"].dtype == torch.bfloat16
 
 
 def wrong_call(rank: int, world: int) -> str:
-    wire = gradwire.compress(scenes.ddp(scenes.model()), "topk(0.1)")
-    return scenes.sentence(wire)
+    wire = gradwire.compress(fixtures.ddp(fixtures.model()), "topk(0.1)")
+    return fixtures.sentence(wire)
 
 
 def test_a_hooked_wire_needs_no_call():

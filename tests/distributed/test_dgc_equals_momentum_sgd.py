@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+import fixtures
 import gradwire
-import scenes
-from workers import run_ranks
+from spawn import run_ranks
 
 STEPS = 8
 LR = 0.1
@@ -17,14 +17,14 @@ LR = 0.1
 
 def references(world: int, clip: float | None, **options: Any) -> list[list[torch.Tensor]]:
     """Parameters after each step of torch's momentum SGD on the mean of all ranks' gradients."""
-    net = scenes.model().double()
+    net = fixtures.model().double()
     optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9, **options)
     path = []
     for step in range(STEPS):
         total = [torch.zeros_like(p) for p in net.parameters()]
         for rank in range(world):
             net.zero_grad()
-            net(scenes.batch(rank, step).double()).square().mean().backward()
+            net(fixtures.batch(rank, step).double()).square().mean().backward()
             if clip is not None:
                 nn.utils.clip_grad_norm_(net.parameters(), clip / math.sqrt(world))
             for sum_, p in zip(total, net.parameters(), strict=True):
@@ -37,14 +37,14 @@ def references(world: int, clip: float | None, **options: Any) -> list[list[torc
 
 
 def with_dgc(rank: int, world: int, clip: float | None, decay: float, nesterov: bool) -> list[list[torch.Tensor]]:
-    net = scenes.model()
+    net = fixtures.model()
     spec = f"dgc(1.0, masking=False, nesterov={nesterov}, clip={clip})"
     wire = gradwire.compress(net, spec, bundle="fp32")
     optimizer = gradwire.SGD(net.parameters(), lr=LR, momentum=0.9, weight_decay=decay, nesterov=nesterov)
     path = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        scenes.loss(net, rank, step).backward()
+        fixtures.loss(net, rank, step).backward()
         wire()
         optimizer.step()
         path.append([p.detach().clone() for p in net.parameters()])
@@ -80,11 +80,11 @@ def test_clipping_is_at_work():
 
 
 def test_masking_stops_momentum_only_where_something_was_selected():
-    net = scenes.model()
+    net = fixtures.model()
     wire = gradwire.compress(net, "dgc(0.25)")
-    scenes.loss(net, 0, 0).backward()
+    fixtures.loss(net, 0, 0).backward()
     wire()
-    state = scenes.memories(wire)
+    state = fixtures.memories(wire)
     update = net[0].weight.grad.flatten()
     assert torch.equal(state["momentum/0.weight"] == 0, update != 0)
     assert bool((state["momentum/0.bias"] != 0).all()), "biases travel dense, and keep their momentum"
@@ -92,10 +92,10 @@ def test_masking_stops_momentum_only_where_something_was_selected():
 
 def test_the_optimizer_for_updates_with_momentum_is_saved_and_loaded():
     def train(net: nn.Module, optimizer: gradwire.SGD, wire: gradwire.Wire, steps: range) -> None:
-        scenes.plain(net, wire, optimizer, steps, 0)
+        fixtures.plain(net, wire, optimizer, steps, 0)
 
     def build() -> tuple[nn.Module, gradwire.SGD, gradwire.Wire]:
-        net = scenes.model()
+        net = fixtures.model()
         return net, gradwire.SGD(net.parameters(), lr=LR, weight_decay=0.1), gradwire.compress(net, "dgc(0.2)")
 
     whole, optimizer, wire = build()
@@ -107,4 +107,4 @@ def test_the_optimizer_for_updates_with_momentum_is_saved_and_loaded():
     optimizer2.load_state_dict(optimizer.state_dict())
     wire2.load_state_dict(wire.state_dict())
     train(second, optimizer2, wire2, range(3, 6))
-    assert scenes.same(scenes.tensors(second), scenes.tensors(whole))
+    assert fixtures.same(fixtures.tensors(second), fixtures.tensors(whole))

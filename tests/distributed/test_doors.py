@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import fixtures
 import gradwire
-import scenes
-from workers import run_ranks
+from spawn import run_ranks
 
 SPECS: list[dict[str, Any]] = [
     {"spec": "topk(0.1) | int32"},
@@ -29,48 +29,48 @@ SPECS: list[dict[str, Any]] = [
 
 
 def by_hook(rank: int, options: dict[str, Any]) -> tuple[dict[str, Tensor], gradwire.Wire]:
-    net = scenes.ddp(scenes.model())
+    net = fixtures.ddp(fixtures.model())
     wire = gradwire.compress(net, **options)
-    optimizer = scenes.sgd(net)
-    for step in range(scenes.STEPS):
+    optimizer = fixtures.sgd(net)
+    for step in range(fixtures.STEPS):
         optimizer.zero_grad()
-        scenes.loss(net, rank, step).backward()
+        fixtures.loss(net, rank, step).backward()
         optimizer.step()
-    return scenes.tensors(net.module), wire
+    return fixtures.tensors(net.module), wire
 
 
 def by_loop(rank: int, options: dict[str, Any]) -> tuple[dict[str, Tensor], gradwire.Wire]:
-    net = scenes.model(seed=rank)  # rank 0's parameters win
+    net = fixtures.model(seed=rank)  # rank 0's parameters win
     wire = gradwire.compress(net, **options)
-    scenes.plain(net, wire, scenes.sgd(net), range(scenes.STEPS), rank)
-    return scenes.tensors(net), wire
+    fixtures.plain(net, wire, fixtures.sgd(net), range(fixtures.STEPS), rank)
+    return fixtures.tensors(net), wire
 
 
 def by_optimizer(rank: int, options: dict[str, Any]) -> tuple[dict[str, Tensor], gradwire.Wire]:
-    net = scenes.model(seed=rank)
-    optimizer = gradwire.DistributedOptimizer(scenes.sgd(net), net.named_parameters(), **options)
-    for step in range(scenes.STEPS):
+    net = fixtures.model(seed=rank)
+    optimizer = gradwire.DistributedOptimizer(fixtures.sgd(net), net.named_parameters(), **options)
+    for step in range(fixtures.STEPS):
         optimizer.zero_grad()
-        scenes.loss(net, rank, step).backward()
+        fixtures.loss(net, rank, step).backward()
         optimizer.step()
-    return scenes.tensors(net), optimizer.wire
+    return fixtures.tensors(net), optimizer.wire
 
 
 def compare_doors(rank: int, world: int, several: list[dict[str, Any]]) -> None:
-    start = scenes.tensors(scenes.model())
+    start = fixtures.tensors(fixtures.model())
     for options in several:
-        whole = {**options, "launch_mb": scenes.LAUNCH_MB}
+        whole = {**options, "launch_mb": fixtures.LAUNCH_MB}
         hook, wire = by_hook(rank, whole)
         whole_model = options.get("granularity") == "model"
         assert len(wire.session.plan.launches) > (0 if whole_model else 2), "the test wants several launches"
-        assert not scenes.same(hook, start), f"{options} does not train"
+        assert not fixtures.same(hook, start), f"{options} does not train"
         for door in (by_loop, by_optimizer):
             found, other = door(rank, whole)
-            assert scenes.same(found, hook), f"{door.__name__} differs from the hook under {options}"
-            assert scenes.same(scenes.memories(other), scenes.memories(wire)), f"memories differ under {options}"
+            assert fixtures.same(found, hook), f"{door.__name__} differs from the hook under {options}"
+            assert fixtures.same(fixtures.memories(other), fixtures.memories(wire)), f"memories differ under {options}"
             assert other.report().sent == wire.report().sent, f"bytes differ under {options}"
         flat = torch.cat([p.flatten() for p in hook.values()])
-        assert scenes.agreed(flat), f"ranks drift apart under {options}"
+        assert fixtures.agreed(flat), f"ranks drift apart under {options}"
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -82,8 +82,8 @@ def one_launch(rank: int, world: int) -> None:
     """With one launch for all, messages are cut differently, but each layer is compressed as before."""
     for options in ({"spec": "topk(0.1)"}, {"spec": "int8"}):
         few, _ = by_loop(rank, options)
-        many, _ = by_loop(rank, {**options, "launch_mb": scenes.LAUNCH_MB})
-        assert scenes.same(few, many)
+        many, _ = by_loop(rank, {**options, "launch_mb": fixtures.LAUNCH_MB})
+        assert fixtures.same(few, many)
 
 
 def test_launches_do_not_change_what_layers_say():
@@ -99,7 +99,7 @@ def start_as_rank_0(rank: int, world: int) -> dict[str, Tensor]:
     other = copy.deepcopy(net)
     gradwire.compress(net, "topk(0.5)")
     gradwire.DistributedOptimizer(
-        scenes.sgd(other), other.named_parameters(), "topk(0.5)", named_buffers=other.named_buffers()
+        fixtures.sgd(other), other.named_parameters(), "topk(0.5)", named_buffers=other.named_buffers()
     )
     return {**net.state_dict(), **{f"other.{name}": tensor for name, tensor in other.state_dict().items()}}
 
@@ -114,31 +114,31 @@ def subgroup(rank: int, world: int) -> dict[str, Tensor] | None:
     pair = dist.new_group([0, 2])
     if rank == 1:
         alone = None
-        said = scenes.sentence(lambda: gradwire.compress(scenes.model(), "topk(0.1)", process_group=pair))
+        said = fixtures.sentence(lambda: gradwire.compress(fixtures.model(), "topk(0.1)", process_group=pair))
         assert "rank 1 is not in the process_group" in said and "attach only on" in said
     else:
         place = [0, 2].index(rank)
         plain, wire = by_loop(place, {"spec": "topk(0.1)", "process_group": pair})
         assert wire.link.world == 2 and wire.link.rank == place
-        net = scenes.ddp(scenes.model(), process_group=pair)
+        net = fixtures.ddp(fixtures.model(), process_group=pair)
         gradwire.compress(net, "topk(0.1)")
-        optimizer = scenes.sgd(net)
-        for step in range(scenes.STEPS):
+        optimizer = fixtures.sgd(net)
+        for step in range(fixtures.STEPS):
             optimizer.zero_grad()
-            scenes.loss(net, place, step).backward()
+            fixtures.loss(net, place, step).backward()
             optimizer.step()
-        assert scenes.same(scenes.tensors(net.module), plain)
+        assert fixtures.same(fixtures.tensors(net.module), plain)
         alone, _ = by_optimizer(place, {"spec": "topk(0.1)", "process_group": pair})
-        assert scenes.same(alone, plain)
+        assert fixtures.same(alone, plain)
     by_loop(rank, {"spec": "topk(0.1)"})  # the whole world still works beside it
     return alone
 
 
 def test_a_group_of_ones_own():
     first, none, last = run_ranks(subgroup, 3)
-    assert none is None and scenes.same(first, last)
-    nets, workers = scenes.replicas(2, "topk(0.1)")
-    scenes.march(nets, workers, range(scenes.STEPS))
+    assert none is None and fixtures.same(first, last)
+    nets, workers = fixtures.replicas(2, "topk(0.1)")
+    fixtures.march(nets, workers, range(fixtures.STEPS))
     assert all(torch.allclose(first[name], p) for name, p in nets[0].named_parameters())
 
 
@@ -147,7 +147,7 @@ def test_no_process_group_is_a_world_of_one():
         loop, wire = by_loop(0, options)
         optimizer, _ = by_optimizer(0, options)
         assert wire.link.world == 1 and wire.report().sent == 0
-        assert scenes.same(loop, optimizer)
+        assert fixtures.same(loop, optimizer)
 
 
 def world_of_one(rank: int, world: int) -> None:

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from gradwire.adapters.first_use import telling_of_compilers
+from gradwire.integrations.compile_notice import telling_of_compilers
 
 
 @pytest.mark.parametrize(("kind", "first", "lines"), [("cpu", True, 1), ("cpu", False, 0), ("cuda", True, 0)])

@@ -6,22 +6,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fixtures
 import gradwire
-import scenes
 from gradwire.codecs import Sign, TopK
 from gradwire.core.segments import Segments
 from gradwire.exchanges import AllGather
 from gradwire.feedback import Residual
-from workers import run_ranks
+from spawn import run_ranks
 
 PARAMETERS = 445
 BIASES = 16 + 12 + 5
 
 
 def report(rank: int, world: int, options: dict[str, Any]) -> gradwire.Report:
-    net = scenes.model()
+    net = fixtures.model()
     wire = gradwire.compress(net, **options)
-    scenes.plain(net, wire, scenes.sgd(net), range(3), rank)
+    fixtures.plain(net, wire, fixtures.sgd(net), range(3), rank)
     return wire.report()
 
 
@@ -51,10 +51,10 @@ def test_bytes_of_dense_training():
 
 
 def test_a_report_reads_well():
-    net = scenes.model()
+    net = fixtures.model()
     wire = gradwire.compress(net, "topk(0.1)")
     assert "0 steps" in str(wire.report())
-    scenes.plain(net, wire, scenes.sgd(net), range(2), 0)
+    fixtures.plain(net, wire, fixtures.sgd(net), range(2), 0)
     said = str(wire.report())
     assert "2 steps (0 skipped), world of 1" in said
     assert "rule dim<=1" in said and "rule *" in said and "encode" in said
@@ -62,8 +62,8 @@ def test_a_report_reads_well():
 
 
 def test_seconds_are_told_by_rule():
-    nets, workers = scenes.replicas(2, "topk(0.1)")
-    scenes.march(nets, workers, range(2))
+    nets, workers = fixtures.replicas(2, "topk(0.1)")
+    fixtures.march(nets, workers, range(2))
     found = workers.wires[0].report()
     assert found.rule_seconds.keys() == found.rules.keys() == {"dim<=1", "*"}
     assert all(encode > 0 and decode > 0 for encode, decode in found.rule_seconds.values())
@@ -73,7 +73,7 @@ def test_seconds_are_told_by_rule():
 
 def test_printing_shows_the_plan():
     rules = (gradwire.Rule("int8", name="0.*", min_dim=2),)
-    wire = gradwire.compress(scenes.model(), "dgc(0.1)", rules=rules)
+    wire = gradwire.compress(fixtures.model(), "dgc(0.1)", rules=rules)
     shown = str(wire)
     for words in (
         "rank 0 of 1",
@@ -87,7 +87,7 @@ def test_printing_shows_the_plan():
     ):
         assert words in shown, shown
     assert "allgather" in shown and "allreduce" in shown
-    ramp = gradwire.compress(scenes.model(), {0: "fp32", 5: "topk(0.1)"})
+    ramp = gradwire.compress(fixtures.model(), {0: "fp32", 5: "topk(0.1)"})
     assert "fp32 -> topk(0.1)" in str(ramp)
 
 
@@ -107,8 +107,8 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("first", "second"), CHANGES)
 def test_a_change_of_spec_keeps_what_is_owed(first: dict[str, Any], second: dict[str, Any]):
-    nets, workers = scenes.replicas(3, **first)
-    scenes.march(nets, workers, range(3))
+    nets, workers = fixtures.replicas(3, **first)
+    fixtures.march(nets, workers, range(3))
     before = [wire.debts() for wire in workers.wires]
     assert any(debt.any() for debt in before[0].values())
     for wire, debts in zip(workers.wires, before, strict=True):
@@ -116,8 +116,8 @@ def test_a_change_of_spec_keeps_what_is_owed(first: dict[str, Any], second: dict
         for name, debt in wire.debts().items():
             torch.testing.assert_close(debt, debts[name], rtol=1e-6, atol=1e-8)
         assert wire.report().steps == 3
-    scenes.march(nets, workers, range(3, 5))
-    assert all(scenes.same(scenes.tensors(net), scenes.tensors(nets[0])) for net in nets)
+    fixtures.march(nets, workers, range(3, 5))
+    assert all(fixtures.same(fixtures.tensors(net), fixtures.tensors(nets[0])) for net in nets)
 
 
 def main_feedback(wire: gradwire.Wire) -> str:
@@ -125,7 +125,7 @@ def main_feedback(wire: gradwire.Wire) -> str:
 
 
 def test_which_feedback_goes_on():
-    wire = gradwire.compress(scenes.model(), "fp16")
+    wire = gradwire.compress(fixtures.model(), "fp16")
     assert main_feedback(wire) == "none"
     wire.set("topk(0.1)")
     assert main_feedback(wire) == "residual", "a codec that needs debts gets them"
@@ -153,14 +153,14 @@ RULES = (gradwire.Rule("topk(0.05)", name="0.*", granularity="layer"),)
     ],
 )
 def test_off_is_dense_and_delivers_what_is_owed(options: dict[str, Any]):
-    nets, workers = scenes.replicas(2, **options)
-    scenes.march(nets, workers, range(3))
-    owed = scenes.mean_debt(workers.wires)
+    nets, workers = fixtures.replicas(2, **options)
+    fixtures.march(nets, workers, range(3))
+    owed = fixtures.mean_debt(workers.wires)
     for wire in workers.wires:
         wire.off()
     for rank, net in enumerate(nets):
         net.zero_grad()
-        scenes.loss(net, rank, 3).backward()
+        fixtures.loss(net, rank, 3).backward()
     mean = {
         name: torch.stack([dict(net.named_parameters())[name].grad.double() for net in nets]).mean(0) for name in owed
     }
@@ -169,30 +169,30 @@ def test_off_is_dense_and_delivers_what_is_owed(options: dict[str, Any]):
     assert sum(workers.wires[0].session.said.values()) - said == 4 * PARAMETERS, "all of it is sent in float32"
     for name, p in nets[1].named_parameters():
         torch.testing.assert_close(p.grad.double(), mean[name] + owed[name], rtol=1e-5, atol=1e-7)
-    assert all(float(debt.abs().max()) < 1e-7 for debt in scenes.mean_debt(workers.wires).values())
+    assert all(float(debt.abs().max()) < 1e-7 for debt in fixtures.mean_debt(workers.wires).values())
 
 
 def test_off_keeps_momentum_and_rules_come_back():
-    net = scenes.model()
+    net = fixtures.model()
     wire = gradwire.compress(net, "dgc(0.1, masking=False)", rules=RULES)
-    scenes.plain(net, wire, scenes.sgd(net), range(2), 0)
-    before = scenes.memories(wire)
+    fixtures.plain(net, wire, fixtures.sgd(net), range(2), 0)
+    before = fixtures.memories(wire)
     wire.off()
-    assert torch.equal(scenes.memories(wire)["momentum/2.weight"], before["momentum/2.weight"])
+    assert torch.equal(fixtures.memories(wire)["momentum/2.weight"], before["momentum/2.weight"])
     assert [lane.label for lane in wire.session.plan.lanes] == ["*"]
     wire.set("topk(0.1)")
     assert "0.*" in {lane.label for lane in wire.session.plan.lanes}
 
 
 def test_noop_hands_back_ones_own():
-    nets, workers = scenes.replicas(2, "fp32", exchange="noop")
+    nets, workers = fixtures.replicas(2, "fp32", exchange="noop")
     own = []
     for rank, net in enumerate(nets):
-        scenes.loss(net, rank, 0).backward()
+        fixtures.loss(net, rank, 0).backward()
         own.append({name: p.grad.clone() for name, p in net.named_parameters()})
     workers()
     for net, grads, wire in zip(nets, own, workers.wires, strict=True):
-        assert scenes.same({name: p.grad for name, p in net.named_parameters()}, grads)
+        assert fixtures.same({name: p.grad for name, p in net.named_parameters()}, grads)
         assert wire.report().sent == 0 and wire.report().collectives == 0
 
 
@@ -200,7 +200,7 @@ def variance_step(moment: float | None) -> int:
     """How many entries of one layer pass the test at the first step."""
     net = nn.Sequential(nn.Linear(10, 16))
     wire = gradwire.compress(net, "variance(alpha=1.5)", bundle=None)
-    scenes.loss(net, 0, 0).backward()
+    fixtures.loss(net, 0, 0).backward()
     if moment is not None:
         wire.observe({name: torch.full_like(p, moment) for name, p in net.named_parameters()})
     wire()
@@ -222,33 +222,33 @@ def test_what_is_observed_is_clipped_as_gradients_are():
         wire = gradwire.compress(
             net, "variance", feedback=f"momentum_correction(clip={clip})" if clip else None, bundle=None
         )
-        scenes.loss(net, 0, 0).backward()
+        fixtures.loss(net, 0, 0).backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
         wire.observe({name: torch.full_like(p, 1e6) for name, p in net.named_parameters()})
         wire()
-        kept.append(scenes.memories(wire)["second_moment/0.weight"])
+        kept.append(fixtures.memories(wire)["second_moment/0.weight"])
     torch.testing.assert_close(kept[1], kept[0] * (0.1 / norm) ** 2)
 
 
 def test_observations_must_fit_and_survive_a_step_under_way():
-    net = scenes.model()
+    net = fixtures.model()
     wire = gradwire.compress(net, "variance", exchange="delayed")
     for wrong in ({"nobody.weight": torch.ones(3)}, {"0.weight": torch.ones(3)}):
-        said = scenes.sentence(lambda wrong=wrong: wire.observe(wrong))
+        said = fixtures.sentence(lambda wrong=wrong: wire.observe(wrong))
         assert "ValueError" in said and next(iter(wrong)) in said and "named_parameters" in said
-    scenes.loss(net, 0, 0).backward()
+    fixtures.loss(net, 0, 0).backward()
     wire()
     moments = {name: torch.rand_like(p) for name, p in net.named_parameters()}
     wire.observe(moments)
-    kept = scenes.memories(wire)
+    kept = fixtures.memories(wire)
     assert torch.equal(kept["observed/0.weight"], moments["0.weight"].flatten())
 
 
 def test_lockstep_reports_seconds():
-    nets, workers = scenes.replicas(3, "topk(0.1)")
-    scenes.march(nets, workers, range(2))
+    nets, workers = fixtures.replicas(3, "topk(0.1)")
+    fixtures.march(nets, workers, range(2))
     before = [wire.report() for wire in workers.wires]
-    scenes.march(nets, workers, range(2, 6))
+    fixtures.march(nets, workers, range(2, 6))
     for old, wire in zip(before, workers.wires, strict=True):
         new = wire.report()
         assert 0 < old.encode_seconds < new.encode_seconds
@@ -258,17 +258,17 @@ def test_lockstep_reports_seconds():
 
 
 def test_lockstep_refuses_what_it_would_ignore():
-    assert "no replica" in scenes.sentence(lambda: gradwire.lockstep([], "sign"))
+    assert "no replica" in fixtures.sentence(lambda: gradwire.lockstep([], "sign"))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    assert "GradScaler" in scenes.sentence(lambda: gradwire.lockstep([scenes.model()], "sign", scaler=scaler))
+    assert "GradScaler" in fixtures.sentence(lambda: gradwire.lockstep([fixtures.model()], "sign", scaler=scaler))
 
 
 def test_parts_may_be_values():
-    nets, workers = scenes.replicas(2, TopK(0.1) | Sign(), feedback=Residual(0.9), exchange=AllGather())
-    others, named = scenes.replicas(2, "topk(0.1) | sign", feedback="residual(decay=0.9)", exchange="allgather")
-    scenes.march(nets, workers, range(3))
-    scenes.march(others, named, range(3))
-    assert scenes.same(scenes.memories(workers.wires[0]), scenes.memories(named.wires[0]))
+    nets, workers = fixtures.replicas(2, TopK(0.1) | Sign(), feedback=Residual(0.9), exchange=AllGather())
+    others, named = fixtures.replicas(2, "topk(0.1) | sign", feedback="residual(decay=0.9)", exchange="allgather")
+    fixtures.march(nets, workers, range(3))
+    fixtures.march(others, named, range(3))
+    assert fixtures.same(fixtures.memories(workers.wires[0]), fixtures.memories(named.wires[0]))
     workers.wires[0].set(Sign(), feedback=Residual())
     assert main_feedback(workers.wires[0]) == "residual"
 
@@ -279,7 +279,7 @@ def test_a_ramp_goes_by_step():
     kept = []
     for step in range(8):
         net.zero_grad()
-        net(scenes.batch(0, step, width=100)).square().mean().backward()
+        net(fixtures.batch(0, step, width=100)).square().mean().backward()
         wire()
         kept.append(int((net[0].weight.grad != 0).sum()))
     assert kept == [2500, 2500, 625, 625, 156, 156, 100, 100]
@@ -297,7 +297,7 @@ def test_the_first_rule_that_matches_wins():
         gradwire.Rule("sign", min_dim=2),
         gradwire.Rule("bf16", max_dim=1, max_size=12),
     )
-    wire = gradwire.compress(scenes.model(), "topk(0.1)", rules=rules)
+    wire = gradwire.compress(fixtures.model(), "topk(0.1)", rules=rules)
     assert rule_of(wire) == {
         "4.weight": "4.*",
         "4.bias": "4.*",
@@ -306,8 +306,8 @@ def test_the_first_rule_that_matches_wins():
         "2.bias": "dim<=1 size<=12",
         "0.bias": "dim<=1",
     }
-    loss = scenes.loss
-    nets, workers = scenes.replicas(2, "topk(0.1)", rules=rules)
+    loss = fixtures.loss
+    nets, workers = fixtures.replicas(2, "topk(0.1)", rules=rules)
     grads: list[Tensor] = []
     for rank, net in enumerate(nets):
         loss(net, rank, 0).backward()

@@ -14,11 +14,11 @@ from tests.distributed.test_nonfinite import one_door
 from tests.distributed.test_unused import Branches, check_step, step_of
 from torch import Tensor, nn
 
+import fixtures
 import gradwire
-import scenes
-from gradwire.links.grouping import Grouping
-from gradwire.links.throttled import ThrottledLink
-from workers import run_ranks
+from gradwire.comm.emulated import EmulatedBackend
+from gradwire.comm.host_layout import HostLayout
+from spawn import run_ranks
 
 HOSTS = [[0, 1], [2, 3]]
 SPECS: list[dict[str, Any]] = [
@@ -42,24 +42,24 @@ IN_PROCESSES = ("topk(0.1)", "dgc(0.1, clip=0.5)", "int4", "qsgd")
 
 def short(options: dict[str, Any]) -> dict[str, Any]:
     """Several launches, so that shares of some of them are empty."""
-    return {**options, "launch_mb": scenes.LAUNCH_MB}
+    return {**options, "launch_mb": fixtures.LAUNCH_MB}
 
 
-def composed(options: dict[str, Any], steps: int) -> tuple[list[nn.Sequential], gradwire.VirtualWorkers]:
+def composed(options: dict[str, Any], steps: int) -> tuple[list[nn.Sequential], gradwire.SimulatedWorkers]:
     """By hand: the mean of each pair of gradients, and one flat rank for each host."""
-    nets, workers = scenes.replicas(len(HOSTS), **options)
+    nets, workers = fixtures.replicas(len(HOSTS), **options)
     for step in range(steps):
         for net, host in zip(nets, HOSTS, strict=True):
             grads = []
             for rank in host:
                 net.zero_grad()
-                scenes.loss(net, rank, step).backward()
+                fixtures.loss(net, rank, step).backward()
                 grads.append([p.grad.clone() for p in net.parameters()])
             for p, first, second in zip(net.parameters(), *grads, strict=True):
                 p.grad = (first + second) / 2
         workers()
         for net in nets:
-            scenes.descend(net)
+            fixtures.descend(net)
     return nets, workers
 
 
@@ -69,48 +69,48 @@ def composed(options: dict[str, Any], steps: int) -> tuple[list[nn.Sequential], 
 @pytest.mark.parametrize("options", SPECS, ids=lambda options: str(options["spec"]))
 def test_hosts_are_ranks_with_mean_gradients(options: dict[str, Any]):
     """Bit for bit: parameters, and all memories, of which each rank of a host holds its share."""
-    nets, workers = scenes.replicas(4, across=HOSTS, **short(options))
-    scenes.march(nets, workers, range(scenes.STEPS))
-    flat, singles = composed(short(options), scenes.STEPS)
+    nets, workers = fixtures.replicas(4, across=HOSTS, **short(options))
+    fixtures.march(nets, workers, range(fixtures.STEPS))
+    flat, singles = composed(short(options), fixtures.STEPS)
     for net in nets:
-        assert scenes.same(scenes.tensors(net), scenes.tensors(flat[0]))
+        assert fixtures.same(fixtures.tensors(net), fixtures.tensors(flat[0]))
     for host, single in zip(HOSTS, singles.wires, strict=True):
-        shares = [scenes.memories(workers.wires[rank]) for rank in host]
+        shares = [fixtures.memories(workers.wires[rank]) for rank in host]
         late = {key for key in shares[0] if key.startswith("pending/")}
         assert not (shares[0].keys() & shares[1].keys()) - late
-        assert scenes.same(shares[0] | shares[1], scenes.memories(single))
+        assert fixtures.same(shares[0] | shares[1], fixtures.memories(single))
         sent = [workers.wires[rank].report() for rank in host]
         assert sum(report.dense for report in sent) == single.report().dense
         # A rank with nothing to say in a launch still says so.
-        assert 0 <= sum(report.sent for report in sent) - single.report().sent <= 40 * scenes.STEPS
+        assert 0 <= sum(report.sent for report in sent) - single.report().sent <= 40 * fixtures.STEPS
 
 
 @pytest.mark.parametrize("options", SPECS[2::2], ids=lambda options: str(options["spec"]))
 def test_one_rank_a_host_is_flat(options: dict[str, Any]):
-    nets, workers = scenes.replicas(3, across=[[0], [1], [2]], **short(options))
-    others, flat = scenes.replicas(3, **short(options))
+    nets, workers = fixtures.replicas(3, across=[[0], [1], [2]], **short(options))
+    others, flat = fixtures.replicas(3, **short(options))
     for replicas, group in ((nets, workers), (others, flat)):
-        scenes.march(replicas, group, range(scenes.STEPS))
+        fixtures.march(replicas, group, range(fixtures.STEPS))
     for wire, other in zip(workers.wires, flat.wires, strict=True):
-        assert scenes.same(wire.state_dict(), other.state_dict())
+        assert fixtures.same(wire.state_dict(), other.state_dict())
         assert astuple(wire.link.traffic) == pytest.approx(astuple(other.link.traffic))
         assert wire.report().sent_inside == 0
-    assert scenes.same(scenes.tensors(nets[0]), scenes.tensors(others[0]))
+    assert fixtures.same(fixtures.tensors(nets[0]), fixtures.tensors(others[0]))
 
 
 @pytest.mark.parametrize("spec", ["topk(0.1)", "int4", "powersgd(2)", "sign"])
 def test_one_host_is_the_dense_mean(spec: str):
-    nets, workers = scenes.replicas(4, spec, across="hosts")
+    nets, workers = fixtures.replicas(4, spec, across="hosts")
     for step in range(3):
         for rank, net in enumerate(nets):
             net.zero_grad()
-            scenes.loss(net, rank, step).backward()
+            fixtures.loss(net, rank, step).backward()
         whole = [torch.stack(grads).double().mean(0) for grads in zip(*(_grads(net) for net in nets), strict=True)]
         workers()
         for net in nets:
             for p, mean in zip(net.parameters(), whole, strict=True):
                 torch.testing.assert_close(p.grad.double(), mean, rtol=1e-6, atol=1e-8)
-            scenes.descend(net)
+            fixtures.descend(net)
     reports = [wire.report() for wire in workers.wires]
     assert all(report.sent == 0 for report in reports)
     ring = 2 * 3 / 4 * 4 * 445
@@ -134,15 +134,15 @@ def in_processes(rank: int, world: int, several: list[dict[str, Any]]) -> list[A
     return found
 
 
-def march(nets: list[nn.Sequential], workers: gradwire.VirtualWorkers) -> None:
+def march(nets: list[nn.Sequential], workers: gradwire.SimulatedWorkers) -> None:
     """Train replicas in lockstep, with the optimizer that processes use."""
-    for step in range(scenes.STEPS):
+    for step in range(fixtures.STEPS):
         for rank, net in enumerate(nets):
             net.zero_grad()
-            scenes.loss(net, rank, step).backward()
+            fixtures.loss(net, rank, step).backward()
         workers()
         for net in nets:
-            scenes.sgd(net).step()
+            fixtures.sgd(net).step()
 
 
 def test_processes_are_lockstep_bit_for_bit():
@@ -150,12 +150,12 @@ def test_processes_are_lockstep_bit_for_bit():
     several = [options for options in SPECS if options["spec"] in IN_PROCESSES]
     ranks = run_ranks(in_processes, 4, several, timeout=110)
     for i, options in enumerate(several):
-        nets, workers = scenes.replicas(4, across=HOSTS, **short(options))
+        nets, workers = fixtures.replicas(4, across=HOSTS, **short(options))
         march(nets, workers)
         for rank, (net, wire) in enumerate(zip(nets, workers.wires, strict=True)):
             for tensors, state, traffic, inside in ranks[rank][i]:
-                assert scenes.same(tensors, scenes.tensors(net)), options
-                assert scenes.same(state, wire.state_dict()), options
+                assert fixtures.same(tensors, fixtures.tensors(net)), options
+                assert fixtures.same(state, wire.state_dict()), options
                 assert (traffic, inside) == (wire.link.traffic, wire.link.inside), options
 
 
@@ -175,9 +175,9 @@ def troubled(rank: int, world: int) -> None:
         hosted = {**short(options), "across": HOSTS}
         value = (math.nan, math.inf)[i % 2]
         found = [one_door(door, rank, value, hosted) for door in ("plain", "hook")]
-        assert scenes.same(*(scenes.tensors(net) for net, _ in found)), options
+        assert fixtures.same(*(fixtures.tensors(net) for net, _ in found)), options
         # What does not travel, as with noop, drifts apart.
-        assert scenes.agreed(torch.cat([p.flatten() for p in found[0][0].parameters()])) or "rules" in options
+        assert fixtures.agreed(torch.cat([p.flatten() for p in found[0][0].parameters()])) or "rules" in options
 
 
 def overflowing(rank: int, world: int) -> None:
@@ -186,9 +186,9 @@ def overflowing(rank: int, world: int) -> None:
         parameters, memories = unscaled(rank, hosted, BAD_STEP)
         for door in ("plain", "hook", "optimizer"):
             net, wire, scales = train(door, rank, hosted, lambda step: rank == 1 and step == BAD_STEP)
-            assert scenes.same(scenes.tensors(net), parameters), (door, options)
-            assert scenes.same(scenes.memories(wire), memories), (door, options)
-            assert scenes.agreed(torch.tensor(scales))
+            assert fixtures.same(fixtures.tensors(net), parameters), (door, options)
+            assert fixtures.same(fixtures.memories(wire), memories), (door, options)
+            assert fixtures.agreed(torch.tensor(scales))
             assert (wire.report().steps, wire.report().skipped) == (STEPS, 1)
 
 
@@ -196,28 +196,28 @@ def lacking(rank: int, world: int) -> None:
     for options in ({"spec": "topk(0.2)"}, {"spec": "int4", "exchange": "two_way"}, {"spec": "dgc(0.2)"}):
         hosted = {**short(options), "across": HOSTS}
         net, inner = Branches(), Branches()
-        outer = scenes.ddp(inner, find_unused_parameters=True)
+        outer = fixtures.ddp(inner, find_unused_parameters=True)
         plain, hook = gradwire.compress(net, **hosted), gradwire.compress(outer, **hosted)
-        for step in range(scenes.STEPS):
-            before = scenes.memories(plain)
+        for step in range(fixtures.STEPS):
+            before = fixtures.memories(plain)
             step_of(net, rank, step)
             plain()
             step_of(outer, rank, step)
-            check_step(rank, step, net, before, scenes.memories(plain), options)
+            check_step(rank, step, net, before, fixtures.memories(plain), options)
             for model in (net, inner):
-                scenes.descend(model)
-            assert scenes.same(scenes.tensors(inner), scenes.tensors(net)), (options, step)
-            assert scenes.same(scenes.memories(hook), scenes.memories(plain)), (options, step)
-        assert scenes.agreed(torch.cat([p.flatten() for p in net.parameters()])), options
+                fixtures.descend(model)
+            assert fixtures.same(fixtures.tensors(inner), fixtures.tensors(net)), (options, step)
+            assert fixtures.same(fixtures.memories(hook), fixtures.memories(plain)), (options, step)
+        assert fixtures.agreed(torch.cat([p.flatten() for p in net.parameters()])), options
 
 
 def sparse(rank: int, world: int) -> str:
-    net = scenes.model()
+    net = fixtures.model()
     wire = gradwire.compress(net, "topk(0.1)", across=HOSTS)
-    scenes.loss(net, rank, 0).backward()
+    fixtures.loss(net, rank, 0).backward()
     if rank == 3:
         net[0].weight.grad = net[0].weight.grad.to_sparse()
-    return scenes.sentence(wire)
+    return fixtures.sentence(wire)
 
 
 def everyday(rank: int, world: int) -> str:
@@ -234,8 +234,8 @@ def test_bad_and_missing_gradients_are_everybodys():
 
 def test_moments_of_all_samples_of_a_host_are_tested():
     """The samples of two ranks are those of one with twice the batch."""
-    nets, workers = scenes.replicas(4, "variance", across=HOSTS, bundle=None)
-    flat, singles = scenes.replicas(2, "variance", bundle=None)
+    nets, workers = fixtures.replicas(4, "variance", across=HOSTS, bundle=None)
+    flat, singles = fixtures.replicas(2, "variance", bundle=None)
     for net in nets + flat:
         for p in net.parameters():
             p.grad = torch.full_like(p, 0.1)
@@ -247,7 +247,7 @@ def test_moments_of_all_samples_of_a_host_are_tested():
     workers()
     singles()
     for wire, single in ((workers.wires[0], singles.wires[0]), (workers.wires[3], singles.wires[1])):
-        held, other = scenes.memories(wire), scenes.memories(single)
+        held, other = fixtures.memories(wire), fixtures.memories(single)
         assert all(torch.equal(held[key], other[key]) for key in held)
         assert any(key.startswith("second_moment/") for key in held)
 
@@ -265,22 +265,22 @@ METHODS: list[dict[str, Any]] = [
 
 
 def moved(
-    before: tuple[list[nn.Sequential], gradwire.VirtualWorkers], world: int, across: Any, folder: Path, **options: Any
-) -> tuple[list[nn.Sequential], gradwire.VirtualWorkers]:
+    before: tuple[list[nn.Sequential], gradwire.SimulatedWorkers], world: int, across: Any, folder: Path, **options: Any
+) -> tuple[list[nn.Sequential], gradwire.SimulatedWorkers]:
     """The same training in another arrangement."""
     nets, workers = before
     for wire in workers.wires:
         gradwire.save(wire, folder)
-    copies, after = scenes.replicas(world, across=across, **options)
+    copies, after = fixtures.replicas(world, across=across, **options)
     for copy, wire in zip(copies, after.wires, strict=True):
         copy.load_state_dict(nets[0].state_dict())
         gradwire.load(wire, folder)
     return copies, after
 
 
-def trained(world: int, across: Any, **options: Any) -> tuple[list[nn.Sequential], gradwire.VirtualWorkers]:
-    nets, workers = scenes.replicas(world, across=across, **options)
-    scenes.march(nets, workers, range(5))
+def trained(world: int, across: Any, **options: Any) -> tuple[list[nn.Sequential], gradwire.SimulatedWorkers]:
+    nets, workers = fixtures.replicas(world, across=across, **options)
+    fixtures.march(nets, workers, range(5))
     return nets, workers
 
 
@@ -289,10 +289,10 @@ def test_ten_steps_are_five_and_five(options: dict[str, Any], tmp_path: Path):
     nets, workers = trained(4, HOSTS, **options)
     copies, after = moved((nets, workers), 4, HOSTS, tmp_path, **options)
     for replicas, group in ((nets, workers), (copies, after)):
-        scenes.march(replicas, group, range(5, 10))
+        fixtures.march(replicas, group, range(5, 10))
     for net, copy, wire, other in zip(nets, copies, workers.wires, after.wires, strict=True):
-        assert scenes.same(scenes.tensors(net), scenes.tensors(copy))
-        assert scenes.same(wire.state_dict(), other.state_dict())
+        assert fixtures.same(fixtures.tensors(net), fixtures.tensors(copy))
+        assert fixtures.same(wire.state_dict(), other.state_dict())
 
 
 ARRANGEMENTS = {"flat": (3, None), "2x2": (4, HOSTS), "1x3": (3, "hosts"), "3x2": (6, [[0, 3], [1, 4], [2, 5]])}
@@ -305,13 +305,13 @@ ARRANGEMENTS = {"flat": (3, None), "2x2": (4, HOSTS), "1x3": (3, "hosts"), "3x2"
 def test_the_pending_update_is_conserved(options: dict[str, Any], old: str, new: str, tmp_path: Path):
     before = trained(*ARRANGEMENTS[old], **options)
     copies, after = moved(before, *ARRANGEMENTS[new], tmp_path, **options)
-    owed, kept = scenes.mean_debt(before[1].wires), scenes.mean_debt(after.wires)
+    owed, kept = fixtures.mean_debt(before[1].wires), fixtures.mean_debt(after.wires)
     for name in owed:
         torch.testing.assert_close(kept[name], owed[name], rtol=1e-5, atol=1e-7, msg=name)
-    scenes.march(copies, after, range(5, 7))
-    assert all(scenes.same(scenes.tensors(copy), scenes.tensors(copies[0])) for copy in copies)
+    fixtures.march(copies, after, range(5, 7))
+    assert all(fixtures.same(fixtures.tensors(copy), fixtures.tensors(copies[0])) for copy in copies)
     if new == "1x3":
-        assert all(not x.any() for name, x in scenes.mean_debt(after.wires).items()) or "delayed" in str(options)
+        assert all(not x.any() for name, x in fixtures.mean_debt(after.wires).items()) or "delayed" in str(options)
 
 
 @pytest.mark.parametrize("options", METHODS, ids=lambda options: str(options["spec"]))
@@ -321,12 +321,12 @@ def test_more_ranks_on_the_same_hosts_change_nothing(options: dict[str, Any], tm
     _, after = moved((nets, workers), 6, [[0, 1, 2], [3, 4, 5]], tmp_path / "3", **options)
     _, again = moved((nets, after), 2, None, tmp_path / "1", **options)
     for wire, other in zip(workers.wires, again.wires, strict=True):
-        assert scenes.same(wire.state_dict(), other.state_dict())
+        assert fixtures.same(wire.state_dict(), other.state_dict())
 
 
 def test_another_spec_changes_no_hands():
     nets, workers = trained(4, HOSTS, spec="topk(0.1)", rules=(gradwire.Rule("sign", "2.*", granularity="model"),))
-    owed = scenes.mean_debt(workers.wires)
+    owed = fixtures.mean_debt(workers.wires)
     for change in (
         lambda wire: wire.set("int4", exchange="two_way"),
         lambda wire: wire.set("powersgd(2)"),
@@ -334,11 +334,11 @@ def test_another_spec_changes_no_hands():
     ):
         for wire in workers.wires:
             change(wire)
-        kept = scenes.mean_debt(workers.wires)
+        kept = fixtures.mean_debt(workers.wires)
         for name in owed:
             torch.testing.assert_close(kept[name], owed[name], rtol=1e-5, atol=1e-7, msg=name)
-    scenes.march(nets, workers, range(5, 6))
-    assert all(not debt.any() for debt in scenes.mean_debt(workers.wires).values()), "off pays at once"
+    fixtures.march(nets, workers, range(5, 6))
+    assert all(not debt.any() for debt in fixtures.mean_debt(workers.wires).values()), "off pays at once"
 
 
 # -- which ranks share a host ------------------------------------------------------------------------------------------
@@ -355,15 +355,15 @@ def test_ranks_of_a_host_share_the_work():
 
 
 def test_hosts_are_found_in_the_environment():
-    assert Grouping.found([(0, 2), (1, 2), (0, 2), (1, 2)]) == Grouping.of(HOSTS)
-    assert Grouping.found([(0, 1)] * 3).hosts == ((0,), (1,), (2,))
+    assert HostLayout.found([(0, 2), (1, 2), (0, 2), (1, 2)]) == HostLayout.of(HOSTS)
+    assert HostLayout.found([(0, 1)] * 3).hosts == ((0,), (1,), (2,))
     for places, words in (
         ([(0, 2), (0, 2), (1, 2), (1, 2)], ("do not follow each other", "across=[[0, 1], [2, 3]]")),
         ([(0, 2), (1, 2), (0, 1)], ("not equally large",)),
         ([(0, 1), None], ("rank 1", "LOCAL_RANK")),
         ([(0, 3), (1, 3)], ("rank 0 is one of 3",)),
     ):
-        said = scenes.sentence(lambda places=places: Grouping.found(places))
+        said = fixtures.sentence(lambda places=places: HostLayout.found(places))
         assert all(word in said for word in words), said
     for groups, word in (
         ([[0, 1], [2]], "equally large"),
@@ -371,25 +371,25 @@ def test_hosts_are_found_in_the_environment():
         ([[0, 3], [1, 2]], "interlaced"),
         ([], "every rank"),
     ):
-        assert word in scenes.sentence(lambda groups=groups: Grouping.of(groups))
-    assert Grouping.of([[3, 1], [2, 0]]).hosts == ((0, 2), (1, 3))
+        assert word in fixtures.sentence(lambda groups=groups: HostLayout.of(groups))
+    assert HostLayout.of([[3, 1], [2, 0]]).hosts == ((0, 2), (1, 3))
 
 
 def attached(rank: int, world: int, monkey: dict[str, str]) -> dict[str, str]:
     """Hosts from the environment, with a thin link between them; and what ranks hear who ask different things."""
     os.environ |= monkey | {"LOCAL_RANK": str(rank % 2)}
-    net = scenes.model()
+    net = fixtures.model()
     wire = gradwire.compress(net, "topk(0.1)", across="hosts")
-    assert wire.link.grouping == Grouping.of(HOSTS[: world // 2])
-    scenes.plain(net, wire, scenes.sgd(net), range(2), rank)
+    assert wire.link.grouping == HostLayout.of(HOSTS[: world // 2])
+    fixtures.plain(net, wire, fixtures.sgd(net), range(2), rank)
     assert wire.report().hosts == world // 2
-    assert isinstance(wire.link.between, ThrottledLink) and not isinstance(wire.link.local, ThrottledLink)
+    assert isinstance(wire.link.between, EmulatedBackend) and not isinstance(wire.link.local, EmulatedBackend)
     return {
-        "different": scenes.sentence(lambda: gradwire.compress(net, "topk(0.1)", across="hosts" if rank else HOSTS)),
-        "one alone": scenes.sentence(lambda: gradwire.compress(net, "topk(0.1)", across=None if rank else "hosts")),
-        "unknown": scenes.sentence(lambda: gradwire.compress(net, "topk(0.1)", across="racks")),
-        "no list": scenes.sentence(lambda: gradwire.compress(net, "topk(0.1)", across=5 if rank else "hosts")),
-        "too few": scenes.sentence(lambda: gradwire.compress(net, "topk(0.1)", across=[[0], [1]])),
+        "different": fixtures.sentence(lambda: gradwire.compress(net, "topk(0.1)", across="hosts" if rank else HOSTS)),
+        "one alone": fixtures.sentence(lambda: gradwire.compress(net, "topk(0.1)", across=None if rank else "hosts")),
+        "unknown": fixtures.sentence(lambda: gradwire.compress(net, "topk(0.1)", across="racks")),
+        "no list": fixtures.sentence(lambda: gradwire.compress(net, "topk(0.1)", across=5 if rank else "hosts")),
+        "too few": fixtures.sentence(lambda: gradwire.compress(net, "topk(0.1)", across=[[0], [1]])),
     }
 
 

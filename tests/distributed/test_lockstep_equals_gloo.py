@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import fixtures
 import gradwire
-import scenes
-from workers import run_ranks
+from spawn import run_ranks
 
 WORLD = 3
 STEPS = 4
@@ -39,31 +39,31 @@ def observe(rank: int, world: int, several: list[dict[str, Any]]) -> list[list[d
     """For each spec and step: the state before, the gradient handed back, and the state after."""
     found = []
     for options in several:
-        net = scenes.model()
-        wire = gradwire.compress(net, **{"bundle": None, "launch_mb": scenes.LAUNCH_MB, **options})
+        net = fixtures.model()
+        wire = gradwire.compress(net, **{"bundle": None, "launch_mb": fixtures.LAUNCH_MB, **options})
         steps = []
         for step in range(STEPS):
-            seen = {"net": scenes.tensors(net), "before": wire.state_dict()}
+            seen = {"net": fixtures.tensors(net), "before": wire.state_dict()}
             net.zero_grad()
-            scenes.loss(net, rank, step).backward()
+            fixtures.loss(net, rank, step).backward()
             wire()
             seen["update"] = {name: p.grad.clone() for name, p in net.named_parameters()}
             seen["after"] = wire.state_dict()
             traffic = wire.link.traffic
             seen["traffic"] = {"bytes": torch.tensor([traffic.sent, traffic.received, traffic.collectives])}
             steps.append(seen)
-            scenes.descend(net)
+            fixtures.descend(net)
         found.append(steps)
     return found
 
 
 def repeat(options: dict[str, Any], seen: list[Any], step: int) -> tuple[Any, Any]:
     """The same step in lockstep, from the same state on every rank."""
-    nets, workers = scenes.replicas(WORLD, **{"bundle": None, "launch_mb": scenes.LAUNCH_MB, **options})
+    nets, workers = fixtures.replicas(WORLD, **{"bundle": None, "launch_mb": fixtures.LAUNCH_MB, **options})
     for rank, net in enumerate(nets):
         net.load_state_dict(seen[rank][step]["net"])
         workers.wires[rank].load_state_dict(seen[rank][step]["before"])
-        scenes.loss(net, rank, step).backward()
+        fixtures.loss(net, rank, step).backward()
     workers()
     return nets, workers
 
@@ -77,19 +77,19 @@ def real() -> list[Any]:
 @pytest.mark.parametrize("i", range(len(GATHERS)), ids=lambda i: GATHERS[i]["spec"])
 def test_gathers_are_equal_bit_for_bit(i: int, real: list[Any]):
     """A whole training, without looking back at the real one."""
-    nets, workers = scenes.replicas(WORLD, **{"bundle": None, "launch_mb": scenes.LAUNCH_MB, **GATHERS[i]})
+    nets, workers = fixtures.replicas(WORLD, **{"bundle": None, "launch_mb": fixtures.LAUNCH_MB, **GATHERS[i]})
     for step in range(STEPS):
         for rank, net in enumerate(nets):
-            assert scenes.same(scenes.tensors(net), real[rank][i][step]["net"]), step
+            assert fixtures.same(fixtures.tensors(net), real[rank][i][step]["net"]), step
             net.zero_grad()
-            scenes.loss(net, rank, step).backward()
+            fixtures.loss(net, rank, step).backward()
         workers()
         for rank, (net, wire) in enumerate(zip(nets, workers.wires, strict=True)):
-            assert scenes.same(wire.state_dict(), real[rank][i][step]["after"]), step
+            assert fixtures.same(wire.state_dict(), real[rank][i][step]["after"]), step
             traffic = wire.link.traffic
             counted = torch.tensor([traffic.sent, traffic.received, traffic.collectives])
             assert torch.equal(counted, real[rank][i][step]["traffic"]["bytes"]), step
-            scenes.descend(net)
+            fixtures.descend(net)
 
 
 @pytest.mark.parametrize("j", range(len(SUMS)), ids=lambda j: SUMS[j]["spec"])

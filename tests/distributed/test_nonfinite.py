@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fixtures
 import gradwire
-import scenes
-from workers import run_ranks
+from spawn import run_ranks
 
 # By the kind of message that tells of it: sums, gathers, swaps, and several in one step.
 SPECS: list[dict[str, Any]] = [
@@ -22,7 +22,7 @@ SPECS: list[dict[str, Any]] = [
     {"spec": "dgc(0.1, clip=0.5)"},
     {"spec": "sign", "feedback": "ef21", "granularity": "model"},
     # The bad layer travels in a launch that has nothing to say of its own.
-    {"spec": "topk(0.1)", "rules": (gradwire.Rule("int8", "2.*", exchange="noop"),), "launch_mb": scenes.LAUNCH_MB},
+    {"spec": "topk(0.1)", "rules": (gradwire.Rule("int8", "2.*", exchange="noop"),), "launch_mb": fixtures.LAUNCH_MB},
 ]
 BAD_STEP = 2
 
@@ -40,27 +40,27 @@ class Fault:
 
 
 def build(door: str, rank: int, value: float, options: dict[str, Any]) -> tuple[Any, ...]:
-    net = scenes.model()
+    net = fixtures.model()
     fault = Fault(net, rank, value)
     if door == "hook":
-        outer: nn.Module = scenes.ddp(net)
-        return net, outer, gradwire.compress(outer, **options), scenes.sgd(net), fault
+        outer: nn.Module = fixtures.ddp(net)
+        return net, outer, gradwire.compress(outer, **options), fixtures.sgd(net), fault
     if door == "optimizer":
-        optimizer = gradwire.DistributedOptimizer(scenes.sgd(net), net.named_parameters(), **options)
+        optimizer = gradwire.DistributedOptimizer(fixtures.sgd(net), net.named_parameters(), **options)
         return net, net, optimizer.wire, optimizer, fault
-    return net, net, gradwire.compress(net, **options), scenes.sgd(net), fault
+    return net, net, gradwire.compress(net, **options), fixtures.sgd(net), fault
 
 
 def drop(rank: int, world: int, value: float) -> None:
     for options in SPECS:
-        healthy = scenes.model()
+        healthy = fixtures.model()
         wire = gradwire.compress(healthy, **options)
         for steps in (range(BAD_STEP), range(BAD_STEP + 1, 5)):
-            scenes.plain(healthy, wire, scenes.sgd(healthy), steps, rank)
+            fixtures.plain(healthy, wire, fixtures.sgd(healthy), steps, rank)
         for door in ("plain", "hook", "optimizer"):
             net, other = one_door(door, rank, value, options)
-            assert scenes.same(scenes.tensors(net), scenes.tensors(healthy)), (door, options)
-            assert scenes.same(scenes.memories(other), scenes.memories(wire)), (door, options)
+            assert fixtures.same(fixtures.tensors(net), fixtures.tensors(healthy)), (door, options)
+            assert fixtures.same(fixtures.memories(other), fixtures.memories(wire)), (door, options)
 
 
 def one_door(door: str, rank: int, value: float, options: dict[str, Any]) -> tuple[nn.Module, gradwire.Wire]:
@@ -68,15 +68,15 @@ def one_door(door: str, rank: int, value: float, options: dict[str, Any]) -> tup
     for step in range(5):
         fault.step = step
         optimizer.zero_grad()
-        before, memories = scenes.tensors(net), scenes.memories(wire)
-        scenes.loss(outer, rank, step).backward()
+        before, memories = fixtures.tensors(net), fixtures.memories(wire)
+        fixtures.loss(outer, rank, step).backward()
         if door == "plain":
             wire()
         optimizer.step()
         if step == BAD_STEP:
             assert all(not p.grad.any() for p in net.parameters()), (door, options)
-            assert scenes.same(scenes.tensors(net), before), (door, options)
-            assert scenes.same(scenes.memories(wire), memories), (door, options)
+            assert fixtures.same(fixtures.tensors(net), before), (door, options)
+            assert fixtures.same(fixtures.memories(wire), memories), (door, options)
         assert wire.skipped == (1 if step >= BAD_STEP else 0), (door, options)
     report = wire.report()
     assert (report.steps, report.skipped) == (5, 1)
@@ -96,7 +96,7 @@ def delayed(rank: int, world: int) -> list[dict[str, Tensor]]:
     for step in range(5):
         fault.step = step
         optimizer.zero_grad()
-        scenes.loss(net, rank, 0).backward()
+        fixtures.loss(net, rank, 0).backward()
         wire()
         updates.append({name: p.grad.clone() for name, p in net.named_parameters()})
     assert wire.skipped == 1
@@ -106,9 +106,9 @@ def delayed(rank: int, world: int) -> list[dict[str, Tensor]]:
 def test_a_delayed_step_is_dropped_one_step_later():
     for updates in run_ranks(delayed, 2):
         assert not any(update.any() for update in updates[0].values())
-        assert scenes.same(updates[1], updates[2]) and updates[1]["0.weight"].any()
+        assert fixtures.same(updates[1], updates[2]) and updates[1]["0.weight"].any()
         assert not any(update.any() for update in updates[3].values())
-        assert scenes.same(updates[4], updates[1])
+        assert fixtures.same(updates[4], updates[1])
 
 
 def observed(rank: int, world: int) -> None:
@@ -117,11 +117,11 @@ def observed(rank: int, world: int) -> None:
     for step in range(4):
         fault.step = step
         optimizer.zero_grad()
-        scenes.loss(net, rank, step).backward()
+        fixtures.loss(net, rank, step).backward()
         wire.observe({name: p.grad.square() for name, p in net.named_parameters()})
         wire()
         optimizer.step()
-    assert all(bool(torch.isfinite(memory).all()) for memory in scenes.memories(wire).values())
+    assert all(bool(torch.isfinite(memory).all()) for memory in fixtures.memories(wire).values())
     assert not any(key.startswith("observed/") for key in wire.state_dict())
 
 

@@ -4,20 +4,20 @@ import pytest
 import torch
 from torch import Tensor
 
+import fixtures
 import gradwire
-import scenes
-from workers import run_ranks
+from spawn import run_ranks
 
 
 def build(spec: str = "topk(0.2)") -> tuple[torch.nn.Sequential, gradwire.DistributedOptimizer]:
-    net = scenes.model()
-    inner = scenes.sgd(net, momentum=0.9, weight_decay=0.01)
+    net = fixtures.model()
+    inner = fixtures.sgd(net, momentum=0.9, weight_decay=0.01)
     return net, gradwire.DistributedOptimizer(inner, net.named_parameters(), spec)
 
 
 def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer, at: int, rank: int = 0) -> None:
     optimizer.zero_grad()
-    scenes.loss(net, rank, at).backward()
+    fixtures.loss(net, rank, at).backward()
     optimizer.step()
 
 
@@ -42,13 +42,13 @@ def test_a_closure_is_called_once_and_its_loss_returned():
 
     def closure() -> float:
         optimizer.zero_grad()
-        calls.append(scenes.loss(net, 0, 0))
+        calls.append(fixtures.loss(net, 0, 0))
         calls[-1].backward()
         return calls[-1].item()
 
-    before = scenes.tensors(net)
+    before = fixtures.tensors(net)
     assert optimizer.step(closure) == calls[0].item() and len(calls) == 1
-    assert not scenes.same(before, scenes.tensors(net))
+    assert not fixtures.same(before, fixtures.tensors(net))
 
 
 def test_state_is_that_of_the_optimizer_inside():
@@ -65,7 +65,7 @@ def test_state_is_that_of_the_optimizer_inside():
     assert late.state is late.inner.state and late.param_groups is late.inner.param_groups
     for at in range(3, 6):
         step(second, late, at)
-    assert scenes.same(scenes.tensors(second), scenes.tensors(net))
+    assert fixtures.same(fixtures.tensors(second), fixtures.tensors(net))
 
 
 def test_it_cannot_grow():
@@ -76,7 +76,7 @@ def test_it_cannot_grow():
 
 def hooks_and_groups(rank: int, world: int) -> dict[str, Tensor]:
     """Two groups with rates of their own, a hook of the user's, and gradients set to zero instead of None."""
-    net = scenes.model()
+    net = fixtures.model()
     inner = torch.optim.AdamW(
         [{"params": net[0].parameters(), "lr": 0.1}, {"params": [*net[2].parameters(), *net[4].parameters()]}], lr=0.01
     )
@@ -85,13 +85,13 @@ def hooks_and_groups(rank: int, world: int) -> dict[str, Tensor]:
     optimizer.register_step_post_hook(lambda *_: called.append(1))
     for at in range(4):
         optimizer.zero_grad(set_to_none=False)
-        scenes.loss(net, rank, at).backward()
+        fixtures.loss(net, rank, at).backward()
         optimizer.step()
     assert len(called) == 4 and [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01]
-    return scenes.tensors(net)
+    return fixtures.tensors(net)
 
 
 def test_groups_hooks_and_adam():
     first, second = run_ranks(hooks_and_groups, 2)
-    assert scenes.same(first, second)
-    assert not scenes.same(first, scenes.tensors(scenes.model()))
+    assert fixtures.same(first, second)
+    assert not fixtures.same(first, fixtures.tensors(fixtures.model()))

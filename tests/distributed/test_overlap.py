@@ -5,10 +5,10 @@ from itertools import chain
 import torch
 from torch.distributed import GradBucket
 
+import fixtures
 import gradwire
-import scenes
-from gradwire.adapters import ddp
-from workers import run_ranks
+from gradwire.integrations import ddp
+from spawn import run_ranks
 
 PATIENCE = 20.0  # seconds that the last bucket waits for the first launch
 
@@ -16,27 +16,27 @@ PATIENCE = 20.0  # seconds that the last bucket waits for the first launch
 def overlapped(rank: int, world: int, spec: str) -> tuple[list[int], int, int]:
     """How many launches had been heard of all ranks when the last bucket came, step by step."""
     early: list[int] = []
-    original = ddp.Courier.receive
+    original = ddp.DDPHookState.receive
 
-    def receive(self: ddp.Courier, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def receive(self: ddp.DDPHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.is_last():
             for launched in self._launched:
                 launched.result(timeout=PATIENCE)
             early.append(len(self._launched))
         return original(self, bucket)
 
-    ddp.Courier.receive = receive  # type: ignore[method-assign]
+    ddp.DDPHookState.receive = receive  # type: ignore[method-assign]
     try:
-        net = scenes.ddp(scenes.model())
-        wire = gradwire.compress(net, spec, launch_mb=scenes.LAUNCH_MB)
-        optimizer = scenes.sgd(net)
+        net = fixtures.ddp(fixtures.model())
+        wire = gradwire.compress(net, spec, launch_mb=fixtures.LAUNCH_MB)
+        optimizer = fixtures.sgd(net)
         for step in range(4):
             optimizer.zero_grad()
-            scenes.loss(net, rank, step).backward()
+            fixtures.loss(net, rank, step).backward()
             optimizer.step()
         return early, len(wire.session.plan.launches), wire.report().collectives
     finally:
-        ddp.Courier.receive = original  # type: ignore[method-assign]
+        ddp.DDPHookState.receive = original  # type: ignore[method-assign]
 
 
 def both(rank: int, world: int) -> list[tuple[list[int], int, int]]:

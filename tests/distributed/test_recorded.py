@@ -6,20 +6,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fixtures
 import gradwire
-import scenes
-from gradwire.adapters import ddp
-from gradwire.adapters.wire import Wire
+from fake_cuda_graph import WrittenGraph, WrittenGraphs, largest
+from gradwire.engine import session
+from gradwire.integrations import ddp
+from gradwire.integrations.wire import Wire
 from gradwire.kernels import dispatch, fused
-from gradwire.sync import session
-from workers import run_ranks
-from written import WrittenGraph, WrittenGraphs, largest
+from spawn import run_ranks
 
 # What to compress by, and whether a checkpoint is loaded halfway.
 SPECS: list[tuple[dict[str, Any], bool]] = [
-    ({"spec": "topk(0.1) | int32", "feedback": "momentum_correction", "launch_mb": scenes.LAUNCH_MB}, False),
-    ({"spec": "int4", "exchange": "two_way", "launch_mb": scenes.LAUNCH_MB}, True),
-    ({"spec": "int4", "exchange": "two_way", "launch_mb": scenes.LAUNCH_MB, "rollback": False}, True),
+    ({"spec": "topk(0.1) | int32", "feedback": "momentum_correction", "launch_mb": fixtures.LAUNCH_MB}, False),
+    ({"spec": "int4", "exchange": "two_way", "launch_mb": fixtures.LAUNCH_MB}, True),
+    ({"spec": "int4", "exchange": "two_way", "launch_mb": fixtures.LAUNCH_MB, "rollback": False}, True),
 ]
 STEPS = 12
 BAD_STEP = 8
@@ -32,19 +32,19 @@ def censored(flat: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def train(rank: int, options: dict[str, Any], loads: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
-    net = scenes.model()
+    net = fixtures.model()
     step, bad = 0, BAD_STEP if options.get("rollback", True) else None
     net[2].weight.register_hook(lambda g: g * torch.nan if rank == 1 and step == bad else g)
-    outer = scenes.ddp(net, gradient_as_bucket_view=True)
-    wire, optimizer = gradwire.compress(outer, **options), scenes.sgd(net)
+    outer = fixtures.ddp(net, gradient_as_bucket_view=True)
+    wire, optimizer = gradwire.compress(outer, **options), fixtures.sgd(net)
     for step in range(STEPS):
         if loads and step == 7:
             wire.load_state_dict(wire.state_dict())  # other tensors, the same numbers
         optimizer.zero_grad(set_to_none=False)
-        scenes.loss(outer, rank, step).backward()
+        fixtures.loss(outer, rank, step).backward()
         optimizer.step()
     assert wire.session.ahead and (wire.report().steps, wire.skipped) == (STEPS, int(bad is not None))
-    return scenes.tensors(net), scenes.memories(wire), wire.link.traffic
+    return fixtures.tensors(net), fixtures.memories(wire), wire.link.traffic
 
 
 def both(rank: int, world: int) -> None:
@@ -59,8 +59,8 @@ def both(rank: int, world: int) -> None:
         ddp.graphs_on = lambda device: WrittenGraphs()  # type: ignore[assignment]
         net_again, memories_again, sent_again = train(rank, options, loads)
         assert WrittenGraph.made > made
-        assert scenes.same(net, net_again), options
-        assert scenes.same(memories, memories_again), options
+        assert fixtures.same(net, net_again), options
+        assert fixtures.same(memories, memories_again), options
         assert sent == sent_again, options
 
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+import fixtures
 import gradwire
-import scenes
-from gradwire.adapters import agreement
-from workers import run_ranks
+from gradwire.integrations import consistency
+from spawn import run_ranks
 
 SPECS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no parenthesis": ({"spec": "topk(0.01"}, ("'topk(0.01'", "joined by |")),
@@ -56,13 +56,13 @@ SPECS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def malformed(rank: int, world: int) -> dict[str, scenes.Case]:
+def malformed(rank: int, world: int) -> dict[str, fixtures.Case]:
     found = {}
     for case, (options, words) in SPECS.items():
-        everywhere = scenes.sentence(lambda options=options: gradwire.compress(scenes.model(), **options))
+        everywhere = fixtures.sentence(lambda options=options: gradwire.compress(fixtures.model(), **options))
         mine = options if rank == 1 else {"spec": "topk(0.1)"}
-        on_one = scenes.sentence(lambda mine=mine: gradwire.compress(scenes.model(), **mine))
-        by_optimizer = scenes.sentence(lambda mine=mine: scenes.wrapped(scenes.model(), **mine))
+        on_one = fixtures.sentence(lambda mine=mine: gradwire.compress(fixtures.model(), **mine))
+        by_optimizer = fixtures.sentence(lambda mine=mine: fixtures.wrapped(fixtures.model(), **mine))
         found[case] = (everywhere, ("ValueError", *words))
         found[f"{case} on rank 1"] = (on_one, ("ValueError", *words, *(("on rank 1",) if rank == 0 else ())))
         found[f"{case} by the optimizer of rank 1"] = (by_optimizer, ("ValueError", *words))
@@ -70,23 +70,23 @@ def malformed(rank: int, world: int) -> dict[str, scenes.Case]:
 
 
 def test_a_malformed_spec_on_all_ranks_or_on_one():
-    scenes.check_sentences(run_ranks(malformed, 2))
+    fixtures.check_sentences(run_ranks(malformed, 2))
 
 
 def with_buffer() -> nn.Module:
-    net = scenes.model()
+    net = fixtures.model()
     net.register_buffer("seen", torch.zeros(3))
     return net
 
 
 def frozen() -> nn.Module:
-    net = scenes.model()
+    net = fixtures.model()
     net[0].weight.requires_grad_(False)
     return net
 
 
 def all_frozen() -> nn.Module:
-    return scenes.model().requires_grad_(False)
+    return fixtures.model().requires_grad_(False)
 
 
 def complex_model() -> nn.Module:
@@ -94,7 +94,7 @@ def complex_model() -> nn.Module:
 
 
 def whole_numbers() -> nn.Module:
-    net = scenes.model()
+    net = fixtures.model()
     net.register_parameter("count", nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False))
     return net
 
@@ -111,53 +111,58 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
 OTHER_MODELS: dict[str, Callable[[], nn.Module]] = {
     "wider": lambda: nn.Sequential(nn.Linear(11, 16)),
     "frozen": frozen,
-    "another dtype": lambda: scenes.model().double(),
-    "another name": lambda: nn.ModuleDict({"body": scenes.model()}),
+    "another dtype": lambda: fixtures.model().double(),
+    "another name": lambda: nn.ModuleDict({"body": fixtures.model()}),
     "a buffer more": with_buffer,
     "a frozen parameter more": whole_numbers,
 }
 
 
-def wrapped(world: int) -> dict[str, scenes.Case]:
+def wrapped(world: int) -> dict[str, fixtures.Case]:
     """Models whose gradients others average, or whose parameters they hand out in parts."""
     mesh = init_device_mesh("cpu", (world,))
     parts = ("sharded", "DistributedDataParallel")
-    inside = nn.Sequential(scenes.ddp(scenes.model()))
-    flat = FullyShardedDataParallel(scenes.model(), device_id=torch.device("cpu"), use_orig_params=True)
-    split = fully_shard(scenes.model(), mesh=mesh)
+    inside = nn.Sequential(fixtures.ddp(fixtures.model()))
+    flat = FullyShardedDataParallel(fixtures.model(), device_id=torch.device("cpu"), use_orig_params=True)
+    split = fully_shard(fixtures.model(), mesh=mesh)
     return {
-        "DDP inside": (scenes.sentence(lambda: gradwire.compress(inside, "sign")), ("'0'", "pass that one")),
-        "FSDP": (scenes.sentence(lambda: gradwire.compress(flat, "sign")), parts),
-        "FSDP 2": (scenes.sentence(lambda: gradwire.compress(split, "sign")), ("'0.weight'", *parts)),
-        "gossip of FSDP": (scenes.sentence(lambda: gradwire.gossip(flat, "choco(ring)")), parts),
-        "an optimizer of FSDP": (scenes.sentence(lambda: scenes.wrapped(flat, spec="sign")), parts),
-        "an optimizer of parts": (scenes.sentence(lambda: scenes.wrapped(split, spec="sign")), ("'0.weight'", *parts)),
+        "DDP inside": (fixtures.sentence(lambda: gradwire.compress(inside, "sign")), ("'0'", "pass that one")),
+        "FSDP": (fixtures.sentence(lambda: gradwire.compress(flat, "sign")), parts),
+        "FSDP 2": (fixtures.sentence(lambda: gradwire.compress(split, "sign")), ("'0.weight'", *parts)),
+        "gossip of FSDP": (fixtures.sentence(lambda: gradwire.gossip(flat, "choco(ring)")), parts),
+        "an optimizer of FSDP": (fixtures.sentence(lambda: fixtures.wrapped(flat, spec="sign")), parts),
+        "an optimizer of parts": (
+            fixtures.sentence(lambda: fixtures.wrapped(split, spec="sign")),
+            ("'0.weight'", *parts),
+        ),
     }
 
 
-def models(rank: int, world: int) -> dict[str, scenes.Case]:
+def models(rank: int, world: int) -> dict[str, fixtures.Case]:
     found = {}
     for case, (make, words) in MODELS.items():
         for who in ("all", "rank 1"):
-            net = make() if who == "all" or rank == 1 else scenes.model()
-            found[f"{case}, {who}"] = (scenes.sentence(lambda net=net: gradwire.compress(net, "topk(0.1)")), words)
+            net = make() if who == "all" or rank == 1 else fixtures.model()
+            found[f"{case}, {who}"] = (fixtures.sentence(lambda net=net: gradwire.compress(net, "topk(0.1)")), words)
     found |= wrapped(world)
     found["an optimizer of complex ones"] = (
-        scenes.sentence(lambda: scenes.wrapped(complex_model() if rank == 1 else scenes.model(), spec="topk(0.1)")),
+        fixtures.sentence(
+            lambda: fixtures.wrapped(complex_model() if rank == 1 else fixtures.model(), spec="topk(0.1)")
+        ),
         ("'1.weight'", "complex"),
     )
     for case, other in OTHER_MODELS.items():
-        net = other() if rank == 1 else scenes.model()
-        said = scenes.sentence(lambda net=net: gradwire.compress(net, "topk(0.1)"))
+        net = other() if rank == 1 else fixtures.model()
+        said = fixtures.sentence(lambda net=net: gradwire.compress(net, "topk(0.1)"))
         found[case] = (said, ("rank 1 has another model than rank 0", "build the same model"))
     return found
 
 
 def test_models_that_cannot_be_compressed_or_differ():
-    scenes.check_sentences(run_ranks(models, 2))
+    fixtures.check_sentences(run_ranks(models, 2))
 
 
-def disagreements(rank: int, world: int) -> dict[str, scenes.Case]:
+def disagreements(rank: int, world: int) -> dict[str, fixtures.Case]:
     plain: dict[str, Any] = {"spec": "topk(0.1)"}
     others: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         "spec": ({"spec": "topk(0.2)"}, ("topk(0.1)", "topk(0.2)")),
@@ -171,20 +176,20 @@ def disagreements(rank: int, world: int) -> dict[str, scenes.Case]:
         "rollback": ({**plain, "rollback": False}, (": 'no rollback', not 'rollback'; attach",)),
         "scaler": ({**plain, "scaler": torch.amp.GradScaler("cpu")}, ("GradScaler",)),
     }
-    found: dict[str, scenes.Case] = {}
+    found: dict[str, fixtures.Case] = {}
     for case, (options, words) in others.items():
         mine = options if rank == 1 else plain
-        said = scenes.sentence(lambda mine=mine: gradwire.compress(scenes.model(), **mine))
+        said = fixtures.sentence(lambda mine=mine: gradwire.compress(fixtures.model(), **mine))
         found[case] = (said, ("rank 1 has another spec than rank 0", "everywhere", *words))
     for field in ("VERSION", "WIRE_FORMAT"):
-        before = getattr(agreement, field)
+        before = getattr(consistency, field)
         if rank == 1:
-            setattr(agreement, field, "9.9.9" if field == "VERSION" else 99)
-        said = scenes.sentence(lambda: gradwire.compress(scenes.model(), "topk(0.1)"))
+            setattr(consistency, field, "9.9.9" if field == "VERSION" else 99)
+        said = fixtures.sentence(lambda: gradwire.compress(fixtures.model(), "topk(0.1)"))
         found[field] = (said, ("rank 1 has another", "9", "install the same gradwire"))
-        setattr(agreement, field, before)
+        setattr(consistency, field, before)
     return found
 
 
 def test_ranks_that_mean_different_things():
-    scenes.check_sentences(run_ranks(disagreements, 2))
+    fixtures.check_sentences(run_ranks(disagreements, 2))

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+import fixtures
 import gradwire
-import scenes
 
 METHODS: dict[str, dict[str, Any]] = {
     "residual": {"spec": "topk(0.2)"},
@@ -21,14 +21,16 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(world: int, options: dict[str, Any], steps: int = 4) -> tuple[list[nn.Sequential], gradwire.VirtualWorkers]:
-    nets, workers = scenes.replicas(world, **options)
-    scenes.march(nets, workers, range(steps))
+def trained(
+    world: int, options: dict[str, Any], steps: int = 4
+) -> tuple[list[nn.Sequential], gradwire.SimulatedWorkers]:
+    nets, workers = fixtures.replicas(world, **options)
+    fixtures.march(nets, workers, range(steps))
     return nets, workers
 
 
 def assert_equal_debts(before: list[gradwire.Wire], after: list[gradwire.Wire]) -> None:
-    old, new = scenes.mean_debt(before), scenes.mean_debt(after)
+    old, new = fixtures.mean_debt(before), fixtures.mean_debt(after)
     assert max(float(debt.abs().max()) for debt in old.values()) > 0, "the test wants debts"
     for name in old:
         torch.testing.assert_close(new[name], old[name], rtol=1e-5, atol=1e-7, msg=name)
@@ -40,14 +42,14 @@ def test_the_pending_update_is_conserved(options: dict[str, Any], old: int, new:
     nets, before = trained(old, options)
     for wire in before.wires:
         gradwire.save(wire, tmp_path)
-    copies, after = scenes.replicas(new, **options)
+    copies, after = fixtures.replicas(new, **options)
     for copy, wire in zip(copies, after.wires, strict=True):
         copy.load_state_dict(nets[0].state_dict())
         gradwire.load(wire, tmp_path)
     assert_equal_debts(before.wires, after.wires)
     assert {wire.session.step for wire in after.wires} == {4}
-    scenes.march(copies, after, range(4, 6))
-    assert all(scenes.same(scenes.tensors(copy), scenes.tensors(copies[0])) for copy in copies)
+    fixtures.march(copies, after, range(4, 6))
+    assert all(fixtures.same(fixtures.tensors(copy), fixtures.tensors(copies[0])) for copy in copies)
 
 
 def test_a_debt_without_a_home_moves_too():
@@ -56,7 +58,7 @@ def test_a_debt_without_a_home_moves_too():
     for wire in before.wires:
         wire.set("dense")
     before.wires[1].session.memories[0].pop("owed")
-    _, after = scenes.replicas(2, "dense")
+    _, after = fixtures.replicas(2, "dense")
     for wire in after.wires:
         wire.load_state_dict([wire.state_dict() for wire in before.wires])
     assert_equal_debts(before.wires, after.wires)
@@ -66,7 +68,7 @@ def test_ef21_keeps_what_the_group_knows():
     options = {"spec": "topk(0.2)", "feedback": "ef21", "bundle": None}
     nets, before = trained(4, options)
     states = [wire.state_dict() for wire in before.wires]
-    _, after = scenes.replicas(2, **options)
+    _, after = fixtures.replicas(2, **options)
     for wire in after.wires:
         wire.load_state_dict(states)
     for name, _ in nets[0].named_parameters():
@@ -82,11 +84,11 @@ def attempts(folder: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
     gradwire.save(workers.wires[0], folder)
 
     def load(state: Any, **options: Any) -> str:
-        _, others = scenes.replicas(options.pop("world", 2), **{"spec": "topk(0.2)", **options})
-        return scenes.sentence(lambda: others.wires[-1].load_state_dict(state))
+        _, others = fixtures.replicas(options.pop("world", 2), **{"spec": "topk(0.2)", **options})
+        return fixtures.sentence(lambda: others.wires[-1].load_state_dict(state))
 
     def other_model(net: nn.Module, spec: str = "topk(0.2)", state: Any = states[0]) -> str:
-        return scenes.sentence(lambda: gradwire.lockstep([net, net], spec).wires[0].load_state_dict(state))
+        return fixtures.sentence(lambda: gradwire.lockstep([net, net], spec).wires[0].load_state_dict(state))
 
     _, stateless = trained(2, {"spec": "fp16"})
     early = {**states[0], "gradwire/step": torch.tensor(3)}
@@ -110,8 +112,11 @@ def attempts(folder: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
             other_model(nn.Sequential(nn.Linear(3, 3)), "fp16", stateless.wires[0].state_dict()),
             ("another model", "number or shape"),
         ),
-        "a file is missing": (scenes.sentence(lambda: gradwire.load(wire, folder)), ("wire-1.safetensors", "all its")),
-        "no folder": (scenes.sentence(lambda: gradwire.load(wire, folder / "none")), ("none", "gradwire.save")),
+        "a file is missing": (
+            fixtures.sentence(lambda: gradwire.load(wire, folder)),
+            ("wire-1.safetensors", "all its"),
+        ),
+        "no folder": (fixtures.sentence(lambda: gradwire.load(wire, folder / "none")), ("none", "gradwire.save")),
     }
 
 
@@ -128,4 +133,4 @@ def test_a_refused_state_changes_nothing():
     before = wire.state_dict()
     with pytest.raises(ValueError, match="each rank's own state"):
         wire.load_state_dict(workers.wires[1].state_dict())
-    assert scenes.same(before, wire.state_dict())
+    assert fixtures.same(before, wire.state_dict())

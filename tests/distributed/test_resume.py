@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import fixtures
 import gradwire
-import scenes
-from workers import run_ranks
+from spawn import run_ranks
 
 FEEDBACKS = ["none", "residual", "residual(decay=0.9)", "momentum_correction(0.8)", "ef21"]
 EXCHANGES: dict[str, dict[str, Any]] = {
@@ -37,22 +37,22 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def interrupted(options: dict[str, Any], folder: Path, world: int = 2) -> None:
-    nets, workers = scenes.replicas(world, **options)
-    scenes.march(nets, workers, range(10))
+    nets, workers = fixtures.replicas(world, **options)
+    fixtures.march(nets, workers, range(10))
 
-    first, early = scenes.replicas(world, **options)
-    scenes.march(first, early, range(5))
+    first, early = fixtures.replicas(world, **options)
+    fixtures.march(first, early, range(5))
     for wire in early.wires:
         gradwire.save(wire, folder)
-    second, late = scenes.replicas(world, **options)
+    second, late = fixtures.replicas(world, **options)
     for one, other, wire in zip(first, second, late.wires, strict=True):
         other.load_state_dict(one.state_dict())
         gradwire.load(wire, folder)
-    scenes.march(second, late, range(5, 10))
+    fixtures.march(second, late, range(5, 10))
 
     for one, other, whole, wire in zip(nets, second, workers.wires, late.wires, strict=True):
-        assert scenes.same(scenes.tensors(one), scenes.tensors(other))
-        assert scenes.same(whole.state_dict(), wire.state_dict())
+        assert fixtures.same(fixtures.tensors(one), fixtures.tensors(other))
+        assert fixtures.same(whole.state_dict(), wire.state_dict())
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -68,21 +68,21 @@ def test_so_are_those_of(options: dict[str, Any], tmp_path: Path):
 
 def after_a_change(options: dict[str, Any], folder: Path) -> None:
     """Debts that `set` left without a home are saved with the rest; ranks may differ in having any."""
-    nets, workers = scenes.replicas(2, "int4", exchange="two_way")
-    scenes.march(nets, workers, range(3))
+    nets, workers = fixtures.replicas(2, "int4", exchange="two_way")
+    fixtures.march(nets, workers, range(3))
     for wire in workers.wires:
         wire.set(**options)
         gradwire.save(wire, folder)
-    copies, others = scenes.replicas(2, "topk(0.2)")
+    copies, others = fixtures.replicas(2, "topk(0.2)")
     for net, copy, wire in zip(nets, copies, others.wires, strict=True):
         copy.load_state_dict(net.state_dict())
         wire.set(**options)
         gradwire.load(wire, folder)
     for both in ((nets, workers), (copies, others)):
-        scenes.march(*both, range(3, 6))
+        fixtures.march(*both, range(3, 6))
     for wire, other in zip(workers.wires, others.wires, strict=True):
-        assert scenes.same(wire.state_dict(), other.state_dict())
-    assert scenes.same(scenes.tensors(nets[0]), scenes.tensors(copies[0]))
+        assert fixtures.same(wire.state_dict(), other.state_dict())
+    assert fixtures.same(fixtures.tensors(nets[0]), fixtures.tensors(copies[0]))
 
 
 @pytest.mark.parametrize("options", [{"spec": "topk(0.1)"}, {"spec": "dense"}, {"spec": "dgc(0.1)"}])
@@ -96,25 +96,25 @@ def real_ranks(rank: int, world: int, folder: str) -> dict[str, Tensor]:
     for options in ({"spec": "topk(0.2)"}, {"spec": "qsgd", "exchange": "delayed"}):
         paths = []
         for cut in (False, True):
-            net = scenes.model()
-            outer = scenes.ddp(net)
+            net = fixtures.model()
+            outer = fixtures.ddp(net)
             wire = gradwire.compress(outer, **options)
             for step in range(10):
                 if cut and step == 5:
                     place = Path(folder) / str(options["spec"])
                     gradwire.save(wire, place)
                     torch.distributed.barrier()
-                    saved = scenes.tensors(net)
-                    net = scenes.model()
+                    saved = fixtures.tensors(net)
+                    net = fixtures.model()
                     net.load_state_dict(saved)
-                    outer = scenes.ddp(net)
+                    outer = fixtures.ddp(net)
                     wire = gradwire.compress(outer, **options)
                     gradwire.load(wire, place)
                 outer.zero_grad()
-                scenes.loss(outer, rank, step).backward()
-                scenes.descend(net)
-            paths.append({**scenes.tensors(net), **wire.state_dict()})
-        assert scenes.same(*paths), options
+                fixtures.loss(outer, rank, step).backward()
+                fixtures.descend(net)
+            paths.append({**fixtures.tensors(net), **wire.state_dict()})
+        assert fixtures.same(*paths), options
         results.append(paths[0])
     return results[0]
 
@@ -126,8 +126,8 @@ def test_real_ranks_resume(tmp_path: Path):
 
 
 def test_a_state_is_plain_tensors_by_parameter_name():
-    nets, workers = scenes.replicas(2, "topk(0.2)", feedback="momentum_correction")
-    scenes.march(nets, workers, range(2))
+    nets, workers = fixtures.replicas(2, "topk(0.2)", feedback="momentum_correction")
+    fixtures.march(nets, workers, range(2))
     state = workers.wires[0].state_dict()
     assert all(type(tensor) is Tensor for tensor in state.values())
     names = {name for name, _ in nets[0].named_parameters()}

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import fixtures
 import gradwire
-import scenes
-from workers import run_ranks
+from spawn import run_ranks
 
 SPECS: list[dict[str, Any]] = [
     {"spec": "topk(0.2)"},
@@ -40,7 +40,7 @@ class Branches(nn.Module):
 def step_of(net: nn.Module, rank: int, step: int) -> None:
     """Steps 2 and 3 skip the branch; only rank 1 takes the lonely one."""
     net.zero_grad(set_to_none=True)
-    net(scenes.batch(rank, step), step not in (2, 3), rank == 1).square().mean().backward()
+    net(fixtures.batch(rank, step), step not in (2, 3), rank == 1).square().mean().backward()
 
 
 def of_branch(memory: dict[str, Tensor], branch: str) -> dict[str, Tensor]:
@@ -49,31 +49,31 @@ def of_branch(memory: dict[str, Tensor], branch: str) -> dict[str, Tensor]:
 
 def unused(rank: int, world: int) -> None:
     for options in SPECS:
-        whole = {**options, "launch_mb": scenes.LAUNCH_MB}
+        whole = {**options, "launch_mb": fixtures.LAUNCH_MB}
         net, inner = Branches(), Branches()
-        outer = scenes.ddp(inner, find_unused_parameters=True)
+        outer = fixtures.ddp(inner, find_unused_parameters=True)
         plain, hook = gradwire.compress(net, **whole), gradwire.compress(outer, **whole)
-        for step in range(scenes.STEPS):
-            before = scenes.memories(plain)
+        for step in range(fixtures.STEPS):
+            before = fixtures.memories(plain)
             step_of(net, rank, step)
             plain()
             step_of(outer, rank, step)
-            check_step(rank, step, net, before, scenes.memories(plain), options)
+            check_step(rank, step, net, before, fixtures.memories(plain), options)
             for model in (net, inner):
-                scenes.descend(model)
-            assert scenes.same(scenes.tensors(inner), scenes.tensors(net)), (options, step)
-            assert scenes.same(scenes.memories(hook), scenes.memories(plain)), (options, step)
-        assert scenes.agreed(torch.cat([p.flatten() for p in net.parameters()])), options
+                fixtures.descend(model)
+            assert fixtures.same(fixtures.tensors(inner), fixtures.tensors(net)), (options, step)
+            assert fixtures.same(fixtures.memories(hook), fixtures.memories(plain)), (options, step)
+        assert fixtures.agreed(torch.cat([p.flatten() for p in net.parameters()])), options
 
 
 def check_step(rank: int, step: int, net: Branches, before: Any, after: Any, options: Any) -> None:
     assert net.never.weight.grad is None
-    assert scenes.same(of_branch(before, "never"), of_branch(after, "never")), options
+    assert fixtures.same(of_branch(before, "never"), of_branch(after, "never")), options
     assert net.lonely.weight.grad is not None, "rank 1 used it, so all ranks get its update"
     skipped = step in (2, 3)
     assert (net.sometimes.weight.grad is None) == skipped
     if of_branch(after, "sometimes"):
-        assert scenes.same(of_branch(before, "sometimes"), of_branch(after, "sometimes")) == skipped, (options, step)
+        assert fixtures.same(of_branch(before, "sometimes"), of_branch(after, "sometimes")) == skipped, (options, step)
 
 
 def test_a_unit_that_nobody_used_is_not_settled():
@@ -83,21 +83,21 @@ def test_a_unit_that_nobody_used_is_not_settled():
 def late_accumulation(rank: int, world: int) -> None:
     """The branch is used in the part of the step that does not synchronize, and not in the part that does."""
     net, inner = Branches(), Branches()
-    outer = scenes.ddp(inner, find_unused_parameters=True)
+    outer = fixtures.ddp(inner, find_unused_parameters=True)
     wire = gradwire.compress(net, "topk(0.2)")
     gradwire.compress(outer, "topk(0.2)")
-    for step in range(scenes.STEPS):
+    for step in range(fixtures.STEPS):
         outer.zero_grad()
         with outer.no_sync():
-            outer(scenes.batch(rank, step), True, rank == 1).square().mean().backward()
-        outer(scenes.batch(rank, step), False, rank == 1).square().mean().backward()
+            outer(fixtures.batch(rank, step), True, rank == 1).square().mean().backward()
+        outer(fixtures.batch(rank, step), False, rank == 1).square().mean().backward()
         net.zero_grad()
-        net(scenes.batch(rank, step), True, rank == 1).square().mean().backward()
-        net(scenes.batch(rank, step), False, rank == 1).square().mean().backward()
+        net(fixtures.batch(rank, step), True, rank == 1).square().mean().backward()
+        net(fixtures.batch(rank, step), False, rank == 1).square().mean().backward()
         wire()
         for model in (net, inner):
-            scenes.descend(model)
-        assert scenes.same(scenes.tensors(inner), scenes.tensors(net)), step
+            fixtures.descend(model)
+        assert fixtures.same(fixtures.tensors(inner), fixtures.tensors(net)), step
 
 
 def test_a_branch_of_an_accumulated_step():
@@ -109,11 +109,11 @@ def delayed(rank: int, world: int) -> dict[str, Tensor]:
     sums = {}
     for door in ("plain", "hook"):
         net = Branches()
-        outer = scenes.ddp(net, find_unused_parameters=True) if door == "hook" else net
+        outer = fixtures.ddp(net, find_unused_parameters=True) if door == "hook" else net
         wire = gradwire.compress(outer, "fp32", exchange="delayed")
         meant = torch.zeros(8, 8)
         given = torch.zeros(8, 8)
-        for step in range(scenes.STEPS):
+        for step in range(fixtures.STEPS):
             single = Branches()
             single.load_state_dict(net.state_dict())
             for peer in range(world):
@@ -125,7 +125,7 @@ def delayed(rank: int, world: int) -> dict[str, Tensor]:
                 wire()
             if net.sometimes.weight.grad is not None:
                 given += net.sometimes.weight.grad
-            scenes.descend(net)
+            fixtures.descend(net)
         sums[door] = meant - given - wire.debts()["sometimes.weight"]
     return sums
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import gradwire
-from gossip_scenes import LENGTH, Vector, spread, vectors, virtual
-from gradwire.adapters.gossip import StackedNet
+from gossip_fixtures import LENGTH, Vector, spread, vectors, virtual
 from gradwire.codecs import Codec
 from gradwire.core.segments import Segments
-from gradwire.gossip import gauge, gossip_method
-from gradwire.gossip.steady import Fidelity
-from gradwire.sync.drive import converse
-from gradwire.sync.lockstep import Lockstep
+from gradwire.engine.drive import converse
+from gradwire.engine.lockstep import Lockstep
+from gradwire.gossip import auto_gamma, gossip_method
+from gradwire.gossip.optimal_gamma import Fidelity
+from gradwire.integrations.gossip import BatchedGossip
 from gradwire.topology import graph, theory
 from strategies import CODECS
 
@@ -85,7 +85,7 @@ def test_replicas_come_together_by_every_codec_that_is_taken(spec: str) -> None:
         if fidelity(said).noise <= BEARABLE.get(spec, math.inf):
             taken.append(str(said))
             x = vectors(4)
-            net, start = StackedNet(Vector(), 4, method, said), spread(x)
+            net, start = BatchedGossip(Vector(), 4, method, said), spread(x)
             for _ in range(25):
                 x = net.mix(x)
             assert spread(x) < 0.99 * start, said
@@ -93,7 +93,7 @@ def test_replicas_come_together_by_every_codec_that_is_taken(spec: str) -> None:
 
 
 def fidelity(said: Codec) -> Fidelity:
-    return gauge.prior(said, Segments(("x",), ((LENGTH,),)))
+    return auto_gamma.prior(said, Segments(("x",), ((LENGTH,),)))
 
 
 def test_push_sum_finds_the_mean_on_an_uneven_graph() -> None:
@@ -146,7 +146,7 @@ def test_alone_a_rank_keeps_what_it_has() -> None:
 
 
 def test_every_method_reads_what_it_writes() -> None:
-    for made in gradwire.listing("gossip").values():
+    for made in gradwire.registered("gossip").values():
         for spec in made.examples:  # type: ignore[attr-defined]
             assert gossip_method(str(gossip_method(spec))) == gossip_method(spec)
     assert gossip_method("choco(ring, gamma=auto)") == gossip_method("choco(ring)")
@@ -167,7 +167,7 @@ def test_zeros_have_a_sign_that_both_ends_hear_alike() -> None:
 def test_positions_beyond_what_a_float_counts() -> None:
     """Indices are integers: float32 would move every odd position beyond 2**24 to its neighbor."""
     from gradwire.codecs import codec
-    from gradwire.codecs.stage import Signal
+    from gradwire.codecs.stage import EncodeInput
     from gradwire.core.keys import Key
     from gradwire.core.segments import Segments
 
@@ -175,7 +175,7 @@ def test_positions_beyond_what_a_float_counts() -> None:
     x = torch.zeros(n)
     x[-7] = 1.0
     table = Segments.single(n)
-    said = codec("topk(0.0000001)").encode(Signal(x, x, {}, table), Key(0, 0, 0))
+    said = codec("topk(0.0000001)").encode(EncodeInput(x, x, {}, table), Key(0, 0, 0))
     assert said.sent.indices is not None
     assert n - 7 in codec("topk(0.0000001)")._read(said.payload, table, Key(0, 0, 0)).indices.tolist()  # type: ignore[union-attr]
 

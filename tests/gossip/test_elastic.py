@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradwire
-from gossip_scenes import spread
+from gossip_fixtures import spread
 from gradwire.kernels.dispatch import reference_only
 
 WORLD, STEPS, DIES, BACK = 8, 200, 50, 100

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+import fixtures
 import gradwire
-import scenes
-from gossip_scenes import optimizers, replicas, train, vectors, virtual
-from gradwire.core.asks import Talk
+from gossip_fixtures import optimizers, replicas, train, vectors, virtual
+from gradwire.core.requests import CommGenerator
 from gradwire.gossip import Node
 
 STEPS = range(6)
@@ -16,7 +16,7 @@ def trained(spec: str, codec: str | None = None, ranks: int = 4, **options: obje
     models = replicas(ranks)
     net = gradwire.gossip_lockstep(models, spec, codec, **options)
     train(net, models, optimizers(models), range(ranks), STEPS)
-    return [scenes.tensors(model) for model in models]
+    return [fixtures.tensors(model) for model in models]
 
 
 def close(left: list[dict[str, torch.Tensor]], right: list[dict[str, torch.Tensor]]) -> bool:
@@ -29,10 +29,10 @@ def test_dpsgd_on_the_complete_graph_is_all_reduce_sgd() -> None:
     (model,), (optimizer,) = models, optimizers(models)
     for step in STEPS:
         optimizer.zero_grad()
-        torch.stack([scenes.loss(model, rank, step) for rank in range(4)]).mean().backward()
+        torch.stack([fixtures.loss(model, rank, step) for rank in range(4)]).mean().backward()
         optimizer.step()
     for spec in ("dpsgd(complete)", "centralized"):
-        assert close(trained(spec), [scenes.tensors(model)] * 4)
+        assert close(trained(spec), [fixtures.tensors(model)] * 4)
 
 
 def test_choco_that_says_all_and_steps_whole_is_dpsgd() -> None:
@@ -63,7 +63,7 @@ def test_copies_by_edge_are_copies_by_node(codec: str) -> None:
         node.begin(torch.zeros(x.shape[1]))
     y = x
     for _ in range(5):
-        talks: list[Talk[torch.Tensor]] = [
+        talks: list[CommGenerator[torch.Tensor]] = [
             node.run(row, live=dict.fromkeys(node.topology.peers(node.rank), False))
             for node, row in zip(nodes, y, strict=True)
         ]
@@ -72,8 +72,8 @@ def test_copies_by_edge_are_copies_by_node(codec: str) -> None:
         assert torch.allclose(x, y, atol=1e-5)
 
 
-def conversation(talk: Talk[torch.Tensor]):  # type: ignore[no-untyped-def]
-    from gradwire.sync.drive import converse
+def conversation(talk: CommGenerator[torch.Tensor]):  # type: ignore[no-untyped-def]
+    from gradwire.engine.drive import converse
 
     return converse([talk])
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gossip_scenes import LENGTH, virtual
+from gossip_fixtures import LENGTH, virtual
 from gradwire.codecs import codec
 from gradwire.core.segments import Segments
-from gradwire.gossip import gauge
-from gradwire.gossip.steady import GRID, Fidelity, steady_step
+from gradwire.gossip import auto_gamma
+from gradwire.gossip.optimal_gamma import GRID, Fidelity, steady_step
 from gradwire.topology import graph
 from gradwire_lab.bench.gamma import CODECS, SCENES, Scene, drive, table
 
@@ -78,33 +78,33 @@ def test_all_ranks_take_the_same_step_on_a_changing_graph() -> None:
 
 
 def test_a_window_is_as_long_as_news_takes() -> None:
-    assert gauge.window(graph("ring").on(8)) == 10
-    assert gauge.window(graph("path").on(30)) == 29
-    assert gauge.window(graph("one_peer_exponential").on(8)) == 10
+    assert auto_gamma.window(graph("ring").on(8)) == 10
+    assert auto_gamma.window(graph("path").on(30)) == 29
+    assert auto_gamma.window(graph("one_peer_exponential").on(8)) == 10
 
 
 @pytest.mark.parametrize(("lag", "where"), [(1.3, (0.6, 0.8)), (8.0, (0.08, 0.12)), (0.2, (0.99, 1.0))])
 def test_the_step_goes_by_the_lag(lag: float, where: tuple[float, float]) -> None:
     """Replicas whose codec tells everything, but whose x is ``lag`` pulls ahead of what neighbors know."""
     topology, said = graph("ring").on(8), codec("fp16")
-    state = gauge.begin(said, Segments.single(100), topology)
+    state = auto_gamma.begin(said, Segments.single(100), topology)
     generator = torch.Generator().manual_seed(0)
     for step in range(400):
         r = torch.randn(100, generator=generator)
-        d = lag * gauge.gamma(state) * r
-        state = gauge.turn(state, gauge.Seen(d, 0.5 * d, r), [], step, topology, said)
-    assert where[0] <= gauge.gamma(state) <= where[1]
+        d = lag * auto_gamma.gamma(state) * r
+        state = auto_gamma.turn(state, auto_gamma.Seen(d, 0.5 * d, r), [], step, topology, said)
+    assert where[0] <= auto_gamma.gamma(state) <= where[1]
 
 
 def test_a_selector_waits_whatever_else_goes_on() -> None:
     """Pushes that last make x stand still, and its lag look like none; what was left out waits all the same."""
     topology, said = graph("ring").on(8), codec("topk(0.1)")
-    state = gauge.begin(said, Segments.single(100), topology)
+    state = auto_gamma.begin(said, Segments.single(100), topology)
     for step in range(300):
         r = torch.randn(100, generator=torch.Generator().manual_seed(step))
         d = torch.randn(100, generator=torch.Generator().manual_seed(1000 + step))
-        state = gauge.turn(state, gauge.Seen(d, 0.2 * d, r), [], step, topology, said)
-    assert 0.1 < gauge.gamma(state) < 0.3
+        state = auto_gamma.turn(state, auto_gamma.Seen(d, 0.2 * d, r), [], step, topology, said)
+    assert 0.1 < auto_gamma.gamma(state) < 0.3
 
 
 # mu is 2/3 (1 - cos): the slowest, and the fastest
@@ -117,14 +117,14 @@ def test_random_entries_wait_as_long_as_they_do(spec: str, best: float) -> None:
     """Whatever is measured; what is told with noise, or on a graph that changes, is measured."""
     assert ALIKE < 0.07 < 0.09 < APART < 0.12  # what ranks lose apart averages out
     topology, said = graph("ring").on(8), codec(spec)
-    state = gauge.begin(said, Segments.single(100), topology)
+    state = auto_gamma.begin(said, Segments.single(100), topology)
     for step in range(45):
-        assert gauge.gamma(state) == pytest.approx(best, rel=1e-4)
+        assert auto_gamma.gamma(state) == pytest.approx(best, rel=1e-4)
         r = torch.randn(100, generator=torch.Generator().manual_seed(step))
-        state = gauge.turn(state, gauge.Seen(0.01 * r, 0.01 * r, r), [], step, topology, said)
+        state = auto_gamma.turn(state, auto_gamma.Seen(0.01 * r, 0.01 * r, r), [], step, topology, said)
     for other in ("randomk(0.1) | qsgd(levels=3, biased=True)", "topk(0.1)", "sign"):
-        assert gauge.known_step(topology, codec(other)) is None
-    assert gauge.known_step(graph("one_peer_exponential").on(8), said) is None
+        assert auto_gamma.known_step(topology, codec(other)) is None
+    assert auto_gamma.known_step(graph("one_peer_exponential").on(8), said) is None
 
 
 def test_the_table_in_the_docs_is_what_was_measured() -> None:
@@ -137,8 +137,8 @@ def test_the_table_in_the_docs_is_what_was_measured() -> None:
 
 def test_only_some_entries_of_a_large_model_are_measured() -> None:
     x = torch.arange(1_000_000.0)
-    assert gauge.sample(x).numel() == gauge.SAMPLE and float(gauge.sample(x)[-1]) > 990_000
-    assert gauge.sample(x[:100]).numel() == 100
+    assert auto_gamma.sample(x).numel() == auto_gamma.SAMPLE and float(auto_gamma.sample(x)[-1]) > 990_000
+    assert auto_gamma.sample(x[:100]).numel() == 100
 
 
 def test_nothing_said_changes_nothing() -> None:

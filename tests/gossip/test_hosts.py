@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import fixtures
 import gradwire
-import scenes
-from gossip_scenes import optimizers, replicas
-from gradwire.adapters.gossip.hosts import need_one_thread
-from workers import run_ranks
+from gossip_fixtures import optimizers, replicas
+from gradwire.integrations.gossip.hosts import need_one_thread
+from spawn import run_ranks
 
 NODES = [[0, 1], [2, 3]]
 STEPS = range(13)  # beyond a window of gamma=auto
@@ -28,7 +28,7 @@ SPECS: list[tuple[str, str | None, dict[str, Any]]] = [
 ]
 
 
-def composed(spec: str, codec: str | None, options: dict[str, Any]) -> tuple[list[nn.Module], gradwire.VirtualNet]:
+def composed(spec: str, codec: str | None, options: dict[str, Any]) -> tuple[list[nn.Module], gradwire.SimulatedGossip]:
     """By hand: the mean of each node's gradients, and one replica for each node."""
     models = replicas(len(NODES))
     net = gradwire.gossip_lockstep(models, spec, codec, **options)
@@ -38,7 +38,7 @@ def composed(spec: str, codec: str | None, options: dict[str, Any]) -> tuple[lis
             grads = []
             for rank in node:
                 model.zero_grad()
-                scenes.loss(model, rank, step).backward()
+                fixtures.loss(model, rank, step).backward()
                 grads.append([p.grad.clone() for p in model.parameters()])
             for p, first, second in zip(model.parameters(), *grads, strict=True):
                 p.grad = (first + second) / 2
@@ -47,10 +47,12 @@ def composed(spec: str, codec: str | None, options: dict[str, Any]) -> tuple[lis
     return models, net
 
 
-def train(net: gradwire.Net, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+def train(
+    net: gradwire.GossipSync, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range
+) -> None:
     for step in steps:
         optimizer.zero_grad()
-        scenes.loss(model, rank, step).backward()
+        fixtures.loss(model, rank, step).backward()
         net.average_gradients()
         optimizer.step()
         net()
@@ -77,7 +79,7 @@ def in_processes(rank: int, world: int, specs: list[Any]) -> list[Any]:
         state = net.state_dict()
         dist.all_to_all_single, dist.isend = together, singly
         groups = [counted[link.group.group_name] for link in (net.link.between, net.link.local)]
-        found.append((scenes.tensors(model), state, net.report(), groups, net.distance()))
+        found.append((fixtures.tensors(model), state, net.report(), groups, net.distance()))
     return found
 
 
@@ -93,7 +95,7 @@ def test_nodes_are_ranks_with_mean_gradients() -> None:
             single, states = net.state_dict()[number], []
             for rank in node:
                 tensors, state, report, (between, inside), distance = ranks[rank][i]
-                assert scenes.same(tensors, scenes.tensors(models[number])), (spec, rank)
+                assert fixtures.same(tensors, fixtures.tensors(models[number])), (spec, rank)
                 assert report.sent == between
                 # Gradients are summed around a ring; what was mixed is handed over.
                 gradients = len(STEPS) * 4 * (445 + 6)
@@ -101,42 +103,42 @@ def test_nodes_are_ranks_with_mean_gradients() -> None:
                 assert distance == pytest.approx(net.distance(), rel=1e-4, abs=1e-6)
                 states.append(memories(state))
             assert not states[0].keys() & states[1].keys()
-            assert scenes.same(states[0] | states[1], memories(single))
+            assert fixtures.same(states[0] | states[1], memories(single))
             sent = sum(ranks[rank][i][2].sent for rank in node)
             assert net.report(number).sent <= sent <= net.report(number).sent + 200 * len(STEPS)
 
 
 def everyday(rank: int, world: int, folder: str) -> dict[str, str]:
     """Saved and loaded; with gamma found by each share for itself; through DDP; and what is refused."""
-    model = scenes.model()
+    model = fixtures.model()
     net, sgd = gradwire.gossip(model, "choco(ring, gamma=auto)", "sign", across=NODES), optimizers([model])[0]
     train(net, model, sgd, rank, range(12))
     gradwire.save(net, folder)  # type: ignore[arg-type]
     dist.barrier()
-    copy = scenes.model()
+    copy = fixtures.model()
     other, sgd_other = gradwire.gossip(copy, "choco(ring, gamma=auto)", "sign", across=NODES), optimizers([copy])[0]
     copy.load_state_dict(model.state_dict())
     sgd_other.load_state_dict(deepcopy(sgd.state_dict()))
     gradwire.load(other, folder)  # type: ignore[arg-type]
-    flat = gradwire.gossip(scenes.model(), "choco(ring, gamma=auto)", "sign")
-    refused = {"other nodes": scenes.sentence(lambda: gradwire.load(flat, folder))}  # type: ignore[arg-type]
+    flat = gradwire.gossip(fixtures.model(), "choco(ring, gamma=auto)", "sign")
+    refused = {"other nodes": fixtures.sentence(lambda: gradwire.load(flat, folder))}  # type: ignore[arg-type]
     for each, trained, optimizer in ((net, model, sgd), (other, copy, sgd_other)):
         train(each, trained, optimizer, rank, range(12, 20))
-    assert scenes.same(scenes.tensors(model), scenes.tensors(copy))
-    assert scenes.same(net.state_dict(), other.state_dict())
-    mean = net.evaluate_mean(lambda: scenes.tensors(model))
-    assert scenes.agreed(torch.cat([x.flatten() for x in mean.values()]))
+    assert fixtures.same(fixtures.tensors(model), fixtures.tensors(copy))
+    assert fixtures.same(net.state_dict(), other.state_dict())
+    mean = net.evaluate_mean(lambda: fixtures.tensors(model))
+    assert fixtures.agreed(torch.cat([x.flatten() for x in mean.values()]))
 
     groups = [dist.new_group(node) for node in NODES]
-    wrapped = DistributedDataParallel(scenes.model(), process_group=groups[rank // 2])
-    through, stepper = gradwire.gossip(wrapped, "dpsgd(ring)", across=NODES), scenes.sgd(wrapped)
+    wrapped = DistributedDataParallel(fixtures.model(), process_group=groups[rank // 2])
+    through, stepper = gradwire.gossip(wrapped, "dpsgd(ring)", across=NODES), fixtures.sgd(wrapped)
     for step in range(2):
         stepper.zero_grad()
-        scenes.loss(wrapped, rank, step).backward()
+        fixtures.loss(wrapped, rank, step).backward()
         stepper.step()
         through()
-    refused["forgotten"] = scenes.sentence(net)
-    refused["elastic"] = scenes.sentence(
+    refused["forgotten"] = fixtures.sentence(net)
+    refused["elastic"] = fixtures.sentence(
         lambda: gradwire.gossip(model, "choco(ring)", "sign", across=NODES, elastic=True, meeting=folder)
     )
     return refused
@@ -144,7 +146,7 @@ def everyday(rank: int, world: int, folder: str) -> dict[str, str]:
 
 def missing(rank: int, world: int) -> None:
     """A gradient that one rank lacks counts as zero; one that both lack stays away; infinity is both's."""
-    model = scenes.model()
+    model = fixtures.model()
     net = gradwire.gossip(model, "dpsgd(ring)", across=NODES)
     for p in model.parameters():
         p.grad = torch.ones_like(p)

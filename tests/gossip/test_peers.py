@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from gradwire.links.meeting import Folder, Store, meeting
-from gradwire.links.peers import Peers
+from gradwire.comm.peer_mesh import PeerMesh
+from gradwire.comm.rendezvous import Folder, Store, meeting
 
 TIMEOUT = 0.6
 LINE = {0: [1], 1: [0, 2], 2: [1]}
 
 
 @contextlib.contextmanager
-def opened(folder: Path, *ranks: int, digest: bytes = b"same", timeout: float = TIMEOUT) -> Iterator[list[Peers]]:
-    made = [Peers(rank, LINE[rank], Folder(folder), digest, timeout=timeout) for rank in ranks]
+def opened(folder: Path, *ranks: int, digest: bytes = b"same", timeout: float = TIMEOUT) -> Iterator[list[PeerMesh]]:
+    made = [PeerMesh(rank, LINE[rank], Folder(folder), digest, timeout=timeout) for rank in ranks]
     try:
         yield made
     finally:
@@ -44,12 +44,12 @@ def together(*work: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def settled(peers: Peers, step: int = 0) -> None:
+def settled(peers: PeerMesh, step: int = 0) -> None:
     peers.meet(step)
     peers.settle(step, lambda: b"model")
 
 
-def talked(peers: Peers, step: int) -> tuple[dict[int, bool], dict[int, bytes]]:
+def talked(peers: PeerMesh, step: int) -> tuple[dict[int, bool], dict[int, bytes]]:
     live = peers.begin(step)
     heard = peers.swap(step, 0, {peer: f"{peers.rank} at {step}".encode() for peer in live})
     peers.done(step, lambda: f"model after {step}".encode())

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import fixtures
 import gradwire
-import scenes
-from gossip_scenes import optimizers, replicas, train
-from workers import RankError, run_ranks
+from gossip_fixtures import optimizers, replicas, train
+from spawn import RankError, run_ranks
 
 WORLD = 4
 STEPS = range(13)  # beyond a window of gamma=auto
@@ -51,8 +51,8 @@ def in_process(rank: int, world: int, specs: list[tuple[str, str | None, dict[st
         state = net.state_dict()
         dist.all_to_all_single, dist.isend = together, singly
         report = net.report()
-        mean = net.evaluate_mean(lambda model=model: scenes.tensors(model))
-        results.append((scenes.tensors(model), state, report.sent, counted[0], mean, net.distance()))
+        mean = net.evaluate_mean(lambda model=model: fixtures.tensors(model))
+        results.append((fixtures.tensors(model), state, report.sent, counted[0], mean, net.distance()))
     return results
 
 
@@ -65,26 +65,28 @@ def test_processes_are_lockstep_bit_for_bit() -> None:
         states = net.state_dict()
         for rank in range(WORLD):
             parameters, state, sent, counted, mean, distance = ranks[rank][i]
-            assert scenes.same(parameters, scenes.tensors(models[rank])), (spec, codec, rank)
-            assert scenes.same(state, states[rank]), (spec, codec, rank)
+            assert fixtures.same(parameters, fixtures.tensors(models[rank])), (spec, codec, rank)
+            assert fixtures.same(state, states[rank]), (spec, codec, rank)
             assert sent == counted == net.report(rank).sent > 0, (spec, codec)
             for name, value in mean.items():
-                expected = torch.stack([scenes.tensors(model)[name] for model in models]).mean(0)
+                expected = torch.stack([fixtures.tensors(model)[name] for model in models]).mean(0)
                 assert torch.allclose(value, expected, atol=1e-6)
             assert distance == pytest.approx(net.distance(), rel=1e-4, abs=1e-6)
 
 
 def disagreeing(rank: int, world: int) -> str:
     try:
-        gradwire.gossip(scenes.model(), "choco(ring)", "sign" if rank else "topk(0.1)")
+        gradwire.gossip(fixtures.model(), "choco(ring)", "sign" if rank else "topk(0.1)")
     except ValueError as wrong:
         return str(wrong)
     return "attached"
 
 
 def averaged_already(rank: int, world: int) -> tuple[str, str]:
-    model = scenes.model()
-    twice, once = (scenes.sentence(lambda m=m: gradwire.gossip(m, "choco(ring)")) for m in (scenes.ddp(model), model))
+    model = fixtures.model()
+    twice, once = (
+        fixtures.sentence(lambda m=m: gradwire.gossip(m, "choco(ring)")) for m in (fixtures.ddp(model), model)
+    )
     return twice, once
 
 
@@ -96,13 +98,13 @@ def test_ddp_and_gossip_are_one_too_many() -> None:
 
 def resumed(rank: int, world: int, folder: str) -> bool:
     """Save after some steps, go on; load into new objects, go on alike."""
-    model = scenes.model()
+    model = fixtures.model()
     net, sgd = gradwire.gossip(model, "choco(ring)", "sign", overlap=True), optimizers([model])
     train(net, [model], sgd, range(rank, rank + 1), range(5))
     gradwire.save(net, folder)  # type: ignore[arg-type]
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     moments = sgd[0].state_dict()
-    copy = scenes.model()
+    copy = fixtures.model()
     other, sgd_other = gradwire.gossip(copy, "choco(ring)", "sign", overlap=True), optimizers([copy])
     copy.load_state_dict(weights)
     sgd_other[0].load_state_dict(
@@ -111,7 +113,7 @@ def resumed(rank: int, world: int, folder: str) -> bool:
     gradwire.load(other, folder)  # type: ignore[arg-type]
     train(net, [model], sgd, range(rank, rank + 1), range(5, 10))
     train(other, [copy], sgd_other, range(rank, rank + 1), range(5, 10))
-    return scenes.same(scenes.tensors(model), scenes.tensors(copy))
+    return fixtures.same(fixtures.tensors(model), fixtures.tensors(copy))
 
 
 def test_ranks_must_mean_the_same(tmp_path: Any) -> None:
@@ -121,7 +123,7 @@ def test_ranks_must_mean_the_same(tmp_path: Any) -> None:
 
 
 def broken(rank: int, world: int) -> None:
-    model = scenes.model()
+    model = fixtures.model()
     net = gradwire.gossip(model, "choco(ring)", "sign")
     if rank == 1:
         torch.nn.init.constant_(next(model.parameters()), float("inf"))

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import gradwire
-from gossip_scenes import vectors, virtual
-from gradwire.core.payload import Malformed
+from gossip_fixtures import vectors, virtual
+from gradwire.core.payload import CorruptMessageError
 from gradwire.gossip import Diverged
 
 CASES = [
@@ -83,11 +83,11 @@ def test_granularity_and_elastic() -> None:
 def test_a_message_of_another_step_is_not_used() -> None:
     net = virtual(4, "dpsgd(ring)")
     net.nodes[2].step = 5
-    with pytest.raises(Malformed, match="rank 2 sent message 0 of step 5, where message 0 of step 0 was due"):
+    with pytest.raises(CorruptMessageError, match="rank 2 sent message 0 of step 5, where message 0 of step 0 was due"):
         net.mix(vectors(4))
     net = virtual(4, "dpsgd(ring)")
     net.nodes[2].number = 7
-    with pytest.raises(Malformed, match="message 7 of step 0"):
+    with pytest.raises(CorruptMessageError, match="message 7 of step 0"):
         net.mix(vectors(4))
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from gossip_scenes import Vector, vectors, virtual
-from gradwire.adapters.gossip import StackedNet
+from gossip_fixtures import Vector, vectors, virtual
 from gradwire.gossip import Diverged
+from gradwire.integrations.gossip import BatchedGossip
 
 SPECS = [
     ("choco(ring)", "sign"),
@@ -36,7 +36,10 @@ def ranks_of(spec: str) -> int:
 def test_rows_are_ranks(spec: str, codec: str | None, overlap: bool) -> None:
     """Parameters, memories and accounts, through more than three windows of gamma=auto."""
     n = ranks_of(spec)
-    talking, stacked = virtual(n, spec, codec, overlap=overlap), StackedNet(Vector(), n, spec, codec, overlap=overlap)
+    talking, stacked = (
+        virtual(n, spec, codec, overlap=overlap),
+        BatchedGossip(Vector(), n, spec, codec, overlap=overlap),
+    )
     assert (stacked._stack is not None) == ((spec, codec) in SPECS)
     a = b = vectors(n)
     for step in range(32):
@@ -63,11 +66,11 @@ def test_rows_are_ranks(spec: str, codec: str | None, overlap: bool) -> None:
 def test_states_may_change_hands(spec: str, codec: str | None) -> None:
     """Saved in mid-window by rows, loaded by ranks that talk, and back."""
     n = ranks_of(spec)
-    stacked = StackedNet(Vector(), n, spec, codec)
+    stacked = BatchedGossip(Vector(), n, spec, codec)
     x = vectors(n)
     for step in range(24):
         x = stacked.mix(x) + 0.01 * vectors(n, seed=step)
-    talking, again = virtual(n, spec, codec), StackedNet(Vector(), n, spec, codec)
+    talking, again = virtual(n, spec, codec), BatchedGossip(Vector(), n, spec, codec)
     talking.load_state_dict(stacked.state_dict())
     again.load_state_dict(talking.state_dict())
     a = b = c = x
@@ -80,7 +83,7 @@ def test_states_may_change_hands(spec: str, codec: str | None) -> None:
 
 
 def test_a_diverging_row_is_told_of() -> None:
-    net = StackedNet(Vector(), 4, "choco(ring)", "sign")
+    net = BatchedGossip(Vector(), 4, "choco(ring)", "sign")
     x = vectors(4)
     x = net.mix(x)
     x[2, 5] = float("inf")

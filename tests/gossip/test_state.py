@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import fixtures
 import gradwire
-import scenes
-from gossip_scenes import optimizers, replicas, train
+from gossip_fixtures import optimizers, replicas, train
 
 SPECS = [
     ("dpsgd(ring)", "fp16", {}),
@@ -47,9 +47,9 @@ def test_ten_steps_are_five_and_five(spec: str, codec: str | None, options: dict
         optimizer.load_state_dict(moment)
     train(other, again, sgd_again, range(3), range(12, 24))
     for a, b in zip(models, again, strict=True):
-        assert scenes.same(scenes.tensors(a), scenes.tensors(b))
+        assert fixtures.same(fixtures.tensors(a), fixtures.tensors(b))
     for mine, theirs in zip(net.state_dict(), other.state_dict(), strict=True):
-        assert scenes.same(mine, theirs)
+        assert fixtures.same(mine, theirs)
 
 
 def test_memories_go_by_parameter_name() -> None:

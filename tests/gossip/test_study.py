@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from gradwire.gossip import gauge
-from gradwire.gossip.rate import rate_scale
+from gradwire.gossip import auto_gamma
+from gradwire.gossip.lr_scaling import rate_scale
 from gradwire.topology import graph
 from gradwire_lab.cli.main import app
 from gradwire_lab.report.gossip_table import gossip_page
@@ -176,7 +176,7 @@ def test_a_page_compares_auto_with_the_best_by_hand() -> None:
 
 
 def test_gammas_of_another_rule_are_found_anew(tmp_path: Path) -> None:
-    told = {"key": "a", "gossip": {"method": "choco", "options": {}}, "rule": gauge.VERSION - 1}
+    told = {"key": "a", "gossip": {"method": "choco", "options": {}}, "rule": auto_gamma.VERSION - 1}
     given = {"key": "b", "gossip": {"method": "choco", "options": {"gamma": 0.5}}}
     (tmp_path / "cells.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (told, given)))
     assert finished(tmp_path / "cells.jsonl").keys() == {"b"}

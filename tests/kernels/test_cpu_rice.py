@@ -43,5 +43,5 @@ def _read(reader: object, message: torch.Tensor, count: int) -> object:
     try:
         found, used = reader(message, count, 4)  # type: ignore[operator]
         return found.tolist(), used
-    except rice.Malformed as wrong:
+    except rice.CorruptMessageError as wrong:
         return str(wrong)

@@ -123,11 +123,14 @@ def test_numbers_that_wrap_around() -> None:
     """Gaps and counts of four bytes, as tables of more than 2**24 rows have them, times 2**31."""
     gap = [31 | 1 << 5 | (8 & 3) << 6, 8 >> 2, 0, 1, 0, 0, 0, 0, 255, 255, 255, 255]  # 8 and an escape
     message = torch.tensor([1, 0, 0, 0, *gap, 0, 0, 1], dtype=torch.uint8)
-    with pytest.raises(rows.Malformed, match="behind the last"):
+    with pytest.raises(rows.CorruptMessageError, match="behind the last"):
         rows._hear(message, 2**24 + 1, 10)
     assert fast._hear(message, 2**24 + 1, 10) is None
     for table in ([-1, 4, 0], [3 - 2**62, -(2**62), -(2**63)]):
-        with patch.object(rows, "_hear", return_value=(torch.tensor(table), 4)), pytest.raises(rows.Malformed):
+        with (
+            patch.object(rows, "_hear", return_value=(torch.tensor(table), 4)),
+            pytest.raises(rows.CorruptMessageError),
+        ):
             decode(message, 3, ((3, 6),))
 
 
@@ -156,5 +159,5 @@ def _read(reader: object, message: Tensor, count: int, runs: rows.Runs) -> objec
     try:
         found, used = reader(message, count, runs)  # type: ignore[operator]
         return found.tolist(), used
-    except rows.Malformed as wrong:
+    except rows.CorruptMessageError as wrong:
         return str(wrong)

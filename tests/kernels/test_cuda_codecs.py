@@ -12,9 +12,9 @@ from torch import nn
 
 import gradwire
 from gradwire.codecs.codec import codec
-from gradwire.codecs.stage import Signal
+from gradwire.codecs.stage import EncodeInput
 from gradwire.core.keys import Key
-from gradwire.core.payload import Malformed, Payload, as_rows
+from gradwire.core.payload import CorruptMessageError, Payload, as_rows
 from gradwire.core.segments import Segments
 from gradwire.kernels import dispatch
 from gradwire.kernels.dispatch import reference_only
@@ -44,8 +44,8 @@ def messages(chain):
     for key in KEYS:
         x = torch.randn(UNITS.total)
         with reference_only():
-            said.append(chain.encode(Signal(x, x, {}, UNITS), key).payload)
-        found = chain.encode(Signal(x.to(DEVICE), x.to(DEVICE), {}, UNITS), key).payload
+            said.append(chain.encode(EncodeInput(x, x, {}, UNITS), key).payload)
+        found = chain.encode(EncodeInput(x.to(DEVICE), x.to(DEVICE), {}, UNITS), key).payload
         assert torch.equal(found.data.cpu(), said[-1].data)
     longest = max(payload.nbytes for payload in said)
     rows = torch.stack([nn.functional.pad(payload.data, (0, longest - payload.nbytes)) for payload in said])
@@ -70,7 +70,7 @@ def test_a_damaged_message_is_refused_with_the_same_words():
     rows[1, 4] ^= 3
     words = []
     for where in ("cpu", DEVICE):
-        with pytest.raises(Malformed) as told, reference_only() if where == "cpu" else torch.no_grad():
+        with pytest.raises(CorruptMessageError) as told, reference_only() if where == "cpu" else torch.no_grad():
             chain.mean([Payload(row) for row in rows.to(where)], UNITS, KEYS)
         words.append(str(told.value))
     assert words[0] == words[1]

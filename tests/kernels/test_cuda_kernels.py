@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from gradwire.core.keys import Key
 from gradwire.core.segments import Segments
+from gradwire.engine import Lockstep, Session, build, default_rules
 from gradwire.exchanges.two_way import shard
 from gradwire.kernels import chunks, dispatch, fused, quantize, select
 from gradwire.kernels.dispatch import reference_only
 from gradwire.kernels.fused import Accumulation
-from gradwire.sync import Lockstep, Session, build, default_rules
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)

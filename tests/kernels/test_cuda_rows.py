@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gradwire.codecs.indices import Rows
-from gradwire.core.payload import Malformed
+from gradwire.core.payload import CorruptMessageError
 from gradwire.core.segments import Segments
 
 if not torch.cuda.is_available():
@@ -24,5 +24,5 @@ def test_bytes_and_positions_are_those_of_the_definition(density):
     back, used = coder.decode(found, indices.numel(), n)
     assert torch.equal(back.cpu(), indices) and used == data.numel()
     if data.numel() > 1:
-        with pytest.raises(Malformed):
+        with pytest.raises(CorruptMessageError):
             coder.decode(found[:-1], indices.numel(), n)

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradwire.codecs.codec import Codec, codec
 from gradwire.codecs.quantizers import QSGD, Natural
 from gradwire.codecs.selectors import RandomK
-from gradwire.codecs.stage import Memory, Signal
+from gradwire.codecs.stage import EncodeInput, Memory
 from gradwire.core.keys import Key
 from gradwire.core.segments import Segments
 from gradwire.core.spec import parse
@@ -28,12 +28,12 @@ def promising(trait: str) -> list[Codec]:
     return [chain for chain in CODECS.values() if getattr(chain.traits, trait)]
 
 
-def loss(chain: Codec, said: Signal, key: Key) -> Tensor:
+def loss(chain: Codec, said: EncodeInput, key: Key) -> Tensor:
     """x - C(x) of each value, in float64."""
     return said.target.double() - chain.decode(chain.encode(said, key).payload, said.segments, key).double()
 
 
-def hold(chain: Codec, said: Signal, key: Key) -> None:
+def hold(chain: Codec, said: EncodeInput, key: Key) -> None:
     """The laws of one message."""
     n = said.segments.total
     encoded = chain.encode(said, key)
@@ -77,7 +77,7 @@ def test_whoever_does_not_listen_says_the_same() -> None:
 
 @settings(max_examples=200)
 @given(chain=codecs(), said=signals(), key=keys())
-def test_messages_are_decoded_as_sent_in_the_bytes_promised(chain: Codec, said: Signal, key: Key) -> None:
+def test_messages_are_decoded_as_sent_in_the_bytes_promised(chain: Codec, said: EncodeInput, key: Key) -> None:
     hold(chain, said, key)
 
 
@@ -92,7 +92,9 @@ def test_the_mean_of_messages_is_their_sum_over_their_number() -> None:
 
 @settings(max_examples=150)
 @given(chain=codecs(), said=signals(), key=keys())
-def test_encoding_leaves_the_inputs_and_the_global_random_state_alone(chain: Codec, said: Signal, key: Key) -> None:
+def test_encoding_leaves_the_inputs_and_the_global_random_state_alone(
+    chain: Codec, said: EncodeInput, key: Key
+) -> None:
     before = [said.grad.clone(), said.target.clone(), {name: x.clone() for name, x in said.memory.items()}]
     states = torch.get_rng_state(), random.getstate()
     encoded = chain.encode(said, key)
@@ -110,7 +112,7 @@ def same(memory: Memory, other: Memory) -> bool:
 
 @settings(max_examples=100)
 @given(chain=codecs(), said=signals(), key=keys())
-def test_a_message_shares_no_memory_with_what_it_was_made_of(chain: Codec, said: Signal, key: Key) -> None:
+def test_a_message_shares_no_memory_with_what_it_was_made_of(chain: Codec, said: EncodeInput, key: Key) -> None:
     said = said._replace(grad=said.grad.clone(), target=said.target.clone())
     encoded = chain.encode(said, key)
     payload, values = encoded.payload.data.clone(), encoded.sent.values.clone()
@@ -121,7 +123,7 @@ def test_a_message_shares_no_memory_with_what_it_was_made_of(chain: Codec, said:
 
 @settings(max_examples=100)
 @given(chain=codecs(), said=signals(), key=keys())
-def test_selected_positions_rise_within_the_budget(chain: Codec, said: Signal, key: Key) -> None:
+def test_selected_positions_rise_within_the_budget(chain: Codec, said: EncodeInput, key: Key) -> None:
     indices = chain.encode(said, key).sent.indices
     assert (indices is None) == (chain.selector is None or chain.transform is not None)
     if indices is not None and chain.selector is not None:
@@ -132,7 +134,7 @@ def test_selected_positions_rise_within_the_budget(chain: Codec, said: Signal, k
 
 @settings(max_examples=100)
 @given(chain=codecs(), said=signals(), key=keys())
-def test_layout_in_memory_does_not_show_in_the_bytes(chain: Codec, said: Signal, key: Key) -> None:
+def test_layout_in_memory_does_not_show_in_the_bytes(chain: Codec, said: EncodeInput, key: Key) -> None:
     loose = said._replace(grad=_strided(said.grad), target=_strided(said.target))
     assert torch.equal(chain.encode(loose, key).payload.data, chain.encode(said, key).payload.data)
 
@@ -183,12 +185,12 @@ def test_messages_of_linear_codecs_may_be_added() -> None:
         assert torch.allclose(total, torch.stack(apart).sum(0), rtol=1e-5, atol=1e-5), str(chain)
 
 
-def trials(vectors: list[Tensor], times: int) -> Signal:
+def trials(vectors: list[Tensor], times: int) -> EncodeInput:
     """Each vector in ``times`` segments of different names, which draw independent bits: one call, many trials."""
     shapes = [(x.numel(),) for x in vectors] * times
     names = tuple(f"trial{i}" for i in range(len(shapes)))
     flat = torch.cat(vectors).repeat(times)
-    return Signal(flat, flat, {"second_moment": torch.zeros_like(flat)}, Segments(names, tuple(shapes)))
+    return EncodeInput(flat, flat, {"second_moment": torch.zeros_like(flat)}, Segments(names, tuple(shapes)))
 
 
 def test_unbiased_codecs_are_right_on_average() -> None:
@@ -241,7 +243,9 @@ def test_fixed_codecs_and_only_they_have_one_length() -> None:
 def test_messages_are_the_same_on_a_gpu() -> None:
     for chain in CODECS.values():
         said = signal(table(9, 1000))
-        there = Signal(said.grad.cuda(), said.target.cuda(), {k: x.cuda() for k, x in said.memory.items()}, said[3])
+        there = EncodeInput(
+            said.grad.cuda(), said.target.cuda(), {k: x.cuda() for k, x in said.memory.items()}, said[3]
+        )
         heard = chain.decode(chain.encode(there, KEY).payload, said.segments, KEY)
         assert heard.is_cuda
         assert torch.allclose(heard.cpu(), chain.decode(chain.encode(said, KEY).payload, said.segments, KEY))

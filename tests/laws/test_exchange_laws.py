@@ -13,12 +13,12 @@ from torch import Tensor, nn
 import gradwire
 from gradwire.codecs.codec import codec
 from gradwire.core.spec import parse
+from gradwire.engine import Lockstep, Method, Rule, Session, build, method
+from gradwire.engine.session import Verdict
 from gradwire.exchanges import Exchange, Noop
 from gradwire.exchanges.powersgd import _multiply_, _runs
 from gradwire.exchanges.two_way import shard
 from gradwire.feedback import MomentumCorrection
-from gradwire.sync import Lockstep, Method, Rule, Session, build, method
-from gradwire.sync.session import Verdict
 from strategies import CODECS, EXCHANGES, FEEDBACKS, tensor
 
 WORLDS = (1, 2, 3, 4, 5)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec, codec
-from gradwire.codecs.stage import Memory, Sent, Signal
+from gradwire.codecs.stage import Decoded, EncodeInput, Memory
 from gradwire.core.keys import Key
 from gradwire.core.spec import parse
 from gradwire.feedback import EF21, Feedback, MomentumCorrection, NoFeedback, Residual
@@ -23,9 +23,9 @@ def memories(feedback: Feedback, kind: str = "normal") -> dict[str, Tensor]:
     return {name: tensor(kind, N, seed=i + 9) for i, name in enumerate(feedback.memories)}
 
 
-def say(target: Tensor, chain: Codec, key: Key) -> Sent:
+def say(target: Tensor, chain: Codec, key: Key) -> Decoded:
     memory = {"second_moment": torch.zeros_like(target)}
-    return chain.encode(Signal(target, target, memory, SEGMENTS), key).sent
+    return chain.encode(EncodeInput(target, target, memory, SEGMENTS), key).sent
 
 
 def copies(memory: Memory) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from gradwire.links.throttled import VARIABLE
+from gradwire.comm.emulated import VARIABLE
 from gradwire_lab.bench.network import cells, contest, contestants, standings
 from gradwire_lab.bench.network.cells import Field, Pace
 from gradwire_lab.bench.network.contest import hold

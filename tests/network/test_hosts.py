@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import gradwire
-from gradwire.links.rates import parse_rate, parse_seconds, parse_share
+from gradwire.comm.rates import parse_rate, parse_seconds, parse_share
 from gradwire_lab.cli.hosts import app
 from gradwire_lab.network import Hosts, LinkSpec, Refused, namespaces, shaping, sweep
 from gradwire_lab.network import launch as launching

@@ -10,7 +10,7 @@ from gradwire_lab.network import Hosts, LinkSpec, namespaces
 from gradwire_lab.train import checkpoint
 from gradwire_lab.train.place import alone
 from gradwire_lab.train.run import sit
-from trainings import recipe_of, saved, train
+from training_fixtures import recipe_of, saved, train
 
 real = pytest.mark.skipif(bool(namespaces.lacking()), reason=namespaces.lacking() or "hosts can be made")
 TIMEOUT = 5.0

@@ -6,12 +6,12 @@ from functools import cache
 import pytest
 import torch
 
-from gradwire.core.registry import listing
+from gradwire.core.registry import registered
 from gradwire.core.spec import parse
 from gradwire.topology import Graph, Topology, graph
 
-SPECS = [spec for made in listing("topology").values() for spec in made.examples]  # type: ignore[attr-defined]
-RULED = [name for name, made in listing("topology").items() if "weights" in made.__dataclass_fields__]  # type: ignore[attr-defined]
+SPECS = [spec for made in registered("topology").values() for spec in made.examples]  # type: ignore[attr-defined]
+RULED = [name for name, made in registered("topology").items() if "weights" in made.__dataclass_fields__]  # type: ignore[attr-defined]
 ANY_SIZE = {"complete", "ring", "path", "star", "exponential", "one_peer_exponential", "datacenter(1)"}
 SIZES = range(1, 41)
 
@@ -121,7 +121,7 @@ def test_steps_repeat_after_a_period(spec: str) -> None:
 @pytest.mark.parametrize("rule", ["metropolis", "uniform", "max_degree"])
 @pytest.mark.parametrize("name", RULED)
 def test_every_rule_gives_stochastic_weights_or_refuses(name: str, rule: str) -> None:
-    example = parse(listing("topology")[name].examples[0])  # type: ignore[attr-defined]
+    example = parse(registered("topology")[name].examples[0])  # type: ignore[attr-defined]
     made = type(example)(**{**vars(example), "weights": rule})
     for size in (1, 2, 3, 4, 5, 7, 8, 9, 16, 25, 32):
         try:
@@ -141,8 +141,8 @@ def test_every_rule_gives_stochastic_weights_or_refuses(name: str, rule: str) ->
         assert topology.rho > 0.0
 
 
-@pytest.mark.parametrize("name", listing("topology"))
+@pytest.mark.parametrize("name", registered("topology"))
 def test_every_module_opens_with_a_card(name: str) -> None:
-    card = importlib.import_module(listing("topology")[name].__module__).__doc__ or ""
+    card = importlib.import_module(registered("topology")[name].__module__).__doc__ or ""
     for label in ("Paper:", "Formula:", "Wire:", "Traits:", "Differs:", "Spec:"):
         assert f"\n{label}" in card, (name, label)

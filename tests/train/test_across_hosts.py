@@ -11,7 +11,7 @@ from gradwire_lab.train.place import alone
 from gradwire_lab.train.record import open_folder
 from gradwire_lab.train.run import restore, sit
 from gradwire_lab.train.work import Job, spawned
-from trainings import recipe_of, saved, train
+from training_fixtures import recipe_of, saved, train
 
 OVERRIDES = ("sync.spec=topk(0.05)", "train.batch=60", "train.iterations=4", "train.save_every=2", "train.log_every=1")
 PAIRS = "sync.across=[[0, 1], [2, 3]]"

@@ -12,7 +12,7 @@ from gradwire_lab.train.loop import Training
 from gradwire_lab.train.place import alone
 from gradwire_lab.train.record import open_folder, read
 from gradwire_lab.train.run import keep, restore, sit
-from trainings import recipe_of, saved, train
+from training_fixtures import recipe_of, saved, train
 
 KINDS = [
     ("digits", ("sync.spec=dgc(0.02)", "sync.ramp=1", "optimizer.weight_decay=1e-3", "train.save_every=3")),

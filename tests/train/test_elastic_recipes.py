@@ -17,7 +17,7 @@ from gradwire_lab.train.display import Display
 from gradwire_lab.train.place import Place
 from gradwire_lab.train.record import open_folder, read
 from gradwire_lab.train.run import sit
-from trainings import Left, Tired, recipe_of, saved
+from training_fixtures import Left, Tired, recipe_of, saved
 
 RING = ("gossip.method=choco", "gossip.graph=ring", "gossip.codec=sign", "schedule.scale=graph")
 ELASTIC = (*RING, "gossip.elastic=true", "gossip.timeout=10.0")

@@ -21,7 +21,7 @@ from gradwire_lab.train.place import alone
 from gradwire_lab.train.record import open_folder, read
 from gradwire_lab.train.run import evaluate, sit
 from gradwire_lab.train.schedule import scale_of
-from trainings import DIGITS, recipe_of, saved, train
+from training_fixtures import DIGITS, recipe_of, saved, train
 
 RING = ("gossip.method=choco", "gossip.graph=ring", "gossip.codec=sign", "schedule.scale=graph", "optimizer.lr=0.05")
 KINDS = [

@@ -10,7 +10,7 @@ from gradwire_lab.train.loop import Training
 from gradwire_lab.train.place import alone
 from gradwire_lab.train.record import open_folder, read
 from gradwire_lab.train.run import evaluate
-from trainings import recipe_of, saved, train
+from training_fixtures import recipe_of, saved, train
 
 
 def test_a_run_leaves_its_records_behind(tmp_path):

@@ -45,18 +45,18 @@ LANGUAGE = [
 
 
 def test_every_experiment_has_a_recipe():
-    assert {*SOURCES, *STUDY, *LANGUAGE} <= {name for name, entry in shelf.listing().items() if not entry.fragment}
+    assert {*SOURCES, *STUDY, *LANGUAGE} <= {name for name, entry in shelf.registered().items() if not entry.fragment}
 
 
-@pytest.mark.parametrize("name", shelf.listing())
+@pytest.mark.parametrize("name", shelf.registered())
 def test_a_recipe_resolves_and_reads_back_as_itself(name):
     recipe = shelf.resolve(["digits", name])
     assert shelf.read(tomllib.loads(shelf.dumps(recipe))) == recipe
-    assert shelf.listing()[name].about.isascii()
-    assert shelf.listing()[name].about
+    assert shelf.registered()[name].about.isascii()
+    assert shelf.registered()[name].about
 
 
-@pytest.mark.parametrize("name", [name for name, entry in shelf.listing().items() if not entry.fragment])
+@pytest.mark.parametrize("name", [name for name, entry in shelf.registered().items() if not entry.fragment])
 def test_a_recipe_names_options_that_its_model_knows(name):
     recipe = shelf.resolve([name])
     with torch.device("meta"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gradwire_lab.train.record import Records, read
-from trainings import recipe_of, train
+from training_fixtures import recipe_of, train
 
 
 def scalars(folder: Any) -> dict[str, dict[int, float]]:

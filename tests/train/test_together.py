@@ -7,7 +7,7 @@ from torch import nn
 from gradwire_lab.train.loop import Training
 from gradwire_lab.train.place import alone
 from gradwire_lab.train.together import Strange
-from trainings import recipe_of
+from training_fixtures import recipe_of
 
 WORLD = 3
 SMALL = ("train.batch=8", "train.batch_per=worker")

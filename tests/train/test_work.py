@@ -11,7 +11,7 @@ from gradwire_lab.train import checkpoint, work
 from gradwire_lab.train.launch import RankError
 from gradwire_lab.train.record import open_folder, read
 from gradwire_lab.train.standing import PORT, Standing, first_node, standing
-from trainings import DIGITS, recipe_of
+from training_fixtures import DIGITS, recipe_of
 
 TESTS = Path(__file__).parent.parent
 COMMAND = [sys.executable, "-m", "gradwire_lab.cli.main", "train", "digits"]

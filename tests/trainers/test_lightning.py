@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import fixtures
 import gradwire
-import scenes
-from workers import run_ranks
+from spawn import run_ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None, reason="Lightning is not installed: pip install gradwire[lightning]"
@@ -25,7 +25,7 @@ SPEC = "topk(0.1)"
 
 
 def examples(rank: int) -> Tensor:
-    return torch.cat([scenes.batch(rank, step, BATCH) for step in range(STEPS)])
+    return torch.cat([fixtures.batch(rank, step, BATCH) for step in range(STEPS)])
 
 
 def module(momentum: float) -> Any:
@@ -34,13 +34,13 @@ def module(momentum: float) -> Any:
     class Small(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = scenes.model()
+            self.net = fixtures.model()
 
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             return self.net(batch[0]).square().mean()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return scenes.sgd(self, momentum=momentum)
+            return fixtures.sgd(self, momentum=momentum)
 
     return Small()
 
@@ -58,11 +58,11 @@ def fit(
     """The Trainer, its callback and the net, after some epochs on a CPU; in a world of one, without DDP."""
     from lightning.pytorch import Trainer
 
-    from gradwire.adapters.lightning import Compression
+    from gradwire.integrations.lightning import Compression
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": "x"}
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    compression = Compression(spec, launch_mb=scenes.LAUNCH_MB)
+    compression = Compression(spec, launch_mb=fixtures.LAUNCH_MB)
     where = {"accelerator": "cpu", "devices": world, "strategy": "ddp" if world > 1 else "auto"}
     options = {"use_distributed_sampler": False, **where, **quiet, **options}
     trainer = Trainer(max_epochs=epochs, callbacks=[compression, *more], **options)
@@ -73,9 +73,9 @@ def fit(
 
 def loop(rank: int, world: int, epochs: int = 1, passes: int = 1, clip: float = 0.0) -> tuple[gradwire.Wire, nn.Module]:
     """The same without Lightning."""
-    net = scenes.model()
-    wire = gradwire.compress(net, SPEC, launch_mb=scenes.LAUNCH_MB)
-    optimizer = scenes.sgd(net)
+    net = fixtures.model()
+    wire = gradwire.compress(net, SPEC, launch_mb=fixtures.LAUNCH_MB)
+    optimizer = fixtures.sgd(net)
     for _ in range(epochs):
         for step, batch in enumerate(examples(rank).split(BATCH)):
             (net(batch).square().mean() / passes).backward()
@@ -91,14 +91,16 @@ def loop(rank: int, world: int, epochs: int = 1, passes: int = 1, clip: float = 
 def equal(wire: gradwire.Wire, net: nn.Module, expected: tuple[gradwire.Wire, nn.Module]) -> bool:
     """Parameters and memories, bit for bit."""
     theirs = {name.removeprefix("net."): x for name, x in wire.debts().items()}
-    return scenes.same(scenes.tensors(net), scenes.tensors(expected[1])) and scenes.same(theirs, expected[0].debts())
+    return fixtures.same(fixtures.tensors(net), fixtures.tensors(expected[1])) and fixtures.same(
+        theirs, expected[0].debts()
+    )
 
 
 def two_ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
     _, compression, net = fit(rank, world, epochs=2)
     expected = loop(rank, world, epochs=2)
     assert equal(compression.wire, net, expected)
-    assert all(scenes.agreed(p.detach()) for p in net.parameters())
+    assert all(fixtures.agreed(p.detach()) for p in net.parameters())
     report = compression.wire.report()
     assert (report.steps, report.payload, report.sent) == (2 * STEPS, expected[0].report().payload, report.sent)
 
@@ -108,7 +110,7 @@ def two_ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
     _, half, net = fit(rank, world, precision="bf16-mixed")
     assert half.wire.report().steps == STEPS and half.wire.skipped == 0
-    assert all(scenes.agreed(p.detach()) for p in net.parameters())
+    assert all(fixtures.agreed(p.detach()) for p in net.parameters())
 
     scaled(rank, world)
     stopped, _, _ = fit(rank, world, epochs=1)
@@ -132,7 +134,7 @@ def scaled(rank: int, world: int) -> None:
     _, compression, net = fit(rank, world, plugins=[plugin], more=[LambdaCallback(on_train_batch_start=strike)])
     assert compression.wire.scaler is scaler
     assert (compression.wire.report().steps, compression.wire.skipped, scaler.get_scale()) == (STEPS, 1, 2.0**7)
-    assert all(scenes.agreed(p.detach()) and bool(p.isfinite().all()) for p in net.parameters())
+    assert all(fixtures.agreed(p.detach()) and bool(p.isfinite().all()) for p in net.parameters())
 
 
 def test_two_ranks_compute_what_a_plain_loop_computes(tmp_path):
@@ -152,8 +154,8 @@ def one_rank(rank: int, world: int, folder: Path) -> None:
     assert compression.wire.report().payload_ratio > 5
     names = (folder / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {"gradwire/sent_mb", "gradwire/payload_ratio", "gradwire/skipped"} <= set(names)
-    assert "did you mean topk" in scenes.sentence(lambda: fit(rank, world, spec="tpok(0.1)"))
-    assert "momentum of its own" in scenes.sentence(lambda: fit(rank, world, spec="dgc(0.1)", momentum=0.9))
+    assert "did you mean topk" in fixtures.sentence(lambda: fit(rank, world, spec="tpok(0.1)"))
+    assert "momentum of its own" in fixtures.sentence(lambda: fit(rank, world, spec="dgc(0.1)", momentum=0.9))
     narrowed(folder)
     without_memories(folder)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fixtures
 import gradwire
-import scenes
-from workers import run_ranks
+from spawn import run_ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None,
@@ -48,7 +48,7 @@ def train(
     from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
 
-    from gradwire.adapters.transformers import Compression
+    from gradwire.integrations.transformers import Compression
 
     AcceleratorState._reset_state()
     resume = options.pop("resume", None)
@@ -57,18 +57,18 @@ def train(
     quiet |= {"lr_scheduler_type": "constant"}
     options = {"max_steps": steps, "per_device_train_batch_size": BATCH, **quiet, **options}
     trainer = Trainer(gpt(), TrainingArguments(str(folder), **options), train_dataset=texts())
-    compression = Compression(trainer, spec, resume=resume, launch_mb=scenes.LAUNCH_MB)
+    compression = Compression(trainer, spec, resume=resume, launch_mb=fixtures.LAUNCH_MB)
     trainer.add_callback(compression)
     trainer.train(resume_from_checkpoint=start)
     return compression, trainer.model
 
 
 def state_of(compression: Any, model: nn.Module) -> dict[str, Tensor]:
-    return {**scenes.tensors(model), **scenes.memories(compression.wire)}
+    return {**fixtures.tensors(model), **fixtures.memories(compression.wire)}
 
 
 def alike(model: nn.Module) -> bool:
-    return all(scenes.agreed(p.detach()) for p in model.parameters())
+    return all(fixtures.agreed(p.detach()) for p in model.parameters())
 
 
 def two_ranks(rank: int, world: int, folder: Path) -> None:
@@ -89,7 +89,7 @@ def two_ranks(rank: int, world: int, folder: Path) -> None:
     )
     for place in places:
         again, model = train(rank, world, steps=6, **place)
-        assert scenes.same(state_of(again, model), whole), place
+        assert fixtures.same(state_of(again, model), whole), place
         assert again.wire.report().steps == 3, "the account is of the second training alone"
     with pytest.warns(UserWarning, match=r"holds no compression memories, and they begin empty.*resume=FOLDER"):
         train(rank, world, folder / "lost", 4, saved)
@@ -97,7 +97,7 @@ def two_ranks(rank: int, world: int, folder: Path) -> None:
     accumulating, model = train(rank, world, folder / "more", 3, gradient_accumulation_steps=2, bf16=True)
     assert accumulating.wire.report().steps == 3 and accumulating.wire.skipped == 0
     assert alike(model)
-    said = scenes.sentence(lambda: train(rank, world, folder / "adam", 1, spec="dgc(0.1)", optim="adamw_torch"))
+    said = fixtures.sentence(lambda: train(rank, world, folder / "adam", 1, spec="dgc(0.1)", optim="adamw_torch"))
     assert "AdamW has momentum of its own" in said
 
 

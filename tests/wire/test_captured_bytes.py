@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.adapters.report import Report
-from gradwire.core.registry import listing
+from gradwire.core.registry import registered
+from gradwire.integrations.report import Report
 from namespaces import FRAME, SEGMENT, Counters, Unavailable, enter, meet, namespaces, read
-from workers import PATIENCE, run_ranks
+from spawn import PATIENCE, run_ranks
 
 STEPS = {2: 2, 4: 1}  # by world
 MESSAGE = 144  # bytes of gloo's with each message
@@ -179,7 +179,7 @@ def watched(request: pytest.FixtureRequest) -> Iterator[tuple[list[dict[tuple[st
 
 
 def test_every_exchange_is_watched():
-    assert CASES.keys() == listing("exchange").keys()
+    assert CASES.keys() == registered("exchange").keys()
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 import gradwire
 from gradwire.codecs.codec import codec
-from gradwire.codecs.stage import Signal
+from gradwire.codecs.stage import EncodeInput
 from gradwire.core.keys import Key
 from gradwire.core.payload import Payload, as_bytes
 from gradwire.core.segments import Segments
+from gradwire.engine import Lockstep, Rule, Session, build, method
 from gradwire.kernels.philox import philox
-from gradwire.sync import Lockstep, Rule, Session, build, method
 from gradwire.version import WIRE_FORMAT
 
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -35,16 +35,18 @@ def vector(n: int, salt: int = 0) -> Tensor:
 
 
 def specs() -> list[str]:
-    first = {kind: [made.examples[0] for made in gradwire.listing(kind).values()] for kind in ("quantizer", "selector")}  # type: ignore[attr-defined]
-    coders = [f"{SELECTED} | {name}" for name in gradwire.listing("indices")]
-    rotated = [f"{name} | int8" for name in gradwire.listing("transform")]
+    first = {
+        kind: [made.examples[0] for made in gradwire.registered(kind).values()] for kind in ("quantizer", "selector")
+    }  # type: ignore[attr-defined]
+    coders = [f"{SELECTED} | {name}" for name in gradwire.registered("indices")]
+    rotated = [f"{name} | int8" for name in gradwire.registered("transform")]
     return [*first["quantizer"], *first["selector"], *coders, *rotated]
 
 
 def said(spec: str) -> Payload:
     grad, target = vector(TABLE.total, salt=1), vector(TABLE.total)
     memory = {"second_moment": (vector(TABLE.total, salt=2) / 2).square()}
-    return codec(spec).encode(Signal(grad, target, memory, TABLE), KEY).payload
+    return codec(spec).encode(EncodeInput(grad, target, memory, TABLE), KEY).payload
 
 
 def updates() -> str:

@@ -15,10 +15,10 @@ from tests.wire.test_captured_bytes import MESSAGE, MESSAGES
 from torch import nn
 
 import gradwire
-from gradwire.adapters.gossip.report import GossipReport
-from gradwire.core.registry import listing
+from gradwire.core.registry import registered
+from gradwire.integrations.gossip.report import GossipReport
 from namespaces import SEGMENT, Counters, Unavailable, enter, meet, namespaces, read
-from workers import PATIENCE, run_ranks
+from spawn import PATIENCE, run_ranks
 
 WORLD = 4
 
@@ -78,7 +78,7 @@ def account(name: str, case: Case, rank: int, store: Any) -> Account:
 
 
 def test_every_method_is_watched() -> None:
-    assert CASES.keys() == listing("gossip").keys()
+    assert CASES.keys() == registered("gossip").keys()
 
 
 def test_the_report_is_what_the_kernel_sent() -> None:

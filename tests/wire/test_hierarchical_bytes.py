@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 from tests.wire.test_captured_bytes import MESSAGE, MESSAGES, Capture, Case, take_steps
 
-from gradwire.adapters.report import Report
+from gradwire.integrations.report import Report
 from namespaces import Counters, Unavailable, enter, meet, namespaces, read
-from workers import PATIENCE, run_ranks
+from spawn import PATIENCE, run_ranks
 
 HOSTS = [[0, 1], [2, 3]]
 STEPS = 2

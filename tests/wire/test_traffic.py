@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.links import TorchLink
-from gradwire.links.collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective
+from gradwire.comm import TorchBackend
+from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, BroadcastOp, Collective
 from namespaces import FRAME, SEGMENT, Counters, Unavailable, enter, meet, namespaces, read
-from workers import PATIENCE, run_ranks
+from spawn import PATIENCE, run_ranks
 
 BYTES = 1_200_004  # a multiple of 4, but not of 3 ranks
 SPLITS = (200_000, 1, 1_000_003)
@@ -18,11 +18,11 @@ SPLITS = (200_000, 1, 1_000_003)
 def collectives(rank: int) -> dict[str, Collective]:
     x = torch.full((BYTES,), rank, dtype=torch.uint8)
     return {
-        "sum": AllReduce(x.view(torch.float32), "sum"),
-        "max": AllReduce(x, "max"),
-        "gather": AllGather(x),
-        "swap": AllToAll(x, SPLITS, (SPLITS[rank],) * 3),
-        "broadcast": Broadcast(x),
+        "sum": AllReduceOp(x.view(torch.float32), "sum"),
+        "max": AllReduceOp(x, "max"),
+        "gather": AllGatherOp(x),
+        "swap": AllToAllOp(x, SPLITS, (SPLITS[rank],) * 3),
+        "broadcast": BroadcastOp(x),
     }
 
 
@@ -32,7 +32,7 @@ def watch(rank: int, world: int, folder: str, names: list[str]) -> dict[str, tup
     dist.destroy_process_group()
     enter(names[rank])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE)
-    link = TorchLink()
+    link = TorchBackend()
     seen = {}
     for name, collective in collectives(rank).items():
         meet(store, world, f"{name} begins")

@@ -1,68 +1,7 @@
-"""Accelerate's door: what `gradwire.compress` does, told of the Accelerator's scaler and of its checkpoints."""
+"""The old place of `gradwire.integrations.accelerate`, for one release."""
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+import warnings
 
-from torch import nn
-from torch.optim import Optimizer
+from gradwire.integrations.accelerate import *  # noqa: F403
 
-from gradwire.adapters.checkpoint import load, save
-from gradwire.adapters.compress import compress
-from gradwire.adapters.ddp import find_ddp
-from gradwire.adapters.optimizer import refuse_second_momentum
-from gradwire.adapters.wire import Wire
-from gradwire.sync.method import Spec
-
-
-def attach(accelerator: Any, model: nn.Module, spec: Spec, **options: Any) -> Wire:
-    """Compress the gradients of a model that ``accelerator.prepare`` has returned.
-
-    From now on ``accelerator.save_state`` writes every rank's compression memory into the same folder, and
-    ``accelerator.load_state`` reads it back, also into another number of ranks.
-
-    Args:
-        accelerator: An `accelerate.Accelerator`.
-        model: The prepared model: in several processes, one in DistributedDataParallel.
-        spec: See `gradwire.compress`, as for all other options.
-        options: All of `gradwire.compress` but the scaler.
-
-    Raises:
-        ValueError: Among others: an optimizer that was prepared for the model has momentum, and so has the spec.
-    """
-    wire = compress_prepared(accelerator, model, spec, options)
-    for prepared in accelerator._optimizers:
-        if _steps(prepared.optimizer, wire):
-            refuse_second_momentum(prepared.optimizer, wire.session.whole)
-
-    def keep(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-        save(wire, Path(folder))
-
-    def recall(models: list[nn.Module], folder: str) -> None:
-        load(wire, Path(folder))
-
-    accelerator.register_save_state_pre_hook(keep)
-    accelerator.register_load_state_pre_hook(recall)
-    return wire
-
-
-def _steps(optimizer: Optimizer, wire: Wire) -> bool:
-    """Whether it is an optimizer of what the wire synchronizes."""
-    ours = {id(p) for p in wire.parameters.values()}
-    return any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
-
-
-def compress_prepared(accelerator: Any, model: nn.Module, spec: Spec, options: Mapping[str, Any]) -> Wire:
-    """`gradwire.compress`, for a model that an Accelerator has wrapped in DDP, or has to itself."""
-    if accelerator.num_processes > 1 and find_ddp(model) is None:
-        raise ValueError(
-            f"in {accelerator.num_processes} processes the prepared model is a {type(model).__name__}, and only the "
-            "gradients of DistributedDataParallel are compressed; prepare it without FSDP, DeepSpeed and the like"
-        )
-    wire = compress(model, spec, scaler=accelerator.scaler, **options)
-    if accelerator.num_processes != wire.link.world:
-        raise ValueError(
-            f"the Accelerator counts {accelerator.num_processes} processes, and the process group {wire.link.world}, "
-            "so that each would train alone; on CPUs, build Accelerator(cpu=True), or TrainingArguments(use_cpu=True)"
-        )
-    return wire
+warnings.warn(f"{__name__} is now gradwire.integrations.accelerate", DeprecationWarning, stacklevel=2)

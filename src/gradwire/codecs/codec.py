@@ -20,19 +20,19 @@ from gradwire.codecs.chain import fill
 from gradwire.codecs.indices import Rice
 from gradwire.codecs.quantizers import FP32
 from gradwire.codecs.stage import (
+    Decoded,
+    EncodeInput,
     IndexCoder,
     Memory,
     Quantizer,
     Selector,
-    Sent,
-    Signal,
     Stage,
     Transform,
 )
-from gradwire.core.doubts import refuse
-from gradwire.core.keepsakes import kept
+from gradwire.core.deferred_checks import refuse
+from gradwire.core.graph_refs import kept
 from gradwire.core.keys import Key
-from gradwire.core.payload import Malformed, Payload, as_bytes, as_rows, from_bytes
+from gradwire.core.payload import CorruptMessageError, Payload, as_bytes, as_rows, from_bytes
 from gradwire.core.segments import Segments, on
 from gradwire.core.spec import parse
 from gradwire.core.traits import Traits
@@ -46,7 +46,7 @@ class Encoded(NamedTuple):
     """A message, what the group will hear in it, and the lane's memory after saying it."""
 
     payload: Payload
-    sent: Sent
+    sent: Decoded
     memory: Memory
 
 
@@ -141,21 +141,21 @@ class Codec:
         index_bytes = self.indices.over(table).size(sum(most), table.total) if self.indices else 0
         return self._header_bytes + index_bytes + self.quantizer.size(most)
 
-    def encode(self, signal: Signal, key: Key) -> Encoded:
+    def encode(self, signal: EncodeInput, key: Key) -> Encoded:
         """Say ``signal.target`` in few bytes."""
         moved = self._move(signal, key)
         indices, values, lengths = self._chosen(moved, key)
         payload, heard = self._write(indices, values, lengths, moved.segments, key)
         return Encoded(payload, self._sent(indices, heard, signal.segments, key), self._remembered(moved, indices))
 
-    def message(self, signal: Signal, key: Key) -> tuple[Payload, Memory]:
+    def message(self, signal: EncodeInput, key: Key) -> tuple[Payload, Memory]:
         """`encode`'s message and memory, for whoever does not ask what will be heard: nothing is decoded."""
         moved = self._move(signal, key)
         indices, values, lengths = self._chosen(moved, key)
         body = self.quantizer.encode(values, lengths, moved.segments.names, key)
         return self._around(body, indices, moved.segments), self._remembered(moved, indices)
 
-    def echo(self, signal: Signal, key: Key) -> Sent:
+    def echo(self, signal: EncodeInput, key: Key) -> Decoded:
         """What the group would hear of `encode`'s message, which is not written; codecs without memory only."""
         moved = self._move(signal, key)
         indices, values, lengths = self._chosen(moved, key)
@@ -163,7 +163,7 @@ class Codec:
         heard = self.quantizer.decode(body, lengths, moved.segments.names, key)
         return self._sent(indices, heard, signal.segments, key)
 
-    def encode_selected(self, indices: Tensor, values: Tensor, table: Segments, key: Key) -> tuple[Payload, Sent]:
+    def encode_selected(self, indices: Tensor, values: Tensor, table: Segments, key: Key) -> tuple[Payload, Decoded]:
         """The message of entries that were selected elsewhere, and what of them will be heard."""
         if self.indices is not None:
             fitting = self.indices.over(table).fit(indices, table.total, key)
@@ -171,13 +171,13 @@ class Codec:
                 indices, values = fitting, values[torch.isin(indices, fitting)]
         lengths = on(self._counts(indices, table), indices.device)
         payload, heard = self._write(indices, values, lengths, table, key)
-        return payload, Sent(indices, heard)
+        return payload, Decoded(indices, heard)
 
-    def echo_selected(self, indices: Tensor, values: Tensor, table: Segments, key: Key) -> Sent:
+    def echo_selected(self, indices: Tensor, values: Tensor, table: Segments, key: Key) -> Decoded:
         """What the group would hear of `encode_selected`'s message, which is not written; all positions must fit."""
         lengths = on(self._counts(indices, table), indices.device)
         body = self.quantizer.encode(values, lengths, table.names, key)
-        return Sent(indices, self.quantizer.decode(body, lengths, table.names, key))
+        return Decoded(indices, self.quantizer.decode(body, lengths, table.names, key))
 
     def length(self, indices: Tensor, counts: tuple[int, ...], table: Segments) -> tuple[int, Tensor | None]:
         """How long the message of these positions is, ``counts`` in each segment.
@@ -286,7 +286,7 @@ class Codec:
                 return Payload(made[0]), made[1]
         mine = groups.over(self.total(payloads, segments, keys), len(payloads))
         mine = mine if debt is None else mine + debt
-        signal = Signal(mine, mine, {}, segments)
+        signal = EncodeInput(mine, mine, {}, segments)
         if debt is None:
             return self.message(signal, key)[0], None
         said = self.encode(signal, key)
@@ -296,7 +296,7 @@ class Codec:
         """One message as a dense vector. ``key`` is the sender's.
 
         Raises:
-            Malformed: The message is not one that a healthy sender writes.
+            CorruptMessageError: The message is not one that a healthy sender writes.
         """
         return self.total([payload], segments, [key])
 
@@ -313,9 +313,9 @@ class Codec:
         payload = self.clamped(encoded.payload, limit)
         heard = self.summand(payload).float()
         if self.transform is None:
-            sent = Sent(encoded.sent.indices, heard)
+            sent = Decoded(encoded.sent.indices, heard)
         else:
-            sent = Sent(None, self.expand(heard, segments, key))
+            sent = Decoded(None, self.expand(heard, segments, key))
         return Encoded(payload, sent, encoded.memory)
 
     def expand(self, values: Tensor, segments: Segments, key: Key) -> Tensor:
@@ -323,7 +323,7 @@ class Codec:
         table = self._table(segments)
         if self.selector is None:
             return self._back(values, segments, key)
-        empty = Signal(values, values, {}, table)
+        empty = EncodeInput(values, values, {}, table)
         out = values.new_zeros(table.total)
         out[self.selector.select(empty, key)] = values
         return self._back(out, segments, key)
@@ -348,7 +348,7 @@ class Codec:
     def _table(self, segments: Segments) -> Segments:
         return self.transform.widen(segments) if self.transform else segments
 
-    def _move(self, signal: Signal, key: Key) -> Signal:
+    def _move(self, signal: EncodeInput, key: Key) -> EncodeInput:
         if self.transform is None:
             return signal
         grad = self.transform.forward(signal.grad, signal.segments, key)
@@ -358,7 +358,7 @@ class Codec:
     def _back(self, y: Tensor, segments: Segments, key: Key) -> Tensor:
         return self.transform.inverse(y, segments, key) if self.transform else y
 
-    def _chosen(self, moved: Signal, key: Key) -> tuple[Tensor | None, Tensor, Tensor]:
+    def _chosen(self, moved: EncodeInput, key: Key) -> tuple[Tensor | None, Tensor, Tensor]:
         """The positions to send, the values there, and how many each segment has."""
         table = moved.segments
         if self.selector is None:
@@ -390,7 +390,7 @@ class Codec:
         preamble = self._preamble(indices, table)
         return Payload(torch.cat([*preamble, body]) if preamble else body)
 
-    def _remembered(self, moved: Signal, indices: Tensor | None) -> Memory:
+    def _remembered(self, moved: EncodeInput, indices: Tensor | None) -> Memory:
         return self.selector.remember(moved, indices) if self.selector and indices is not None else moved.memory
 
     def _preamble(self, indices: Tensor | None, table: Segments) -> list[Tensor]:
@@ -402,43 +402,43 @@ class Codec:
         count = torch.tensor([indices.numel()], dtype=torch.int64, device=indices.device)
         return [as_bytes(count)[:_COUNT_BYTES], coded]
 
-    def _sent(self, indices: Tensor | None, heard: Tensor, segments: Segments, key: Key) -> Sent:
+    def _sent(self, indices: Tensor | None, heard: Tensor, segments: Segments, key: Key) -> Decoded:
         if self.transform is None:
-            return Sent(indices, heard)
+            return Decoded(indices, heard)
         y = heard
         if indices is not None:
             y = heard.new_zeros(self._table(segments).total)
             y[indices] = heard
         # In the original basis nothing was left out, so nothing counts as selected there.
-        return Sent(None, self._back(y, segments, key))
+        return Decoded(None, self._back(y, segments, key))
 
-    def _read(self, payload: Payload, segments: Segments, key: Key) -> Sent:
+    def _read(self, payload: Payload, segments: Segments, key: Key) -> Decoded:
         table = self._table(segments)
         indices, taken = self._read_indices(payload.data, table, key)
         counts = table.lengths if indices is None else self._counts(indices, table)
         stop = taken + self.quantizer.size(counts)
         if stop > payload.nbytes:
-            raise Malformed(
+            raise CorruptMessageError(
                 f"a message of {payload.nbytes} bytes ends before its values do ({stop} bytes); "
                 "was it cut, or written by another version?"
             )
         body = payload.data[taken:stop]
-        return Sent(indices, self.quantizer.decode(body, on(counts, body.device), table.names, key))
+        return Decoded(indices, self.quantizer.decode(body, on(counts, body.device), table.names, key))
 
     def _read_indices(self, data: Tensor, table: Segments, key: Key) -> tuple[Tensor | None, int]:
         if self.selector is None:
             return None, 0
         if self.indices is None:
             empty = data.new_zeros(0)
-            return self.selector.select(Signal(empty, empty, {}, table), key), 0
+            return self.selector.select(EncodeInput(empty, empty, {}, table), key), 0
         most = self.most(table)
         count = most
         if self._header_bytes:
             if data.numel() < _COUNT_BYTES:
-                raise Malformed(f"a message of {data.numel()} bytes is too short for its count")
+                raise CorruptMessageError(f"a message of {data.numel()} bytes is too short for its count")
             count = int.from_bytes(bytes(data[:_COUNT_BYTES].tolist()), "little")
         if count > most:
-            raise Malformed(f"a message claims {count} entries where at most {most} may be sent")
+            raise CorruptMessageError(f"a message claims {count} entries where at most {most} may be sent")
         indices, taken = self.indices.over(table).decode(data[self._header_bytes :], count, table.total)
         return _checked(indices, table.total), self._header_bytes + taken
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Memory = Mapping[str, Tensor]
 
 
-class Signal(NamedTuple):
+class EncodeInput(NamedTuple):
     """All that an encoder may look at.
 
     Attributes:
@@ -39,15 +39,15 @@ class Signal(NamedTuple):
     memory: Memory
     segments: Segments
 
-    def cut(self, start: int, stop: int) -> "Signal":
+    def cut(self, start: int, stop: int) -> "EncodeInput":
         """The part of it in ``[start, stop)``; the memory stays whole."""
         if (start, stop) == (0, self.segments.total):
             return self
         window = self.segments.window(start, stop)
-        return Signal(self.grad[start:stop], self.target[start:stop], self.memory, window)
+        return EncodeInput(self.grad[start:stop], self.target[start:stop], self.memory, window)
 
 
-class Sent(NamedTuple):
+class Decoded(NamedTuple):
     """What the group will hear of me.
 
     Attributes:
@@ -115,7 +115,7 @@ class Selector(Stage):
         """The most entries a segment of ``n`` elements may send."""
 
     @abstractmethod
-    def select(self, signal: Signal, key: Key) -> Tensor:
+    def select(self, signal: EncodeInput, key: Key) -> Tensor:
         """Rising flat int64 positions, at most ``capacity`` in each segment. The order of `signal` is not kept."""
 
     def gain(self, n: int) -> float:
@@ -123,7 +123,7 @@ class Selector(Stage):
         del n
         return 1.0
 
-    def remember(self, signal: Signal, indices: Tensor) -> Memory:
+    def remember(self, signal: EncodeInput, indices: Tensor) -> Memory:
         """The lane's memory after these positions were sent."""
         del indices
         return signal.memory
@@ -204,7 +204,7 @@ class IndexCoder(Stage):
 
 
 @dataclass(frozen=True)
-class Slot:
+class StateSpec:
     """A named memory, as lanes allocate, save and reshard it.
 
     Attributes:

@@ -8,7 +8,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
-def is_share(value: float) -> bool:
+def is_fraction(value: float) -> bool:
     """Whether an argument is a number in (0, 1]."""
     return is_number(value) and 0 < value <= 1
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 _MASK = 0xFFFFFFFF
 SHARED = -1  # the rank written into a key whose bits every rank draws alike
-EACH = -2  # the rank of a key to units of many ranks, whose names say whose they are
+PER_RANK = -2  # the rank of a key to units of many ranks, whose names say whose they are
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Key:
     Attributes:
         seed: The run's seed, equal on all ranks.
         step: The training step.
-        rank: Whose bits they are; `SHARED` when all ranks draw the same, `EACH` when every unit's name has an owner.
+        rank: Whose bits they are; `SHARED` when all ranks draw the same, `PER_RANK` when each unit's name has an owner.
         purpose: What they are for. Streams of two purposes are independent.
     """
 
@@ -48,7 +48,7 @@ class Key:
     def words(self, unit: str) -> tuple[int, int]:
         """The 64-bit Philox key of one unit's stream, as two 32-bit words. The step goes into the counter."""
         owner, _, name = unit.rpartition("\0")
-        return _digest(self.seed, name, int(owner) if owner and self.rank == EACH else self.rank, self.purpose)
+        return _digest(self.seed, name, int(owner) if owner and self.rank == PER_RANK else self.rank, self.purpose)
 
 
 class Drawn(Exception):

@@ -45,5 +45,5 @@ def as_rows(payloads: Sequence[Payload]) -> Tensor:
     return torch.stack([payload.data for payload in payloads])
 
 
-class Malformed(ValueError):
+class CorruptMessageError(ValueError):
     """A received message that cannot be what a healthy sender wrote."""

@@ -36,6 +36,6 @@ def lookup(name: str) -> tuple[str, Callable[..., object]]:
     return _ENTRIES[name]
 
 
-def listing(*kinds: str) -> dict[str, Callable[..., object]]:
+def registered(*kinds: str) -> dict[str, Callable[..., object]]:
     """Everything registered, or everything of some kinds, by name."""
     return {name: made for name, (kind, made) in _ENTRIES.items() if not kinds or kind in kinds}

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from gradwire.core.keepsakes import kept
+from gradwire.core.graph_refs import kept
 
 
 @dataclass(frozen=True)

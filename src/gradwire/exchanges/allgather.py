@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradwire.codecs.codec import Codec
-from gradwire.core.asks import Gather, Talk
+from gradwire.core.decode_cache import shared
 from gradwire.core.payload import Payload
 from gradwire.core.registry import register
+from gradwire.core.requests import CommGenerator, Gather
 from gradwire.core.segments import Segments
-from gradwire.core.sharing import shared
-from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
+from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
 
 
 @register("allgather", kind="exchange")
@@ -28,7 +28,7 @@ class AllGather(Exchange):
     examples: ClassVar[tuple[str, ...]] = ("allgather",)
     exact: ClassVar[bool] = True
 
-    def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
+    def talk(self, said: Message, codec: Codec, around: CommContext) -> CommGenerator[Aggregate]:
         assert isinstance(said.message, Payload)
         size = codec.size(around.units) if codec.traits.fixed else None
         payloads = yield Gather(said.message, size)
@@ -38,7 +38,7 @@ class AllGather(Exchange):
         read = codec.entries if apart else codec.mean
         about = codec, around.units, around.key.step, apart
         mean = shared(heard, about, lambda: read(payloads, around.units, keys))
-        return Agreed(mean, said.memory)
+        return Aggregate(mean, said.memory)
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         return (world - 1) * codec.size(units)

@@ -15,12 +15,12 @@ from typing import ClassVar
 import torch
 
 from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Signal
-from gradwire.core.asks import Sum, Talk
+from gradwire.codecs.stage import EncodeInput
 from gradwire.core.payload import Payload
 from gradwire.core.registry import register
+from gradwire.core.requests import CommGenerator, Sum
 from gradwire.core.segments import Segments
-from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
+from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
 from gradwire.kernels.groups import over_
 from gradwire.kernels.quantize import cast_decode
 
@@ -40,24 +40,24 @@ class AllReduce(Exchange):
                 "use exchange='allgather', 'two_way' or 'auto'"
             )
 
-    def encode(self, signal: Signal, codec: Codec, around: Round) -> Said:
-        limit = most_summand(codec.quantizer.dtype, around.world)  # type: ignore[attr-defined]
+    def encode(self, signal: EncodeInput, codec: Codec, around: CommContext) -> Message:
+        limit = max_addend(codec.quantizer.dtype, around.world)  # type: ignore[attr-defined]
         if around.listens:
-            return Said(*codec.bound(codec.encode(signal, around.key), limit, around.units, around.key))
+            return Message(*codec.bound(codec.encode(signal, around.key), limit, around.units, around.key))
         payload, memory = codec.message(signal, around.key)
-        return Said(codec.clamped(payload, limit), None, memory)
+        return Message(codec.clamped(payload, limit), None, memory)
 
-    def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
+    def talk(self, said: Message, codec: Codec, around: CommContext) -> CommGenerator[Aggregate]:
         assert isinstance(said.message, Payload)
         total = yield Sum(codec.summand(said.message))
         mean = over_(cast_decode(total), around.world)
-        return Agreed(codec.expand(mean, around.units, around.key), said.memory)
+        return Aggregate(codec.expand(mean, around.units, around.key), said.memory)
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         return 2 * (world - 1) / world * codec.size(units)
 
 
-def most_summand(dtype: torch.dtype, world: int) -> float:
+def max_addend(dtype: torch.dtype, world: int) -> float:
     """The largest magnitude of which ``world`` may be added in ``dtype``, in any order, without overflow."""
     info = torch.finfo(dtype)
     # Each addition rounds up by eps/2 at most; and as soon as that matters more than the summand, sums cease to grow.

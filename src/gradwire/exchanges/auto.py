@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradwire.codecs.codec import Codec
-from gradwire.core.asks import Talk
 from gradwire.core.registry import register
+from gradwire.core.requests import CommGenerator
 from gradwire.core.segments import Segments
 from gradwire.exchanges.allgather import AllGather
 from gradwire.exchanges.allreduce import AllReduce
-from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
+from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
 from gradwire.exchanges.two_way import TwoWay
 
 
@@ -42,7 +42,7 @@ class Auto(Exchange):
 
     examples: ClassVar[tuple[str, ...]] = ("auto",)
 
-    def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
+    def talk(self, said: Message, codec: Codec, around: CommContext) -> CommGenerator[Aggregate]:
         raise AssertionError("a plan resolves auto before any talk")
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:

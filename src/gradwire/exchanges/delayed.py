@@ -15,12 +15,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Signal, Slot
-from gradwire.core.asks import Talk
+from gradwire.codecs.stage import EncodeInput, StateSpec
 from gradwire.core.registry import register
+from gradwire.core.requests import CommGenerator
 from gradwire.core.segments import Segments
 from gradwire.exchanges.auto import Auto
-from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said, Say
+from gradwire.exchanges.exchange import Aggregate, CommContext, EncodeShard, Exchange, Message
 
 
 @register("delayed", kind="exchange")
@@ -38,21 +38,21 @@ class Delayed(Exchange):
     def check(self, codec: Codec) -> None:
         self.inner.check(codec)
 
-    def slots(self, around: Round) -> dict[str, Slot]:
-        pending = Slot(around.tensors.lengths, "same")
+    def slots(self, around: CommContext) -> dict[str, StateSpec]:
+        pending = StateSpec(around.tensors.lengths, "same")
         return {**self.inner.slots(around), "pending": pending}
 
-    def encode(self, signal: Signal, codec: Codec, around: Round) -> Said:
+    def encode(self, signal: EncodeInput, codec: Codec, around: CommContext) -> Message:
         return self.inner.encode(signal, codec, around)
 
-    def collect(self, say: Say, around: Round) -> Said:
+    def collect(self, say: EncodeShard, around: CommContext) -> Message:
         return self.inner.collect(say, around)
 
-    def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
+    def talk(self, said: Message, codec: Codec, around: CommContext) -> CommGenerator[Aggregate]:
         agreed = yield from self.inner.talk(said, codec, around._replace(apart=False))
         assert isinstance(agreed.mean, Tensor)  # it is kept, so nobody else is to write it
         last = agreed.memory["pending"]
-        return Agreed(last, {**agreed.memory, "pending": agreed.mean})
+        return Aggregate(last, {**agreed.memory, "pending": agreed.mean})
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         return self.inner.traffic(codec, units, world)

@@ -10,15 +10,15 @@ from typing import ClassVar, NamedTuple, TypeAlias
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec, Entries
-from gradwire.codecs.stage import Memory, Sent, Signal, Slot
-from gradwire.core.asks import Talk
+from gradwire.codecs.stage import Decoded, EncodeInput, Memory, StateSpec
 from gradwire.core.keys import Key
 from gradwire.core.payload import Payload
+from gradwire.core.requests import CommGenerator
 from gradwire.core.segments import Segments
 from gradwire.core.spec import write
 
 
-class Round(NamedTuple):
+class CommContext(NamedTuple):
     """The circumstances of one conversation.
 
     Attributes:
@@ -40,31 +40,31 @@ class Round(NamedTuple):
     apart: bool = False
 
 
-class Said(NamedTuple):
+class Message(NamedTuple):
     """A message ready to go. ``sent`` is None when nobody asks, or only the group's answer tells what will be heard."""
 
     message: Mapping[int, Payload] | Payload | Tensor
-    sent: Sent | None
+    sent: Decoded | None
     memory: Memory
 
 
-class Agreed(NamedTuple):
+class Aggregate(NamedTuple):
     """The group's mean, as a vector or, if that was asked for, as its entries; and the memory after the talk."""
 
     mean: Tensor | Entries
     memory: Memory
-    sent: Sent | None = None
+    sent: Decoded | None = None
 
 
-class Spoken(NamedTuple):
+class ShardMessage(NamedTuple):
     """The message of one stretch of the buffer. ``sent`` is None when there is nothing left to settle."""
 
     payload: Payload
-    sent: Sent | None
+    sent: Decoded | None
     memory: Memory
 
 
-Say: TypeAlias = Callable[[int, int], Spoken]  # encodes the stretch [start, stop)
+EncodeShard: TypeAlias = Callable[[int, int], ShardMessage]  # encodes the stretch [start, stop)
 
 
 class Exchange(ABC):
@@ -84,32 +84,32 @@ class Exchange(ABC):
         """Refuse a codec that this exchange cannot carry, with a sentence."""
         del codec
 
-    def slots(self, around: Round) -> dict[str, Slot]:
+    def slots(self, around: CommContext) -> dict[str, StateSpec]:
         """Memories of the exchange's own."""
         del around
         return {}
 
-    def encode(self, signal: Signal, codec: Codec, around: Round) -> Said:
+    def encode(self, signal: EncodeInput, codec: Codec, around: CommContext) -> Message:
         """Turn what should be said into a message."""
 
-        def say(start: int, stop: int) -> Spoken:
+        def say(start: int, stop: int) -> ShardMessage:
             part = signal.cut(start, stop)
             if around.listens:
-                return Spoken(*codec.encode(part, around.key))
+                return ShardMessage(*codec.encode(part, around.key))
             payload, memory = codec.message(part, around.key)
-            return Spoken(payload, None, memory)
+            return ShardMessage(payload, None, memory)
 
         return self.collect(say, around)
 
-    def collect(self, say: Say, around: Round) -> Said:
+    def collect(self, say: EncodeShard, around: CommContext) -> Message:
         """Have the stretches of the buffer said that this exchange sends apart; most send it whole.
 
         Every entry must be said once, since a stretch that is not has no memory afterwards.
         """
-        return Said(*say(0, around.units.total))
+        return Message(*say(0, around.units.total))
 
     @abstractmethod
-    def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
+    def talk(self, said: Message, codec: Codec, around: CommContext) -> CommGenerator[Aggregate]:
         """Hold the conversation."""
 
     @abstractmethod

@@ -14,11 +14,11 @@ from typing import ClassVar
 
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.quantizers import Sign
-from gradwire.core.asks import Gather, Talk
 from gradwire.core.payload import Payload
 from gradwire.core.registry import register
+from gradwire.core.requests import CommGenerator, Gather
 from gradwire.core.segments import Segments
-from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
+from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
 from gradwire.kernels.groups import over
 
 
@@ -33,7 +33,7 @@ class Majority(Exchange):
         if codec.selector or codec.transform or not isinstance(codec.quantizer, Sign):
             raise ValueError(f"majority counts signs of every entry, which {codec} does not send; use sign")
 
-    def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
+    def talk(self, said: Message, codec: Codec, around: CommContext) -> CommGenerator[Aggregate]:
         assert isinstance(said.message, Payload)
         payloads = yield Gather(said.message, codec.size(around.units))
         votes = scale = None
@@ -42,7 +42,7 @@ class Majority(Exchange):
             votes = heard.sign() if votes is None else votes + heard.sign()
             scale = heard.abs() if scale is None else scale + heard.abs()
         assert votes is not None and scale is not None
-        return Agreed(over(votes.sign() * scale, around.world), said.memory)
+        return Aggregate(over(votes.sign() * scale, around.world), said.memory)
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         return (world - 1) * codec.size(units)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradwire.codecs.codec import Codec
-from gradwire.core.asks import Ask, Talk
 from gradwire.core.payload import Payload
 from gradwire.core.registry import register
+from gradwire.core.requests import CommGenerator, Request
 from gradwire.core.segments import Segments
-from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
+from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
 
 
 @register("noop", kind="exchange")
@@ -28,11 +28,11 @@ class Noop(Exchange):
     examples: ClassVar[tuple[str, ...]] = ("noop",)
     silent: ClassVar[bool] = True
 
-    def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
+    def talk(self, said: Message, codec: Codec, around: CommContext) -> CommGenerator[Aggregate]:
         assert isinstance(said.message, Payload)
-        silence: Iterator[Ask] = iter(())
+        silence: Iterator[Request] = iter(())
         yield from silence
-        return Agreed(codec.decode(said.message, around.units, around.key), said.memory)
+        return Aggregate(codec.decode(said.message, around.units, around.key), said.memory)
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         return 0.0

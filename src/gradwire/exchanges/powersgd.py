@@ -20,14 +20,14 @@ from torch import Tensor
 
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.quantizers import FP32
-from gradwire.codecs.stage import Memory, Sent, Signal, Slot
+from gradwire.codecs.stage import Decoded, EncodeInput, Memory, StateSpec
 from gradwire.core.arguments import is_count
-from gradwire.core.asks import Sum, Talk
-from gradwire.core.keepsakes import kept
+from gradwire.core.graph_refs import kept
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
+from gradwire.core.requests import CommGenerator, Sum
 from gradwire.core.segments import Segments
-from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said
+from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
 from gradwire.kernels import philox
 
 
@@ -106,14 +106,14 @@ class PowerSGD(Exchange):
                 f"{self} compresses by itself and would not use {codec}; give '{self}' as the spec instead"
             )
 
-    def slots(self, around: Round) -> dict[str, Slot]:
+    def slots(self, around: CommContext) -> dict[str, StateSpec]:
         lengths = tuple(basis_length(shape, self.rank) for shape in around.tensors.shapes)
-        return {"basis": Slot(lengths, "same")}
+        return {"basis": StateSpec(lengths, "same")}
 
-    def encode(self, signal: Signal, codec: Codec, around: Round) -> Said:
-        return Said(signal.target, None, signal.memory)
+    def encode(self, signal: EncodeInput, codec: Codec, around: CommContext) -> Message:
+        return Message(signal.target, None, signal.memory)
 
-    def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
+    def talk(self, said: Message, codec: Codec, around: CommContext) -> CommGenerator[Aggregate]:
         x, memory = said.message, said.memory
         assert isinstance(x, Tensor)
         shapes = families(around.tensors, self.rank)
@@ -139,7 +139,7 @@ class PowerSGD(Exchange):
             _multiply_(mean, p, q, f.starts)
             _multiply_(own, p, q_own, f.starts)
         memory = {**memory, "basis": _remember(memory["basis"], shapes, right)}
-        return Agreed(mean, memory, Sent(None, own))
+        return Aggregate(mean, memory, Decoded(None, own))
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         factors = sum(
@@ -148,7 +148,7 @@ class PowerSGD(Exchange):
         )
         return 2 * (world - 1) / world * 4 * factors
 
-    def _bases(self, shapes: list[Family], memory: Memory, around: Round) -> list[Tensor]:
+    def _bases(self, shapes: list[Family], memory: Memory, around: CommContext) -> list[Tensor]:
         # The same at every step, and hardly any needs it. A plain key: what is drawn only once may be recorded.
         key = around.key.shared().fold("basis")
         fresh = Key(key.seed, 0, key.rank, key.purpose)

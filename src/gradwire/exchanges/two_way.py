@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Sent, Slot
-from gradwire.core.asks import Gather, Swap, Talk
+from gradwire.codecs.stage import Decoded, StateSpec
+from gradwire.core.decode_cache import shared
 from gradwire.core.registry import register
+from gradwire.core.requests import CommGenerator, Gather, SendRecv
 from gradwire.core.segments import Segments
-from gradwire.core.sharing import shared
-from gradwire.exchanges.exchange import Agreed, Exchange, Round, Said, Say
+from gradwire.exchanges.exchange import Aggregate, CommContext, EncodeShard, Exchange, Message
 
 _EIGHT = 8  # codes of any width are whole bytes then, so that kernels serve a shard as it lies
 
@@ -52,22 +52,22 @@ class TwoWay(Exchange):
         if codec.memories:
             raise ValueError(f"two_way encodes twice, but {codec} remembers what it sent; use allgather")
 
-    def slots(self, around: Round) -> dict[str, Slot]:
-        return {"served": Slot(around.tensors.lengths, "shard")} if around.indebted else {}
+    def slots(self, around: CommContext) -> dict[str, StateSpec]:
+        return {"served": StateSpec(around.tensors.lengths, "shard")} if around.indebted else {}
 
-    def collect(self, say: Say, around: Round) -> Said:
+    def collect(self, say: EncodeShard, around: CommContext) -> Message:
         parts = [say(*shard(around.units.total, around.world, rank)) for rank in range(around.world)]
         message = {rank: part.payload for rank, part in enumerate(parts)}
-        return Said(message, _join([part.sent for part in parts], around), parts[-1].memory)
+        return Message(message, _join([part.sent for part in parts], around), parts[-1].memory)
 
-    def talk(self, said: Said, codec: Codec, around: Round) -> Talk[Agreed]:
+    def talk(self, said: Message, codec: Codec, around: CommContext) -> CommGenerator[Aggregate]:
         assert isinstance(said.message, Mapping)
         n, world, me = around.units.total, around.world, around.key.rank
         windows = [around.units.window(*shard(n, world, rank)) for rank in range(world)]
         sizes = [codec.size(window) for window in windows]
 
         # Leg 1: hear everybody's version of my shard.
-        heard = yield Swap(said.message, {rank: sizes[me] for rank in range(world)})
+        heard = yield SendRecv(said.message, {rank: sizes[me] for rank in range(world)})
         keys = [around.key.of(rank) for rank in range(world)]
         debt = said.memory["served"] if around.indebted else None
 
@@ -81,13 +81,13 @@ class TwoWay(Exchange):
             places = enumerate(zip(told, windows, strict=True))
             return torch.cat([codec.decode(payload, window, second.of(rank)) for rank, (payload, window) in places])
 
-        return Agreed(shared([payload.data for payload in told], (codec, around.units, second.step), decode), memory)
+        return Aggregate(shared([payload.data for payload in told], (codec, around.units, second.step), decode), memory)
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         return 2 * (world - 1) / world * codec.size(units)
 
 
-def _join(parts: list[Sent | None], around: Round) -> Sent | None:
+def _join(parts: list[Decoded | None], around: CommContext) -> Decoded | None:
     """What the parts say together."""
     values, indices = [], []
     for rank, part in enumerate(parts):
@@ -96,4 +96,4 @@ def _join(parts: list[Sent | None], around: Round) -> Sent | None:
         values.append(part.values)
         if part.indices is not None:
             indices.append(part.indices + shard(around.units.total, around.world, rank)[0])
-    return Sent(torch.cat(indices) if indices else None, torch.cat(values))
+    return Decoded(torch.cat(indices) if indices else None, torch.cat(values))

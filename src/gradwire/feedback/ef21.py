@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradwire.codecs.stage import Memory, Sent
+from gradwire.codecs.stage import Decoded, Memory
 from gradwire.core.registry import register
 from gradwire.feedback.feedback import Feedback
 
@@ -30,7 +30,7 @@ class EF21(Feedback):
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         return grad - memory["estimate"], memory
 
-    def settle(self, target: Tensor, sent: Sent, memory: Memory) -> Memory:
+    def settle(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
         return {**memory, "estimate": sent.onto(memory["estimate"])}
 
     def release(self, mean: Tensor, memory: Memory) -> tuple[Tensor, Memory]:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradwire.codecs.stage import Memory, Sent
+from gradwire.codecs.stage import Decoded, Memory
 from gradwire.core.spec import write
 
 
@@ -20,7 +20,7 @@ class Feedback(ABC):
     name: ClassVar[str]
     kind: ClassVar[str]
     examples: ClassVar[tuple[str, ...]]
-    memories: ClassVar[dict[str, str]] = {}  # name -> how a new world reshards it (see `Slot`)
+    memories: ClassVar[dict[str, str]] = {}  # name -> how a new world reshards it (see `StateSpec`)
     indebted: ClassVar[bool] = True  # what was not sent today is sent later
     listens: ClassVar[bool] = True  # `settle` asks what will have been heard
 
@@ -32,7 +32,7 @@ class Feedback(ABC):
         """What should be said today."""
 
     @abstractmethod
-    def settle(self, target: Tensor, sent: Sent, memory: Memory) -> Memory:
+    def settle(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
         """The memory after saying ``sent`` where ``target`` was meant."""
 
     def release(self, mean: Tensor, memory: Memory) -> tuple[Tensor, Memory]:

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradwire.codecs.stage import Memory, Sent
+from gradwire.codecs.stage import Decoded, Memory
 from gradwire.core.registry import register
 from gradwire.feedback.feedback import Feedback, clip_factor
 
@@ -63,7 +63,7 @@ class MomentumCorrection(Feedback):
             target = v + u
         return target, {**memory, "momentum": u}
 
-    def settle(self, target: Tensor, sent: Sent, memory: Memory) -> Memory:
+    def settle(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
         u = memory["momentum"]
         if self.masking and sent.indices is not None:
             u = u.index_fill(0, sent.indices, 0.0)

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradwire.codecs.stage import Memory, Sent
+from gradwire.codecs.stage import Decoded, Memory
 from gradwire.core.registry import register
 from gradwire.feedback.feedback import Feedback
 
@@ -36,7 +36,7 @@ class Residual(Feedback):
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         return grad + self.decay * memory["residual"], memory
 
-    def settle(self, target: Tensor, sent: Sent, memory: Memory) -> Memory:
+    def settle(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
         return {**memory, "residual": sent.off(target)}
 
     def debt(self, memory: Memory) -> Tensor | None:

@@ -6,8 +6,8 @@ from gradwire.gossip.dcd import DCD
 from gradwire.gossip.deepsqueeze import DeepSqueeze
 from gradwire.gossip.dpsgd import DPSGD
 from gradwire.gossip.ecd import ECD
-from gradwire.gossip.gossip import Around, Gossip, Met
-from gradwire.gossip.letter import Diverged
+from gradwire.gossip.gossip import Gossip, GossipContext, MixResult
+from gradwire.gossip.message import Diverged
 from gradwire.gossip.node import Node
 from gradwire.gossip.powergossip import PowerGossip
 from gradwire.gossip.sgp import SGP
@@ -18,13 +18,13 @@ __all__ = [
     "DPSGD",
     "ECD",
     "SGP",
-    "Around",
     "Centralized",
     "Choco",
     "DeepSqueeze",
     "Diverged",
     "Gossip",
-    "Met",
+    "GossipContext",
+    "MixResult",
     "Node",
     "PowerGossip",
     "gossip_method",

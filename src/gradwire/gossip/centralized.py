@@ -15,10 +15,10 @@ from torch import Tensor
 
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Memory
-from gradwire.core.asks import Sum, Talk
 from gradwire.core.registry import register
-from gradwire.gossip.gossip import Around, Gossip, Met, need_cast, say
-from gradwire.gossip.letter import Diverged
+from gradwire.core.requests import CommGenerator, Sum
+from gradwire.gossip.gossip import Gossip, GossipContext, MixResult, need_cast, say
+from gradwire.gossip.message import Diverged
 from gradwire.topology import Graph, Topology
 from gradwire.topology.graphs import Complete
 
@@ -43,7 +43,7 @@ class Centralized(Gossip):
         del degree
         return 4.0 * elements * 2 * (world - 1) / world
 
-    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
+    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: GossipContext) -> CommGenerator[MixResult]:
         said = codec.summand(say(x, codec, around).payload)
         total = yield Sum(said * float("nan") if around.broken else said)  # all ranks hear of a broken one in the sum
         mean = codec.expand(total, around.units, around.key).float() / around.topology.size
@@ -51,4 +51,4 @@ class Centralized(Gossip):
             raise Diverged(
                 f"the mean of all parameters is not finite at step {around.key.step}; lower the learning rate"
             )
-        return Met(mean, memory)
+        return MixResult(mean, memory)

@@ -24,13 +24,23 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec, codec
-from gradwire.codecs.stage import Memory, Slot
-from gradwire.core.asks import Talk
+from gradwire.codecs.stage import Memory, StateSpec
 from gradwire.core.registry import register
-from gradwire.gossip import gauge
-from gradwire.gossip.gossip import Around, Met, Speech, hear, need_contraction, need_doubly, need_step, say, size_of
-from gradwire.gossip.letter import Letter, post
-from gradwire.gossip.public import Heard, Public
+from gradwire.core.requests import CommGenerator
+from gradwire.gossip import auto_gamma
+from gradwire.gossip.broadcast import BroadcastMethod, Heard
+from gradwire.gossip.gossip import (
+    GossipContext,
+    MixResult,
+    Speech,
+    hear,
+    need_contraction,
+    need_doubly,
+    need_step,
+    say,
+    size_of,
+)
+from gradwire.gossip.message import GossipMessage, post
 from gradwire.topology import Graph, Topology
 
 AUTO = "auto"
@@ -38,7 +48,7 @@ AUTO = "auto"
 
 @register("choco", kind="gossip")
 @dataclass(frozen=True)
-class Choco(Public):
+class Choco(BroadcastMethod):
     """Compressed gossip that forgets nothing: what a message leaves out stays in the next difference.
 
     Attributes:
@@ -62,17 +72,17 @@ class Choco(Public):
         need_contraction(self, codec)
         need_doubly(self, topology)
 
-    def slots(self, around: Around) -> dict[str, Slot]:
-        like = Slot(around.tensors.lengths)
+    def slots(self, around: GossipContext) -> dict[str, StateSpec]:
+        like = StateSpec(around.tensors.lengths)
         if not _by_edge(around):
             return {"x_hat": like, "mixed": like}
         tells, hears = _edges(around)
         return {f"to_{peer}": like for peer in tells} | {f"from_{peer}": like for peer in hears}
 
-    def begin(self, common: Tensor, codec: Codec, around: Around) -> dict[str, Tensor]:
+    def begin(self, common: Tensor, codec: Codec, around: GossipContext) -> dict[str, Tensor]:
         memory = {name: common.clone() for name in self.slots(around)}
         if self.gamma == AUTO:
-            memory["gauge"] = gauge.begin(codec, around.units, around.topology)
+            memory["gauge"] = auto_gamma.begin(codec, around.units, around.topology)
         return memory
 
     def stacks(self, topology: Topology) -> bool:
@@ -82,25 +92,25 @@ class Choco(Public):
         del step
         return x - memory["x_hat"]
 
-    def learn(self, x: Tensor, memory: Memory, heard: Heard, step: int) -> Met:
+    def learn(self, x: Tensor, memory: Memory, heard: Heard, step: int) -> MixResult:
         del step
         gamma = self._gamma(memory)
         x_hat, mixed = memory["x_hat"] + heard.mine, heard.onto(memory["mixed"])
-        return Met(x + gamma * (mixed - x_hat), {**memory, "x_hat": x_hat, "mixed": mixed}, gamma)
+        return MixResult(x + gamma * (mixed - x_hat), {**memory, "x_hat": x_hat, "mixed": mixed}, gamma)
 
-    def seen(self, x: Tensor, memory: Memory, heard: Heard) -> gauge.Seen:
+    def seen(self, x: Tensor, memory: Memory, heard: Heard) -> auto_gamma.Seen:
         """What a step shows of lag and response, with the memory as it was before."""
-        return gauge.Seen(self.words(x, memory, 0), heard.mine, memory["mixed"] - memory["x_hat"])
+        return auto_gamma.Seen(self.words(x, memory, 0), heard.mine, memory["mixed"] - memory["x_hat"])
 
-    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
+    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: GossipContext) -> CommGenerator[MixResult]:
         return (yield from (self._by_edge if _by_edge(around) else self._by_node)(x, memory, codec, around))
 
-    def _by_node(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
+    def _by_node(self, x: Tensor, memory: Memory, codec: Codec, around: GossipContext) -> CommGenerator[MixResult]:
         met, heard, letters = yield from self.exchange(x, memory, codec, around, self._note(memory, around))
         learned = self._learn(met.memory, self.seen(x, memory, heard), letters, codec, around)
         return met._replace(memory=learned)
 
-    def _by_edge(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
+    def _by_edge(self, x: Tensor, memory: Memory, codec: Codec, around: GossipContext) -> CommGenerator[MixResult]:
         fresh = {peer for peer, new in (around.live or {}).items() if new}
         codecs = {peer: _WHOLE if peer in fresh else codec for peer in {*around.hears, *around.tells}}
         differences = {peer: x if peer in fresh else x - memory[f"to_{peer}"] for peer in around.tells}
@@ -122,17 +132,17 @@ class Choco(Public):
         if around.elastic:
             met = self._mix_live(x, memory, gamma, letters, fresh, around)
             return met._replace(memory=_even(met.memory, fresh & letters.keys()))
-        return Met(_mix(x, memory, gamma, around), memory, gamma)
+        return MixResult(_mix(x, memory, gamma, around), memory, gamma)
 
     def _mix_live(
         self,
         x: Tensor,
         memory: Memory,
         gamma: float,
-        letters: Mapping[int, Letter],
+        letters: Mapping[int, GossipMessage],
         fresh: Collection[int],
-        around: Around,
-    ) -> Met:
+        around: GossipContext,
+    ) -> MixResult:
         """A lost peer's weight returns to its owner: nothing flows over its edge. What is told whole flows whole."""
         flows = {}
         for peer, weight in around.hears.items():
@@ -143,27 +153,32 @@ class Choco(Public):
                     step = 1.0
                 flow = step * weight * (memory[f"from_{peer}"] - memory[f"to_{peer}"])
                 x, flows[peer] = x + flow, flow.norm()
-        return Met(x, memory, gamma, flows)
+        return MixResult(x, memory, gamma, flows)
 
     def _gamma(self, memory: Memory) -> float:
-        return gauge.gamma(memory["gauge"]) if self.gamma == AUTO else float(self.gamma)
+        return auto_gamma.gamma(memory["gauge"]) if self.gamma == AUTO else float(self.gamma)
 
-    def _note(self, memory: Memory, around: Around) -> tuple[float, ...]:
+    def _note(self, memory: Memory, around: GossipContext) -> tuple[float, ...]:
         if self.gamma != AUTO:
             return ()
-        return (self._gamma(memory),) if around.elastic else gauge.note(memory["gauge"])
+        return (self._gamma(memory),) if around.elastic else auto_gamma.note(memory["gauge"])
 
     def _learn(
-        self, memory: Memory, seen: gauge.Seen | None, letters: Mapping[int, Letter], codec: Codec, around: Around
+        self,
+        memory: Memory,
+        seen: auto_gamma.Seen | None,
+        letters: Mapping[int, GossipMessage],
+        codec: Codec,
+        around: GossipContext,
     ) -> Memory:
         if self.gamma != AUTO:
             return memory
         heard = [] if around.elastic else [(weight, letters[peer].note) for peer, weight in around.hears.items()]
-        state = gauge.turn(memory["gauge"], seen, heard, around.key.step, around.topology, codec)
+        state = auto_gamma.turn(memory["gauge"], seen, heard, around.key.step, around.topology, codec)
         return {**memory, "gauge": state}
 
 
-def _mix(x: Tensor, memory: Memory, gamma: float, around: Around) -> Tensor:
+def _mix(x: Tensor, memory: Memory, gamma: float, around: GossipContext) -> Tensor:
     """What flows in over each edge, less what flows out."""
     for peer, weight in around.hears.items():
         x = x + gamma * weight * memory[f"from_{peer}"]
@@ -190,8 +205,8 @@ def _seen(
     told: Mapping[int, Speech],
     memory: Memory,
     fresh: Collection[int],
-    around: Around,
-) -> gauge.Seen | None:
+    around: GossipContext,
+) -> auto_gamma.Seen | None:
     """The mean over the edges of this step, new ones left out; None where there is none."""
     tells = {peer: weight for peer, weight in around.tells.items() if peer not in fresh}
     if not tells:
@@ -200,14 +215,14 @@ def _seen(
     flows += [-weight * memory[f"to_{peer}"] for peer, weight in tells.items()]
     d = torch.stack([differences[peer] for peer in tells]).mean(0)
     q = torch.stack([told[peer].heard for peer in tells]).mean(0)
-    return gauge.Seen(d, q, torch.stack(flows).sum(0))
+    return auto_gamma.Seen(d, q, torch.stack(flows).sum(0))
 
 
-def _by_edge(around: Around) -> bool:
+def _by_edge(around: GossipContext) -> bool:
     return around.elastic or around.topology.period > 1
 
 
-def _edges(around: Around) -> tuple[list[int], list[int]]:
+def _edges(around: GossipContext) -> tuple[list[int], list[int]]:
     """All peers that ever hear me, and all that I ever hear."""
     steps = range(around.topology.period)
     tells = {peer for step in steps for peer in around.topology.out_peers(around.me, step)}

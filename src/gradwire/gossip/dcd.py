@@ -18,16 +18,16 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Memory, Slot
+from gradwire.codecs.stage import Memory, StateSpec
 from gradwire.core.registry import register
-from gradwire.gossip.gossip import Around, Gossip, Met, need_forgetful, need_symmetric
-from gradwire.gossip.public import Heard, Public
+from gradwire.gossip.broadcast import BroadcastMethod, Heard
+from gradwire.gossip.gossip import Gossip, GossipContext, MixResult, need_forgetful, need_symmetric
 from gradwire.topology import Graph, Topology
 
 
 @register("dcd", kind="gossip")
 @dataclass(frozen=True)
-class DCD(Public):
+class DCD(BroadcastMethod):
     """Difference compression.
 
     Attributes:
@@ -44,21 +44,21 @@ class DCD(Public):
         need_unbiased(self, codec, self.allow_biased)
         need_symmetric(self, topology)
 
-    def slots(self, around: Around) -> dict[str, Slot]:
-        like = Slot(around.tensors.lengths)
+    def slots(self, around: GossipContext) -> dict[str, StateSpec]:
+        like = StateSpec(around.tensors.lengths)
         return {"x_hat": like, "mixed": like}
 
-    def begin(self, common: Tensor, codec: Codec, around: Around) -> dict[str, Tensor]:
+    def begin(self, common: Tensor, codec: Codec, around: GossipContext) -> dict[str, Tensor]:
         return {name: common.clone() for name in self.slots(around)}
 
     def words(self, x: Tensor, memory: Memory, step: int) -> Tensor:
         del step
         return memory["mixed"] + (x - memory["x_hat"]) - memory["x_hat"]
 
-    def learn(self, x: Tensor, memory: Memory, heard: Heard, step: int) -> Met:
+    def learn(self, x: Tensor, memory: Memory, heard: Heard, step: int) -> MixResult:
         del x, step
         x_hat = memory["x_hat"] + heard.mine
-        return Met(x_hat, {**memory, "x_hat": x_hat, "mixed": heard.onto(memory["mixed"])})
+        return MixResult(x_hat, {**memory, "x_hat": x_hat, "mixed": heard.onto(memory["mixed"])})
 
 
 def need_unbiased(method: Gossip, codec: Codec, allow_biased: bool) -> None:

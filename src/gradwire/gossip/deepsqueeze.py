@@ -16,16 +16,16 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Memory, Slot
+from gradwire.codecs.stage import Memory, StateSpec
 from gradwire.core.registry import register
-from gradwire.gossip.gossip import Around, Met, need_contraction, need_doubly, need_step
-from gradwire.gossip.public import Heard, Public
+from gradwire.gossip.broadcast import BroadcastMethod, Heard
+from gradwire.gossip.gossip import GossipContext, MixResult, need_contraction, need_doubly, need_step
 from gradwire.topology import Graph, Topology
 
 
 @register("deepsqueeze", kind="gossip")
 @dataclass(frozen=True)
-class DeepSqueeze(Public):
+class DeepSqueeze(BroadcastMethod):
     """Error feedback on whole models.
 
     Attributes:
@@ -45,13 +45,13 @@ class DeepSqueeze(Public):
         need_contraction(self, codec)
         need_doubly(self, topology)
 
-    def slots(self, around: Around) -> dict[str, Slot]:
-        return {"residual": Slot(around.tensors.lengths)}
+    def slots(self, around: GossipContext) -> dict[str, StateSpec]:
+        return {"residual": StateSpec(around.tensors.lengths)}
 
     def words(self, x: Tensor, memory: Memory, step: int) -> Tensor:
         del step
         return x + memory["residual"]
 
-    def learn(self, x: Tensor, memory: Memory, heard: Heard, step: int) -> Met:
+    def learn(self, x: Tensor, memory: Memory, heard: Heard, step: int) -> MixResult:
         residual = self.words(x, memory, step) - heard.mine
-        return Met(heard.toward(x, self.gamma), {**memory, "residual": residual}, self.gamma)
+        return MixResult(heard.toward(x, self.gamma), {**memory, "residual": residual}, self.gamma)

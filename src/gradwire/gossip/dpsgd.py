@@ -18,14 +18,14 @@ from torch import Tensor
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Memory
 from gradwire.core.registry import register
-from gradwire.gossip.gossip import Met, need_cast, need_doubly
-from gradwire.gossip.public import Heard, Public
+from gradwire.gossip.broadcast import BroadcastMethod, Heard
+from gradwire.gossip.gossip import MixResult, need_cast, need_doubly
 from gradwire.topology import Graph, Topology
 
 
 @register("dpsgd", kind="gossip")
 @dataclass(frozen=True)
-class DPSGD(Public):
+class DPSGD(BroadcastMethod):
     """Average whole models with the neighbors."""
 
     graph: Graph
@@ -40,6 +40,6 @@ class DPSGD(Public):
         del memory, step
         return x
 
-    def learn(self, x: Tensor, memory: Memory, heard: Heard, step: int) -> Met:
+    def learn(self, x: Tensor, memory: Memory, heard: Heard, step: int) -> MixResult:
         del step
-        return Met(heard.toward(x), memory)
+        return MixResult(heard.toward(x), memory)

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Memory, Slot
+from gradwire.codecs.stage import Memory, StateSpec
 from gradwire.core.registry import register
+from gradwire.gossip.broadcast import BroadcastMethod, Heard
 from gradwire.gossip.dcd import need_unbiased
-from gradwire.gossip.gossip import Around, Met, need_symmetric
-from gradwire.gossip.public import Heard, Public
+from gradwire.gossip.gossip import GossipContext, MixResult, need_symmetric
 from gradwire.topology import Graph, Topology
 
 
 @register("ecd", kind="gossip")
 @dataclass(frozen=True)
-class ECD(Public):
+class ECD(BroadcastMethod):
     """Extrapolation compression.
 
     Attributes:
@@ -46,21 +46,21 @@ class ECD(Public):
         need_unbiased(self, codec, self.allow_biased)
         need_symmetric(self, topology)
 
-    def slots(self, around: Around) -> dict[str, Slot]:
-        like = Slot(around.tensors.lengths)
+    def slots(self, around: GossipContext) -> dict[str, StateSpec]:
+        like = StateSpec(around.tensors.lengths)
         return {"before": like, "mixed": like}
 
-    def begin(self, common: Tensor, codec: Codec, around: Around) -> dict[str, Tensor]:
+    def begin(self, common: Tensor, codec: Codec, around: GossipContext) -> dict[str, Tensor]:
         return {name: common.clone() for name in self.slots(around)}
 
     def words(self, x: Tensor, memory: Memory, step: int) -> Tensor:
         t = step + 1
         return (1 - t / 2) * memory["before"] + (t / 2) * _after(x, memory)
 
-    def learn(self, x: Tensor, memory: Memory, heard: Heard, step: int) -> Met:
+    def learn(self, x: Tensor, memory: Memory, heard: Heard, step: int) -> MixResult:
         t, after = step + 1, _after(x, memory)
         mixed = (1 - 2 / t) * memory["mixed"] + (2 / t) * heard.onto(torch.zeros_like(x))
-        return Met(after, {**memory, "before": after, "mixed": mixed})
+        return MixResult(after, {**memory, "before": after, "mixed": mixed})
 
 
 def _after(x: Tensor, memory: Memory) -> Tensor:

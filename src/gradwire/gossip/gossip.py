@@ -1,7 +1,7 @@
 """Gossip: how replicas that talk to neighbors only stay close.
 
-A method is a frozen rule. It is called with a rank's parameters after the optimizer's step, speaks in `Swap` asks, and
-hands back new parameters; it never sees the network. What it remembers are flat buffers, by name.
+A method is a frozen rule. It is called with a rank's parameters after the optimizer's step, yields `SendRecv` requests,
+and hands back new parameters; it never sees the network. What it remembers are flat buffers, by name.
 """
 
 from abc import ABC, abstractmethod
@@ -14,17 +14,17 @@ from torch import Tensor
 
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.quantizers.cast import Cast
-from gradwire.codecs.stage import Memory, Sent, Signal, Slot
-from gradwire.core.asks import Talk
+from gradwire.codecs.stage import Decoded, EncodeInput, Memory, StateSpec
 from gradwire.core.keys import Key
 from gradwire.core.payload import Payload
+from gradwire.core.requests import CommGenerator
 from gradwire.core.segments import Segments
 from gradwire.core.spec import write
-from gradwire.gossip.letter import Letter, Stamp
+from gradwire.gossip.message import GossipMessage, Header
 from gradwire.topology import Graph, Topology, graph
 
 
-class Around(NamedTuple):
+class GossipContext(NamedTuple):
     """The circumstances of one conversation.
 
     Attributes:
@@ -66,14 +66,14 @@ class Around(NamedTuple):
         """Who hears me in this step, with the weight they give me."""
         return self._present(self.topology.out_peers(self.me, self.key.step))
 
-    def stamp(self, leg: int = 0) -> Stamp:
-        return Stamp(self.key.step, self.number + leg, self.broken, self.elastic)
+    def stamp(self, leg: int = 0) -> Header:
+        return Header(self.key.step, self.number + leg, self.broken, self.elastic)
 
     def _present(self, peers: Mapping[int, float]) -> dict[int, float]:
         return {peer: weight for peer, weight in sorted(peers.items()) if self.live is None or peer in self.live}
 
 
-class Met(NamedTuple):
+class MixResult(NamedTuple):
     """The outcome of a talk.
 
     Attributes:
@@ -111,10 +111,10 @@ class Gossip(ABC):
         """Refuse a codec that this method cannot use, or a graph, with a sentence."""
 
     @abstractmethod
-    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
+    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: GossipContext) -> CommGenerator[MixResult]:
         """Hold the conversation."""
 
-    def slots(self, around: Around) -> dict[str, Slot]:
+    def slots(self, around: GossipContext) -> dict[str, StateSpec]:
         """Memories that belong to parameters."""
         del around
         return {}
@@ -124,7 +124,7 @@ class Gossip(ABC):
         del world
         return 4.0 * elements * degree
 
-    def begin(self, common: Tensor, codec: Codec, around: Around) -> dict[str, Tensor]:
+    def begin(self, common: Tensor, codec: Codec, around: GossipContext) -> dict[str, Tensor]:
         """All memories at step 0, where every rank holds the parameters ``common``.
 
         What has no slot belongs to no parameter; it is saved whole.
@@ -143,28 +143,28 @@ class Speech(NamedTuple):
     heard: Tensor
 
 
-def say(target: Tensor, codec: Codec, around: Around, to: int = -1) -> Speech:
+def say(target: Tensor, codec: Codec, around: GossipContext, to: int = -1) -> Speech:
     """Encode, and listen to oneself: both ends hold the same bits."""
-    encoded = codec.encode(Signal(target, target, {}, around.units), around.key)
+    encoded = codec.encode(EncodeInput(target, target, {}, around.units), around.key)
     heard = dense(encoded.sent, target)
     if around.heard is not None:
         around.heard[around.me, to] = heard
     return Speech(encoded.payload, heard)
 
 
-def hear(letter: Letter, codec: Codec, around: Around, sender: int, to: int = -1) -> Tensor:
+def hear(letter: GossipMessage, codec: Codec, around: GossipContext, sender: int, to: int = -1) -> Tensor:
     """Decode a neighbor's message, unless its sender did so in this process."""
     if around.heard is not None and (sender, to) in around.heard:
         return around.heard[sender, to]
     return codec.decode(letter.body, around.units, around.key.of(sender))
 
 
-def dense(sent: Sent, like: Tensor) -> Tensor:
+def dense(sent: Decoded, like: Tensor) -> Tensor:
     """What was sent, as decoders see it: zero, plus the values."""
     return sent.onto(torch.zeros_like(like))
 
 
-def size_of(codec: Codec, around: Around) -> int | None:
+def size_of(codec: Codec, around: GossipContext) -> int | None:
     """The length of a body, where it is known beforehand."""
     return codec.size(around.units) if codec.traits.fixed else None
 

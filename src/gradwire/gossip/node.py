@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
-from gradwire.core.asks import Sum, Swap, Talk
 from gradwire.core.keys import Key
 from gradwire.core.payload import Payload
+from gradwire.core.requests import CommGenerator, SendRecv, Sum
 from gradwire.core.segments import Segments
-from gradwire.gossip.gossip import Around, Gossip, Met
-from gradwire.gossip.steady import modes
+from gradwire.gossip.gossip import Gossip, GossipContext, MixResult
+from gradwire.gossip.optimal_gamma import modes
 from gradwire.topology import Topology
 
 
@@ -81,18 +81,18 @@ class Node:
         live: Mapping[int, bool] | None = None,
         heard: MutableMapping[tuple[int, int], Tensor] | None = None,
         broken: bool = False,
-    ) -> Around:
+    ) -> GossipContext:
         if self.elastic and live is None:
             live = {}
         key = Key(self.seed, self.step, self.rank)
-        return Around(key, self.topology, self.units, self.tensors, self.number, broken, live, heard)
+        return GossipContext(key, self.topology, self.units, self.tensors, self.number, broken, live, heard)
 
     def run(
         self,
         x: Tensor,
         live: Mapping[int, bool] | None = None,
         heard: MutableMapping[tuple[int, int], Tensor] | None = None,
-    ) -> Talk[Tensor]:
+    ) -> CommGenerator[Tensor]:
         """One step: parameters in, parameters out."""
         broken = not bool(torch.isfinite(x).all())
         if broken:
@@ -106,25 +106,25 @@ class Node:
         self.number += getattr(self.method, "iterations", 1)
         return met.x
 
-    def _counted(self, talk: Talk[Met], device: torch.device) -> Talk[Met]:
+    def _counted(self, talk: CommGenerator[MixResult], device: torch.device) -> CommGenerator[MixResult]:
         """The same talk, its payloads put on account."""
         answer: Any = None
         try:
             while True:
                 ask = talk.send(answer)
-                if isinstance(ask, Swap):
+                if isinstance(ask, SendRecv):
                     answer = (yield ask) if ask.out else (yield from self._silent(ask, device))
                 else:
                     assert isinstance(ask, Sum)
                     answer = yield ask
         except StopIteration as done:
-            met: Met = done.value
+            met: MixResult = done.value
             return met
 
-    def _silent(self, ask: Swap, device: torch.device) -> Talk[dict[int, Payload]]:
+    def _silent(self, ask: SendRecv, device: torch.device) -> CommGenerator[dict[int, Payload]]:
         """A swap in which I tell nobody. Others swap, so I take part, with nothing for myself."""
         nothing = Payload(torch.zeros(0, dtype=torch.uint8, device=device))
-        heard = yield Swap({self.rank: nothing}, {**ask.into, self.rank: 0})
+        heard = yield SendRecv({self.rank: nothing}, {**ask.into, self.rank: 0})
         return {peer: payload for peer, payload in heard.items() if peer != self.rank}
 
     # -- overlap: what a talk adds is added when the next step begins --------------------------------------------------

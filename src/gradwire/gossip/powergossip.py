@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Memory, Slot
-from gradwire.core.asks import Talk
+from gradwire.codecs.stage import Memory, StateSpec
 from gradwire.core.payload import Payload, as_bytes, from_bytes
 from gradwire.core.registry import register
+from gradwire.core.requests import CommGenerator
 from gradwire.core.segments import Segments
-from gradwire.gossip.gossip import Around, Gossip, Met, need_symmetric
-from gradwire.gossip.letter import post
+from gradwire.gossip.gossip import Gossip, GossipContext, MixResult, need_symmetric
+from gradwire.gossip.message import post
 from gradwire.kernels import philox
 from gradwire.topology import Graph, Topology
 
@@ -57,26 +57,34 @@ class PowerGossip(Gossip):
             raise ValueError(f"powergossip compresses by itself; leave the codec {codec} out")
         need_symmetric(self, topology)
 
-    def slots(self, around: Around) -> dict[str, Slot]:
+    def slots(self, around: GossipContext) -> dict[str, StateSpec]:
         left, right = (tuple(side(shape, i) for shape in around.tensors.shapes) for i in (0, 1))
         peers = sorted(around.topology.peers(around.me))
-        return {f"left_{peer}": Slot(left) for peer in peers} | {f"right_{peer}": Slot(right) for peer in peers}
+        return {f"left_{peer}": StateSpec(left) for peer in peers} | {
+            f"right_{peer}": StateSpec(right) for peer in peers
+        }
 
     def body_bytes(self, tensors: Segments, onto_right: bool) -> int:
         """How long a letter without its header is: X v or X' u of every matrix, and all other tensors."""
         return 4 * sum((p.rows if onto_right else p.columns) if p.rows else p.length for p in _matrices(tensors))
 
-    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
+    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: GossipContext) -> CommGenerator[MixResult]:
         memory = dict(memory)
         table = _matrices(around.tensors)
         for leg in range(self.iterations):
             onto_right = (around.key.step * self.iterations + leg) % 2 == 0
             x = yield from self._turn(x, memory, table, onto_right, around, leg)
-        return Met(x, memory)
+        return MixResult(x, memory)
 
     def _turn(
-        self, x: Tensor, memory: dict[str, Tensor], table: list["Place"], onto_right: bool, around: Around, leg: int
-    ) -> Talk[Tensor]:
+        self,
+        x: Tensor,
+        memory: dict[str, Tensor],
+        table: list["Place"],
+        onto_right: bool,
+        around: GossipContext,
+        leg: int,
+    ) -> CommGenerator[Tensor]:
         given, found = ("right", "left") if onto_right else ("left", "right")
         bases = {peer: _alive(memory[f"{given}_{peer}"], table, onto_right, around, peer) for peer in around.hears}
         mine = {peer: _project(x, table, basis, onto_right) for peer, basis in bases.items()}
@@ -124,7 +132,7 @@ def _vectors(flat: Tensor, table: list[Place], right: bool) -> list[Tensor]:
     return list(flat.split([place.columns if right else place.rows for place in table]))
 
 
-def _alive(basis: Tensor, table: list[Place], right: bool, around: Around, peer: int) -> Tensor:
+def _alive(basis: Tensor, table: list[Place], right: bool, around: GossipContext, peer: int) -> Tensor:
     """The basis, its zero vectors drawn anew by both ends alike."""
     edge = "-".join(map(str, sorted((around.me, peer))))
     key = around.key.shared().fold(f"edge {edge}")

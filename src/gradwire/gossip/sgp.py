@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Memory, Slot
-from gradwire.core.asks import Talk
+from gradwire.codecs.stage import Memory, StateSpec
 from gradwire.core.registry import register
-from gradwire.gossip.gossip import Around, Gossip, Met, hear, need_cast, say, size_of
-from gradwire.gossip.letter import post
+from gradwire.core.requests import CommGenerator
+from gradwire.gossip.gossip import Gossip, GossipContext, MixResult, hear, need_cast, say, size_of
+from gradwire.gossip.message import post
 from gradwire.topology import Graph, Topology
 
 
@@ -39,13 +39,13 @@ class SGP(Gossip):
     def check(self, codec: Codec, topology: Topology) -> None:
         need_cast(self, codec)
 
-    def slots(self, around: Around) -> dict[str, Slot]:
-        return {"pushed": Slot(around.tensors.lengths)}
+    def slots(self, around: GossipContext) -> dict[str, StateSpec]:
+        return {"pushed": StateSpec(around.tensors.lengths)}
 
-    def begin(self, common: Tensor, codec: Codec, around: Around) -> dict[str, Tensor]:
+    def begin(self, common: Tensor, codec: Codec, around: GossipContext) -> dict[str, Tensor]:
         return {"pushed": common.clone(), "weight": torch.ones(1, dtype=torch.float64)}
 
-    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: Around) -> Talk[Met]:
+    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: GossipContext) -> CommGenerator[MixResult]:
         share = float(memory["weight"])
         pushed = memory["pushed"] + (x - memory["pushed"] / share)
         mine = say(pushed, codec, around)
@@ -63,7 +63,7 @@ class SGP(Gossip):
             pushed = pushed + weight * hear(letters[peer], codec, around, peer)
             kept += weight * letters[peer].note[0]
         weight_now = torch.tensor([kept], dtype=torch.float64)
-        return Met(pushed / kept, {**memory, "pushed": pushed, "weight": weight_now})
+        return MixResult(pushed / kept, {**memory, "pushed": pushed, "weight": weight_now})
 
 
 def _float32(number: float) -> float:

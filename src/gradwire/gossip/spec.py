@@ -1,6 +1,6 @@
 """A gossip method from its text, or itself."""
 
-from gradwire.core.registry import listing
+from gradwire.core.registry import registered
 from gradwire.core.spec import parse
 from gradwire.gossip.gossip import Gossip
 
@@ -11,6 +11,6 @@ def gossip_method(spec: str | Gossip) -> Gossip:
     if not isinstance(made, Gossip):
         raise ValueError(
             f"{spec!r} is no way to gossip but a {getattr(made, 'kind', type(made).__name__)}; "
-            f"write one of {', '.join(listing('gossip'))} with a graph, for example choco(ring)"
+            f"write one of {', '.join(registered('gossip'))} with a graph, for example choco(ring)"
         )
     return made

@@ -9,7 +9,7 @@ whose counter is (i div 4, step).
 import torch
 from torch import Tensor
 
-from gradwire.core.keepsakes import kept
+from gradwire.core.graph_refs import kept
 from gradwire.core.keys import Key
 
 _MASK = 0xFFFFFFFF

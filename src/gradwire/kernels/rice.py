@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.core.payload import Malformed, as_bytes, from_bytes
+from gradwire.core.payload import CorruptMessageError, as_bytes, from_bytes
 from gradwire.kernels.dispatch import kernel
 
 BLOCK = 512
@@ -79,7 +79,7 @@ def rice_decode(data: Tensor, count: int, n: int) -> Found:
         try:
             gaps, taken = decode_blocks(row, count, width_of(n))
             indices = (gaps + 1).cumsum(0) - 1
-        except Malformed:
+        except CorruptMessageError:
             indices, taken = torch.full((count,), n, device=data.device), 0
         found.append(indices.clamp(0, n - 1))
         used.append(taken)
@@ -144,7 +144,7 @@ def decode_blocks(data: Tensor, count: int, width: int) -> tuple[Tensor, int]:
     """The first ``count`` gaps of a message, and how many of its bytes they took.
 
     Raises:
-        Malformed: The bytes are too few, or the quotients are not what the headers say.
+        CorruptMessageError: The bytes are too few, or the quotients are not what the headers say.
     """
     if count == 0:
         return data.new_zeros(0, dtype=torch.int64), 0
@@ -226,12 +226,12 @@ def _quotients(data: Tensor, counts: Tensor, excess: Tensor) -> Tensor:
     """The runs of zeros before each one, which must fill every block to its last bit."""
     ones = find_bits(data)
     if ones.numel() != int(counts.sum()):
-        raise Malformed(
+        raise CorruptMessageError(
             f"the rice quotients end {ones.numel()} codes where {int(counts.sum())} were promised; "
             "the message was damaged"
         )
     if not torch.equal(ones[counts.cumsum(0) - 1] + 1, (counts + excess).cumsum(0)):
-        raise Malformed("a rice block does not end where its header says; the message was damaged")
+        raise CorruptMessageError("a rice block does not end where its header says; the message was damaged")
     return torch.diff(ones, prepend=ones.new_full((1,), -1)) - 1
 
 
@@ -269,7 +269,7 @@ def _unpack_wide(data: Tensor, width: int) -> Tensor:
 
 def _check_length(data: Tensor, needed: int, count: int) -> None:
     if data.numel() < needed:
-        raise Malformed(
+        raise CorruptMessageError(
             f"{count} rice codes need {needed} bytes but only {data.numel()} are left; "
             "the message was cut short or damaged"
         )

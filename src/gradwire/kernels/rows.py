@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.core.keepsakes import kept
-from gradwire.core.payload import Malformed, as_bytes
+from gradwire.core.graph_refs import kept
+from gradwire.core.payload import CorruptMessageError, as_bytes
 from gradwire.kernels.dispatch import kernel
 from gradwire.kernels.rice import (
     decode_blocks,
@@ -103,14 +103,14 @@ def decode_in_rows(data: Tensor, count: int, runs: Runs) -> tuple[Tensor, int]:
     """The first ``count`` positions of a message, and how many of its bytes they took.
 
     Raises:
-        Malformed: The bytes are too few, or name no such positions.
+        CorruptMessageError: The bytes are too few, or name no such positions.
     """
     if count == 0:
         return data.new_zeros(0, dtype=torch.int64), 0
     rows = table(joined(runs, count), data.device)
     counts, start = _hear(data, rows.widths.numel(), count)
     if bool(((counts < 0) | (counts > rows.widths)).any()) or int(counts.sum()) != count:
-        raise Malformed(f"the rows do not have {count} positions together; the message was damaged")
+        raise CorruptMessageError(f"the rows do not have {count} positions together; the message was damaged")
     bits = _parameters(counts, rows.widths)
     most = int((counts + ((rows.widths - counts) >> bits) * (counts > 0)).sum())
     ones = find_bits(data[start : start + (most + 7) // 8])[:count]
@@ -118,7 +118,9 @@ def decode_in_rows(data: Tensor, count: int, runs: Runs) -> tuple[Tensor, int]:
     middle = start + (int(ones[-1]) + 8) // 8 if ones.numel() == count else data.numel() + 1
     stop = middle + (int(widths.sum()) + 7) // 8
     if stop > data.numel():
-        raise Malformed(f"{count} positions need more than {data.numel()} bytes; the message was cut short or damaged")
+        raise CorruptMessageError(
+            f"{count} positions need more than {data.numel()} bytes; the message was cut short or damaged"
+        )
     gaps = ((ones.diff(prepend=ones.new_full((1,), -1)) - 1) << widths) + unpack_ragged(data[middle:stop], widths)
     return _positions(gaps, counts, rows), stop
 
@@ -138,10 +140,10 @@ def _say(counts: Tensor, count: int) -> Tensor:
 def _hear(data: Tensor, rows: int, count: int) -> tuple[Tensor, int]:
     """The numbers that `_say` says, and how many bytes they took."""
     if data.numel() < _NUMBER:
-        raise Malformed(f"a message of {data.numel()} bytes is too short for its number of rows")
+        raise CorruptMessageError(f"a message of {data.numel()} bytes is too short for its number of rows")
     named, start = int.from_bytes(bytes(data[:_NUMBER].tolist()), "little"), _NUMBER
     if named > rows:
-        raise Malformed(f"a message names {named} of {rows} rows; it was damaged")
+        raise CorruptMessageError(f"a message names {named} of {rows} rows; it was damaged")
     if named == rows:
         counts, used = decode_blocks(data[start:], rows, width_of(count + 1))
         return counts, start + used
@@ -150,7 +152,7 @@ def _hear(data: Tensor, rows: int, count: int) -> tuple[Tensor, int]:
     counts, used = decode_blocks(data[start:], named, width_of(count + 1))
     at = (empty + 1).cumsum(0) - 1
     if bool(((at < 0) | (at >= rows)).any()):  # damaged numbers may wrap around
-        raise Malformed(f"a message names a row behind the last of {rows}; it was damaged")
+        raise CorruptMessageError(f"a message names a row behind the last of {rows}; it was damaged")
     return data.new_zeros(rows, dtype=torch.int64).index_copy_(0, at, counts + 1), start + used
 
 
@@ -164,7 +166,7 @@ def _positions(gaps: Tensor, counts: Tensor, rows: Rows) -> Tensor:
     before = torch.nn.functional.pad(ahead, (1, 0))[counts.cumsum(0) - counts]  # what earlier rows add up to
     within = ahead - before[mine] - 1
     if bool((within >= rows.widths[mine]).any()):
-        raise Malformed("a row has a position behind its end; the message was damaged")
+        raise CorruptMessageError("a row has a position behind its end; the message was damaged")
     return rows.starts[mine] + within
 
 

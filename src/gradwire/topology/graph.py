@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import ClassVar
 
-from gradwire.core.registry import listing
+from gradwire.core.registry import registered
 from gradwire.core.spec import parse, write
 from gradwire.topology.checks import Promise, Round
 from gradwire.topology.topology import Topology
@@ -63,6 +63,6 @@ def graph(spec: str | Graph) -> Graph:
     if not isinstance(made, Graph):
         raise ValueError(
             f"{spec!r} is no graph but a {getattr(made, 'kind', type(made).__name__)}; "
-            f"write one of {', '.join(listing('topology'))}"
+            f"write one of {', '.join(registered('topology'))}"
         )
     return made

@@ -20,28 +20,28 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.adapters.ddp import Courier, attach
-from gradwire.adapters.report import Report
-from gradwire.adapters.wire import Wire, describe
-from gradwire.links.alphabeta import seconds as collective_seconds
-from gradwire.links.collectives import AllReduce
-from gradwire.links.grouping import seated
-from gradwire.links.hierarchical import HierarchicalLink
-from gradwire.links.link import Link
-from gradwire.links.rates import LinkSpec
-from gradwire.links.throttled import ThrottledLink
-from gradwire.sync import memory
-from gradwire.sync.plan import default_rules
-from gradwire.sync.session import Grads, Verdict
-from gradwire_lab.forecast.advice import ENOUGH, Predict, advise
-from gradwire_lab.forecast.calibration import Calibration, Cost
-from gradwire_lab.forecast.candidates import automatic
-from gradwire_lab.forecast.cluster import Cluster, steady
-from gradwire_lab.forecast.costs import predict, predict_across
-from gradwire_lab.forecast.evidence import sound
-from gradwire_lab.forecast.model import DENSE, Model
-from gradwire_lab.forecast.probe import delay_of, fitting
-from gradwire_lab.forecast.rehearsal import rehearse
+from gradwire.comm.alphabeta import seconds as collective_seconds
+from gradwire.comm.backend import Backend
+from gradwire.comm.collectives import AllReduceOp
+from gradwire.comm.emulated import EmulatedBackend
+from gradwire.comm.host_backend import HostBackend
+from gradwire.comm.host_layout import seated
+from gradwire.comm.rates import LinkSpec
+from gradwire.engine import memory
+from gradwire.engine.plan import default_rules
+from gradwire.engine.session import Grads, Verdict
+from gradwire.integrations.ddp import DDPHookState, attach
+from gradwire.integrations.report import Report
+from gradwire.integrations.wire import Wire, describe
+from gradwire_lab.perf_model.advice import ENOUGH, Predict, advise
+from gradwire_lab.perf_model.calibration import Calibration, Cost
+from gradwire_lab.perf_model.candidates import automatic
+from gradwire_lab.perf_model.cluster import Cluster, steady
+from gradwire_lab.perf_model.costs import predict, predict_across
+from gradwire_lab.perf_model.evidence import sound
+from gradwire_lab.perf_model.model import DENSE, Model
+from gradwire_lab.perf_model.probe import delay_of, fitting
+from gradwire_lab.perf_model.rehearsal import rehearse
 
 WARMUP = 3  # steps that do not count: DDP rebuilds its buckets, kernels compile
 MEASURED = 5  # steps whose median counts
@@ -80,7 +80,7 @@ class AutoWire(Wire):
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        link: Link,
+        link: Backend,
         ddp: DistributedDataParallel | None,
         described: LinkSpec | None,
         **options: Any,
@@ -89,7 +89,7 @@ class AutoWire(Wire):
         self._described = None if described is None else steady(described)
         super().__init__(parameters, link, "fp32", hooked=ddp is not None, **options)
         self.decisions: list[Decision] = []
-        self._courier: Courier | None = None
+        self._courier: DDPHookState | None = None
         self._chosen = "fp32"
         self._halves = False
         self._steps = 0
@@ -187,7 +187,7 @@ class AutoWire(Wire):
     def _agreed_on(self, mine: Sequence[float]) -> list[float]:
         """The largest of all ranks' figures: the same everywhere, so that all decide alike."""
         told = torch.tensor(list(mine), dtype=torch.float64, device=self.link.device)
-        found: list[float] = self.link.move(AllReduce(told, "max")).tolist()
+        found: list[float] = self.link.move(AllReduceOp(told, "max")).tolist()
         return found
 
     # -- deciding --------------------------------------------------------------------------------------------------
@@ -307,8 +307,8 @@ class AutoWire(Wire):
     @property
     def _pretends(self) -> bool:
         """Whether what is carried takes longer than it would by itself, which DDP's own sums would not."""
-        way = self.link.between if isinstance(self.link, HierarchicalLink) else self.link
-        return isinstance(way, ThrottledLink)
+        way = self.link.between if isinstance(self.link, HostBackend) else self.link
+        return isinstance(way, EmulatedBackend)
 
     def _circumstances(self, seed: int) -> str:
         said = "" if self._described is None else f"; a link of {self._described}"

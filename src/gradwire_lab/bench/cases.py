@@ -17,11 +17,11 @@ from torch import Tensor
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.quantizers import FP32
 from gradwire.codecs.selectors.chunk_topk import ChunkTopK
-from gradwire.codecs.stage import Signal
-from gradwire.core.asks import Sum
+from gradwire.codecs.stage import EncodeInput
 from gradwire.core.keys import Key
+from gradwire.core.requests import Sum
 from gradwire.core.segments import Segments, on
-from gradwire.exchanges.exchange import Round, Said
+from gradwire.exchanges.exchange import CommContext, Message
 from gradwire.exchanges.powersgd import PowerSGD, basis_length, orthonormal
 from gradwire.kernels import fused, quantize
 from gradwire.kernels.dispatch import offers
@@ -166,7 +166,7 @@ def _topk(scene: Scene, x: Tensor, ratio: float = RATIO) -> Case:
 
 def _chunk_topk(scene: Scene) -> Case:
     selector = ChunkTopK(4)
-    signal = Signal(scene.x, scene.x, {}, Segments(scene.names, tuple((length,) for length in scene.lengths)))
+    signal = EncodeInput(scene.x, scene.x, {}, Segments(scene.names, tuple((length,) for length in scene.lengths)))
     return Case(4.0, lambda: selector.select(signal, _KEY), False)
 
 
@@ -357,13 +357,13 @@ def _merge(scene: Scene, bits: int) -> Case:
 def _powersgd(scene: Scene) -> Case:
     """All that one rank computes in a step: three products of each matrix, of which the last is made twice."""
     tensors = Segments(scene.names, tuple(map(_shape, scene.lengths)))
-    exchange, around = PowerSGD(_RANK), Round(_KEY, 1, tensors, tensors, True)
+    exchange, around = PowerSGD(_RANK), CommContext(_KEY, 1, tensors, tensors, True)
     length = sum(basis_length(shape, _RANK) for shape in tensors.shapes)
     memory = {"basis": torch.zeros(length, device=scene.device)}
 
     def step() -> None:
         nonlocal memory
-        talk = exchange.talk(Said(scene.x, None, memory), Codec.of((FP32(),)), around)
+        talk = exchange.talk(Message(scene.x, None, memory), Codec.of((FP32(),)), around)
         try:
             ask = next(talk)
             while True:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradwire.adapters.gossip import StackedNet
 from gradwire.gossip import Diverged
+from gradwire.integrations.gossip import BatchedGossip
 
 ENTRIES = 400
 GRID = tuple(1.26**-k for k in range(30))
@@ -75,7 +75,7 @@ def _drive(scene: Scene, codec: str, gamma: float | None, seed: int) -> Outcome:
     common = torch.randn(ENTRIES, generator=draw)
     centers = common + scene.apart * torch.randn(scene.workers, ENTRIES, generator=draw)
     step = "auto" if gamma is None else repr(gamma)
-    net = StackedNet(_Vector(), scene.workers, f"choco({scene.graph}, gamma={step})", codec, seed=seed)
+    net = BatchedGossip(_Vector(), scene.workers, f"choco({scene.graph}, gamma={step})", codec, seed=seed)
     x, sums, gammas = torch.zeros(scene.workers, ENTRIES), torch.zeros(2, dtype=torch.float64), []
     for turn in range(scene.steps):
         noise = scene.noise * torch.randn(x.shape, generator=draw)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradwire.adapters import compress
-from gradwire.sync import method
+from gradwire.engine import method
+from gradwire.integrations import compress
 from gradwire_lab.bench.network.contestants import parse
 
 _LEAN = "; rollback=false"

@@ -16,15 +16,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gradwire.links.rates import FASTEST_BITS, SLOWEST_BITS, LinkSpec
+from gradwire.comm.rates import FASTEST_BITS, SLOWEST_BITS, LinkSpec
 
 if TYPE_CHECKING:
     from gradwire_lab.bench.network.workloads import Workload
-    from gradwire_lab.forecast.advice import Advice, Predict
-    from gradwire_lab.forecast.break_even import Span
-    from gradwire_lab.forecast.calibration import Calibration
-    from gradwire_lab.forecast.cluster import Cluster
-    from gradwire_lab.forecast.costs import Prediction
+    from gradwire_lab.perf_model.advice import Advice, Predict
+    from gradwire_lab.perf_model.break_even import Span
+    from gradwire_lab.perf_model.calibration import Calibration
+    from gradwire_lab.perf_model.cluster import Cluster
+    from gradwire_lab.perf_model.costs import Prediction
     from gradwire_lab.train.recipe import Recipe
     from gradwire_lab.train.standing import Standing
 
@@ -66,11 +66,11 @@ def advise(
     in the format that --dtype says. The link is what --link says; started by torchrun on all hosts without it, a short
     probe between the ranks tells, and there are as many workers as ranks.
     """
-    from gradwire.sync import method
-    from gradwire_lab.forecast.advice import advise as weigh
-    from gradwire_lab.forecast.candidates import CANDIDATES, PRESETS, arguments
-    from gradwire_lab.forecast.evidence import sound
-    from gradwire_lab.forecast.model import Model
+    from gradwire.engine import method
+    from gradwire_lab.perf_model.advice import advise as weigh
+    from gradwire_lab.perf_model.candidates import CANDIDATES, PRESETS, arguments
+    from gradwire_lab.perf_model.evidence import sound
+    from gradwire_lab.perf_model.model import Model
     from gradwire_lab.train.launch import RankError
     from gradwire_lab.train.standing import standing
 
@@ -91,7 +91,7 @@ def advise(
         for spec in chosen if specs else ():
             found.cost(spec, cluster.workers)  # or a sentence that says what was calibrated
         if save is not None:
-            from gradwire_lab.forecast.calibration import save as keep
+            from gradwire_lab.perf_model.calibration import save as keep
 
             keep(found, save)
         predictor = _predictor(cluster, overlap)
@@ -128,7 +128,7 @@ def _cluster(
     workers: int | None, hosts: int | None, per_host: int | None, link: LinkSpec, inside: str, where: "Standing | None"
 ) -> "Cluster":
     """As the person says, or as the ranks have been started. Those of a single host exchange among themselves."""
-    from gradwire_lab.forecast.cluster import Cluster
+    from gradwire_lab.perf_model.cluster import Cluster
 
     each = per_host or (1 if where is None or where.beside == where.world else where.beside)
     if hosts is not None and workers not in (None, hosts * each):
@@ -155,7 +155,7 @@ def _link(text: str, where: "Standing | None", patience: float) -> LinkSpec:
         raise ValueError(
             "what is the link between the workers? Say --link 100mbit,5ms, or start this by torchrun on all hosts"
         )
-    from gradwire_lab.forecast.probe import probe, unheard
+    from gradwire_lab.perf_model.probe import probe, unheard
     from gradwire_lab.train.launch import joined
 
     limit = timedelta(seconds=patience)
@@ -179,7 +179,7 @@ class Wanted(NamedTuple):
 
 
 def _read(path: Path) -> "Calibration":
-    from gradwire_lab.forecast.calibration import load
+    from gradwire_lab.perf_model.calibration import load
 
     return load(path)
 
@@ -251,7 +251,7 @@ def recipe_workload(recipe: "Recipe", world: int) -> "Workload":
 
 
 def _predictor(cluster: "Cluster", overlap: bool) -> "Predict":
-    from gradwire_lab.forecast.costs import predict, predict_across
+    from gradwire_lab.perf_model.costs import predict, predict_across
 
     way = predict_across if cluster.per_host > 1 else predict
 
@@ -265,7 +265,7 @@ def _limit(
     found: "Calibration", cluster: "Cluster", advice: "Advice", predictor: "Predict"
 ) -> "tuple[str, Span | None]":
     """The way to ask about, and the rates at which it pays."""
-    from gradwire_lab.forecast.break_even import break_even
+    from gradwire_lab.perf_model.break_even import break_even
 
     way = advice.choice if advice.compresses else advice.runner_up or advice.fastest
     return way.spec, break_even(found, cluster, way.spec, predictor)
@@ -292,8 +292,8 @@ def _table(found: "Calibration", cluster: "Cluster", advice: "Advice", barred: S
 
 
 def _known(spec: str) -> str:
-    from gradwire_lab.forecast.evidence import evidence, sound
-    from gradwire_lab.forecast.model import DENSE
+    from gradwire_lab.perf_model.evidence import evidence, sound
+    from gradwire_lab.perf_model.model import DENSE
 
     if spec in DENSE:
         return ""
@@ -322,8 +322,8 @@ def _verdict(found: "Calibration", cluster: "Cluster", advice: "Advice", limit: 
 
 def _arguments(choice: "Prediction", cluster: "Cluster") -> str:
     """What `gradwire.compress` is told, in Python."""
-    from gradwire.sync.plan import LAUNCH_BYTES
-    from gradwire_lab.forecast.candidates import arguments
+    from gradwire.engine.plan import LAUNCH_BYTES
+    from gradwire_lab.perf_model.candidates import arguments
 
     spec, options = arguments(choice.spec)
     told: dict[str, Any] = {**options, "across": "hosts"} if cluster.per_host > 1 else dict(options)
@@ -350,8 +350,8 @@ def _paying(spec: str, span: "Span | None") -> dict[str, Any]:
 def _object(
     found: "Calibration", cluster: "Cluster", advice: "Advice", limit: "tuple[str, Span | None]"
 ) -> dict[str, Any]:
-    from gradwire_lab.forecast.evidence import evidence
-    from gradwire_lab.forecast.model import DENSE
+    from gradwire_lab.perf_model.evidence import evidence
+    from gradwire_lab.perf_model.model import DENSE
 
     return {
         "link": str(cluster.link),

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.links.rates import LinkSpec
+from gradwire.comm.rates import LinkSpec
 from gradwire_lab.network.namespaces import Refused, lacking
 
 if TYPE_CHECKING:
@@ -314,11 +314,11 @@ def _where(throttled: bool) -> "Where":
 
 def _named(text: str, where: "Where") -> str:
     """A link as rows call it; on hosts it may have jitter and loss, too."""
-    from gradwire.links.solo import SoloLink
-    from gradwire.links.throttled import ThrottledLink
+    from gradwire.comm.emulated import EmulatedBackend
+    from gradwire.comm.single import SingleBackend
 
     link = LinkSpec.parse(text)
-    return str(link if where == "hosts" else ThrottledLink(SoloLink(), link).spec)
+    return str(link if where == "hosts" else EmulatedBackend(SingleBackend(), link).spec)
 
 
 def _tell(field: "Field") -> "Tell":

@@ -13,7 +13,7 @@ from typing import Any
 
 from gradwire.codecs.codec import Codec, codec
 from gradwire.codecs.stage import IndexCoder, Stage
-from gradwire.core.registry import listing
+from gradwire.core.registry import registered
 from gradwire.core.segments import Segments
 from gradwire.core.spec import parse
 
@@ -62,7 +62,7 @@ class Card:
 
 def cards(kind: str) -> list[Card]:
     """The cards of one kind, by name."""
-    return [_card(name, kind, make) for name, make in sorted(listing(kind).items())]
+    return [_card(name, kind, make) for name, make in sorted(registered(kind).items())]
 
 
 def alone() -> list[tuple[str, str]]:

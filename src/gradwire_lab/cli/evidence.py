@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
-from gradwire_lab.forecast.evidence import Evidence
+from gradwire_lab.perf_model.evidence import Evidence
 from gradwire_lab.report.groups import Group, Task, tasks
 from gradwire_lab.report.load import find, load
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from gradwire.codecs import codec as as_codec
 from gradwire.core.segments import Segments
-from gradwire.gossip import SGP, Centralized, Choco, Node, PowerGossip, gauge
-from gradwire.gossip.letter import HEADER
+from gradwire.gossip import SGP, Centralized, Choco, Node, PowerGossip, auto_gamma
+from gradwire.gossip.message import HEADER
 from gradwire_lab.train.feed import batch_of
 from gradwire_lab.train.neighborhood import method_of, nodes
 from gradwire_lab.train.recipe import Recipe
@@ -61,7 +61,7 @@ def _factors(node: Node, method: PowerGossip) -> list[tuple[str, str]]:
 
 def _letters(node: Node) -> list[tuple[str, str]]:
     auto = isinstance(node.method, Choco) and node.method.gamma == "auto"
-    notes = 4 * (gauge.NOTE.stop - gauge.NOTE.start) if auto else 4 * isinstance(node.method, SGP)
+    notes = 4 * (auto_gamma.NOTE.stop - auto_gamma.NOTE.start) if auto else 4 * isinstance(node.method, SGP)
     most = HEADER.size + notes + node.codec.size(node.units)
     bound = "" if node.codec.traits.fixed else "at most "
     whole = 4 * node.tensors.total
@@ -71,7 +71,9 @@ def _letters(node: Node) -> list[tuple[str, str]]:
         ("sent", f"{bound}{most * node.topology.degree:,} bytes by the busiest worker in a step"),
     ]
     if auto:
-        told.append(("gamma", f"auto, at first {gauge.gamma(gauge.begin(node.codec, node.units, node.topology)):.3g}"))
+        told.append(
+            ("gamma", f"auto, at first {auto_gamma.gamma(auto_gamma.begin(node.codec, node.units, node.topology)):.3g}")
+        )
     return told
 
 

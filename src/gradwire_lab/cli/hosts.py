@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from gradwire.links.rates import LinkSpec, parse_rate, parse_seconds, parse_share
+from gradwire.comm.rates import LinkSpec, parse_rate, parse_seconds, parse_share
 from gradwire_lab.network.hosts import Hosts
 from gradwire_lab.network.namespaces import Refused, sweep
 

@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from gradwire.codecs import Codec
-from gradwire.links.throttled import VARIABLE, ask_for
-from gradwire.sync import Method, Rule, build, method
+from gradwire.comm.emulated import VARIABLE, ask_for
+from gradwire.engine import Method, Rule, build, method
 from gradwire.version import VERSION
 from gradwire_lab.cli import bench, hosts
 from gradwire_lab.cli.advise import advise

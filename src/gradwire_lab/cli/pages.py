@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from gradwire.sync.method import method
+from gradwire.engine.method import method
 from gradwire_lab.cli.cards import HEADINGS, Card, alone, cards, size_of, traits_of
 
 _OPENING = """\

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gradwire.adapters.auto import AUTO
-from gradwire.sync import Plan, build, default_rules
+from gradwire.engine import Plan, build, default_rules
+from gradwire.integrations.auto import AUTO
 from gradwire_lab.cli.gossip_plan import show_gossip
 from gradwire_lab.train.compression import arguments, method_of
 from gradwire_lab.train.data import Task, TextTask, load

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from gradwire_lab.forecast.simulation import Subject
-    from gradwire_lab.forecast.stragglers import Stragglers
+    from gradwire_lab.perf_model.simulation import Subject
+    from gradwire_lab.perf_model.stragglers import Stragglers
 
 PAGE, ROWS = Path("simulation.html"), Path("simulation.jsonl")
 _ASSUMED = (
@@ -36,8 +36,8 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Of the uneven workers.")] = 0,
 ) -> None:
     """Predict what auto would gain on clusters that nobody has rented, and where compression loses."""
-    from gradwire_lab.forecast.simulation import INSIDE, LINKS, WORKERS
-    from gradwire_lab.forecast.stragglers import Stragglers
+    from gradwire_lab.perf_model.simulation import INSIDE, LINKS, WORKERS
+    from gradwire_lab.perf_model.stragglers import Stragglers
 
     try:
         for path in (output, rows):
@@ -79,8 +79,8 @@ def _subjects(path: Path | None) -> "tuple[Subject, ...]":
         from gradwire_lab.cli.subjects import subjects
 
         return subjects()
-    from gradwire_lab.forecast.calibration import load
-    from gradwire_lab.forecast.simulation import Subject
+    from gradwire_lab.perf_model.calibration import load
+    from gradwire_lab.perf_model.simulation import Subject
 
     found = load(path)
     return (Subject(path.stem, "as measured", found.model, found.compute, found.note, found),)
@@ -95,7 +95,7 @@ def _grid(
     inside: str,
     uneven: "Stragglers",
 ) -> list[dict[str, Any]]:
-    from gradwire_lab.forecast.simulation import grid, judge
+    from gradwire_lab.perf_model.simulation import grid, judge
 
     if algorithm not in ("ring", "tree", "best"):
         raise ValueError(f"there is no algorithm {algorithm!r}; take ring, tree or best")

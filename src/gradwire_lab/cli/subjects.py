@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from gradwire_lab.forecast.model import Model
-from gradwire_lab.forecast.simulation import Subject
+from gradwire_lab.perf_model.model import Model
+from gradwire_lab.perf_model.simulation import Subject
 from gradwire_lab.train.models import build
 
 PEAK = 989e12  # dense bfloat16 operations a second, from the data sheet

@@ -67,7 +67,7 @@ def train(
         if link and recipe.gossip.elastic:
             raise ValueError("connections of gossip.elastic do not pretend; leave --link or gossip.elastic out")
         if not in_process:
-            from gradwire.links.throttled import VARIABLE, ask_for
+            from gradwire.comm.emulated import VARIABLE, ask_for
 
             ask_for(link or os.environ.get(VARIABLE, ""))  # what cannot be is said here, and not by every rank
         place = folder or runs / "-".join(filter(None, (title(names), suffix, str(recipe.train.seed))))
@@ -121,14 +121,14 @@ def recipes(
     fragments: Annotated[bool, typer.Option("--fragments", help="Only those that add to a recipe.")] = False,
 ) -> None:
     """List recipes, and the fragments that may be added to them."""
-    from gradwire_lab.train.shelf import listing
+    from gradwire_lab.train.shelf import registered
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     for wanted, heading in ((False, "Recipes"), (True, "Fragments, to be added to a recipe")):
         if fragments and not wanted:
             continue
         table = Table(title=heading, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-        for entry in listing().values():
+        for entry in registered().values():
             if entry.fragment is wanted:
                 table.add_row(Text(entry.name, style="bold"), Text(entry.about))
         console.print(table)
@@ -209,7 +209,7 @@ def _tell_unused(recipe: "Recipe") -> None:
 def _train(
     job: "Job", where: Any, workers: int, in_process: int | None, display: Callable[[dict[str, Any]], None]
 ) -> None:
-    from gradwire.links.roll_call import LostError
+    from gradwire.comm.liveness import PeerLostError
     from gradwire_lab.train import work
     from gradwire_lab.train.launch import RankError
     from gradwire_lab.train.record import open_folder
@@ -230,7 +230,7 @@ def _train(
             work.in_process(job, in_process or 1, listen)
         else:
             work.spawned(job, workers, listen)
-    except (RankError, LostError) as wrong:
+    except (RankError, PeerLostError) as wrong:
         _stop(f"{wrong}\n{_left(job.folder)}" if begun else str(wrong), 1)
     except KeyboardInterrupt:
         _stop(f"stopped; {_left(job.folder)}" if begun else "stopped before the first step", INTERRUPTED)

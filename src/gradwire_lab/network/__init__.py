@@ -1,6 +1,6 @@
 """The network, for real: shaped hosts on one machine."""
 
-from gradwire.links.rates import LinkSpec
+from gradwire.comm.rates import LinkSpec
 from gradwire_lab.network.hosts import Hosts
 from gradwire_lab.network.launch import Ended
 from gradwire_lab.network.namespaces import Refused, sweep

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Literal, Self
 
-from gradwire.links.rates import LinkSpec
+from gradwire.comm.rates import LinkSpec
 from gradwire_lab.network import namespaces, shaping, switch, warden
 from gradwire_lab.network.addresses import mac, private, unused
 from gradwire_lab.network.guard import Guard, undisturbed

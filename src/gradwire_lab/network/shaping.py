@@ -7,7 +7,7 @@ small messages pay for the wire too; its queue holds 50 ms, more where that woul
 import json
 import math
 
-from gradwire.links.rates import LinkSpec
+from gradwire.comm.rates import LinkSpec
 from gradwire_lab.network.namespaces import Refused, tc
 
 _BURST_SECONDS = 0.001

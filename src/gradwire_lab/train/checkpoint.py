@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gradwire.adapters import sealed
+from gradwire.integrations import checksums
 
 State = Mapping[str, Tensor]
 MODEL, OPTIMIZER, PROGRESS = "model.safetensors", "optimizer.safetensors", "progress.json"
@@ -67,8 +67,8 @@ def progress_of(folder: Path) -> dict[str, Any]:
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """The inverse of `save_tensors`."""
     try:
-        return sealed.read(path)
-    except sealed.Unreadable as wrong:
+        return checksums.read(path)
+    except checksums.Unreadable as wrong:
         raise Damaged(path, wrong) from None
 
 
@@ -119,7 +119,7 @@ def save(
 
 def save_tensors(state: State, path: Path) -> None:
     """A flat dictionary of tensors, as one file."""
-    sealed.write({name: x.detach().cpu().contiguous().clone() for name, x in state.items()}, path)
+    checksums.write({name: x.detach().cpu().contiguous().clone() for name, x in state.items()}, path)
 
 
 def save_optimizer(optimizer: torch.optim.Optimizer, path: Path) -> dict[str, Any]:

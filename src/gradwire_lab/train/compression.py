@@ -3,11 +3,11 @@
 from dataclasses import asdict, replace
 from typing import Any
 
-from gradwire.adapters.auto import AUTO
 from gradwire.codecs import Codec, codec
 from gradwire.codecs.selectors import Variance
+from gradwire.engine import Method, Rule, method, ramped
 from gradwire.feedback import MomentumCorrection
-from gradwire.sync import Method, Rule, method, ramped
+from gradwire.integrations.auto import AUTO
 from gradwire_lab.train.recipe import Recipe
 
 

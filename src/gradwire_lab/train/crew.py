@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.adapters import compress
-from gradwire.adapters.model import refuse_sparse, trainable
-from gradwire.adapters.virtual import Seat, assemble
-from gradwire.adapters.wire import Wire
-from gradwire.links.collectives import AllReduce
-from gradwire.sync import Lockstep
-from gradwire.sync.chorus import Chorus
-from gradwire.sync.drive import Conversation, timed
-from gradwire.sync.session import Verdict
+from gradwire.comm.collectives import AllReduceOp
+from gradwire.engine import Lockstep
+from gradwire.engine.chorus import Chorus
+from gradwire.engine.drive import Conversation, timed
+from gradwire.engine.session import Verdict
+from gradwire.integrations import compress
+from gradwire.integrations.model import refuse_sparse, trainable
+from gradwire.integrations.simulated import SimulatedBackend, assemble
+from gradwire.integrations.wire import Wire
 from gradwire_lab.train.place import Place
 
 Grads = dict[str, Tensor | None]
@@ -45,7 +45,7 @@ class Crew:
             parameters = trainable(model.named_parameters())
             options = {name: value for name, value in arguments.items() if name not in ("spec", "across")}
             options["launch_bytes"] = int(options.pop("launch_mb") * 2**20)
-            seats = (Seat(self._group, rank) for rank in place.ranks)
+            seats = (SimulatedBackend(self._group, rank) for rank in place.ranks)
             self.wires = [Wire(parameters, seat, arguments["spec"], **options) for seat in seats]
         self._chorus: Chorus | None = None
         self._homes = _homes(model)
@@ -94,7 +94,7 @@ class Crew:
 
     def total(self, numbers: Tensor) -> Tensor:
         """The sum over all processes, off the account of bytes."""
-        return numbers if self.place.virtual else self.wire.link.move(AllReduce(numbers, "sum"))
+        return numbers if self.place.virtual else self.wire.link.move(AllReduceOp(numbers, "sum"))
 
     # -- buffers ---------------------------------------------------------------------------------------------------
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from gradwire.adapters import SGD, Report, compress
+from gradwire.engine import method
 from gradwire.feedback import MomentumCorrection
-from gradwire.sync import method
+from gradwire.integrations import SGD, Report, compress
 from gradwire_lab.train.launch import tell
 
 TRAIN = 1200

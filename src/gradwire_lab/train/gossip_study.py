@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradwire.gossip import gauge
+from gradwire.gossip import auto_gamma
 from gradwire.gossip.choco import AUTO
 from gradwire_lab.train.decentralized import Decentralized
 from gradwire_lab.train.feed import task_of
@@ -107,7 +107,7 @@ def finished(results: Path) -> dict[str, dict[str, Any]]:
 def _rule(gossip: dict[str, Any]) -> int | None:
     """By which rule gamma was found; None where it was given."""
     auto = gossip["method"] == "choco" and gossip["options"].get("gamma", AUTO) == AUTO
-    return gauge.VERSION if auto else None
+    return auto_gamma.VERSION if auto else None
 
 
 def run(

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradwire.links import throttled
+from gradwire.comm import emulated
 from gradwire_lab.train.standing import Standing
 
 PRELOAD = ("torch", "torch.distributed", "numpy", "gradwire")
@@ -86,7 +86,7 @@ def launch(
     if world < 1:
         raise ValueError(f"cannot launch {world} ranks; ask for at least one")
     prepare(function.__module__)
-    job = pickle.dumps((function, args, backend, patience, os.environ.get(throttled.VARIABLE, "")))
+    job = pickle.dumps((function, args, backend, patience, os.environ.get(emulated.VARIABLE, "")))
     with tempfile.TemporaryDirectory() as folder, _started(world, job, folder) as ranks:
         left = dict.fromkeys(range(world), revivals)
 
@@ -270,8 +270,8 @@ def _rank(rank: int, world: int, folder: str, job: bytes, pipe: Connection) -> N
     _home = pipe
     try:
         function, args, backend, patience, link = pickle.loads(job)
-        os.environ.pop(throttled.VARIABLE, None)  # the fork server's, which is that of its first use
-        throttled.ask_for(link)
+        os.environ.pop(emulated.VARIABLE, None)  # the fork server's, which is that of its first use
+        emulated.ask_for(link)
         os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}  # all on this host
         if backend:
             store = Path(folder, "rendezvous").as_uri()

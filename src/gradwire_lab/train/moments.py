@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from gradwire.adapters.wire import Wire
+from gradwire.integrations.wire import Wire
 
 
 class Moments:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.adapters.gossip import ElasticNet, Net, StackedNet, gossip
-from gradwire.adapters.gossip.report import GossipReport
+from gradwire.comm.collectives import AllReduceOp, Traffic
+from gradwire.comm.host_layout import HostLayout
+from gradwire.engine.drive import Clock
 from gradwire.gossip import Gossip, gossip_method
-from gradwire.links.collectives import AllReduce, Traffic
-from gradwire.links.grouping import Grouping
-from gradwire.sync.drive import Clock
+from gradwire.integrations.gossip import BatchedGossip, ElasticGossip, GossipSync, gossip
+from gradwire.integrations.gossip.report import GossipReport
 from gradwire_lab.train.place import Place
 from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.replicas import Replicas
@@ -45,7 +45,7 @@ def nodes(world: int, across: str | list[list[int]] | None) -> tuple[tuple[int, 
             f"gossip.across={across!r} would make one node of all {world} workers of this process; say which of them "
             "are one, as in --set gossip.across=[[0,1],[2,3]]"
         )
-    grouping = Grouping.of(across)
+    grouping = HostLayout.of(across)
     grouping.check(world)
     return grouping.hosts
 
@@ -75,20 +75,20 @@ class Neighborhood:
             "seed": recipe.train.seed,
         }
         across = None if plan.across == "ranks" else plan.across
-        self.net: Net | StackedNet | ElasticNet
+        self.net: GossipSync | BatchedGossip | ElasticGossip
         if place.virtual:
             self.hosts = nodes(place.world, across)
-            self.net = StackedNet(model, len(self.hosts), self.method, plan.codec or None, **options)
+            self.net = BatchedGossip(model, len(self.hosts), self.method, plan.codec or None, **options)
         elif plan.elastic:
             self.hosts = nodes(place.world, None)
             seat: dict[str, Any] = {"rank": place.ranks[0], "world": place.world, "meeting": place.meeting}
             seat |= {"elastic": True, "timeout": plan.timeout}
             net = gossip(model, self.method, plan.codec or None, **seat, **options)
-            assert isinstance(net, ElasticNet)
+            assert isinstance(net, ElasticGossip)
             self.net = net
         else:
             net = gossip(model, self.method, plan.codec or None, across=across, **options)
-            assert isinstance(net, Net)
+            assert isinstance(net, GossipSync)
             self.net, found = net, net.link.grouping
             self.hosts = nodes(place.world, None) if found is None else found.hosts
         self.replicas = Replicas(model, len(place.ranks))
@@ -103,12 +103,12 @@ class Neighborhood:
     @property
     def share(self) -> int:
         """Parameters that the first worker here gossips: all, but for a node's ranks, which gossip a part each."""
-        return self.net.node.tensors.total if isinstance(self.net, Net) else self.replicas.tensors.total
+        return self.net.node.tensors.total if isinstance(self.net, GossipSync) else self.replicas.tensors.total
 
     def average_(self) -> None:
         """Give the workers of a node the mean of their gradients."""
         grads = self.replicas.grads
-        if isinstance(self.net, Net):
+        if isinstance(self.net, GossipSync):
             grads.copy_(self.net.average(grads[0])[None])
         elif self.beside > 1:
             by_node = grads[self._seats]  # [nodes, workers of each, N]
@@ -117,11 +117,11 @@ class Neighborhood:
     def mix_(self) -> None:
         """One round of gossip."""
         rows = self.replicas.rows
-        if isinstance(self.net, Net):
+        if isinstance(self.net, GossipSync):
             rows.copy_(self.net.mix(rows[0])[None])
             return
         began = time.perf_counter()
-        if isinstance(self.net, ElasticNet):
+        if isinstance(self.net, ElasticGossip):
             self.replicas.show_(*self.own(0))
             self.net()
             self._read_back()
@@ -136,7 +136,7 @@ class Neighborhood:
     @torch.no_grad()
     def _read_back(self) -> None:
         """Take over what an elastic net has made of the model: mixed, or a neighbor's."""
-        assert isinstance(self.net, ElasticNet)
+        assert isinstance(self.net, ElasticGossip)
         self.replicas.rows.copy_(self.net.flat.read()[None])
         for name, buffer in self.replicas.model.named_buffers():
             self.replicas.buffers[name].copy_(buffer[None])
@@ -144,43 +144,43 @@ class Neighborhood:
     @property
     def elastic(self) -> bool:
         """Whether workers may come and go."""
-        return isinstance(self.net, ElasticNet)
+        return isinstance(self.net, ElasticGossip)
 
     @property
     def taken(self) -> int:
         """How often the worker of this process has become a copy of a neighbor, to go on at its step."""
-        return self.net.taken if isinstance(self.net, ElasticNet) else 0
+        return self.net.taken if isinstance(self.net, ElasticGossip) else 0
 
     @property
     def step(self) -> int:
         """How many steps the group has taken; this may wait for neighbors."""
-        assert isinstance(self.net, ElasticNet)
+        assert isinstance(self.net, ElasticGossip)
         return self.net.step
 
     def close(self) -> None:
         """Leave those who go on."""
-        if isinstance(self.net, ElasticNet):
+        if isinstance(self.net, ElasticGossip):
             self.net.close()
 
     def check(self) -> None:
         """Raise `Diverged` if parameters are no longer finite; this may wait for the device."""
-        if isinstance(self.net, StackedNet):
+        if isinstance(self.net, BatchedGossip):
             self.net.check()
 
     # -- over all workers --------------------------------------------------------------------------------------------
 
     def total(self, numbers: Tensor) -> Tensor:
         """The sum over all processes, or all that can be reached, off the account of bytes."""
-        if isinstance(self.net, StackedNet):
+        if isinstance(self.net, BatchedGossip):
             return numbers
-        if isinstance(self.net, ElasticNet):
+        if isinstance(self.net, ElasticGossip):
             return torch.stack(list(self.net.reach(numbers).values())).sum(0)
         self.net.land()
-        return self.net.link.move(AllReduce(numbers, "sum"))
+        return self.net.link.move(AllReduceOp(numbers, "sum"))
 
     def mean_of(self, numbers: Tensor) -> Tensor:
         """The mean over all workers, or all that can be reached, of what each process has added up over its own."""
-        if isinstance(self.net, ElasticNet):
+        if isinstance(self.net, ElasticGossip):
             return torch.stack(list(self.net.reach(numbers).values())).mean(0)
         return self.total(numbers) / self.place.world
 
@@ -207,14 +207,14 @@ class Neighborhood:
 
     def latest(self, seconds: float) -> float:
         """The most that any worker gives that can be reached; of a group that none leaves, this one's own."""
-        if not isinstance(self.net, ElasticNet):
+        if not isinstance(self.net, ElasticGossip):
             return seconds
         own = torch.tensor([seconds], dtype=torch.float64, device=self.place.device)
         return max(float(told) for told in self.net.reach(own).values())
 
     def losses(self) -> dict[str, float]:
         """What all workers that can be reached have lost and found again: one that came back remembers nothing."""
-        if not isinstance(self.net, ElasticNet):
+        if not isinstance(self.net, ElasticGossip):
             return {}
         own = self.report()
         told = torch.tensor([own.dropped, own.rejoined, own.drift], dtype=torch.float64, device=self.place.device)
@@ -225,7 +225,7 @@ class Neighborhood:
 
     def report(self) -> GossipReport:
         """The first local worker's account."""
-        return self.net.report(0) if isinstance(self.net, StackedNet) else self.net.report()
+        return self.net.report(0) if isinstance(self.net, BatchedGossip) else self.net.report()
 
     def rounds(self, step: int, degree: int) -> tuple[int, float]:
         """Rounds that bytes are counted of, and how many neighbors the first worker here told in each, on average.
@@ -233,18 +233,18 @@ class Neighborhood:
         An elastic worker that came back has not made all steps of the group, and may have had dead neighbors.
         """
         net = self.net
-        return (net.made, net.told / max(1, net.made)) if isinstance(net, ElasticNet) else (step, degree)
+        return (net.made, net.told / max(1, net.made)) if isinstance(net, ElasticGossip) else (step, degree)
 
     @property
     def clock(self) -> Clock:
         """Where the time of rounds went; virtual workers have nothing but encoding."""
-        return self.net.clock if isinstance(self.net, Net) else self._clock
+        return self.net.clock if isinstance(self.net, GossipSync) else self._clock
 
     def traffic(self, which: int) -> list[float]:
-        if isinstance(self.net, Net):
+        if isinstance(self.net, GossipSync):
             link = self.net.link
             counts = [link.traffic] if self.beside == 1 else [link.traffic, link.inside]
-        elif isinstance(self.net, ElasticNet):
+        elif isinstance(self.net, ElasticGossip):
             count = self.net.peers.traffic
             return [count.sent, count.received, count.collectives, self.net.made, self.net.told]
         else:
@@ -253,19 +253,19 @@ class Neighborhood:
 
     def states(self) -> list[dict[str, Tensor]]:
         """The gossip's memory of each worker here."""
-        if not isinstance(self.net, StackedNet):
+        if not isinstance(self.net, BatchedGossip):
             return [self.net.state_dict()]
         by_node = self.net.state_dict()
         return [by_node[self._node(rank)] for rank in self.place.ranks]
 
     def load(self, states: list[dict[str, Tensor]], traffic: list[list[float]]) -> None:
         """Go on where these workers stopped."""
-        if isinstance(self.net, Net):
+        if isinstance(self.net, GossipSync):
             self.net.load_state_dict(states[0])
             self.net.link.traffic, *inside = [_traffic(traffic[0][i : i + 3]) for i in range(0, len(traffic[0]), 3)]
             if inside:
                 (self.net.link.inside,) = inside
-        elif isinstance(self.net, ElasticNet):
+        elif isinstance(self.net, ElasticGossip):
             self.replicas.show_(*self.own(0))
             self.net.load_state_dict(states[0])
             self._read_back()

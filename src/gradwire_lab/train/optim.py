@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from gradwire.adapters import SGD
+from gradwire.integrations import SGD
 from gradwire_lab.train.compression import corrects_momentum
 from gradwire_lab.train.keywords import nearest
 from gradwire_lab.train.models import Regime, stages

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from gradwire.core.segments import Segments
-from gradwire.sync import Lane, Plan
+from gradwire.engine import Lane, Plan
 
 
 class Forecast(NamedTuple):

@@ -196,7 +196,7 @@ def read(tables: dict[str, Any]) -> Recipe:
 
 def _check(recipe: Recipe) -> None:
     """What only other parts of the package can judge."""
-    from gradwire.sync import method
+    from gradwire.engine import method
     from gradwire_lab.train import models
     from gradwire_lab.train.compression import method_of
 
@@ -235,10 +235,10 @@ def _refuse_unlike(recipe: Recipe) -> None:
 
 
 def _refuse_gossip(spec: str) -> None:
-    from gradwire.core.registry import listing
+    from gradwire.core.registry import registered
 
     name = spec.partition("(")[0].strip()
-    if name in listing("gossip"):
+    if name in registered("gossip"):
         raise ValueError(
             f"{spec!r} is a way to gossip, and no spec; write --set gossip.method={name} instead, and its graph as "
             "gossip.graph"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from gradwire.adapters.model import trainable
 from gradwire.core.segments import Segments
+from gradwire.integrations.model import trainable
 from gradwire_lab.train.side_by_side import SideBySide
 
 Objective = Callable[[Callable[..., Any], Tensor, Tensor], Tensor]  # (model, inputs, targets) -> loss

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.links import Traffic
+from gradwire.comm import Traffic
 from gradwire_lab.train import checkpoint
 from gradwire_lab.train.checkpoint import MODEL, OPTIMIZER, PROGRESS
 from gradwire_lab.train.data import TextTask

@@ -114,7 +114,7 @@ def _averaged(recipe: Recipe, world: int) -> float:
     """How many workers, or nodes, a step averages: all of them, or with gossip one and its neighbors."""
     if not recipe.gossip.method:
         return world
-    from gradwire.gossip.rate import rate_scale
+    from gradwire.gossip.lr_scaling import rate_scale
     from gradwire_lab.train.neighborhood import method_of
 
     return rate_scale(method_of(recipe).graph.on(world))

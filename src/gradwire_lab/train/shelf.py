@@ -33,7 +33,7 @@ class Entry(NamedTuple):
 
 
 @cache
-def listing() -> dict[str, Entry]:
+def registered() -> dict[str, Entry]:
     """All recipes and fragments of the package, by name."""
     folder = resources.files("gradwire_lab.train") / "recipes"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name[:-5])
@@ -47,9 +47,9 @@ def find(name: str) -> Entry:
         if not path.is_file():
             raise ValueError(f"there is no recipe file {name}; give a path from the current folder")
         return _entry(path.stem, path.read_text(encoding="utf-8"))
-    if name not in listing():
+    if name not in registered():
         raise ValueError(f"there is no recipe called {name!r}; {_hint(name)}")
-    return listing()[name]
+    return registered()[name]
 
 
 def resolve(names: Sequence[str], overrides: Iterable[str] = ()) -> Recipe:
@@ -185,7 +185,7 @@ def _literal(text: str) -> Any:
 def _hint(name: str) -> str:
     if any(sign in name for sign in "()|"):
         return f"if it is a spec, write --set 'sync.spec={name}'"
-    near = difflib.get_close_matches(name, listing(), n=1)
+    near = difflib.get_close_matches(name, registered(), n=1)
     return f"did you mean {near[0]!r}?" if near else "see `gradwire recipes`"
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradwire.adapters.auto import AUTO
+from gradwire.integrations.auto import AUTO
 from gradwire_lab.train import launch
 from gradwire_lab.train.loop import Listener
 from gradwire_lab.train.place import Place, alone

@@ -15,7 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradwire.codecs.stage import IndexCoder
-from gradwire.core.payload import Malformed
+from gradwire.core.payload import CorruptMessageError
 from gradwire.core.registry import register
 from gradwire.kernels.rice import find_bits, set_bits
 
@@ -37,13 +37,13 @@ class Bitmap(IndexCoder):
     def decode(self, data: Tensor, count: int, n: int) -> tuple[Tensor, int]:
         size = self.size(count, n)
         if data.numel() < size:
-            raise Malformed(
+            raise CorruptMessageError(
                 f"a bitmap of {n} elements takes {size} bytes but only {data.numel()} are left; "
                 "the message was cut short"
             )
         indices = find_bits(data[:size])
         if indices.numel() != count:
-            raise Malformed(
+            raise CorruptMessageError(
                 f"the bitmap names {indices.numel()} positions where {count} were promised; the message was damaged"
             )
         return indices, size

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gradwire.codecs.stage import IndexCoder
 from gradwire.core.keys import Key
-from gradwire.core.payload import Malformed, as_bytes, from_bytes
+from gradwire.core.payload import CorruptMessageError, as_bytes, from_bytes
 from gradwire.core.registry import register
 from gradwire.kernels.philox import words
 
@@ -54,7 +54,7 @@ class Gap16(IndexCoder):
         seen = named.cumsum(0)
         used = int(torch.searchsorted(seen, count)) + 1 if count else 0
         if used > longest:
-            raise Malformed(
+            raise CorruptMessageError(
                 f"{longest} words of gap16 name fewer than {count} positions; the message was cut short or damaged"
             )
         ahead = torch.where(named, stream + 1, _FILLER)[:used].cumsum(0)

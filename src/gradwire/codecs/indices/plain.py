@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import IndexCoder
-from gradwire.core.payload import Malformed, as_bytes, from_bytes
+from gradwire.core.payload import CorruptMessageError, as_bytes, from_bytes
 from gradwire.core.registry import register
 
 
@@ -60,5 +60,7 @@ class Int64(IndexCoder):
 
 def _read(data: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, int]:
     if data.numel() < size:
-        raise Malformed(f"the positions take {size} bytes but only {data.numel()} are left; the message was cut short")
+        raise CorruptMessageError(
+            f"the positions take {size} bytes but only {data.numel()} are left; the message was cut short"
+        )
     return from_bytes(data[:size], dtype).long(), size

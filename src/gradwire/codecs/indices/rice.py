@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import IndexCoder
-from gradwire.core.payload import Malformed
+from gradwire.core.payload import CorruptMessageError
 from gradwire.core.registry import register
 from gradwire.kernels.dispatch import offers
 from gradwire.kernels.rice import (
@@ -82,7 +82,7 @@ class Rice(IndexCoder):
             return self._decode(data, count, n)
         room = self.size(count, n)
         if data.numel() < room:
-            raise Malformed(
+            raise CorruptMessageError(
                 f"{count} rice codes have {room} bytes but only {data.numel()} are left; the message was cut short"
             )
         return self._decode(data[:room], count, n)[0], room

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gradwire.codecs.indices.rice import Rice
 from gradwire.codecs.stage import IndexCoder
-from gradwire.core.payload import Malformed
+from gradwire.core.payload import CorruptMessageError
 from gradwire.core.registry import register
 from gradwire.core.segments import Segments
 from gradwire.kernels.rows import Runs, decode_in_rows, encode_in_rows, narrow_enough
@@ -68,7 +68,7 @@ class Rows(IndexCoder):
         elif form == _IN_ROWS and narrow_enough(runs, count):
             indices, used = decode_in_rows(data[1:], count, runs)
         else:
-            raise Malformed(f"positions here cannot be of the form {form}; the message was cut or damaged")
+            raise CorruptMessageError(f"positions here cannot be of the form {form}; the message was cut or damaged")
         return indices, 1 + used
 
     def rehearse(self) -> None:

@@ -19,8 +19,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradwire.codecs.stage import Selector, Signal
-from gradwire.core.arguments import is_count, is_number, is_share
+from gradwire.codecs.stage import EncodeInput, Selector
+from gradwire.core.arguments import is_count, is_fraction, is_number
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
@@ -54,7 +54,7 @@ class AdaComp(Selector):
             )
         if not (is_number(self.scale) and self.scale >= 1):
             raise ValueError(f"adacomp got scale={self.scale!r}, which must be a number from 1; write scale=2.0")
-        if not is_share(self.most):
+        if not is_fraction(self.most):
             raise ValueError(
                 f"adacomp got most={self.most!r}, the share of the entries that may be sent, "
                 "which must be in (0, 1]; write most=0.1 for a tenth"
@@ -63,7 +63,7 @@ class AdaComp(Selector):
     def capacity(self, n: int) -> int:
         return share(self.most, n)
 
-    def select(self, signal: Signal, key: Key) -> Tensor:
+    def select(self, signal: EncodeInput, key: Key) -> Tensor:
         size, table = signal.target.abs(), signal.segments
         ahead = signal.target + (self.scale - 1) * signal.grad  # H
         bins = blocks(table.lengths_on(size.device), self.bin)

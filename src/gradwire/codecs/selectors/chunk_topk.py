@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradwire.codecs.stage import Selector, Signal
+from gradwire.codecs.stage import EncodeInput, Selector
 from gradwire.core.arguments import is_count
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
@@ -50,7 +50,7 @@ class ChunkTopK(Selector):
     def capacity(self, n: int) -> int:
         return n // self.chunk * self.k + min(self.k, n % self.chunk)
 
-    def select(self, signal: Signal, key: Key) -> Tensor:
+    def select(self, signal: EncodeInput, key: Key) -> Tensor:
         del key
         return chunk_topk(signal.target, signal.segments.lengths, self.k, self.chunk)
 

@@ -19,12 +19,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.stage import Selector, Signal
-from gradwire.core.arguments import is_share
+from gradwire.codecs.stage import EncodeInput, Selector
+from gradwire.core.arguments import is_fraction
+from gradwire.core.decode_cache import shared
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.segments import Segments
-from gradwire.core.sharing import shared
 from gradwire.core.traits import Traits
 from gradwire.kernels.select import draw_places, share
 
@@ -52,7 +52,7 @@ class RandomK(Selector):
     )
 
     def __post_init__(self) -> None:
-        if not is_share(self.ratio):
+        if not is_fraction(self.ratio):
             raise ValueError(
                 f"randomk({self.ratio!r}) keeps a share of the entries, which must be in (0, 1]; "
                 "write randomk(0.01) for one percent"
@@ -64,7 +64,7 @@ class RandomK(Selector):
     def capacity(self, n: int) -> int:
         return share(self.ratio, n)
 
-    def select(self, signal: Signal, key: Key) -> Tensor:
+    def select(self, signal: EncodeInput, key: Key) -> Tensor:
         table, device = signal.segments, signal.target.device
         stream = (key.shared() if self.shared else key).fold("randomk")
         # Receivers redraw what the sender drew: among ranks of one process, once is enough.

@@ -21,8 +21,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradwire.codecs.stage import Selector, Signal
-from gradwire.core.arguments import is_count, is_number, is_share
+from gradwire.codecs.stage import EncodeInput, Selector
+from gradwire.core.arguments import is_count, is_fraction, is_number
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
@@ -54,7 +54,7 @@ class SampledTopK(Selector):
 
     def __post_init__(self) -> None:
         for name, value in (("ratio", self.ratio), ("sample", self.sample)):
-            if not is_share(value):
+            if not is_fraction(value):
                 raise ValueError(
                     f"sampled_topk got {name}={value!r}, which must be in (0, 1]; "
                     "write sampled_topk(0.001, sample=0.01) for a thousandth from a percent"
@@ -73,7 +73,7 @@ class SampledTopK(Selector):
     def capacity(self, n: int) -> int:
         return share(self.ratio, n)
 
-    def select(self, signal: Signal, key: Key) -> Tensor:
+    def select(self, signal: EncodeInput, key: Key) -> Tensor:
         size, table = signal.target.abs(), signal.segments
         return each(size, table, lambda piece, unit: self._pick(piece, unit, key))
 

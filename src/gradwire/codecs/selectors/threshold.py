@@ -21,8 +21,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradwire.codecs.stage import Selector, Signal
-from gradwire.core.arguments import is_number, is_share
+from gradwire.codecs.stage import EncodeInput, Selector
+from gradwire.core.arguments import is_fraction, is_number
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
@@ -57,7 +57,7 @@ class Threshold(Selector):
     def capacity(self, n: int) -> int:
         return share(self.most, n)
 
-    def select(self, signal: Signal, key: Key) -> Tensor:
+    def select(self, signal: EncodeInput, key: Key) -> Tensor:
         size, table = signal.target.abs(), signal.segments
         most = tuple(self.capacity(n) for n in table.lengths)
         return trim(size >= self.v, size, table, most, key)
@@ -87,7 +87,7 @@ class AdaptiveThreshold(Selector):
     def capacity(self, n: int) -> int:
         return share(self.most, n)
 
-    def select(self, signal: Signal, key: Key) -> Tensor:
+    def select(self, signal: EncodeInput, key: Key) -> Tensor:
         size, table = signal.target.abs(), signal.segments
         lengths = table.lengths_on(size.device)
         peak = spread(largest(size, lengths), lengths)
@@ -100,7 +100,7 @@ class AdaptiveThreshold(Selector):
 
 
 def _check_most(name: str, most: float) -> None:
-    if not is_share(most):
+    if not is_fraction(most):
         raise ValueError(
             f"{name} got most={most!r}, the share of the entries that may be sent, which must be "
             "in (0, 1]; write most=0.1 for a tenth"

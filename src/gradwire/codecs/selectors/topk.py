@@ -17,8 +17,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradwire.codecs.stage import Selector, Signal
-from gradwire.core.arguments import is_share
+from gradwire.codecs.stage import EncodeInput, Selector
+from gradwire.core.arguments import is_fraction
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
@@ -40,7 +40,7 @@ class TopK(Selector):
     examples: ClassVar[tuple[str, ...]] = ("topk(0.01)", "topk(0.3)", "topk(1)")
 
     def __post_init__(self) -> None:
-        if not is_share(self.ratio):
+        if not is_fraction(self.ratio):
             raise ValueError(
                 f"topk({self.ratio!r}) keeps a share of the entries, which must be in (0, 1]; "
                 "write topk(0.01) for one percent"
@@ -49,7 +49,7 @@ class TopK(Selector):
     def capacity(self, n: int) -> int:
         return share(self.ratio, n)
 
-    def select(self, signal: Signal, key: Key) -> Tensor:
+    def select(self, signal: EncodeInput, key: Key) -> Tensor:
         del key
         lengths = signal.segments.lengths
         return topk(signal.target, lengths, tuple(map(self.capacity, lengths)))

@@ -23,8 +23,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.stage import Memory, Selector, Signal
-from gradwire.core.arguments import is_number, is_share
+from gradwire.codecs.stage import EncodeInput, Memory, Selector
+from gradwire.core.arguments import is_fraction, is_number
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
@@ -58,7 +58,7 @@ class Variance(Selector):
                 f"variance got alpha={self.alpha!r}, which must be a number above 0; write alpha=1.0 to 2.0"
             )
         for name, value in (("decay", self.decay), ("most", self.most)):
-            if not is_share(value):
+            if not is_fraction(value):
                 raise ValueError(
                     f"variance got {name}={value!r}, which must be in (0, 1]; write variance(decay=0.999, most=0.1)"
                 )
@@ -72,12 +72,12 @@ class Variance(Selector):
         moment = (memory[_MOMENT] + grad.square()).clamp(max=limit)
         return {**memory, _MOMENT: moment}
 
-    def select(self, signal: Signal, key: Key) -> Tensor:
+    def select(self, signal: EncodeInput, key: Key) -> Tensor:
         r, v = signal.target, signal.memory[_MOMENT]
         most = tuple(self.capacity(n) for n in signal.segments.lengths)
         return trim(r.square() > self.alpha * v, r.abs(), signal.segments, most, key)
 
-    def remember(self, signal: Signal, indices: Tensor) -> Memory:
+    def remember(self, signal: EncodeInput, indices: Tensor) -> Memory:
         moment = (self.decay * signal.memory[_MOMENT]).index_fill(0, indices, 0.0)
         return {**signal.memory, _MOMENT: moment}
 

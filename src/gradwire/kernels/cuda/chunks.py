@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.core.keepsakes import kept
+from gradwire.core.graph_refs import kept
 from gradwire.kernels import chunks as plain
 from gradwire.kernels.cuda.enter import fetch, readable
 from gradwire.kernels.cuda.launch import form, launch

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.core.keepsakes import kept
+from gradwire.core.graph_refs import kept
 from gradwire.core.keys import Key
 
 _MASK = 0xFFFFFFFF

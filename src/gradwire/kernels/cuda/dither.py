@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.core.keepsakes import kept
+from gradwire.core.graph_refs import kept
 from gradwire.core.keys import Key
 from gradwire.kernels.cuda.codes import inverse, quotient, seeds, step_words, store_codes, uniform, uniform_fours
 from gradwire.kernels.cuda.enter import fetch

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.core.keepsakes import kept
+from gradwire.core.graph_refs import kept
 from gradwire.core.keys import Key
 from gradwire.kernels import select
 from gradwire.kernels.cuda.codes import philox_words, seeds, step_words

@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.core.keepsakes import keep
+from gradwire.core.graph_refs import keep
 from gradwire.kernels.cuda.tables import BLOCK, Grid, grid
 
 COLUMNS = tl.constexpr(16)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.core.keepsakes import kept
+from gradwire.core.graph_refs import kept
 from gradwire.kernels.cuda.codes import store_codes
 from gradwire.kernels.cuda.enter import READ, enter, report
 from gradwire.kernels.cuda.tables import BLOCK, Grid

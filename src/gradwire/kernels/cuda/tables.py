@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradwire.core.keepsakes import kept
+from gradwire.core.graph_refs import kept
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -25,19 +25,19 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.links.link import Link
-from gradwire.links.throttled import ThrottledLink
-from gradwire.links.torch import connect
-from gradwire.sync.plan import LAUNCH_BYTES
+from gradwire.comm.backend import Backend
+from gradwire.comm.emulated import EmulatedBackend
+from gradwire.comm.torch_backend import connect
+from gradwire.engine.plan import LAUNCH_BYTES
 from gradwire_lab.bench.network import devices
 from gradwire_lab.bench.network.devices import CPU, Moment, Stopwatch
 from gradwire_lab.bench.network.turns import while_all_run
 from gradwire_lab.bench.network.workloads import Workload, load
-from gradwire_lab.forecast.calibration import Calibration, Cost, save
-from gradwire_lab.forecast.model import DENSE, Model
-from gradwire_lab.forecast.rehearsal import WARMUP, rehearse
-from gradwire_lab.forecast.script import script, sent, sent_by
-from gradwire_lab.forecast.software import FREE, Software, measure
+from gradwire_lab.perf_model.calibration import Calibration, Cost, save
+from gradwire_lab.perf_model.model import DENSE, Model
+from gradwire_lab.perf_model.rehearsal import WARMUP, rehearse
+from gradwire_lab.perf_model.script import script, sent, sent_by
+from gradwire_lab.perf_model.software import FREE, Software, measure
 from gradwire_lab.train.launch import launch
 
 BOUTS = 2  # of computing, before and after the rehearsals: the speed of shared machines drifts within a minute
@@ -105,10 +105,10 @@ def _software(rank: int, world: int) -> Software:
     return measure(_bare(), dist.barrier)
 
 
-def _bare() -> Link:
+def _bare() -> Backend:
     """The link as it is, where every door is told to take it for a thinner one: that is the forecast's to add."""
     link = connect()
-    return link.inner if isinstance(link, ThrottledLink) else link
+    return link.inner if isinstance(link, EmulatedBackend) else link
 
 
 class Pass(NamedTuple):

@@ -7,8 +7,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from gradwire.links.alphabeta import seconds
-from gradwire.links.rates import LinkSpec
+from gradwire.comm.alphabeta import seconds
+from gradwire.comm.rates import LinkSpec
 
 _FEWEST_STEPS, _SPARE = 4, 1.5  # of a turn; and for what a step is besides its wire
 

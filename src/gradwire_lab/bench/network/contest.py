@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from gradwire.links.rates import LinkSpec
-from gradwire.links.throttled import VARIABLE
+from gradwire.comm.emulated import VARIABLE
+from gradwire.comm.rates import LinkSpec
 from gradwire_lab.bench.network.cells import Field, Pace, Row, described
 from gradwire_lab.bench.network.contestants import SILENT
 from gradwire_lab.bench.network.turns import MARK, summarize

@@ -22,15 +22,15 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.adapters import compress
-from gradwire.adapters.gossip import Net, gossip
-from gradwire.adapters.wire import Wire
-from gradwire.links import Traffic
-from gradwire.links.alphabeta import AlphaBeta, cost
-from gradwire.links.collectives import AllReduce, traffic
-from gradwire.links.rates import LinkSpec
-from gradwire.links.throttled import MEDIUM, VARIABLE
-from gradwire.sync import method
+from gradwire.comm import Traffic
+from gradwire.comm.alphabeta import AlphaBeta, cost
+from gradwire.comm.collectives import AllReduceOp, traffic
+from gradwire.comm.emulated import MEDIUM, VARIABLE
+from gradwire.comm.rates import LinkSpec
+from gradwire.engine import method
+from gradwire.integrations import compress
+from gradwire.integrations.gossip import GossipSync, gossip
+from gradwire.integrations.wire import Wire
 from gradwire_lab.autotune.pilot import AutoWire
 from gradwire_lab.bench.network.workloads import Workload
 
@@ -137,7 +137,7 @@ def enter(name: str, workload: Workload) -> Contestant:
     if name.startswith("gossip:"):
         spec, options = parse(name.removeprefix("gossip:"))
         net = gossip(model, spec, options.get("codec"))
-        assert isinstance(net, Net)
+        assert isinstance(net, GossipSync)
         return Contestant(model, net, lambda: net.link.traffic)
     if name.startswith("ddp-"):
         return _torch(name, model)
@@ -212,7 +212,7 @@ class _Count:
         self.steps += 1
 
     def times(self, nbytes: int) -> Traffic:
-        dense = AllReduce(torch.empty(nbytes, dtype=torch.uint8, device="meta"), "sum")
+        dense = AllReduceOp(torch.empty(nbytes, dtype=torch.uint8, device="meta"), "sum")
         each = traffic(dense, dist.get_rank(), dist.get_world_size())
         return Traffic(self.steps * each.sent, self.steps * each.received, self.steps, self.steps * each.messages)
 

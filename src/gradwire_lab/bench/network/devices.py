@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 
 from gradwire_lab.bench.network.workloads import Workload
-from gradwire_lab.forecast.model import Model
+from gradwire_lab.perf_model.model import Model
 
 CPU = torch.device("cpu")
 

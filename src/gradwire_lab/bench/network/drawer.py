@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gradwire.version import VERSION
-from gradwire_lab.forecast.calibration import Calibration, load, save
+from gradwire_lab.perf_model.calibration import Calibration, load, save
 
 
 def folder() -> Path:

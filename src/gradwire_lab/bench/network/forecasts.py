@@ -13,19 +13,19 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from gradwire.links.rates import LinkSpec
-from gradwire.sync.plan import LAUNCH_BYTES
+from gradwire.comm.rates import LinkSpec
+from gradwire.engine.plan import LAUNCH_BYTES
 from gradwire_lab.bench.network import workloads
 from gradwire_lab.bench.network.calibrate import Job, calibrate
 from gradwire_lab.bench.network.cells import Row
 from gradwire_lab.bench.network.contestants import AUTO, SILENT
-from gradwire_lab.forecast.advice import advise
-from gradwire_lab.forecast.calibration import Calibration, load
-from gradwire_lab.forecast.cluster import Cluster
-from gradwire_lab.forecast.costs import predict
-from gradwire_lab.forecast.evidence import sound
-from gradwire_lab.forecast.model import DENSE
 from gradwire_lab.network.hosts import Hosts
+from gradwire_lab.perf_model.advice import advise
+from gradwire_lab.perf_model.calibration import Calibration, load
+from gradwire_lab.perf_model.cluster import Cluster
+from gradwire_lab.perf_model.costs import predict
+from gradwire_lab.perf_model.evidence import sound
+from gradwire_lab.perf_model.model import DENSE
 
 TOLERANCE = 0.15  # of a measured step, within which predictions should lie
 REGRET = 0.05  # by how much a choice may be slower than the best that was measured

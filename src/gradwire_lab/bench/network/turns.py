@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.links import Traffic
-from gradwire.links.alphabeta import framed
+from gradwire.comm import Traffic
+from gradwire.comm.alphabeta import framed
 from gradwire_lab.bench.network.cells import Pace
 from gradwire_lab.bench.network.contestants import SILENT, Contestant, enter
 from gradwire_lab.bench.network.workloads import Workload, load

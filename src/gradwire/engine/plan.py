@@ -1,0 +1,186 @@
+"""Plan: which rule, therefore which lane, serves each parameter.
+
+The first matching rule wins. Parameters are taken in the reverse of their registration, which is about the order in
+which backward delivers them, and cut into *launches*: sets of lanes that travel together.
+"""
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import groupby
+
+from gradwire.codecs.codec import Codec
+from gradwire.core.segments import Segments
+from gradwire.engine.lane import Lane
+from gradwire.engine.method import Method, Spec, method
+from gradwire.exchanges import Auto, Delayed, Exchange, Noop, choose
+from gradwire.feedback import Feedback
+
+GRANULARITIES = ("layer", "bucket", "model")
+LAUNCH_BYTES = 25 * 2**20
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Parameters that match are compressed in this way.
+
+    Attributes:
+        spec: A codec, a preset, or a table of codecs by step.
+        name: A glob over parameter names.
+        min_dim: Fewest dimensions.
+        max_dim: Most dimensions.
+        min_size: Fewest elements.
+        max_size: Most elements.
+        feedback: Wins over the spec's own.
+        exchange: Wins over the spec's own.
+        granularity: What the codec sees as one vector: each ``layer``, a ``bucket`` of layers, or the ``model``.
+    """
+
+    spec: Spec
+    name: str = "*"
+    min_dim: int = 0
+    max_dim: int | None = None
+    min_size: int = 0
+    max_size: int | None = None
+    feedback: str | Feedback | None = None
+    exchange: str | Exchange | None = None
+    granularity: str = "layer"
+
+    def __post_init__(self) -> None:
+        if self.granularity not in GRANULARITIES:
+            raise ValueError(f"granularity {self.granularity!r} is unknown; choose {', '.join(GRANULARITIES)}")
+
+    def matches(self, name: str, shape: tuple[int, ...]) -> bool:
+        size = math.prod(shape)
+        return (
+            fnmatchcase(name, self.name)
+            and self.min_dim <= len(shape) <= (len(shape) if self.max_dim is None else self.max_dim)
+            and self.min_size <= size <= (size if self.max_size is None else self.max_size)
+        )
+
+    @property
+    def label(self) -> str:
+        """The condition, for tables."""
+        parts = [self.name] if self.name != "*" else []
+        parts += [f"dim>={self.min_dim}"] if self.min_dim else []
+        parts += [f"dim<={self.max_dim}"] if self.max_dim is not None else []
+        parts += [f"size>={self.min_size}"] if self.min_size else []
+        parts += [f"size<={self.max_size}"] if self.max_size is not None else []
+        return " ".join(parts) or "*"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Launches of lanes, for one model and one world."""
+
+    launches: tuple[tuple[Lane, ...], ...]
+    world: int
+
+    @cached_property
+    def lanes(self) -> tuple[Lane, ...]:
+        return tuple(lane for launch in self.launches for lane in launch)
+
+    def steady(self) -> "Plan":
+        """The same plan with messages of known length wherever there are such; what is agreed on is the same."""
+        return Plan(tuple(tuple(lane.steady() for lane in launch) for launch in self.launches), self.world)
+
+
+def default_rules(
+    spec: Spec,
+    feedback: str | Feedback | None = None,
+    exchange: str | Exchange | None = None,
+    granularity: str = "layer",
+    bundle: str | None = "fp16",
+) -> tuple[Rule, ...]:
+    """The spec for everything, but 1-D tensors (biases, norms) dense in one bundle, under the same feedback."""
+    whole = method(spec, feedback, exchange)
+    main = Rule(whole, granularity=granularity)
+    if bundle is None or (whole.last.traits.lossless and not whole.exchange.late):
+        return (main,)
+    dense = Rule(
+        Method(method(bundle).table, whole.feedback, _of_bundle(whole.exchange)), max_dim=1, granularity="model"
+    )
+    return (dense, main)
+
+
+def _of_bundle(exchange: Exchange) -> Exchange:
+    """A bundle that waited for its own mean would make the whole step wait; one that spoke would not be silent."""
+    if isinstance(exchange, Delayed):
+        return Delayed()
+    return exchange if isinstance(exchange, Noop) else Auto()
+
+
+def build(shapes: Shapes, rules: Sequence[Rule], world: int, launch_bytes: int = LAUNCH_BYTES) -> Plan:
+    """Assign every parameter to the first rule that matches it, and lay out lanes and launches."""
+    methods = [method(rule.spec, rule.feedback, rule.exchange) for rule in rules]
+    for rule in rules:
+        _refuse_idle(rule, shapes)
+    chosen = {name: _first(rules, name, shape) for name, shape in shapes.items()}
+    whole = {i for i, rule in enumerate(rules) if rule.granularity == "model"}
+    groups = _launch_groups(shapes, chosen, whole, launch_bytes)
+    launches = []
+    for group in groups:
+        by_rule = sorted(group, key=lambda name: chosen[name])  # stable: keeps backward's order
+        lanes = [
+            _lane(rules[i], methods[i], {name: shapes[name] for name in names}, world)
+            for i, names in groupby(by_rule, key=lambda name: chosen[name])
+        ]
+        launches.append(tuple(lanes))
+    return Plan(tuple(launches), world)
+
+
+def _refuse_idle(rule: Rule, shapes: Shapes) -> None:
+    """A rule that names what is not there is a slip; one by size or dimension may have nothing to do in a model."""
+    if rule.name == "*" or any(rule.matches(name, shape) for name, shape in shapes.items()):
+        return
+    named = [name for name in shapes if fnmatchcase(name, rule.name)]
+    if named:
+        found = ", ".join(f"{name} {shapes[name]}" for name in named[:3])
+        raise ValueError(f"the rule [{rule.label}] fits none of the parameters that it names: {found}; loosen it")
+    near = ", ".join(_nearest(rule.name, shapes))
+    raise ValueError(f"the rule [{rule.label}] names no trainable parameter; the nearest names are {near}")
+
+
+def _nearest(glob: str, names: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(glob.replace("*", ""), list(names), n=3, cutoff=0.0)
+
+
+def _first(rules: Sequence[Rule], name: str, shape: tuple[int, ...]) -> int:
+    for i, rule in enumerate(rules):
+        if rule.matches(name, shape):
+            return i
+    raise ValueError(f"no rule matches the parameter {name!r}; end the rules with one for '*'")
+
+
+def _launch_groups(shapes: Shapes, chosen: Mapping[str, int], whole: set[int], launch_bytes: int) -> list[list[str]]:
+    """Names by launch. What is compressed as one with the rest of the model can only travel last."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name in reversed(list(shapes)):
+        if chosen[name] in whole:
+            continue
+        size = 4 * math.prod(shapes[name])
+        if groups[-1] and filled + size > launch_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    groups[-1] += [name for name in reversed(list(shapes)) if chosen[name] in whole]
+    return groups
+
+
+def _lane(rule: Rule, whole: Method, shapes: Shapes, world: int) -> Lane:
+    tensors = Segments(tuple(shapes), tuple(shapes.values()))
+    units = tensors if rule.granularity == "layer" else tensors.merged()
+    table = tuple((step, codec, _resolve(whole.exchange, codec, units, world)) for step, codec in whole.table)
+    return Lane(rule.label, tensors, units, whole.feedback, table)
+
+
+def _resolve(exchange: Exchange, codec: Codec, units: Segments, world: int) -> Exchange:
+    if isinstance(exchange, Delayed):
+        return replace(exchange, inner=_resolve(exchange.inner, codec, units, world))
+    return choose(codec, units, world) if isinstance(exchange, Auto) else exchange

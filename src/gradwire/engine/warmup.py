@@ -1,0 +1,61 @@
+"""Warm-up: the kernels that a plan will need, compiled or loaded before the first step, which should be like any other.
+
+Every kind of lane takes two steps of its own, on tensors of a few elements. What is compiled depends on types alone,
+and is cached on disk: only the first attachment on a machine takes long.
+"""
+
+import logging
+import time
+from dataclasses import replace
+
+import torch
+
+from gradwire.codecs.codec import Codec
+from gradwire.core.segments import Segments
+from gradwire.engine.lane import Lane
+from gradwire.engine.lockstep import Lockstep
+from gradwire.engine.plan import Plan
+from gradwire.engine.session import Session
+from gradwire.exchanges import AllGather, Exchange
+from gradwire.feedback import Feedback
+from gradwire.kernels import fused
+from gradwire.kernels.dispatch import accelerated, versions
+
+Kind = tuple[Feedback, Codec, Exchange]
+
+_TINY = Segments(("a", "b"), ((12, 8), (5, 3)))
+_LONG_SECONDS = 2.0
+_warm: set[Kind] = set()
+_log = logging.getLogger("gradwire")
+
+
+def warm_up(plan: Plan, device: torch.device) -> None:
+    """Have the kernels of all lanes ready. Kernels of a GPU are made for their sizes, so those wait."""
+    if device.type != "cpu" or not accelerated() or versions("cpu") is None:
+        return
+    began = time.perf_counter()
+    for lane in plan.lanes:
+        for _, codec, exchange in lane.table:
+            kind = (lane.feedback, codec, exchange)
+            if kind not in _warm:
+                _warm.add(kind)
+                _rehearse(lane, kind, min(plan.world, 2))
+    if (seconds := time.perf_counter() - began) > _LONG_SECONDS:
+        _log.warning("gradwire: CPU kernels were compiled in %.0f s; the next start will find them on disk", seconds)
+
+
+def _rehearse(lane: Lane, kind: Kind, world: int) -> None:
+    feedback, codec, exchange = kind
+    units = _TINY if lane.units == lane.tensors else _TINY.merged()
+    tiny = replace(lane, tensors=_TINY, units=units, feedback=feedback, table=((0, codec, exchange),))
+    plan = Plan(((tiny,),), world)
+    sessions = [Session(plan, rank, world, 0, torch.device("cpu")) for rank in range(world)]
+    for _ in range(2):  # the second has hints
+        shapes = zip(_TINY.names, _TINY.shapes, strict=True)
+        grads = {name: torch.linspace(-1.0, 1.0, shape[0] * shape[1]).view(shape) for name, shape in shapes}
+        Lockstep(world).drive([session.run(grads) for session in sessions])
+    if codec.selector is not None and isinstance(exchange, AllGather):  # how long gradients hear the mean, see `direct`
+        values, indices = torch.ones(1), torch.zeros(1, dtype=torch.int64)
+        fused.scatter_mean_(torch.empty(2), values, indices, (0, 1), 0, world)
+    if codec.indices is not None:
+        codec.indices.rehearse()

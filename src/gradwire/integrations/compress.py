@@ -1,0 +1,106 @@
+"""The doors: one call that makes a model, or an optimizer, send few bytes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire.comm.backend import Backend
+from gradwire.comm.host_layout import Across
+from gradwire.comm.torch_backend import connect
+from gradwire.engine.method import Spec
+from gradwire.engine.plan import LAUNCH_BYTES, Rule
+from gradwire.exchanges import Exchange
+from gradwire.feedback import Feedback
+from gradwire.integrations.auto import AUTO, auto_wire, described
+from gradwire.integrations.consistency import telling
+from gradwire.integrations.ddp import attach, find_ddp
+from gradwire.integrations.host_discovery import arrange
+from gradwire.integrations.model import refuse_sparse, refuse_wrapped, trainable
+from gradwire.integrations.optimizer import refuse_at_first_step
+from gradwire.integrations.wire import Wire
+
+
+def compress(
+    model: nn.Module,
+    spec: Spec,
+    *,
+    feedback: str | Feedback | None = None,
+    exchange: str | Exchange | None = None,
+    granularity: str = "layer",
+    rules: Sequence[Rule] = (),
+    bundle: str | None = "fp16",
+    scaler: torch.amp.GradScaler | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    seed: int = 0,
+    launch_mb: float = LAUNCH_BYTES / 2**20,
+    rollback: bool = True,
+    across: Across | None = None,
+    link: Backend | str | None = None,
+) -> Wire:
+    """Compress a model's gradients.
+
+    A `DistributedDataParallel` model gets a communication hook and needs no further call. Any other model gets the
+    parameters and buffers of rank 0, and its loop calls the returned wire between ``backward()`` and ``step()``.
+
+    Momentum correction, as in ``dgc``, applies momentum before compression. The optimizer behind must not apply it
+    again: use `gradwire.SGD`, or one without momentum. Any other is refused when it first steps.
+
+    Args:
+        model: The model, wrapped in DDP or not.
+        spec: A codec such as ``"topk(0.01) | sign"``, a preset such as ``"dgc(0.001)"``, or a table of codecs by step.
+            ``"auto"`` measures the first steps, takes what is faster than dense training, if anything is, and goes back
+            when it was wrong.
+        feedback: ``"none"``, ``"residual"``, ...; by default what the spec needs.
+        exchange: ``"allgather"``, ``"two_way"``, ...; by default the one that fits and sends least.
+        granularity: What the codec sees as one vector: each ``"layer"``, a ``"bucket"``, or the whole ``"model"``.
+        rules: Exceptions, tried in order before the spec.
+        bundle: The codec of 1-D tensors (biases, norms), which travel together; None treats them like the others.
+        scaler: The loop's GradScaler, if it has one.
+        process_group: The group to train over; by default the whole world, or DDP's.
+        seed: Of all random bits; equal on all ranks.
+        launch_mb: Megabytes of gradients that travel together under DDP.
+        rollback: Keep the memories of before a step until all ranks have agreed on it, so that a gradient that is not
+            finite drops the step. False changes them in place, where a fused kernel serves: half the memory, the same
+            bits, but such a gradient is an error then, unless a ``scaler`` asks beforehand.
+        across: ``"hosts"`` compresses only between hosts, which are found from the environment that torchrun, mpirun
+            or srun sets, and takes dense means inside; so does a list of the ranks of each host, ``[[0, 1], [2, 3]]``.
+        link: Who moves the bytes, if not torch.distributed. With ``"auto"``, what the link between hosts can do, as in
+            ``"100mbit,5ms"``; the first steps tell if this does not.
+
+    Returns:
+        A handle: ``report()``, ``state_dict()``, ``set(...)``, ``off()``; callable in plain loops.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"compress takes the model itself, not {type(model).__name__}; pass an nn.Module")
+    ddp = find_ddp(model)
+    inner = ddp.module if ddp is not None else model
+    text = link if isinstance(link, str) else None
+    mover = link if isinstance(link, Backend) else connect(ddp.process_group if ddp is not None else process_group)
+    link = arrange(mover, across)
+    ignored = ddp.parameters_to_ignore if ddp is not None else ()
+    with telling(link):
+        refuse_wrapped(inner)
+        refuse_sparse(inner)
+        parameters = trainable((name, p) for name, p in inner.named_parameters() if name not in ignored)
+        spoken = described(spec, text, feedback, exchange)
+    options: dict[str, Any] = {
+        "granularity": granularity,
+        "rules": rules,
+        "bundle": bundle,
+        "scaler": scaler,
+        "seed": seed,
+        "launch_bytes": int(launch_mb * 2**20),
+        "rollback": rollback,
+        "shared": None if ddp is not None else dict((*inner.named_parameters(), *inner.named_buffers())),
+    }
+    if spec == AUTO:
+        wire: Wire = auto_wire()(parameters, link, ddp, spoken, **options)
+    else:
+        wire = Wire(parameters, link, spec, feedback=feedback, exchange=exchange, hooked=ddp is not None, **options)
+        if ddp is not None:
+            attach(wire, ddp)
+    refuse_at_first_step(wire)
+    return wire

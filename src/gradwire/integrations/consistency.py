@@ -1,0 +1,74 @@
+"""Agreement: before anything is sent, all ranks must mean the same thing by it.
+
+Every rank shows what it attached: package and wire-format version, spec, model. What is wrong on one rank, be it only a
+typing error in a spec, is raised on all of them.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from gradwire.comm.backend import Backend
+from gradwire.core.payload import Payload
+from gradwire.core.requests import Gather
+from gradwire.version import VERSION, WIRE_FORMAT
+
+_REMEDY = {
+    "version": "install the same gradwire everywhere",
+    "format": "install the same gradwire everywhere",
+    "spec": "attach with the same spec, rules and options everywhere",
+    "model": "build the same model, with the same parameters trainable, everywhere",
+    "step": "load states of the same step everywhere",
+}
+
+
+def agree(link: Backend, spec: str, model: Mapping[str, str], step: int = 0, error: str | None = None) -> None:
+    """Compare notes with all ranks.
+
+    Raises:
+        ValueError: Some rank failed, or attached or loaded something else.
+    """
+    described = json.dumps(list(model.items())).encode()
+    fingerprint = f"{len(model)} tensors, fingerprint {hashlib.sha256(described).hexdigest()[:12]}"
+    compare(link, {"spec": spec, "model": fingerprint, "step": step, "error": error})
+
+
+def compare(link: Backend, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Show all ranks a note, and refuse what must not differ; the notes of all."""
+    error = mine.get("error")
+    mine = {"version": VERSION, "format": WIRE_FORMAT, "spec": "", "model": "", "step": 0, "error": None, **mine}
+    note = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(link.device)
+    (payloads,) = link.answer([Gather(Payload(note))])
+    notes = [json.loads(bytes(payload.data.tolist()).rstrip(b"\0")) for payload in payloads]
+    for rank, other in enumerate(notes):
+        if other["error"]:
+            where = "" if error == other["error"] else f"on rank {rank}: "
+            raise ValueError(where + other["error"])
+    for rank, other in enumerate(notes):
+        for field, remedy in _REMEDY.items():
+            if other[field] != notes[0][field]:
+                theirs, ours = _apart(str(other[field]), str(notes[0][field]))
+                raise ValueError(f"rank {rank} has another {field} than rank 0: {theirs}, not {ours}; {remedy}")
+    return notes
+
+
+def _apart(one: str, other: str) -> tuple[str, str]:
+    """Of two lists of clauses, those that the other has not: nobody should have to look for them."""
+    lists = one.split("; "), other.split("; ")
+    only = [[clause for clause in mine if clause not in theirs] for mine, theirs in (lists, lists[::-1])]
+    if not (only[0] and only[1]):  # a clause more, or another order
+        only = list(lists)
+    return repr("; ".join(only[0])), repr("; ".join(only[1]))
+
+
+@contextmanager
+def telling(link: Backend) -> Iterator[None]:
+    """What goes wrong in here is told to all ranks, who hear it at their next agreement."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as wrong:
+        agree(link, "", {}, error=str(wrong))

@@ -1,0 +1,89 @@
+"""Report: what gossip put on the wire, how far replicas are apart, and what it remembers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.comm.collectives import Traffic
+from gradwire.gossip import Node
+
+
+@dataclass(frozen=True)
+class GossipReport:
+    """A snapshot of one rank's account.
+
+    Attributes:
+        steps: Steps taken.
+        world: Number of ranks, or of nodes, where several ranks are one.
+        degree: Neighbors that this rank tells in a step, at most.
+        sent: Bytes that this rank put on the wire, headers included.
+        received: Bytes that it took off the wire.
+        collectives: How many collectives carried them; 0 with elastic=True, which needs none.
+        dense: Bytes that the same models would have been in float32, to the same neighbors, or in an all-reduce.
+        gamma: The consensus step of the last talk.
+        consensus: An estimate of the distance from the mean model; `GossipSync.distance` measures it.
+        memory_floats: Float32 numbers remembered for each parameter; with elastic=True also the model as of the last
+            step, for those who come back.
+        dropped: How many times a neighbor was lost.
+        rejoined: How many times an edge came back.
+        drift: About how far rounds that only one end of an edge finished have moved the mean model, as a norm.
+        beside: Ranks in each node. Of the bytes above, each of them sends a share.
+        sent_inside: Bytes that this rank sent to others in its node: gradients, and mixed parameters.
+    """
+
+    steps: int
+    world: int
+    degree: int
+    sent: float
+    received: float
+    collectives: int
+    dense: float
+    gamma: float
+    consensus: float
+    memory_floats: float
+    dropped: int = 0
+    rejoined: int = 0
+    drift: float = 0.0
+    beside: int = 1
+    sent_inside: float = 0.0
+
+    @property
+    def sent_per_step(self) -> float:
+        return self.sent / max(1, self.steps)
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of float32 gossip over bytes sent."""
+        return self.dense / self.sent if self.sent else float("inf")
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.steps} steps, world of {self.world}, {self.degree} neighbors",
+            *([f"inside    {self.sent_inside:,.0f} B to the {self.beside} ranks of the node"] * (self.beside > 1)),
+            f"sent      {self.sent:,.0f} B ({self.sent_per_step:,.0f} B per step), {self.ratio:.1f}x less than float32",
+            f"received  {self.received:,.0f} B",
+            f"gamma     {self.gamma:.4g}",
+            f"distance  about {self.consensus:.4g} from the mean model",
+            f"memory    {self.memory_floats:.2f} floats per parameter",
+        ]
+        if self.dropped or self.rejoined:
+            lines.append(
+                f"neighbors lost {self.dropped} times, back {self.rejoined} times, drift about {self.drift:.3g}"
+            )
+        return "\n".join(lines)
+
+
+def summarize(node: Node, traffic: Traffic, world: int, **losses: Any) -> GossipReport:
+    degree = node.topology.degrees[node.rank]
+    return GossipReport(
+        steps=node.step,
+        world=world,
+        degree=degree,
+        sent=traffic.sent,
+        received=traffic.received,
+        collectives=traffic.collectives,
+        dense=node.method.uncompressed(node.tensors.total, degree, world) * node.step,
+        gamma=node.gamma,
+        consensus=node.consensus,
+        memory_floats=node.floats_per_parameter,
+        **losses,
+    )

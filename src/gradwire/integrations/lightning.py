@@ -1,0 +1,92 @@
+"""Lightning's door: a callback that compresses the gradients of what a Trainer fits.
+
+Lightning registers no communication hook on a CPU. The callback does not ask it to: it hands the model that the
+strategy has wrapped in DistributedDataParallel to `gradwire.compress`. On a single device there is no such model, and
+the wire is called where Lightning is about to step.
+"""
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from gradwire.engine.method import Spec
+from gradwire.integrations.compress import compress
+from gradwire.integrations.ddp import find_ddp
+from gradwire.integrations.gather_state import gathered
+from gradwire.integrations.optimizer import refuse_second_momentum
+from gradwire.integrations.wire import Wire
+
+if TYPE_CHECKING:
+    Callback = object
+else:
+    try:
+        from lightning.pytorch import Callback
+    except ImportError:
+        from pytorch_lightning import Callback
+
+KEY = "gradwire"  # of the states in a checkpoint
+
+
+class Compression(Callback):
+    """Compresses gradients while a Trainer fits; pass it in ``Trainer(callbacks=[...])``.
+
+    A checkpoint holds the memories of all ranks, and ``fit(ckpt_path=...)`` goes on with them, also on another number
+    of ranks. At the end of every epoch, loggers are told what was sent.
+
+    Attributes:
+        wire: The handle, from the start of a fit on; ``wire.report()`` and the rest.
+    """
+
+    def __init__(self, spec: Spec, **options: Any) -> None:
+        """The options are those of `gradwire.compress`, but for the scaler, which is Lightning's own."""
+        self.spec, self.options = spec, options
+        self.wire: Wire | None = None
+        self._called = False  # by us, not by DDP
+        self._saved: list[dict[str, Any]] = []
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        model = trainer.strategy.model
+        self._called = find_ddp(model) is None
+        if self._called:
+            _refuse_others(trainer)
+        scaler = None if self._called else getattr(trainer.precision_plugin, "scaler", None)
+        self.wire = compress(model, self.spec, scaler=scaler, **self.options)
+        for optimizer in trainer.optimizers:
+            refuse_second_momentum(optimizer, self.wire.session.whole)
+        if self._saved:
+            self.wire.load_state_dict(self._saved)
+            self._saved = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if self._called and self.wire is not None:
+            self.wire()  # a loss scale is divided out already, and clipping comes after
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        assert self.wire is not None
+        report = self.wire.report()
+        told = {"sent_mb": report.sent / 1e6, "payload_ratio": report.payload_ratio, "skipped": float(report.skipped)}
+        for logger in trainer.loggers:
+            logger.log_metrics({f"gradwire/{name}": value for name, value in told.items()}, trainer.global_step)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if self.wire is not None:
+            checkpoint[KEY] = gathered(self.wire)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if not trainer.training:
+            return
+        self._saved = checkpoint.get(KEY, [])
+        if not self._saved:
+            warnings.warn("the checkpoint was saved without compression, whose memories begin empty", stacklevel=2)
+
+
+def _refuse_others(trainer: Any) -> None:
+    if trainer.world_size > 1:
+        raise ValueError(
+            f"{type(trainer.strategy).__name__} does not wrap the model in DistributedDataParallel, whose gradients "
+            "are compressed; use Trainer(strategy='ddp')"
+        )
+    if len(trainer.optimizers) > 1:
+        raise ValueError(
+            f"on a single device, gradients are compressed before the optimizer steps, and here are "
+            f"{len(trainer.optimizers)} optimizers; train with one, or on several devices with strategy='ddp'"
+        )

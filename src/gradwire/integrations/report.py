@@ -1,0 +1,188 @@
+"""Report: what crossed the wire, what it would have been, and where the time went."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from gradwire.codecs.stage import Memory
+from gradwire.comm.collectives import Traffic
+from gradwire.engine.drive import Clock
+from gradwire.engine.lane import Lane
+from gradwire.engine.session import Session
+
+
+@dataclass(frozen=True)
+class Report:
+    """A snapshot of one rank's account.
+
+    Attributes:
+        steps: Steps taken.
+        skipped: Steps dropped because some rank's gradient was not finite.
+        sent: Bytes that this rank put on the wire, padding and agreements included; with ``across="hosts"``, on that
+            between hosts.
+        received: Bytes that it took off the wire.
+        collectives: How many collectives carried them.
+        payload: Bytes that it encoded.
+        dense: Bytes of the same gradients in float32, as encoded. With ``across="hosts"``, each rank of a host encodes
+            a share of them.
+        world: Number of ranks.
+        encode_seconds: Host time until the first message of a step was ready.
+        wire_seconds: Host time inside collectives.
+        decode_seconds: Host time from the first answer to the update, less the wire.
+        rules: Encoded and dense bytes by rule. What crosses the wire is fused, and belongs to no rule.
+        rule_seconds: Host time of encoding and decoding by rule.
+        hosts: Number of hosts, where only messages between them are compressed; else that of ranks.
+        sent_inside: Bytes that this rank sent to others on its host: dense gradients, and what was agreed on them.
+        received_inside: Bytes that it got from them.
+        note: What this account leaves out, if anything.
+    """
+
+    steps: int
+    skipped: int
+    sent: float
+    received: float
+    collectives: int
+    payload: int
+    dense: int
+    world: int
+    encode_seconds: float
+    wire_seconds: float
+    decode_seconds: float
+    rules: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    rule_seconds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    hosts: int | None = None
+    sent_inside: float = 0.0
+    received_inside: float = 0.0
+    note: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        steps: int,
+        skipped: int,
+        world: int,
+        traffic: Traffic,
+        clock: Clock,
+        rules: Mapping[str, tuple[int, int]],
+        rule_seconds: Mapping[str, tuple[float, float]],
+    ) -> "Report":
+        """Put the accounts together."""
+        return cls(
+            steps=steps,
+            skipped=skipped,
+            sent=traffic.sent,
+            received=traffic.received,
+            collectives=traffic.collectives,
+            payload=sum(payload for payload, _ in rules.values()),
+            dense=sum(dense for _, dense in rules.values()),
+            world=world,
+            encode_seconds=clock.encode,
+            wire_seconds=clock.wire,
+            decode_seconds=clock.decode,
+            rules=rules,
+            rule_seconds=rule_seconds,
+        )
+
+    def among(self, hosts: int, inside: Traffic) -> "Report":
+        """The same account, of a rank that shares a host with others."""
+        return replace(self, hosts=hosts, sent_inside=inside.sent, received_inside=inside.received)
+
+    @property
+    def sent_per_step(self) -> float:
+        return self.sent / max(1, self.steps)
+
+    @property
+    def received_per_step(self) -> float:
+        return self.received / max(1, self.steps)
+
+    @property
+    def payload_ratio(self) -> float:
+        """Float32 gradient bytes over bytes encoded."""
+        return self.dense / self.payload if self.payload else math.inf
+
+    @property
+    def wire_ratio(self) -> float:
+        """Bytes that a float32 ring all-reduce sends, over bytes sent. With hosts, both of them between hosts."""
+        parties = self.world if self.hosts is None else self.hosts
+        ring = 2 * (parties - 1) / parties * self.dense
+        return ring / self.sent if self.sent else math.inf
+
+    @property
+    def wire_ratio_bf16(self) -> float:
+        """The same against bfloat16, which is what dense training should be compared with."""
+        return self.wire_ratio / 2
+
+    def __str__(self) -> str:
+        where = "" if self.hosts is None else f" on {self.hosts} hosts"
+        lines = [
+            f"{self.steps} steps ({self.skipped} skipped), world of {self.world}{where}",
+            *self._inside(),
+            f"sent      {_bytes(self.sent)} ({_bytes(self.sent_per_step)} per step) in {self.collectives} collectives",
+            f"received  {_bytes(self.received)} ({_bytes(self.received_per_step)} per step)",
+            f"payload   {_bytes(self.payload)}, {_times(self.payload_ratio)} smaller than float32",
+            f"wire      {_times(self.wire_ratio)} less than a fp32 ring all-reduce, "
+            f"{_times(self.wire_ratio_bf16)} than bf16",
+            f"seconds   encode {self.encode_seconds:.3f}, wire {self.wire_seconds:.3f}, "
+            f"decode {self.decode_seconds:.3f}",
+        ]
+        for label, (payload, dense) in self.rules.items():
+            encode, decode = self.rule_seconds.get(label, (0.0, 0.0))
+            ratio = _times(dense / payload if payload else math.inf)
+            lines.append(
+                f"  rule {label:12} {_bytes(payload)}, {ratio}; seconds: encode {encode:.3f}, decode {decode:.3f}"
+            )
+        return "\n".join((*lines, *filter(None, [self.note])))
+
+    def _inside(self) -> list[str]:
+        if self.hosts is None:
+            return []
+        each = self.sent_inside / max(1, self.steps)
+        sent = f"inside    {_bytes(self.sent_inside)} sent ({_bytes(each)} per step) to ranks of this host, in float32"
+        return [sent, "between hosts:"]
+
+
+def show(session: Session, rank: int, world: int) -> str:
+    """A session's plan as a table."""
+    title = f"gradwire, rank {rank} of {world}"
+    if session.beside > 1:
+        title += f", {session.local + 1} of {session.beside} on host {session.rank + 1} of {session.world}: its share"
+    rows = [
+        _COLUMNS,
+        *(_row(lane, held, session.step) for lane, held in zip(session.plan.lanes, session.memories, strict=True)),
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(_aligned(name, cell, n) for name, cell, n in zip(_COLUMNS, row, widths, strict=True)) for row in rows
+    ]
+    rule = "  ".join("-" * n for n in widths)
+    caption = "bytes: the longest payload of a rank per step; floats: memory per parameter"
+    return "\n".join([title, lines[0], rule, *lines[1:], caption, ""])
+
+
+_COLUMNS = ("rule", "tensors", "units", "parameters", "codec", "feedback", "exchange", "bytes", "floats")
+_WORDS = {"rule", "codec", "feedback", "exchange"}
+
+
+def _aligned(column: str, cell: str, width: int) -> str:
+    return cell.ljust(width) if column in _WORDS else cell.rjust(width)
+
+
+def _row(lane: Lane, held: Memory, step: int) -> tuple[str, ...]:
+    codec, exchange = lane.at(step)
+    size = "-" if exchange.late else str(codec.size(lane.units))
+    floats = sum(x.numel() for x in held.values()) / max(1, lane.units.total)
+    said = "low rank" if exchange.late else " -> ".join(str(entry[1]) for entry in lane.table)
+    numbers = (str(len(lane.tensors)), str(len(lane.units)), str(lane.units.total))
+    return (lane.label, *numbers, said, str(lane.feedback), str(exchange), size, f"{floats:.2f}")
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.1f}x" if ratio < math.inf else "-"  # nothing was sent: there is no ratio
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000 or unit == "GB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
+        n /= 1000
+    raise AssertionError

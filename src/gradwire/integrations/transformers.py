@@ -1,0 +1,90 @@
+"""The door of Hugging Face's Trainer: a callback that compresses gradients and keeps memories beside checkpoints."""
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradwire.comm.collectives import AllReduceOp
+from gradwire.engine.method import Spec
+from gradwire.integrations.accelerate import compress_prepared
+from gradwire.integrations.checkpoint import load, save
+from gradwire.integrations.ddp import find_ddp
+from gradwire.integrations.optimizer import refuse_second_momentum
+from gradwire.integrations.wire import Wire
+
+if TYPE_CHECKING:
+    TrainerCallback = object
+else:
+    from transformers import TrainerCallback
+
+
+class Compression(TrainerCallback):
+    """Compresses gradients while a Trainer trains: ``trainer.add_callback(Compression(trainer, "topk(0.01) | sign"))``.
+
+    Every checkpoint folder gets the memories of all ranks, and ``train(resume_from_checkpoint=...)`` goes on with
+    them, also on another number of ranks.
+
+    Attributes:
+        wire: The handle, from the start of a training on; ``wire.report()`` and the rest.
+    """
+
+    def __init__(self, trainer: Any, spec: Spec, *, resume: str | Path | None = None, **options: Any) -> None:
+        """Take a Trainer, whose callback this is to be.
+
+        Args:
+            trainer: A `transformers.Trainer`. What it tells its callbacks is not enough: they never see the model in
+                its DistributedDataParallel.
+            spec: See `gradwire.compress`.
+            resume: The checkpoint that is resumed from, if it is neither one of ``args.output_dir`` nor
+                ``args.resume_from_checkpoint``: a Trainer does not tell that either.
+            options: Those of `gradwire.compress`, but for the scaler, which is the Trainer's own.
+        """
+        self.trainer, self.spec, self.resume, self.options = trainer, spec, resume, options
+        self.wire: Wire | None = None
+        self._model: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **around: Any) -> None:
+        model = self.trainer.model_wrapped
+        if self.wire is None or model is not self._model:
+            self._attach(model)
+        if state.global_step:
+            self._recall(args, state)
+
+    def _attach(self, model: Any) -> None:
+        accelerator = self.trainer.accelerator
+        if accelerator.scaler is not None and accelerator.num_processes == 1:
+            raise ValueError(
+                "a Trainer in one process may or may not have unscaled its gradients when it steps, so they cannot be "
+                "compressed under fp16; train with bf16=True, or in several processes"
+            )
+        self._model, self.wire = model, compress_prepared(accelerator, model, self.spec, self.options)
+        optimizer = self.trainer.optimizer
+        refuse_second_momentum(getattr(optimizer, "optimizer", optimizer), self.wire.session.whole)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **around: Any) -> None:
+        if self.wire is not None and find_ddp(self._model) is None:
+            self.wire()
+
+    def on_save(self, args: Any, state: Any, control: Any, **around: Any) -> None:
+        if self.wire is not None and not args.save_only_model:
+            save(self.wire, _checkpoint(args, state))
+
+    def _recall(self, args: Any, state: Any) -> None:
+        assert self.wire is not None
+        folder = Path(self.resume or args.resume_from_checkpoint or _checkpoint(args, state))
+        found = any(folder.glob("wire-*.safetensors"))
+        flag = torch.tensor([int(found)], device=self.wire.link.device)
+        if self.wire.link.move(AllReduceOp(flag, "max")).item():  # or some ranks would load, and others not
+            load(self.wire, folder)
+            return
+        warnings.warn(
+            f"training goes on from step {state.global_step}, but {folder} holds no compression memories, and they "
+            "begin empty; if the checkpoint lies elsewhere, pass Compression(..., resume=FOLDER)",
+            stacklevel=2,
+        )
+
+
+def _checkpoint(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"

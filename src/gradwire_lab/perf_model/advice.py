@@ -1,0 +1,158 @@
+"""Advice: which way to synchronize, and whether to compress at all.
+
+Calibrations are wrong by some percent, so the fastest prediction alone is no good reason. A way is taken only if it
+would not be much slower than dense training even where the figures err against it: the worst corner of a box around
+them. Of those, the fastest; of those about as fast, the one that loses least, which is dense training if it is among
+them.
+"""
+
+import itertools
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from gradwire.comm.rates import FASTEST_BITS, SLOWEST_BITS, LinkSpec
+from gradwire_lab.perf_model.calibration import Calibration
+from gradwire_lab.perf_model.candidates import CANDIDATES
+from gradwire_lab.perf_model.cluster import Cluster
+from gradwire_lab.perf_model.costs import Prediction, predict
+from gradwire_lab.perf_model.model import DENSE
+
+ERROR = 0.15  # that calibrations are trusted to
+LOSS = 0.02  # how much slower than dense a choice may turn out
+TIE = 0.03  # what counts as equally fast
+ENOUGH = 0.98  # of the dense step: what a way must be below to be tried, and on trial to be kept
+
+Predict = Callable[[Calibration, str, Cluster], Prediction]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do.
+
+    Attributes:
+        ways: Every way's prediction, fastest first.
+        dense: The better of float32 and bfloat16 DDP.
+        choice: What to take; ``dense`` where compression does not pay, or might not.
+        runner_up: The fastest that compresses and may be taken.
+    """
+
+    ways: tuple[Prediction, ...]
+    dense: Prediction
+    choice: Prediction
+    runner_up: Prediction | None = None
+
+    @property
+    def compresses(self) -> bool:
+        return self.choice.spec not in DENSE
+
+    @property
+    def speedup(self) -> float:
+        """Of the choice over the better dense way."""
+        return self.dense.seconds / self.choice.seconds
+
+    @property
+    def trial(self) -> Prediction:
+        """What is worth some steps of training to someone who measures those, and goes back if it was not faster."""
+        tempting = self.tempting
+        return self.choice if tempting is None or self.dense.seconds <= (1 + TIE) * tempting.seconds else tempting
+
+    @property
+    def fastest(self) -> Prediction:
+        """Of all that compress, also those that may not be taken."""
+        return next(way for way in self.ways if way.spec not in DENSE)
+
+    @property
+    def tempting(self) -> Prediction | None:
+        """A way that looks faster than dense, but not surely enough to be taken."""
+        if self.compresses or self.runner_up is None or self.runner_up.seconds >= self.dense.seconds:
+            return None
+        return self.runner_up
+
+
+def advise(
+    calibration: Calibration,
+    cluster: Cluster,
+    specs: Sequence[str] = CANDIDATES,
+    predictor: Predict = predict,
+    error: float = ERROR,
+    barred: Container[str] = (),
+) -> Advice:
+    """Weigh all candidates that were calibrated. What is ``barred`` is predicted, but not taken.
+
+    Raises:
+        ValueError: None of them was.
+    """
+    if not known(calibration, specs):
+        raise ValueError(f"none of {', '.join(specs)} was calibrated; measured are {', '.join(calibration.costs)}")
+    plain = [predictor(calibration, spec, cluster) for spec in plain_ways(calibration)]
+    found = [predictor(calibration, spec, cluster) for spec in known(calibration, specs)]
+    dense = min(plain, key=_seconds)
+    fit = [way for way in found if way.spec not in barred]
+    faster = [way for way in fit if way.seconds * (1 + TIE) < dense.seconds]
+    box = _Box(calibration, cluster, predictor, error)
+    fastest = next((way for way in sorted(faster, key=_seconds) if box.bears(way.spec)), None)
+    choice = dense
+    if fastest is not None:
+        equals = [way for way in fit if way.seconds <= fastest.seconds * (1 + TIE)]
+        choice = next(way for way in equals if way is fastest or box.bears(way.spec))
+    runner_up = min(fit, key=_seconds, default=None)
+    return Advice(tuple(sorted((*plain, *found), key=_seconds)), dense, choice, runner_up)
+
+
+def known(calibration: Calibration, specs: Sequence[str]) -> list[str]:
+    """Those that were calibrated."""
+    return [spec for spec in specs if spec in calibration.costs]
+
+
+def plain_ways(calibration: Calibration) -> list[str]:
+    """Dense ways that were calibrated, and make a difference to gradients of this model's format."""
+    return known(calibration, calibration.model.dense)
+
+
+class _Box:
+    """All that may be true, and what dense training takes there."""
+
+    def __init__(self, calibration: Calibration, cluster: Cluster, predictor: Predict, error: float) -> None:
+        self._predictor = predictor
+        self._corners = list(corners(calibration, cluster, error))
+        self._dense: dict[int, float] = {}
+
+    def bears(self, spec: str) -> bool:
+        """Whether a way is nowhere much slower than dense."""
+        return all(self._predictor(*self._at(i, spec)).seconds <= (1 + LOSS) * self._plain(i) for i in self._numbers)
+
+    @property
+    def _numbers(self) -> range:
+        return range(len(self._corners))
+
+    def _at(self, i: int, spec: str) -> tuple[Calibration, str, Cluster]:
+        truth, place = self._corners[i]
+        return truth, spec, place
+
+    def _plain(self, i: int) -> float:
+        if i not in self._dense:
+            specs = plain_ways(self._corners[i][0])
+            self._dense[i] = min(self._predictor(*self._at(i, spec)).seconds for spec in specs)
+        return self._dense[i]
+
+
+def corners(calibration: Calibration, cluster: Cluster, error: float) -> Iterator[tuple[Calibration, Cluster]]:
+    """The extremes of what may be true, if every figure was measured to within a share of it.
+
+    What coding costs errs for each way by itself, so dense ways are always as cheap as they may be.
+    """
+    ends = (1 / (1 + error), 1 / (1 - error))
+    plain = {spec: calibration.costs[spec].scaled(ends[0]) for spec in known(calibration, DENSE)}
+    for compute, codec, rate, delay in itertools.product(ends, repeat=4):
+        truth = calibration.scaled(compute, codec)
+        yield replace(truth, costs={**truth.costs, **plain}), replace(cluster, link=scaled(cluster.link, rate, delay))
+
+
+def scaled(link: LinkSpec, rate: float = 1.0, delay: float = 1.0) -> LinkSpec:
+    """A link whose rate and delay are others by some factor."""
+    bits = None if link.rate_bits is None else min(FASTEST_BITS, max(SLOWEST_BITS, link.rate_bits * rate))
+    return replace(link, rate_bits=bits, delay_seconds=link.delay_seconds * delay, jitter_seconds=0.0)
+
+
+def _seconds(prediction: Prediction) -> float:
+    return prediction.seconds

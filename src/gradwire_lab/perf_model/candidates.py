@@ -1,0 +1,47 @@
+"""Candidates: the ways to synchronize that are weighed against dense training, from the one that loses least.
+
+Momentum correction, as in ``dgc``, needs an optimizer without momentum, which nobody but its owner can arrange: it is
+weighed in advice, but never chosen by ``auto``.
+"""
+
+from collections.abc import Sequence
+
+from gradwire.engine.method import method
+from gradwire.feedback import MomentumCorrection
+
+CANDIDATES = (
+    "int8",
+    "int4",
+    "powersgd(4)",
+    "sign",
+    "powersgd(2)",
+    "topk(0.01) | sign",
+    "topk(0.003) | sign",
+    "topk(0.001) | fp16",
+    "topk(0.001) | sign",
+    "dgc(0.001)",
+)
+
+# The other methods that have a name of their own (`ef_signsgd` is `sign`): predicted, and taken by whoever names them.
+PRESETS = ("qsgd", "terngrad", "majority_vote")
+
+
+def arguments(text: str) -> tuple[str, dict[str, str | None]]:
+    """The spec, and what else `gradwire.compress` is told, of ``int4; exchange=two_way``.
+
+    Raises:
+        ValueError: An option that decides nothing about what is sent.
+    """
+    spec, *pairs = (part.strip() for part in text.split(";"))
+    options: dict[str, str | None] = {}
+    for pair in pairs:
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or key not in ("exchange", "feedback", "granularity", "bundle"):
+            raise ValueError(f"cannot read the option {pair!r} of {text!r}; write for example exchange=two_way")
+        options[key] = None if value == "none" and key == "bundle" else value
+    return spec, options
+
+
+def automatic(specs: Sequence[str] = CANDIDATES) -> tuple[str, ...]:
+    """Those that leave the user's optimizer as it is."""
+    return tuple(spec for spec in specs if not isinstance(method(spec).feedback, MomentumCorrection))

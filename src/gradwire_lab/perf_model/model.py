@@ -1,0 +1,147 @@
+"""Model: what a forecast knows of a network: its tensors, when their gradients arrive, and what would be sent of them.
+
+A *parcel* is what DDP sends as a bucket, and gradwire as a launch.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from gradwire.engine.plan import LAUNCH_BYTES, Plan, build, default_rules
+from gradwire_lab.perf_model.candidates import arguments
+from gradwire_lab.perf_model.script import Message, Scene, script
+
+# What everything is measured against: DistributedDataParallel, plain or with one of torch's hooks.
+DENSE = ("ddp-fp32", "ddp-bf16", "ddp-fp16")
+DTYPES = {"ddp-fp32": torch.float32, "ddp-bf16": torch.bfloat16, "ddp-fp16": torch.float16}
+
+_FORMATS = {str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES.values(), torch.float64)}
+_FIRST_BUCKET = 2**20  # bytes: DDP's first bucket is small, so that something is on the wire early
+_BUCKET = 25 * 2**20
+_SETTLED = 10**9  # a step at which all warm-up is over
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What travels together.
+
+    Attributes:
+        scene: The collectives that carry it.
+        ready: When in the backward pass its last gradient is there, 0 to 1.
+        share: Of the model's elements.
+    """
+
+    scene: Scene
+    ready: float
+    share: float
+
+
+@dataclass(frozen=True, eq=False)  # one of a kind: looking plans up by hundreds of shapes would cost more than they do
+class Model:
+    """A network's trainable tensors.
+
+    Attributes:
+        shapes: By name, in order of registration.
+        arrival: When in the backward pass each gradient is there, 0 to 1, if that was measured.
+        dtype: Of the gradients, which DDP adds up as they are.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    arrival: Mapping[str, float] = field(default_factory=dict)
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _FORMATS:
+            raise ValueError(f"no forecast knows gradients in {self.dtype}; they are in {', '.join(_FORMATS)}")
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Tensor], arrival: Mapping[str, float] | None = None) -> "Model":
+        """A network by its parameters; of mixed formats, the one that most elements have."""
+        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        found: Counter[str] = Counter()
+        for p in parameters.values():
+            found[str(p.dtype).removeprefix("torch.")] += p.numel()
+        return cls(shapes, arrival or {}, found.most_common(1)[0][0])
+
+    @property
+    def format(self) -> torch.dtype:
+        return _FORMATS[self.dtype]
+
+    @property
+    def dense(self) -> tuple[str, ...]:
+        """Ways that do not compress: DDP as it is, which is called ddp-fp32 here, and hooks that send fewer bytes."""
+        return tuple(spec for spec in DENSE if spec == DENSE[0] or DTYPES[spec].itemsize < self.format.itemsize)
+
+    def called(self, spec: str) -> str:
+        """A way by the format that it really sends: plain DDP's is that of the gradients."""
+        short = {dtype: name for name, dtype in DTYPES.items()}
+        return spec if spec != DENSE[0] else short.get(self.format, f"ddp-{self.dtype}")
+
+    def summed(self, spec: str) -> torch.dtype:
+        """In what format a dense way adds gradients up: a hook's, unless they are as short already."""
+        return DTYPES[spec] if DTYPES[spec].itemsize < self.format.itemsize else self.format
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(map(math.prod, self.shapes.values()))
+
+    @cached_property
+    def ready(self) -> dict[str, float]:
+        """When each gradient is there; where it was not measured, as if any weight took as long as any other."""
+        arrived, found = 0, {}
+        for name in reversed(list(self.shapes)):
+            arrived += math.prod(self.shapes[name])
+            found[name] = self.arrival.get(name, arrived / self.elements)
+        return found
+
+    @cached_property
+    def delivered(self) -> dict[str, float]:
+        """When DDP hands each gradient over: with its bucket."""
+        found = {}
+        for bucket in self._buckets(DENSE[0]):
+            found.update(dict.fromkeys(bucket.names, max(self.ready[name] for name in bucket.names)))
+        return found
+
+    def plan(self, spec: str, world: int, launch_bytes: int = LAUNCH_BYTES) -> Plan:
+        """The plan that `gradwire.compress` makes of a spec."""
+        text, options = arguments(spec)
+        return build(self.shapes, default_rules(text, **options), world, launch_bytes)  # type: ignore[arg-type]
+
+    def parcels(self, spec: str, world: int, launch_bytes: int = LAUNCH_BYTES) -> tuple[Parcel, ...]:
+        """What is sent in a step once all warm-up is over, in order."""
+        key = (spec, world, launch_bytes)
+        if key not in self._known:
+            dense = spec in DENSE
+            scenes = self._buckets(spec) if dense else script(self.plan(*key), _SETTLED)
+            self._known[key] = tuple(map(self._parcel, scenes))
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, int, int], tuple[Parcel, ...]]:
+        return {}
+
+    def _parcel(self, scene: Scene) -> Parcel:
+        return Parcel(scene, max(self.delivered[name] for name in scene.names), scene.elements / self.elements)
+
+    def _buckets(self, spec: str) -> Iterator[Scene]:
+        """What DDP sends: gradients in the reverse order of registration, a bucket closed once it is full."""
+        held: list[str] = []
+        nbytes, limit = 0, _FIRST_BUCKET
+        for name in reversed(list(self.shapes)):
+            held.append(name)
+            nbytes += self.format.itemsize * math.prod(self.shapes[name])
+            if nbytes >= limit:
+                yield _bucket(held, self.shapes, self.summed(spec))
+                held, nbytes, limit = [], 0, _BUCKET
+        if held:
+            yield _bucket(held, self.shapes, self.summed(spec))
+
+
+def _bucket(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Scene:
+    elements = sum(math.prod(shapes[name]) for name in names)
+    return Scene(tuple(names), elements, (Message("all_reduce", elements * dtype.itemsize, dtype),))

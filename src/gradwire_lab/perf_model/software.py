@@ -1,0 +1,112 @@
+"""Software: what a collective costs a worker's own machine, however fast the link is.
+
+Copies, additions and system calls take processor time for every byte, and a hop takes a wake-up of its receiver. Both
+are measured between the ranks of this machine, over a link that is as fast as the machine: with several workers to a
+core, they are what unshaped training waits for.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+from gradwire.comm.backend import Backend
+from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, Collective
+from gradwire_lab.perf_model.script import Message, sent_by
+
+_SMALL = 4096  # bytes
+_LARGE = {"all_reduce": 2**23, "all_gather": 2**21, "all_to_all": 2**21}  # about what a step sends; caches matter
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Software:
+    """Affine costs of a collective.
+
+    Attributes:
+        latency: Seconds of an all but empty one, by kind.
+        per_byte: Seconds for each byte that a rank sends, by kind; sums also by dtype, as ``all_reduce bfloat16``.
+        world: Of how many ranks that was.
+    """
+
+    latency: Mapping[str, float] = field(default_factory=dict)
+    per_byte: Mapping[str, float] = field(default_factory=dict)
+    world: int = 2
+
+    def hold(self, message: Message, world: int) -> float:
+        """Seconds of waiting that no link shortens: so much for every hop."""
+        return self.latency.get(message.kind, 0.0) * _hops(message.kind, world) / _hops(message.kind, self.world)
+
+    def work(self, message: Message, world: int) -> float:
+        """Seconds of the processor."""
+        known = self.per_byte.get(key(message.kind, message.dtype), self.per_byte.get(message.kind, 0.0))
+        return known * sent_by(message, world)
+
+
+def _hops(kind: str, world: int) -> int:
+    return {"all_reduce": 2 * (world - 1), "all_gather": world - 1}.get(kind, 1)
+
+
+FREE = Software()
+
+
+def key(kind: str, dtype: torch.dtype) -> str:
+    """What a cost is filed under."""
+    return f"{kind} {str(dtype).removeprefix('torch.')}" if dtype in _SUMMED else kind
+
+
+_SUMMED = (torch.float16, torch.bfloat16)
+
+
+def measure(link: Backend, meet: Callable[[], None] = lambda: None) -> Software:
+    """Time collectives among all ranks of a link; every rank calls this at once, and hears the slowest's figures."""
+    assert link.world > 1, "one rank has nobody to send to"
+    latency, per_byte = {}, {}
+    for name, make in _makers(link).items():
+        kind = name.partition(" ")[0]
+        small, large = (_seconds(link, make(nbytes), meet) for nbytes in (_SMALL, _LARGE[kind]))
+        if kind == name:
+            latency[kind] = small
+        more = sent_by(Message(kind, _LARGE[kind] - _SMALL), link.world)  # type: ignore[arg-type]
+        per_byte[name] = max(0.0, large - small) / more
+    return _agreed(Software(latency, per_byte, link.world), link)
+
+
+def _makers(link: Backend) -> dict[str, Callable[[int], Collective]]:
+    device, world = link.device, link.world
+
+    def spread(nbytes: int) -> AllToAllOp:
+        each = max(1, nbytes // (world - 1))
+        return AllToAllOp(torch.zeros(each * world, dtype=torch.uint8, device=device), (each,) * world, (each,) * world)
+
+    def total(dtype: torch.dtype) -> Callable[[int], Collective]:
+        return lambda nbytes: AllReduceOp(torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device), "sum")
+
+    return {
+        "all_reduce": total(torch.float32),
+        **{key("all_reduce", dtype): total(dtype) for dtype in _SUMMED},
+        "all_gather": lambda nbytes: AllGatherOp(torch.zeros(nbytes, dtype=torch.uint8, device=device)),
+        "all_to_all": spread,
+    }
+
+
+def _seconds(link: Backend, collective: Collective, meet: Callable[[], None]) -> float:
+    found = []
+    for _ in range(_REPEATS):
+        meet()
+        began = time.perf_counter()
+        link.move(collective)
+        found.append(time.perf_counter() - began)
+    return median(found[1:])
+
+
+def _agreed(mine: Software, link: Backend) -> Software:
+    """The same figures on every rank."""
+    names = [*mine.latency, *mine.per_byte]
+    told = torch.tensor([*mine.latency.values(), *mine.per_byte.values()], dtype=torch.float64, device=link.device)
+    most = link.move(AllReduceOp(told, "max")).tolist()
+    cut = len(mine.latency)
+    latency = dict(zip(names[:cut], most[:cut], strict=True))
+    return Software(latency, dict(zip(names[cut:], most[cut:], strict=True)), link.world)

@@ -1,0 +1,26 @@
+import importlib
+
+import pytest
+
+import gradwire
+from gradwire import _RENAMED
+
+
+@pytest.mark.parametrize("old", sorted(_RENAMED))
+def test_an_old_name_still_works_and_warns(old: str) -> None:
+    with pytest.warns(DeprecationWarning, match=_RENAMED[old]):
+        assert getattr(gradwire, old) is getattr(gradwire, _RENAMED[old])
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        gradwire.nothing_of_the_kind  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["accelerate", "lightning", "transformers"])
+def test_an_old_module_still_works_and_warns(name: str) -> None:
+    new = importlib.import_module(f"gradwire.integrations.{name}")
+    with pytest.warns(DeprecationWarning, match=f"gradwire.integrations.{name}"):
+        old = importlib.reload(importlib.import_module(f"gradwire.adapters.{name}"))
+    public = {key for key in vars(new) if not key.startswith("_")}
+    assert public <= set(vars(old))

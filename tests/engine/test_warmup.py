@@ -1,0 +1,75 @@
+"""Warming up makes the first step like any other, and changes nothing else."""
+
+import logging
+import time
+
+import pytest
+import torch
+
+import gradwire
+from gradwire.engine import build, default_rules, warmup
+from gradwire.kernels import dispatch
+from gradwire.kernels.dispatch import reference_only
+
+SHAPES = {"a.weight": (64, 300), "a.bias": (64,), "b.weight": (10, 64)}
+CPU = torch.device("cpu")
+SPECS = ["topk(0.01)", "dgc(0.01)", "ef_signsgd", "int4", "qsgd", "terngrad", "powersgd(2)", "randomk(0.1)", "natural"]
+
+
+@pytest.fixture(autouse=True)
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "_warm", set())
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("granularity", ["layer", "model"])
+def test_every_kind_of_lane_can_be_warmed_up(spec: str, granularity: str) -> None:
+    for world in (1, 3):
+        warmup.warm_up(build(SHAPES, default_rules(spec, granularity=granularity), world), CPU)
+
+
+def test_a_ramp_is_warmed_up_whole() -> None:
+    plan = build(SHAPES, default_rules("ramp(topk(0.01) | sign, steps=4)"), 2)
+    warmup.warm_up(plan, CPU)
+    assert len({codec for _, codec, _ in warmup._warm}) >= 3
+
+
+def test_nothing_is_drawn_from_the_person_s_generator() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    warmup.warm_up(build(SHAPES, default_rules("qsgd"), 2), CPU)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_attaching_calls_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    faster = dispatch.faster("cpu")
+    for name, kernel in faster.items():
+        monkeypatch.setitem(
+            faster, name, lambda *args, k=kernel, n=name, **named: called.append(n) or k(*args, **named)
+        )
+    model = torch.nn.Linear(30, 20)
+    gradwire.compress(model, "topk(0.1)")
+    assert any("topk" in name for name in called)
+    assert "encode_blocks" in called
+    assert "scatter_mean_" in called  # though only long gradients need it
+    called.clear()
+    gradwire.compress(model, "topk(0.1)")
+    assert not called  # once in a process
+    gradwire.compress(model, "topk(0.1) | rows")
+    assert "decode_in_rows" in called  # though so few positions are said as gaps
+
+
+def test_definitions_need_no_warming(monkeypatch: pytest.MonkeyPatch) -> None:
+    with reference_only():
+        warmup.warm_up(build(SHAPES, default_rules("topk(0.01)"), 2), CPU)
+    assert not warmup._warm
+
+
+def test_long_warming_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(warmup, "_LONG_SECONDS", 0.01)
+    monkeypatch.setattr(warmup, "_rehearse", lambda *args: time.sleep(0.02))
+    with caplog.at_level(logging.WARNING, "gradwire"):
+        warmup.warm_up(build(SHAPES, default_rules("topk(0.01)"), 2), CPU)
+    assert "compiled" in caplog.text

@@ -1,0 +1,127 @@
+"""What the stories here have in common: small models, batches that differ by rank and step, and training loops."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+
+Case = tuple[str, tuple[str, ...]]  # what was said, and words that it must hold
+
+STEPS = 6
+# Small enough that the model below makes several of each, and that DDP rebuilds its buckets after the first step.
+BUCKET_MB = 0.0005
+LAUNCH_MB = 0.0008
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    """Three layers, 445 parameters."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 5))
+
+
+def batch(rank: int, step: int, n: int = 8, width: int = 10) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(n, width, generator=generator)
+
+
+def loss(net: Callable[[Tensor], Tensor], rank: int, step: int) -> Tensor:
+    return net(batch(rank, step)).square().mean()
+
+
+def sgd(net: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(net.parameters(), lr=0.2, **options)
+
+
+def ddp(net: nn.Module, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(net, bucket_cap_mb=BUCKET_MB, **options)
+
+
+def tensors(net: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
+    """Bit for bit; NaN equals NaN."""
+    return left.keys() == right.keys() and all(
+        torch.equal(*(x.contiguous().flatten().view(torch.uint8) for x in (left[name], right[name]))) for name in left
+    )
+
+
+def memories(wire: gradwire.Wire) -> dict[str, Tensor]:
+    """All that a wire remembers, without the facts about the run."""
+    return {key: value for key, value in wire.state_dict().items() if not key.startswith("gradwire/")}
+
+
+def plain(net: nn.Module, wire: gradwire.Wire, optimizer: torch.optim.Optimizer, steps: range, rank: int) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss(net, rank, step).backward()
+        wire()
+        optimizer.step()
+
+
+def replicas(world: int, spec: Any, **options: Any) -> tuple[list[nn.Sequential], gradwire.SimulatedWorkers]:
+    """Replicas in this process, and what synchronizes them."""
+    nets = [model() for _ in range(world)]
+    return nets, gradwire.lockstep(nets, spec, **options)
+
+
+def march(nets: list[nn.Sequential], workers: gradwire.SimulatedWorkers, steps: range, lr: float = 0.2) -> None:
+    """Train replicas in lockstep."""
+    for step in steps:
+        for rank, net in enumerate(nets):
+            net.zero_grad()
+            loss(net, rank, step).backward()
+        workers()
+        for net in nets:
+            descend(net, lr)
+
+
+def descend(net: nn.Module, lr: float = 0.2) -> None:
+    with torch.no_grad():
+        for p in net.parameters():
+            if p.grad is not None:
+                p -= lr * p.grad
+
+
+def mean_debt(wires: list[gradwire.Wire]) -> dict[str, Tensor]:
+    """The pending update."""
+    debts = [wire.debts() for wire in wires]
+    return {name: torch.stack([debt[name].double() for debt in debts]).mean(0) for name in debts[0]}
+
+
+def agreed(value: Tensor) -> bool:
+    """Whether all ranks hold the same bits."""
+    heard = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(heard, value.contiguous())
+    return all(torch.equal(one, value) for one in heard)
+
+
+def sentence(attempt: Callable[[], object]) -> str:
+    """What a refusal says; the kind of error comes first."""
+    try:
+        attempt()
+    except Exception as wrong:
+        return f"{type(wrong).__name__}: {wrong}"
+    return "no refusal"
+
+
+def wrapped(net: nn.Module, optimizer: Any = None, **options: Any) -> gradwire.DistributedOptimizer:
+    inner = sgd(net) if optimizer is None else optimizer
+    return gradwire.DistributedOptimizer(inner, net.named_parameters(), **options)
+
+
+def check_sentences(answers: list[dict[str, Case]]) -> None:
+    wrong = [
+        f"{case}: rank {rank} lacks {word!r} in: {said}"
+        for rank, answer in enumerate(answers)
+        for case, (said, words) in answer.items()
+        for word in words
+        if word not in said
+    ]
+    assert not wrong, "\n".join(wrong)

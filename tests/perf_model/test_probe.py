@@ -1,0 +1,88 @@
+"""A probe finds what the link is, the same on all ranks, or says in time that it cannot."""
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.comm.alphabeta import seconds
+from gradwire.comm.backend import Backend
+from gradwire.comm.collectives import AllReduceOp, Collective
+from gradwire.comm.emulated import EmulatedBackend
+from gradwire.comm.rates import LinkSpec
+from gradwire.comm.torch_backend import connect
+from gradwire_lab.perf_model.probe import found, probe
+from gradwire_lab.perf_model.software import measure
+from spawn import run_ranks
+
+
+class Exact(Backend):
+    """A link on which everything takes just as long as the table says, on a clock of its own."""
+
+    def __init__(self, world: int, spec: str) -> None:
+        super().__init__()
+        self.rank, self.world, self.device = 0, world, torch.device("cpu")
+        self.spec, self.now = LinkSpec.parse(spec), 0.0
+
+    def move(self, collective: Collective) -> Tensor:
+        x = collective.tensor
+        assert isinstance(collective, AllReduceOp)
+        self.now += seconds("all_reduce", x.numel() * x.element_size(), self.world, self.spec)
+        return x
+
+
+@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize("text", ["20mbit,5ms", "100mbit", "10gbit,50us", "1gbit,20ms"])
+def test_a_link_as_in_the_table_is_found(world: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers, hops and announcements are in the table, so they must not be counted again."""
+    link = Exact(world, text)
+    monkeypatch.setattr("time.perf_counter", lambda: link.now)
+    rate, delay = found(link).rate_bits, found(link).delay_seconds
+    assert rate == pytest.approx(link.spec.rate_bits, rel=0.03)
+    assert delay == pytest.approx(link.spec.delay_seconds, rel=0.01, abs=2e-6)
+
+
+def probed(rank: int, world: int) -> tuple[LinkSpec, LinkSpec]:
+    thin = found(EmulatedBackend(connect(), "20mbit,5ms"))
+    os.environ.pop("GRADWIRE_LINK", None)
+    return thin, probe()
+
+
+def test_a_pretended_link_is_found_out() -> None:
+    (one, fast), (two, same) = run_ranks(probed, 2)
+    assert one == two and fast == same
+    assert one.rate_bits is not None and fast.rate_bits is not None
+    assert 17e6 < one.rate_bits < 22e6 and 0.004 < one.delay_seconds < 0.008
+    assert fast.rate_bits > 5 * one.rate_bits
+
+
+def left_alone(rank: int, world: int) -> Any:
+    if rank:
+        time.sleep(4)
+        return None
+    began = time.monotonic()
+    try:
+        probe(patience_seconds=1.5)
+    except ValueError as wrong:
+        return str(wrong), time.monotonic() - began
+
+
+def test_a_silent_rank_is_told_in_a_sentence() -> None:
+    (said, took), _ = run_ranks(left_alone, 2)
+    assert "did not hear from all ranks within 1.5 s" in said and "100mbit,20ms" in said
+    assert took < 3.5
+
+
+def timed(rank: int, world: int) -> Any:
+    software = measure(connect(), torch.distributed.barrier)
+    return software.latency, software.per_byte
+
+
+def test_software_costs_are_the_same_figures_everywhere() -> None:
+    one, two = run_ranks(timed, 2)
+    assert one == two
+    assert set(one[0]) == {"all_reduce", "all_gather", "all_to_all"}
+    assert all(seconds > 0 for seconds in one[0].values())

@@ -1,0 +1,105 @@
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from spawn import RankError, run_ranks
+
+
+def add_up(rank: int, world: int, x: torch.Tensor) -> dict[str, object]:
+    mine = x * rank
+    dist.all_reduce(mine)
+    return {"rank": rank, "world": world, "sum": mine, "threads": torch.get_num_threads()}
+
+
+def fail_in_one(rank: int, world: int) -> None:
+    if rank == 1:
+        raise ValueError("the straw that broke it")
+    dist.barrier()
+
+
+def die_in_one(rank: int, world: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def hang_in_one(rank: int, world: int, stubborn: bool) -> int:
+    if rank == 1:
+        if stubborn:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+    return rank
+
+
+def overwrite(rank: int, world: int, x: torch.Tensor) -> torch.Tensor:
+    return x.fill_(rank)
+
+
+def pid(rank: int, world: int, path: str) -> None:
+    with open(f"{path}/{rank}", "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(1000)
+
+
+def test_results_come_in_rank_order():
+    results = run_ranks(add_up, 3, torch.ones(4))
+    assert [result["rank"] for result in results] == [0, 1, 2]
+    for result in results:
+        assert result["world"] == 3
+        assert result["threads"] == 1
+        assert torch.equal(result["sum"], torch.full((4,), 3.0))
+
+
+def test_large_results_do_not_block():
+    for rank, result in enumerate(run_ranks(overwrite, 2, torch.zeros(1_000_000))):
+        assert (result == rank).all()
+
+
+def test_no_memory_is_shared():
+    x = torch.full((8,), 7.0)
+    first, second = run_ranks(overwrite, 2, x)
+    assert (x == 7).all()
+    assert (first == 0).all()
+    assert (second == 1).all()
+
+
+def test_an_exception_names_its_rank():
+    with pytest.raises(RankError, match="rank 1 of 2 failed") as caught:
+        run_ranks(fail_in_one, 2)
+    assert "ValueError: the straw that broke it" in str(caught.value)
+    assert "fail_in_one" in str(caught.value)  # the traceback came along
+
+
+def test_a_death_names_its_rank():
+    with pytest.raises(RankError, match="rank 1 of 2 failed:\ndied without a word, exit code -9"):
+        run_ranks(die_in_one, 2)
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_a_hang_is_killed_at_the_timeout(stubborn):
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="from rank 1 of 2"):
+        run_ranks(hang_in_one, 2, stubborn, timeout=2)
+    assert time.monotonic() - began < 10
+
+
+def test_no_child_outlives_the_call(tmp_path):
+    with pytest.raises(TimeoutError, match="rank 0, 1"):
+        run_ranks(pid, 2, str(tmp_path), timeout=2)
+    for file in tmp_path.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
+
+
+def test_ranks_start_fast_once_the_fork_server_is_warm():
+    run_ranks(add_up, 1, torch.ones(1))
+    seconds = []
+    for _ in range(3):  # the best of three: the machine may be busy
+        began = time.monotonic()
+        run_ranks(add_up, 4, torch.ones(1))
+        seconds.append(time.monotonic() - began)
+    assert min(seconds) < 1.5
