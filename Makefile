@@ -28,24 +28,29 @@ $(STAMP): pyproject.toml constraints.txt
 train: setup  ## Train on the digits with compressed gradients
 	$(BIN)/gradwire demo $(ARGS)
 
-# Tests that only compute, in one process, take what others leave of the processors: they run beside them with low
-# priority, and speak when those are done. Tests that watch a clock come last, when nothing else runs.
-COMPUTE := $(addprefix tests/,codecs core perf_model/test_simulation.py kernels laws engine topology) \
+# Tests that mostly compute in one process run with low priority beside those that start many ranks. Tests that watch a
+# clock come last, beside those of network hosts, which mostly wait.
+CLOCKS := $(addprefix tests/,comm/test_throttled.py gossip/test_elastic.py gossip/test_peers.py \
+	perf_model/test_auto.py perf_model/test_probe.py test_spawn.py)
+HOSTS := $(addprefix tests/network/test_,hosts.py lost_host.py)
+LAST := $(addprefix --ignore=,$(CLOCKS) $(HOSTS))
+COMPUTE := $(addprefix tests/,bench codecs comm core engine kernels laws network perf_model topology) \
 	$(patsubst %,tests/gossip/test_%.py,consensus equalities gamma stack state study)
-CLOCKS := $(addprefix tests/,bench perf_model gossip/test_elastic.py gossip/test_peers.py comm network test_spawn.py)
-IGNORED := $(addprefix --ignore=,$(COMPUTE))
+PYTEST := $(BIN)/python -m pytest
 
 test: setup  ## Run the tests
 ifdef ARGS
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 else
-	@status=0; said=$$(mktemp); \
-	nice -n 10 $(BIN)/python -m pytest -p no:cacheprovider --timeout 300 $(COMPUTE) >$$said 2>&1 & beside=$$!; \
-	trap 'kill $$beside; rm -f $$said; exit 130' INT TERM; \
-	$(BIN)/python -m pytest $(IGNORED) $(addprefix --ignore=,$(CLOCKS)) || status=$$?; \
-	wait $$beside || status=$$?; cat $$said; rm $$said; \
-	$(BIN)/python -m pytest $(CLOCKS) $(IGNORED) || status=$$?; \
-	exit $$status
+	@status=0; log=$$(mktemp); trap 'kill $$other; rm -f $$log; exit 130' INT TERM; \
+	together() { \
+		nice -n 10 $(PYTEST) -p no:cacheprovider --timeout 300 $$1 >$$log 2>&1 & other=$$!; \
+		$(PYTEST) $$2 || status=$$?; \
+		wait $$other || status=$$?; cat $$log; \
+	}; \
+	together "$(COMPUTE) $(LAST)" "$(addprefix --ignore=,$(COMPUTE)) $(LAST)"; \
+	together "$(HOSTS)" "$(CLOCKS)"; \
+	rm $$log; exit $$status
 endif
 
 study: setup  ## Run the tests that take long

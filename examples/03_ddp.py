@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire_lab.train.launch import launch
+from gradwire_lab.launch import launch
 
 STEPS = 50
 

@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, settings
 
 import spawn
 
-# Who is started in the background of a shell is told to ignore Ctrl-C, and so are all whom it starts.
+# A shell makes its background processes ignore Ctrl-C, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 spawn.preload()
 
-# Deadlines measure the machine, not the code. Everybody draws the same examples, CI included;
+# Deadlines measure the machine, not the code. The same examples are drawn everywhere, CI included;
 # HYPOTHESIS_PROFILE=explore draws new and more ones.
 settings.register_profile(
     "steady",
@@ -35,6 +35,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 @pytest.fixture(autouse=True, scope="session")
 def fork_server(request: pytest.FixtureRequest) -> None:
-    """It imports while the first tests run, if some of them are going to need it."""
-    if any(hasattr(item.module, "run_ranks") for item in request.session.items):
+    """Imports while the first tests run, if some tests are going to need it."""
+    starters = {"run_ranks", "run_cases", "cases_fixture"}
+    if any(starters & vars(item.module).keys() for item in request.session.items):
         spawn.start_server()

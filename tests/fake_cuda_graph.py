@@ -64,13 +64,13 @@ class WrittenGraph:
         self._done = False
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def capturing(self) -> Iterator[None]:
         with self._pen:
             yield
         self._done = True
         WrittenGraph.made += 1
 
-    def run(self) -> None:
+    def replay(self) -> None:
         if self._done:
             self._done = False
             return

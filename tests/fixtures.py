@@ -1,6 +1,6 @@
-"""What the stories here have in common: small models, batches that differ by rank and step, and training loops."""
+"""Shared by tests: small models, batches that differ by rank and step, and training loops."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 
-Case = tuple[str, tuple[str, ...]]  # what was said, and words that it must hold
+Case = tuple[str, tuple[str, ...]]  # the text of an error, and the words that it must contain
 
+NO_ERROR = "no error"
 STEPS = 6
 # Small enough that the model below makes several of each, and that DDP rebuilds its buckets after the first step.
 BUCKET_MB = 0.0005
@@ -53,11 +54,12 @@ def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
 
 
 def memories(wire: gradwire.Wire) -> dict[str, Tensor]:
-    """All that a wire remembers, without the facts about the run."""
+    """The state of a wire, without the entries about the run itself."""
     return {key: value for key, value in wire.state_dict().items() if not key.startswith("gradwire/")}
 
 
-def plain(net: nn.Module, wire: gradwire.Wire, optimizer: torch.optim.Optimizer, steps: range, rank: int) -> None:
+def plain_loop(net: nn.Module, wire: gradwire.Wire, optimizer: torch.optim.Optimizer, steps: range, rank: int) -> None:
+    """Train with an explicit call of the wire."""
     for step in steps:
         optimizer.zero_grad()
         loss(net, rank, step).backward()
@@ -66,12 +68,12 @@ def plain(net: nn.Module, wire: gradwire.Wire, optimizer: torch.optim.Optimizer,
 
 
 def replicas(world: int, spec: Any, **options: Any) -> tuple[list[nn.Sequential], gradwire.SimulatedWorkers]:
-    """Replicas in this process, and what synchronizes them."""
+    """Replicas in this process, and the object that synchronizes them."""
     nets = [model() for _ in range(world)]
     return nets, gradwire.lockstep(nets, spec, **options)
 
 
-def march(nets: list[nn.Sequential], workers: gradwire.SimulatedWorkers, steps: range, lr: float = 0.2) -> None:
+def train_steps(nets: list[nn.Sequential], workers: gradwire.SimulatedWorkers, steps: range, lr: float = 0.2) -> None:
     """Train replicas in lockstep."""
     for step in steps:
         for rank, net in enumerate(nets):
@@ -79,49 +81,62 @@ def march(nets: list[nn.Sequential], workers: gradwire.SimulatedWorkers, steps: 
             loss(net, rank, step).backward()
         workers()
         for net in nets:
-            descend(net, lr)
+            sgd_step(net, lr)
 
 
-def descend(net: nn.Module, lr: float = 0.2) -> None:
+def sgd_step(net: nn.Module, lr: float = 0.2) -> None:
     with torch.no_grad():
         for p in net.parameters():
             if p.grad is not None:
                 p -= lr * p.grad
 
 
-def mean_debt(wires: list[gradwire.Wire]) -> dict[str, Tensor]:
-    """The pending update."""
+def mean_pending_error(wires: list[gradwire.Wire]) -> dict[str, Tensor]:
+    """The update that is still to come: the mean of all ranks' compression errors."""
     debts = [wire.debts() for wire in wires]
     return {name: torch.stack([debt[name].double() for debt in debts]).mean(0) for name in debts[0]}
 
 
-def agreed(value: Tensor) -> bool:
+def same_on_all_ranks(value: Tensor) -> bool:
     """Whether all ranks hold the same bits."""
-    heard = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.all_gather(heard, value.contiguous())
-    return all(torch.equal(one, value) for one in heard)
+    values = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(values, value.contiguous())
+    return all(torch.equal(other, value) for other in values)
 
 
-def sentence(attempt: Callable[[], object]) -> str:
-    """What a refusal says; the kind of error comes first."""
+def error_text(attempt: Callable[[], object]) -> str:
+    """The type and the message of the error that a call raises."""
     try:
         attempt()
-    except Exception as wrong:
-        return f"{type(wrong).__name__}: {wrong}"
-    return "no refusal"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return NO_ERROR
 
 
-def wrapped(net: nn.Module, optimizer: Any = None, **options: Any) -> gradwire.DistributedOptimizer:
+def wrap_optimizer(net: nn.Module, optimizer: Any = None, **options: Any) -> gradwire.DistributedOptimizer:
     inner = sgd(net) if optimizer is None else optimizer
     return gradwire.DistributedOptimizer(inner, net.named_parameters(), **options)
 
 
-def check_sentences(answers: list[dict[str, Case]]) -> None:
-    wrong = [
-        f"{case}: rank {rank} lacks {word!r} in: {said}"
-        for rank, answer in enumerate(answers)
-        for case, (said, words) in answer.items()
+def check_message(answers: Sequence[Case]) -> None:
+    """Every rank's error contains its words."""
+    missing = [
+        f"rank {rank} lacks {word!r} in: {text}"
+        for rank, (text, words) in enumerate(answers)
         for word in words
-        if word not in said
+        if word not in text
     ]
-    assert not wrong, "\n".join(wrong)
+    assert not missing, "\n".join(missing)
+
+
+def by_name(*several: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `gradwire.compress` under a name that tells them apart."""
+    named = {_name(options): dict(options) for options in several}
+    assert len(named) == len(several), "two have the same name"
+    return named
+
+
+def _name(options: Mapping[str, Any]) -> str:
+    values = {key: "rules" if key == "rules" else str(value) for key, value in options.items() if key != "launch_mb"}
+    spec = values.pop("spec")
+    return " ".join((spec, *(value if key != "bundle" else f"bundle={value}" for key, value in values.items())))

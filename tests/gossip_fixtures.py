@@ -1,4 +1,4 @@
-"""What the stories of gossip have in common: bare vectors in a model's clothes, and replicas that train a little."""
+"""Fixtures of the gossip tests: vectors as models, and replicas that train for a few steps."""
 
 from typing import Any
 
@@ -7,13 +7,14 @@ from torch import Tensor, nn
 
 import fixtures
 import gradwire
+from gradwire.topology import Topology
 
 SHAPES = ((12, 9), (31,), (5, 4, 3))
 LENGTH = 12 * 9 + 31 + 60
 
 
 class Vector(nn.Module):
-    """Parameters that nobody differentiates: a matrix, a vector and a small filter."""
+    """Parameters without a loss: a matrix, a vector and a small filter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,13 +25,18 @@ def vectors(ranks: int, seed: int = 0) -> Tensor:
     return torch.randn(ranks, LENGTH, generator=torch.Generator().manual_seed(seed))
 
 
-def virtual(ranks: int, spec: str, codec: str | None = None, **options: Any) -> gradwire.SimulatedGossip:
+def simulated(ranks: int, spec: str, codec: str | None = None, **options: Any) -> gradwire.SimulatedGossip:
     return gradwire.gossip_lockstep([Vector() for _ in range(ranks)], spec, codec, **options)
 
 
 def spread(x: Tensor) -> float:
     """The sum over ranks of the squared distance to the mean."""
     return float((x.double() - x.double().mean(0)).square().sum())
+
+
+def dense_factor(topology: Topology) -> float:
+    """By what a period of dense gossip multiplies the distance to the mean, at most: |W_p ... W_1 - 1 1^T / n|."""
+    return float(torch.linalg.matrix_norm(topology.product() - 1.0 / topology.size, 2))
 
 
 def train(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from spawn import PATIENCE
+from spawn import COLLECTIVE_TIMEOUT
 
 FRAME = 66  # bytes of headers that open a frame: Ethernet 14, IPv4 20, TCP 20, and its timestamps 12
 SEGMENT = 1448  # bytes of data that fill a frame
@@ -87,7 +87,7 @@ def meet(store: dist.Store, world: int, place: str) -> None:
     """A barrier that stays off the interfaces."""
     if store.add(place, 1) == world:
         store.set(f"{place}, all", "")
-    store.wait([f"{place}, all"], 3 * PATIENCE)
+    store.wait([f"{place}, all"], 3 * COLLECTIVE_TIMEOUT)
 
 
 def read() -> Counters:

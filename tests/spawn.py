@@ -1,6 +1,6 @@
-"""Real processes in a real gloo group, started fast and always reaped.
+"""Real processes in a real gloo group, started fast and always stopped.
 
-Everything crosses as bytes: a tensor that arrives never shares memory with the one that was sent.
+Arguments and results cross as bytes: a tensor that arrives shares no memory with the one that was sent.
 """
 
 import datetime
@@ -9,7 +9,7 @@ import multiprocessing
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -17,10 +17,11 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire_lab.train import launch
+from gradwire_lab import launch
 
 # Imported once in the fork server and inherited by every rank; what is missing is skipped. Optimizers import dynamo.
 PRELOAD = [
@@ -32,30 +33,40 @@ PRELOAD = [
     "pytest",
     "gradwire",
     "gradwire_lab.cli.main",
-    "gradwire_lab.train.digits",
-    "gradwire_lab.train.work",
+    "gradwire_lab.train.demo",
+    "gradwire_lab.train.run_modes",
     "tests.numba_tables",
 ]
-PATIENCE = datetime.timedelta(seconds=30)  # of one collective
+COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=30)
 
 _context = multiprocessing.get_context("forkserver")
 
 
 class RankError(RuntimeError):
-    """A rank raised, or died; the message names it and holds its traceback."""
+    """A rank raised an exception or died; the message names the rank and contains its traceback."""
+
+
+class Answers(dict[str, Any]):
+    """What all ranks returned, by case. A case that failed raises its error where it is read."""
+
+    def __getitem__(self, case: str) -> Any:
+        answer = super().__getitem__(case)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 def preload() -> None:
     """Name what the fork server imports. It starts, and freezes its environment, at first use.
 
-    There is one in a process: whether it starts for a test or for what a test calls, it must serve all the others.
+    A process has one fork server, which serves these ranks and those that the tested code starts.
     """
     launch.PRELOAD = (*launch.PRELOAD, *PRELOAD)
-    launch.prepare()
+    launch.preload()
 
 
 def start_server() -> None:
-    """Have it started already when the first ranks are."""
+    """Start the fork server before the first ranks need it."""
     forkserver.ensure_running()
 
 
@@ -63,8 +74,8 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: flo
     """Call ``function(rank, world, *args)`` in every rank of a gloo group.
 
     Args:
-        function: Lives at the top of a module, so that a fresh process can import it.
-        world: How many processes.
+        function: Defined at the top of a module, so that a new process can import it.
+        world: Number of processes.
         args: Copied to every rank.
         timeout: Seconds until ranks that have not answered are killed.
 
@@ -79,6 +90,95 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: flo
     job = _pack((function, args))
     with tempfile.TemporaryDirectory() as folder, _started(world, job, folder) as ranks:
         return _collect(ranks, deadline, timeout)
+
+
+def run_cases(
+    function: Callable[..., Any], world: int, cases: Mapping[str, Any], *args: Any, timeout: float = 100
+) -> Answers:
+    """Call ``function(rank, world, case, *args)`` for one case after the other, in one group.
+
+    A case that fails ends its group. The cases after it run in a new one, so that no failure hides another.
+
+    Args:
+        function: As for `run_ranks`.
+        world: Number of processes.
+        cases: By name.
+        args: Copied to every rank.
+        timeout: Seconds for all cases together.
+
+    Returns:
+        A list by rank for each case.
+    """
+    deadline, names, answers = time.monotonic() + timeout, list(cases), Answers()
+    while names:
+        with tempfile.TemporaryDirectory() as folder:
+            values = [cases[name] for name in names]
+            error = _error_of(_run_all, world, function, values, args, folder, timeout=deadline - time.monotonic())
+            for done in _finished(folder, world, len(names)):
+                answers[names.pop(0)] = done
+        if error is not None and not names:
+            raise error
+        if error is not None:
+            answers[names.pop(0)] = error
+    return answers
+
+
+def _error_of(*args: Any, timeout: float) -> Exception | None:
+    try:
+        run_ranks(*args, timeout=timeout)
+    except (RankError, TimeoutError) as error:
+        return error
+    return None
+
+
+def _run_all(rank: int, world: int, function: Callable[..., Any], cases: list[Any], args: Any, folder: str) -> None:
+    for i, case in enumerate(cases):
+        whole = Path(folder, f"{i}-{rank}")
+        partial = whole.with_suffix(".partial")
+        partial.write_bytes(_pack(function(rank, world, case, *args)))
+        partial.rename(whole)
+
+
+def _finished(folder: str, world: int, count: int) -> Iterator[list[Any]]:
+    """The answers of all ranks, up to the first case that some rank has not finished."""
+    for i in range(count):
+        files = [Path(folder, f"{i}-{rank}") for rank in range(world)]
+        if not all(file.exists() for file in files):
+            return
+        yield [_unpack(file.read_bytes()) for file in files]
+
+
+def call_case(rank: int, world: int, case: Callable[..., Any], *args: Any) -> Any:
+    """For `run_cases` where every case is a function of its own."""
+    return case(rank, world, *args)
+
+
+def cases_fixture(
+    function: Callable[..., Any], worlds: int | Sequence[int], cases: Mapping[str, Any], timeout: float = 100
+) -> Any:
+    """A fixture of a module: `run_cases` with those cases that are parameters of its selected tests."""
+
+    @pytest.fixture(scope="module", params=[worlds] if isinstance(worlds, int) else worlds, ids=lambda n: f"world{n}")
+    def answers(request: pytest.FixtureRequest) -> Answers:
+        specs = [item.callspec for item in request.session.items if item.module is request.module and _has_case(item)]
+        selected = {spec.params["case"] for spec in specs}
+        chosen = {name: cases[name] for name in cases if name in selected}
+        return run_cases(function, request.param, chosen, timeout=timeout)
+
+    return answers
+
+
+def use_nccl() -> None:
+    """In the only rank of a group: use NCCL on the first GPU from now on."""
+    if dist.get_backend() != "nccl":
+        dist.destroy_process_group()
+        torch.cuda.set_device(0)
+        device = torch.device("cuda", 0)
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+
+
+def _has_case(item: Any) -> bool:
+    return "case" in getattr(getattr(item, "callspec", None), "params", ())
 
 
 Rank = tuple[ForkServerProcess, Connection]
@@ -102,16 +202,16 @@ def _started(world: int, job: bytes, folder: str) -> Iterator[list[Rank]]:
 
 
 def _collect(ranks: list[Rank], deadline: float, timeout: float) -> list[Any]:
-    silent = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
+    waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
     results: dict[int, Any] = {}
-    while silent:
-        ready = wait(list(silent), timeout=max(0.0, deadline - time.monotonic()))
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            late = ", ".join(str(rank) for rank in sorted(silent.values()))
+            late = ", ".join(str(rank) for rank in sorted(waiting.values()))
             raise TimeoutError(f"no answer within {timeout:g} s from rank {late} of {len(ranks)}")
         failures = []
         for pipe in ready:
-            rank = silent.pop(pipe)
+            rank = waiting.pop(pipe)
             moment, ok, answer = _receive(ranks[rank])
             if ok:
                 results[rank] = answer
@@ -129,7 +229,7 @@ def _receive(rank: Rank) -> tuple[float, bool, Any]:
         moment, ok, answer = _unpack(pipe.recv_bytes())
     except EOFError:
         process.join(5)
-        return 0.0, False, f"died without a word, exit code {process.exitcode}"
+        return 0.0, False, f"died without an answer, exit code {process.exitcode}"
     return moment, ok, answer
 
 
@@ -154,7 +254,7 @@ def _join(processes: list[ForkServerProcess], seconds: float) -> None:
 
 
 def _rank(rank: int, world: int, folder: str, job: bytes, pipe: Connection) -> None:
-    """The body of one process. It answers first and tidies up later: others may be waiting."""
+    """The body of one process. It answers before it cleans up, because other ranks may be waiting."""
     torch.set_num_threads(1)
     try:
         function, args = _unpack(job)
@@ -163,14 +263,14 @@ def _rank(rank: int, world: int, folder: str, job: bytes, pipe: Connection) -> N
             init_method=Path(folder, "rendezvous").as_uri(),
             rank=rank,
             world_size=world,
-            timeout=PATIENCE,
+            timeout=COLLECTIVE_TIMEOUT,
         )
         answer = _pack((time.monotonic(), True, function(rank, world, *args)))
     except BaseException:
         answer = _pack((time.monotonic(), False, traceback.format_exc()))
     pipe.send_bytes(answer)
     with suppress(EOFError, OSError):
-        pipe.recv_bytes()  # nothing comes but the end: who left earlier would tear connections that others still make
+        pipe.recv_bytes()  # waits for the end: leaving earlier would break connections that other ranks still make
     pipe.close()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire_lab.train import shelf
+from gradwire_lab.train import recipe_files
 from gradwire_lab.train.data import TASKS
 from gradwire_lab.train.models import MODELS
 from gradwire_lab.train.recipe import TABLES
@@ -29,7 +29,7 @@ def test_the_slurm_script_is_a_script():
 def test_the_commands_of_the_manifests_are_recipes():
     text = (ROOT / "deploy" / "kubernetes.yaml").read_text()
     assert "cifar10-resnet20" in text
-    shelf.resolve(["cifar10-resnet20", "dgc", "ramp5"])
+    recipe_files.resolve(["cifar10-resnet20", "dgc", "ramp5"])
 
 
 # Every flag, and every key of a config file, that the five systems read.
@@ -94,7 +94,7 @@ def test_the_page_of_training_names_every_key_model_and_data_set():
 def test_the_page_of_flags_names_recipes_that_exist():
     named = set(re.findall(r"\b(?:cifar10|imagenet|ptb|pydoc)-\w[\w-]*", PAGE.read_text()))
     assert named
-    assert named <= set(shelf.registered())
+    assert named <= set(recipe_files.registered())
 
 
 def test_the_page_of_flags_names_keys_that_exist():

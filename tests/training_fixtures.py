@@ -11,11 +11,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from gradwire_lab.train import checkpoint, shelf
-from gradwire_lab.train.place import alone
+from gradwire_lab.train import checkpoint, recipe_files
+from gradwire_lab.train.rank_info import simulated_ranks
 from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.record import open_folder
-from gradwire_lab.train.run import sit
+from gradwire_lab.train.run import run_training
 
 DIGITS = ("train.batch=240", "train.epochs=2", "model.options={width=4}", "train.log_every=2")  # five steps an epoch
 LSTM = (
@@ -38,13 +38,13 @@ GPT = (
 
 def recipe_of(name: str, *overrides: str) -> Recipe:
     small = {"digits": DIGITS, "pydoc-lstm": LSTM, "pydoc-gpt": GPT}[name]
-    return shelf.resolve([name], [*small, *overrides])
+    return recipe_files.resolve([name], [*small, *overrides])
 
 
 def train(recipe: Recipe, world: int, folder: Path, resume: bool = False, heard: list[Any] | None = None) -> Any:
     """Virtual workers; the final record."""
     open_folder(folder, recipe)
-    return sit(recipe, alone(world), folder, (heard if heard is not None else []).append, resume)
+    return run_training(recipe, simulated_ranks(world), folder, (heard if heard is not None else []).append, resume)
 
 
 def saved(folder: Path, file: str = "model.safetensors") -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ class Pooled(nn.Sequential):
         return super().forward(x)
 
 
-class Doomed(Normed):
+class KillsRank1(Normed):
     """Kills its process in the seventh forward pass of rank 1, in torchrun's first attempt only.
 
     Given the number of a process, it interrupts that one instead.
@@ -101,7 +101,7 @@ class Doomed(Normed):
         return super().forward(x)
 
 
-class Mortal(Normed):
+class DiesOnce(Normed):
     """Kills its process in the tenth pass of rank 1, once; the others dawdle until it is back."""
 
     def __init__(self, folder: str) -> None:
@@ -124,11 +124,11 @@ class Mortal(Normed):
         return super().forward(x)
 
 
-class Left(Exception):
+class LeftTheGroup(Exception):
     pass
 
 
-class Tired(Normed):
+class LeavesOnce(Normed):
     """Leaves in the tenth pass of rank 1, once; the other one dawdles until it is back."""
 
     left, back = threading.Event(), threading.Event()
@@ -138,7 +138,7 @@ class Tired(Normed):
         self.passes = getattr(self, "passes", 0) + self.training
         if mine and self.passes == 10 and not gone:
             self.left.set()
-            raise Left
+            raise LeftTheGroup
         if mine and gone:
             self.back.set()
         elif self.training and gone and not self.back.is_set():

@@ -1,14 +1,16 @@
 """`bench kernels` times everything it names, and bad input to a bench gets a sentence before anything is measured."""
 
 import json
-import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradwire_lab.bench import cases, kernels, plain
+from gradwire_lab.bench import cases, kernels, plain, selections
+from gradwire_lab.bench.scene import Scene
 from gradwire_lab.cli.bench import app
 
 CPU = torch.device("cpu")
@@ -34,20 +36,37 @@ def test_every_kernel_is_timed() -> None:
         assert row["to_reference"] == pytest.approx(row["reference_ms"] / row["ms"])
     for name, composed in kernels.COMPOSED.items():
         assert rows[name]["to_torch"] == pytest.approx(rows[composed]["ms"] / rows[name]["ms"])
+    for name, gaussian in selections.GAUSSIAN.items():
+        assert rows[name]["to_gaussian"] == pytest.approx(rows[name]["ms"] / rows[gaussian]["ms"])
 
 
-def test_a_small_floor_knows_no_late_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that wait for one another may take a hundred times as long as what they copy."""
+class FakeClock:
+    """A clock that stands still but for a microsecond at each look, and for copies."""
 
-    def late(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.004)
-        return target
+    def __init__(self) -> None:
+        self.now = 0.0
 
-    monkeypatch.setattr(torch.Tensor, "copy_", late)
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    def takes(self, seconds: float) -> Callable[[object, object], None]:
+        def copy(target: object, source: object) -> None:
+            self.now += seconds
+
+        return copy
+
+
+def test_a_small_floor_is_that_of_the_fastest_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that wait for one another may take a hundred times as long as the copy itself."""
+    clock = FakeClock()
+    monkeypatch.setattr(kernels, "time", clock)
+    monkeypatch.setattr(torch.Tensor, "copy_", clock.takes(4e-3))
+    monkeypatch.setattr(kernels, "np", SimpleNamespace(copyto=clock.takes(1e-3)))
     (row,) = kernels.measure(CPU, [100_000], only="sign_decode", repeats=3)
-    assert row["floor_ms"] < 2
+    assert row["floor_ms"] == pytest.approx(1, abs=0.01), "by one thread"
     (row,) = kernels.measure(CPU, [kernels.TURN // 4], only="sign_decode", repeats=3)
-    assert row["floor_ms"] > 2, "a long copy is made once in a turn"
+    assert row["floor_ms"] == pytest.approx(4, abs=0.01), "a long copy is made once in a turn, by all threads"
 
 
 def test_resnet50() -> None:
@@ -63,7 +82,7 @@ def test_resnet50() -> None:
 
 @pytest.mark.parametrize("name", cases.names((700, 1, 64, 300)))
 def test_every_case_takes_segments(name: str) -> None:
-    scene = cases.Scene((700, 1, 64, 300), CPU)
+    scene = Scene((700, 1, 64, 300), CPU)
     case = cases.CASES[name](scene)
     assert case.bytes > 0
     for _ in range(2):

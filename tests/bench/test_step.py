@@ -18,15 +18,15 @@ def test_ratios_are_of_neighbors_in_time() -> None:
     """The machine slows down tenfold in the second round; no ratio shows it."""
     heard = [
         {"method": method, "params": 1000, "kept": kept, "peak": kept + 400}
-        for method, kept in ((step.DENSE, 8000), (step.SILENT, 8000), ("topk(0.01)", 12000))
+        for method, kept in ((step.DENSE, 8000), (step.NO_COMM, 8000), ("topk(0.01)", 12000))
     ]
     heard.append({"method": "ddp-bf16", "refused": "TypeError: not on gloo"})
     for number, slow in ((0, 1.0), (1, 10.0), (2, 1.0)):
         for rank in (0, 1):
             heard.append(news(step.DENSE, number, 0.1 * slow, rank))
-            heard.append(news(step.SILENT, number, 0.08 * slow, rank))
+            heard.append(news(step.NO_COMM, number, 0.08 * slow, rank))
             heard.append(news("topk(0.01)", number, 0.11 * slow, rank))
-    rows = {row["method"]: row for row in step._rows(heard, (step.DENSE, step.SILENT, "topk(0.01)", "ddp-bf16"))}
+    rows = {row["method"]: row for row in step._rows(heard, (step.DENSE, step.NO_COMM, "topk(0.01)", "ddp-bf16"))}
     ours = rows["topk(0.01)"]
     assert ours["to_dense"] == pytest.approx(1.1)
     assert ours["to_dense_quartiles"] == pytest.approx([1.1, 1.1])
@@ -53,9 +53,9 @@ def test_two_ranks_train_side_by_side() -> None:
 
 def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(ValueError, match="no workload 'resnet21'"):
-        step.measure(step.Job("resnet21", "cpu"), 2)
+        step.measure(step.StepBench("resnet21", "cpu"), 2)
     with pytest.raises(ValueError, match="compared with ddp-fp32"):
-        step.measure(step.Job("resnet20", "cpu", ("topk(0.01)",)), 2)
+        step.measure(step.StepBench("resnet20", "cpu", ("topk(0.01)",)), 2)
 
 
 def test_memories_are_seen() -> None:

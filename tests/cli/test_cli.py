@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 import gradwire
-from gradwire_lab.cli.cards import HEADINGS, cards
+from gradwire_lab.cli.docstring_cards import HEADINGS, cards
 from gradwire_lab.cli.main import app
 
 ROOT = Path(__file__).parent.parent.parent

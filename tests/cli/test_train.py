@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from gradwire_lab.cli.main import app
 from gradwire_lab.cli.train import _left, _tell_unused
-from gradwire_lab.train import checkpoint, shelf
+from gradwire_lab.train import checkpoint, recipe_files
 from gradwire_lab.train.record import read
 from training_fixtures import DIGITS
 
@@ -100,7 +100,7 @@ def test_train_evaluate_and_resume(tmp_path):
     assert refused.exit_code == 2 and "digits has no split 'valid' to evaluate; choose test" in refused.stderr
     told = (folder / "recipe.toml").read_text()
     for more, sentence in (
-        (["--set", "train.epochs=1"], "has 10 steps behind it, and is asked to end after 5"),
+        (["--set", "train.epochs=1"], "end after 5; ask for more with train.epochs"),
         (["--set", "optimizer.lr=0.5"], "was trained with optimizer.lr = 0.05, and is asked to go on with 0.5"),
         (["--spec", "sign"], "with 'sign'; leave that as it was, train apart with --suffix"),
     ):
@@ -184,7 +184,7 @@ def test_a_graph_that_is_refused_leaves_no_folder(tmp_path):
 
 
 def test_an_interrupt_ends_all_workers(tmp_path):
-    doomed = ["--set", "model.name=trainings:Doomed", "--set", f"model.options.pid={os.getpid()}"]
+    doomed = ["--set", "model.name=training_fixtures:KillsRank1", "--set", f"model.options.pid={os.getpid()}"]
     words = ["digits", *SMALL, *doomed, "--set", "train.epochs=10000", "--workers", "2", "--folder", str(tmp_path)]
     done = run("train", *words)
     assert done.exit_code == 130, done.output
@@ -202,7 +202,7 @@ def test_a_pretended_link_of_the_environment_is_read_before_anything_starts(tmp_
 def test_a_spec_that_workers_who_gossip_do_not_use_is_told(capsys):
     for overrides in (["gossip.codec=sign"], ["sync.spec=dense"], []):
         assert capsys.readouterr().err == ""
-        _tell_unused(shelf.resolve(["digits", "ring8"], overrides))
+        _tell_unused(recipe_files.resolve(["digits", "ring8"], overrides))
     assert "sync.spec = 'topk(0.01) | sign' is for workers that agree" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""What a damaged message may do: be refused, or be misheard. Never crash, never write outside the buffer."""
+"""A damaged message is refused or decoded wrongly. It never crashes and never writes outside the buffer."""
 
 import pytest
 import torch
@@ -16,73 +16,72 @@ KEY = Key(seed=3, step=5, rank=1)
 SEGMENTS = table(9, 300, 1)
 
 
-def listen(chain: Codec, data: Tensor, segments: Segments) -> Tensor | None:
-    """What is heard, None where it is refused; whatever else happens is a bug."""
+def decode(chain: Codec, data: Tensor, segments: Segments) -> Tensor | None:
+    """The decoded values, or None where the message is refused; any other error is a bug."""
     try:
-        heard = chain.decode(Payload(data), segments, KEY)
-    except CorruptMessageError as refused:
-        assert len(str(refused).split()) > 5
+        decoded = chain.decode(Payload(data), segments, KEY)
+    except CorruptMessageError:
         return None
-    assert heard.shape == (segments.total,) and heard.dtype == torch.float32
-    return heard
+    assert decoded.shape == (segments.total,) and decoded.dtype == torch.float32
+    return decoded
 
 
 def octets(raw: bytes) -> Tensor:
     return torch.tensor(list(raw), dtype=torch.uint8)
 
 
-def said(chain: Codec, segments: Segments = SEGMENTS) -> Tensor:
+def message(chain: Codec, segments: Segments = SEGMENTS) -> Tensor:
     return chain.encode(signal(segments), KEY).payload.data
 
 
 @settings(max_examples=300)
 @given(chain=codecs(), raw=st.binary(max_size=300), n=st.sampled_from([1, 7, 8, 9, 64, 1000]))
-def test_noise_is_refused_or_misheard(chain: Codec, raw: bytes, n: int) -> None:
-    listen(chain, octets(raw), table(n))
+def test_noise_is_refused_or_decoded_wrongly(chain: Codec, raw: bytes, n: int) -> None:
+    decode(chain, octets(raw), table(n))
 
 
 @settings(max_examples=300)
 @given(chain=codecs(), where=st.integers(0, 10**6), byte=st.integers(0, 255))
-def test_one_damaged_byte_is_refused_or_misheard(chain: Codec, where: int, byte: int) -> None:
-    data = said(chain).clone()
+def test_one_damaged_byte_is_refused_or_decoded_wrongly(chain: Codec, where: int, byte: int) -> None:
+    data = message(chain).clone()
     data[where % data.numel()] = byte
-    listen(chain, data, SEGMENTS)
+    decode(chain, data, SEGMENTS)
 
 
 @settings(max_examples=150)
 @given(
     chain=codecs(), damage=st.lists(st.tuples(st.integers(0, 40), st.sampled_from([0, 1, 127, 128, 255])), min_size=1)
 )
-def test_damaged_heads_are_refused_or_misheard(chain: Codec, damage: list[tuple[int, int]]) -> None:
-    data = said(chain).clone()
+def test_damaged_heads_are_refused_or_decoded_wrongly(chain: Codec, damage: list[tuple[int, int]]) -> None:
+    data = message(chain).clone()
     for where, byte in damage:
         data[min(where, data.numel() - 1)] = byte
-    listen(chain, data, SEGMENTS)
+    decode(chain, data, SEGMENTS)
 
 
 def test_a_message_cut_short_is_refused() -> None:
     for chain in CODECS.values():
-        data = said(chain)
+        data = message(chain)
         for keep in {0, 1, 3, data.numel() // 2, data.numel() - 1} - {data.numel()}:
-            assert listen(chain, data[:keep], SEGMENTS) is None, f"{chain}, {keep} of {data.numel()} bytes"
+            assert decode(chain, data[:keep], SEGMENTS) is None, f"{chain}, {keep} of {data.numel()} bytes"
 
 
 @settings(max_examples=100)
 @given(chain=codecs(), what=signals(), padding=st.binary(min_size=1, max_size=64))
-def test_padding_is_not_heard(chain: Codec, what: object, padding: bytes) -> None:
-    """Gathers pad messages to one length, so whatever follows a message must not matter."""
+def test_padding_is_ignored(chain: Codec, what: object, padding: bytes) -> None:
+    """Gathers pad messages to one length, so bytes after a message must not matter."""
     segments = what.segments  # type: ignore[attr-defined]
     data = chain.encode(what, KEY).payload.data  # type: ignore[arg-type]
-    heard = listen(chain, data, segments)
-    longer = listen(chain, torch.cat((data, octets(padding))), segments)
-    assert heard is not None and longer is not None and torch.equal(heard, longer)
+    decoded = decode(chain, data, segments)
+    longer = decode(chain, torch.cat((data, octets(padding))), segments)
+    assert decoded is not None and longer is not None and torch.equal(decoded, longer)
 
 
 @pytest.mark.parametrize("count", [5, 2**31 - 1, 2**31, 2**32 - 1])
 def test_a_count_beyond_the_budget_is_refused_before_anything_is_allocated(count: int) -> None:
     chain = codec("topk(0.01)")  # sends 4 of these
-    data = torch.cat((octets(count.to_bytes(4, "little")), said(chain, table(400))[4:]))
-    with pytest.raises(CorruptMessageError, match="at most 4"):
+    data = torch.cat((octets(count.to_bytes(4, "little")), message(chain, table(400))[4:]))
+    with pytest.raises(CorruptMessageError, match=str(count)):
         chain.decode(Payload(data), table(400), KEY)
 
 
@@ -103,7 +102,7 @@ def test_a_count_beyond_the_budget_is_refused_before_anything_is_allocated(count
 def test_positions_outside_the_buffer_are_refused(positions: list[int]) -> None:
     chain = codec("topk(0.2) | int64")
     data = torch.cat((torch.tensor(positions).view(torch.uint8), torch.ones(2).view(torch.uint8)))
-    with pytest.raises(CorruptMessageError, match="do not rise"):
+    with pytest.raises(CorruptMessageError, match="positions"):
         chain.decode(Payload(data), table(10), KEY)
 
 
@@ -111,6 +110,6 @@ def test_a_message_from_another_model_is_refused() -> None:
     """Of a larger one always; of a smaller one where lengths are fixed, for a short varying message is a message."""
     for chain in CODECS.values():
         if chain.traits.fixed and chain.size(table(100)) < chain.size(table(1000)):
-            assert listen(chain, said(chain, table(100)), table(1000)) is None, str(chain)
+            assert decode(chain, message(chain, table(100)), table(1000)) is None, str(chain)
     for spec in ("topk(0.3)", "topk(0.3) | gap16", "sampled_topk(0.1, sample=0.2)", "topk(0.3) | sign"):
-        assert listen(codec(spec), said(codec(spec), table(1000)), table(100)) is None, spec
+        assert decode(codec(spec), message(codec(spec), table(1000)), table(100)) is None, spec

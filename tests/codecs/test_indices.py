@@ -104,12 +104,12 @@ def test_rice_takes_a_lone_position_anywhere(n: int) -> None:
         assert used <= Rice().size(indices.numel(), n)
 
 
-def test_what_cannot_be_named_is_refused() -> None:
-    with pytest.raises(ValueError, match="use int64"):
+def test_positions_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="int64"):
         Int32().size(1, 2**31 + 1)
-    with pytest.raises(ValueError, match="use int64"):
+    with pytest.raises(ValueError, match="int64"):
         Int32().encode(torch.tensor([2**31]), 2**31 + 1)
-    with pytest.raises(ValueError, match="use int64"):
+    with pytest.raises(ValueError, match="int64"):
         Rice().size(1, 2**41 + 1)
 
 
@@ -154,7 +154,7 @@ def test_a_message_cut_short_is_refused(coder: IndexCoder) -> None:
 def test_bitmap_counts_its_bits() -> None:
     data = Bitmap().encode(torch.tensor([0, 3, 9]), 10)
     assert data.tolist() == [0b1001, 0b10]
-    with pytest.raises(CorruptMessageError, match="names 3 positions where 2"):
+    with pytest.raises(CorruptMessageError, match=r"3 positions.* 2"):
         Bitmap().decode(data, 2, 10)
 
 
@@ -182,7 +182,7 @@ def test_gap16_drops_just_enough_when_fillers_overflow() -> None:
     assert bool(torch.isin(kept, indices).all()) and bool((kept.diff() > 0).all())
 
 
-def test_gap16_favors_no_position() -> None:
+def test_gap16_drops_every_position_equally_often() -> None:
     n, k, draws = 1_000_000, 40, 300
     indices = torch.arange(n - k, n)
     times = torch.zeros(k)
@@ -348,18 +348,18 @@ def test_rows_can_be_read_bit_by_bit(shapes: tuple[tuple[int, ...], ...], widths
     assert read_rows(data, k, widths) == indices.tolist()
 
 
-def test_rows_are_said_as_gaps_where_that_is_shorter() -> None:
+def test_rows_are_sent_as_gaps_where_that_is_shorter() -> None:
     coder, n = over((100, 100)), 10_000
     alike = random_support(n, 200)
     apart = torch.arange(0, n, 5)[(torch.arange(0, n, 5) // 100) % 7 == 0]
     assert coder.encode(alike, n).tolist() == [1, *Rice().encode(alike, n).tolist()]
     assert coder.encode(apart, n).tolist() == [0, *encode_in_rows(apart, ((100, 100),)).tolist()]
-    with pytest.raises(CorruptMessageError, match="of the form 2"):
+    with pytest.raises(CorruptMessageError, match="2"):
         coder.decode(torch.tensor([2, 0, 0], dtype=torch.uint8), 1, n)
 
 
 @pytest.mark.parametrize("n", [2**33, 2**40, 2**41])
-def test_rows_too_wide_to_be_packed_are_said_as_gaps(n: int) -> None:
+def test_rows_too_wide_to_be_packed_are_sent_as_gaps(n: int) -> None:
     coder = over((1, n))
     assert_returns(coder, torch.tensor([5, 2**32 + 7, n - 1]), n)
     assert int(coder.encode(torch.tensor([n - 1]), n)[0]) == 1

@@ -44,7 +44,7 @@ def encode(quantizer: Quantizer, x: Tensor, *lengths: int, key: Key = KEY) -> Te
     return quantizer.encode(x, torch.tensor(lengths), names, key)
 
 
-def heard(quantizer: Quantizer, x: Tensor, *lengths: int, key: Key = KEY) -> Tensor:
+def decoded(quantizer: Quantizer, x: Tensor, *lengths: int, key: Key = KEY) -> Tensor:
     lengths = lengths or (x.numel(),)
     names = tuple(f"unit{i}" for i in range(len(lengths)))
     data = encode(quantizer, x, *lengths, key=key)
@@ -54,13 +54,13 @@ def heard(quantizer: Quantizer, x: Tensor, *lengths: int, key: Key = KEY) -> Ten
 
 def replicas(quantizer: Quantizer, x: Tensor, count: int = 4000) -> Tensor:
     """Independent draws [count, m], for quantizers that treat copies in one segment alike."""
-    return heard(quantizer, x.repeat(count)).view(count, -1).double()
+    return decoded(quantizer, x.repeat(count)).view(count, -1).double()
 
 
 def assert_unbiased(quantizer: Quantizer, x: Tensor) -> None:
     drawn = replicas(quantizer, x)
     error = drawn.std(0) / math.sqrt(len(drawn))
-    # Five standard errors; the slack covers values that are always heard alike.
+    # Five standard errors; the slack covers values that are always decoded alike.
     assert bool(((drawn.mean(0) - x).abs() <= 5 * error + 1e-6 * x.abs().max()).all())
 
 
@@ -80,28 +80,28 @@ def test_sizes_are_exact_and_decoding_keeps_the_shape(quantizer: Quantizer, leng
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
-def test_zeros_are_heard_as_zeros(quantizer: Quantizer) -> None:
-    assert torch.equal(heard(quantizer, torch.zeros(9), 0, 4, 5), torch.zeros(9))
+def test_zeros_are_decoded_as_zeros(quantizer: Quantizer) -> None:
+    assert torch.equal(decoded(quantizer, torch.zeros(9), 0, 4, 5), torch.zeros(9))
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
 @pytest.mark.parametrize("scale", [1e-45, 1e-40, 1e-30, 1e30, F32_MAX])
-def test_finite_values_are_heard_as_finite(quantizer: Quantizer, scale: float) -> None:
+def test_finite_values_are_decoded_as_finite(quantizer: Quantizer, scale: float) -> None:
     x = torch.linspace(-1, 1, 600) * scale
-    assert bool(heard(quantizer, x, 600).isfinite().all())
+    assert bool(decoded(quantizer, x, 600).isfinite().all())
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
-def test_a_broken_gradient_is_heard_as_broken(quantizer: Quantizer, wrong: float) -> None:
-    assert not heard(quantizer, vector(1, wrong, -3, 0.5)).isfinite().all()
+def test_a_gradient_that_is_not_finite_is_decoded_as_such(quantizer: Quantizer, wrong: float) -> None:
+    assert not decoded(quantizer, vector(1, wrong, -3, 0.5)).isfinite().all()
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
 def test_segments_are_quantized_apart(quantizer: Quantizer) -> None:
     small, large = torch.linspace(-1, 1, 5), torch.linspace(-9, 9, 7)
-    both = heard(quantizer, torch.cat((small, large)), 5, 7)
-    assert torch.equal(both[:5], heard(quantizer, small))
+    both = decoded(quantizer, torch.cat((small, large)), 5, 7)
+    assert torch.equal(both[:5], decoded(quantizer, small))
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
@@ -125,17 +125,17 @@ def test_linear_payloads_are_the_cast_values(quantizer: Quantizer) -> None:
 
 def test_fp32_is_lossless() -> None:
     x = vector(1e-45, -math.pi, 0.0, F32_MAX)
-    assert torch.equal(heard(FP32(), x), x)
+    assert torch.equal(decoded(FP32(), x), x)
 
 
 def test_fp16_rounds_and_saturates() -> None:
     x = vector(1 + 2**-12, 1e-9, 65519.0, -1e30)
-    assert heard(FP16(), x).tolist() == [1.0, 0.0, F16_MAX, -F16_MAX]
+    assert decoded(FP16(), x).tolist() == [1.0, 0.0, F16_MAX, -F16_MAX]
 
 
 def test_bf16_rounds_and_saturates() -> None:
     x = vector(1 + 2**-9, -3.0, F32_MAX, -F32_MAX)
-    assert heard(BF16(), x).tolist() == [1.0, -3.0, BF16_MAX, -BF16_MAX]
+    assert decoded(BF16(), x).tolist() == [1.0, -3.0, BF16_MAX, -BF16_MAX]
 
 
 # Sign and OneBit.
@@ -144,27 +144,27 @@ def test_bf16_rounds_and_saturates() -> None:
 def test_sign_of_four_values() -> None:
     x = vector(1, -2, 0, 5)
     assert encode(Sign(), x).tolist() == [*as_bytes(vector(2)).tolist(), 0b1101]
-    assert heard(Sign(), x).tolist() == [2, -2, 2, 2]  # zero says plus, to everybody
+    assert decoded(Sign(), x).tolist() == [2, -2, 2, 2]  # zero is sent as plus
 
 
 def test_sign_may_keep_the_norm() -> None:
     x = vector(1, -1, 5, 3)  # |x|_2 = 6, sqrt(m) = 2
-    assert heard(Sign(scale="norm"), x).tolist() == [3, -3, 3, 3]
+    assert decoded(Sign(scale="norm"), x).tolist() == [3, -3, 3, 3]
 
 
 def test_sign_refuses_an_unknown_scale() -> None:
-    with pytest.raises(ValueError, match="no scale called 'max'; choose scale='mean'"):
+    with pytest.raises(ValueError, match=r"'max'.*'mean'"):
         Sign(scale="max")
 
 
 def test_onebit_has_a_mean_for_each_side() -> None:
     x = vector(1, -2, 3, -6, -4)
     assert encode(OneBit(), x).tolist() == [*as_bytes(vector(2, -4)).tolist(), 0b00101]
-    assert heard(OneBit(), x).tolist() == [2, -4, 2, -4, -4]
+    assert decoded(OneBit(), x).tolist() == [2, -4, 2, -4, -4]
 
 
 def test_onebit_of_one_side_only() -> None:
-    assert heard(OneBit(), vector(-1, -3, 0, 0), 2, 2).tolist() == [-2, -2, 0, 0]
+    assert decoded(OneBit(), vector(-1, -3, 0, 0), 2, 2).tolist() == [-2, -2, 0, 0]
 
 
 # TernGrad.
@@ -174,18 +174,18 @@ def test_terngrad_keeps_the_largest_and_packs_five_to_a_byte() -> None:
     x = vector(2, 0, -2, 2, 0)
     digits = 2 + 1 * 3 + 0 * 9 + 2 * 27 + 1 * 81
     assert encode(TernGrad(), x).tolist() == [*as_bytes(vector(2)).tolist(), digits]
-    assert torch.equal(heard(TernGrad(), x), x)
+    assert torch.equal(decoded(TernGrad(), x), x)
 
 
 def test_terngrad_clamps_at_standard_deviations() -> None:
     x = vector(-3, 1, 1, 1)  # mean 0, sigma sqrt(3)
-    drawn = heard(TernGrad(clip=1), x)
+    drawn = decoded(TernGrad(clip=1), x)
     assert drawn[0].item() == pytest.approx(-math.sqrt(3))
 
 
 def test_terngrad_does_not_clamp_a_constant_segment() -> None:
-    assert heard(TernGrad(), torch.full((3,), 0.1)).tolist() == pytest.approx([0.1] * 3)
-    assert heard(TernGrad(), vector(-7)).tolist() == [-7]
+    assert decoded(TernGrad(), torch.full((3,), 0.1)).tolist() == pytest.approx([0.1] * 3)
+    assert decoded(TernGrad(), vector(-7)).tolist() == [-7]
 
 
 def test_terngrad_without_clip_is_unbiased() -> None:
@@ -195,7 +195,7 @@ def test_terngrad_without_clip_is_unbiased() -> None:
 
 @pytest.mark.parametrize("clip", [-1.0, math.nan, math.inf])
 def test_terngrad_refuses_a_senseless_clip(clip: float) -> None:
-    with pytest.raises(ValueError, match="terngrad cannot clamp at"):
+    with pytest.raises(ValueError, match="terngrad"):
         TernGrad(clip=clip)
 
 
@@ -207,25 +207,25 @@ def test_qsgd_of_values_on_levels() -> None:
     quantizer = QSGD(levels=5, bucket=None)
     wire = [*as_bytes(vector(5)).tolist(), 8 + 16 * 1, 5 + 16 * 5]
     assert encode(quantizer, x).tolist() == wire
-    assert heard(quantizer, x).tolist() == pytest.approx([3, -4, 0, 0])
+    assert decoded(quantizer, x).tolist() == pytest.approx([3, -4, 0, 0])
 
 
 def test_qsgd_gives_each_bucket_its_norm() -> None:
     x = vector(3, 4, 0.3, 0.4, -7)
     assert QSGD(levels=5, bucket=2).size((5,)) == 3 * 4 + 3
-    assert heard(QSGD(levels=5, bucket=2), x).tolist() == pytest.approx(x.tolist())
+    assert decoded(QSGD(levels=5, bucket=2), x).tolist() == pytest.approx(x.tolist())
 
 
 def test_biased_qsgd_shrinks_by_omega_of_the_bucket() -> None:
     x = vector(3, 4, -7)
     plain, shrunk = QSGD(5, 2), QSGD(5, 2, biased=True)
     omega = torch.tensor([2, 2, 1]) / 25
-    assert torch.allclose(heard(shrunk, x), heard(plain, x) / (1 + omega))
+    assert torch.allclose(decoded(shrunk, x), decoded(plain, x) / (1 + omega))
 
 
 def test_qsgd_never_exceeds_its_levels() -> None:
     x = torch.full((5000,), 1.0)
-    assert heard(QSGD(levels=7, bucket=1), x).tolist() == x.tolist()
+    assert decoded(QSGD(levels=7, bucket=1), x).tolist() == x.tolist()
 
 
 def test_qsgd_is_unbiased_unless_asked() -> None:
@@ -243,7 +243,7 @@ def test_biased_qsgd_is_a_contraction() -> None:
 
 @pytest.mark.parametrize("spec", ["qsgd(levels=0)", "qsgd(levels=1.5)", "qsgd(bucket=0)"])
 def test_qsgd_refuses_senseless_numbers(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"qsgd cannot .*; choose"):
+    with pytest.raises(ValueError, match="qsgd"):
         parse(spec)
 
 
@@ -252,7 +252,7 @@ def test_qsgd_refuses_senseless_numbers(spec: str) -> None:
 
 def test_natural_keeps_powers_of_two() -> None:
     x = vector(1, -2, 0, 2.0**-126, 2.0**127)
-    assert torch.equal(heard(Natural(), x), x)
+    assert torch.equal(decoded(Natural(), x), x)
     assert Natural().size((5,)) == 6
 
 
@@ -266,7 +266,7 @@ def test_natural_rounds_to_the_neighbors() -> None:
 
 
 def test_natural_stops_at_the_largest_power() -> None:
-    assert heard(Natural(), vector(F32_MAX, -F32_MAX)).tolist() == [2.0**127, -(2.0**127)]
+    assert decoded(Natural(), vector(F32_MAX, -F32_MAX)).tolist() == [2.0**127, -(2.0**127)]
 
 
 def test_natural_is_unbiased_and_loses_an_eighth_at_most() -> None:
@@ -286,34 +286,34 @@ def test_natural_is_unbiased_for_subnormals() -> None:
 def test_int8_of_four_values() -> None:
     x = vector(127, -1.4, 0.5, -127)  # one half rounds to even
     assert encode(Int8(), x).tolist() == [*as_bytes(vector(127)).tolist(), 254, 126, 127, 0]
-    assert heard(Int8(), x).tolist() == pytest.approx([127, -1, 0, -127])
+    assert decoded(Int8(), x).tolist() == pytest.approx([127, -1, 0, -127])
 
 
 def test_int4_packs_two_to_a_byte() -> None:
     x = vector(7, -7, 3.4, 0)
     wire = [*as_bytes(vector(7)).tolist(), 14 + 16 * 0, 10 + 16 * 7]
     assert encode(Int4(), x).tolist() == wire
-    assert heard(Int4(), x).tolist() == pytest.approx([7, -7, 3, 0])
+    assert decoded(Int4(), x).tolist() == pytest.approx([7, -7, 3, 0])
 
 
 def test_int2_has_three_values() -> None:
     x = vector(4, -3, 1, -1, 0)
-    assert heard(Int2(), x).tolist() == [4, -4, 0, 0, 0]
+    assert decoded(Int2(), x).tolist() == [4, -4, 0, 0, 0]
     assert Int2().size((5,)) == 4 + 2
 
 
 def test_blocks_have_their_own_scales_and_end_with_the_segment() -> None:
     x = vector(7, 7, 0.7, 1, 1)
     assert Int4(block=2).size((3, 2)) == 3 * 4 + 3
-    assert torch.equal(heard(Int4(block=2), x, 3, 2), x)
+    assert torch.equal(decoded(Int4(block=2), x, 3, 2), x)
 
 
 @pytest.mark.parametrize("quantizer", [Int8(), Int4(), Int2()], ids=str)
 def test_integers_never_lose_more_than_the_value(quantizer: Quantizer) -> None:
     x = torch.linspace(-1, 1, 1001) ** 3
-    assert bool(((heard(quantizer, x) - x).abs() <= x.abs()).all())
+    assert bool(((decoded(quantizer, x) - x).abs() <= x.abs()).all())
 
 
 def test_integers_refuse_an_empty_block() -> None:
-    with pytest.raises(ValueError, match="int4 cannot cut blocks of 0 values; choose"):
+    with pytest.raises(ValueError, match=r"int4.* 0 "):
         Int4(block=0)

@@ -1,4 +1,4 @@
-"""Rows: a codec knows the rows of its table, whole, merged or cut, and all ranks speak of the same ones."""
+"""Rows: a codec knows the rows of its table, whole, merged or cut, and they are the same on all ranks."""
 
 import pytest
 import torch
@@ -24,17 +24,17 @@ def test_tables_know_their_rows() -> None:
 
 @pytest.mark.parametrize("table", [TABLE, TABLE.merged(), TABLE.window(10, 20_000)], ids=["layers", "one", "window"])
 @pytest.mark.parametrize("spec", ["topk(0.01)", "threshold(3.0)", "topk(0.01) | sign", "hadamard | topk(0.01)"])
-def test_what_is_heard_does_not_depend_on_the_coder(spec: str, table: Segments) -> None:
+def test_decoded_values_do_not_depend_on_the_coder(spec: str, table: Segments) -> None:
     x = torch.randn(table.total, generator=torch.Generator().manual_seed(0))
     plain, rows = codec(f"{spec} | int64"), codec(f"{spec} | rows")
     assert isinstance(rows.indices, Rows)
-    said = [chain.encode(EncodeInput(x, x, {}, table), KEY).payload for chain in (plain, rows)]
-    assert said[1].nbytes <= rows.size(table)
-    assert torch.equal(plain.decode(said[0], table, KEY), rows.decode(said[1], table, KEY))
-    assert torch.equal(rows.mean([said[1]] * 2, table, [KEY] * 2), rows.decode(said[1], table, KEY))
+    payloads = [chain.encode(EncodeInput(x, x, {}, table), KEY).payload for chain in (plain, rows)]
+    assert payloads[1].nbytes <= rows.size(table)
+    assert torch.equal(plain.decode(payloads[0], table, KEY), rows.decode(payloads[1], table, KEY))
+    assert torch.equal(rows.mean([payloads[1]] * 2, table, [KEY] * 2), rows.decode(payloads[1], table, KEY))
 
 
-def test_rows_of_a_weight_pay() -> None:
+def test_rows_of_a_weight_save_bytes() -> None:
     """A third of the outputs learn: their rows have nearly all of what is sent."""
     table = Segments(("weight",), ((300, 1000),))
     busy = torch.rand(300, 1, generator=torch.Generator().manual_seed(1)) < 0.3

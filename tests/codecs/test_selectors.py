@@ -70,8 +70,8 @@ def test_choices_rise_and_stay_inside_the_budget(spec: str, lengths: tuple[int, 
     segments = table(*lengths)
     x = normal(segments.total) * scale
     before, state = x.clone(), torch.random.get_rng_state()
-    said = EncodeInput(x, x, {"second_moment": torch.zeros_like(x)}, segments)
-    chosen = selector.select(said, KEY)
+    input_ = EncodeInput(x, x, {"second_moment": torch.zeros_like(x)}, segments)
+    chosen = selector.select(input_, KEY)
     assert chosen.dtype == torch.int64
     assert bool((chosen.diff() > 0).all())
     counts = torch.bincount(
@@ -80,7 +80,7 @@ def test_choices_rise_and_stay_inside_the_budget(spec: str, lengths: tuple[int, 
     most = [selector.capacity(n) for n in lengths]
     assert counts == most if selector.fixed else all(c <= m for c, m in zip(counts, most, strict=True))
     assert torch.equal(x, before) and torch.equal(state, torch.random.get_rng_state())
-    assert torch.equal(chosen, selector.select(said, KEY))
+    assert torch.equal(chosen, selector.select(input_, KEY))
 
 
 @pytest.mark.parametrize("spec", EXAMPLES)
@@ -299,13 +299,13 @@ def test_adacomp_by_hand() -> None:
     target = torch.tensor([4.0, 3.0, -1.0, 1.0, 0.2])
     grad = torch.tensor([-1.0, 1.0, -0.5, 0.0, 0.9])
     # H = G + grad = [3, 4, -1.5 | 1, 1.1]: the largest G of bin one is shrinking, and waits.
-    said = signal(target, grad=grad)
-    assert AdaComp(bin=3).select(said, KEY).tolist() == [1, 3, 4]
+    input_ = signal(target, grad=grad)
+    assert AdaComp(bin=3).select(input_, KEY).tolist() == [1, 3, 4]
     # scale 1: H = G, the maximum of each bin.
-    assert AdaComp(bin=3, scale=1).select(said, KEY).tolist() == [0, 3]
+    assert AdaComp(bin=3, scale=1).select(input_, KEY).tolist() == [0, 3]
     # scale 4: H = G + 3 grad = [1, 6, -2.5 | 1, 2.9].
-    assert AdaComp(bin=3, scale=4.0).select(said, KEY).tolist() == [1, 3, 4]
-    assert AdaComp(bin=3, most=0.2).select(said, KEY).tolist() == [1]
+    assert AdaComp(bin=3, scale=4.0).select(input_, KEY).tolist() == [1, 3, 4]
+    assert AdaComp(bin=3, most=0.2).select(input_, KEY).tolist() == [1]
 
 
 def test_adacomp_bins_end_with_their_segment() -> None:
@@ -326,10 +326,10 @@ def test_variance_by_hand_over_steps() -> None:
     sent, moments = [], []
     for grad in grads:
         memory = dict(selector.absorb(grad, memory))
-        said = EncodeInput(grad, residual + grad, memory, table(2))
-        chosen = selector.select(said, KEY)
-        memory = dict(selector.remember(said, chosen))
-        residual = said.target.index_fill(0, chosen, 0.0)
+        input_ = EncodeInput(grad, residual + grad, memory, table(2))
+        chosen = selector.select(input_, KEY)
+        memory = dict(selector.remember(input_, chosen))
+        residual = input_.target.index_fill(0, chosen, 0.0)
         sent.append(chosen.tolist())
         moments.append(memory["second_moment"].tolist())
     # Step 1: r^2 = v = 1, nothing. Step 2: r = (2, 0), v = 1.5: 4 > 1.5. Step 3: r = (1, 1),
@@ -340,9 +340,9 @@ def test_variance_by_hand_over_steps() -> None:
 
 
 def test_variance_leaves_its_memory_alone_and_finite() -> None:
-    said = signal(torch.tensor([1e30, 1.0]))
-    memory = Variance().absorb(said.grad, said.memory)
-    assert torch.equal(said.memory["second_moment"], torch.zeros(2))
+    input_ = signal(torch.tensor([1e30, 1.0]))
+    memory = Variance().absorb(input_.grad, input_.memory)
+    assert torch.equal(input_.memory["second_moment"], torch.zeros(2))
     assert bool(memory["second_moment"].isfinite().all())
 
 
@@ -381,10 +381,9 @@ def test_variance_leaves_its_memory_alone_and_finite() -> None:
         "threshold(1e999)",
     ],
 )
-def test_nonsense_is_refused_with_a_remedy(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"; write ") as refusal:
+def test_a_wrong_argument_is_refused(spec: str) -> None:
+    with pytest.raises(ValueError, match=spec.partition("(")[0]):
         parse(spec)
-    assert spec.partition("(")[0] in str(refusal.value)
 
 
 @pytest.mark.parametrize("cls", [TopK, SampledTopK, RandomK, Threshold])

@@ -1,4 +1,4 @@
-"""The costs of collectives: what must hold of them, and what was measured."""
+"""The costs of collectives: their properties, and what was measured."""
 
 import pytest
 from hypothesis import given
@@ -49,7 +49,7 @@ def test_half_duplex_is_half_as_fast() -> None:
         ("broadcast", 4e6, 4, 0.943),
     ],
 )
-def test_it_is_what_shaped_hosts_took(kind: Kind, nbytes: float, world: int, measured: float) -> None:
+def test_seconds_are_those_of_shaped_hosts(kind: Kind, nbytes: float, world: int, measured: float) -> None:
     """Medians of gloo's collectives among namespaces on links of 100 mbit."""
     assert seconds(kind, nbytes, world, LinkSpec.parse("100mbit")) == pytest.approx(measured, rel=0.1)
 
@@ -71,7 +71,7 @@ def test_it_is_what_shaped_hosts_took(kind: Kind, nbytes: float, world: int, mea
         ("swap", 2**22, "100mbit,20ms", 0.482),
     ],
 )
-def test_it_is_what_distant_hosts_took(kind: Kind, nbytes: float, link: str, measured: float) -> None:
+def test_seconds_are_those_of_distant_hosts(kind: Kind, nbytes: float, link: str, measured: float) -> None:
     """Medians among four namespaces whose frames are late."""
     assert seconds(kind, nbytes, 4, LinkSpec.parse(link)) == pytest.approx(measured, rel=0.15)
 
@@ -88,8 +88,8 @@ def test_it_is_what_distant_hosts_took(kind: Kind, nbytes: float, link: str, mea
         ("all_gather", 2**20, "100mbit", 0.0965),
     ],
 )
-def test_it_is_what_two_hosts_took(kind: Kind, nbytes: float, link: str, measured: float) -> None:
-    """Between two, the word that one is ready goes behind one's own bytes, and is hidden by none of them."""
+def test_seconds_are_those_of_two_hosts(kind: Kind, nbytes: float, link: str, measured: float) -> None:
+    """Between two hosts, the notice of readiness queues behind the own bytes, and nothing hides it."""
     assert seconds(kind, nbytes, 2, LinkSpec.parse(link)) == pytest.approx(measured, rel=0.1)
 
 
@@ -97,6 +97,6 @@ def test_it_is_what_two_hosts_took(kind: Kind, nbytes: float, link: str, measure
     ("sent", "messages", "measured"),
     [(3_000, 12, 7_769), (300_000, 12, 322_828), (3_000_000, 12, 3_191_429), (600_000, 6, 640_061), (12, 6, 2_480)],
 )
-def test_framing_is_what_the_interface_counted(sent: float, messages: float, measured: float) -> None:
+def test_framed_bytes_are_those_that_the_interface_counted(sent: float, messages: float, measured: float) -> None:
     """Bytes at the queue of a host's interface, for an all-reduce or all-gather of 4 ranks."""
     assert framed(sent, sent, messages) == pytest.approx(measured, rel=0.08)

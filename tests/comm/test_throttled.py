@@ -1,4 +1,4 @@
-"""A link that pretends: as late as its formula says, shared by all that travels at once, and the same numbers."""
+"""An emulated link: as slow as its formula, shared by concurrent messages, and with the same results."""
 
 import threading
 import time
@@ -13,14 +13,14 @@ from gradwire.comm.single import SingleBackend
 from spawn import run_ranks
 
 
-class Crowd(SingleBackend):
+class FourRanks(SingleBackend):
     """A world of four that answers at once."""
 
     world = 4
 
 
-def throttled(spec: str = "10mbit,2ms") -> EmulatedBackend:
-    return EmulatedBackend(Crowd(), spec, Medium())
+def emulated(spec: str = "10mbit,2ms") -> EmulatedBackend:
+    return EmulatedBackend(FourRanks(), spec, Medium())
 
 
 X = torch.zeros(20_000)
@@ -32,8 +32,8 @@ SHARES = (20_000,) * 4
     [AllReduceOp(X, "sum"), AllGatherOp(X), AllToAllOp(X.view(torch.uint8), SHARES, SHARES), BroadcastOp(X)],
     ids=lambda one: type(one).__name__,
 )
-def test_it_takes_what_the_formula_says(collective: Collective) -> None:
-    link = throttled()
+def test_a_collective_takes_the_time_of_the_formula(collective: Collective) -> None:
+    link = emulated()
     began = time.perf_counter()
     link.run(collective)
     took = time.perf_counter() - began
@@ -42,9 +42,9 @@ def test_it_takes_what_the_formula_says(collective: Collective) -> None:
     assert expected <= took < expected + 0.1
 
 
-def test_what_is_sent_at_once_shares_the_wire() -> None:
+def test_concurrent_messages_share_the_link() -> None:
     medium, ends = Medium(), []
-    links = [EmulatedBackend(Crowd(), "10mbit", medium) for _ in range(3)]
+    links = [EmulatedBackend(FourRanks(), "10mbit", medium) for _ in range(3)]
     began = time.perf_counter()
 
     def send(link: EmulatedBackend) -> None:
@@ -67,13 +67,13 @@ def test_delays_overlap_where_bytes_do_not() -> None:
     assert medium.book(30.0, Cost(1.0, 0.0)) == 31.0
 
 
-def test_jitter_and_loss_cannot_be_pretended() -> None:
-    with pytest.raises(ValueError, match="jitter or loss"):
-        throttled("10mbit,20ms,1ms")
+def test_jitter_and_loss_cannot_be_emulated() -> None:
+    with pytest.raises(ValueError, match="jitter"):
+        emulated("10mbit,20ms,1ms")
 
 
-def test_the_environment_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    link = Crowd()
+def test_the_environment_asks_for_an_emulated_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = FourRanks()
     monkeypatch.delenv(VARIABLE, raising=False)
     assert pretended(link) is link
     monkeypatch.setenv(VARIABLE, "1gbit")
@@ -81,7 +81,7 @@ def test_the_environment_asks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def late_swap(rank: int, world: int) -> tuple[float, float]:
-    """Two neighbors swap, one of whom comes late."""
+    """Two neighbors exchange data, and one comes late."""
     from gradwire.comm.torch_backend import connect
 
     link = EmulatedBackend(connect(), "50mbit", Medium())
@@ -95,7 +95,7 @@ def late_swap(rank: int, world: int) -> tuple[float, float]:
     return time.perf_counter() - began, sum(link.cost(swap))
 
 
-def test_a_swap_begins_when_the_later_of_two_has_come() -> None:
+def test_an_exchange_begins_when_the_later_rank_has_come() -> None:
     for took, expected in run_ranks(late_swap, 2):
         assert 0.3 + expected - 0.02 <= took < 0.3 + expected + 0.2
 

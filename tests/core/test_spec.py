@@ -1,4 +1,4 @@
-"""The spec grammar: what is read, what is refused, and with which sentence."""
+"""The spec grammar: what is read, what is refused, and what the error names."""
 
 import re
 
@@ -21,9 +21,7 @@ from strategies import CODECS, EXCHANGES, FEEDBACKS, STAGES
 def refusal(spec: object, **beside: str) -> str:
     with pytest.raises(ValueError) as refused:
         method(spec, **beside) if beside or not isinstance(spec, str) else parse(spec)  # type: ignore[arg-type]
-    said = str(refused.value)
-    assert " " in said and not said.startswith("<"), said
-    return said
+    return str(refused.value)
 
 
 # -- what is read ------------------------------------------------------------------------------------------------------
@@ -46,7 +44,7 @@ def test_any_ratio_survives(ratio: float, quantizer: str, coder: str) -> None:
     assert codec(str(chain)) == chain
 
 
-def test_text_and_python_say_the_same() -> None:
+def test_text_and_python_give_the_same() -> None:
     assert parse("topk(0.01) | sign") == TopK(0.01) | Sign()
     assert parse("topk(ratio=0.01) | fp16 | gap16") == TopK(0.01) | FP16() | Gap16()
     assert parse("delayed(two_way)") == parse("delayed(inner=two_way)") == Delayed(TwoWay())
@@ -68,11 +66,10 @@ def test_defaults_are_left_out_but_never_everything() -> None:
     ("typo", "meant"), [("topq(0.1)", "topk"), ("signn", "sign"), ("residul", "residual"), ("all_gather", "allgather")]
 )
 def test_an_unknown_name_brings_the_nearest(typo: str, meant: str) -> None:
-    said = refusal(typo)
-    assert "nothing called" in said and "did you mean" in said and meant in said
+    assert meant in refusal(typo)
 
 
-def test_a_name_like_no_other_brings_the_list() -> None:
+def test_an_unknown_name_like_no_other_names_the_command() -> None:
     assert "gradwire codecs" in refusal("xyzzy")
 
 
@@ -85,7 +82,7 @@ def test_bad_syntax_is_refused_with_an_example(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["1", "'sign'", "None", "(0.1, 0.2)", "[]", "{}"])
 def test_a_literal_is_no_spec(text: str) -> None:
-    assert "names no stage" in refusal(text)
+    assert text in refusal(text)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +117,7 @@ def test_a_spec_runs_no_code(attack: str) -> None:
     refusal(attack)
 
 
-def test_endless_specs_are_refused_not_followed() -> None:
+def test_very_long_specs_are_refused() -> None:
     for length in (100, 900, 3000, 20_000):
         refusal("sign" + " | sign" * length)
     for text in ("delayed(" * 500 + "auto" + ")" * 500, "-" * 50_000 + "1", "(" * 5000):
@@ -130,8 +127,8 @@ def test_endless_specs_are_refused_not_followed() -> None:
 @pytest.mark.parametrize(
     ("spec", "word"),
     [
-        ("topk", "topk needs ratio, as in topk(0.01)"),
-        ("topk(0.1, 0.2)", "too many"),
+        ("topk", "ratio"),
+        ("topk(0.1, 0.2)", "topk"),
         ("topk(share=0.1)", "ratio"),
         ("sign(scale='huge')", "huge"),
         ("topk('a')", "'a'"),
@@ -168,34 +165,35 @@ def test_a_ratio_lies_above_zero_and_not_above_one(name: str, ratio: str) -> Non
 
 
 @pytest.mark.parametrize("spec", ["TopK(0.1)", "EF_SignSGD", "ef-signsgd", "EF-SignSGD", "sign | Gap16"])
-def test_names_of_papers_lead_to_ours(spec: str) -> None:
-    assert re.search("did you mean (topk|ef_signsgd|gap16)[?]", refusal(spec))
+def test_other_spellings_bring_the_right_one(spec: str) -> None:
+    assert re.search("topk|ef_signsgd|gap16", refusal(spec))
 
 
-def test_what_a_preset_lacks_is_named() -> None:
-    assert "ramp needs steps, as in ramp(spec, steps)" in refusal("ramp(topk(0.1))")
+def test_a_missing_argument_of_a_preset_is_named() -> None:
+    assert "ramp(spec, steps)" in refusal("ramp(topk(0.1))")
 
 
 @pytest.mark.parametrize(
-    ("spec", "sentence"),
+    ("spec", "words"),
     [
-        ("sign | topk(0.1)", "a selector cannot follow the quantizer"),
-        ("topk(0.1) | hadamard", "a transform cannot follow the selector"),
-        ("sign | sign", "a quantizer cannot follow another"),
-        ("topk(0.1) | topk(0.1)", "a selector cannot follow another"),
-        ("rice | sign", "a quantizer cannot follow the index coder"),
-        ("sign | rice", "every entry is sent"),
-        ("randomk(0.1) | int32", "all ranks can redraw"),
-        ("hadamard | variance", "remembers coordinates"),
-        ("topk(0.1) | residual", "no place in a chain"),
-        ("residual | topk(0.1)", "no place in a chain"),
-        ("allgather | allreduce", "no place in a chain"),
-        ("topk(0.1) | dgc", "no place in a chain"),
-        ("dgc | fp16", "no place in a chain of codec stages; chain its codec with others, and pass its feedback as"),
+        ("sign | topk(0.1)", ("selector", "quantizer")),
+        ("topk(0.1) | hadamard", ("transform", "selector")),
+        ("sign | sign", ("quantizer",)),
+        ("topk(0.1) | topk(0.1)", ("selector",)),
+        ("rice | sign", ("quantizer", "index coder")),
+        ("sign | rice", ("rice",)),
+        ("randomk(0.1) | int32", ("randomk", "int32")),
+        ("hadamard | variance", ("variance",)),
+        ("topk(0.1) | residual", ("residual", "chain")),
+        ("residual | topk(0.1)", ("residual", "chain")),
+        ("allgather | allreduce", ("allgather", "chain")),
+        ("topk(0.1) | dgc", ("dgc", "chain")),
+        ("dgc | fp16", ("dgc", "chain", "feedback")),
     ],
 )
-def test_a_chain_out_of_order_is_refused_with_the_order(spec: str, sentence: str) -> None:
-    assert sentence in refusal(spec)
+def test_a_chain_out_of_order_is_refused(spec: str, words: tuple[str, ...]) -> None:
+    text = refusal(spec)
+    assert all(word in text for word in words), text
 
 
 # -- methods -----------------------------------------------------------------------------------------------------------
@@ -203,35 +201,36 @@ def test_a_chain_out_of_order_is_refused_with_the_order(spec: str, sentence: str
 
 @pytest.mark.parametrize("spec", ["topk(0.1)", "sign", "qsgd", "randomk(0.1, shared=False)", "hadamard | int8"])
 def test_allreduce_takes_linear_codecs_only(spec: str) -> None:
-    assert "cannot be added" in refusal(spec, exchange="allreduce")
+    text = refusal(spec, exchange="allreduce")
+    assert spec in text and "allreduce" in text
 
 
 def test_exchanges_refuse_what_they_cannot_carry() -> None:
-    assert "known length" in refusal("topk(0.1)", exchange="two_way")
-    assert "known length" in refusal("topk(0.1)", exchange="delayed(inner=two_way)")
-    assert "use sign" in refusal("qsgd", exchange="majority")
+    assert "topk(0.1)" in refusal("topk(0.1)", exchange="two_way")
+    assert "topk(0.1)" in refusal("topk(0.1)", exchange="delayed(inner=two_way)")
+    assert "sign" in refusal("qsgd", exchange="majority")
     assert "residual" in refusal("threshold(0.001, most=0.1)", feedback="none")
-    assert "would not use topk(0.1)" in refusal("topk(0.1)", exchange="powersgd(2)")
-    assert "would not use sign" in refusal({0: "fp32", 9: "sign"}, exchange="powersgd(2)")
+    assert "topk(0.1)" in refusal("topk(0.1)", exchange="powersgd(2)")
+    assert "sign" in refusal({0: "fp32", 9: "sign"}, exchange="powersgd(2)")
     assert str(method("fp32", "residual", "powersgd(4)")) == str(method("powersgd(4)"))
 
 
 def test_parts_in_the_wrong_place_are_refused() -> None:
-    assert "no feedback" in refusal("sign", feedback="allgather")
-    assert "no exchange" in refusal("sign", exchange="residual")
-    assert "not a way to compress" in refusal("residual", feedback="residual")
-    assert "not a way to compress" in refusal("allgather", exchange="auto")
-    assert "to gradwire.gossip" in refusal("choco(ring)", feedback="residual")
+    assert "'allgather'" in refusal("sign", feedback="allgather")
+    assert "'residual'" in refusal("sign", exchange="residual")
+    assert "residual" in refusal("residual", feedback="residual")
+    assert "allgather" in refusal("allgather", exchange="auto")
+    assert "gradwire.gossip" in refusal("choco(ring)", feedback="residual")
 
 
 @pytest.mark.parametrize("table", [{}, {5: "sign"}, {0: "sign", -1: "sign"}, {3: "sign", 0: "fp32"}])
 def test_a_step_table_rises_from_zero(table: dict[int, str]) -> None:
-    assert "must rise from step 0" in refusal(table)
+    assert "step 0" in refusal(table)
 
 
 @pytest.mark.parametrize("key", ["a", "-1", 1.5, None, (0,)])
 def test_a_step_is_a_whole_number(key: object) -> None:
-    assert f"{key!r} in a step table is no step" in refusal({0: "fp32", key: "sign"})
+    assert repr(key) in refusal({0: "fp32", key: "sign"})
 
 
 def test_a_step_table_may_be_read_from_a_file_or_written_as_text() -> None:
@@ -239,9 +238,9 @@ def test_a_step_table_may_be_read_from_a_file_or_written_as_text() -> None:
     assert method({"0": "topk(0.25)", "500": "topk(0.063) | sign"}) == whole
     assert method("{0: topk(0.25), 500: topk(0.063) | sign}") == whole
     assert method("{0: 'topk(0.25)', 500: 'topk(0.063) | sign'}") == whole
-    assert "no step" in refusal("{'x': sign}", exchange="auto")
-    assert "where a codec belongs" in refusal("{0: 3}", exchange="auto")
-    assert "where a codec belongs" in refusal("{0: dgc(0.25), 500: dgc(0.001)}", exchange="auto")
+    assert "'x'" in refusal("{'x': sign}", exchange="auto")
+    assert "codec" in refusal("{0: 3}", exchange="auto")
+    assert "codec" in refusal("{0: dgc(0.25), 500: dgc(0.001)}", exchange="auto")
     for text in ("{sign: topk(0.1)}", "{0: sign, **{}}", "{0: __import__('os')}", "{[]: sign}", "{0: sign}[0]"):
         refusal(text)
 
@@ -251,7 +250,7 @@ def test_a_step_table_changes_the_codec_only() -> None:
     assert [step for step, _ in whole.table] == [0, 100]
     assert whole.feedback == Residual()  # the one that the last codec needs serves from the start
     assert str(whole) == "{0: fp32, 100: topk(0.01) | sign}, feedback=residual, exchange=auto"
-    assert "cannot be added" in refusal({0: "fp32", 100: "sign"}, exchange="allreduce")
+    assert "sign" in refusal({0: "fp32", 100: "sign"}, exchange="allreduce")
 
 
 def test_presets_expand_and_print() -> None:
@@ -289,11 +288,11 @@ def _presets() -> dict[str, object]:
         ("dgc", MomentumCorrection()),
     ],
 )
-def test_debts_are_kept_where_codecs_are_biased(spec: str, feedback: object) -> None:
+def test_biased_codecs_get_error_feedback(spec: str, feedback: object) -> None:
     assert method(spec).feedback == feedback
 
 
-def test_what_stands_beside_a_spec_wins() -> None:
+def test_options_beside_a_spec_win() -> None:
     whole = method("dgc", feedback="residual", exchange="allgather")
     assert str(whole) == "topk(0.001), feedback=residual, exchange=allgather"
 

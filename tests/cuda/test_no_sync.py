@@ -6,12 +6,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from spawn import run_ranks
+from spawn import Answers, cases_fixture, use_nccl
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -36,8 +35,8 @@ PLAIN = ["dgc(0.01)", "topk(0.01) | sign", "ef_signsgd", "int4", "powersgd(2)", 
 
 
 @contextmanager
-def unwatched() -> Iterator[None]:
-    """Whoever waits for the device in here is refused."""
+def no_waiting() -> Iterator[None]:
+    """Waiting for the device is an error in here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the mode is a prototype, torch says
         torch.cuda.set_sync_debug_mode("error")
@@ -75,52 +74,44 @@ class Loop:
         return memories | {name: p.detach().clone() for name, p in self.net.named_parameters()}
 
 
-def alone(rank: int, world: int) -> None:
-    watch(SPECS)
-
-
-def alone_with_more(rank: int, world: int) -> None:
-    watch(MORE)
-
-
-def alone_and_plain(rank: int, world: int) -> None:
-    watch(PLAIN, plain=True)
-
-
-def watch(specs: list[str], plain: bool = False) -> None:
-    dist.destroy_process_group()
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+def take_steps(rank: int, world: int, case: tuple[str, bool]) -> None:
+    use_nccl()
+    loop = Loop(*case)
+    for _ in range(8):  # kernels are compiled, DDP makes its buckets anew, both generations of state are captured
+        loop.step()
     bad = torch.tensor(torch.inf, device="cuda")
-    for spec in specs:
-        loop = Loop(spec, plain)
-        for _ in range(4):  # kernels are compiled, tables are laid out, DDP makes its buckets anew
+    with no_waiting():
+        for _ in range(3):
             loop.step()
-        assert loop.wire.session.ahead, spec
-        try:
-            with unwatched():
-                for _ in range(3):
-                    loop.step()
-        except RuntimeError as wrong:
-            raise AssertionError(f"{spec} waits for the device") from wrong
-        before = loop.left()
-        with unwatched():
-            loop.step(bad)
-        assert all(not p.grad.any() for p in loop.net.parameters()), spec
-        after = loop.left()
-        assert all(torch.equal(after[name], before[name]) for name in before), spec
-        assert (loop.wire.skipped, loop.wire.report().steps) == (1, 8), spec
-    dist.destroy_process_group()
+    before = loop.left()
+    with no_waiting():
+        loop.step(bad)
+    assert all(not p.grad.any() for p in loop.net.parameters())
+    after = loop.left()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert (loop.wire.skipped, loop.wire.report().steps) == (1, 12)
 
 
-def test_no_step_waits() -> None:
-    run_ranks(alone, 1, timeout=170)  # most of it is Triton's compiler
+UNDER_DDP = {spec: (spec, False) for spec in SPECS}
+MORE_UNDER_DDP = {spec: (spec, False) for spec in MORE}
+IN_A_LOOP = {f"{spec} in a loop": (spec, True) for spec in PLAIN}
+# Most of the time is that of Triton's compiler.
+under_ddp = cases_fixture(take_steps, 1, UNDER_DDP, timeout=170)
+more_under_ddp = cases_fixture(take_steps, 1, MORE_UNDER_DDP, timeout=170)
+in_a_loop = cases_fixture(take_steps, 1, IN_A_LOOP, timeout=170)
 
 
-def test_no_other_step_waits() -> None:
-    """A ramp is over here: each of its stages lays out tables of its own, and waits for them."""
-    run_ranks(alone_with_more, 1, timeout=170)
+@pytest.mark.parametrize("case", UNDER_DDP)
+def test_no_step_under_ddp_waits(case: str, under_ddp: Answers) -> None:
+    assert under_ddp[case] == [None]
 
 
-def test_no_step_of_a_plain_loop_waits() -> None:
-    run_ranks(alone_and_plain, 1, timeout=170)
+@pytest.mark.parametrize("case", MORE_UNDER_DDP)
+def test_no_step_of_another_spec_under_ddp_waits(case: str, more_under_ddp: Answers) -> None:
+    """The ramp is over here: each of its stages lays out tables of its own, and waits for them."""
+    assert more_under_ddp[case] == [None]
+
+
+@pytest.mark.parametrize("case", IN_A_LOOP)
+def test_no_step_of_a_plain_loop_waits(case: str, in_a_loop: Answers) -> None:
+    assert in_a_loop[case] == [None]

@@ -1,8 +1,7 @@
-"""The same walk with CUDA tensors: NCCL alone, gloo between two ranks that share a GPU, DDP, and a GradScaler."""
+"""Training with CUDA tensors: one rank on NCCL, two ranks on gloo that share a GPU, DDP, and a GradScaler."""
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -10,7 +9,7 @@ import gradwire
 from gradwire.core.keys import Key
 from gradwire.kernels import quantize
 from gradwire.kernels.dispatch import reference_only
-from spawn import run_ranks
+from spawn import Answers, cases_fixture, use_nccl
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -55,43 +54,46 @@ def train(spec: str, device: str, rank: int, ddp: bool, scaled: bool = False) ->
     return torch.cat([p.detach().flatten() for p in net.parameters()]).cpu()
 
 
-def two_ranks(rank: int, world: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    return {
-        spec: (
-            train(spec, "cpu", rank, ddp=False),
-            train(spec, "cuda", rank, ddp=False),
-            train(spec, "cuda", rank, ddp=True),
-        )
-        for spec in SPECS
-    }
+def with_gloo(rank: int, world: int, spec: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Parameters after training on the CPU, on the GPU, and under DDP on the GPU."""
+    on_gpu = [train(spec, "cuda", rank, ddp=ddp) for ddp in (False, True)]
+    return train(spec, "cpu", rank, ddp=False), on_gpu[0], on_gpu[1]
 
 
-def test_gloo_with_cuda_tensors() -> None:
-    first, second = run_ranks(two_ranks, 2, timeout=110)
+BY_SPEC = {spec: spec for spec in SPECS}
+gloo = cases_fixture(with_gloo, 2, BY_SPEC, timeout=110)
+
+
+@pytest.mark.parametrize("case", BY_SPEC)
+def test_gloo_with_cuda_tensors(case: str, gloo: Answers) -> None:
+    first, second = gloo[case]
     start = torch.cat([p.detach().flatten() for p in model("cpu").parameters()])
-    for spec in SPECS:
-        for mine, theirs in zip(first[spec], second[spec], strict=True):
-            assert torch.equal(mine, theirs), spec
-        on_cpu, plain, hooked = first[spec]
-        assert torch.equal(plain, hooked), spec
-        # Sums of products round differently, and an entry at an edge may fall to the other side of it. That is all.
-        moved, due = plain - start, on_cpu - start
-        assert (moved - due).norm() < 0.1 * due.norm(), spec
+    assert all(map(torch.equal, first, second)), "ranks drift apart"
+    on_cpu, plain, hooked = first
+    assert torch.equal(plain, hooked)
+    # Sums of products round differently, and an entry at a threshold may fall to the other side of it.
+    moved, expected = plain - start, on_cpu - start
+    assert (moved - expected).norm() < 0.1 * expected.norm()
 
 
-def alone(rank: int, world: int) -> None:
-    dist.destroy_process_group()
-    store = dist.HashStore()
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
-    for spec in SPECS:
-        plain, hooked = train(spec, "cuda", 0, ddp=False), train(spec, "cuda", 0, ddp=True)
-        assert torch.equal(plain, hooked), spec
-    scaled, bare = train("topk(0.1)", "cuda", 0, ddp=True, scaled=True), train("topk(0.1)", "cuda", 0, ddp=True)
-    assert (scaled - bare).abs().max() < 1e-3
+def with_nccl(rank: int, world: int, case: tuple[str, bool]) -> tuple[Tensor, Tensor]:
+    """Parameters of a plain loop, or of DDP without a scaler; and of DDP, with a scaler if there is one."""
+    use_nccl()
+    spec, scaled = case
+    return train(spec, "cuda", 0, ddp=scaled), train(spec, "cuda", 0, ddp=True, scaled=scaled)
 
 
-def test_nccl() -> None:
-    run_ranks(alone, 1, timeout=110)
+NCCL = {**{spec: (spec, False) for spec in SPECS}, "topk(0.1) scaled": ("topk(0.1)", True)}
+nccl = cases_fixture(with_nccl, 1, NCCL, timeout=110)
+
+
+@pytest.mark.parametrize("case", NCCL)
+def test_nccl(case: str, nccl: Answers) -> None:
+    ((expected, hooked),) = nccl[case]
+    if NCCL[case][1]:
+        assert (hooked - expected).abs().max() < 1e-3
+    else:
+        assert torch.equal(hooked, expected)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -109,7 +111,7 @@ def test_lockstep_on_the_gpu(spec: str) -> None:
                 assert p.grad is not None and torch.equal(p.grad, other.grad)
 
 
-def test_definitions_divide_as_they_do_on_a_cpu() -> None:
+def test_reference_kernels_divide_as_on_a_cpu() -> None:
     """By a Python number torch would divide with its reciprocal there, and sevenths would be an ulp off."""
     values, lengths = torch.randn(10_000, generator=torch.Generator().manual_seed(0)), torch.tensor([3_000, 7_000])
     with reference_only():

@@ -1,10 +1,10 @@
-"""Workers that pass through their model together, recorded and by faster kernels, compute what they would in turn."""
+"""Batched passes of all workers, captured and with faster kernels, compute what passes one by one compute."""
 
 import pytest
 import torch
 
 from gradwire_lab.train.loop import Training
-from gradwire_lab.train.place import alone
+from gradwire_lab.train.rank_info import simulated_ranks
 from training_fixtures import recipe_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -22,34 +22,36 @@ COLUMNS = ("model.options={hidden=24, layers=2, dropout=0.0, tied=false}", "opti
         ("pydoc-lstm", (*COLUMNS, *OBSERVED)),
     ],
 )
-def test_gradients_are_those_of_passes_in_turn(name, overrides, monkeypatch):
+def test_gradients_are_those_of_passes_one_by_one(name, overrides, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    ways = [recipe_of(name, *overrides, f"train.passes={how}") for how in ("together", "in turn")]
-    one, other = (Training(recipe, alone(2, "cuda:0")) for recipe in ways)
+    ways = [recipe_of(name, *overrides, f"train.passes={how}") for how in ("together", "sequential")]
+    one, other = (Training(recipe, simulated_ranks(2, "cuda:0")) for recipe in ways)
     torch.set_float32_matmul_precision("highest")
     for step, batch in zip(range(3), one.loader.epoch(0), strict=False):
-        (grads, loss), (expected, wanted) = one.passes(batch, step), other.passes(batch, step)
+        (grads, loss), (expected, wanted) = one.strategy.passes(batch, step), other.strategy.passes(batch, step)
         torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-5)
         for mine, theirs in zip(grads, expected, strict=True):
             for each, x in theirs.items():
                 # Rounding may decide which of equals is the maximum, and where its gradient goes.
                 assert (mine[each] - x).norm() <= 0.1 * x.norm() + 1e-6, each
-    for mine, theirs in zip(one.crew.buffers, other.crew.buffers, strict=True):
+    for mine, theirs in zip(one.strategy.workers.buffers, other.strategy.workers.buffers, strict=True):
         for each, x in theirs.items():
             torch.testing.assert_close(mine[each], x, rtol=1e-3, atol=1e-4, msg=each)
 
 
-def test_second_moments_are_those_of_passes_in_turn(monkeypatch):
+def test_second_moments_are_those_of_passes_one_by_one(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     noted = []
-    for how in ("together", "in turn"):
-        training = Training(recipe_of("pydoc-lstm", *COLUMNS, *OBSERVED, f"train.passes={how}"), alone(2, "cuda:0"))
+    for how in ("together", "sequential"):
+        training = Training(
+            recipe_of("pydoc-lstm", *COLUMNS, *OBSERVED, f"train.passes={how}"), simulated_ranks(2, "cuda:0")
+        )
         torch.set_float32_matmul_precision("highest")
         seen = [{}, {}]
-        for wire, notes in zip(training.crew.wires, seen, strict=True):
+        for wire, notes in zip(training.strategy.workers.wires, seen, strict=True):
             wire.observe = notes.update
         for step, batch in zip(range(2), training.loader.epoch(0), strict=False):
-            training.passes(batch, step)
+            training.strategy.passes(batch, step)
         noted += [seen]
     for mine, theirs in zip(*noted, strict=True):
         assert mine.keys() == theirs.keys() and mine

@@ -1,12 +1,13 @@
-"""Compiled modules, in and outside of DDP, and in plain loops. The backend runs eagerly: graphs are what matters."""
+"""Compiled modules, inside and around DDP, and in plain loops. The backend runs eagerly: only the graphs matter."""
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fixtures
 import gradwire
-from spawn import run_ranks
+from spawn import Answers, cases_fixture
 
 
 def train(net: torch.nn.Module, rank: int, wire: gradwire.Wire | None) -> None:
@@ -19,25 +20,32 @@ def train(net: torch.nn.Module, rank: int, wire: gradwire.Wire | None) -> None:
         optimizer.step()
 
 
-def compiled(rank: int, world: int) -> dict[str, dict[str, Tensor]]:
-    found = {}
-    for way in ("eager", "plain", "within", "around"):
-        net = fixtures.model()
-        inner = torch.compile(net, backend="aot_eager") if way in ("plain", "within") else net
-        outer = DistributedDataParallel(inner) if way in ("within", "around") else inner
-        outer = torch.compile(outer, backend="aot_eager") if way == "around" else outer
-        wire = gradwire.compress(outer, "topk(0.1)", launch_mb=fixtures.LAUNCH_MB)
-        train(outer, rank, wire if way in ("eager", "plain") else None)
-        assert wire.report().steps == 4
-        found[way] = {**fixtures.tensors(net), **fixtures.memories(wire)}
-    return found
+WAYS = ("plain", "inside DDP", "around DDP")
 
 
-def test_compiled_models_train_as_eager_ones_do():
-    first, second = run_ranks(compiled, 2, timeout=100)
-    for way, found in first.items():
-        assert found.keys() == first["eager"].keys(), "compiled or not, parameters keep their names"
-        for name, tensor in found.items():
-            torch.testing.assert_close(tensor, first["eager"][name], msg=f"{way}: {name}")
-            if "/" not in name:
-                assert torch.equal(tensor, second[way][name]), f"ranks drift apart: {way}, {name}"
+def compiled(rank: int, world: int, way: str) -> dict[str, Tensor]:
+    net = fixtures.model()
+    inner = torch.compile(net, backend="aot_eager") if way in ("plain", "inside DDP") else net
+    outer = DistributedDataParallel(inner) if "DDP" in way else inner
+    outer = torch.compile(outer, backend="aot_eager") if way == "around DDP" else outer
+    wire = gradwire.compress(outer, "topk(0.1)", launch_mb=fixtures.LAUNCH_MB)
+    train(outer, rank, None if "DDP" in way else wire)
+    assert wire.report().steps == 4
+    return {**fixtures.tensors(net), **fixtures.memories(wire)}
+
+
+def eager_and_compiled(rank: int, world: int, way: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return compiled(rank, world, "eager"), compiled(rank, world, way)
+
+
+answers = cases_fixture(eager_and_compiled, 2, {way: way for way in WAYS})
+
+
+@pytest.mark.parametrize("case", WAYS)
+def test_compiled_models_train_as_eager_ones_do(case: str, answers: Answers):
+    (eager, found), (_, other) = answers[case]
+    assert found.keys() == eager.keys(), "compiled or not, parameters keep their names"
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, eager[name], msg=name)
+        if "/" not in name:
+            assert torch.equal(tensor, other[name]), f"ranks drift apart: {name}"

@@ -1,53 +1,63 @@
-"""What goes wrong while gradients travel under DDP is raised by the user's own backward(), as it is."""
+"""An error while gradients are exchanged under DDP is raised by the user's own backward(), unchanged."""
+
+from typing import Any
+
+import pytest
 
 import fixtures
 import gradwire
-from spawn import run_ranks
+from spawn import Answers, cases_fixture, run_ranks
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "find_unused_parameters": {"find_unused_parameters": True},
+    "static_graph": {"static_graph": True},
+    "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
+}
+FAILING = (0, 2)  # steps of rank 1
 
 
-class Overcast(Exception):
-    """Nobody else's."""
+class UserError(Exception):
+    pass
 
 
-def fail() -> None:
-    raise Overcast("the sky is falling; hold it up")
+def fail(*_: object) -> None:
+    raise UserError("detail; remedy")
 
 
-def struck(rank: int, world: int) -> None:
-    """An error of rank 1's in the middle of a training, under all that DDP can be told."""
-    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
-        net = fixtures.model()
-        outer = fixtures.ddp(net, **options)
-        wire = gradwire.compress(outer, "topk(0.1)", launch_mb=fixtures.LAUNCH_MB)
-        judge = wire.session.judge
-        for step in range(4):
-            outer.zero_grad()
-            wire.session.judge = (lambda *_: fail()) if rank == 1 and step in (0, 2) else judge
-            said = fixtures.sentence(lambda step=step, outer=outer: fixtures.loss(outer, rank, step).backward())
-            expected = "Overcast: the sky is falling; hold it up" if rank == 1 and step in (0, 2) else "no refusal"
-            assert said == expected, (options, step, said)
+def train(rank: int, world: int, options: dict[str, Any]) -> list[str]:
+    """The error of every step."""
+    outer = fixtures.ddp(fixtures.model(), **options)
+    wire = gradwire.compress(outer, "topk(0.1)", launch_mb=fixtures.LAUNCH_MB)
+    finish = wire.engine.finish
+    errors = []
+    for step in range(4):
+        outer.zero_grad()
+        wire.engine.finish = fail if rank == 1 and step in FAILING else finish
+        errors.append(fixtures.error_text(lambda step=step: fixtures.loss(outer, rank, step).backward()))
+    return errors
 
 
-def test_an_error_keeps_its_type_and_its_sentence():
-    run_ranks(struck, 2)
+answers = cases_fixture(train, 2, OPTIONS)
 
 
-def early(rank: int, world: int) -> dict[str, fixtures.Case]:
-    """An error before anything was sent, in the first of several launches."""
+@pytest.mark.parametrize("case", OPTIONS)
+def test_an_error_keeps_its_type_and_its_message(case: str, answers: Answers):
+    first, second = answers[case]
+    assert first == [fixtures.NO_ERROR] * 4
+    assert second == ["UserError: detail; remedy" if step in FAILING else fixtures.NO_ERROR for step in range(4)]
+
+
+def fail_early(rank: int, world: int) -> tuple[str, str]:
+    """An error before anything was sent, in the first of several launches; and a second hook."""
     outer = fixtures.ddp(fixtures.model())
     wire = gradwire.compress(outer, "topk(0.1)", launch_mb=fixtures.LAUNCH_MB)
-    wire.session.flat = lambda *_: fail()
-    return {
-        "launch": (
-            fixtures.sentence(lambda: fixtures.loss(outer, rank, 0).backward()),
-            ("Overcast: the sky is falling",),
-        ),
-        "twice": (
-            fixtures.sentence(lambda: gradwire.compress(outer, "sign")),
-            ("a communication hook already", "set("),
-        ),
-    }
+    wire.engine.exchange = fail
+    early = fixtures.error_text(lambda: fixtures.loss(outer, rank, 0).backward())
+    return early, fixtures.error_text(lambda: gradwire.compress(outer, "sign"))
 
 
-def test_an_error_of_a_launch_is_told_too():
-    fixtures.check_sentences(run_ranks(early, 2))
+def test_an_error_of_a_launch_is_raised_and_a_second_hook_is_refused():
+    for early, twice in run_ranks(fail_early, 2):
+        assert early == "UserError: detail; remedy"
+        assert twice.startswith("RuntimeError") and "hook" in twice and "set(" in twice

@@ -1,4 +1,4 @@
-"""DDP as people configure it: whatever its options, the hook computes what the plain loop computes."""
+"""Whatever the options of DDP, the hook computes what the plain loop computes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fixtures
 import gradwire
-from spawn import run_ranks
+from spawn import Answers, cases_fixture, run_ranks
 
 OPTIONS: dict[str, Any] = {"spec": "topk(0.1)", "launch_mb": fixtures.LAUNCH_MB}
 
@@ -30,7 +30,7 @@ def hooked(rank: int, net: nn.Module, **options: Any) -> dict[str, Tensor]:
 
 def looped(rank: int, net: nn.Module) -> dict[str, Tensor]:
     wire = gradwire.compress(net, **OPTIONS)
-    fixtures.plain(net, wire, fixtures.sgd(net), range(fixtures.STEPS), rank)
+    fixtures.plain_loop(net, wire, fixtures.sgd(net), range(fixtures.STEPS), rank)
     return {**fixtures.tensors(net), **fixtures.memories(wire)}
 
 
@@ -53,70 +53,85 @@ class Tied(nn.Module):
         return self.outer(torch.tanh(self.inner(x)))
 
 
-def options_of_ddp(rank: int, world: int) -> None:
-    expected = looped(rank, fixtures.model())
-    for options in (
-        {"gradient_as_bucket_view": True},
-        {"static_graph": True},
-        {"static_graph": True, "gradient_as_bucket_view": True},
-        {"find_unused_parameters": True},
-        {"find_unused_parameters": True, "gradient_as_bucket_view": True},
-        {"broadcast_buffers": False},
-    ):
-        assert fixtures.same(hooked(rank, fixtures.model(), **options), expected), options
+DDP_OPTIONS: dict[str, dict[str, Any]] = {
+    "views": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "static, views": {"static_graph": True, "gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "unused, views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    "no buffers": {"broadcast_buffers": False},
+}
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_bucket_views_static_graphs_and_searches_for_the_unused_change_nothing(world: int):
-    run_ranks(options_of_ddp, world)
+def with_options(rank: int, world: int, options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return hooked(rank, fixtures.model(), **options), looped(rank, fixtures.model())
 
 
-def odd_models(rank: int, world: int) -> None:
-    for make in (frozen, Tied):
-        expected = looped(rank, make())
-        assert fixtures.same(hooked(rank, make()), expected), make
-        net = make()
-        optimizer = gradwire.DistributedOptimizer(fixtures.sgd(net), net.named_parameters(), **OPTIONS)
-        for step in range(fixtures.STEPS):
-            optimizer.zero_grad()
-            fixtures.loss(net, rank, step).backward()
-            optimizer.step()
-        assert fixtures.same({**fixtures.tensors(net), **fixtures.memories(optimizer.wire)}, expected), make
-    assert fixtures.same({"2.weight": looped(rank, frozen())["2.weight"]}, {"2.weight": frozen()[2].weight})
-    assert "residual/inner.weight" in looped(rank, Tied()) and "residual/outer.weight" not in looped(rank, Tied())
+ddp_options = cases_fixture(with_options, (1, 2), DDP_OPTIONS)
 
 
-def test_frozen_parameters_and_tied_weights():
-    run_ranks(odd_models, 2)
+@pytest.mark.parametrize("case", DDP_OPTIONS)
+def test_options_of_ddp_change_nothing(case: str, ddp_options: Answers):
+    for hook, loop in ddp_options[case]:
+        assert fixtures.same(hook, loop)
 
 
-def ignored_by_ddp(rank: int, world: int) -> None:
+def by_optimizer(rank: int, net: nn.Module) -> dict[str, Tensor]:
+    optimizer = gradwire.DistributedOptimizer(fixtures.sgd(net), net.named_parameters(), **OPTIONS)
+    for step in range(fixtures.STEPS):
+        optimizer.zero_grad()
+        fixtures.loss(net, rank, step).backward()
+        optimizer.step()
+    return {**fixtures.tensors(net), **fixtures.memories(optimizer.wire)}
+
+
+MODELS: dict[str, Any] = {"frozen": frozen, "tied": Tied}
+
+
+def odd_models(rank: int, world: int, make: Any) -> tuple[dict[str, Tensor], ...]:
+    return looped(rank, make()), hooked(rank, make()), by_optimizer(rank, make())
+
+
+models = cases_fixture(odd_models, 2, MODELS)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_frozen_parameters_and_tied_weights(case: str, models: Answers):
+    for loop, hook, optimizer in models[case]:
+        assert fixtures.same(loop, hook) and fixtures.same(loop, optimizer)
+        if case == "frozen":
+            assert torch.equal(loop["2.weight"], frozen()[2].weight)
+        else:
+            assert "residual/inner.weight" in loop and "residual/outer.weight" not in loop
+
+
+def ignored_by_ddp(rank: int, world: int) -> list[str]:
     net = fixtures.model()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["2.weight"])
-    found = hooked(rank, net)
-    assert "residual/2.weight" not in found and "residual/0.weight" in found
+    return list(hooked(rank, net))
 
 
-def test_what_ddp_ignores_is_left_alone():
-    run_ranks(ignored_by_ddp, 2)
+def test_parameters_that_ddp_ignores_are_left_alone():
+    for names in run_ranks(ignored_by_ddp, 2):
+        assert "residual/2.weight" not in names and "residual/0.weight" in names
 
 
-def accumulate(rank: int, world: int) -> None:
-    """Two backward passes for each step, under all doors."""
-    found = []
-    for view in (False, True):
-        net = fixtures.model()
-        outer = fixtures.ddp(net, gradient_as_bucket_view=view)
-        wire = gradwire.compress(outer, **OPTIONS)
-        optimizer = fixtures.sgd(outer)
-        for step in range(fixtures.STEPS):
-            optimizer.zero_grad()
-            with outer.no_sync():
-                fixtures.loss(outer, rank, 100 + step).backward()
-            fixtures.loss(outer, rank, step).backward()
-            optimizer.step()
-        assert wire.report().steps == fixtures.STEPS
-        found.append(fixtures.tensors(net))
+def accumulate_under_ddp(rank: int, view: bool) -> tuple[dict[str, Tensor], int]:
+    net = fixtures.model()
+    outer = fixtures.ddp(net, gradient_as_bucket_view=view)
+    wire = gradwire.compress(outer, **OPTIONS)
+    optimizer = fixtures.sgd(outer)
+    for step in range(fixtures.STEPS):
+        optimizer.zero_grad()
+        with outer.no_sync():
+            fixtures.loss(outer, rank, 100 + step).backward()
+        fixtures.loss(outer, rank, step).backward()
+        optimizer.step()
+    return fixtures.tensors(net), wire.report().steps
+
+
+def accumulate(rank: int, world: int) -> list[tuple[dict[str, Tensor], int]]:
+    """Two backward passes for each step: in a plain loop, under DDP, and with views of buckets."""
     net = fixtures.model()
     wire = gradwire.compress(net, **OPTIONS)
     optimizer = fixtures.sgd(net)
@@ -126,11 +141,14 @@ def accumulate(rank: int, world: int) -> None:
         fixtures.loss(net, rank, step).backward()
         wire()
         optimizer.step()
-    assert all(fixtures.same(one, fixtures.tensors(net)) for one in found)
+    loop = fixtures.tensors(net), wire.report().steps
+    return [loop, *(accumulate_under_ddp(rank, view) for view in (False, True))]
 
 
 def test_gradients_accumulate_without_sync():
-    run_ranks(accumulate, 2)
+    for (loop, _), *hooks in run_ranks(accumulate, 2):
+        for hook, steps in hooks:
+            assert fixtures.same(hook, loop) and steps == fixtures.STEPS
 
 
 @contextmanager
@@ -139,7 +157,8 @@ def autocast() -> Iterator[None]:
         yield
 
 
-def mixed_precision(rank: int, world: int) -> dict[str, Tensor]:
+def mixed_precision(rank: int, world: int) -> list[dict[str, Tensor]]:
+    """Parameters of the loop, of the hook and of a model that is bfloat16 throughout."""
     outer = fixtures.ddp(fixtures.model())
     net = fixtures.model()
     gradwire.compress(outer, **OPTIONS)
@@ -154,8 +173,7 @@ def mixed_precision(rank: int, world: int) -> dict[str, Tensor]:
             if model is net:
                 wire()
             optimizer.step()
-    assert fixtures.same(fixtures.tensors(outer.module), fixtures.tensors(net))
-    half = fixtures.model().bfloat16()  # and a model that is bfloat16 throughout
+    half = fixtures.model().bfloat16()
     wire = gradwire.compress(half, **OPTIONS)
     optimizer = fixtures.sgd(half)
     for step in range(fixtures.STEPS):
@@ -163,20 +181,22 @@ def mixed_precision(rank: int, world: int) -> dict[str, Tensor]:
         half(fixtures.batch(rank, step).bfloat16()).square().mean().backward()
         wire()
         optimizer.step()
-    return {**fixtures.tensors(net), **{f"half.{name}": p for name, p in fixtures.tensors(half).items()}}
+    return [fixtures.tensors(model) for model in (net, outer.module, half)]
 
 
-def test_bfloat16():
+def test_bfloat16_under_autocast_and_throughout():
     first, second = run_ranks(mixed_precision, 2)
-    assert fixtures.same(first, second)
-    assert first["half.0.weight"].dtype == torch.bfloat16
+    loop, hook, half = first
+    assert fixtures.same(loop, hook)
+    assert all(map(fixtures.same, first, second)), "ranks drift apart"
+    assert half["0.weight"].dtype == torch.bfloat16
 
 
 def wrong_call(rank: int, world: int) -> str:
     wire = gradwire.compress(fixtures.ddp(fixtures.model()), "topk(0.1)")
-    return fixtures.sentence(wire)
+    return fixtures.error_text(wire)
 
 
-def test_a_hooked_wire_needs_no_call():
-    (said,) = run_ranks(wrong_call, 1)
-    assert "DDP calls this wire by itself" in said and "remove the call" in said
+def test_a_call_of_a_hooked_wire_is_refused():
+    (text,) = run_ranks(wrong_call, 1)
+    assert text.startswith("RuntimeError") and "DDP" in text

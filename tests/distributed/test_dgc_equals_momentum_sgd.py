@@ -9,7 +9,7 @@ from torch import nn
 
 import fixtures
 import gradwire
-from spawn import run_ranks
+from spawn import Answers, cases_fixture
 
 STEPS = 8
 LR = 0.1
@@ -36,7 +36,8 @@ def references(world: int, clip: float | None, **options: Any) -> list[list[torc
     return path
 
 
-def with_dgc(rank: int, world: int, clip: float | None, decay: float, nesterov: bool) -> list[list[torch.Tensor]]:
+def with_dgc(rank: int, world: int, variant: tuple[float | None, float, bool]) -> list[list[torch.Tensor]]:
+    clip, decay, nesterov = variant
     net = fixtures.model()
     spec = f"dgc(1.0, masking=False, nesterov={nesterov}, clip={clip})"
     wire = gradwire.compress(net, spec, bundle="fp32")
@@ -51,29 +52,27 @@ def with_dgc(rank: int, world: int, clip: float | None, decay: float, nesterov: 
     return path
 
 
-VARIANTS = [
-    (clip, decay, nesterov) for clip, decay in ((None, 0.0), (None, 0.05), (0.05, 0.02)) for nesterov in (False, True)
-]
+VARIANTS = {
+    f"clip={clip} decay={decay} nesterov={nesterov}": (clip, decay, nesterov)
+    for clip, decay in ((None, 0.0), (None, 0.05), (0.05, 0.02))
+    for nesterov in (False, True)
+}
+answers = cases_fixture(with_dgc, (1, 2), VARIANTS)
 
 
-def all_variants(rank: int, world: int) -> list[Any]:
-    return [with_dgc(rank, world, *variant) for variant in VARIANTS]
+@pytest.mark.parametrize("case", VARIANTS)
+def test_dgc_of_everything_is_momentum_sgd(case: str, answers: Answers):
+    clip, decay, nesterov = VARIANTS[case]
+    ranks = answers[case]
+    expected = references(len(ranks), clip, weight_decay=decay, nesterov=nesterov)
+    for path in ranks:
+        for step, (ours, theirs) in enumerate(zip(path, expected, strict=True)):
+            for one, other in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6, msg=f"{step=}")
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_dgc_of_everything_is_momentum_sgd(world: int):
-    for found in run_ranks(all_variants, world):
-        for (clip, decay, nesterov), path in zip(VARIANTS, found, strict=True):
-            expected = references(world, clip, weight_decay=decay, nesterov=nesterov)
-            for step, (ours, theirs) in enumerate(zip(path, expected, strict=True)):
-                for one, other in zip(ours, theirs, strict=True):
-                    torch.testing.assert_close(
-                        one, other, rtol=2e-6, atol=2e-6, msg=f"clip={clip} decay={decay} {nesterov=} {step=}"
-                    )
-
-
-def test_clipping_is_at_work():
-    """Or the test above would say nothing of it."""
+def test_clipping_has_an_effect():
+    """Otherwise the test above would not test it."""
     unclipped = references(2, None)[-1]
     clipped = references(2, 0.05)[-1]
     assert not any(torch.allclose(one, other, rtol=1e-3) for one, other in zip(unclipped, clipped, strict=True))
@@ -92,7 +91,7 @@ def test_masking_stops_momentum_only_where_something_was_selected():
 
 def test_the_optimizer_for_updates_with_momentum_is_saved_and_loaded():
     def train(net: nn.Module, optimizer: gradwire.SGD, wire: gradwire.Wire, steps: range) -> None:
-        fixtures.plain(net, wire, optimizer, steps, 0)
+        fixtures.plain_loop(net, wire, optimizer, steps, 0)
 
     def build() -> tuple[nn.Module, gradwire.SGD, gradwire.Wire]:
         net = fixtures.model()

@@ -1,4 +1,4 @@
-"""Whoever waits for a compiler is told so, by the first rank alone."""
+"""The first rank alone logs that kernels are being compiled."""
 
 import logging
 
@@ -9,7 +9,7 @@ from gradwire.integrations.compile_notice import telling_of_compilers
 
 
 @pytest.mark.parametrize(("kind", "first", "lines"), [("cpu", True, 1), ("cpu", False, 0), ("cuda", True, 0)])
-def test_compiling_is_told_once(kind: str, first: bool, lines: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_compiling_is_logged_once(kind: str, first: bool, lines: int, caplog: pytest.LogCaptureFixture) -> None:
     event = pytest.importorskip("numba.core.event")
     with caplog.at_level(logging.WARNING, "gradwire"), telling_of_compilers(torch.device(kind), first):
         for _ in range(2):

@@ -1,18 +1,28 @@
-"""Under a GradScaler: memories live in unscaled units, and an overflow on one rank makes all ranks back off."""
+"""Under a GradScaler: state is kept in unscaled units, and an overflow on one rank makes all ranks back off."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import fixtures
 import gradwire
-from spawn import run_ranks
+from spawn import Answers, cases_fixture, run_ranks
 
 BAD_STEP = 3
 STEPS = 7
-DOORS = ("plain", "hook", "optimizer")
+ENTRY_POINTS = ("plain", "hook", "optimizer")
+SPECS = fixtures.by_name(
+    {"spec": "topk(0.1)", "launch_mb": fixtures.LAUNCH_MB},
+    {"spec": "int4", "exchange": "two_way"},
+    {"spec": "dgc(0.1, clip=0.2)"},
+    {"spec": "powersgd(1)"},
+    {"spec": "topk(0.1)", "exchange": "delayed"},
+)
+OVERFLOWS = {"no overflow": None, "an overflow": BAD_STEP}
+CASES = {f"{name}, {what}": (options, at) for name, options in SPECS.items() for what, at in OVERFLOWS.items()}
 
 
 def scaler_of(**options: Any) -> torch.amp.GradScaler:
@@ -20,9 +30,9 @@ def scaler_of(**options: Any) -> torch.amp.GradScaler:
 
 
 def train(
-    door: str, rank: int, options: dict[str, Any], strike: Callable[[int], bool], **scaling: Any
+    door: str, rank: int, options: dict[str, Any], overflows: Callable[[int], bool], **scaling: Any
 ) -> tuple[nn.Module, gradwire.Wire, list[float]]:
-    """A loop as the manual writes it; scaling is by powers of two, so it changes no bit of the outcome."""
+    """The loop of torch's manual. Scaling is by powers of two, so it changes no bit of the result."""
     net = fixtures.model()
     scaler = scaler_of(**scaling)
     outer: nn.Module = fixtures.ddp(net) if door == "hook" else net
@@ -33,7 +43,7 @@ def train(
     else:
         wire = gradwire.compress(outer, scaler=scaler, **options)
     now = [0]
-    net[2].weight.register_hook(lambda grad: grad * torch.inf if strike(now[0]) else grad)
+    net[2].weight.register_hook(lambda grad: grad * torch.inf if overflows(now[0]) else grad)
     scales = []
     for step in range(STEPS):
         now[0] = step
@@ -55,54 +65,63 @@ def unscaled(rank: int, options: dict[str, Any], skip: int | None) -> tuple[dict
     net = fixtures.model()
     wire = gradwire.compress(net, **options)
     for steps in (range(skip), range(skip + 1, STEPS)) if skip is not None else (range(STEPS),):
-        fixtures.plain(net, wire, fixtures.sgd(net), steps, rank)
+        fixtures.plain_loop(net, wire, fixtures.sgd(net), steps, rank)
     return fixtures.tensors(net), fixtures.memories(wire)
 
 
-def scaled(rank: int, world: int) -> None:
-    for options in (
-        {"spec": "topk(0.1)", "launch_mb": fixtures.LAUNCH_MB},
-        {"spec": "int4", "exchange": "two_way"},
-        {"spec": "dgc(0.1, clip=0.2)"},
-        {"spec": "powersgd(1)"},
-        {"spec": "topk(0.1)", "exchange": "delayed"},
-    ):
-        for skip in (None, BAD_STEP):
-            parameters, memories = unscaled(rank, options, skip)
-            for door in DOORS:
-                at = -1 if skip is None else BAD_STEP
-                net, wire, scales = train(door, rank, options, lambda step, at=at: rank == 1 and step == at)
-                assert fixtures.same(fixtures.tensors(net), parameters), (door, options, skip)
-                assert fixtures.same(fixtures.memories(wire), memories), (door, options, skip)
-                check_account(wire, scales, skip)
+class Trained(NamedTuple):
+    parameters: dict[str, Tensor]
+    memories: dict[str, Tensor]
+    scales: list[float]
+    steps: int
+    skipped: int
+    dense: int
 
 
-def check_account(wire: gradwire.Wire, scales: list[float], skip: int | None) -> None:
-    assert fixtures.agreed(torch.tensor(scales)), "scales drift apart"
-    assert (min(scales[1:]) < max(scales[:BAD_STEP])) == (skip is not None)
-    report = wire.report()
-    assert (report.steps, report.skipped) == (STEPS, 0 if skip is None else 1)
-    assert report.dense == 4 * 445 * (STEPS - report.skipped), "nothing was encoded in a skipped step"
+def scaled(rank: int, world: int, case: tuple[dict[str, Any], int | None]) -> tuple[Any, dict[str, Trained]]:
+    """The same training without a scaler, and with one through every entry point."""
+    options, skip = case
+    trained = {}
+    for door in ENTRY_POINTS:
+        net, wire, scales = train(door, rank, options, lambda step: rank == 1 and step == skip)
+        report = wire.report()
+        counts = report.steps, report.skipped, report.dense
+        trained[door] = Trained(fixtures.tensors(net), fixtures.memories(wire), scales, *counts)
+    return unscaled(rank, options, skip), trained
 
 
-def test_scaling_changes_nothing_and_an_overflow_is_everybodys():
-    run_ranks(scaled, 2, timeout=100)
+answers = cases_fixture(scaled, 2, CASES)
 
 
-def disabled(rank: int, world: int) -> None:
-    parameters, _ = unscaled(rank, {"spec": "topk(0.1)"}, None)
-    for door in DOORS:
-        net, _, _ = train(door, rank, {"spec": "topk(0.1)"}, lambda step: False, enabled=False)
-        assert fixtures.same(fixtures.tensors(net), parameters), door
+@pytest.mark.parametrize("door", ENTRY_POINTS)
+@pytest.mark.parametrize("case", CASES)
+def test_scaling_changes_nothing_and_an_overflow_skips_the_step_on_all_ranks(case: str, door: str, answers: Answers):
+    skipped = CASES[case][1] is not None
+    for (parameters, memories), trained in answers[case]:
+        found = trained[door]
+        assert fixtures.same(found.parameters, parameters)
+        assert fixtures.same(found.memories, memories)
+        assert found.scales == answers[case][0][1][door].scales, "scales drift apart"
+        assert (min(found.scales[1:]) < max(found.scales[:BAD_STEP])) == skipped
+        assert (found.steps, found.skipped) == (STEPS, int(skipped))
+        assert found.dense == 4 * 445 * (STEPS - skipped), "nothing is encoded in a skipped step"
 
 
-def test_a_disabled_scaler_is_none():
-    run_ranks(disabled, 2)
+def disabled(rank: int, world: int) -> list[dict[str, Tensor]]:
+    """Parameters without a scaler, then with a disabled one through every entry point."""
+    nets = [train(door, rank, {"spec": "topk(0.1)"}, lambda step: False, enabled=False)[0] for door in ENTRY_POINTS]
+    return [unscaled(rank, {"spec": "topk(0.1)"}, None)[0], *map(fixtures.tensors, nets)]
+
+
+def test_a_disabled_scaler_changes_nothing():
+    for expected, *trained in run_ranks(disabled, 2):
+        for door, parameters in zip(ENTRY_POINTS, trained, strict=True):
+            assert fixtures.same(parameters, expected), door
 
 
 def clipped(rank: int, world: int) -> list[dict[str, Tensor]]:
-    """The optimizer's door lets the loop unscale first, as clipping wants it."""
-    found = []
+    """With `DistributedOptimizer` the loop may unscale first, as clipping needs it."""
+    trained = []
     for enabled in (True, False):
         net = fixtures.model()
         scaler = scaler_of(enabled=enabled)
@@ -116,8 +135,8 @@ def clipped(rank: int, world: int) -> list[dict[str, Tensor]]:
             nn.utils.clip_grad_norm_(net.parameters(), 0.05)
             scaler.step(optimizer)
             scaler.update()
-        found.append(fixtures.tensors(net))
-    return found
+        trained.append(fixtures.tensors(net))
+    return trained
 
 
 def test_gradients_may_be_unscaled_and_clipped_before_the_step():
@@ -125,17 +144,17 @@ def test_gradients_may_be_unscaled_and_clipped_before_the_step():
         assert fixtures.same(with_scaler, without)
 
 
-def untold(rank: int, world: int) -> str:
+def scaler_not_passed(rank: int, world: int) -> str:
     net = fixtures.model()
     scaler = scaler_of()
     optimizer = gradwire.DistributedOptimizer(fixtures.sgd(net), net.named_parameters(), "topk(0.1)")
     scaler.scale(fixtures.loss(net, rank, 0)).backward()
-    return fixtures.sentence(lambda: scaler.step(optimizer))
+    return fixtures.error_text(lambda: scaler.step(optimizer))
 
 
-def test_a_scaler_that_the_optimizer_was_not_told_of():
-    for said in run_ranks(untold, 2):
-        assert "drift apart" in said and "scaler=scaler" in said
+def test_a_scaler_that_was_not_passed_to_the_optimizer_is_refused():
+    for text in run_ranks(scaler_not_passed, 2):
+        assert text.startswith("ValueError") and "scaler=scaler" in text
 
 
 class Half(nn.Module):
@@ -149,7 +168,8 @@ class Half(nn.Module):
         return self.net(x).half().float()
 
 
-def real_overflow(rank: int, world: int) -> list[float]:
+def real_overflow(rank: int, world: int) -> tuple[list[float], int, bool]:
+    """The scales, the steps skipped, and whether all parameters are finite."""
     net = Half()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=100)
     wire = gradwire.compress(net, "topk(0.1)", scaler=scaler)
@@ -163,11 +183,11 @@ def real_overflow(rank: int, world: int) -> list[float]:
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-    assert 0 < wire.skipped < 24
-    assert all(bool(torch.isfinite(p).all()) for p in net.parameters())
-    return scales
+    return scales, wire.skipped, all(bool(torch.isfinite(p).all()) for p in net.parameters())
 
 
-def test_scales_settle_together():
+def test_scales_settle_alike_on_all_ranks():
     first, second = run_ranks(real_overflow, 2)
-    assert first == second and first[-1] < 2.0**24
+    scales, skipped, finite = first
+    assert first == second and scales[-1] < 2.0**24
+    assert 0 < skipped < 24 and finite

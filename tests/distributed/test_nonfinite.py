@@ -1,4 +1,4 @@
-"""A gradient that is not finite, on one rank, drops the step on all ranks and leaves every memory as it was."""
+"""A gradient that is not finite, on one rank, drops the step on all ranks and leaves all state unchanged."""
 
 import math
 from typing import Any
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 import fixtures
 import gradwire
-from spawn import run_ranks
+from spawn import Answers, cases_fixture, run_ranks
 
-# By the kind of message that tells of it: sums, gathers, swaps, and several in one step.
-SPECS: list[dict[str, Any]] = [
+# By the kind of message that carries the status: sums, gathers, all-to-alls, and several in one step.
+SPECS = fixtures.by_name(
     {"spec": "fp16", "bundle": None, "feedback": "residual"},
     {"spec": "powersgd(2)", "bundle": None},
     {"spec": "topk(0.1)", "bundle": None},
@@ -21,21 +21,24 @@ SPECS: list[dict[str, Any]] = [
     {"spec": "topk(0.1) | sign"},
     {"spec": "dgc(0.1, clip=0.5)"},
     {"spec": "sign", "feedback": "ef21", "granularity": "model"},
-    # The bad layer travels in a launch that has nothing to say of its own.
+    # The bad layer is in a launch that sends nothing of its own.
     {"spec": "topk(0.1)", "rules": (gradwire.Rule("int8", "2.*", exchange="noop"),), "launch_mb": fixtures.LAUNCH_MB},
-]
+)
+VALUES = {"nan": math.nan, "inf": math.inf}
+CASES = {f"{name}, {value}": (SPECS[name], VALUES[value]) for name in SPECS for value in VALUES}
+ENTRY_POINTS = ("plain", "hook", "optimizer")
 BAD_STEP = 2
 
 
 class Fault:
-    """Multiplies one layer's gradient, on one rank and in one step, by what must not be there."""
+    """Multiplies the gradient of one layer, on one rank and in one step, by NaN or infinity."""
 
     def __init__(self, net: nn.Sequential, rank: int, value: float) -> None:
         self.step = -1
         self.rank, self.value = rank, value
-        net[2].weight.register_hook(self.strike)
+        net[2].weight.register_hook(self.spoil)
 
-    def strike(self, grad: Tensor) -> Tensor:
+    def spoil(self, grad: Tensor) -> Tensor:
         return grad * self.value if self.rank == 1 and self.step == BAD_STEP else grad
 
 
@@ -51,16 +54,19 @@ def build(door: str, rank: int, value: float, options: dict[str, Any]) -> tuple[
     return net, net, gradwire.compress(net, **options), fixtures.sgd(net), fault
 
 
-def drop(rank: int, world: int, value: float) -> None:
-    for options in SPECS:
-        healthy = fixtures.model()
-        wire = gradwire.compress(healthy, **options)
-        for steps in (range(BAD_STEP), range(BAD_STEP + 1, 5)):
-            fixtures.plain(healthy, wire, fixtures.sgd(healthy), steps, rank)
-        for door in ("plain", "hook", "optimizer"):
-            net, other = one_door(door, rank, value, options)
-            assert fixtures.same(fixtures.tensors(net), fixtures.tensors(healthy)), (door, options)
-            assert fixtures.same(fixtures.memories(other), fixtures.memories(wire)), (door, options)
+State = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
+def drop(rank: int, world: int, case: tuple[dict[str, Any], float]) -> tuple[State, dict[str, State]]:
+    """Parameters and state without the bad step, and with it through every entry point."""
+    options, value = case
+    healthy = fixtures.model()
+    wire = gradwire.compress(healthy, **options)
+    for steps in (range(BAD_STEP), range(BAD_STEP + 1, 5)):
+        fixtures.plain_loop(healthy, wire, fixtures.sgd(healthy), steps, rank)
+    expected = fixtures.tensors(healthy), fixtures.memories(wire)
+    trained = {door: one_door(door, rank, value, options) for door in ENTRY_POINTS}
+    return expected, {door: (fixtures.tensors(net), fixtures.memories(other)) for door, (net, other) in trained.items()}
 
 
 def one_door(door: str, rank: int, value: float, options: dict[str, Any]) -> tuple[nn.Module, gradwire.Wire]:
@@ -83,14 +89,20 @@ def one_door(door: str, rank: int, value: float, options: dict[str, Any]) -> tup
     return net, wire
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_bad_gradient_drops_the_step_everywhere(value: float):
-    """What follows is what would have come without that step."""
-    run_ranks(drop, 2, value, timeout=100)
+answers = cases_fixture(drop, 2, CASES)
+
+
+@pytest.mark.parametrize("door", ENTRY_POINTS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_gradient_drops_the_step_on_all_ranks(case: str, door: str, answers: Answers):
+    """The result is that of a training without that step."""
+    for (parameters, memories), trained in answers[case]:
+        assert fixtures.same(trained[door][0], parameters)
+        assert fixtures.same(trained[door][1], memories)
 
 
 def delayed(rank: int, world: int) -> list[dict[str, Tensor]]:
-    """The mean of the step before is handed back all the same; then the bad one is missing."""
+    """The mean of the step before is still returned; then that of the bad step is missing."""
     net, _, wire, optimizer, fault = build("plain", rank, math.nan, {"spec": "fp32", "exchange": "delayed"})
     updates = []
     for step in range(5):
@@ -111,8 +123,8 @@ def test_a_delayed_step_is_dropped_one_step_later():
         assert fixtures.same(updates[4], updates[1])
 
 
-def observed(rank: int, world: int) -> None:
-    """Moments of a dropped batch are dropped with it; a NaN among them would stay for ever."""
+def observed(rank: int, world: int) -> dict[str, Tensor]:
+    """Moments of a dropped batch are dropped with it; a NaN among them would stay forever."""
     net, _, wire, optimizer, fault = build("plain", rank, math.nan, {"spec": "variance", "bundle": None})
     for step in range(4):
         fault.step = step
@@ -121,9 +133,10 @@ def observed(rank: int, world: int) -> None:
         wire.observe({name: p.grad.square() for name, p in net.named_parameters()})
         wire()
         optimizer.step()
-    assert all(bool(torch.isfinite(memory).all()) for memory in fixtures.memories(wire).values())
-    assert not any(key.startswith("observed/") for key in wire.state_dict())
+    return wire.state_dict()
 
 
-def test_observations_of_a_dropped_step_are_forgotten():
-    run_ranks(observed, 2)
+def test_observed_moments_of_a_dropped_step_are_forgotten():
+    for state in run_ranks(observed, 2):
+        assert all(bool(torch.isfinite(memory).all()) for memory in state.values())
+        assert not any(key.startswith("observed/") for key in state)

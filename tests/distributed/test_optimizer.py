@@ -1,4 +1,6 @@
-"""DistributedOptimizer is a real optimizer: what takes one takes it."""
+"""DistributedOptimizer serves wherever torch takes an optimizer."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -21,19 +23,23 @@ def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer, at: int, rank: 
     optimizer.step()
 
 
-def test_schedulers_change_the_rate_inside():
-    for schedule in (
+@pytest.mark.parametrize(
+    "schedule",
+    [
         lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
         lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)),
         lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
-    ):
-        net, optimizer = build()
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        scheduler = schedule(optimizer)
-        step(net, optimizer, 0)
-        scheduler.step()
-        assert optimizer.inner.param_groups[0]["lr"] < 0.2
-        assert optimizer.param_groups is optimizer.inner.param_groups
+    ],
+    ids=["StepLR", "LambdaLR", "CosineAnnealingLR"],
+)
+def test_schedulers_change_the_inner_learning_rate(schedule: Any):
+    net, optimizer = build()
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    scheduler = schedule(optimizer)
+    step(net, optimizer, 0)
+    scheduler.step()
+    assert optimizer.inner.param_groups[0]["lr"] < 0.2
+    assert optimizer.param_groups is optimizer.inner.param_groups
 
 
 def test_a_closure_is_called_once_and_its_loss_returned():
@@ -51,7 +57,7 @@ def test_a_closure_is_called_once_and_its_loss_returned():
     assert not fixtures.same(before, fixtures.tensors(net))
 
 
-def test_state_is_that_of_the_optimizer_inside():
+def test_its_state_is_that_of_the_inner_optimizer():
     net, optimizer = build()
     for at in range(6):
         step(net, optimizer, at)
@@ -68,9 +74,9 @@ def test_state_is_that_of_the_optimizer_inside():
     assert fixtures.same(fixtures.tensors(second), fixtures.tensors(net))
 
 
-def test_it_cannot_grow():
+def test_parameters_cannot_be_added_later():
     _, optimizer = build()
-    with pytest.raises(ValueError, match="add the parameters first, then wrap it"):
+    with pytest.raises(ValueError, match="parameters"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
 
 

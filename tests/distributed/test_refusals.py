@@ -1,11 +1,12 @@
-"""Bad input gets a sentence that names the offender and the remedy, on every rank, before anything is sent.
+"""Bad input raises an error that names the offender and the remedy, on every rank, before anything is sent.
 
-All attempts of a test run in one group, one after the other: a refusal leaves the group fit for the next.
+All cases run in one group, one after the other: a refused call leaves the group fit for the next.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,19 +15,19 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 import fixtures
 import gradwire
 from gradwire.integrations import consistency
-from spawn import run_ranks
+from spawn import Answers, cases_fixture
 
 SPECS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "no parenthesis": ({"spec": "topk(0.01"}, ("'topk(0.01'", "joined by |")),
-    "a slip": ({"spec": "tpok(0.01)"}, ("'tpok'", "did you mean topk")),
-    "no rule": ({"spec": "sign", "rules": ["fp16"]}, ("'fp16' is no rule", "gradwire.Rule")),
+    "no parenthesis": ({"spec": "topk(0.01"}, ("'topk(0.01'", "|")),
+    "a slip": ({"spec": "tpok(0.01)"}, ("'tpok'", "topk")),
+    "no rule": ({"spec": "sign", "rules": ["fp16"]}, ("'fp16'", "gradwire.Rule")),
     "an argument": ({"spec": "topk(0.1, colour=3)"}, ("topk", "colour")),
     "a type": ({"spec": "powersgd(rank='two')"}, ("powersgd", "'two'")),
     "a momentum": ({"spec": "dgc(0.1, momentum='big')"}, ("momentum", "'big'")),
-    "a number in a chain": ({"spec": "0.3 | sign"}, ("0.3", "no stage")),
-    "a number alone": ({"spec": "0.01"}, ("'0.01'", "names no stage")),
-    "nothing": ({"spec": None}, ("None", "give a codec")),
-    "the order": ({"spec": "sign | topk(0.1)"}, ("sign | topk(0.1)", "the order is")),
+    "a number in a chain": ({"spec": "0.3 | sign"}, ("0.3", "stage")),
+    "a number alone": ({"spec": "0.01"}, ("'0.01'", "stage")),
+    "nothing": ({"spec": None}, ("None", "codec")),
+    "the order": ({"spec": "sign | topk(0.1)"}, ("sign | topk(0.1)", "selector", "quantizer")),
     "a feedback": ({"spec": "residual"}, ("'residual'", "feedback=")),
     "a table": ({"spec": {5: "topk(0.1)"}}, ("step 0", "[5]")),
     "ratio 0": ({"spec": "topk(0)"}, ("topk(0)", "(0, 1]", "topk(0.01)")),
@@ -35,19 +36,19 @@ SPECS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "ratio in percent": ({"spec": "dgc(25)"}, ("topk(25)", "(0, 1]")),
     "sums": ({"spec": "topk(0.1)", "exchange": "allreduce"}, ("allreduce", "topk(0.1)", "allgather")),
     "sums of integers": ({"spec": "int8", "exchange": "allreduce"}, ("allreduce", "int8", "two_way")),
-    "lengths": ({"spec": "topk(0.1)", "exchange": "two_way"}, ("two_way", "topk(0.1)", "int32 or bitmap")),
-    "votes": ({"spec": "int8", "exchange": "majority"}, ("majority", "int8", "use sign")),
-    "no feedback": ({"spec": "sign", "feedback": "topk(0.1)"}, ("'topk(0.1)'", "no feedback")),
-    "no exchange": ({"spec": "sign", "exchange": "residual"}, ("'residual'", "no exchange")),
+    "lengths": ({"spec": "topk(0.1)", "exchange": "two_way"}, ("two_way", "topk(0.1)", "int32", "bitmap")),
+    "votes": ({"spec": "int8", "exchange": "majority"}, ("majority", "int8", "sign")),
+    "no feedback": ({"spec": "sign", "feedback": "topk(0.1)"}, ("'topk(0.1)'", "feedback")),
+    "no exchange": ({"spec": "sign", "exchange": "residual"}, ("'residual'", "exchange")),
     "granularity": ({"spec": "sign", "granularity": "row"}, ("'row'", "layer, bucket, model")),
     "bundle": ({"spec": "sign", "bundle": "fp17"}, ("'fp17'", "fp16")),
     "an idle rule": (
         {"spec": "sign", "rules": (gradwire.Rule("fp16", name="4.wieght"),)},
-        ("[4.wieght]", "names no trainable parameter", "the nearest names are 4.weight"),
+        ("[4.wieght]", "parameter", "4.weight"),
     ),
     "a rule too tight": (
         {"spec": "sign", "rules": (gradwire.Rule("fp16", name="4.*", min_size=1000),)},
-        ("[4.* size>=1000]", "fits none", "4.weight (5, 12)", "loosen it"),
+        ("[4.* size>=1000]", "4.weight (5, 12)"),
     ),
     "a rule": (
         {"spec": "sign", "rules": (gradwire.Rule("topk(0.1)", name="0.*", exchange="allreduce"),)},
@@ -56,21 +57,27 @@ SPECS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def malformed(rank: int, world: int) -> dict[str, fixtures.Case]:
-    found = {}
-    for case, (options, words) in SPECS.items():
-        everywhere = fixtures.sentence(lambda options=options: gradwire.compress(fixtures.model(), **options))
-        mine = options if rank == 1 else {"spec": "topk(0.1)"}
-        on_one = fixtures.sentence(lambda mine=mine: gradwire.compress(fixtures.model(), **mine))
-        by_optimizer = fixtures.sentence(lambda mine=mine: fixtures.wrapped(fixtures.model(), **mine))
-        found[case] = (everywhere, ("ValueError", *words))
-        found[f"{case} on rank 1"] = (on_one, ("ValueError", *words, *(("on rank 1",) if rank == 0 else ())))
-        found[f"{case} by the optimizer of rank 1"] = (by_optimizer, ("ValueError", *words))
-    return found
+WHERE = ("everywhere", "on rank 1", "in the optimizer of rank 1")
+MALFORMED = {f"{name}, {where}": (name, where) for name in SPECS for where in WHERE}
 
 
-def test_a_malformed_spec_on_all_ranks_or_on_one():
-    fixtures.check_sentences(run_ranks(malformed, 2))
+def malformed(rank: int, world: int, case: tuple[str, str]) -> str:
+    name, where = case
+    options = SPECS[name][0] if rank == 1 or where == "everywhere" else {"spec": "topk(0.1)"}
+    attach = fixtures.wrap_optimizer if "optimizer" in where else gradwire.compress
+    return fixtures.error_text(lambda: attach(fixtures.model(), **options))
+
+
+malformed_specs = cases_fixture(malformed, 2, MALFORMED)
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_a_malformed_spec_is_refused_on_all_ranks(case: str, malformed_specs: Answers):
+    name, where = MALFORMED[case]
+    words = ("ValueError", *SPECS[name][1])
+    other = () if where == "everywhere" else ("rank 1",)  # what rank 0 says of another rank's spec
+    first, second = malformed_specs[case]
+    fixtures.check_message([(first, words + other), (second, words)])
 
 
 def with_buffer() -> nn.Module:
@@ -105,8 +112,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
         lambda: nn.Sequential(nn.Linear(2, 2), nn.EmbeddingBag(5, 3, sparse=True, mode="sum")),
         ("'1'", "sparse=False"),
     ),
-    "complex": (complex_model, ("'1.weight'", "complex", "real and imaginary")),
-    "nothing to train": (all_frozen, ("no trainable parameter", "requires_grad")),
+    "complex": (complex_model, ("'1.weight'", "complex")),
+    "nothing to train": (all_frozen, ("requires_grad",)),
 }
 OTHER_MODELS: dict[str, Callable[[], nn.Module]] = {
     "wider": lambda: nn.Sequential(nn.Linear(11, 16)),
@@ -118,78 +125,102 @@ OTHER_MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def wrapped(world: int) -> dict[str, fixtures.Case]:
-    """Models whose gradients others average, or whose parameters they hand out in parts."""
-    mesh = init_device_mesh("cpu", (world,))
-    parts = ("sharded", "DistributedDataParallel")
-    inside = nn.Sequential(fixtures.ddp(fixtures.model()))
-    flat = FullyShardedDataParallel(fixtures.model(), device_id=torch.device("cpu"), use_orig_params=True)
-    split = fully_shard(fixtures.model(), mesh=mesh)
-    return {
-        "DDP inside": (fixtures.sentence(lambda: gradwire.compress(inside, "sign")), ("'0'", "pass that one")),
-        "FSDP": (fixtures.sentence(lambda: gradwire.compress(flat, "sign")), parts),
-        "FSDP 2": (fixtures.sentence(lambda: gradwire.compress(split, "sign")), ("'0.weight'", *parts)),
-        "gossip of FSDP": (fixtures.sentence(lambda: gradwire.gossip(flat, "choco(ring)")), parts),
-        "an optimizer of FSDP": (fixtures.sentence(lambda: fixtures.wrapped(flat, spec="sign")), parts),
-        "an optimizer of parts": (
-            fixtures.sentence(lambda: fixtures.wrapped(split, spec="sign")),
-            ("'0.weight'", *parts),
-        ),
-    }
+def fsdp(world: int) -> nn.Module:
+    return FullyShardedDataParallel(fixtures.model(), device_id=torch.device("cpu"), use_orig_params=True)
 
 
-def models(rank: int, world: int) -> dict[str, fixtures.Case]:
-    found = {}
-    for case, (make, words) in MODELS.items():
-        for who in ("all", "rank 1"):
-            net = make() if who == "all" or rank == 1 else fixtures.model()
-            found[f"{case}, {who}"] = (fixtures.sentence(lambda net=net: gradwire.compress(net, "topk(0.1)")), words)
-    found |= wrapped(world)
-    found["an optimizer of complex ones"] = (
-        fixtures.sentence(
-            lambda: fixtures.wrapped(complex_model() if rank == 1 else fixtures.model(), spec="topk(0.1)")
-        ),
-        ("'1.weight'", "complex"),
-    )
-    for case, other in OTHER_MODELS.items():
-        net = other() if rank == 1 else fixtures.model()
-        said = fixtures.sentence(lambda net=net: gradwire.compress(net, "topk(0.1)"))
-        found[case] = (said, ("rank 1 has another model than rank 0", "build the same model"))
-    return found
+def fsdp2(world: int) -> nn.Module:
+    return fully_shard(fixtures.model(), mesh=init_device_mesh("cpu", (world,)))
 
 
-def test_models_that_cannot_be_compressed_or_differ():
-    fixtures.check_sentences(run_ranks(models, 2))
+SHARDED = ("sharded", "DistributedDataParallel")
+# Models whose gradients are averaged by another library, or whose parameters are sharded.
+WRAPPED: dict[str, tuple[Callable[[int], nn.Module], Callable[[nn.Module], object], tuple[str, ...]]] = {
+    "DDP inside": (
+        lambda world: nn.Sequential(fixtures.ddp(fixtures.model())),
+        lambda net: gradwire.compress(net, "sign"),
+        ("'0'",),
+    ),
+    "FSDP": (fsdp, lambda net: gradwire.compress(net, "sign"), SHARDED),
+    "FSDP 2": (fsdp2, lambda net: gradwire.compress(net, "sign"), ("'0.weight'", *SHARDED)),
+    "gossip of FSDP": (fsdp, lambda net: gradwire.gossip(net, "choco(ring)"), SHARDED),
+    "an optimizer of FSDP": (fsdp, lambda net: fixtures.wrap_optimizer(net, spec="sign"), SHARDED),
+    "an optimizer of FSDP 2": (
+        fsdp2,
+        lambda net: fixtures.wrap_optimizer(net, spec="sign"),
+        ("'0.weight'", *SHARDED),
+    ),
+}
+UNFIT = {f"{name}, {where}": (name, where) for name in MODELS for where in ("everywhere", "on rank 1")}
+UNFIT["complex, in the optimizer of rank 1"] = ("complex", "optimizer")
+MODEL_CASES = {**UNFIT, **{name: (name, "wrapped") for name in WRAPPED}, **{name: (name, "") for name in OTHER_MODELS}}
 
 
-def disagreements(rank: int, world: int) -> dict[str, fixtures.Case]:
-    plain: dict[str, Any] = {"spec": "topk(0.1)"}
-    others: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-        "spec": ({"spec": "topk(0.2)"}, ("topk(0.1)", "topk(0.2)")),
-        "feedback": ({**plain, "feedback": "ef21"}, ("ef21", "residual")),
-        "exchange": ({"spec": "topk(0.1) | int32", "exchange": "two_way"}, ("two_way",)),
-        "granularity": ({**plain, "granularity": "model"}, ("model", "layer")),
-        "bundle": ({**plain, "bundle": "bf16"}, ("bf16", "fp16")),
-        "rules": ({**plain, "rules": (gradwire.Rule("int8", name="0.*"),)}, ("int8",)),
-        "seed": ({**plain, "seed": 7}, ("than rank 0: 'seed 7', not 'seed 0'; attach",)),
-        "launch_mb": ({**plain, "launch_mb": 1.0}, ("1048576 bytes",)),
-        "rollback": ({**plain, "rollback": False}, (": 'no rollback', not 'rollback'; attach",)),
-        "scaler": ({**plain, "scaler": torch.amp.GradScaler("cpu")}, ("GradScaler",)),
-    }
-    found: dict[str, fixtures.Case] = {}
-    for case, (options, words) in others.items():
-        mine = options if rank == 1 else plain
-        said = fixtures.sentence(lambda mine=mine: gradwire.compress(fixtures.model(), **mine))
-        found[case] = (said, ("rank 1 has another spec than rank 0", "everywhere", *words))
-    for field in ("VERSION", "WIRE_FORMAT"):
-        before = getattr(consistency, field)
+def refused_model(rank: int, world: int, case: tuple[str, str]) -> str:
+    name, where = case
+    if where == "wrapped":
+        make, attach, _ = WRAPPED[name]
+        net = make(world)
+        return fixtures.error_text(lambda: attach(net))
+    make_one = MODELS[name][0] if name in MODELS else OTHER_MODELS[name]
+    net = make_one() if where == "everywhere" or rank == 1 else fixtures.model()
+    if where == "optimizer":
+        return fixtures.error_text(lambda: fixtures.wrap_optimizer(net, spec="topk(0.1)"))
+    return fixtures.error_text(lambda: gradwire.compress(net, "topk(0.1)"))
+
+
+refused_models = cases_fixture(refused_model, 2, MODEL_CASES)
+
+
+@pytest.mark.parametrize("case", [*UNFIT, *WRAPPED])
+def test_a_model_that_cannot_be_compressed_is_refused_on_all_ranks(case: str, refused_models: Answers):
+    name, where = MODEL_CASES[case]
+    words = WRAPPED[name][2] if where == "wrapped" else MODELS[name][1]
+    fixtures.check_message([(text, ("Error: ", *words)) for text in refused_models[case]])
+
+
+@pytest.mark.parametrize("case", OTHER_MODELS)
+def test_models_that_differ_are_refused_on_all_ranks(case: str, refused_models: Answers):
+    fixtures.check_message([(text, ("ValueError", "rank 1", "model", "rank 0")) for text in refused_models[case]])
+
+
+PLAIN: dict[str, Any] = {"spec": "topk(0.1)"}
+OTHER_OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "spec": ({"spec": "topk(0.2)"}, ("topk(0.1)", "topk(0.2)")),
+    "feedback": ({**PLAIN, "feedback": "ef21"}, ("ef21", "residual")),
+    "exchange": ({"spec": "topk(0.1) | int32", "exchange": "two_way"}, ("two_way",)),
+    "granularity": ({**PLAIN, "granularity": "model"}, ("model", "layer")),
+    "bundle": ({**PLAIN, "bundle": "bf16"}, ("bf16", "fp16")),
+    "rules": ({**PLAIN, "rules": (gradwire.Rule("int8", name="0.*"),)}, ("int8",)),
+    "seed": ({**PLAIN, "seed": 7}, ("seed 7", "seed 0")),
+    "launch_mb": ({**PLAIN, "launch_mb": 1.0}, ("1048576",)),
+    "rollback": ({**PLAIN, "rollback": False}, ("no rollback",)),
+    "scaler": ({**PLAIN, "scaler": None}, ("GradScaler",)),  # which cannot be sent to a rank
+}
+RELEASES = {"VERSION": "9.9.9", "WIRE_FORMAT": 99}
+
+
+def disagree(rank: int, world: int, case: str) -> str:
+    if case in OTHER_OPTIONS:
+        options = OTHER_OPTIONS[case][0] if rank == 1 else PLAIN
+        options = {**options, "scaler": torch.amp.GradScaler("cpu")} if "scaler" in options else options
+        return fixtures.error_text(lambda: gradwire.compress(fixtures.model(), **options))
+    with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            setattr(consistency, field, "9.9.9" if field == "VERSION" else 99)
-        said = fixtures.sentence(lambda: gradwire.compress(fixtures.model(), "topk(0.1)"))
-        found[field] = (said, ("rank 1 has another", "9", "install the same gradwire"))
-        setattr(consistency, field, before)
-    return found
+            patch.setattr(consistency, case, RELEASES[case])
+        return fixtures.error_text(lambda: gradwire.compress(fixtures.model(), "topk(0.1)"))
 
 
-def test_ranks_that_mean_different_things():
-    fixtures.check_sentences(run_ranks(disagreements, 2))
+disagreements = cases_fixture(disagree, 2, {name: name for name in (*OTHER_OPTIONS, *RELEASES)})
+
+
+@pytest.mark.parametrize("case", OTHER_OPTIONS)
+def test_options_that_differ_are_refused_on_all_ranks(case: str, disagreements: Answers):
+    words = ("ValueError", "rank 1", "spec", "rank 0", *OTHER_OPTIONS[case][1])
+    fixtures.check_message([(text, words) for text in disagreements[case]])
+
+
+@pytest.mark.parametrize("case", RELEASES)
+def test_releases_that_differ_are_refused_on_all_ranks(case: str, disagreements: Answers):
+    words = ("ValueError", "rank 1", str(RELEASES[case]), "install")
+    fixtures.check_message([(text, words) for text in disagreements[case]])

@@ -1,5 +1,6 @@
-"""Into another world: the pending update, the mean of debts over ranks, is conserved; or a sentence says no."""
+"""Loading into another world conserves the pending update, the mean of errors over ranks, or raises an error."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,13 @@ def trained(
     world: int, options: dict[str, Any], steps: int = 4
 ) -> tuple[list[nn.Sequential], gradwire.SimulatedWorkers]:
     nets, workers = fixtures.replicas(world, **options)
-    fixtures.march(nets, workers, range(steps))
+    fixtures.train_steps(nets, workers, range(steps))
     return nets, workers
 
 
-def assert_equal_debts(before: list[gradwire.Wire], after: list[gradwire.Wire]) -> None:
-    old, new = fixtures.mean_debt(before), fixtures.mean_debt(after)
-    assert max(float(debt.abs().max()) for debt in old.values()) > 0, "the test wants debts"
+def assert_equal_pending_errors(before: list[gradwire.Wire], after: list[gradwire.Wire]) -> None:
+    old, new = fixtures.mean_pending_error(before), fixtures.mean_pending_error(after)
+    assert max(float(debt.abs().max()) for debt in old.values()) > 0, "the test needs pending errors"
     for name in old:
         torch.testing.assert_close(new[name], old[name], rtol=1e-5, atol=1e-7, msg=name)
 
@@ -46,25 +47,25 @@ def test_the_pending_update_is_conserved(options: dict[str, Any], old: int, new:
     for copy, wire in zip(copies, after.wires, strict=True):
         copy.load_state_dict(nets[0].state_dict())
         gradwire.load(wire, tmp_path)
-    assert_equal_debts(before.wires, after.wires)
-    assert {wire.session.step for wire in after.wires} == {4}
-    fixtures.march(copies, after, range(4, 6))
+    assert_equal_pending_errors(before.wires, after.wires)
+    assert {wire.engine.core.step for wire in after.wires} == {4}
+    fixtures.train_steps(copies, after, range(4, 6))
     assert all(fixtures.same(fixtures.tensors(copy), fixtures.tensors(copies[0])) for copy in copies)
 
 
-def test_a_debt_without_a_home_moves_too():
+def test_an_error_left_by_set_is_moved():
     """Some ranks hold one, others do not."""
     _, before = trained(3, {"spec": "topk(0.2)"})
     for wire in before.wires:
         wire.set("dense")
-    before.wires[1].session.memories[0].pop("owed")
+    before.wires[1].engine.core.states[0].carried = None
     _, after = fixtures.replicas(2, "dense")
     for wire in after.wires:
         wire.load_state_dict([wire.state_dict() for wire in before.wires])
-    assert_equal_debts(before.wires, after.wires)
+    assert_equal_pending_errors(before.wires, after.wires)
 
 
-def test_ef21_keeps_what_the_group_knows():
+def test_ef21_keeps_the_mean_estimate():
     options = {"spec": "topk(0.2)", "feedback": "ef21", "bundle": None}
     nets, before = trained(4, options)
     states = [wire.state_dict() for wire in before.wires]
@@ -76,61 +77,63 @@ def test_ef21_keeps_what_the_group_knows():
         torch.testing.assert_close(known, states[0][f"estimate_mean/{name}"], rtol=1e-4, atol=1e-6)
 
 
-def attempts(folder: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """What is refused, and words of the sentence."""
+Load = Callable[[Any], Any]
+STATE_ERRORS: dict[str, tuple[Load, dict[str, Any], tuple[str, ...]]] = {
+    "another spec": (lambda states: states[1], {"spec": "topk(0.3)"}, ("topk(0.2)", "topk(0.3)")),
+    "another feedback": (lambda states: states[1], {"feedback": "ef21"}, ("residual", "ef21")),
+    "another rank": (lambda states: states[0], {}, ("[0]", "rank 1 of 2")),
+    "too few ranks": (lambda states: states[:1], {"world": 3}, ("[0]", "all 2 ranks")),
+    "one rank twice": (lambda states: [states[0]] * 2, {"world": 3}, ("[0, 0]", "all 2 ranks")),
+    "two steps": (
+        lambda states: [{**states[0], "gradwire/step": torch.tensor(3)}, states[1]],
+        {"world": 3},
+        ("[3, 4]",),
+    ),
+    "no state": (lambda states: {"weight": torch.zeros(2)}, {}, ("state_dict()",)),
+    "nothing": (lambda states: [], {}, ("state",)),
+    "another format": (lambda states: {**states[1], "gradwire/format": torch.tensor(99)}, {}, ("99", "install")),
+}
+MODELS: dict[str, tuple[Callable[[], nn.Module], str, tuple[str, ...]]] = {
+    "wider": (lambda: nn.Sequential(nn.Linear(10, 17)), "topk(0.2)", ("'0.bias'", "16", "another model")),
+    "unknown": (lambda: nn.Sequential(nn.Identity(), nn.Linear(4, 4)), "topk(0.2)", ("'1.bias'", "another model")),
+    "smaller": (lambda: nn.Sequential(nn.Linear(10, 16)), "topk(0.2)", ("another model",)),
+    "without state": (lambda: nn.Sequential(nn.Linear(3, 3)), "fp16", ("another model",)),
+}
+
+
+@pytest.mark.parametrize("case", STATE_ERRORS)
+def test_a_state_that_does_not_fit_is_refused(case: str):
+    choose, options, words = STATE_ERRORS[case]
     _, workers = trained(2, {"spec": "topk(0.2)"})
-    wire = workers.wires[1]
-    states = [one.state_dict() for one in workers.wires]
-    gradwire.save(workers.wires[0], folder)
-
-    def load(state: Any, **options: Any) -> str:
-        _, others = fixtures.replicas(options.pop("world", 2), **{"spec": "topk(0.2)", **options})
-        return fixtures.sentence(lambda: others.wires[-1].load_state_dict(state))
-
-    def other_model(net: nn.Module, spec: str = "topk(0.2)", state: Any = states[0]) -> str:
-        return fixtures.sentence(lambda: gradwire.lockstep([net, net], spec).wires[0].load_state_dict(state))
-
-    _, stateless = trained(2, {"spec": "fp16"})
-    early = {**states[0], "gradwire/step": torch.tensor(3)}
-    return {
-        "another spec": (load(states[1], spec="topk(0.3)"), ("topk(0.2)", "topk(0.3)", "attach with the saved spec")),
-        "another feedback": (load(states[1], feedback="ef21"), ("residual", "ef21")),
-        "another rank": (load(states[0]), ("ranks [0] of a world of 2", "rank 1 of 2", "each rank's own state")),
-        "too few ranks": (load(states[:1], world=3), ("ranks [0]", "all 2 ranks")),
-        "one rank twice": (load([states[0]] * 2, world=3), ("ranks [0, 0]", "all 2 ranks")),
-        "two steps": (load([early, states[1]], world=3), ("different steps", "[3, 4]", "one step")),
-        "no state": (load({"weight": torch.zeros(2)}), ("no gradwire state", "state_dict()")),
-        "nothing": (load([]), ("no gradwire state",)),
-        "another format": (load({**states[1], "gradwire/format": torch.tensor(99)}), ("format 99", "install")),
-        "wider": (other_model(nn.Sequential(nn.Linear(10, 17))), ("'0.bias'", "16 elements", "another model")),
-        "unknown": (
-            other_model(nn.Sequential(nn.Identity(), nn.Linear(4, 4))),
-            ("'1.bias'", "nothing", "another model"),
-        ),
-        "smaller": (other_model(nn.Sequential(nn.Linear(10, 16))), ("another model", "build that model")),
-        "without memories": (
-            other_model(nn.Sequential(nn.Linear(3, 3)), "fp16", stateless.wires[0].state_dict()),
-            ("another model", "number or shape"),
-        ),
-        "a file is missing": (
-            fixtures.sentence(lambda: gradwire.load(wire, folder)),
-            ("wire-1.safetensors", "all its"),
-        ),
-        "no folder": (fixtures.sentence(lambda: gradwire.load(wire, folder / "none")), ("none", "gradwire.save")),
-    }
+    state = choose([wire.state_dict() for wire in workers.wires])
+    _, others = fixtures.replicas(**{"world": 2, "spec": "topk(0.2)", **options})
+    text = fixtures.error_text(lambda: others.wires[-1].load_state_dict(state))
+    fixtures.check_message([(text, ("ValueError", *words))])
 
 
-def test_refusals_are_sentences(tmp_path: Path):
-    for case, (said, words) in attempts(tmp_path).items():
-        assert said.startswith("ValueError"), f"{case}: {said}"
-        for word in words:
-            assert word in said, f"{case}: {said}"
+@pytest.mark.parametrize("case", MODELS)
+def test_the_state_of_another_model_is_refused(case: str):
+    make, spec, words = MODELS[case]
+    _, workers = trained(2, {"spec": spec})
+    net = make()
+    wire = gradwire.lockstep([net, net], spec).wires[0]
+    text = fixtures.error_text(lambda: wire.load_state_dict(workers.wires[0].state_dict()))
+    fixtures.check_message([(text, ("ValueError", *words))])
+
+
+def test_a_missing_file_or_folder_is_named(tmp_path: Path):
+    _, workers = trained(2, {"spec": "topk(0.2)"})
+    gradwire.save(workers.wires[0], tmp_path)
+    with pytest.raises(ValueError, match=r"wire-1\.safetensors"):
+        gradwire.load(workers.wires[1], tmp_path)
+    with pytest.raises(ValueError, match=r"absent.*gradwire\.save"):
+        gradwire.load(workers.wires[1], tmp_path / "absent")
 
 
 def test_a_refused_state_changes_nothing():
     _, workers = trained(2, {"spec": "topk(0.2)"})
     wire = workers.wires[0]
     before = wire.state_dict()
-    with pytest.raises(ValueError, match="each rank's own state"):
+    with pytest.raises(ValueError, match="rank 0 of 2"):
         wire.load_state_dict(workers.wires[1].state_dict())
     assert fixtures.same(before, wire.state_dict())

@@ -1,15 +1,16 @@
-"""Parameters without a gradient: what nobody used today is neither updated nor settled."""
+"""Parameters without a gradient: one that no rank used in a step is not updated, and its state is kept."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import fixtures
 import gradwire
-from spawn import run_ranks
+from spawn import Answers, cases_fixture, run_ranks
 
-SPECS: list[dict[str, Any]] = [
+SPECS = fixtures.by_name(
     {"spec": "topk(0.2)"},
     {"spec": "topk(0.2)", "granularity": "bucket"},
     {"spec": "sign", "granularity": "model", "bundle": None},
@@ -17,11 +18,11 @@ SPECS: list[dict[str, Any]] = [
     {"spec": "dgc(0.2)"},
     {"spec": "sign", "feedback": "ef21"},
     {"spec": "powersgd(1)"},
-]
+)
 
 
 class Branches(nn.Module):
-    """A trunk, a branch that some steps skip, and one that a single rank takes."""
+    """A trunk, a branch that some steps skip, and one that only rank 1 takes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,45 +48,66 @@ def of_branch(memory: dict[str, Tensor], branch: str) -> dict[str, Tensor]:
     return {key: value for key, value in memory.items() if f"/{branch}." in key}
 
 
-def unused(rank: int, world: int) -> None:
-    for options in SPECS:
-        whole = {**options, "launch_mb": fixtures.LAUNCH_MB}
-        net, inner = Branches(), Branches()
-        outer = fixtures.ddp(inner, find_unused_parameters=True)
-        plain, hook = gradwire.compress(net, **whole), gradwire.compress(outer, **whole)
-        for step in range(fixtures.STEPS):
-            before = fixtures.memories(plain)
-            step_of(net, rank, step)
-            plain()
-            step_of(outer, rank, step)
-            check_step(rank, step, net, before, fixtures.memories(plain), options)
-            for model in (net, inner):
-                fixtures.descend(model)
-            assert fixtures.same(fixtures.tensors(inner), fixtures.tensors(net)), (options, step)
-            assert fixtures.same(fixtures.memories(hook), fixtures.memories(plain)), (options, step)
-        assert fixtures.agreed(torch.cat([p.flatten() for p in net.parameters()])), options
+class Trained(NamedTuple):
+    """After every step: parameters and state, of the plain loop and of the hook."""
+
+    loop: list[dict[str, Tensor]]
+    hook: list[dict[str, Tensor]]
 
 
-def check_step(rank: int, step: int, net: Branches, before: Any, after: Any, options: Any) -> None:
+def unused(rank: int, world: int, options: dict[str, Any]) -> Trained:
+    whole = {**options, "launch_mb": fixtures.LAUNCH_MB}
+    net, inner = Branches(), Branches()
+    outer = fixtures.ddp(inner, find_unused_parameters=True)
+    plain, hook = gradwire.compress(net, **whole), gradwire.compress(outer, **whole)
+    trained = Trained([], [])
+    for step in range(fixtures.STEPS):
+        before = fixtures.memories(plain)
+        step_of(net, rank, step)
+        plain()
+        step_of(outer, rank, step)
+        check_step(step, net, before, fixtures.memories(plain))
+        for model in (net, inner):
+            fixtures.sgd_step(model)
+        trained.loop.append({**fixtures.tensors(net), **fixtures.memories(plain)})
+        trained.hook.append({**fixtures.tensors(inner), **fixtures.memories(hook)})
+    return trained
+
+
+def check_step(step: int, net: Branches, before: Any, after: Any) -> None:
     assert net.never.weight.grad is None
-    assert fixtures.same(of_branch(before, "never"), of_branch(after, "never")), options
+    assert fixtures.same(of_branch(before, "never"), of_branch(after, "never"))
     assert net.lonely.weight.grad is not None, "rank 1 used it, so all ranks get its update"
     skipped = step in (2, 3)
-    assert (net.sometimes.weight.grad is None) == skipped
+    assert (net.sometimes.weight.grad is None) == skipped, step
     if of_branch(after, "sometimes"):
-        assert fixtures.same(of_branch(before, "sometimes"), of_branch(after, "sometimes")) == skipped, (options, step)
+        assert fixtures.same(of_branch(before, "sometimes"), of_branch(after, "sometimes")) == skipped, step
 
 
-def test_a_unit_that_nobody_used_is_not_settled():
-    run_ranks(unused, 2)
+def check_trained(ranks: list[Trained]) -> None:
+    """Loop and hook are equal after every step, and so are parameters on all ranks at the end."""
+    for trained in ranks:
+        for step, (loop, hook) in enumerate(zip(trained.loop, trained.hook, strict=True)):
+            assert fixtures.same(loop, hook), step
+    for name, _ in Branches().named_parameters():
+        assert all(torch.equal(trained.loop[-1][name], ranks[0].loop[-1][name]) for trained in ranks), name
 
 
-def late_accumulation(rank: int, world: int) -> None:
+answers = cases_fixture(unused, 2, SPECS)
+
+
+@pytest.mark.parametrize("case", SPECS)
+def test_a_parameter_that_no_rank_used_keeps_its_state(case: str, answers: Answers):
+    check_trained(answers[case])
+
+
+def late_accumulation(rank: int, world: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """The branch is used in the part of the step that does not synchronize, and not in the part that does."""
     net, inner = Branches(), Branches()
     outer = fixtures.ddp(inner, find_unused_parameters=True)
     wire = gradwire.compress(net, "topk(0.2)")
     gradwire.compress(outer, "topk(0.2)")
+    trained = []
     for step in range(fixtures.STEPS):
         outer.zero_grad()
         with outer.no_sync():
@@ -96,12 +118,15 @@ def late_accumulation(rank: int, world: int) -> None:
         net(fixtures.batch(rank, step), False, rank == 1).square().mean().backward()
         wire()
         for model in (net, inner):
-            fixtures.descend(model)
-        assert fixtures.same(fixtures.tensors(inner), fixtures.tensors(net)), step
+            fixtures.sgd_step(model)
+        trained.append((fixtures.tensors(inner), fixtures.tensors(net)))
+    return trained
 
 
-def test_a_branch_of_an_accumulated_step():
-    run_ranks(late_accumulation, 2)
+def test_a_branch_used_in_the_accumulated_part_alone():
+    for trained in run_ranks(late_accumulation, 2):
+        for step, (hook, loop) in enumerate(trained):
+            assert fixtures.same(hook, loop), step
 
 
 def delayed(rank: int, world: int) -> dict[str, Tensor]:
@@ -125,7 +150,7 @@ def delayed(rank: int, world: int) -> dict[str, Tensor]:
                 wire()
             if net.sometimes.weight.grad is not None:
                 given += net.sometimes.weight.grad
-            fixtures.descend(net)
+            fixtures.sgd_step(net)
         sums[door] = meant - given - wire.debts()["sometimes.weight"]
     return sums
 
@@ -136,8 +161,8 @@ def test_a_stale_mean_is_applied_exactly_once():
             assert rest.abs().max() < 1e-6, door
 
 
-def test_a_debt_without_a_home_waits_for_its_parameter():
-    """`set` leaves a debt behind; a step that does not use the parameter keeps it."""
+def test_an_error_left_by_set_waits_for_its_parameter():
+    """`set` leaves a compression error behind; a step that does not use the parameter keeps it."""
     net = Branches()
     wire = gradwire.compress(net, "topk(0.1)")
     step_of(net, 1, 0)
@@ -154,8 +179,7 @@ def test_a_debt_without_a_home_waits_for_its_parameter():
     assert wire.debts()["sometimes.weight"].abs().max() == 0
 
 
-def silent(rank: int, world: int) -> float:
-    """Without any exchange nobody can be asked, and nobody waits to be."""
+def without_exchange(rank: int, world: int) -> float:
     net = Branches()
     wire = gradwire.compress(net, "topk(0.2)", exchange="noop")
     for step in range(3):
@@ -165,5 +189,5 @@ def silent(rank: int, world: int) -> float:
     return wire.report().sent
 
 
-def test_noop_asks_nobody():
-    assert run_ranks(silent, 2) == [0, 0]
+def test_noop_sends_nothing_where_gradients_are_missing():
+    assert run_ranks(without_exchange, 2) == [0, 0]

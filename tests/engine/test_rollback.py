@@ -1,4 +1,4 @@
-"""Without rollback, memories are changed where they lie: the same bits in half the room, and no step can be dropped."""
+"""Without rollback, the state is changed in place: the same bits in half the memory, and no step can be dropped."""
 
 from typing import Any
 
@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import fixtures
 import gradwire
-from gradwire.engine import Lockstep, Plan, Session, build, default_rules, memory
-from gradwire.engine.chorus import Chorus
-from gradwire.engine.drive import Conversation
-from spawn import run_ranks
+from gradwire.engine import Engine, Lockstep, Plan, build, checkpoint, default_rules
+from gradwire.engine.batched import Batched
+from gradwire.engine.drive import Rounds
+from spawn import Answers, cases_fixture
 
 WORLD = 3
 SHAPES = {"a.weight": (64, 300), "a.bias": (64,), "b.weight": (100, 64), "empty": (0, 4), "b.bias": (10,)}
@@ -26,8 +27,8 @@ HOWS = [
 FUSED = HOWS[:-1]
 
 
-def sessions_of(plan: Plan, rollback: bool) -> list[Session]:
-    return [Session(plan, rank, WORLD, 0, torch.device("cpu"), rollback) for rank in range(WORLD)]
+def make_engines(plan: Plan, rollback: bool) -> list[Engine]:
+    return [Engine(plan, rank, WORLD, 0, torch.device("cpu"), rollback) for rank in range(WORLD)]
 
 
 def gradients(step: int, lacking: str = "") -> list[dict[str, Tensor | None]]:
@@ -37,120 +38,130 @@ def gradients(step: int, lacking: str = "") -> list[dict[str, Tensor | None]]:
     return [dict(drawn[i : i + len(SHAPES)]) for i in range(0, len(drawn), len(SHAPES))]
 
 
-def step_of(sessions: list[Session], grads: list[dict[str, Tensor | None]], unison: bool = False) -> list[Tensor]:
+def step_of(engines: list[Engine], grads: list[dict[str, Tensor | None]], batched: bool = False) -> list[Tensor]:
     """What a step hands out and leaves behind."""
     group = Lockstep(WORLD)
-    if unison:
-        verdicts = [Chorus(sessions, group).step(grads)] * WORLD
+    if batched:
+        batch = Batched(engines, group)
+        assert batch.supports(grads)
+        results = [batch.step(grads)] * WORLD
     else:
-        verdicts = group.drive([one.run(grad) for one, grad in zip(sessions, grads, strict=True)])
-    return [x.clone() for verdict in verdicts for x in verdict.updates.values()] + [
-        memory[name].clone()
-        for one in sessions
-        for lane, memory in zip(one.plan.lanes, one.memories, strict=True)
+        results = group.drive([engine.run(mine) for engine, mine in zip(engines, grads, strict=True)])
+    return [x.clone() for result in results for x in result.updates.values()] + [
+        state.tensors[name].clone()
+        for engine in engines
+        for lane, state in zip(engine.plan.lanes, engine.states, strict=True)
         for name in lane.slots(WORLD)
     ]
 
 
-def places(one: Session) -> list[int]:
-    """Where what feedback remembers lies."""
-    lanes = zip(one.plan.lanes, one.memories, strict=True)
-    return [memory[name].data_ptr() for lane, memory in lanes for name in lane.feedback.memories]
+def addresses(engine: Engine) -> list[int]:
+    """Where the memories of feedback lie."""
+    lanes = zip(engine.plan.lanes, engine.states, strict=True)
+    return [state.tensors[name].data_ptr() for lane, state in lanes for name in lane.feedback.memories]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+def spare_bytes(engine: Engine) -> int:
+    """Memory that is kept beside the state, for the next step to write to."""
+    found = 0
+    for state in engine.states:
+        live = {x.untyped_storage().data_ptr() for x in state.tensors.values()}
+        spare = {} if state.back is None else state.back.tensors
+        found += sum(x.nbytes for x in spare.values() if x.untyped_storage().data_ptr() not in live)
+    return found
+
+
 @pytest.mark.parametrize("how", HOWS, ids=lambda how: f"{how[0]} {how[1]} {how[2]}")
-def test_the_same_bits(how: tuple[str, str | None, str | None], ahead: bool) -> None:
+def test_in_place_equals_two_generations(how: tuple[str, str | None, str | None]) -> None:
     plan = build(SHAPES, default_rules(*how, bundle=None), WORLD, launch_bytes=4 * 7000)
     assert len(plan.launches) == 2
-    two, one = sessions_of(plan, rollback=True), sessions_of(plan, rollback=False)
-    at = [places(mine) for mine in one]
-    assert all(at)
+    two, one = make_engines(plan, rollback=True), make_engines(plan, rollback=False)
+    before = [addresses(engine) for engine in one]
+    assert all(before)
     for number in range(4):
-        for mine in (*two, *one):
-            mine.ahead = ahead
         known, found = step_of(two, gradients(number)), step_of(one, gradients(number))
         assert all(map(torch.equal, found, known))
-    assert ([places(mine) for mine in one] == at) == (how in FUSED)
+    assert ([addresses(engine) for engine in one] == before) == (how in FUSED)
+
+
+@pytest.mark.parametrize("how", HOWS, ids=lambda how: f"{how[0]} {how[1]} {how[2]}")
+def test_in_place_keeps_nothing_beside_the_state(how: tuple[str, str | None, str | None]) -> None:
+    engines = make_engines(build(SHAPES, default_rules(*how, bundle=None), WORLD), rollback=False)
+    for number in range(2):
+        step_of(engines, gradients(number))
+    assert [spare_bytes(engine) for engine in engines] == [0] * WORLD
 
 
 @pytest.mark.parametrize("how", FUSED, ids=lambda how: f"{how[0]} {how[1]} {how[2]}")
-def test_the_same_bits_in_unison(how: tuple[str, str | None, str | None]) -> None:
+def test_only_memories_of_feedback_are_kept_twice(how: tuple[str, str | None, str | None]) -> None:
+    engines = make_engines(build(SHAPES, default_rules(*how, bundle=None), WORLD), rollback=True)
+    for number in range(2):
+        step_of(engines, gradients(number))
+    for engine in engines:
+        lanes = zip(engine.plan.lanes, engine.states, strict=True)
+        memories = [state.tensors[name] for lane, state in lanes for name in lane.feedback.memories]
+        assert spare_bytes(engine) <= sum(x.nbytes for x in memories)
+
+
+@pytest.mark.parametrize("how", FUSED, ids=lambda how: f"{how[0]} {how[1]} {how[2]}")
+def test_in_place_equals_two_generations_where_ranks_are_batched(how: tuple[str, str | None, str | None]) -> None:
     plan = build(SHAPES, default_rules(*how), WORLD)
-    two, one = sessions_of(plan, rollback=True), sessions_of(plan, rollback=False)
+    two, one = make_engines(plan, rollback=True), make_engines(plan, rollback=False)
     for number in range(3):
-        known, found = step_of(two, gradients(number), unison=True), step_of(one, gradients(number), unison=True)
+        known, found = step_of(two, gradients(number), batched=True), step_of(one, gradients(number), batched=True)
         assert all(map(torch.equal, found, known))
 
 
-@pytest.mark.parametrize("unison", [False, True])
-def test_a_bad_gradient_is_an_error(unison: bool) -> None:
-    sessions = sessions_of(build(SHAPES, default_rules("topk(0.01)"), WORLD), rollback=False)
-    step_of(sessions, gradients(0), unison)
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_gradient_that_is_not_finite_is_an_error(batched: bool) -> None:
+    engines = make_engines(build(SHAPES, default_rules("topk(0.01)"), WORLD), rollback=False)
+    step_of(engines, gradients(0), batched)
     grads = gradients(1)
     grads[1]["a.weight"][3, 4] = torch.inf  # type: ignore[index]
-    for again in (grads, gradients(2)):  # whoever goes on all the same is told again
-        with pytest.raises(RuntimeError, match="not finite, and memories had been changed already"):
-            step_of(sessions, again, unison)
-    with pytest.raises(RuntimeError, match="go back to the last checkpoint"):
-        memory.save(sessions[0], "")
-    for one in sessions:
-        one.begin_anew()
-    step_of(sessions, gradients(2), unison)
+    for again in (grads, gradients(2)):  # also for a loop that goes on all the same
+        with pytest.raises(RuntimeError, match=r"not finite.*rollback=False.*checkpoint"):
+            step_of(engines, again, batched)
+    with pytest.raises(RuntimeError, match="rollback=False"):
+        checkpoint.save(engines[0], "")
+    for engine in engines:
+        engine.drops.restart(0)
+    step_of(engines, gradients(2), batched)
 
 
-def test_a_bad_gradient_is_an_error_in_hindsight() -> None:
-    sessions = sessions_of(build(SHAPES, default_rules("topk(0.01)"), WORLD), rollback=False)
-    for one in sessions:
-        one.ahead = True
-    grads = gradients(0)
-    grads[1]["a.weight"][3, 4] = torch.inf  # type: ignore[index]
-    left = step_of(sessions, grads)
-    assert all(bool(torch.isfinite(x).all()) for x in left)
-    assert not any(bool(x.any()) for x in left[: WORLD * len(SHAPES)])  # what was agreed on is void
-    with pytest.raises(RuntimeError, match="not finite, and memories had been changed already"):
-        memory.save(sessions[0], "topk(0.01)")  # nobody could tell later that it was spoiled
-    with pytest.raises(RuntimeError, match="not finite, and memories had been changed already"):
-        step_of(sessions, gradients(1))
-    for one in sessions:
-        one.begin_anew()
-    step_of(sessions, gradients(2))
+def test_a_parameter_without_a_gradient_on_any_rank_is_an_error() -> None:
+    engines = make_engines(build(SHAPES, default_rules("topk(0.01)"), WORLD), rollback=False)
+    with pytest.raises(RuntimeError, match=r"'b\.weight'.*rollback=True"):
+        step_of(engines, gradients(0, lacking="b.weight"))
 
 
-def test_a_parameter_that_nobody_uses_is_an_error() -> None:
-    sessions = sessions_of(build(SHAPES, default_rules("topk(0.01)"), WORLD), rollback=False)
-    with pytest.raises(RuntimeError, match=r"no rank had a gradient of 'b\.weight'.*rollback=True"):
-        step_of(sessions, gradients(0, lacking="b.weight"))
-
-
-def complaint(conversation: Conversation[Any]) -> Conversation[str]:
+def error_of(rounds: Rounds[Any]) -> Rounds[str]:
     try:
-        yield from conversation
-    except RuntimeError as wrong:
-        return str(wrong)
+        yield from rounds
+    except RuntimeError as error:
+        return str(error)
     return ""
 
 
-def test_all_ranks_of_a_host_learn_of_a_parameter_that_nobody_uses() -> None:
+def test_all_ranks_of_a_host_learn_of_a_parameter_without_a_gradient() -> None:
     models = [nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 60), nn.Linear(60, 5, bias=False)) for _ in range(4)]
     workers = gradwire.lockstep(models, "topk(0.01)", across=[[0, 1], [2, 3]], rollback=False)
     for model in models:
         model[1](model[0](torch.ones(2, 40))).square().mean().backward()
-    said = workers.group.drive([complaint(wire.session.run(wire.grads())) for wire in workers.wires])
-    assert all("no rank had a gradient of '2.weight'" in one for one in said)
+    errors = workers.group.drive([error_of(wire.engine.run(wire.grads())) for wire in workers.wires])
+    assert all("'2.weight'" in error for error in errors)
 
 
 @pytest.mark.parametrize("spec", ["fp32", "qsgd", "powersgd(2)"])
-def test_what_no_kernel_changes_is_dropped_as_ever(spec: str) -> None:
-    sessions = sessions_of(build(SHAPES, default_rules(spec, "none"), WORLD), rollback=False)
-    step_of(sessions, gradients(0, lacking="b.weight"))
+def test_composed_steps_are_dropped_all_the_same(spec: str) -> None:
+    engines = make_engines(build(SHAPES, default_rules(spec, "none"), WORLD), rollback=False)
+    step_of(engines, gradients(0, lacking="b.weight"))
     grads = gradients(1)
     grads[1]["a.weight"][3, 4] = torch.inf  # type: ignore[index]
-    step_of(sessions, grads)
-    assert [one.skipped for one in sessions] == [1] * WORLD
+    step_of(engines, grads)
+    assert [engine.skipped for engine in engines] == [1] * WORLD
 
 
-def train(rank: int, hooked: bool, rollback: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+def train(rank: int, hooked: bool, rollback: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(800, 450), nn.ReLU(), nn.Linear(450, 500))
     outer = DistributedDataParallel(model, gradient_as_bucket_view=True) if hooked else model
@@ -163,23 +174,26 @@ def train(rank: int, hooked: bool, rollback: bool) -> tuple[list[Tensor], dict[s
         if not hooked:
             wire()
         optimizer.step()
-    assert any("spare residual" in memory for memory in wire.session.memories) == rollback
-    return [p.detach() for p in model.parameters()], wire.state_dict()
+    assert (spare_bytes(wire.engine.core) > 0) == rollback
+    return fixtures.tensors(model), wire.state_dict()
 
 
-def both(rank: int, world: int) -> None:
-    for hooked in (False, True):
-        known, found = train(rank, hooked, rollback=True), train(rank, hooked, rollback=False)
-        assert all(map(torch.equal, found[0], known[0]))
-        assert all(torch.equal(found[1][name], known[1][name]) for name in known[1])
+def both(rank: int, world: int, hooked: bool) -> tuple[Any, Any]:
+    return train(rank, hooked, rollback=True), train(rank, hooked, rollback=False)
 
 
-def test_gradients_where_they_lie() -> None:
+answers = cases_fixture(both, 2, {"loop": False, "ddp": True})
+
+
+@pytest.mark.parametrize("case", ["loop", "ddp"])
+def test_trainings_with_and_without_rollback_are_the_same(case: str, answers: Answers) -> None:
     pytest.importorskip("numba")
-    run_ranks(both, 2)
+    for two, one in answers[case]:
+        assert fixtures.same(two[0], one[0])
+        assert fixtures.same(two[1], one[1])
 
 
-def test_a_scaler_asks_beforehand() -> None:
+def test_a_scaler_checks_gradients_first() -> None:
     model = nn.Linear(300, 40)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Warming up makes the first step like any other, and changes nothing else."""
+"""A warm-up makes the first step like any other, and changes nothing else."""
 
 import logging
 import time
@@ -28,13 +28,13 @@ def test_every_kind_of_lane_can_be_warmed_up(spec: str, granularity: str) -> Non
         warmup.warm_up(build(SHAPES, default_rules(spec, granularity=granularity), world), CPU)
 
 
-def test_a_ramp_is_warmed_up_whole() -> None:
+def test_all_codecs_of_a_ramp_are_warmed_up() -> None:
     plan = build(SHAPES, default_rules("ramp(topk(0.01) | sign, steps=4)"), 2)
     warmup.warm_up(plan, CPU)
     assert len({codec for _, codec, _ in warmup._warm}) >= 3
 
 
-def test_nothing_is_drawn_from_the_person_s_generator() -> None:
+def test_the_global_generator_is_left_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -58,16 +58,16 @@ def test_attaching_calls_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     gradwire.compress(model, "topk(0.1)")
     assert not called  # once in a process
     gradwire.compress(model, "topk(0.1) | rows")
-    assert "decode_in_rows" in called  # though so few positions are said as gaps
+    assert "decode_in_rows" in called  # though so few positions are encoded as gaps
 
 
-def test_definitions_need_no_warming(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_kernels_need_no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with reference_only():
         warmup.warm_up(build(SHAPES, default_rules("topk(0.01)"), 2), CPU)
     assert not warmup._warm
 
 
-def test_long_warming_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_warm_up_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(warmup, "_LONG_SECONDS", 0.01)
     monkeypatch.setattr(warmup, "_rehearse", lambda *args: time.sleep(0.02))
     with caplog.at_level(logging.WARNING, "gradwire"):

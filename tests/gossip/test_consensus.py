@@ -1,4 +1,4 @@
-"""Gossip on random vectors: replicas come together, as fast as theorems say, and around the mean they started from."""
+"""Gossip on random vectors: replicas converge to the mean they started from, as fast as theorems say."""
 
 import math
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import gradwire
-from gossip_fixtures import LENGTH, Vector, spread, vectors, virtual
+from gossip_fixtures import LENGTH, Vector, dense_factor, simulated, spread, vectors
 from gradwire.codecs import Codec
 from gradwire.core.segments import Segments
-from gradwire.engine.drive import converse
+from gradwire.engine.drive import interleave
 from gradwire.engine.lockstep import Lockstep
 from gradwire.gossip import auto_gamma, gossip_method
 from gradwire.gossip.optimal_gamma import Fidelity
@@ -48,10 +48,10 @@ CASES = [(spec, codec) for spec, codecs in METHODS.items() for codec in codecs]
 
 
 @pytest.mark.parametrize(("spec", "codec"), CASES)
-def test_replicas_come_together_around_their_mean(spec: str, codec: str | None) -> None:
+def test_replicas_converge_to_their_mean(spec: str, codec: str | None) -> None:
     ranks = 32 if "social" in spec else 8
     x = vectors(ranks)
-    net, start, mean = virtual(ranks, spec, codec), spread(x), x.mean(0)
+    net, start, mean = simulated(ranks, spec, codec), spread(x), x.mean(0)
     for _ in range(30):
         x = net.mix(x)
     assert spread(x) < 0.6 * start
@@ -60,9 +60,9 @@ def test_replicas_come_together_around_their_mean(spec: str, codec: str | None) 
         assert torch.allclose(x.mean(0), mean, atol=loss)
 
 
-# The most noise, in units of the signal, with which a method comes together; others keep an account of what is lost.
-BEARABLE = {"dcd(ring)": 0.7, "ecd(ring)": 1e-4}
-TAKERS = (
+# The most noise, in units of the signal, with which a method converges; others have error feedback.
+MOST_NOISE = {"dcd(ring)": 0.7, "ecd(ring)": 1e-4}
+SPECS_WITH_CODECS = (
     "dpsgd(ring)",
     "sgp(ring)",
     "choco(ring)",
@@ -74,32 +74,32 @@ TAKERS = (
 
 
 @pytest.mark.study
-@pytest.mark.parametrize("spec", TAKERS)
-def test_replicas_come_together_by_every_codec_that_is_taken(spec: str) -> None:
-    method, taken = gossip_method(spec), []
-    for said in CODECS.values():
+@pytest.mark.parametrize("spec", SPECS_WITH_CODECS)
+def test_replicas_converge_with_every_accepted_codec(spec: str) -> None:
+    method, accepted = gossip_method(spec), []
+    for codec in CODECS.values():
         try:
-            method.check(said, method.graph.on(4))
+            method.check(codec, method.graph.on(4))
         except ValueError:
             continue
-        if fidelity(said).noise <= BEARABLE.get(spec, math.inf):
-            taken.append(str(said))
+        if fidelity(codec).noise <= MOST_NOISE.get(spec, math.inf):
+            accepted.append(str(codec))
             x = vectors(4)
-            net, start = BatchedGossip(Vector(), 4, method, said), spread(x)
+            net, start = BatchedGossip(Vector(), 4, method, codec), spread(x)
             for _ in range(25):
                 x = net.mix(x)
-            assert spread(x) < 0.99 * start, said
-    assert len(taken) > 1, taken
+            assert spread(x) < 0.99 * start, codec
+    assert len(accepted) > 1, accepted
 
 
-def fidelity(said: Codec) -> Fidelity:
-    return auto_gamma.prior(said, Segments(("x",), ((LENGTH,),)))
+def fidelity(codec: Codec) -> Fidelity:
+    return auto_gamma.noise_fidelity(codec, Segments(("x",), ((LENGTH,),)))
 
 
 def test_push_sum_finds_the_mean_on_an_uneven_graph() -> None:
     x = vectors(8)
     net, mean = (
-        virtual(8, "sgp(arrows([(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7), (7, 0), (0, 3), (5, 1)]))"),
+        simulated(8, "sgp(arrows([(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7), (7, 0), (0, 3), (5, 1)]))"),
         x.mean(0),
     )
     for _ in range(150):
@@ -109,11 +109,11 @@ def test_push_sum_finds_the_mean_on_an_uneven_graph() -> None:
 
 @pytest.mark.parametrize("spec", ["ring", "torus", "star", "exponential", "one_peer_exponential"])
 @pytest.mark.parametrize("method", ["dpsgd", "sgp"])
-def test_plain_gossip_keeps_to_the_theorem(method: str, spec: str) -> None:
+def test_dense_gossip_converges_as_the_theorem_says(method: str, spec: str) -> None:
     topology = graph(spec).on(8)
-    factor = theory.plain_factor(topology)
+    factor = dense_factor(topology)
     x = vectors(8)
-    net = virtual(8, f"{method}({spec})")
+    net = simulated(8, f"{method}({spec})")
     for _ in range(3):
         before = spread(x)
         for _ in range(topology.period):
@@ -123,12 +123,12 @@ def test_plain_gossip_keeps_to_the_theorem(method: str, spec: str) -> None:
 
 @pytest.mark.parametrize(("codec", "delta"), [("fp32", 1.0), ("topk(0.25)", 0.25), ("randomk(0.5)", 0.5)])
 @pytest.mark.parametrize("spec", ["ring", "torus"])
-def test_choco_keeps_to_the_theorem(spec: str, codec: str, delta: float) -> None:
+def test_choco_converges_as_the_theorem_says(spec: str, codec: str, delta: float) -> None:
     """The theorem's error, disagreement plus what neighbors do not know yet, shrinks by its factor a round."""
     topology = graph(spec).on(8)
     gamma, factor = theory.consensus_step(topology, delta), theory.consensus_factor(topology, delta)
     x, errors = vectors(8), []
-    net = virtual(8, f"choco({spec}, gamma={gamma!r})", codec, granularity="model")
+    net = simulated(8, f"choco({spec}, gamma={gamma!r})", codec, granularity="model")
     for _ in range(30):
         before, x = x, net.mix(x)
         known = torch.stack([node.memory["x_hat"] for node in net.nodes])
@@ -137,34 +137,34 @@ def test_choco_keeps_to_the_theorem(spec: str, codec: str, delta: float) -> None
         assert error <= factor**rounds * errors[0]
 
 
-def test_alone_a_rank_keeps_what_it_has() -> None:
+def test_a_single_rank_keeps_its_parameters() -> None:
     for spec in METHODS:
         if "social" not in spec and "arrows" not in spec:
             x = vectors(1)
             codec = {"dcd": "fp32", "ecd": "fp32"}.get(spec[:3])
-            assert torch.allclose(virtual(1, spec, codec).mix(x), x, atol=1e-6), spec
+            assert torch.allclose(simulated(1, spec, codec).mix(x), x, atol=1e-6), spec
 
 
-def test_every_method_reads_what_it_writes() -> None:
+def test_method_specs_round_trip() -> None:
     for made in gradwire.registered("gossip").values():
         for spec in made.examples:  # type: ignore[attr-defined]
             assert gossip_method(str(gossip_method(spec))) == gossip_method(spec)
     assert gossip_method("choco(ring, gamma=auto)") == gossip_method("choco(ring)")
 
 
-def test_zeros_have_a_sign_that_both_ends_hear_alike() -> None:
+def test_zeros_have_the_same_sign_at_both_ends() -> None:
     """Exact zeros, as in embeddings of absent words, decode to plus at the receivers; senders must count them so."""
-    net = virtual(4, "deepsqueeze(ring)", "sign")
+    net = simulated(4, "deepsqueeze(ring)", "sign")
     x = vectors(4)
     x[:, ::2] = 0.0
     mean, group = x.mean(0), Lockstep(4)
     for _ in range(10):  # as ranks that decode what they are sent; replicas of one process hand each other tensors
-        talks = [converse([node.run(row)]) for node, row in zip(net.nodes, x, strict=True)]
-        x = torch.stack([met for (met,) in group.drive(talks)])
+        protocols = [interleave([node.run(row)]) for node, row in zip(net.nodes, x, strict=True)]
+        x = torch.stack([mixed for (mixed,) in group.drive(protocols)])
     assert torch.allclose(x.mean(0), mean, atol=1e-5)
 
 
-def test_positions_beyond_what_a_float_counts() -> None:
+def test_positions_beyond_float32_integers() -> None:
     """Indices are integers: float32 would move every odd position beyond 2**24 to its neighbor."""
     from gradwire.codecs import codec
     from gradwire.codecs.stage import EncodeInput
@@ -175,17 +175,17 @@ def test_positions_beyond_what_a_float_counts() -> None:
     x = torch.zeros(n)
     x[-7] = 1.0
     table = Segments.single(n)
-    said = codec("topk(0.0000001)").encode(EncodeInput(x, x, {}, table), Key(0, 0, 0))
-    assert said.sent.indices is not None
-    assert n - 7 in codec("topk(0.0000001)")._read(said.payload, table, Key(0, 0, 0)).indices.tolist()  # type: ignore[union-attr]
+    encoded = codec("topk(0.0000001)").encode(EncodeInput(x, x, {}, table), Key(0, 0, 0))
+    assert encoded.sent.indices is not None
+    assert n - 7 in codec("topk(0.0000001)")._read(encoded.payload, table, Key(0, 0, 0)).indices.tolist()  # type: ignore[union-attr]
 
 
 def test_memory_is_two_vectors_whatever_the_degree() -> None:
     for spec, floats in (("choco(ring, gamma=0.5)", 2), ("choco(complete, gamma=0.5)", 2), ("dpsgd(ring)", 0)):
-        net = virtual(8, spec)
+        net = simulated(8, spec)
         net.mix(vectors(8))
         assert net.report().memory_floats == floats
-    net = virtual(8, "choco(one_peer_exponential, gamma=0.5)")
+    net = simulated(8, "choco(one_peer_exponential, gamma=0.5)")
     net.mix(vectors(8))
-    assert net.report().memory_floats == 6  # three peers told, three heard
+    assert net.report().memory_floats == 6  # three out-neighbors, three in-neighbors
     assert net.nodes[0].tensors.total == LENGTH

@@ -1,4 +1,4 @@
-"""Eight processes on the digits, one killed at step 50 and back at step 100: training ends, as well as undisturbed."""
+"""Elastic gossip: ranks that die, stall, leave and come back, in processes and in threads."""
 
 import logging
 import multiprocessing
@@ -25,7 +25,7 @@ from gradwire.kernels.dispatch import reference_only
 
 WORLD, STEPS, DIES, BACK = 8, 200, 50, 100
 TIMEOUT = 4.0
-VICTIM = 3
+KILLED = 3
 Pairs = tuple[Tensor, Tensor]  # images, and what they show
 Data = tuple[Pairs, Pairs]
 SPEC, CODEC = "choco(ring)", "sign"
@@ -81,12 +81,12 @@ def work(rank: int, folder: str, pipe: Connection, waits: bool) -> None:
         Path(folder, "joined").touch()
     began, optimizer, longest = net.step, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 0.0
     while net.step < STEPS:
-        if rank == VICTIM and net.step == DIES and not waits:
+        if rank == KILLED and net.step == DIES and not waits:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0 and net.step == BACK:
             Path(folder, "back").touch()
         if net.step > BACK and not waits and not Path(folder, "joined").exists():
-            time.sleep(0.01)  # a loaded machine may give the newcomer no time at all
+            time.sleep(0.01)  # a loaded machine may give the new process no time at all
         step_(model, optimizer, rank, net.step, train)
         asked = time.monotonic()
         net()
@@ -98,7 +98,7 @@ def work(rank: int, folder: str, pipe: Connection, waits: bool) -> None:
 
 @reference_only()
 def stall(rank: int, folder: str, pipe: Connection) -> None:
-    """Train without data; the victim is stopped at a step, and its parent lets it go on at another."""
+    """Train without data; rank 1 is stopped at step 50, and its parent lets it go on at step 100."""
     torch.set_num_threads(1)
     model, longest = build(), 0.0
     place: dict[str, Any] = {"meeting": folder, "rank": rank, "world": 4, "timeout": TIMEOUT}
@@ -119,7 +119,7 @@ def stall(rank: int, folder: str, pipe: Connection) -> None:
 
 
 @pytest.mark.study
-def test_one_is_stopped_and_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_dropped_and_rejoins(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     pipes, processes = [], []
     for rank in range(4):
@@ -153,11 +153,11 @@ def undisturbed(train: Pairs, test: Pairs) -> list[float]:
     return [accuracy(model, test) for model in models]
 
 
-def test_one_is_killed_and_comes_back(tmp_path: Path) -> None:
+def test_a_killed_rank_rejoins_and_training_ends_as_undisturbed(tmp_path: Path) -> None:
     context, whole = multiprocessing.get_context("forkserver"), data()
     torch.save(whole, tmp_path / "data")
     pipes, processes = [], []
-    for rank, waits in [*((rank, False) for rank in range(WORLD)), (VICTIM, True)]:
+    for rank, waits in [*((rank, False) for rank in range(WORLD)), (KILLED, True)]:
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=work, args=(rank, str(tmp_path), theirs, waits), daemon=True)
         process.start()
@@ -180,20 +180,20 @@ def test_one_is_killed_and_comes_back(tmp_path: Path) -> None:
             process.join(5)
             process.kill()
             process.join(5)
-    assert processes[VICTIM].exitcode == -signal.SIGKILL
+    assert processes[KILLED].exitcode == -signal.SIGKILL
     assert sorted(results) == list(range(WORLD))
     assert all(longest < TIMEOUT + 1.0 for _, _, _, longest, *_ in results.values())
-    assert BACK <= results[VICTIM][1] < STEPS  # it took a neighbor's step
-    for neighbor in (VICTIM - 1, VICTIM + 1):
+    assert BACK <= results[KILLED][1] < STEPS  # it took a neighbor's step
+    for neighbor in (KILLED - 1, KILLED + 1):
         _, _, _, _, dropped, rejoined, drift = results[neighbor]
         assert dropped >= 1 and rejoined >= 1 and 0.0 < drift < 1.0
-    assert results[0][4] == 0  # who is no neighbor lost nobody
+    assert results[0][4] == 0  # rank 0 is no neighbor of the killed rank
     mean = sum(result[2] for result in results.values()) / WORLD
     assert abs(mean - sum(alone) / WORLD) <= 0.01
     assert min(result[2] for result in results.values()) > min(alone) - 0.02  # a worker that did not come back shows
 
 
-def test_one_that_was_left_behind_catches_up(tmp_path: Path) -> None:
+def test_a_rank_that_was_left_behind_catches_up(tmp_path: Path) -> None:
     """Two in one process: the second stalls, is dropped, and then takes the first one's parameters and step."""
     models, nets = [build(), build()], {}
     with torch.no_grad():
@@ -233,7 +233,7 @@ def test_one_that_was_left_behind_catches_up(tmp_path: Path) -> None:
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
-    """What calls return that wait for each other."""
+    """The results of calls that wait for each other."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result(30) for future in [pool.submit(call) for call in calls]]
 
@@ -246,8 +246,8 @@ def start(folder: Path, models: list[nn.Module], spec: str, codec: str | None = 
     return together(*(partial(one, rank) for rank in range(len(models))))
 
 
-def test_the_mean_model_of_those_who_are_there(tmp_path: Path) -> None:
-    """Four on a ring that is too weak to agree; then three, on what is left of it. Nothing of it is on the account."""
+def test_the_mean_model_of_the_ranks_that_can_be_reached(tmp_path: Path) -> None:
+    """Four ranks on a ring with a small gamma; then three, on the rest of it. None of its bytes are counted."""
     models = [nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)) for _ in range(4)]
     nets = start(tmp_path, models, "choco(ring, gamma=0.01)", "sign")
     for rank, model in enumerate(models):
@@ -260,12 +260,13 @@ def test_the_mean_model_of_those_who_are_there(tmp_path: Path) -> None:
     def shown(model: nn.Module) -> tuple[Tensor, Tensor]:
         return model[0].weight.detach().clone(), model[1].running_mean.clone()
 
-    everyone = together(*(partial(net.evaluate_mean, partial(shown, m)) for net, m in zip(nets, models, strict=True)))
-    for weight, statistics in everyone:
-        assert torch.equal(weight, everyone[0][0]) and torch.allclose(weight, torch.stack(own).mean(0), atol=1e-6)
+    means = together(*(partial(net.evaluate_mean, partial(shown, m)) for net, m in zip(nets, models, strict=True)))
+    for weight, statistics in means:
+        assert torch.equal(weight, means[0][0]) and torch.allclose(weight, torch.stack(own).mean(0), atol=1e-6)
         assert torch.allclose(statistics, torch.full((3,), 1.5))
     assert [net.report().sent for net in nets] == sent
     assert all(torch.equal(model[0].weight, weight) for model, weight in zip(models, own, strict=True))
+    assert together(*(partial(net.max_over_processes, float(net.rank)) for net in nets)) == [3.0] * 4
     apart = together(*(net.distance for net in nets))
     flat = torch.stack([torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models]).double()
     assert apart == pytest.approx([float((flat - flat.mean(0)).square().sum(1).mean().sqrt())] * 4)
@@ -280,8 +281,8 @@ def test_the_mean_model_of_those_who_are_there(tmp_path: Path) -> None:
         net.close()
 
 
-def test_elastic_ranks_may_train_while_they_talk(tmp_path: Path) -> None:
-    """With overlap=True they do as ranks in lockstep do, to rounding, and go on when one of them leaves."""
+def test_elastic_overlap_equals_lockstep(tmp_path: Path) -> None:
+    """With overlap=True elastic ranks equal those in lockstep, to rounding, and go on when one of them leaves."""
     models, twins = [build() for _ in range(4)], [build() for _ in range(4)]
     nets = start(tmp_path, models, "choco(ring, gamma=0.4)", "fp32", overlap=True)
     lockstep = gradwire.gossip_lockstep(twins, "choco(ring, gamma=0.4)", "fp32", overlap=True)
@@ -322,17 +323,16 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def die(net: Any) -> None:
-    """Leave without a word, as a killed process does."""
-    peers = net.peers
-    peers._closed = True
-    socket.create_connection(peers._listener.getsockname()).close()  # wakes the thread that accepts, for the last time
-    peers._listener.close()
-    for edge in list(peers._edges.values()):
+    """End all connections without a LEAVE, as a killed process does."""
+    edges = net.mesh.edges
+    edges.closed = True
+    net.mesh._connector.close()
+    for edge in edges.snapshot():
         edge.line.shutdown(socket.SHUT_RDWR)
 
 
 def test_all_start_from_rank_0(tmp_path: Path) -> None:
-    """On a path, where most ranks do not know rank 0."""
+    """On a path, where most ranks are no neighbors of rank 0."""
     models = [own(seed) for seed in range(4)]
     first = flat(models[0]).clone()
     nets = start(tmp_path, models, "choco(path, gamma=0.5)", "sign")
@@ -341,13 +341,13 @@ def test_all_start_from_rank_0(tmp_path: Path) -> None:
         net.close()
 
 
-def test_nobody_starts_from_parameters_of_his_own(tmp_path: Path) -> None:
+def test_a_rank_without_a_path_to_rank_0_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"parameters of rank 0 in 0.3 s: none of \[1\]"):
         gradwire.gossip(own(0), "dpsgd(path)", elastic=True, meeting=tmp_path, rank=2, world=3, timeout=0.3)
 
 
 def test_copies_of_a_new_edge_are_equal_at_both_ends(tmp_path: Path) -> None:
-    """Who comes back begins with whole parameters on both edges; then differences keep the copies equal."""
+    """A rank that comes back begins with whole parameters on both edges; then differences keep the copies equal."""
     models = [own(0) for _ in range(3)]
     nets = start(tmp_path, models, "choco(path, gamma=0.5)", "sign")
     for rank, model in enumerate(models):
@@ -356,7 +356,7 @@ def test_copies_of_a_new_edge_are_equal_at_both_ends(tmp_path: Path) -> None:
         together(*nets)
     die(nets[1])
     together(nets[0], nets[2])
-    assert [net.peers.lost for net in (nets[0], nets[2])] == [[1], [1]]
+    assert [net.mesh.edges.lost for net in (nets[0], nets[2])] == [[1], [1]]
     place = {"rank": 1, "world": 3, "meeting": tmp_path, "timeout": 5.0}
     again = gradwire.gossip(own(7), "choco(path, gamma=0.5)", "sign", elastic=True, **place)
     nets[1], whole = again, 4 * flat(models[0]).numel()
@@ -376,8 +376,8 @@ def test_copies_of_a_new_edge_are_equal_at_both_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gamma", ["0.3", "1.0", "auto"])
-def test_new_edges_throw_nobody_apart(tmp_path: Path, gamma: str) -> None:
-    """A few entries differ by much, and sign takes long to tell that they no longer do."""
+def test_new_edges_do_not_drive_replicas_apart(tmp_path: Path, gamma: str) -> None:
+    """A few entries differ by much, and sign takes many steps to send that they no longer do."""
     models = [nn.Linear(500, 8, bias=False) for _ in range(5)]
     nets = start(tmp_path, models, f"choco(ring, gamma={gamma})", "sign")
     together(*nets)
@@ -399,7 +399,7 @@ def test_new_edges_throw_nobody_apart(tmp_path: Path, gamma: str) -> None:
 
 
 def test_drift_is_what_flowed_one_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Rank 1 lies between its neighbors and does not move, but has mixed what a neighbor then never heard of."""
+    """Rank 1 lies between its neighbors and does not move, but has mixed what a neighbor then did not receive."""
     models = [own(0) for _ in range(3)]
     nets = start(tmp_path, models, "dpsgd(path)")
     for model, at in zip(models, (-1.0, 0.0, 1.0), strict=True):
@@ -427,8 +427,8 @@ def move_(model: nn.Module, rank: int, step: int) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_elastic_nets_resume_bit_for_bit(tmp_path: Path, overlap: bool) -> None:
-    """Each rank loads its own state, one a good while after the others, and all go on as if nothing had been."""
+def test_elastic_handles_resume_bit_for_bit(tmp_path: Path, overlap: bool) -> None:
+    """Each rank loads its own state, one of them later than the others, and all go on as if undisturbed."""
     spec, models = "choco(path, gamma=auto)", [own(0) for _ in range(3)]
     nets = start(tmp_path / "first", models, spec, "sign", overlap=overlap)
 
@@ -440,7 +440,7 @@ def test_elastic_nets_resume_bit_for_bit(tmp_path: Path, overlap: bool) -> None:
         together(*(partial(go, rank) for rank in range(3)))
     for net in nets:
         gradwire.save(net, tmp_path / "saved")
-    kept = [{name: value.clone() for name, value in model.state_dict().items()} for model in models]
+    saved = [{name: value.clone() for name, value in model.state_dict().items()} for model in models]
     for _ in range(3):
         together(*(partial(go, rank) for rank in range(3)))
     undisturbed = [flat(model) for model in models]
@@ -451,7 +451,7 @@ def test_elastic_nets_resume_bit_for_bit(tmp_path: Path, overlap: bool) -> None:
 
     def resume(rank: int) -> None:
         time.sleep(0.5 * (rank == 1))
-        models[rank].load_state_dict(kept[rank])
+        models[rank].load_state_dict(saved[rank])
         gradwire.load(nets[rank], tmp_path / "saved")
         for _ in range(3):
             go(rank)
@@ -465,7 +465,7 @@ def test_elastic_nets_resume_bit_for_bit(tmp_path: Path, overlap: bool) -> None:
         net.close()
 
 
-def test_edges_that_remember_otherwise_begin_anew(tmp_path: Path) -> None:
+def test_edges_with_different_copies_begin_anew(tmp_path: Path) -> None:
     """One end comes back with copies of its own: whole parameters pass, and the mean is kept."""
     models = [own(0) for _ in range(2)]
     nets = start(tmp_path / "first", models, "choco(ring, gamma=0.5)", "sign")
@@ -473,7 +473,7 @@ def test_edges_that_remember_otherwise_begin_anew(tmp_path: Path) -> None:
         together(*nets)
     for rank, model in enumerate(models):
         nn.init.constant_(model[0].weight, float(rank))
-    taken = [net.taken for net in nets]
+    taken = [net.resyncs for net in nets]
     states = [net.state_dict() for net in nets]
     states[1]["to_0/0.weight"] = states[1]["to_0/0.weight"] + 1.0
     before = torch.stack([flat(model) for model in models]).mean(0)
@@ -483,7 +483,7 @@ def test_edges_that_remember_otherwise_begin_anew(tmp_path: Path) -> None:
     assert all(net.report().sent - was > 4 * flat(models[0]).numel() for net, was in zip(nets, sent, strict=True))
     assert torch.allclose(torch.stack([flat(model) for model in models]).mean(0), before, atol=1e-6)
     assert torch.equal(nets[0].node.memory["from_1"], nets[1].node.memory["to_0"])
-    assert [net.taken for net in nets] == taken  # neither became a copy of the other
+    assert [net.resyncs for net in nets] == taken  # neither became a copy of the other
     assert [(net.report().dropped, net.report().drift) for net in nets] == [(0, 0.0)] * 2
     with pytest.raises(ValueError, match="holds no wire-0"):
         gradwire.load(nets[0], tmp_path / "nowhere")

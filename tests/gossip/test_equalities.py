@@ -1,12 +1,13 @@
-"""Methods that must be one another in special cases."""
+"""Methods that equal one another in special cases."""
 
 import pytest
 import torch
 
 import fixtures
 import gradwire
-from gossip_fixtures import optimizers, replicas, train, vectors, virtual
-from gradwire.core.requests import CommGenerator
+from gossip_fixtures import optimizers, replicas, simulated, train, vectors
+from gradwire.engine.drive import interleave
+from gradwire.engine.lockstep import Lockstep
 from gradwire.gossip import Node
 
 STEPS = range(6)
@@ -35,15 +36,15 @@ def test_dpsgd_on_the_complete_graph_is_all_reduce_sgd() -> None:
         assert close(trained(spec), [fixtures.tensors(model)] * 4)
 
 
-def test_choco_that_says_all_and_steps_whole_is_dpsgd() -> None:
+def test_choco_with_fp32_and_gamma_1_is_dpsgd() -> None:
     assert close(trained("choco(ring, gamma=1)"), trained("dpsgd(ring)"))
     assert close(trained("choco(ring)", "fp32"), trained("dpsgd(ring)"))  # auto finds 1 there
 
 
-def test_dcd_that_says_all_is_dpsgd() -> None:
+def test_dcd_with_fp32_is_dpsgd() -> None:
     """They differ in when the step is taken: before the averaging, or after it."""
     x = vectors(8)
-    dcd, dpsgd = virtual(8, "dcd(ring)"), virtual(8, "dpsgd(ring)")
+    dcd, dpsgd = simulated(8, "dcd(ring)"), simulated(8, "dpsgd(ring)")
     a = dcd.mix(x)  # from the common zero: the step alone
     assert torch.allclose(a, x, atol=1e-6)
     assert torch.allclose(dcd.mix(a), dpsgd.mix(x), atol=1e-5)
@@ -57,30 +58,24 @@ def test_push_sum_with_even_weights_is_dpsgd() -> None:
 def test_copies_by_edge_are_copies_by_node(codec: str) -> None:
     """With all neighbors there, elastic CHOCO is CHOCO."""
     x = vectors(6)
-    plain = virtual(6, "choco(ring, gamma=0.3)", codec)
+    plain = simulated(6, "choco(ring, gamma=0.3)", codec)
     nodes = [Node(n.method, n.codec, n.topology, n.rank, n.seed, n.tensors, n.units, elastic=True) for n in plain.nodes]
     for node in nodes:
         node.begin(torch.zeros(x.shape[1]))
     y = x
     for _ in range(5):
-        talks: list[CommGenerator[torch.Tensor]] = [
-            node.run(row, live=dict.fromkeys(node.topology.peers(node.rank), False))
+        protocols = [
+            interleave([node.run(row, live=dict.fromkeys(node.topology.peers(node.rank), False))])
             for node, row in zip(nodes, y, strict=True)
         ]
-        y = torch.stack([met for (met,) in plain.group.drive([conversation(talk) for talk in talks])])
+        y = torch.stack([mixed for (mixed,) in Lockstep(6).drive(protocols)])
         x = plain.mix(x)
         assert torch.allclose(x, y, atol=1e-5)
 
 
-def conversation(talk: CommGenerator[torch.Tensor]):  # type: ignore[no-untyped-def]
-    from gradwire.engine.drive import converse
-
-    return converse([talk])
-
-
-def test_overlap_adds_what_was_agreed_one_step_later() -> None:
+def test_overlap_adds_the_correction_one_step_later() -> None:
     x = vectors(4)
-    late, plain = virtual(4, "dpsgd(ring)", overlap=True), virtual(4, "dpsgd(ring)")
+    late, plain = simulated(4, "dpsgd(ring)", overlap=True), simulated(4, "dpsgd(ring)")
     assert torch.equal(late.mix(x), x)
     assert torch.allclose(late.mix(x), plain.mix(x), atol=1e-6)
     models = replicas(4)
@@ -89,10 +84,10 @@ def test_overlap_adds_what_was_agreed_one_step_later() -> None:
     assert net.distance() < 0.5
 
 
-def test_granularity_is_what_the_codec_sees_as_one() -> None:
+def test_granularity_sets_the_vectors_of_the_codec() -> None:
     layered, whole = (
-        virtual(4, "choco(ring, gamma=0.3)", "sign"),
-        virtual(4, "choco(ring, gamma=0.3)", "sign", granularity="model"),
+        simulated(4, "choco(ring, gamma=0.3)", "sign"),
+        simulated(4, "choco(ring, gamma=0.3)", "sign", granularity="model"),
     )
     x = vectors(4)
     layered.mix(x), whole.mix(x)

@@ -1,10 +1,10 @@
-"""What cannot work is refused at once, with a sentence that names the remedy."""
+"""Impossible combinations are refused at once, and the error names the remedy."""
 
 import pytest
 import torch
 
 import gradwire
-from gossip_fixtures import vectors, virtual
+from gossip_fixtures import simulated, vectors
 from gradwire.core.payload import CorruptMessageError
 from gradwire.gossip import Diverged
 
@@ -14,7 +14,7 @@ CASES = [
     ("choco(ring)", "qsgd(levels=1)", "biased=True"),
     ("choco(ring)", "randomk(0.1, unbiased=True)", "unbiased=False"),
     ("choco(ring)", "variance", "remembers"),
-    ("deepsqueeze(ring)", "terngrad", "never loses more"),
+    ("deepsqueeze(ring)", "terngrad", "contraction"),
     ("dcd(ring)", "sign", "allow_biased=True"),
     ("ecd(ring)", "topk(0.1)", "allow_biased=True"),
     ("powergossip(ring)", "sign", "compresses by itself"),
@@ -31,7 +31,7 @@ CASES = [
     ("choco(matrix([[0.5, 0.6, 0, 0], [0.5, 0.4, 0, 0], [0, 0, 0.5, 0.5], [0, 0, 0.5, 0.5]]))", "sign", "sums to 1.1"),
     ("choco(sign)", "sign", "is no graph"),
     ("centralized(ring)", None, "use dpsgd"),
-    ("ring", None, "no way to gossip"),
+    ("ring", None, "no gossip method"),
     ("powergossip(ring, iterations=0)", None, "from 1"),
     ("choco(ringg)", "sign", "did you mean ring"),
     ("choco", "sign", "choco needs graph, as in choco(ring)"),
@@ -41,35 +41,35 @@ CASES = [
 
 
 @pytest.mark.parametrize(("spec", "codec", "words"), CASES)
-def test_a_sentence(spec: str, codec: str | None, words: str) -> None:
+def test_impossible_specs_are_refused(spec: str, codec: str | None, words: str) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
-        virtual(4, spec, codec)
+        simulated(4, spec, codec)
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("spec", ["sgp(ring)", "dcd(ring)", "ecd(ring)"])
-def test_what_replaces_parameters_cannot_come_late(spec: str) -> None:
+def test_overlap_is_refused_for_methods_that_replace_parameters(spec: str) -> None:
     with pytest.raises(ValueError, match="leave overlap=True out"):
-        virtual(4, spec, overlap=True)
+        simulated(4, spec, overlap=True)
 
 
-def test_lockstep_is_told_what_it_cannot_do() -> None:
-    with pytest.raises(ValueError, match="no replicas"):
+def test_lockstep_refuses_options_of_processes() -> None:
+    with pytest.raises(ValueError, match="no models"):
         gradwire.gossip_lockstep([], "choco(ring)", "sign")
     models = [torch.nn.Linear(2, 2) for _ in range(3)]
-    with pytest.raises(ValueError, match=r"not elastic=: .* none dies alone"):
+    with pytest.raises(ValueError, match=r"not elastic=, .* share a process"):
         gradwire.gossip_lockstep(models, "choco(ring)", "sign", elastic=True)
 
 
-def test_a_net_shows_what_it_is() -> None:
+def test_repr_of_a_handle() -> None:
     net = gradwire.gossip_lockstep([torch.nn.Linear(2, 2) for _ in range(3)], "choco(ring)", "sign")
     net()
-    assert str(net) == "<VirtualNet: choco(ring), codec=sign, layer; ring on 3 ranks; step 1>"
+    assert str(net) == "<SimulatedGossip: choco(ring), codec=sign, layer; ring on 3 ranks; step 1>"
 
 
-def test_granularity_and_elastic() -> None:
+def test_invalid_granularity_and_elastic_options_are_refused() -> None:
     with pytest.raises(ValueError, match="granularity 'bucket'"):
-        virtual(4, "dpsgd(ring)", granularity="bucket")
+        simulated(4, "dpsgd(ring)", granularity="bucket")
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="belong to elastic=True"):
         gradwire.gossip(model, "dpsgd(ring)", meeting="/nowhere", rank=0, world=2)
@@ -80,12 +80,14 @@ def test_granularity_and_elastic() -> None:
             gradwire.gossip(model, spec, elastic=True, meeting="/tmp", rank=0, world=4)
 
 
-def test_a_message_of_another_step_is_not_used() -> None:
-    net = virtual(4, "dpsgd(ring)")
+def test_a_message_of_another_step_is_refused() -> None:
+    net = simulated(4, "dpsgd(ring)")
     net.nodes[2].step = 5
-    with pytest.raises(CorruptMessageError, match="rank 2 sent message 0 of step 5, where message 0 of step 0 was due"):
+    with pytest.raises(
+        CorruptMessageError, match="rank 2 sent message 0 of step 5, where message 0 of step 0 was expected"
+    ):
         net.mix(vectors(4))
-    net = virtual(4, "dpsgd(ring)")
+    net = simulated(4, "dpsgd(ring)")
     net.nodes[2].number = 7
     with pytest.raises(CorruptMessageError, match="message 7 of step 0"):
         net.mix(vectors(4))
@@ -94,8 +96,8 @@ def test_a_message_of_another_step_is_not_used() -> None:
 @pytest.mark.parametrize(
     ("spec", "codec"), [("choco(ring)", "topk(0.1)"), ("dpsgd(ring)", "bf16"), ("centralized", "fp16")]
 )
-def test_what_is_not_finite_spreads_as_a_sentence(spec: str, codec: str) -> None:
+def test_nonfinite_parameters_raise(spec: str, codec: str) -> None:
     x = vectors(4)
     x[1, 3] = float("nan")
     with pytest.raises(Diverged, match="lower the learning rate"):
-        virtual(4, spec, codec).mix(x)
+        simulated(4, spec, codec).mix(x)

@@ -1,4 +1,4 @@
-"""A resumed run is the run."""
+"""A resumed run equals one that was not stopped."""
 
 import io
 
@@ -31,7 +31,7 @@ def copied(value: object) -> object:
 
 
 @pytest.mark.parametrize(("spec", "codec", "options"), SPECS)
-def test_ten_steps_are_five_and_five(spec: str, codec: str | None, options: dict[str, bool]) -> None:
+def test_a_resumed_run_equals_one_that_was_not_stopped(spec: str, codec: str | None, options: dict[str, bool]) -> None:
     models = replicas(3)
     net, sgd = gradwire.gossip_lockstep(models, spec, codec, **options), optimizers(models)
     train(net, models, sgd, range(3), range(12))
@@ -52,7 +52,7 @@ def test_ten_steps_are_five_and_five(spec: str, codec: str | None, options: dict
         assert fixtures.same(mine, theirs)
 
 
-def test_memories_go_by_parameter_name() -> None:
+def test_memories_are_keyed_by_parameter_name() -> None:
     models = replicas(3)
     state = gradwire.gossip_lockstep(models, "choco(ring)", "sign").state_dict()[0]
     for name, parameter in models[0].named_parameters():
@@ -60,7 +60,7 @@ def test_memories_go_by_parameter_name() -> None:
     assert all(isinstance(value, Tensor) for value in state.values())
 
 
-def test_a_state_of_something_else_is_refused() -> None:
+def test_states_of_another_run_are_refused() -> None:
     net = gradwire.gossip_lockstep(replicas(3), "choco(ring)", "sign")
     states = net.state_dict()
     with pytest.raises(ValueError, match="attach with the saved spec"):

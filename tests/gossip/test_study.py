@@ -1,4 +1,4 @@
-"""Stacked replicas are replicas, and a study of them learns."""
+"""Stacked replicas equal single ones, and a study trains them."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from gradwire_lab.cli.main import app
 from gradwire_lab.report.gossip_table import gossip_page
 from gradwire_lab.train.gossip_study import finished, read, run
 from gradwire_lab.train.replicas import Replicas
-from gradwire_lab.train.side_by_side import channels_beside
+from gradwire_lab.train.vmap_layers import interleave_channels
 
 
 class Small(nn.Module):
@@ -46,13 +46,13 @@ def objective(model: object, x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("way", ["together", "beside", "in turn"])
-def test_stacked_replicas_are_replicas(way: str) -> None:
+def test_stacked_replicas_equal_single_ones(way: str) -> None:
     """Losses, gradients and running statistics, after two steps that drive them apart."""
     generator = torch.Generator().manual_seed(0)
     inputs, targets = torch.randn(3, 8, 2, 8, 8, generator=generator), torch.randint(0, 10, (3, 8), generator=generator)
     stacked, singles = Replicas(make(), 3), [make() for _ in range(3)]
     for _ in range(2):
-        x = channels_beside(inputs) if way == "beside" else inputs
+        x = interleave_channels(inputs) if way == "beside" else inputs
         if way == "in turn":
             losses = torch.stack([stacked.alone(i, objective, inputs[i], targets[i]) for i in range(3)])
         else:
@@ -85,14 +85,14 @@ set = ["gossip.method=dcd", "gossip.codec=qsgd(levels=1)"]
 """
 
 
-def test_a_study_learns_and_goes_on(tmp_path: Path) -> None:
+def test_a_study_trains_and_resumes(tmp_path: Path) -> None:
     (tmp_path / "study.toml").write_text(STUDY)
     cells, results = read(tmp_path / "study.toml"), tmp_path / "out" / "cells.jsonl"
     assert [cell.seed for cell in cells] == [0, 1, 0]
     run(cells[1:], results, tell=lambda line: None)
-    told: list[str] = []
-    run(cells, results, tell=told.append)
-    assert told[0].startswith("1 of 3 cells") and len(told) == 2
+    messages: list[str] = []
+    run(cells, results, tell=messages.append)
+    assert messages[0].startswith("1 of 3 cells") and len(messages) == 2
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     assert [line["name"] for line in lines] == ["sign", "noise", "sign"]
     assert set(finished(results)) == {cell.key for cell in cells}
@@ -113,13 +113,13 @@ def test_a_study_learns_and_goes_on(tmp_path: Path) -> None:
         (STUDY + "[[cell]]\nname = 'sign'\nset = ['gossip.codec=sign']", "a cell twice"),
     ],
 )
-def test_a_file_that_is_no_study(tmp_path: Path, text: str, sentence: str) -> None:
+def test_invalid_study_files_are_refused(tmp_path: Path, text: str, sentence: str) -> None:
     (tmp_path / "study.toml").write_text(text)
     with pytest.raises(ValueError, match=sentence):
         read(tmp_path / "study.toml")
 
 
-def test_the_rate_grows_with_how_many_are_averaged() -> None:
+def test_the_rate_grows_with_the_degree() -> None:
     scales = [
         rate_scale(graph(spec).on(size))
         for spec, size in (("ring", 8), ("torus", 16), ("complete", 8), ("one_peer_exponential", 8))
@@ -129,7 +129,7 @@ def test_the_rate_grows_with_how_many_are_averaged() -> None:
     assert rate_scale(graph("ring").on(1)) == 1.0
 
 
-def test_the_published_page_is_what_its_results_say(tmp_path: Path) -> None:
+def test_the_published_page_equals_its_results(tmp_path: Path) -> None:
     root = Path(__file__).parents[2] / "docs"
     folder = root / "results" / "gossip-cifar10"
     page = tmp_path / "page.md"
@@ -137,8 +137,8 @@ def test_the_published_page_is_what_its_results_say(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*command, "--page", str(page)])
     assert done.exit_code == 0, done.output
     here = os.path.relpath(folder, tmp_path)
-    told = page.read_text().replace(here, "results/gossip-cifar10")
-    assert told == (root / "results-gossip.md").read_text()
+    text = page.read_text().replace(here, "results/gossip-cifar10")
+    assert text == (root / "results-gossip.md").read_text()
 
 
 def line_of(name: str, value: float, seed: int = 0, **options: float) -> dict[str, object]:
@@ -153,7 +153,7 @@ def line_of(name: str, value: float, seed: int = 0, **options: float) -> dict[st
     }
 
 
-def test_a_page_says_what_is_missing() -> None:
+def test_a_page_lists_missing_cells() -> None:
     study = {"about": "# Digits", "cell": [{"name": "sign", "seeds": [2, 3]}, {"name": "topk"}]}
     line = line_of("sign", 0.1, 2, gamma=0.5)
     line["final"] |= {"diverged": "not finite at step 7; lower it"}  # type: ignore[operator]
@@ -175,8 +175,8 @@ def test_a_page_compares_auto_with_the_best_by_hand() -> None:
     assert page.count("| 99 |") == 1
 
 
-def test_gammas_of_another_rule_are_found_anew(tmp_path: Path) -> None:
-    told = {"key": "a", "gossip": {"method": "choco", "options": {}}, "rule": auto_gamma.VERSION - 1}
+def test_cells_of_another_gamma_rule_are_trained_again(tmp_path: Path) -> None:
+    old = {"key": "a", "gossip": {"method": "choco", "options": {}}, "rule": auto_gamma.VERSION - 1}
     given = {"key": "b", "gossip": {"method": "choco", "options": {"gamma": 0.5}}}
-    (tmp_path / "cells.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (told, given)))
+    (tmp_path / "cells.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (old, given)))
     assert finished(tmp_path / "cells.jsonl").keys() == {"b"}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradwire.core.keys import Key
 from gradwire.kernels import chunks, fused, quantize, select
-from gradwire.kernels.cpu import pages
+from gradwire.kernels.cpu import buffer_pool
 from gradwire.kernels.dispatch import reference_only, versions
 
 KEY = Key(seed=1, step=2**33 + 5, rank=2, purpose="test")
@@ -261,11 +261,11 @@ def test_selection_where_all_that_is_large_lies_together() -> None:
         assert torch.equal(fast, slow)
 
 
-def test_pages_come_back_when_nobody_holds_them() -> None:
-    first = torch.from_numpy(pages.lend(2_000_000, "float32"))
+def test_large_buffers_come_back_when_nothing_refers_to_them() -> None:
+    first = torch.from_numpy(buffer_pool.lend(2_000_000, "float32"))
     where = first.data_ptr()
     held = first[5:10]
     del first
-    assert torch.from_numpy(pages.lend(2_000_000, "float32")).data_ptr() != where
+    assert torch.from_numpy(buffer_pool.lend(2_000_000, "float32")).data_ptr() != where
     del held
-    assert torch.from_numpy(pages.lend(2_000_000, "float32")).data_ptr() == where
+    assert torch.from_numpy(buffer_pool.lend(2_000_000, "float32")).data_ptr() == where

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from gradwire.core.keys import Key
 from gradwire.core.segments import Segments
-from gradwire.engine import Lockstep, Session, build, default_rules
+from gradwire.engine import Engine, Lockstep, build, default_rules
 from gradwire.exchanges.two_way import shard
 from gradwire.kernels import chunks, dispatch, fused, quantize, select
 from gradwire.kernels.dispatch import reference_only
@@ -26,9 +26,8 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 
 from gradwire.kernels import cuda
 from gradwire.kernels.cuda import merge
-from gradwire.kernels.cuda import plan as plans
-from gradwire.kernels.cuda import select as selection
-from gradwire.kernels.cuda.plan import plan
+from gradwire.kernels.cuda.topk import selection, workspace
+from gradwire.kernels.cuda.topk.workspace import plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1,), (7,), (8, 0, 9), (1000,), (5000, 0, 3001), (16, 4096, 24, 5000)]
@@ -45,6 +44,8 @@ def draw(kind, n, seed=0):
         x[torch.rand(n) > 0.002] = 0.0
     elif kind == "equal":
         x = torch.full((n,), -2.0)
+    elif kind == "near":
+        x = 1.2 + 0.02 * torch.rand(n)
     return x
 
 
@@ -146,19 +147,60 @@ def test_any_hint_gives_the_same(hint, kind):
         same(a, b)
 
 
-@pytest.mark.parametrize("hint", [0.0, 1e-30, 3.0, 1e30, float("nan")])
-@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "equal"])
-def test_a_second_try(hint, kind, monkeypatch):
-    """Long segments have one where a hint was of no use; here all do."""
-    monkeypatch.setattr(selection, "_DEEP", 0)
-    test_any_hint_gives_the_same(hint, kind)
+def mislead(monkeypatch, low, high):
+    """Replace the ranges that a sample gives by one of these magnitudes."""
+    keys = [int(torch.tensor(size).view(torch.int32)) for size in (low, high)]
+    launch = selection.launch
+
+    def launch_and_replace(kernel, programs, facts, fresh, rest, **options):
+        launch(kernel, programs, facts, fresh, rest, **options)
+        if kernel is selection.sample:
+            dense = rest[0][:, workspace.KIND.value] == workspace.DENSE.value
+            rest[2][:, workspace.LOW.value] = keys[0]
+            rest[2][:, workspace.HIGH.value] = torch.where(dense, max(keys), 0x7FFFFFFF)
+
+    monkeypatch.setattr(selection, "launch", launch_and_replace)
+
+
+@pytest.mark.parametrize("low", [0.0, 1e-45, 1e-30, 0.5, 3.0, 1e30, float("inf")])
+@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "equal", "near"])
+def test_any_range_gives_the_same(low, kind, monkeypatch):
+    """Candidates are too few, or too many, or just enough."""
+    mislead(monkeypatch, low, float("inf"))
+    test_any_hint_gives_the_same(0.0, kind)
+
+
+@pytest.mark.parametrize(
+    "ends", [(0.0, 1e-45), (1e-45, 1.0), (0.5, 0.9), (0.5, 1e30), (1.5, 3.0), (1e30, 1e31)], ids=str
+)
+@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "equal", "near"])
+def test_any_range_of_half_gives_the_same(ends, kind, monkeypatch):
+    mislead(monkeypatch, *ends)
+    lengths = (70_001, 0, 3001, 16)
+    x = draw(kind, sum(lengths))
+    for counts in (tuple(n // 2 for n in lengths), (70_001, 0, 100, 0)):
+        same(cuda.topk(x.to(DEVICE), lengths, counts), plain(fused.topk, x, lengths, counts))
+
+
+@pytest.mark.parametrize("kind", ["near", "far", "same"])
+@pytest.mark.parametrize("ratio", [0.01, 0.5])
+def test_a_sample_that_misleads(kind, ratio):
+    """Magnitudes near each other lie in one coarse bin; where the sampled ones are larger, all of it is wrong."""
+    lengths = (140_000, 3001)
+    x = 1.2 + 0.02 * torch.rand(sum(lengths))
+    if kind == "far":
+        x[torch.arange(x.numel()) % (140_000 // 96) < 64] *= 3
+    if kind == "same":
+        x = x.round(decimals=3)  # a few hundred values
+    x[::2] *= -1
+    counts = tuple(int(n * ratio) for n in lengths)
+    same(cuda.topk(x.to(DEVICE), lengths, counts), plain(fused.topk, x, lengths, counts))
 
 
 @pytest.mark.parametrize("filled", [0.05, 0.25])
-def test_many_equals_in_several_chunks(filled, monkeypatch):
-    """More are wanted than are not zero; or so many lie close to the last winner that digits must tell them apart."""
-    monkeypatch.setattr(selection, "_DEEP", 0)
-    lengths, counts = (5, 80_000, 31), (1, 8_000, 10)
+def test_many_equals_in_several_chunks(filled):
+    """More are wanted than are not zero; or very many are equal."""
+    lengths, counts = (5, 80_000, 31), (1, 4_900, 10)
     n = sum(lengths)
     g = draw("normal", n).sign() * (torch.rand(n) < filled)
     v, v2 = torch.zeros(n), torch.zeros(n, device=DEVICE)
@@ -167,6 +209,24 @@ def test_many_equals_in_several_chunks(filled, monkeypatch):
     found = cuda.send_topk_(g.to(DEVICE), (v2, None), (v2, None), False, Accumulation(), lengths, counts, hint)
     for a, b in zip((*found, v2), (*expected, v), strict=True):
         same(a, b)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["decay", "momentum", "nesterov"])
+@pytest.mark.parametrize("ratio", [0.005, 0.5])
+def test_gradients_that_repeat_and_jump(rule, ratio):
+    lengths = (90_001, 5000, 300)
+    counts = tuple(int(n * ratio) for n in lengths)
+    n = sum(lengths)
+    v, u = torch.zeros(n), None if rule.momentum == 0 else torch.zeros(n)
+    v2, u2 = on(DEVICE, v.clone(), None if u is None else u.clone())
+    edge = None
+    for size in (1.0, 1.0, 1.0, 1000.0, 1e-3):
+        g = size * draw("normal", n)
+        expected = plain(fused.send_topk_, g, (v, u), (v, u), True, rule, lengths, counts, None)
+        found = cuda.send_topk_(g.to(DEVICE), (v2, u2), (v2, u2), True, rule, lengths, counts, edge)
+        edge = found.edge
+        for a, b in zip((*found, v2, u2), (*expected, v, u), strict=True):
+            assert a is b is None or torch.equal(a.cpu(), b)
 
 
 def test_selection_leaves_its_scratch_clean():
@@ -399,8 +459,8 @@ class Largest(TorchDispatchMode):
 def test_a_step_in_place_needs_no_vector(monkeypatch):
     monkeypatch.setattr(dispatch, "faster", lambda device: {name: getattr(cuda, name) for name in cuda.__all__})
     n = 50_000 if DEVICE == "cpu" else 5_000_000
-    plan = build({"weight": (n // 1000, 1000)}, default_rules("dgc(0.001)"), 1).steady()
-    session = Session(plan, 0, 1, 0, torch.empty(0, device=DEVICE).device, rollback=False)  # with its number
+    plan = build({"weight": (n // 1000, 1000)}, default_rules("dgc(0.001)"), 1).with_fixed_length()
+    session = Engine(plan, 0, 1, 0, torch.empty(0, device=DEVICE).device, rollback=False)  # with its number
     session.donate()
     for step in range(3):
         grad = draw("normal", n, step).view(-1, 1000).to(DEVICE)
@@ -434,26 +494,25 @@ def test_large_segments_in_a_graph():
             assert torch.equal(a, b)
 
 
-def test_streams_have_plans_of_their_own(monkeypatch):
-    """What one learns of its bar must not change that of a selection on another stream."""
-    counts, device, on_stream, made = (9,), torch.empty(0, device=DEVICE).device, [1], []
-    monkeypatch.setattr(plans, "_current", lambda device: on_stream[0])
-    for on_stream[0] in (1, 2, 1):
-        made.append(plan((9001,), counts, device))
-    assert made[0] is made[2] and made[0].slack.data_ptr() != made[1].slack.data_ptr()
-    monkeypatch.setattr(plans, "_captures", lambda device: True)  # then nothing can be made
-    monkeypatch.setattr(plans, "_plan", None)
-    for _ in range(plans._PLANS):
-        assert plan(tuple([9001]), counts, device) is made[0], "its own, by whatever tuple"
-    on_stream[0] = 3
-    assert plan((9001,), counts, device) is made[0]
+def test_streams_share_a_plan_and_no_scratch(monkeypatch):
+    """While a graph is captured no table can be made, and scratch must be its own."""
+    counts, device = (9,), torch.empty(0, device=DEVICE).device
+    made = plan((9001,), counts, device)
+    first, second = made.pool.take(made, 1), made.pool.take(made, 2)
+    for scratch, stream in ((first, 1), (second, 2)):
+        made.pool.give(scratch, stream)
+    assert made.pool.take(made, 2) is second and made.pool.take(made, 1) is first
+    made.pool.give(first, 1)
+    assert made.pool.take(made, None) is not first
+    monkeypatch.setattr(workspace, "_plan", None)  # then nothing can be made
+    for _ in range(workspace._PLANS):
+        assert plan(tuple([9001]), counts, device) is made, "by whatever tuple"
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("rule", RULES, ids=["decay", "momentum", "nesterov"])
 def test_long_segments_whose_gradients_jump(rule):
     lengths, counts = (6_000_001, 5000), (6000, 50)
-    assert plan(lengths, counts, torch.device("cuda", 0)).deepest > selection._DEEP
     n = sum(lengths)
     v, u = torch.zeros(n, device=DEVICE), None if rule.momentum == 0 else torch.zeros(n, device=DEVICE)
     v2, u2 = v.clone(), None if u is None else u.clone()
@@ -515,19 +574,6 @@ def test_half_of_magnitudes_far_apart():
     x = draw("normal", 90_000) * 10.0 ** torch.randint(-38, 38, (90_000,))
     for n in (90_000, 10):
         same(cuda.topk(x[:n].to(DEVICE), (n,), (n // 2,)), plain(fused.topk, x[:n], (n,), (n // 2,)))
-
-
-@pytest.mark.parametrize("kind", ["near", "far"])
-def test_half_by_a_guess(kind, monkeypatch):
-    """Long segments have one; here all do. Near each other, magnitudes need few steps; far, the sample misleads."""
-    monkeypatch.setattr(selection, "_LONG", 0)
-    lengths = (70_000, 3001)
-    x = 1.2 + 0.02 * torch.rand(sum(lengths))
-    if kind == "far":
-        x[torch.arange(x.numel()) % 2048 < 64] *= 1.1
-    x[::2] *= -1
-    counts = tuple(n // 2 for n in lengths)
-    same(cuda.topk(x.to(DEVICE), lengths, counts), plain(fused.topk, x, lengths, counts))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=["decay", "momentum", "nesterov"])

@@ -14,19 +14,14 @@ import torch
 
 HERE = Path(__file__).parent
 CHOSEN = {
-    "test_cuda_overrule.py": [""],
+    "test_cuda_conditional.py": [""],
     "test_cuda_rice.py": [
         "test_codes[random-513-100000]",
         "test_codes[clustered-1030-8589934592]",
         "test_several_messages_at_once[random-1024-2000]",
         "test_damaged_messages_are_told_and_stay_inside",
     ],
-    "test_cuda_norm.py": [
-        "test_it_is_torchs[3-96-7]",
-        "test_groups_are_normalized_apart_and_rectified[3-16-8]",
-        "test_pooling_is_torchs",
-    ],
-    "test_cuda_survey.py": [
+    "test_cuda_segment_stats.py": [
         "test_sums_of_long_segments[mixed-sides]",
         "test_sums_of_long_segments[mixed-peak]",
         "test_steps_and_turns_of_long_segments",
@@ -38,9 +33,11 @@ CHOSEN = {
         "test_one_pass_selection[torch.bfloat16-(5000, 0, 3001)-nesterov]",
         "test_memories_that_take_turns[True-momentum]",
         "test_any_hint_gives_the_same[zeros-3.0]",
-        "test_a_second_try[ties-1e-30]",
+        "test_any_range_gives_the_same[ties-1e-30]",
+        "test_any_range_gives_the_same[near-3.0]",
+        "test_any_range_of_half_gives_the_same[normal-(0.5, 0.9)]",
         "test_many_equals_in_several_chunks",
-        "test_streams_have_plans_of_their_own",
+        "test_streams_share_a_plan_and_no_scratch",
         "test_draws[(5000, 0, 3001)]",
         "test_coders[(8, 0, 9)]",
         "test_messages_that_lie_anywhere[(16, 4096, 20, 5003)]",
@@ -56,7 +53,8 @@ CHOSEN = {
         "test_scatter_mean_into_a_part_of_what_is_there[3]",
         "test_no_damaged_message_writes_elsewhere",
         "test_a_servers_turn[True-3-(1000,)]",
-        "test_half_by_a_guess",
+        "test_a_sample_that_misleads[0.5-far]",
+        "test_gradients_that_repeat_and_jump[0.005-momentum]",
     ],
 }
 

@@ -1,4 +1,4 @@
-"""Laws of every feedback: nothing is lost between what should have been said and what was."""
+"""Laws of every feedback: what is sent and what is kept as an error make the whole."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def memories(feedback: Feedback, kind: str = "normal") -> dict[str, Tensor]:
     return {name: tensor(kind, N, seed=i + 9) for i, name in enumerate(feedback.memories)}
 
 
-def say(target: Tensor, chain: Codec, key: Key) -> Decoded:
+def send(target: Tensor, chain: Codec, key: Key) -> Decoded:
     memory = {"second_moment": torch.zeros_like(target)}
     return chain.encode(EncodeInput(target, target, memory, SEGMENTS), key).sent
 
@@ -43,34 +43,32 @@ def near(a: Tensor, b: Tensor, scale: Tensor) -> bool:
 
 @pytest.mark.parametrize("spec", FEEDBACKS)
 @given(chain=codecs(), kind=st.sampled_from(KINDS), key=keys())
-def test_what_was_sent_plus_the_debt_is_what_was_compensated(spec: str, chain: Codec, kind: str, key: Key) -> None:
+def test_sent_values_plus_the_error_are_the_compensated_gradient(spec: str, chain: Codec, kind: str, key: Key) -> None:
     feedback: Feedback = parse(spec)
     memory = memories(feedback, kind)
     target, memory = feedback.compensate(signal(SEGMENTS, kind).grad, memory)
-    sent = say(target, chain, key)
+    sent = send(target, chain, key)
     after = feedback.settle(target, sent, memory)
     debt = feedback.debt(after)
     if debt is None:
         assert not any(name == "residual" for name in feedback.memories)  # none owes nothing, ef21 owes no sum
         return
-    heard = dense(sent, N)
-    assert near(heard + debt, target, heard.abs() + target.abs())
-    if sent.indices is not None:  # what was not chosen is owed to the last bit
+    decoded = dense(sent, N)
+    assert near(decoded + debt, target, decoded.abs() + target.abs())
+    if sent.indices is not None:  # entries that were not chosen are kept to the last bit
         left = torch.ones(N, dtype=torch.bool).index_fill(0, sent.indices, False)
         assert torch.equal(debt[left], target[left])
 
 
 @pytest.mark.parametrize("spec", FEEDBACKS)
 @given(chain=codecs(), kind=st.sampled_from(KINDS), key=keys())
-def test_nothing_passed_in_is_changed_and_memories_keep_their_form(
-    spec: str, chain: Codec, kind: str, key: Key
-) -> None:
+def test_inputs_are_unchanged_and_state_keeps_its_form(spec: str, chain: Codec, kind: str, key: Key) -> None:
     feedback: Feedback = parse(spec)
     grad, memory = signal(SEGMENTS, kind).grad, memories(feedback, kind)
     before = grad.clone(), copies(memory)
     target, middle = feedback.compensate(grad, memory)
     assert torch.equal(grad, before[0]) and unchanged(memory, before[1])
-    sent = say(target, chain, key)
+    sent = send(target, chain, key)
     kept = target.clone(), sent.values.clone(), copies(middle)
     late = feedback.settle(target, sent, middle)
     assert torch.equal(target, kept[0]) and torch.equal(sent.values, kept[1]) and unchanged(middle, kept[2])
@@ -89,14 +87,14 @@ def test_feedback_has_one_spelling(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", FEEDBACKS)
-def test_a_lossless_codec_leaves_no_debt(spec: str) -> None:
+def test_a_lossless_codec_leaves_no_error(spec: str) -> None:
     feedback: Feedback = parse(spec)
     target, memory = feedback.compensate(tensor("normal", N), memories(feedback))
-    debt = feedback.debt(feedback.settle(target, say(target, codec("fp32"), KEY), memory))
+    debt = feedback.debt(feedback.settle(target, send(target, codec("fp32"), KEY), memory))
     assert debt is None or not debt.any()
 
 
-def test_residual_adds_the_debt_times_its_decay() -> None:
+def test_residual_adds_the_error_times_its_decay() -> None:
     grad, memory = tensor("normal", N), {"residual": tensor("normal", N, seed=1)}
     for decay in (1.0, 0.95):
         target, _ = Residual(decay).compensate(grad, memory)
@@ -116,7 +114,7 @@ def test_ef21_keeps_the_sum_of_all_it_has_sent(chain: Codec, key: Key) -> None:
     for step in range(3):
         target, memory = feedback.compensate(grad := tensor("normal", N, seed=step), memory)
         assert torch.equal(target, grad - memory["estimate"])
-        sent = say(target, chain, key)
+        sent = send(target, chain, key)
         memory = feedback.settle(target, sent, memory)
         total += dense(sent, N).double()
         update, memory = feedback.release(dense(sent, N), memory)
@@ -132,18 +130,18 @@ def test_momentum_is_masked_just_where_a_selector_chose(nesterov: bool) -> None:
     memory = memories(feedback)
     target, memory = feedback.compensate(tensor("normal", N), memory)
     u = memory["momentum"]
-    sparse = say(target, codec("topk(0.3)"), KEY)
+    sparse = send(target, codec("topk(0.3)"), KEY)
     masked = feedback.settle(target, sparse, memory)["momentum"]
     assert not masked[sparse.indices].any()
     assert torch.equal(torch.where(masked == 0, u, masked), u)
-    whole = feedback.settle(target, say(target, codec("sign"), KEY), memory)["momentum"]
+    whole = feedback.settle(target, send(target, codec("sign"), KEY), memory)["momentum"]
     assert torch.equal(whole, u)
     unmasked = MomentumCorrection(0.9, nesterov=nesterov, masking=False)
     assert torch.equal(unmasked.settle(target, sparse, memory)["momentum"], u)
 
 
 @given(norm=st.floats(1e-30, 1e30), limit=st.floats(1e-6, 1e6), world=st.integers(1, 64))
-def test_clipping_bounds_the_norm_and_spares_the_small(norm: float, limit: float, world: int) -> None:
+def test_clipping_bounds_the_norm_and_leaves_small_ones_alone(norm: float, limit: float, world: int) -> None:
     factor = MomentumCorrection(clip=limit).clip_factor(norm, world)
     assert norm * factor <= limit / world**0.5 * (1 + 1e-9)
     assert 0 < factor <= 1.0 and (factor == 1.0) == (norm <= limit / world**0.5)

@@ -1,4 +1,4 @@
-"""The bench of steps over thin links: what it accepts, what it remembers, what it concludes, and one short contest."""
+"""The bench of steps over thin links: what it accepts, what it remembers, what it concludes, and one short runner."""
 
 import json
 import os
@@ -11,21 +11,21 @@ import pytest
 from typer.testing import CliRunner
 
 from gradwire.comm.emulated import VARIABLE
-from gradwire_lab.bench.network import cells, contest, contestants, standings
-from gradwire_lab.bench.network.cells import Field, Pace
-from gradwire_lab.bench.network.contest import hold
-from gradwire_lab.bench.network.likeness import EXCHANGES, compare
-from gradwire_lab.cli import bench
+from gradwire_lab.bench.network import grid, methods, results_table, runner
+from gradwire_lab.bench.network.emulation_error import EXCHANGES, compare
+from gradwire_lab.bench.network.grid import Budget, Scenario
+from gradwire_lab.bench.network.runner import measure
+from gradwire_lab.cli import bench_checks
 from gradwire_lab.cli.main import app
 from gradwire_lab.network.launch import Ended, Sink
 from gradwire_lab.network.namespaces import lacking
 
-FIELD = Field("linear", "100mbit", 4, "hosts")
+FIELD = Scenario("linear", "100mbit", 4, "hosts")
 
 
 def row(method: str, ms: float, **more: Any) -> dict[str, Any]:
     found = {"step_ms": ms, "silent_ms": 10.0, "nic": None, "framed": None, "reported": None}
-    return {**cells.described(FIELD, method, Pace()), **found, **more}
+    return {**grid.described(FIELD, method, Budget()), **found, **more}
 
 
 def told(*words: str) -> tuple[int, str]:
@@ -34,15 +34,15 @@ def told(*words: str) -> tuple[int, str]:
 
 
 def test_options_follow_the_spec() -> None:
-    spec, options = contestants.parse("int8; exchange=two_way; bundle=none; launch_mb=50")
+    spec, options = methods.parse("int8; exchange=two_way; bundle=none; launch_mb=50")
     assert spec == "int8" and options == {"exchange": "two_way", "bundle": None, "launch_mb": 50.0}
-    assert contestants.parse("int8; feedback=none")[1] == {"feedback": "none"}  # which is not the default
-    assert contestants.parse("int8; rollback=false")[1] == {"rollback": False}
+    assert methods.parse("int8; feedback=none")[1] == {"feedback": "none"}  # which is not the default
+    assert methods.parse("int8; rollback=false")[1] == {"rollback": False}
 
 
 def test_every_contestant_that_is_measured_by_default_exists() -> None:
-    for name in contestants.ALL:
-        contestants.check(name)
+    for name in methods.ALL:
+        methods.check(name)
 
 
 @pytest.mark.parametrize(
@@ -73,58 +73,58 @@ def test_bad_input_gets_a_sentence(words: tuple[str, ...], sentence: str) -> Non
 
 def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    cells.append(path, row("ddp-fp32", 50.0))
+    grid.append(path, row("ddp-fp32", 50.0))
     with path.open("a") as out:
         out.write('{"model": "li')  # an interrupted run
-    assert cells.missing(FIELD, ["ddp-fp32", "int8"], cells.read(path), Pace()) == ["int8"]
-    cells.append(path, row("int8", 20.0))
-    assert cells.missing(FIELD, ["ddp-fp32", "int8"], cells.read(path), Pace()) == []
+    assert grid.missing(FIELD, ["ddp-fp32", "int8"], grid.read(path), Budget()) == ["int8"]
+    grid.append(path, row("int8", 20.0))
+    assert grid.missing(FIELD, ["ddp-fp32", "int8"], grid.read(path), Budget()) == []
     path.write_text('{"model": "li')
-    assert cells.read(path) == []
+    assert grid.read(path) == []
 
 
 def test_what_failed_is_done_again_if_that_may_help(tmp_path: Path) -> None:
     path, methods = tmp_path / "rows.jsonl", ["ddp-fp32", "ddp-bf16", "int8"]
-    hasty = Pace(timeout=60)
+    hasty = Budget(timeout=60)
     for method, why in (("ddp-fp32", "timeout: no end"), ("ddp-bf16", "refused: it does"), ("int8", "died: so")):
-        cells.append(path, {**cells.described(FIELD, method, hasty), "failed": why})
-    rows = cells.read(path)
-    assert cells.missing(FIELD, methods, rows, hasty) == []
-    assert cells.missing(FIELD, methods, rows, Pace(timeout=61)) == ["ddp-fp32"]
-    assert cells.missing(FIELD, methods, rows, hasty, retry=True) == methods
-    cells.append(path, row("ddp-fp32", 50.0))
-    again = cells.read(path)
-    assert len(again) == 3 and cells.missing(FIELD, methods, again, Pace(timeout=61)) == []
+        grid.append(path, {**grid.described(FIELD, method, hasty), "failed": why})
+    rows = grid.read(path)
+    assert grid.missing(FIELD, methods, rows, hasty) == []
+    assert grid.missing(FIELD, methods, rows, Budget(timeout=61)) == ["ddp-fp32"]
+    assert grid.missing(FIELD, methods, rows, hasty, retry=True) == methods
+    grid.append(path, row("ddp-fp32", 50.0))
+    again = grid.read(path)
+    assert len(again) == 3 and grid.missing(FIELD, methods, again, Budget(timeout=61)) == []
 
 
 def test_plain_ddp_gets_the_time_that_a_thin_link_takes() -> None:
-    thin, nbytes = Field("lstm", "10mbit", 4, "hosts"), 79_000_000
+    thin, nbytes = Scenario("lstm", "10mbit", 4, "hosts"), 79_000_000
     # 118 MB of a ring at 10 mbit, with headers: 111 s a step were measured, and a turn has four at least.
-    assert 4 * 111 < cells.patient(Pace(), thin, nbytes).timeout < 10 * 111
-    assert cells.patient(Pace(), Field("lstm", "1gbit", 4, "hosts"), nbytes) == Pace()
+    assert 4 * 111 < grid.with_timeout(Budget(), thin, nbytes).timeout < 10 * 111
+    assert grid.with_timeout(Budget(), Scenario("lstm", "1gbit", 4, "hosts"), nbytes) == Budget()
 
 
 def test_speed_ups_are_over_the_better_dense_way() -> None:
     rows = [row("ddp-fp32", 90.0), row("ddp-fp16", 50.0), row("int8", 20.0, nic=103.0, framed=100.0)]
-    rows.append({**cells.described(FIELD, "ddp-bf16", Pace()), "failed": "refused: it does"})
-    found = {one.row["method"]: one for one in standings.standings(rows)}
+    rows.append({**grid.described(FIELD, "ddp-bf16", Budget()), "failed": "refused: it does"})
+    found = {one.row["method"]: one for one in results_table.results(rows)}
     assert found["int8"].multiple == 2.0 and found["int8"].speedup == 2.5
     assert found["int8"].honest == pytest.approx(1.03)
     assert found["ddp-bf16"].multiple is None
-    assert standings.words(found["ddp-bf16"])[4] == "refused"
+    assert results_table.words(found["ddp-bf16"])[4] == "refused"
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    standings.picture(standings.standings([row("ddp-fp32", 90.0), row("int8", 20.0)]), tmp_path / "bench.svg")
+    results_table.picture(results_table.results([row("ddp-fp32", 90.0), row("int8", 20.0)]), tmp_path / "bench.svg")
     drawn = (tmp_path / "bench.svg").read_text()
     assert "<svg" in drawn and drawn.count(">link</text>") == 1
 
 
 def test_ranks_on_a_pretended_link_make_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    pace = Pace(rounds=1, steps=2, warmup=2)
+    budget = Budget(rounds=1, steps=2, warmup=2)
     methods = ["ddp-fp32", "ddp-bf16", "fp16"]
-    found = {one["method"]: one for one in hold(Field("linear", "200mbit", 2, "throttled"), methods, pace)}
+    found = {one["method"]: one for one in measure(Scenario("linear", "200mbit", 2, "throttled"), methods, budget)}
     assert "refused" in found["ddp-bf16"]["failed"]
     dense, ours = found["ddp-fp32"], found["fp16"]
     assert dense["steps"] == 4 and dense["reported"] == 4 * 4 * 512 * 512
@@ -135,7 +135,7 @@ def test_ranks_on_a_pretended_link_make_rows(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench_checks, "find_spec", lambda name: None)
     for command in ("network", "kernels"):
         done = CliRunner().invoke(app, ["bench", command, "--picture", "bench.png"])
         assert done.exit_code == 2 and "pip install 'gradwire[report]'" in done.output
@@ -148,15 +148,15 @@ def test_ranks_that_cannot_begin_are_nobodys_failure(monkeypatch: pytest.MonkeyP
         sink(0, "OSError: the harbor is closed")
         return Ended((1,), "rank 0 ended with exit code 1.", 1)
 
-    monkeypatch.setattr(contest, "_ranks", lambda field: nullcontext(run))
-    with pytest.raises(contest.Unbegun, match=r"ended before the first turn: rank 0 ended .*the harbor is closed"):
-        list(contest.hold(FIELD, ["ddp-fp32", "int8"], Pace(rounds=1)))
+    monkeypatch.setattr(runner, "_ranks", lambda field: nullcontext(run))
+    with pytest.raises(runner.StartupError, match=r"ended before the first turn: rank 0 ended .*the harbor is closed"):
+        list(runner.measure(FIELD, ["ddp-fp32", "int8"], Budget(rounds=1)))
 
 
 def test_rows_are_shown_as_json(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     for one in (row("ddp-none", 10.0), row("int8", 20.0)):
-        cells.append(path, {**one, "where": "throttled"})
+        grid.append(path, {**one, "where": "throttled"})
     words = ["--model", "linear", "--link", "100mbit", "--workers", "4", "--throttled", "--json", "--out", str(path)]
     code, said = told(*words, "--method", "ddp-none", "--method", "int8")
     assert code == 0
@@ -168,7 +168,7 @@ def test_rows_are_shown_as_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize("link", ["100mbit", "1gbit"])
 def test_pretended_links_are_like_shaped_ones(link: str) -> None:
     """Within 15 % at 4 hosts. Timings: run it on an idle machine."""
-    found = list(compare("linear", link, 4, Pace(rounds=3, steps=8), lambda line: None, list(EXCHANGES)))
+    found = list(compare("linear", link, 4, Budget(rounds=3, steps=8), lambda line: None, list(EXCHANGES)))
     assert len(found) == 4
     for one in found:
         assert not one.failed and 0.85 < one.ratio < 1.15, one

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 import gradwire
 from gradwire.comm.rates import parse_rate, parse_seconds, parse_share
 from gradwire_lab.cli.hosts import app
-from gradwire_lab.network import Hosts, LinkSpec, Refused, namespaces, shaping, sweep
+from gradwire_lab.network import Hosts, HostsUnavailableError, LinkSpec, namespaces, shaping, sweep
 from gradwire_lab.network import launch as launching
-from gradwire_lab.network.launch import Crew, Rank
-from gradwire_lab.network.switch import Port, Switch
+from gradwire_lab.network.launch import RankProcess, RankProcesses
+from gradwire_lab.network.userspace_switch import Port, Switch
 
 real = pytest.mark.skipif(bool(namespaces.lacking()), reason=namespaces.lacking() or "hosts can be made")
 
@@ -297,7 +297,7 @@ def test_a_name_in_use_is_refused_and_left_alone() -> None:
     taken = hosts.names[1]
     namespaces.create(taken)
     try:
-        with pytest.raises(Refused, match=f"{taken} is in use"), hosts:
+        with pytest.raises(HostsUnavailableError, match=f"{taken} is in use"), hosts:
             pass
         assert left(hosts) == [taken]
     finally:
@@ -349,7 +349,7 @@ def test_a_signal_waits_until_the_rank_that_starts_is_known(monkeypatch: pytest.
     def hear(number: int, frame: object) -> None:
         raise Heard
 
-    def interrupted(*args: Any) -> Rank:
+    def interrupted(*args: Any) -> RankProcess:
         signal.raise_signal(signal.SIGTERM)
         started = launch(*args)
         signal.raise_signal(signal.SIGTERM)
@@ -358,14 +358,14 @@ def test_a_signal_waits_until_the_rank_that_starts_is_known(monkeypatch: pytest.
     launch = launching.launch
     monkeypatch.setattr(launching, "launch", interrupted)
     before = signal.signal(signal.SIGTERM, hear)
-    crew = Crew(lambda rank, line: None)
+    processes = RankProcesses(lambda rank, line: None)
     try:
         with pytest.raises(Heard):
-            crew.start("rank 0", ["sleep", "60"], os.environ, None)
+            processes.start("rank 0", ["sleep", "60"], os.environ, None)
     finally:
         signal.signal(signal.SIGTERM, before)
-        crew.close()
-    assert [rank.process.returncode for rank in crew.ranks] == [-signal.SIGKILL]
+        processes.close()
+    assert [rank.process.returncode for rank in processes.ranks] == [-signal.SIGKILL]
 
 
 def wait_until(true: Callable[[], bool], seconds: float = 15) -> None:
@@ -447,7 +447,7 @@ def test_impossible_hosts_are_refused() -> None:
         Hosts(2).cut(3)
     with pytest.raises(ValueError, match="cannot find the command 'no-such-command'"):
         Hosts(2).run(["no-such-command"])
-    with pytest.raises(Refused, match="enter their context"):
+    with pytest.raises(HostsUnavailableError, match="enter their context"):
         Hosts(2).run(["true"])
     for seconds in (-1.0, 0.0, math.nan):
         with pytest.raises(ValueError, match="cannot stop a run after"):
@@ -458,13 +458,13 @@ def test_no_root_and_no_iproute2_are_said(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(shutil, "which", lambda tool, path=None: f"/{tool}")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(namespaces, "_capabilities", lambda: 1 << 12)  # root of a container
-    with pytest.raises(Refused, match="hosts need CAP_SYS_ADMIN, which root lacks here"), Hosts(2):
+    with pytest.raises(HostsUnavailableError, match="hosts need CAP_SYS_ADMIN, which root lacks here"), Hosts(2):
         pass
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(Refused, match="hosts need root"), Hosts(2):
+    with pytest.raises(HostsUnavailableError, match="hosts need root"), Hosts(2):
         pass
     monkeypatch.setattr(shutil, "which", lambda tool, path=None: None)
-    with pytest.raises(Refused, match="hosts need iproute2, but ip and tc cannot be found"), Hosts(2):
+    with pytest.raises(HostsUnavailableError, match="hosts need iproute2, but ip and tc cannot be found"), Hosts(2):
         pass
 
 

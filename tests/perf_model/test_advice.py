@@ -12,21 +12,21 @@ from gradwire.comm.rates import LinkSpec
 from gradwire.engine.method import method
 from gradwire_lab.perf_model.advice import ERROR, LOSS, advise, corners
 from gradwire_lab.perf_model.break_even import break_even
-from gradwire_lab.perf_model.calibration import Calibration, Cost, load, save
+from gradwire_lab.perf_model.calibration import Calibration, CodingCost, load, save
 from gradwire_lab.perf_model.candidates import CANDIDATES, arguments, automatic
 from gradwire_lab.perf_model.cluster import Cluster
 from gradwire_lab.perf_model.costs import LAUNCHES, Prediction, predict, predict_across
-from gradwire_lab.perf_model.model import Model
+from gradwire_lab.perf_model.model import ModelProfile
 from gradwire_lab.perf_model.software import Software
 
-MODEL = Model({"embed": (10_000, 650), "deep": (2600, 1300), "bias": (2600,), "head": (10_000, 650)})
+MODEL = ModelProfile({"embed": (10_000, 650), "deep": (2600, 1300), "bias": (2600,), "head": (10_000, 650)})
 COSTS = {
-    "ddp-fp32": Cost(0.0, 0.0),
-    "ddp-bf16": Cost(0.004, 0.004),
-    "int8": Cost(0.030, 0.050),
-    "sign": Cost(0.020, 0.030),
-    "topk(0.01) | sign": Cost(0.040, 0.020),
-    "topk(0.001) | sign": Cost(0.035, 0.010),
+    "ddp-fp32": CodingCost(0.0, 0.0),
+    "ddp-bf16": CodingCost(0.004, 0.004),
+    "int8": CodingCost(0.030, 0.050),
+    "sign": CodingCost(0.020, 0.030),
+    "topk(0.01) | sign": CodingCost(0.040, 0.020),
+    "topk(0.001) | sign": CodingCost(0.035, 0.010),
 }
 FIGURES = Calibration(MODEL, 0.1, 0.2, COSTS, world=4)
 
@@ -52,13 +52,13 @@ def test_a_fast_link_wants_none() -> None:
 
 
 def test_dense_is_the_better_of_two() -> None:
-    slow_casts = replace(FIGURES, costs={**COSTS, "ddp-bf16": Cost(5.0, 5.0)})
+    slow_casts = replace(FIGURES, costs={**COSTS, "ddp-bf16": CodingCost(5.0, 5.0)})
     assert advise(slow_casts, place("1gbit")).dense.spec == "ddp-fp32"
 
 
 def test_what_might_lose_is_only_tempting() -> None:
     """Where dense all but hides behind the backward pass, a way that looks a little faster is not taken."""
-    costs = {"ddp-fp32": Cost(0.0, 0.0), "ddp-bf16": Cost(0.004, 0.004), "sign": Cost(0.08, 0.10)}
+    costs = {"ddp-fp32": CodingCost(0.0, 0.0), "ddp-bf16": CodingCost(0.004, 0.004), "sign": CodingCost(0.08, 0.10)}
     figures = replace(FIGURES, costs=costs)
     span = break_even(figures, place("1gbit"), "sign")
     assert span is not None
@@ -69,8 +69,8 @@ def test_what_might_lose_is_only_tempting() -> None:
     )
     found = advise(figures, near)
     assert not found.compresses
-    assert found.tempting is not None and found.tempting.spec == "sign"
-    assert found.trial == found.tempting, "who measures may try it"
+    assert found.uncertain_gain is not None and found.uncertain_gain.spec == "sign"
+    assert found.trial == found.uncertain_gain, "who measures may try it"
     assert advise(figures, near, error=0.0).choice.spec == "sign"
 
 
@@ -88,10 +88,10 @@ def test_what_is_taken_is_safe_in_every_corner() -> None:
 
 
 def test_of_equals_the_one_that_loses_least() -> None:
-    even = replace(FIGURES, costs={**COSTS, "int8": Cost(0.0, 0.0), "topk(0.001) | sign": Cost(9.0, 9.0)})
+    even = replace(FIGURES, costs={**COSTS, "int8": CodingCost(0.0, 0.0), "topk(0.001) | sign": CodingCost(9.0, 9.0)})
     free = advise(even, place("1tbit"), error=0.0)
     assert free.dense.seconds < 0.31 and not free.compresses
-    costs = {"ddp-fp32": Cost(0.0, 0.5), "int8": Cost(0.001, 0.001), "sign": Cost(0.0, 0.001)}
+    costs = {"ddp-fp32": CodingCost(0.0, 0.5), "int8": CodingCost(0.001, 0.001), "sign": CodingCost(0.0, 0.001)}
     found = advise(replace(FIGURES, costs=costs), place("100gbit"))
     assert found.ways[0].spec == "sign" and found.choice.spec == "int8"
     assert found.choice.seconds < 1.03 * found.ways[0].seconds
@@ -106,7 +106,7 @@ def test_break_even_is_where_both_take_as_long() -> None:
             there = replace(cluster, link=LinkSpec(factor * span.high))
             dense = min(predict(FIGURES, each, there).seconds for each in ("ddp-fp32", "ddp-bf16"))
             assert (predict(FIGURES, spec, there).seconds < dense) is pays
-    never = replace(FIGURES, costs={**COSTS, "sign": Cost(1e9, 1e9)})
+    never = replace(FIGURES, costs={**COSTS, "sign": CodingCost(1e9, 1e9)})
     assert break_even(never, cluster, "sign") is None
 
 
@@ -126,7 +126,7 @@ def test_few_hops_may_pay_on_fast_links_alone() -> None:
     """A gather to very many is long, but has half of the hops of a sum: it pays where only the delay counts."""
     far, many = (
         place("10gbit,20ms", 512),
-        replace(FIGURES, costs={"ddp-fp32": Cost(0.0, 0.0), "topk(0.01)": Cost(0, 0)}),
+        replace(FIGURES, costs={"ddp-fp32": CodingCost(0.0, 0.0), "topk(0.01)": CodingCost(0, 0)}),
     )
     span = break_even(many, far, "topk(0.01)")
     assert span is not None and span.high == 1e13 and 1e6 < span.low < 10e9
@@ -143,12 +143,14 @@ def test_gradients_of_two_bytes_are_half_as_long() -> None:
     assert {way.spec for way in advise(short, place("100mbit")).ways} == set(COSTS) - {"ddp-bf16"}
     assert predict(short, "sign", place("100mbit")).sent == predict(FIGURES, "sign", place("100mbit")).sent
     parameters = {"big": torch.zeros(9, dtype=torch.bfloat16), "small": torch.zeros(3)}
-    assert Model.of(parameters).dtype == "bfloat16" and Model.of(parameters).called("ddp-fp32") == "ddp-bf16"
+    assert (
+        ModelProfile.of(parameters).dtype == "bfloat16" and ModelProfile.of(parameters).called("ddp-fp32") == "ddp-bf16"
+    )
 
 
 def test_one_size_of_launches_is_no_choice() -> None:
     """`auto` cannot change the size, so it must not hope for another one."""
-    starts = replace(FIGURES, costs={**COSTS, "sign": Cost(0.02, 0.03, start=0.2)})
+    starts = replace(FIGURES, costs={**COSTS, "sign": CodingCost(0.02, 0.03, start=0.2)})
     free, bound = predict(starts, "sign", place("1gbit")), predict(starts, "sign", place("1gbit"), True, (LAUNCHES[0],))
     assert free.launch_bytes == LAUNCHES[1] and bound.launch_bytes == LAUNCHES[0] and bound.seconds > free.seconds
 

@@ -13,27 +13,27 @@ from torch import nn
 from typer.testing import CliRunner
 
 import gradwire
-from gradwire_lab.bench.network import calibrate, devices, drawer, workloads
+from gradwire_lab.bench.network import calibrate, calibration_cache, devices, workloads
+from gradwire_lab.cli.accuracy_records import collected
 from gradwire_lab.cli.advise import recipe_workload
-from gradwire_lab.cli.evidence import collected
 from gradwire_lab.cli.main import app
-from gradwire_lab.perf_model.calibration import Calibration, Cost, save
+from gradwire_lab.perf_model.accuracy_records import AccuracyRecord, accuracy_records, free_of_losses, records_of
+from gradwire_lab.perf_model.calibration import Calibration, CodingCost, save
 from gradwire_lab.perf_model.candidates import PRESETS
-from gradwire_lab.perf_model.evidence import Evidence, evidence, shelf, sound
-from gradwire_lab.perf_model.model import Model
-from gradwire_lab.train.shelf import resolve
+from gradwire_lab.perf_model.model import ModelProfile
+from gradwire_lab.train.recipe_files import resolve
 from spawn import run_ranks
 
 FIGURES = Calibration(
-    Model({"embed": (10_000, 650), "bias": (2600,), "head": (10_000, 650)}),
+    ModelProfile({"embed": (10_000, 650), "bias": (2600,), "head": (10_000, 650)}),
     0.1,
     0.2,
     {
-        "ddp-fp32": Cost(0.0, 0.0),
-        "ddp-bf16": Cost(0.004, 0.004),
-        "topk(0.001) | sign": Cost(0.02, 0.01),
-        "powersgd(2)": Cost(0.02, 0.03),
-        "int4": Cost(0.03, 0.03),
+        "ddp-fp32": CodingCost(0.0, 0.0),
+        "ddp-bf16": CodingCost(0.004, 0.004),
+        "topk(0.001) | sign": CodingCost(0.02, 0.01),
+        "powersgd(2)": CodingCost(0.02, 0.03),
+        "int4": CodingCost(0.03, 0.03),
     },
     world=4,
     note="by hand",
@@ -64,7 +64,7 @@ def test_what_lost_accuracy_is_shown_but_not_taken(figures: str) -> None:
     free, asked = (json.loads(told(*place, *more)[1]) for more in ((), ("--specs", "topk(0.001) | sign")))
     assert free["ways"][0]["spec"] == "topk(0.001) | sign" != free["choice"]
     assert asked["choice"] == "topk(0.001) | sign"
-    assert evidence("topk(0.001) | sign")[0].gain < -0.01
+    assert records_of("topk(0.001) | sign")[0].gain < -0.01
 
 
 def test_figures_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,11 +77,11 @@ def test_figures_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.
         return FIGURES
 
     monkeypatch.setattr(calibrate, "calibrate", measure)
-    monkeypatch.setattr(drawer, "disturbance", lambda: "disturbed, so not kept")
+    monkeypatch.setattr(calibration_cache, "disturbance", lambda: "disturbed, so not kept")
     said = told("digits", "--workers", "4", "--link", "100mbit")[1]
     assert "disturbed, so not kept" in " ".join(said.split())
     asked.clear()
-    monkeypatch.setattr(drawer, "disturbance", str)
+    monkeypatch.setattr(calibration_cache, "disturbance", str)
     for words, times in (((), 1), ((), 1), (("--link", "1gbit"), 1), (("--sharing", "2"), 2), (("--fresh",), 3)):
         code, said = told("digits", "--workers", "4", "--link", "100mbit", *words)
         assert code == 0 and len(asked) == times, said
@@ -97,7 +97,7 @@ def test_what_is_asked_for_by_name_is_told_as_it_is(figures: str) -> None:
 
 
 def test_presets_that_nobody_has_trained_with_are_shown_but_not_taken(tmp_path: Path) -> None:
-    costs = {"ddp-fp32": Cost(0.0, 0.0), **{spec: Cost(0.01, 0.01) for spec in ("int8", *PRESETS)}}
+    costs = {"ddp-fp32": CodingCost(0.0, 0.0), **{spec: CodingCost(0.01, 0.01) for spec in ("int8", *PRESETS)}}
     save(replace(FIGURES, costs=costs), tmp_path / "figures.json")
     where = ("--workers", "4", "--link", "10mbit", "--calibration", str(tmp_path / "figures.json"))
     found = json.loads(told(*where, "--json")[1])
@@ -108,7 +108,10 @@ def test_presets_that_nobody_has_trained_with_are_shown_but_not_taken(tmp_path: 
 
 def test_what_to_write_is_what_compress_takes(tmp_path: Path) -> None:
     spec = "int4; exchange=two_way; bundle=none"
-    save(replace(FIGURES, costs={"ddp-fp32": Cost(0.0, 0.0), spec: Cost(0.01, 0.01)}), tmp_path / "figures.json")
+    save(
+        replace(FIGURES, costs={"ddp-fp32": CodingCost(0.0, 0.0), spec: CodingCost(0.01, 0.01)}),
+        tmp_path / "figures.json",
+    )
     said = told("--link", "100mbit", "--calibration", str(tmp_path / "figures.json"), "--specs", spec)[1]
     written = next(line for line in said.splitlines() if line.startswith("wire = "))
     assert written == 'wire = gradwire.compress(model, "int4", exchange="two_way", bundle=None)'
@@ -273,10 +276,10 @@ def test_a_gpu_is_timed_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_device_reaches_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    asked: list[calibrate.Job] = []
+    asked: list[calibrate.CalibrationJob] = []
     made: list[tuple[str, str]] = []
 
-    def measure(job: calibrate.Job, beside: int) -> Calibration:
+    def measure(job: calibrate.CalibrationJob, beside: int) -> Calibration:
         asked.append(job)
         return FIGURES
 
@@ -286,7 +289,7 @@ def test_the_device_reaches_the_ranks(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(calibrate, "calibrate", measure)
     monkeypatch.setattr(devices, "placed", placed)
-    monkeypatch.setattr(drawer, "disturbance", str)
+    monkeypatch.setattr(calibration_cache, "disturbance", str)
     where = ("--model", "linear", "--workers", "2", "--link", "1gbit", "--dtype", "bfloat16")
     assert told(*where)[0] == 0 and (asked.pop().device, made.pop()) == ("cpu", ("cpu", "bfloat16"))
     for name, value in (("is_available", True), ("device_count", 2), ("get_device_name", "A")):
@@ -324,7 +327,7 @@ def halves() -> workloads.Workload:
     return workloads.Workload(model.to(torch.bfloat16), lambda run: run(x).square().mean())
 
 
-JOB = calibrate.Job(halves, ("fp16", "powersgd(2)"), 2, seconds=0.0)
+JOB = calibrate.CalibrationJob(halves, ("fp16", "powersgd(2)"), 2, seconds=0.0)
 
 
 def test_a_recipe_is_a_workload() -> None:
@@ -336,15 +339,18 @@ def test_a_recipe_is_a_workload() -> None:
 
 
 def test_evidence_is_looked_up_by_what_a_spec_means() -> None:
-    assert evidence("randomk(0.3)") == [], "nobody has trained that"
-    for one in shelf():
-        assert one in evidence(one.spec) and one.seeds >= 1
-    assert evidence("ef_signsgd") == evidence("sign") != []
-    assert set(sound(["int4", "sign", "randomk(0.3)"])) == {"int4", "randomk(0.3)"}
+    assert records_of("randomk(0.3)") == [], "nobody has trained that"
+    for one in accuracy_records():
+        assert one in records_of(one.spec) and one.seeds >= 1
+    assert records_of("ef_signsgd") == records_of("sign") != []
+    assert set(free_of_losses(["int4", "sign", "randomk(0.3)"])) == {"int4", "randomk(0.3)"}
     lost = "topk(0.001) | fp16"  # for certain on the digits, though not on average
-    assert sum(one.gain for one in evidence(lost)) / len(evidence(lost)) > -0.01 and not sound([lost])
-    assert str(Evidence("x", "digits", "%", 4, 3, 98.0, -0.5, -1.0, 0.0)) == "-0.50 [-1.00, +0.00] on digits, 3 seeds"
-    worse = Evidence("x", "ptb", "perplexity", 4, 1, 90.0, 1.0, None, None, larger_is_better=False)
+    assert sum(one.gain for one in records_of(lost)) / len(records_of(lost)) > -0.01 and not free_of_losses([lost])
+    assert (
+        str(AccuracyRecord("x", "digits", "%", 4, 3, 98.0, -0.5, -1.0, 0.0))
+        == "-0.50 [-1.00, +0.00] on digits, 3 seeds"
+    )
+    worse = AccuracyRecord("x", "ptb", "perplexity", 4, 1, 90.0, 1.0, None, None, larger_is_better=False)
     assert str(worse) == "+1.00 perplexity (less is better) on ptb, 1 seed" and worse.gain < -0.01
 
 
@@ -354,5 +360,7 @@ def test_evidence_is_what_the_published_runs_say() -> None:
         told = list(collected([published / folder]))
         assert told
         for one in told:
-            held = [other for other in evidence(one.spec) if other.task == one.task]
-            assert held == [one], f"write down what python -m gradwire_lab.cli.evidence docs/results/{folder} says"
+            held = [other for other in records_of(one.spec) if other.task == one.task]
+            assert held == [one], (
+                f"write down what python -m gradwire_lab.cli.accuracy_records docs/results/{folder} says"
+            )

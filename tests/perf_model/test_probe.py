@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.alphabeta import seconds
-from gradwire.comm.backend import Backend
+from gradwire.comm.backend import CountingBackend
 from gradwire.comm.collectives import AllReduceOp, Collective
 from gradwire.comm.emulated import EmulatedBackend
 from gradwire.comm.rates import LinkSpec
@@ -19,7 +19,7 @@ from gradwire_lab.perf_model.software import measure
 from spawn import run_ranks
 
 
-class Exact(Backend):
+class Exact(CountingBackend):
     """A link on which everything takes just as long as the table says, on a clock of its own."""
 
     def __init__(self, world: int, spec: str) -> None:
@@ -32,6 +32,9 @@ class Exact(Backend):
         assert isinstance(collective, AllReduceOp)
         self.now += seconds("all_reduce", x.numel() * x.element_size(), self.world, self.spec)
         return x
+
+    def move_into(self, collective: Collective, out: Tensor) -> None:
+        out.copy_(self.move(collective))
 
 
 @pytest.mark.parametrize("world", [2, 8])

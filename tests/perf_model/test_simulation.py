@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from gradwire.comm.alphabeta import seconds
 from gradwire_lab.cli.main import app
 from gradwire_lab.cli.simulate import _several
-from gradwire_lab.cli.subjects import subjects
+from gradwire_lab.cli.simulated_models import simulated_models
 from gradwire_lab.perf_model import h200
-from gradwire_lab.perf_model.calibration import Calibration, Cost, save
+from gradwire_lab.perf_model.calibration import Calibration, CodingCost, save
 from gradwire_lab.perf_model.candidates import CANDIDATES
 from gradwire_lab.perf_model.costs import predict
 from gradwire_lab.perf_model.simulation import (
@@ -21,9 +21,9 @@ from gradwire_lab.perf_model.simulation import (
     GOSSIPED,
     INSIDE,
     NEIGHBORS,
-    Cell,
-    Subject,
-    Verdict,
+    ScoredDecision,
+    SimulatedModel,
+    SimulationPoint,
     best_possible,
     grid,
     inverted,
@@ -32,12 +32,12 @@ from gradwire_lab.perf_model.simulation import (
 from gradwire_lab.perf_model.stragglers import Stragglers
 
 
-def decided(cells: list[Cell], seed: int) -> list[Verdict]:
+def decided(cells: list[SimulationPoint], seed: int) -> list[ScoredDecision]:
     draw = random.Random(seed)
     return [inverted(cell, 0.15, draw) for cell in cells]
 
 
-def check(verdicts: list[Verdict]) -> None:
+def check(verdicts: list[ScoredDecision]) -> None:
     for verdict in verdicts:
         if verdict.misses:
             print(f"{verdict.cell}: {verdict.choice}, {verdict.speedup:.3f}, at best {best_possible(verdict.cell):.3f}")
@@ -47,7 +47,7 @@ def check(verdicts: list[Verdict]) -> None:
 
 def test_auto_never_loses_and_gains_where_there_is_much_to_gain() -> None:
     """Every figure is 15 % too high or too low; 200 cells."""
-    cells = list(grid(subjects()))
+    cells = list(grid(simulated_models()))
     assert len(cells) == 200
     verdicts = decided(cells, seed=0)
     check(verdicts)
@@ -61,15 +61,15 @@ def test_auto_never_loses_and_gains_where_there_is_much_to_gain() -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(5))
 def test_the_same_with_other_errors_and_hierarchically(seed: int) -> None:
-    check(decided(list(grid(subjects())), seed))
-    check(decided(list(grid(subjects(), workers=(16, 64, 512, 4096), per_host=8)), seed))
+    check(decided(list(grid(simulated_models())), seed))
+    check(decided(list(grid(simulated_models(), workers=(16, 64, 512, 4096), per_host=8)), seed))
 
 
 def test_neighbors_pay_for_what_they_tell() -> None:
     """Gossip is compute, coding and wire, each of them."""
-    for cell in grid([subjects()[0]], [8], ["100mbit,5ms", "400gbit,5us"]):
-        row, coding = judge(cell), h200.cost(cell.subject.model, GOSSIPED, NEIGHBORS + 1)
-        nbytes = NEIGHBORS * cell.subject.model.elements / 8  # a sign is a bit
+    for cell in grid([simulated_models()[0]], [8], ["100mbit,5ms", "400gbit,5us"]):
+        row, coding = judge(cell), h200.cost(cell.model_run.model, GOSSIPED, NEIGHBORS + 1)
+        nbytes = NEIGHBORS * cell.model_run.model.elements / 8  # a sign is a bit
         wire = seconds("swap", nbytes, NEIGHBORS + 1, cell.cluster.link)
         assert coding.start > 0 and coding.encode > 0 and coding.decode > 0
         whole = row["compute_seconds"] + coding.start + coding.encode + coding.decode + wire
@@ -77,7 +77,7 @@ def test_neighbors_pay_for_what_they_tell() -> None:
 
 
 def test_a_row_tells_of_every_way() -> None:
-    (cell,) = grid([subjects()[0]], [64], ["1gbit,500us"])
+    (cell,) = grid([simulated_models()[0]], [64], ["1gbit,500us"])
     row = judge(cell)
     assert set(row["ways"]) == {"ddp-fp32", "ddp-bf16", *CHOOSABLE}
     assert row["assumed"] is (row["choice"] in ("int8", "powersgd(4)", "powersgd(2)"))
@@ -87,9 +87,9 @@ def test_a_row_tells_of_every_way() -> None:
 
 def test_what_was_measured_by_other_specs_is_weighed(tmp_path: Path) -> None:
     """A calibration of one spec is simulated with that alone; one of none that may be chosen is refused."""
-    model, dense = subjects()[0].model, {"ddp-fp32": Cost(0.0, 0.0), "ddp-bf16": Cost(0.0, 0.0)}
-    one, none = (Calibration(model, 0.1, 0.2, {**dense, spec: Cost(0.01, 0.01)}) for spec in ("int4", "onebit"))
-    (cell,) = grid([Subject("mine", "as measured", model, 0.3, measured=one)], [8], ["1gbit"])
+    model, dense = simulated_models()[0].model, {"ddp-fp32": CodingCost(0.0, 0.0), "ddp-bf16": CodingCost(0.0, 0.0)}
+    one, none = (Calibration(model, 0.1, 0.2, {**dense, spec: CodingCost(0.01, 0.01)}) for spec in ("int4", "onebit"))
+    (cell,) = grid([SimulatedModel("mine", "as measured", model, 0.3, measured=one)], [8], ["1gbit"])
     row = judge(cell)
     assert set(row["ways"]) == {*dense, "int4"} and row["gossip_seconds"] is None
     save(none, tmp_path / "figures.json")
@@ -111,8 +111,8 @@ def test_hierarchical_grids_have_hosts_to_talk_to(capsys: pytest.CaptureFixture[
 
 def test_more_workers_make_gathers_lose() -> None:
     spec = "topk(0.01) | sign"
-    small, large = (next(grid([subjects()[0]], [workers], ["1gbit,500us"])) for workers in (8, 4096))
-    seconds = [predict(cell.subject.calibrated(cell.speakers), spec, cell.cluster).seconds for cell in (small, large)]
+    small, large = (next(grid([simulated_models()[0]], [workers], ["1gbit,500us"])) for workers in (8, 4096))
+    seconds = [predict(cell.model_run.calibrated(cell.speakers), spec, cell.cluster).seconds for cell in (small, large)]
     assert seconds[1] > 50 * seconds[0]
     assert judge(small)["speedup"] > 5 and not judge(large)["choice"].startswith("topk")
 
@@ -120,21 +120,21 @@ def test_more_workers_make_gathers_lose() -> None:
 def test_a_slow_link_inside_hosts_is_felt() -> None:
     steps = []
     for inside in (INSIDE, "10gbit,20us"):
-        (cell,) = grid(subjects()[:1], [64], ["1gbit,500us"], 8, inside=inside)
+        (cell,) = grid(simulated_models()[:1], [64], ["1gbit,500us"], 8, inside=inside)
         steps.append(judge(cell)["ways"]["int4"])
     assert steps[0] < steps[1]
 
 
 def test_trees_beat_rings_where_there_are_many_workers() -> None:
     (ring,), (tree,), (best,) = (
-        [judge(cell) for cell in grid([subjects()[0]], [4096], ["10mbit,20ms"], algorithm=way)]  # type: ignore[arg-type]
+        [judge(cell) for cell in grid([simulated_models()[0]], [4096], ["10mbit,20ms"], algorithm=way)]  # type: ignore[arg-type]
         for way in ("ring", "tree", "best")
     )
     assert ring["ddp_bf16_seconds"] > tree["ddp_bf16_seconds"] >= best["ddp_bf16_seconds"]
 
 
 def test_kernels_of_an_h200_are_the_published_ones() -> None:
-    model = subjects()[0].model  # ResNet-50
+    model = simulated_models()[0].model  # ResNet-50
     assert model.elements == 25_557_032
     dgc = h200.cost(model, "dgc(0.001)", 8)
     start, slope = h200.lines()["dgc"]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from gradwire_lab.report.groups import tasks
 from gradwire_lab.report.load import find, load
 from gradwire_lab.report.page import page
+from gradwire_lab.report.run_groups import tasks
 from run_folders import write_grid
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

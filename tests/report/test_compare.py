@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from gradwire_lab.cli import compare as command
 from gradwire_lab.cli.main import app as whole
 from gradwire_lab.report.load import finished, load
-from gradwire_lab.train.cell import TrainCommand
 from gradwire_lab.train.compare import Arm, OutOfTime, arms, grid, outcome, run_grid
+from gradwire_lab.train.grid_worker import TrainCommand
 from run_folders import write_run
 
 SPECS = "fp32; topk(0.01)|sign"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gradwire_lab.report.charts.figure import colors
-from gradwire_lab.report.groups import front, tasks
 from gradwire_lab.report.load import METRICS, find, finished, load
+from gradwire_lab.report.run_groups import front, tasks
 from gradwire_lab.report.summary import cells, columns
 from run_folders import write_grid, write_run
 
@@ -63,7 +63,7 @@ def test_runs_are_grouped_by_everything_but_the_seed(tmp_path: Path) -> None:
     write_grid(tmp_path, seeds=2)
     write_run(tmp_path, "dgc(0.001)", settings={"sync.granularity": "model"}, name="digits-whole")
     (task,) = tasks([load(folder) for folder in find([tmp_path])])
-    assert task.twin is not None and task.twin.label == "fp32" and task.groups[0] is task.twin
+    assert task.baseline is not None and task.baseline.label == "fp32" and task.groups[0] is task.baseline
     labels = {group.label: len(group.runs) for group in task.groups}
     assert labels["dgc(0.001), granularity model"] == 1
     assert labels["dgc(0.001), granularity layer"] == 2

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gradwire_lab.report.groups import tasks
 from gradwire_lab.report.load import find, load
+from gradwire_lab.report.run_groups import tasks
 from gradwire_lab.report.table import markdown
 
 DOCS = Path(__file__).parents[2] / "docs"

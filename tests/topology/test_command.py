@@ -40,10 +40,10 @@ def test_pictures_stay_small(size: int) -> None:
 
 
 def test_facts_of_a_lopsided_graph() -> None:
-    told = dict(facts(read("arrows([(0, 1), (0, 2), (1, 2), (2, 0)])").on(3)))
-    assert told["weights"].endswith("push-sum only")
-    assert told["edges"] == "4"
-    assert told["degrees"].startswith("1 to 2")
+    rows = dict(facts(read("arrows([(0, 1), (0, 2), (1, 2), (2, 0)])").on(3)))
+    assert rows["weights"].endswith("push-sum only")
+    assert rows["edges"] == "4"
+    assert rows["degrees"].startswith("1 to 2")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_facts_of_a_lopsided_graph() -> None:
         ["exponential", "--size", "8", "--delta", "0.5"],
     ],
 )
-def test_what_cannot_be_is_refused_in_words(arguments: list[str]) -> None:
+def test_invalid_arguments_are_refused(arguments: list[str]) -> None:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2
     assert "Traceback" not in done.output

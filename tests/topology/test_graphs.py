@@ -1,4 +1,4 @@
-"""Known edges, known gaps, and what is refused."""
+"""Known edges, known spectral gaps, and refused sizes, weights and specs."""
 
 import pickle
 from itertools import pairwise
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gradwire.topology import Edges, ErdosRenyi, Matrix, OnePeerExponential, Topology, Torus, graph
-from gradwire.topology.graphs.torus import sides
+from gradwire.topology.graphs.standard import sides
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_golden_betas(spec: str, size: int, beta: float) -> None:
     assert graph(spec).on(size).beta == pytest.approx(beta, abs=6e-4)
 
 
-def test_a_ring_of_four() -> None:
+def test_weights_of_a_ring_of_four() -> None:
     third = 1 / 3
     ring = graph("ring").on(4)
     assert ring.peers(0) == pytest.approx({1: third, 3: third})
@@ -62,14 +62,14 @@ def test_a_ring_of_four() -> None:
 
 
 @pytest.mark.parametrize("spec", ["complete", "ring", "path", "star", "torus", "hypercube", "expander"])
-def test_two_ranks_share_evenly(spec: str) -> None:
+def test_two_ranks_have_equal_weights(spec: str) -> None:
     assert graph(spec).on(2).matrix().tolist() == [[0.5, 0.5], [0.5, 0.5]]
 
 
 @pytest.mark.parametrize(
     "spec", ["complete", "ring", "expander", "margulis", "exponential", "erdos_renyi(0.1)", "edges([])"]
 )
-def test_alone_a_rank_keeps_everything(spec: str) -> None:
+def test_a_single_rank_has_all_the_weight(spec: str) -> None:
     alone = graph(spec).on(1)
     assert alone.matrix().tolist() == [[1.0]]
     assert (alone.rho, alone.beta, alone.degree, alone.peers(0), alone.out_peers(0)) == (1.0, 0.0, 0, {}, {})
@@ -84,7 +84,7 @@ def test_thin_tori_merge_double_edges(size: int, grid: tuple[int, int], degree: 
 
 
 @pytest.mark.parametrize("size", [5, 7, 31])
-def test_a_prime_torus_would_be_a_ring(size: int) -> None:
+def test_a_torus_of_prime_size_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match=f"a torus of {size} ranks would be a ring.* use ring, or a torus of"):
         Torus().on(size)
 
@@ -113,19 +113,19 @@ def test_expander_chords_are_inverses(size: int) -> None:
     assert topology.degree <= 3
 
 
-def test_social_is_the_women_and_their_events() -> None:
+def test_social_has_the_degrees_of_the_data_set() -> None:
     topology = graph("social").on(32)
     assert topology.degrees[:18] == (8, 7, 8, 7, 4, 4, 4, 3, 4, 4, 4, 6, 7, 8, 5, 2, 2, 2)
     assert topology.degrees[18:] == (3, 3, 6, 4, 8, 8, 10, 14, 12, 5, 4, 6, 3, 3)
     assert sum(topology.degrees) == 2 * 89
     assert (min(topology.degrees), max(topology.degrees)) == (2, 14)
-    assert not any(peer < 18 for woman in range(18) for peer in topology.peers(woman))
+    assert not any(peer < 18 for rank in range(18) for peer in topology.peers(rank))
 
 
 def test_erdos_renyi_is_seeded_and_pinned() -> None:
     edges = [(0, 1), (0, 2), (0, 3), (0, 5), (1, 4), (1, 5), (2, 3), (2, 4), (2, 5), (3, 4), (4, 5)]
-    assert list(ErdosRenyi(0.5, seed=1).links(6)) == edges != list(ErdosRenyi(0.5, seed=2).links(6))
-    drawn = [len(list(ErdosRenyi(0.5, seed=seed).links(30))) for seed in range(20)]
+    assert list(ErdosRenyi(0.5, seed=1).edges(6)) == edges != list(ErdosRenyi(0.5, seed=2).edges(6))
+    drawn = [len(list(ErdosRenyi(0.5, seed=seed).edges(30))) for seed in range(20)]
     assert abs(sum(drawn) / 20 - 0.5 * 435) < 4 * (435 / 4 / 20) ** 0.5
     assert ErdosRenyi(1.0).on(9).matrix().tolist() == graph("complete").on(9).matrix().tolist()
 
@@ -142,7 +142,7 @@ def test_datacenter_is_complete_inside_and_thin_between() -> None:
     ]
 
 
-def test_edges_of_ones_own() -> None:
+def test_edges_listed_by_the_user() -> None:
     topology = Edges(((0, 1), (1, 0), (1, 2))).on(3)
     assert topology.rounds == Edges([[2, 1], [1, 0]]).on(3).rounds  # type: ignore[arg-type]
     assert torch.equal(topology.matrix(), graph("path").on(3).matrix())
@@ -164,7 +164,7 @@ def test_matrix_takes_a_tensor() -> None:
     assert own.symmetric
 
 
-def test_rounds_of_ones_own() -> None:
+def test_topology_from_matrices_per_round() -> None:
     swap = torch.tensor([[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 0.5, 0.5], [0, 0, 0.5, 0.5]], dtype=torch.float64)
     cross = swap[[0, 2, 1, 3]][:, [0, 2, 1, 3]]
     topology = Topology.of("butterfly", "symmetric", [swap, cross])
@@ -183,10 +183,10 @@ def test_rounds_of_ones_own() -> None:
         ("social", 16, "has 32 ranks, not 16"),
         ("datacenter(4)", 3, "use 4 ranks or more"),
         ("erdos_renyi(0.05)", 30, "change the seed, or raise p well above"),
-        ("edges([(0, 1), (2, 3)])", 4, "rank 0 never hears of rank 2"),
+        ("edges([(0, 1), (2, 3)])", 4, "no path to rank 0 from rank 2"),
         ("edges([(0, 5)])", 4, "it has 6 ranks, not 4"),
-        ("arrows([(0, 1), (1, 2)])", 3, "rank 0 never hears of rank 1"),
-        ("arrows([(1, 0), (2, 1)])", 3, "rank 1 never hears of rank 0"),
+        ("arrows([(0, 1), (1, 2)])", 3, "no path to rank 0 from rank 1"),
+        ("arrows([(1, 0), (2, 1)])", 3, "no path to rank 1 from rank 0"),
         ("star(weights='uniform')", 5, "degrees 1 to 4"),
         ("ring(weights='max_degree')", 6, "without ever averaging"),
         ("matrix([[0.0, 1.0], [1.0, 0.0]])", 2, "without ever averaging"),
@@ -199,7 +199,7 @@ def test_rounds_of_ones_own() -> None:
         ("ring", True, "at least 1"),
     ],
 )
-def test_a_size_or_weights_that_cannot_be_are_refused(spec: str, size: int, sentence: str) -> None:
+def test_impossible_sizes_and_weights_are_refused(spec: str, size: int, sentence: str) -> None:
     with pytest.raises(ValueError, match=r"\w") as refused:
         graph(spec).on(size)
     assert sentence in str(refused.value)
@@ -223,7 +223,7 @@ def test_a_size_or_weights_that_cannot_be_are_refused(spec: str, size: int, sent
         ("sign", "is no graph but a quantizer; write one of"),
     ],
 )
-def test_a_spec_that_cannot_be_is_refused(spec: str, sentence: str) -> None:
+def test_invalid_specs_are_refused(spec: str, sentence: str) -> None:
     import gradwire.codecs  # noqa: F401  (so that sign is known)
 
     with pytest.raises(ValueError, match=r"\w") as refused:
@@ -232,28 +232,28 @@ def test_a_spec_that_cannot_be_is_refused(spec: str, sentence: str) -> None:
 
 
 @pytest.mark.parametrize("rank", [-1, 8])
-def test_a_rank_that_is_not_there(rank: int) -> None:
+def test_unknown_ranks_are_refused(rank: int) -> None:
     ring = graph("ring").on(8)
-    for ask in (ring.peers, ring.out_peers, ring.self_weight):
+    for method in (ring.peers, ring.out_peers, ring.self_weight):
         with pytest.raises(ValueError, match=f"ring on 8 ranks has no rank {rank}; ranks run from 0 to 7"):
-            ask(rank)
+            method(rank)
 
 
 def test_promises_are_checked_in_every_round() -> None:
     ring, lopsided = graph("ring").on(3).matrix(), torch.eye(3, dtype=torch.float64).roll(1, 0) * 0.5
     lopsided += torch.eye(3, dtype=torch.float64) * 0.5
     assert Topology.of("mine", "doubly", [ring, lopsided]).period == 2
-    with pytest.raises(ValueError, match=r"rank 0 hears rank 2 with weight 0\.5 but is heard with 0"):
+    with pytest.raises(ValueError, match=r"rank 0 gives rank 2 the weight 0\.5 and gets 0"):
         Topology.of("mine", "symmetric", [ring, lopsided])
     with pytest.raises(ValueError, match="rounds have 1 or 3 ranks; give every round one row for each rank"):
         Topology.of("mine", "doubly", [ring, ring[:1, :1] * 3])
-    for nothing in ((), ((),)):
+    for empty in ((), ((),)):
         with pytest.raises(ValueError, match="needs a round of weights"):
-            Topology("mine", "doubly", nothing)
+            Topology("mine", "doubly", empty)
 
 
 def test_rounds_that_undo_each_other_are_refused() -> None:
-    """The union of the rounds is connected, yet a period gives everybody their own back."""
+    """The union of the rounds is connected, yet a period gives every rank its own back."""
     turn = torch.eye(3, dtype=torch.float64).roll(1, 0)
     with pytest.raises(ValueError, match="without ever averaging"):
         Topology.of("carousel", "doubly", [turn, turn.T])

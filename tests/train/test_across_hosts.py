@@ -7,10 +7,10 @@ import torch
 
 from gradwire_lab.train import checkpoint
 from gradwire_lab.train.loop import Training
-from gradwire_lab.train.place import alone
+from gradwire_lab.train.rank_info import simulated_ranks
 from gradwire_lab.train.record import open_folder
-from gradwire_lab.train.run import restore, sit
-from gradwire_lab.train.work import Job, spawned
+from gradwire_lab.train.run import restore, run_training
+from gradwire_lab.train.run_modes import TrainJob, train_spawned
 from training_fixtures import recipe_of, saved, train
 
 OVERRIDES = ("sync.spec=topk(0.05)", "train.batch=60", "train.iterations=4", "train.save_every=2", "train.log_every=1")
@@ -30,7 +30,7 @@ def test_processes_train_as_virtual_workers_do(tmp_path):
     recipe = recipe_of("digits", *OVERRIDES, PAIRS)
     final = train(recipe, 4, tmp_path / "virtual")
     open_folder(tmp_path / "real", recipe)
-    heard = spawned(Job(recipe, tmp_path / "real"), 4, lambda record: None)
+    heard = train_spawned(TrainJob(recipe, tmp_path / "real"), 4, lambda record: None)
     for file in ("model.safetensors", "rank-1.safetensors", "rank-2.safetensors"):
         ours, theirs = saved(tmp_path / "virtual", file), saved(tmp_path / "real", file)
         assert ours.keys() == theirs.keys()
@@ -47,7 +47,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path):
     through = train(recipe, 4, tmp_path / "whole")
     open_folder(tmp_path / "broken", recipe)
     with pytest.raises(Stop):
-        sit(recipe, alone(4), tmp_path / "broken", interrupt)
+        run_training(recipe, simulated_ranks(4), tmp_path / "broken", interrupt)
     resumed = train(recipe, 4, tmp_path / "broken", resume=True)
     for file in ("model.safetensors", *(f"rank-{rank}.safetensors" for rank in range(4))):
         ours, theirs = saved(tmp_path / "whole", file), saved(tmp_path / "broken", file)
@@ -63,10 +63,10 @@ def test_the_same_ranks_on_other_hosts_owe_the_same(tmp_path, across):
     progress = json.loads((found / "progress.json").read_text())
     debts = {}
     for arrangement in (PAIRS, f"sync.across={across}"):
-        training = Training(recipe_of("digits", *OVERRIDES, arrangement), alone(4), progress["ramp_steps"])
+        training = Training(recipe_of("digits", *OVERRIDES, arrangement), simulated_ranks(4), progress["ramp_steps"])
         restore(training, found, progress)
         assert training.step == 4
-        owed = [wire.debts() for wire in training.crew.wires]
+        owed = [wire.debts() for wire in training.strategy.workers.wires]
         debts[arrangement] = {name: torch.stack([debt[name] for debt in owed]).mean(0) for name in owed[0]}
     for name, debt in debts[PAIRS].items():
         torch.testing.assert_close(debts[f"sync.across={across}"][name], debt, rtol=1e-5, atol=1e-8)
@@ -76,5 +76,5 @@ def test_the_same_ranks_on_other_hosts_owe_the_same(tmp_path, across):
 def test_workers_of_one_machine_are_one_host(tmp_path):
     recipe = recipe_of("digits", *OVERRIDES, "sync.across=hosts")
     open_folder(tmp_path, recipe)
-    final = spawned(Job(recipe, tmp_path), 2, lambda record: None)
+    final = train_spawned(TrainJob(recipe, tmp_path), 2, lambda record: None)
     assert (final["hosts"], final["sent"]) == (1, 0)

@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 import gradwire
 from gradwire_lab.train import checkpoint
 from gradwire_lab.train.loop import Training
-from gradwire_lab.train.place import alone
+from gradwire_lab.train.rank_info import simulated_ranks
 from gradwire_lab.train.record import open_folder, read
-from gradwire_lab.train.run import keep, restore, sit
+from gradwire_lab.train.run import restore, run_training, save
 from training_fixtures import recipe_of, saved, train
 
 KINDS = [
@@ -48,7 +48,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path, name, overrides
     through = train(recipe, 2, whole)
     open_folder(broken, recipe)
     with pytest.raises(Stop):
-        sit(recipe, alone(2), broken, stop_at(4))
+        run_training(recipe, simulated_ranks(2), broken, stop_at(4))
     assert saved(broken).keys() == saved(whole).keys()
     resumed = train(recipe, 2, broken, resume=True)
     for file in ("model.safetensors", "optimizer.safetensors", "rank-0.safetensors", "rank-1.safetensors"):
@@ -68,10 +68,10 @@ def test_a_world_of_one_takes_over_what_two_still_owe(tmp_path):
     train(recipe, 2, tmp_path)
     found = checkpoint.find(tmp_path, "last")
     progress = json.loads((found / "progress.json").read_text())
-    one = Training(recipe, alone(1), progress["ramp_steps"])
+    one = Training(recipe, simulated_ranks(1), progress["ramp_steps"])
     restore(one, found, progress)
-    debts = [checkpoint.part(state, "wire/residual/") for state in checkpoint.rank_states(found, 1, (0,))]
-    for name, debt in one.crew.wire.debts().items():
+    debts = [checkpoint.part(state, "wire/residual/") for state in checkpoint.rank_states(found, (0, 1))]
+    for name, debt in one.strategy.workers.wire.debts().items():
         torch.testing.assert_close(debt.flatten(), (debts[0][name] + debts[1][name]) / 2)
     assert (one.epoch, one.at, one.step) == (2, 0, 2 * one.loader.steps)
 
@@ -104,7 +104,7 @@ def test_a_checkpoint_that_was_cut_short_is_not_the_last(tmp_path, monkeypatch):
     recipe = recipe_of("digits")
     train(recipe, 1, tmp_path)
     before = saved(tmp_path)
-    training = Training(recipe, alone(1))
+    training = Training(recipe, simulated_ranks(1))
     training.step = 99
 
     def die(*_):
@@ -112,7 +112,7 @@ def test_a_checkpoint_that_was_cut_short_is_not_the_last(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "write_text", die)
     with pytest.raises(OSError, match="no space"):
-        keep(tmp_path, training, True)
+        save(tmp_path, training, True)
     same(saved(tmp_path), before)
 
 

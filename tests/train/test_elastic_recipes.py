@@ -12,12 +12,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gradwire_lab.cli.main import app
-from gradwire_lab.train import work
+from gradwire_lab.train import run_modes
 from gradwire_lab.train.display import Display
-from gradwire_lab.train.place import Place
+from gradwire_lab.train.rank_info import RankInfo
 from gradwire_lab.train.record import open_folder, read
-from gradwire_lab.train.run import sit
-from training_fixtures import Left, Tired, recipe_of, saved
+from gradwire_lab.train.run import run_training
+from training_fixtures import LeavesOnce, LeftTheGroup, recipe_of, saved
 
 RING = ("gossip.method=choco", "gossip.graph=ring", "gossip.codec=sign", "schedule.scale=graph")
 ELASTIC = (*RING, "gossip.elastic=true", "gossip.timeout=10.0")
@@ -25,7 +25,9 @@ ELASTIC = (*RING, "gossip.elastic=true", "gossip.timeout=10.0")
 
 def test_a_worker_leaves_and_goes_on_at_the_steps_of_the_others(tmp_path: Path) -> None:
     """Two ranks, as threads: the second starts anew, and becomes a copy of the first."""
-    recipe = recipe_of("digits", *ELASTIC, "model.name=trainings:Tired", "model.options={}", "train.epochs=40")
+    recipe = recipe_of(
+        "digits", *ELASTIC, "model.name=training_fixtures:LeavesOnce", "model.options={}", "train.epochs=40"
+    )
     finals: dict[int, Any] = {}
     heard: list[Any] = []
     open_folder(tmp_path, recipe)
@@ -34,10 +36,10 @@ def test_a_worker_leaves_and_goes_on_at_the_steps_of_the_others(tmp_path: Path) 
         return [record for record in read(tmp_path) if record["event"] == "epoch"]
 
     def run(rank: int) -> None:
-        place = Place(2, (rank,), torch.device("cpu"), tmp_path / "meeting")
+        place = RankInfo(2, (rank,), torch.device("cpu"), tmp_path / "meeting")
         try:
-            finals[rank] = sit(recipe, place, tmp_path, heard.append)
-        except Left:
+            finals[rank] = run_training(recipe, place, tmp_path, heard.append)
+        except LeftTheGroup:
             while not any(len(record["workers"]) == 1 for record in epochs()):
                 time.sleep(0.01)
             run(rank)
@@ -47,7 +49,7 @@ def test_a_worker_leaves_and_goes_on_at_the_steps_of_the_others(tmp_path: Path) 
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert Tired.back.is_set() and [finals[rank]["step"] for rank in range(2)] == [200, 200]
+    assert LeavesOnce.back.is_set() and [finals[rank]["step"] for rank in range(2)] == [200, 200]
     assert finals[0]["workers"] == finals[1]["workers"] and min(finals[0]["workers"]) > 0.8
     assert len(epochs()) == 40 and {len(record["workers"]) for record in epochs()} == {1, 2}
     (back,) = [record for record in heard if record["event"] == "back"]
@@ -77,11 +79,11 @@ def test_the_display_says_who_is_started_anew_and_who_is_back() -> None:
 
 @pytest.mark.study
 def test_a_worker_dies_and_comes_back(tmp_path: Path) -> None:
-    mortal = ("model.name=trainings:Mortal", f"model.options={{folder='{tmp_path}'}}", "train.batch=60")
+    mortal = ("model.name=training_fixtures:DiesOnce", f"model.options={{folder='{tmp_path}'}}", "train.batch=60")
     recipe, run = recipe_of("digits", *ELASTIC, *mortal, "train.epochs=8"), tmp_path / "run"
     open_folder(run, recipe)
     heard: list[Any] = []
-    final = work.spawned(work.Job(recipe, run), 3, heard.append)
+    final = run_modes.train_spawned(run_modes.TrainJob(recipe, run), 3, heard.append)
     assert [(record["event"], record["worker"]) for record in heard if "worker" in record] == [("anew", 1), ("back", 1)]
     assert (tmp_path / "died").exists() and (tmp_path / "back").exists()
     assert final["step"] == 160 and final["dropped"] >= 2 and final["rejoined"] >= 2  # both neighbors count it
@@ -93,15 +95,20 @@ def test_a_worker_dies_and_comes_back(tmp_path: Path) -> None:
 @pytest.mark.study
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_group_resumes_bit_for_bit(tmp_path: Path, overlap: bool) -> None:
-    common = (*ELASTIC, "model.name=trainings:Normed", "model.options={}", f"gossip.overlap={str(overlap).lower()}")
+    common = (
+        *ELASTIC,
+        "model.name=training_fixtures:Normed",
+        "model.options={}",
+        f"gossip.overlap={str(overlap).lower()}",
+    )
     recipe, (whole, broken) = recipe_of("digits", *common), (tmp_path / "whole", tmp_path / "broken")
     open_folder(whole, recipe)
-    through = work.spawned(work.Job(recipe, whole), 3, lambda record: None)
+    through = run_modes.train_spawned(run_modes.TrainJob(recipe, whole), 3, lambda record: None)
     short = recipe_of("digits", *common, "train.iterations=4")
     open_folder(broken, short)
-    work.spawned(work.Job(short, broken), 3, lambda record: None)
+    run_modes.train_spawned(run_modes.TrainJob(short, broken), 3, lambda record: None)
     open_folder(broken, recipe)
-    resumed = work.spawned(work.Job(recipe, broken, resume=True), 3, lambda record: None)
+    resumed = run_modes.train_spawned(run_modes.TrainJob(recipe, broken, resume=True), 3, lambda record: None)
     for rank in range(3):
         one, other = saved(whole, f"rank-{rank}.safetensors"), saved(broken, f"rank-{rank}.safetensors")
         assert one.keys() == other.keys()
@@ -113,7 +120,7 @@ def test_a_group_resumes_bit_for_bit(tmp_path: Path, overlap: bool) -> None:
 
 def test_virtual_workers_do_not_die(tmp_path: Path) -> None:
     command = ["train", "digits", "ring8", "choco", "sign", "--set", "gossip.elastic=true"]
-    for more, words in ((["--in-process", "4"], "live and die together"), (["--link", "1gbit,1ms"], "do not pretend")):
+    for more, words in ((["--in-process", "4"], "--workers"), (["--link", "1gbit,1ms"], "do not pretend")):
         done = CliRunner().invoke(app, [*command, *more, "--runs", str(tmp_path)])
         assert done.exit_code == 2 and words in done.output
     with pytest.raises(ValueError, match=r"leave gossip\.across out"):

@@ -11,21 +11,21 @@ from typer.testing import CliRunner
 from gradwire_lab.cli.gossip_plan import rows
 from gradwire_lab.cli.main import app
 from gradwire_lab.report.charts import figures
-from gradwire_lab.report.groups import tasks
 from gradwire_lab.report.load import load
-from gradwire_lab.train import shelf, work
-from gradwire_lab.train.decentralized import Decentralized
+from gradwire_lab.report.run_groups import tasks
+from gradwire_lab.train import recipe_files, run_modes
+from gradwire_lab.train.gossip_workers import nodes
+from gradwire_lab.train.loop import Training
 from gradwire_lab.train.models import build
-from gradwire_lab.train.neighborhood import nodes
-from gradwire_lab.train.place import alone
+from gradwire_lab.train.rank_info import simulated_ranks
 from gradwire_lab.train.record import open_folder, read
-from gradwire_lab.train.run import evaluate, sit
+from gradwire_lab.train.run import evaluate, run_training
 from gradwire_lab.train.schedule import scale_of
 from training_fixtures import DIGITS, recipe_of, saved, train
 
 RING = ("gossip.method=choco", "gossip.graph=ring", "gossip.codec=sign", "schedule.scale=graph", "optimizer.lr=0.05")
 KINDS = [
-    ("digits", ("gossip.codec=topk(0.1) | sign", "model.name=trainings:Normed", "model.options={}")),
+    ("digits", ("gossip.codec=topk(0.1) | sign", "model.name=training_fixtures:Normed", "model.options={}")),
     ("digits", ("gossip.codec=qsgd(levels=7, biased=True)", "gossip.overlap=true", "optimizer.weight_decay=1e-3")),
     ("digits", ("gossip.method=dcd", "gossip.codec=qsgd", "optimizer.name=adamw", "optimizer.lr=0.002")),
     ("digits", ("gossip.method=powergossip", "gossip.codec=", "data.partition=sorted", "train.accumulate=2")),
@@ -58,7 +58,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path: Path, name: str
     through = train(recipe, 4, whole)
     open_folder(broken, recipe)
     with pytest.raises(Stop):
-        sit(recipe, alone(4), broken, stop_at(4))
+        run_training(recipe, simulated_ranks(4), broken, stop_at(4))
     resumed = train(recipe, 4, broken, resume=True)
     for file in ("model.safetensors", "rank-0.safetensors", "rank-3.safetensors"):
         one, other = saved(whole, file), saved(broken, file)
@@ -69,7 +69,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path: Path, name: str
 
 def test_processes_do_as_virtual_workers_do(tmp_path: Path) -> None:
     """Bit for bit, if virtual workers pass in turn; so processes may go on where virtual workers stopped."""
-    common = (*RING, "model.name=trainings:Normed", "model.options={}", "gossip.passes=in turn")
+    common = (*RING, "model.name=training_fixtures:Normed", "model.options={}", "gossip.passes=sequential")
     recipe = recipe_of("digits", *common)
     here, there = tmp_path / "here", tmp_path / "there"
     threads = torch.get_num_threads()
@@ -80,7 +80,7 @@ def test_processes_do_as_virtual_workers_do(tmp_path: Path) -> None:
     finally:
         torch.set_num_threads(threads)
     open_folder(there, recipe)
-    other = work.spawned(work.Job(recipe, there, resume=True), 3, lambda record: None)
+    other = run_modes.train_spawned(run_modes.TrainJob(recipe, there, resume=True), 3, lambda record: None)
     for rank in range(3):
         mine, theirs = saved(here, f"rank-{rank}.safetensors"), saved(there, f"rank-{rank}.safetensors")
         assert mine.keys() == theirs.keys()
@@ -95,7 +95,7 @@ def test_processes_do_as_virtual_workers_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.study)])
 def test_workers_of_a_node_are_one(tmp_path: Path, stopped: bool) -> None:
     """In processes, each of which gossips some layers, as in one; and processes go on where they stopped."""
-    common = (*RING, "gossip.options.gamma=0.4", "gossip.passes=in turn", "gossip.across=[[0, 1], [2, 3]]")
+    common = (*RING, "gossip.options.gamma=0.4", "gossip.passes=sequential", "gossip.across=[[0, 1], [2, 3]]")
     recipe, (here, there) = recipe_of("digits", *common), (tmp_path / "here", tmp_path / "there")
     assert scale_of(recipe, 4, 240, beside=2) == 4.0  # two nodes that hear each other, of two workers each
     threads = torch.get_num_threads()
@@ -107,9 +107,9 @@ def test_workers_of_a_node_are_one(tmp_path: Path, stopped: bool) -> None:
     if stopped:
         broken = recipe_of("digits", *common, "train.iterations=5")
         open_folder(there, broken)
-        work.spawned(work.Job(broken, there), 4, lambda record: None)
+        run_modes.train_spawned(run_modes.TrainJob(broken, there), 4, lambda record: None)
     open_folder(there, recipe)
-    other = work.spawned(work.Job(recipe, there, resume=stopped), 4, lambda record: None)
+    other = run_modes.train_spawned(run_modes.TrainJob(recipe, there, resume=stopped), 4, lambda record: None)
     for rank in range(4):
         mine, theirs = saved(here, f"rank-{rank}.safetensors"), saved(there, f"rank-{rank}.safetensors")
         own = [key for key in mine if key not in ("loss", "traffic") and not key.startswith("gossip/")]
@@ -123,7 +123,7 @@ def test_workers_of_a_node_are_one(tmp_path: Path, stopped: bool) -> None:
 
 def test_together_and_in_turn_are_the_same_training(tmp_path: Path) -> None:
     finals = []
-    for way in ("together", "in turn"):
+    for way in ("together", "sequential"):
         recipe = recipe_of("digits", *RING, f"gossip.passes={way}", "gossip.codec=fp32")
         finals.append(train(recipe, 4, tmp_path / way))
     assert finals[0]["train_loss"] == pytest.approx(finals[1]["train_loss"], rel=1e-3)
@@ -158,21 +158,21 @@ def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
 def test_another_number_of_workers_is_refused(tmp_path: Path) -> None:
     recipe = recipe_of("digits", *RING)
     train(recipe, 4, tmp_path)
-    with pytest.raises(ValueError, match="go on with as many"):
+    with pytest.raises(ValueError, match="go on with 4"):
         train(recipe_of("digits", *RING, "train.epochs=3"), 3, tmp_path, resume=True)
 
 
 def test_fragments_make_a_gossiping_recipe() -> None:
-    recipe = shelf.resolve(["cifar10-resnet20", "ring8", "choco", "sign"])
+    recipe = recipe_files.resolve(["cifar10-resnet20", "ring8", "choco", "sign"])
     assert (recipe.gossip.method, recipe.gossip.graph, recipe.gossip.codec) == ("choco", "ring", "sign")
     assert recipe.train.workers == 8
     assert scale_of(recipe, 8, 128) == 3.0  # itself and two neighbors
-    published = shelf.resolve(["cifar10-resnet20-ring8", "dpsgd"])
+    published = recipe_files.resolve(["cifar10-resnet20-ring8", "dpsgd"])
     assert published.optimizer.lr * scale_of(published, 8, 128) == pytest.approx(0.6)
-    social = shelf.resolve(["wikitext2-lstm650-social32", "sign"])
+    social = recipe_files.resolve(["wikitext2-lstm650-social32", "sign"])
     assert social.train.workers == 32 and social.gossip.graph == "social"
-    assert shelf.resolve(["digits", "ring8", "sgp"]).gossip.method == "sgp"
-    assert scale_of(shelf.resolve(["digits", "ring8", "centralized"]), 8, 60) == 8.0
+    assert recipe_files.resolve(["digits", "ring8", "sgp"]).gossip.method == "sgp"
+    assert scale_of(recipe_files.resolve(["digits", "ring8", "centralized"]), 8, 60) == 8.0
 
 
 def test_the_language_model_of_32_acquaintances_trains(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_the_language_model_of_32_acquaintances_trains(tmp_path: Path) -> None:
         text = " one two three four five <unk> \n" * sentences
         (tmp_path / "wikitext-2" / f"wiki.{split}.tokens").write_text(text)
     small = ["model.options={hidden=6, layers=3, dropout=0.0, tied=true}", "train.batch=4", "data.length=8"]
-    recipe = shelf.resolve(
+    recipe = recipe_files.resolve(
         ["wikitext2-lstm650-social32", "sign"],
         [*small, f"data.root={tmp_path}", "data.options.strict=false", "train.iterations=5", "data.columns=2"],
     )
@@ -200,13 +200,13 @@ def test_the_language_model_of_32_acquaintances_trains(tmp_path: Path) -> None:
         (["gossip.options.gamma=2"], "consensus step in"),
         (["train.precision=fp16"], "bf16"),
         (["schedule.scale=linear"], "schedule.scale = 'graph'"),
-        (["gossip.passes=both"], "in turn"),
+        (["gossip.passes=both"], "sequential"),
         (["gossip.across=nodes"], "gossip.across"),
     ],
 )
 def test_what_cannot_be_is_a_sentence(sets: list[str], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        shelf.resolve(["digits", "ring8"], sets)
+        recipe_files.resolve(["digits", "ring8"], sets)
 
 
 def test_the_plan_knows_the_bytes(tmp_path: Path) -> None:
@@ -236,11 +236,11 @@ def test_the_plan_knows_the_bytes_of_other_methods(tmp_path: Path, name: str) ->
 def test_what_a_graph_cannot_be_is_a_sentence_too() -> None:
     recipe = recipe_of("digits", *RING, "gossip.across=[[0, 1], [2]]")
     with pytest.raises(ValueError, match="not equally large"):
-        Decentralized(recipe, alone(3))
+        Training(recipe, simulated_ranks(3))
     with pytest.raises(ValueError, match="would be a ring"):
-        Decentralized(shelf.resolve(["digits", "torus16"], [*DIGITS, "train.workers=7"]), alone(7))
-    with pytest.raises(ValueError, match="pass in turn"):
-        Decentralized(recipe_of("pydoc-lstm", *RING, "gossip.passes=together"), alone(4))
+        Training(recipe_files.resolve(["digits", "torus16"], [*DIGITS, "train.workers=7"]), simulated_ranks(7))
+    with pytest.raises(ValueError, match="recurrent"):
+        Training(recipe_of("pydoc-lstm", *RING, "gossip.passes=together"), simulated_ranks(4))
 
 
 def test_virtual_workers_have_no_hosts() -> None:

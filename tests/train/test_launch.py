@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire_lab.train.launch import RankError, launch, tell, threads
+from gradwire_lab.launch import RankError, launch, send_message, threads_per_rank
 
 
 def add_up(rank: int, world: int, x: float) -> tuple[int, float, int]:
@@ -17,7 +17,7 @@ def add_up(rank: int, world: int, x: float) -> tuple[int, float, int]:
 
 def chat(rank: int, world: int) -> None:
     for i in range(3):
-        tell((rank, i))
+        send_message((rank, i))
 
 
 def fail_in_one(rank: int, world: int) -> None:
@@ -33,23 +33,23 @@ def die_in_one(rank: int, world: int) -> None:
 
 
 def sleep(rank: int, world: int) -> None:
-    tell(os.getpid())
+    send_message(os.getpid())
     time.sleep(1000)
 
 
 def test_results_come_in_rank_order():
-    assert launch(add_up, 3, 2.0) == [(rank, 6.0, threads(3)) for rank in range(3)]
+    assert launch(add_up, 3, 2.0) == [(rank, 6.0, threads_per_rank(3)) for rank in range(3)]
 
 
 def test_news_arrives_in_the_order_of_each_rank():
     heard = []
-    launch(chat, 2, hear=lambda rank, news: heard.append((rank, news)))
+    launch(chat, 2, on_message=lambda rank, news: heard.append((rank, news)))
     for rank in range(2):
         assert [news for r, news in heard if r == rank] == [(rank, i) for i in range(3)]
 
 
 def test_news_goes_nowhere_outside_a_rank():
-    tell("anybody there?")
+    send_message("anybody there?")
 
 
 def test_an_exception_names_its_rank():
@@ -71,7 +71,7 @@ def test_no_rank_outlives_an_interrupt():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        launch(sleep, 2, hear=hear)
+        launch(sleep, 2, on_message=hear)
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -85,6 +85,6 @@ def test_no_ranks_are_refused():
 def test_cores_are_shared_out_unless_somebody_says(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0))
-    assert threads(1) == cores and threads(2 * cores) == 1
+    assert threads_per_rank(1) == cores and threads_per_rank(2 * cores) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert threads(1) == threads(64) == 3
+    assert threads_per_rank(1) == threads_per_rank(64) == 3

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from gradwire_lab.train import work
+from gradwire_lab.train import run_modes
 from gradwire_lab.train.loop import Training
-from gradwire_lab.train.place import alone
+from gradwire_lab.train.rank_info import simulated_ranks
 from gradwire_lab.train.record import open_folder, read
 from gradwire_lab.train.run import evaluate
 from training_fixtures import recipe_of, saved, train
@@ -67,7 +67,7 @@ def test_accumulated_passes_equal_one_large_one():
             "sync.spec=dense",
             "train.batch_per=worker",
         )
-        training = Training(recipe_of("digits", *overrides), alone(1))
+        training = Training(recipe_of("digits", *overrides), simulated_ranks(1))
         training._one_step(next(training.loader.epoch(0)))
         weights.append(torch.cat([p.detach().flatten() for p in training.model.parameters()]))
     torch.testing.assert_close(*weights)
@@ -76,7 +76,7 @@ def test_accumulated_passes_equal_one_large_one():
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 def test_passes_tell_the_variance_test_how_much_they_differ(clip):
     base = ("sync.spec=variance", "train.accumulate=3", "train.batch=40", "train.batch_per=worker")
-    training = Training(recipe_of("digits", *base, f"optimizer.local_clip={clip}"), alone(1))
+    training = Training(recipe_of("digits", *base, f"optimizer.local_clip={clip}"), simulated_ranks(1))
     batch = next(training.loader.epoch(0))
     parts = []
     for i in range(3):
@@ -85,8 +85,8 @@ def test_passes_tell_the_variance_test_how_much_they_differ(clip):
         torch.nn.functional.cross_entropy(training.model(images), labels).backward()
         parts.append({name: p.grad / 3 for name, p in training.model.named_parameters()})
     seen = {}
-    training.crew.wire.observe = seen.update
-    training.passes(batch, 0)
+    training.strategy.workers.wire.observe = seen.update
+    training.strategy.passes(batch, 0)
     norm = torch.nn.utils.get_total_norm([sum(part[name] for part in parts) for name in parts[0]])
     shrunk = min(1.0, clip / norm) ** 2 if clip else 1.0  # as the gradients are that they are held against
     for name, moment in seen.items():
@@ -97,46 +97,48 @@ def test_passes_tell_the_variance_test_how_much_they_differ(clip):
 
 def test_a_scaler_asks_virtual_workers_beforehand_where_nothing_is_rolled_back():
     overrides = ("train.precision=fp16", "sync.spec=topk(0.05)", "sync.rollback=false")
-    training = Training(recipe_of("digits", *overrides), alone(2))
+    training = Training(recipe_of("digits", *overrides), simulated_ranks(2))
     batches = training.loader.epoch(0)
     for scale in (2.0**8, 2.0**40, 2.0**8):  # the second is too much for 16 bits
-        training.scaler.load_state_dict({**training.scaler.state_dict(), "scale": scale})
+        training.strategy.scaler.load_state_dict({**training.strategy.scaler.state_dict(), "scale": scale})
         training._one_step(next(batches))
-    assert training.crew.wire.skipped == 1
+    assert training.strategy.workers.wire.skipped == 1
     assert all(bool(torch.isfinite(p).all()) for p in training.model.parameters())
 
 
 def test_images_grow_while_a_training_goes_on():
-    growing = ("model.name=trainings:Pooled", "data.sizes=[[0, 4], [1, 8]]")
-    training = Training(recipe_of("digits", *growing), alone(2))
+    growing = ("model.name=training_fixtures:Pooled", "data.sizes=[[0, 4], [1, 8]]")
+    training = Training(recipe_of("digits", *growing), simulated_ranks(2))
     training.go(lambda record: None, lambda training, best: None)
     assert training.model.sides == [4] * 10 + [8] * 10  # two workers, five steps an epoch
     with pytest.raises(ValueError, match="the model cnn cannot take the images of 6x6 pixels"):
-        Training(recipe_of("digits", "data.sizes=[[0, 6], [1, 8]]"), alone(2))
+        Training(recipe_of("digits", "data.sizes=[[0, 6], [1, 8]]"), simulated_ranks(2))
     with pytest.raises(ValueError, match="pydoc has no images"):
-        Training(recipe_of("pydoc-gpt", "data.sizes=[[0, 8]]"), alone(2))
+        Training(recipe_of("pydoc-gpt", "data.sizes=[[0, 8]]"), simulated_ranks(2))
 
 
 def own_recipe(*overrides):
-    return recipe_of("digits", "model.name=trainings:Normed", *overrides)
+    return recipe_of("digits", "model.name=training_fixtures:Normed", *overrides)
 
 
 def test_every_worker_keeps_its_own_statistics(tmp_path):
-    training = Training(own_recipe(), alone(2))
+    training = Training(own_recipe(), simulated_ranks(2))
     training._one_step(next(training.loader.epoch(0)))
-    first, second = (own["2.running_mean"] for own in training.crew.buffers)
+    first, second = (own["2.running_mean"] for own in training.strategy.workers.buffers)
     assert not torch.equal(first, second)
-    torch.testing.assert_close(training.crew.shown_buffers("average")["2.running_mean"], (first + second) / 2)
-    assert torch.equal(training.crew.shown_buffers("first")["2.running_mean"], first)
-    assert training.crew.buffers[1]["2.num_batches_tracked"] == 1
+    torch.testing.assert_close(
+        training.strategy.workers.evaluation_buffers("average")["2.running_mean"], (first + second) / 2
+    )
+    assert torch.equal(training.strategy.workers.evaluation_buffers("first")["2.running_mean"], first)
+    assert training.strategy.workers.buffers[1]["2.num_batches_tracked"] == 1
 
 
 def test_a_model_brings_its_regime(tmp_path):
     heard = []
     train(own_recipe(), 2, tmp_path, heard=heard)
     assert {record["lr"] for record in heard if record["event"] == "step"} == {0.1, 0.01}
-    training = Training(own_recipe("optimizer.momentum=0.5", "sync.spec=dgc(0.1)"), alone(1))
-    assert training.recipe.optimizer.lr == 0.1 and "momentum=0.5" in training.crew.wire.spec
+    training = Training(own_recipe("optimizer.momentum=0.5", "sync.spec=dgc(0.1)"), simulated_ranks(1))
+    assert training.recipe.optimizer.lr == 0.1 and "momentum=0.5" in training.strategy.workers.wire.spec
 
 
 # -- real processes ----------------------------------------------------------------------------------------------------
@@ -153,7 +155,7 @@ def test_virtual_workers_equal_real_ones(tmp_path, name, overrides):
     recipe = own_recipe(*overrides) if name == "own" else recipe_of(name, *overrides)
     real, virtual = tmp_path / "real", tmp_path / "virtual"
     open_folder(real, recipe)
-    theirs = work.spawned(work.Job(recipe, real), 4, lambda record: None)
+    theirs = run_modes.train_spawned(run_modes.TrainJob(recipe, real), 4, lambda record: None)
     ours = train(recipe, 4, virtual)
     assert (ours["sent"], ours["payload"]) == (theirs["sent"], theirs["payload"])
     assert ours["value"] == pytest.approx(theirs["value"], rel=1e-3)

@@ -4,9 +4,9 @@ import tomllib
 import pytest
 import torch
 
-from gradwire_lab.train import models, shelf
+from gradwire_lab.train import models, recipe_files
 from gradwire_lab.train.compression import method_of
-from gradwire_lab.train.optim import clip_, decay_groups, obeying, optimizer_of, tell
+from gradwire_lab.train.optimizers import apply_regime, clip_, decay_groups, optimizer_of, set_hyperparameters
 from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.schedule import Schedule, scale_of
 
@@ -45,26 +45,28 @@ LANGUAGE = [
 
 
 def test_every_experiment_has_a_recipe():
-    assert {*SOURCES, *STUDY, *LANGUAGE} <= {name for name, entry in shelf.registered().items() if not entry.fragment}
+    assert {*SOURCES, *STUDY, *LANGUAGE} <= {
+        name for name, entry in recipe_files.registered().items() if not entry.fragment
+    }
 
 
-@pytest.mark.parametrize("name", shelf.registered())
+@pytest.mark.parametrize("name", recipe_files.registered())
 def test_a_recipe_resolves_and_reads_back_as_itself(name):
-    recipe = shelf.resolve(["digits", name])
-    assert shelf.read(tomllib.loads(shelf.dumps(recipe))) == recipe
-    assert shelf.registered()[name].about.isascii()
-    assert shelf.registered()[name].about
+    recipe = recipe_files.resolve(["digits", name])
+    assert recipe_files.read(tomllib.loads(recipe_files.dumps(recipe))) == recipe
+    assert recipe_files.registered()[name].about.isascii()
+    assert recipe_files.registered()[name].about
 
 
-@pytest.mark.parametrize("name", [name for name, entry in shelf.registered().items() if not entry.fragment])
+@pytest.mark.parametrize("name", [name for name, entry in recipe_files.registered().items() if not entry.fragment])
 def test_a_recipe_names_options_that_its_model_knows(name):
-    recipe = shelf.resolve([name])
+    recipe = recipe_files.resolve([name])
     with torch.device("meta"):
         models.build(recipe.model.name, recipe.model.options, {"vocab": 100, "classes": 10})
 
 
 def test_later_files_win_and_overrides_win_over_them():
-    recipe = shelf.resolve(
+    recipe = recipe_files.resolve(
         ["cifar10-resnet20", "dgc", "ramp5", "fp16"], ["train.epochs=500", "optimizer.nesterov=true"]
     )
     assert recipe.sync.spec == "dgc(0.001, values=fp16, indices=int32)"
@@ -73,31 +75,31 @@ def test_later_files_win_and_overrides_win_over_them():
 
 
 def test_fragments_of_one_method_add_up():
-    recipe = shelf.resolve(["cifar10-resnet20", "dgc", "no-masking", "fp16"], ["optimizer.momentum=0.8"])
+    recipe = recipe_files.resolve(["cifar10-resnet20", "dgc", "no-masking", "fp16"], ["optimizer.momentum=0.8"])
     made = str(method_of(recipe))
     assert "topk(0.001) | fp16 | int32" in made and "momentum=0.8" in made and "masking=False" in made
 
 
 def test_a_worker_of_the_large_lstm_is_clipped_as_in_the_source():
     """There, a quarter of a worker's gradient is clipped to 0.25 / sqrt(4), and four of these are added."""
-    feedback = method_of(shelf.resolve(["ptb-lstm1500-dgc"])).feedback
+    feedback = method_of(recipe_files.resolve(["ptb-lstm1500-dgc"])).feedback
     assert feedback.clip_factor(norm=3.0, world=4) * 3.0 / 4 == pytest.approx(0.25 / math.sqrt(4))
 
 
 def test_another_model_drops_the_options_of_the_first():
-    recipe = shelf.resolve(["pydoc-lstm"], ["model.name=gpt"])
+    recipe = recipe_files.resolve(["pydoc-lstm"], ["model.name=gpt"])
     assert recipe.model.options == {}
-    assert shelf.resolve(["ptb-lstm700-topk"]).model.options["hidden"] == 700  # the same model's are kept
+    assert recipe_files.resolve(["ptb-lstm700-topk"]).model.options["hidden"] == 700  # the same model's are kept
 
 
 def test_a_file_of_ones_own_extends_those_of_the_package(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('extends = ["digits", "dgc"]\n[train]\nepochs = 2\n')
-    recipe = shelf.resolve([str(path)])
+    recipe = recipe_files.resolve([str(path)])
     assert (recipe.sync.spec, recipe.train.epochs) == ("dgc(0.001)", 2)
     path.write_text(f'extends = ["{path}"]\n')
     with pytest.raises(ValueError, match="in a circle"):
-        shelf.resolve([str(path)])
+        recipe_files.resolve([str(path)])
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ def test_a_file_of_ones_own_extends_those_of_the_package(tmp_path):
 )
 def test_what_is_wrong_gets_a_sentence(override, sentence):
     with pytest.raises(ValueError, match=sentence):
-        shelf.resolve(["digits"], [override])
+        recipe_files.resolve(["digits"], [override])
 
 
 @pytest.mark.parametrize(
@@ -140,14 +142,14 @@ def test_what_is_wrong_gets_a_sentence(override, sentence):
 )
 def test_an_unknown_recipe_gets_a_sentence(name, sentence):
     with pytest.raises(ValueError, match=sentence.replace("(", r"\(")):
-        shelf.resolve([name])
+        recipe_files.resolve([name])
 
 
 # -- schedules ---------------------------------------------------------------------------------------------------------
 
 
 def schedule(*overrides: str, world: int = 1, batch: int = 60) -> Schedule:
-    recipe = shelf.resolve(
+    recipe = recipe_files.resolve(
         ["cifar10-resnet20"], ["train.batch=60", "train.epochs=100", "schedule.epochs=0", *overrides]
     )
     return Schedule(recipe, scale_of(recipe, world, batch))
@@ -183,15 +185,15 @@ def test_milestones_of_ones_own_are_not_stretched_by_what_another_file_says(tmp_
     path.write_text('extends = ["digits"]\n[schedule]\nkind = "steps"\nmilestones = [1, 3]\n')
     own = ("schedule.kind=steps", "schedule.milestones=[1, 3]")
     for names, overrides in ((["digits"], own), ([str(path)], ())):
-        steps = Schedule(shelf.resolve(names, [*overrides, "train.epochs=4", "optimizer.lr=1.0"]))
+        steps = Schedule(recipe_files.resolve(names, [*overrides, "train.epochs=4", "optimizer.lr=1.0"]))
         assert [steps.rate(epoch) for epoch in (0.9, 1, 2.9, 3)] == pytest.approx([1, 0.1, 0.1, 0.01])
-    said = shelf.resolve(["digits"], ["schedule.epochs=8", *own])
+    said = recipe_files.resolve(["digits"], ["schedule.epochs=8", *own])
     assert said.schedule.epochs == 8  # in whichever order
 
 
 def test_iterations_beyond_all_epochs_stretch_the_schedule_and_fewer_do_not():
     for kind in ("schedule.kind=cosine", "schedule.kind=linear"):
-        recipe = shelf.resolve(["digits"], [kind, "train.epochs=10", "train.iterations=400"])
+        recipe = recipe_files.resolve(["digits"], [kind, "train.epochs=10", "train.iterations=400"])
         assert Schedule(recipe, steps=20).rate(19) > 0  # the last epoch of 400 steps
         assert Schedule(recipe, steps=20).rate(20) == pytest.approx(0.0)
         assert Schedule(recipe, steps=80).rate(5) == pytest.approx(0.05 / 2)  # half of 10 epochs, where it stops
@@ -200,7 +202,7 @@ def test_iterations_beyond_all_epochs_stretch_the_schedule_and_fewer_do_not():
 def test_a_plateau_cuts_the_rate_and_is_remembered():
     rates = schedule("schedule.kind=plateau", "schedule.factor=0.25", "schedule.warmup=0", "optimizer.lr=20.0")
     for loss in (5.0, 4.0, 4.5, 3.0, 3.0):
-        rates.heard(loss)
+        rates.record_loss(loss)
     assert rates.rate(3) == pytest.approx(20 / 16)
     again = schedule("schedule.kind=plateau", "schedule.factor=0.25", "schedule.warmup=0", "optimizer.lr=20.0")
     again.load_state_dict(rates.state_dict())
@@ -208,12 +210,12 @@ def test_a_plateau_cuts_the_rate_and_is_remembered():
 
 
 def test_scaling_by_the_batch():
-    recipe = shelf.resolve(["cifar10-resnet44"])
+    recipe = recipe_files.resolve(["cifar10-resnet44"])
     assert scale_of(recipe, 4, 64) == pytest.approx(math.sqrt(2))  # 256 images, written for 128
 
 
 def test_a_model_may_bring_its_regime():
-    recipe = shelf.resolve(["digits"])
+    recipe = recipe_files.resolve(["digits"])
     rates = Schedule(recipe, 2.0, {0: {"lr": 0.1, "momentum": 0.8}, 3: {"lr": 0.01}})
     assert rates.settings(0.5) == {"lr": 0.2, "momentum": 0.8}
     assert rates.settings(3.2) == {"lr": 0.02, "momentum": 0.8}
@@ -229,11 +231,11 @@ MANUAL = {
 
 @pytest.mark.parametrize("fragments", [[], ["dgc"]])
 def test_a_regime_rules_rate_decay_and_momentum(fragments):
-    recipe = obeying(shelf.resolve(["digits", *fragments], ["optimizer.decay_norms=false"]), MANUAL)
+    recipe = apply_regime(recipe_files.resolve(["digits", *fragments], ["optimizer.decay_norms=false"]), MANUAL)
     optimizer = optimizer_of(recipe, torch.nn.Linear(3, 2))
     rates = Schedule(recipe, 1.0, MANUAL)
     for epoch, lr, decay in ((0, 1e-2, 5e-4), (14.9, 1e-2, 5e-4), (15, 1e-3, 0.0), (21, 1e-3, 1e-4)):
-        tell(optimizer, rates.settings(epoch))
+        set_hyperparameters(optimizer, rates.settings(epoch))
         assert [group["lr"] for group in optimizer.param_groups] == [lr, lr]
         assert [group["weight_decay"] for group in optimizer.param_groups] == [decay, 0.0]
         assert optimizer.param_groups[0]["momentum"] == 0.8
@@ -254,14 +256,17 @@ def test_a_regime_rules_rate_decay_and_momentum(fragments):
 )
 def test_a_regime_that_cannot_be_obeyed_is_a_sentence(regime, names, sentence):
     with pytest.raises(ValueError, match=sentence):
-        obeying(shelf.resolve(["digits", *names]), regime)
+        apply_regime(recipe_files.resolve(["digits", *names]), regime)
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
 def test_momentum_is_the_compressors_or_the_optimizers_but_not_both():
-    plain, corrected = shelf.resolve(["digits"]), shelf.resolve(["digits", "dgc"], ["optimizer.momentum=0.8"])
+    plain, corrected = (
+        recipe_files.resolve(["digits"]),
+        recipe_files.resolve(["digits", "dgc"], ["optimizer.momentum=0.8"]),
+    )
     model = torch.nn.Linear(2, 2)
     assert type(optimizer_of(plain, model)) is torch.optim.SGD
     assert type(optimizer_of(corrected, model)).__module__.startswith("gradwire")
@@ -269,7 +274,7 @@ def test_momentum_is_the_compressors_or_the_optimizers_but_not_both():
 
 
 def test_a_ramp_ends_with_the_specs_own_density():
-    table = method_of(shelf.resolve(["digits", "dgc", "ramp5"]), ramp_steps=100).table
+    table = method_of(recipe_files.resolve(["digits", "dgc", "ramp5"]), ramp_steps=100).table
     assert [(step, chain.selector.ratio) for step, chain in table] == [
         (0, 0.25),
         (20, 0.0625),
@@ -278,9 +283,9 @@ def test_a_ramp_ends_with_the_specs_own_density():
         (80, 0.001),
         (100, 0.001),
     ]
-    denser = method_of(shelf.resolve(["digits", "ramp5"]), ramp_steps=100).table  # of topk(0.01)
+    denser = method_of(recipe_files.resolve(["digits", "ramp5"]), ramp_steps=100).table  # of topk(0.01)
     assert [chain.selector.ratio for _, chain in denser] == [0.25, 0.0625, 0.015625, 0.01, 0.01, 0.01]
-    assert len(method_of(shelf.resolve(["digits", "ramp5"], ["sync.spec=dense"]), ramp_steps=100).table) == 1
+    assert len(method_of(recipe_files.resolve(["digits", "ramp5"], ["sync.spec=dense"]), ramp_steps=100).table) == 1
 
 
 def test_norms_and_biases_may_be_spared_the_decay():
@@ -288,7 +293,7 @@ def test_norms_and_biases_may_be_spared_the_decay():
     matrices, vectors = decay_groups(model, 0.1, decay_norms=False)
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
     optimizer = torch.optim.SGD([matrices, vectors], lr=1.0)
-    tell(optimizer, {"lr": 0.5, "weight_decay": 0.2})
+    set_hyperparameters(optimizer, {"lr": 0.5, "weight_decay": 0.2})
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.2), (0.5, 0.0)]
 
 
@@ -301,4 +306,11 @@ def test_clipping_shortens_what_is_too_long_only():
 
 
 def test_defaults_are_a_recipe():
-    assert shelf.read({}) == Recipe()
+    assert recipe_files.read({}) == Recipe()
+
+
+@pytest.mark.parametrize("table", ["train", "gossip"])
+def test_the_old_name_of_sequential_passes_still_works(table):
+    with pytest.warns(DeprecationWarning, match="sequential"):
+        recipe = recipe_files.resolve(["digits"], [f"{table}.passes=in turn"])
+    assert getattr(recipe, table).passes == "sequential"

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from gradwire_lab.train.batched_pass import Unsupported
 from gradwire_lab.train.loop import Training
-from gradwire_lab.train.place import alone
-from gradwire_lab.train.together import Strange
+from gradwire_lab.train.rank_info import simulated_ranks
 from training_fixtures import recipe_of
 
 WORLD = 3
@@ -55,9 +55,14 @@ class Unknown(Mixed):
         return super().forward(x) * self.gain
 
 
+class Unmappable(Mixed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.sum().item() > -1e9 else x
+
+
 def training(model, how, *overrides):
     recipe = recipe_of("digits", *SMALL, f"model.name={model}", "model.options={}", f"train.passes={how}", *overrides)
-    return Training(recipe, alone(WORLD))
+    return Training(recipe, simulated_ranks(WORLD))
 
 
 @pytest.mark.parametrize(
@@ -65,109 +70,96 @@ def training(model, how, *overrides):
     [
         ("train.test_together:Mixed", ()),
         ("train.test_together:Mixed", ("train.channels_last=true", "train.label_smoothing=0.1")),
+        *((f"train.test_together:{name}", ()) for name in ("Padded", "Twice", "Again", "Unknown")),
         ("cnn", ("sync.granularity=model",)),
         ("resnet20", ("data.crop=1",)),
     ],
 )
 def test_gradients_statistics_and_losses_are_those_of_passes_in_turn(model, overrides):
-    one, other = (training(model, how, "model.options={}", *overrides) for how in ("together", "in turn"))
+    one, other = (training(model, how, "model.options={}", *overrides) for how in ("together", "sequential"))
     for step, batch in zip(range(2), one.loader.epoch(0), strict=False):
-        (grads, loss), (expected, wanted) = one.passes(batch, step), other.passes(batch, step)
+        (grads, loss), (expected, wanted) = one.strategy.passes(batch, step), other.strategy.passes(batch, step)
         torch.testing.assert_close(loss, wanted)
         for mine, theirs in zip(grads, expected, strict=True):
             for name, x in theirs.items():
                 torch.testing.assert_close(mine[name], x, rtol=1e-3, atol=1e-5, msg=name)
-    for mine, theirs in zip(one.crew.buffers, other.crew.buffers, strict=True):
+    for mine, theirs in zip(one.strategy.workers.buffers, other.strategy.workers.buffers, strict=True):
         for name, x in theirs.items():
             torch.testing.assert_close(mine[name], x, msg=name)
 
 
-def test_a_norm_takes_the_relu_after_it_along():
-    one = training("train.test_together:Mixed", "together")
-    one.passes(next(one.loader.epoch(0)), 0)
-    assert one.passes._together._rectified == {id(one.model.norm1.weight)}  # and not norm2, which is used twice
-
-
 def test_steps_are_taken_together():
-    one, other = (training("train.test_together:Mixed", how) for how in ("together", "in turn"))
+    one, other = (training("train.test_together:Mixed", how) for how in ("together", "sequential"))
     for each in (one, other):
         each.go(lambda record: None, lambda training, best: None)
-    assert one.score().loss == pytest.approx(other.score().loss, rel=0.05)
+    assert one.strategy.score().loss == pytest.approx(other.strategy.score().loss, rel=0.05)
 
 
 def test_columns_of_recurrent_models_are_read_on_together():
     base = ("model.options={hidden=8, layers=2, dropout=0.0, tied=false}", "optimizer.local_clip=0.05", "data.length=5")
     one, other = (
-        Training(recipe_of("pydoc-lstm", *base, f"train.passes={how}"), alone(WORLD - 1))
-        for how in ("together", "in turn")
+        Training(recipe_of("pydoc-lstm", *base, f"train.passes={how}"), simulated_ranks(WORLD - 1))
+        for how in ("together", "sequential")
     )
     for step, batch in zip(range(3), one.loader.epoch(0), strict=False):
-        (grads, loss), (expected, wanted) = one.passes(batch, step), other.passes(batch, step)
+        (grads, loss), (expected, wanted) = one.strategy.passes(batch, step), other.strategy.passes(batch, step)
         torch.testing.assert_close(loss, wanted)
-        torch.testing.assert_close(one.passes.states, other.passes.states)
+        torch.testing.assert_close(one.strategy.passes.states, other.strategy.passes.states)
         for mine, theirs in zip(grads, expected, strict=True):
             for name, x in theirs.items():
                 torch.testing.assert_close(mine[name], x, rtol=1e-3, atol=1e-6, msg=name)
-        kept = [[(h.clone(), c.clone()) for h, c in own] for own in one.passes.states]
-        one.passes.states = kept if step else []  # as after a checkpoint, or at the start of an epoch
-        other.passes.states = kept if step else []
+        kept = [[(h.clone(), c.clone()) for h, c in own] for own in one.strategy.passes.states]
+        one.strategy.passes.states = kept if step else []  # as after a checkpoint, or at the start of an epoch
+        other.strategy.passes.states = kept if step else []
 
 
 def test_passes_of_a_worker_go_together_where_their_differences_are_asked_for():
     base = ("model.options={hidden=8, layers=2, dropout=0.0, tied=false}", "optimizer.local_clip=0.05", "data.length=5")
     base += ("sync.spec=variance", "train.accumulate=2", "train.batch=3", "train.batch_per=worker")
     one, other = (
-        Training(recipe_of("pydoc-lstm", *base, f"train.passes={how}"), alone(WORLD)) for how in ("together", "in turn")
+        Training(recipe_of("pydoc-lstm", *base, f"train.passes={how}"), simulated_ranks(WORLD))
+        for how in ("together", "sequential")
     )
     seen = {id(each): [{} for _ in range(WORLD)] for each in (one, other)}
     for each in (one, other):
-        for wire, notes in zip(each.crew.wires, seen[id(each)], strict=True):
+        for wire, notes in zip(each.strategy.workers.wires, seen[id(each)], strict=True):
             wire.observe = notes.update
     for step, batch in zip(range(3), one.loader.epoch(0), strict=False):
-        (grads, loss), (expected, wanted) = one.passes(batch, step), other.passes(batch, step)
+        (grads, loss), (expected, wanted) = one.strategy.passes(batch, step), other.strategy.passes(batch, step)
         torch.testing.assert_close(loss, wanted)
-        torch.testing.assert_close(one.passes.states, other.passes.states)
+        torch.testing.assert_close(one.strategy.passes.states, other.strategy.passes.states)
         for mine, theirs in zip([*grads, *seen[id(one)]], [*expected, *seen[id(other)]], strict=True):
             assert mine.keys() == theirs.keys() and mine
             for name, x in theirs.items():
                 torch.testing.assert_close(mine[name], x, rtol=1e-3, atol=1e-8, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("model", "word"),
-    [
-        ("Padded", "padding has a name"),
-        ("Twice", "head.weight is used in more ways"),
-        ("Again", "more than once"),
-        ("Unknown", "gain"),
-    ],
-)
-def test_what_only_one_worker_does_right_is_left_to_one(model, word):
-    refused = training(f"train.test_together:{model}", "together")
+def test_an_unsupported_model_passes_sequentially():
+    refused = training("train.test_together:Unmappable", "together")
     batch = next(refused.loader.epoch(0))
-    before = {name: x.clone() for name, x in refused.crew.buffers[1].items()}
-    with pytest.raises(Strange, match=word):
-        refused.passes(batch, 0)
-    assert all(torch.equal(x, before[name]) for name, x in refused.crew.buffers[1].items())
-    turns = training(f"train.test_together:{model}", "auto")
-    turns.passes._abreast = True  # as on a GPU
-    expected = training(f"train.test_together:{model}", "in turn").passes(batch, 0)
-    torch.testing.assert_close(turns.passes(batch, 0), expected)
+    before = {name: x.clone() for name, x in refused.strategy.workers.buffers[1].items()}
+    with pytest.raises(Unsupported, match=r"train\.passes"):
+        refused.strategy.passes(batch, 0)
+    assert all(torch.equal(x, before[name]) for name, x in refused.strategy.workers.buffers[1].items())
+    turns = training("train.test_together:Unmappable", "auto")
+    turns.strategy.passes._batched = True  # as on a GPU
+    expected = training("train.test_together:Unmappable", "sequential").strategy.passes(batch, 0)
+    torch.testing.assert_close(turns.strategy.passes(batch, 0), expected)
 
 
 def test_where_memory_is_short_workers_go_in_turn():
     turns = training("train.test_together:Mixed", "auto")
     batch = next(turns.loader.epoch(0))
-    turns.passes._abreast, objective = True, turns.passes._objective
+    turns.strategy.passes._batched, objective = True, turns.strategy.passes._loss
 
-    def too_large(inputs, *rest):
-        if len(inputs) > len(batch.inputs) // WORLD:
+    def too_large(model, *rest):
+        if model is not turns.model:  # all workers at once
             raise torch.OutOfMemoryError
-        return objective(inputs, *rest)
+        return objective(model, *rest)
 
-    turns.passes._objective = too_large
-    expected = training("train.test_together:Mixed", "in turn").passes(batch, 0)
-    torch.testing.assert_close(turns.passes(batch, 0), expected)
+    turns.strategy.passes._loss = too_large
+    expected = training("train.test_together:Mixed", "sequential").strategy.passes(batch, 0)
+    torch.testing.assert_close(turns.strategy.passes(batch, 0), expected)
 
 
 def test_it_says_what_keeps_workers_apart():

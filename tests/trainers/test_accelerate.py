@@ -1,4 +1,4 @@
-"""Accelerate: what a loop of theirs computes with one line of ours is what a plain loop computes."""
+"""Accelerate: its loop with one line of ours computes what a plain loop computes."""
 
 import importlib.util
 import os
@@ -11,7 +11,7 @@ from torch import nn
 
 import fixtures
 import gradwire
-from spawn import run_ranks
+from spawn import Answers, call_case, run_cases
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None,
@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = {"spec": "topk(0.1)", "launch_mb": fixtures.LAUNCH_MB}
 def accelerator_of(rank: int, world: int, **options: Any) -> Any:
     """An Accelerator of this rank, as under torchrun."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {"MASTER_PORT": "1"}  # the group exists, so nobody goes there
+    os.environ |= {"MASTER_PORT": "1"}  # the group exists, so this port is not used
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -31,8 +31,8 @@ def accelerator_of(rank: int, world: int, **options: Any) -> Any:
     return Accelerator(**{"cpu": True, **options})
 
 
-def march(accelerator: Any, model: nn.Module, optimizer: Any, steps: range, rank: int) -> None:
-    """As Accelerate's manual writes it; two passes to a step."""
+def train_steps(accelerator: Any, model: nn.Module, optimizer: Any, steps: range, rank: int) -> None:
+    """The loop of Accelerate's manual; two passes to a step."""
     for step in range(2 * steps.start, 2 * steps.stop):
         with accelerator.accumulate(model):
             accelerator.backward(fixtures.loss(model, rank, step))
@@ -62,87 +62,126 @@ def equal(wire: gradwire.Wire, net: nn.Module, other: tuple[gradwire.Wire, nn.Mo
     )
 
 
-def two_ranks(rank: int, world: int, folder: Path) -> None:
-    from gradwire.integrations.accelerate import attach
-
-    through = expected(rank, range(6))
-    halfway = expected(rank, range(3))
-    accelerator = accelerator_of(rank, world, gradient_accumulation_steps=2)
-    net = fixtures.model()
+def prepared(rank: int, world: int, seed: int = 0, **options: Any) -> tuple[Any, nn.Module, nn.Module, Any]:
+    """An Accelerator, a net, the model that wraps it, and its optimizer."""
+    accelerator = accelerator_of(rank, world, **options)
+    net = fixtures.model(seed=seed)
     model, optimizer = accelerator.prepare(net, fixtures.sgd(net))
-    wire = gradwire.compress(model, **OPTIONS)  # one line is enough, without checkpoints
-    march(accelerator, model, optimizer, range(3), rank)
+    return accelerator, net, model, optimizer
+
+
+def one_line(rank: int, world: int, folder: Path) -> None:
+    """Without checkpoints, `gradwire.compress` is enough."""
+    halfway = expected(rank, range(3))
+    accelerator, net, model, optimizer = prepared(rank, world, gradient_accumulation_steps=2)
+    wire = gradwire.compress(model, **OPTIONS)
+    train_steps(accelerator, model, optimizer, range(3), rank)
     assert equal(wire, net, halfway)
     assert (wire.report().steps, wire.report().payload) == (3, halfway[0].report().payload)
 
-    for start, stop in ((0, 3), (3, 6)):  # the second time in the place of another run, from the first one's checkpoint
-        accelerator = accelerator_of(rank, world, gradient_accumulation_steps=2)
-        net = fixtures.model(seed=start)
-        model, optimizer = accelerator.prepare(net, fixtures.sgd(net))
+
+def resumed(rank: int, world: int, folder: Path) -> None:
+    """Saved after three steps, and loaded into another model."""
+    from gradwire.integrations.accelerate import attach
+
+    for start, stop in ((0, 3), (3, 6)):
+        accelerator, net, model, optimizer = prepared(rank, world, start, gradient_accumulation_steps=2)
         wire = attach(accelerator, model, **OPTIONS)
         if start:
             accelerator.load_state(str(folder))
-        march(accelerator, model, optimizer, range(start, stop), rank)
+        train_steps(accelerator, model, optimizer, range(start, stop), rank)
         if not start:
             accelerator.save_state(str(folder))
-    assert equal(wire, net, through), "resuming changes nothing"
-    assert all(fixtures.agreed(p.detach()) for p in net.parameters())
+    assert equal(wire, net, expected(rank, range(6))), "resuming changes nothing"
+    assert all(fixtures.same_on_all_ranks(p.detach()) for p in net.parameters())
 
-    accelerator = accelerator_of(rank, world, gradient_accumulation_steps=2, mixed_precision="bf16")
-    net = fixtures.model()
-    model, optimizer = accelerator.prepare(net, fixtures.sgd(net))
+
+def bfloat16(rank: int, world: int, folder: Path) -> None:
+    from gradwire.integrations.accelerate import attach
+
+    halfway = expected(rank, range(3))
+    precision = {"gradient_accumulation_steps": 2, "mixed_precision": "bf16"}
+    accelerator, net, model, optimizer = prepared(rank, world, **precision)
     wire = attach(accelerator, model, **OPTIONS)
-    march(accelerator, model, optimizer, range(3), rank)
-    assert all(fixtures.agreed(p.detach()) for p in net.parameters())
+    train_steps(accelerator, model, optimizer, range(3), rank)
+    assert all(fixtures.same_on_all_ranks(p.detach()) for p in net.parameters())
     assert not equal(wire, net, halfway), "bfloat16 rounds"
     torch.testing.assert_close(net[0].weight, halfway[1][0].weight, rtol=0.1, atol=0.01)
-    said = fixtures.sentence(lambda: attach(accelerator, net, **OPTIONS))
-    assert "in 2 processes the prepared model is a Sequential" in said and "DistributedDataParallel" in said
-    twice(rank, world)
-    lonely(rank, world)
 
 
-def twice(rank: int, world: int) -> None:
+def not_prepared(rank: int, world: int, folder: Path) -> None:
+    from gradwire.integrations.accelerate import attach
+
+    accelerator, net, _, _ = prepared(rank, world)
+    text = fixtures.error_text(lambda: attach(accelerator, net, **OPTIONS))
+    assert "Error" in text and "Sequential" in text and "DistributedDataParallel" in text, text
+
+
+def momentum_twice(rank: int, world: int, folder: Path) -> None:
     """Momentum before compression and again after it."""
     from gradwire.integrations.accelerate import attach
 
     accelerator = accelerator_of(rank, world)
     net, other = fixtures.model(), fixtures.model()
-    model, _, _ = accelerator.prepare(net, fixtures.sgd(net), fixtures.sgd(other, momentum=0.9))  # whose is no matter
+    # The optimizer of another model does not matter.
+    model, _, _ = accelerator.prepare(net, fixtures.sgd(net), fixtures.sgd(other, momentum=0.9))
     attach(accelerator, model, "dgc(0.1)")
     model, _ = accelerator.prepare(other, fixtures.sgd(other, momentum=0.9))
-    said = fixtures.sentence(lambda: attach(accelerator, model, "dgc(0.1)"))
-    assert "SGD has momentum of its own" in said and "gradwire.SGD" in said
+    text = fixtures.error_text(lambda: attach(accelerator, model, "dgc(0.1)"))
+    assert text.startswith("ValueError") and "SGD" in text and "gradwire.SGD" in text, text
 
 
-def lonely(rank: int, world: int) -> None:
-    """Without a GPU, and without being told to use CPUs, a new Accelerate takes every process for the only one."""
+def alone_by_mistake(rank: int, world: int, folder: Path) -> None:
+    """Without a GPU and without cpu=True, a new Accelerate takes every process for the only one."""
     from gradwire.integrations.accelerate import attach
 
     accelerator = accelerator_of(rank, world, cpu=False)
     model = accelerator.prepare(fixtures.model())
-    said = fixtures.sentence(lambda: attach(accelerator, model, **OPTIONS))
+    text = fixtures.error_text(lambda: attach(accelerator, model, **OPTIONS))
     if accelerator.num_processes == world:
-        assert said == "no refusal"
+        assert text == fixtures.NO_ERROR
     else:
-        assert "counts 1 processes, and the process group 2" in said and "cpu=True" in said
-
-
-def test_two_ranks_compute_what_a_plain_loop_computes(tmp_path):
-    run_ranks(two_ranks, 2, tmp_path)
-    assert {path.name for path in tmp_path.glob("wire-*")} == {"wire-0.safetensors", "wire-1.safetensors"}
-    run_ranks(one_rank, 1, tmp_path)
+        assert "Error" in text and "1 process" in text and "cpu=True" in text, text
 
 
 def one_rank(rank: int, world: int, folder: Path) -> None:
-    """The checkpoint of two ranks, gone on with by one."""
+    """The checkpoint of two ranks, resumed by one."""
     from gradwire.integrations.accelerate import attach
 
-    accelerator = accelerator_of(rank, world)
-    net = fixtures.model()
-    model, optimizer = accelerator.prepare(net, fixtures.sgd(net))
+    accelerator, _, model, optimizer = prepared(rank, world)
     wire = attach(accelerator, model, **OPTIONS)
     accelerator.load_state(str(folder))
-    assert wire.session.step == 3
-    march(accelerator, model, optimizer, range(1), rank)
+    assert wire.engine.core.step == 3
+    train_steps(accelerator, model, optimizer, range(1), rank)
     assert wire.report().steps == 2  # nothing is accumulated
+
+
+TWO_RANKS = {
+    "one line": one_line,
+    "resumed": resumed,
+    "bfloat16": bfloat16,
+    "not prepared": not_prepared,
+    "momentum twice": momentum_twice,
+    "alone by mistake": alone_by_mistake,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("accelerate")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> Answers:
+    return run_cases(call_case, 2, TWO_RANKS, folder)
+
+
+@pytest.mark.parametrize("case", TWO_RANKS)
+def test_two_ranks_compute_what_a_plain_loop_computes(case: str, two_ranks: Answers):
+    assert two_ranks[case] == [None, None]
+
+
+def test_one_rank_resumes_a_checkpoint_of_two(folder: Path, two_ranks: Answers):
+    assert two_ranks["resumed"] == [None, None]
+    assert {path.name for path in folder.glob("wire-*")} == {"wire-0.safetensors", "wire-1.safetensors"}
+    assert run_cases(call_case, 1, {"one rank": one_rank}, folder)["one rank"] == [None]

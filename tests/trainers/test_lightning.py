@@ -1,4 +1,4 @@
-"""Lightning: what a Trainer with our callback computes is what a plain loop computes, and it goes on where it was."""
+"""Lightning: a Trainer with our callback computes what a plain loop computes, and resumes from its checkpoints."""
 
 import importlib.util
 import os
@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fixtures
 import gradwire
-from spawn import run_ranks
+from spawn import Answers, call_case, run_cases
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None, reason="Lightning is not installed: pip install gradwire[lightning]"
 )
-# Importing Lightning takes seconds, so ranks alone import it, and each tells several stories.
+# Importing Lightning takes seconds, so ranks alone import it, and one group of ranks serves all cases.
 
 BATCH, STEPS = 8, 6  # of one rank, in an epoch
 SPEC = "topk(0.1)"
@@ -96,56 +96,54 @@ def equal(wire: gradwire.Wire, net: nn.Module, expected: tuple[gradwire.Wire, nn
     )
 
 
-def two_ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
+def two_epochs(rank: int, world: int, folder: Path) -> dict[str, Tensor]:
+    """The errors pending at the end."""
     _, compression, net = fit(rank, world, epochs=2)
     expected = loop(rank, world, epochs=2)
     assert equal(compression.wire, net, expected)
-    assert all(fixtures.agreed(p.detach()) for p in net.parameters())
-    report = compression.wire.report()
-    assert (report.steps, report.payload, report.sent) == (2 * STEPS, expected[0].report().payload, report.sent)
-
-    _, accumulating, net = fit(rank, world, accumulate_grad_batches=2, gradient_clip_val=0.05)
-    assert accumulating.wire.report().steps == STEPS // 2
-    assert equal(accumulating.wire, net, loop(rank, world, passes=2, clip=0.05))
-
-    _, half, net = fit(rank, world, precision="bf16-mixed")
-    assert half.wire.report().steps == STEPS and half.wire.skipped == 0
-    assert all(fixtures.agreed(p.detach()) for p in net.parameters())
-
-    scaled(rank, world)
-    stopped, _, _ = fit(rank, world, epochs=1)
-    stopped.save_checkpoint(folder / "stopped.ckpt")
-    _, going_on, net = fit(rank, world, epochs=2, start=folder / "stopped.ckpt")
-    assert equal(going_on.wire, net, expected), "resuming changes nothing"
-    assert going_on.wire.report().steps == STEPS, "the account is of the second fit alone"
+    assert all(fixtures.same_on_all_ranks(p.detach()) for p in net.parameters())
+    report, plain = compression.wire.report(), expected[0].report()
+    assert (report.steps, report.payload, report.sent) == (2 * STEPS, plain.payload, plain.sent)
     return {name: debt.double() for name, debt in compression.wire.debts().items()}
 
 
-def scaled(rank: int, world: int) -> None:
+def accumulated(rank: int, world: int, folder: Path) -> None:
+    _, compression, net = fit(rank, world, accumulate_grad_batches=2, gradient_clip_val=0.05)
+    assert compression.wire.report().steps == STEPS // 2
+    assert equal(compression.wire, net, loop(rank, world, passes=2, clip=0.05))
+
+
+def bfloat16(rank: int, world: int, folder: Path) -> None:
+    _, compression, net = fit(rank, world, precision="bf16-mixed")
+    assert compression.wire.report().steps == STEPS and compression.wire.skipped == 0
+    assert all(fixtures.same_on_all_ranks(p.detach()) for p in net.parameters())
+
+
+def resumed(rank: int, world: int, folder: Path) -> None:
+    stopped, _, _ = fit(rank, world, epochs=1)
+    stopped.save_checkpoint(folder / "stopped.ckpt")
+    _, going_on, net = fit(rank, world, epochs=2, start=folder / "stopped.ckpt")
+    assert equal(going_on.wire, net, loop(rank, world, epochs=2)), "resuming changes nothing"
+    assert going_on.wire.report().steps == STEPS, "the report is of the second fit alone"
+
+
+def scaled(rank: int, world: int, folder: Path) -> None:
     """Lightning's GradScaler, and an overflow on one rank, which makes both back off."""
     from lightning.pytorch.callbacks import LambdaCallback
     from lightning.pytorch.plugins import MixedPrecision
 
-    def strike(trainer: Any, module: Any, batch: list[Tensor], batch_idx: int) -> None:
+    def overflow(trainer: Any, module: Any, batch: list[Tensor], batch_idx: int) -> None:
         batch[0].mul_(torch.inf if rank == 1 and batch_idx == 2 else 1.0)
 
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
-    _, compression, net = fit(rank, world, plugins=[plugin], more=[LambdaCallback(on_train_batch_start=strike)])
+    _, compression, net = fit(rank, world, plugins=[plugin], more=[LambdaCallback(on_train_batch_start=overflow)])
     assert compression.wire.scaler is scaler
     assert (compression.wire.report().steps, compression.wire.skipped, scaler.get_scale()) == (STEPS, 1, 2.0**7)
-    assert all(fixtures.agreed(p.detach()) and bool(p.isfinite().all()) for p in net.parameters())
+    assert all(fixtures.same_on_all_ranks(p.detach()) and bool(p.isfinite().all()) for p in net.parameters())
 
 
-def test_two_ranks_compute_what_a_plain_loop_computes(tmp_path):
-    first, second = run_ranks(two_ranks, 2, tmp_path, timeout=100)
-    assert any(not torch.equal(first[name], second[name]) for name in first), "each rank has debts of its own"
-    saved = torch.load(tmp_path / "stopped.ckpt", weights_only=True)["gradwire"]
-    assert [int(state["gradwire/rank"]) for state in saved] == [0, 1]
-    run_ranks(one_rank, 1, tmp_path, timeout=100)
-
-
-def one_rank(rank: int, world: int, folder: Path) -> None:
+def one_device(rank: int, world: int, folder: Path) -> None:
     """On a single device there is no DDP, and still compression."""
     from lightning.pytorch.loggers import CSVLogger
 
@@ -154,27 +152,73 @@ def one_rank(rank: int, world: int, folder: Path) -> None:
     assert compression.wire.report().payload_ratio > 5
     names = (folder / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {"gradwire/sent_mb", "gradwire/payload_ratio", "gradwire/skipped"} <= set(names)
-    assert "did you mean topk" in fixtures.sentence(lambda: fit(rank, world, spec="tpok(0.1)"))
-    assert "momentum of its own" in fixtures.sentence(lambda: fit(rank, world, spec="dgc(0.1)", momentum=0.9))
-    narrowed(folder)
-    without_memories(folder)
 
 
-def narrowed(folder: Path) -> None:
-    """A checkpoint of two ranks, gone on with by one: what was owed is still owed."""
+def refused(rank: int, world: int, folder: Path) -> None:
+    typo = fixtures.error_text(lambda: fit(rank, world, spec="tpok(0.1)"))
+    assert typo.startswith("ValueError") and "'tpok'" in typo and "topk" in typo, typo
+    twice = fixtures.error_text(lambda: fit(rank, world, spec="dgc(0.1)", momentum=0.9))
+    assert twice.startswith("ValueError") and "SGD" in twice and "momentum=0" in twice, twice
+
+
+def from_two_ranks(rank: int, world: int, folder: Path) -> None:
+    """A checkpoint of two ranks, resumed by one, keeps the mean of their pending errors."""
     states = torch.load(folder / "stopped.ckpt", weights_only=True)["gradwire"]
     _, compression, _ = fit(0, 1, epochs=1, start=folder / "stopped.ckpt")
     assert compression.wire.report().steps == 0
     for name, debt in compression.wire.debts().items():
-        owed = torch.stack([state[f"residual/{name}"] for state in states]).mean(0)
-        torch.testing.assert_close(debt.flatten(), owed)
+        mean = torch.stack([state[f"residual/{name}"] for state in states]).mean(0)
+        torch.testing.assert_close(debt.flatten(), mean)
 
 
-def without_memories(folder: Path) -> None:
-    """A checkpoint that was saved before anything was compressed."""
+def from_dense(rank: int, world: int, folder: Path) -> None:
+    """A checkpoint that was saved without compression."""
     checkpoint = torch.load(folder / "stopped.ckpt", weights_only=True)
     del checkpoint["gradwire"]
     torch.save(checkpoint, folder / "dense.ckpt")
-    with pytest.warns(UserWarning, match="memories begin empty"):
+    with pytest.warns(UserWarning, match="checkpoint"):
         _, compression, _ = fit(0, 1, epochs=2, start=folder / "dense.ckpt")
     assert compression.wire.report().steps == STEPS
+
+
+TWO_RANKS = {
+    "two epochs": two_epochs,
+    "accumulated and clipped": accumulated,
+    "bfloat16": bfloat16,
+    "scaled": scaled,
+    "resumed": resumed,
+}
+ONE_RANK = {"one device": one_device, "refused": refused, "from two ranks": from_two_ranks, "from dense": from_dense}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("lightning")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> Answers:
+    return run_cases(call_case, 2, TWO_RANKS, folder)
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder: Path, two_ranks: Answers) -> Answers:
+    return run_cases(call_case, 1, ONE_RANK, folder)
+
+
+@pytest.mark.parametrize("case", TWO_RANKS)
+def test_two_ranks_compute_what_a_plain_loop_computes(case: str, two_ranks: Answers):
+    first, second = two_ranks[case]
+    if case == "two epochs":
+        assert any(not torch.equal(first[name], second[name]) for name in first), "each rank has errors of its own"
+
+
+def test_a_checkpoint_holds_the_state_of_all_ranks(folder: Path, two_ranks: Answers):
+    assert two_ranks["resumed"] == [None, None]
+    saved = torch.load(folder / "stopped.ckpt", weights_only=True)["gradwire"]
+    assert [int(state["gradwire/rank"]) for state in saved] == [0, 1]
+
+
+@pytest.mark.parametrize("case", ONE_RANK)
+def test_one_rank_compresses_and_resumes_without_ddp(case: str, one_rank: Answers):
+    assert one_rank[case] == [None]

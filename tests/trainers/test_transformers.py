@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: compressed by our callback, it keeps ranks alike and goes on where it was."""
+"""Hugging Face's Trainer: with our callback, ranks stay equal, and a run resumes from its checkpoints."""
 
 import importlib.util
 import os
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 import fixtures
 import gradwire
-from spawn import run_ranks
+from spawn import Answers, call_case, run_cases, run_ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None,
     reason="transformers is not installed: pip install gradwire[transformers]",
 )
-# Importing transformers takes seconds, so ranks alone import it, and each tells several stories.
+# Importing transformers takes seconds, so ranks alone import it, and one group of ranks serves all cases.
 
 BATCH = 2
 SPEC = "topk(0.05)"
@@ -44,7 +44,7 @@ def train(
     """The callback and the model, after some steps on a CPU."""
     if world > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-        os.environ |= {"MASTER_PORT": "1"}  # the group exists, so nobody goes there
+        os.environ |= {"MASTER_PORT": "1"}  # the group exists, so this port is not used
     from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
 
@@ -67,44 +67,91 @@ def state_of(compression: Any, model: nn.Module) -> dict[str, Tensor]:
     return {**fixtures.tensors(model), **fixtures.memories(compression.wire)}
 
 
-def alike(model: nn.Module) -> bool:
-    return all(fixtures.agreed(p.detach()) for p in model.parameters())
+def equal_on_ranks(model: nn.Module) -> bool:
+    return all(fixtures.same_on_all_ranks(p.detach()) for p in model.parameters())
 
 
-def two_ranks(rank: int, world: int, folder: Path) -> None:
-    through, model = train(rank, world, folder / "through", 6)
-    assert alike(model)
-    report = through.wire.report()
+def uninterrupted(rank: int, world: int, folder: Path) -> None:
+    compression, model = train(rank, world, folder / "through", 6)
+    assert equal_on_ranks(model)
+    report = compression.wire.report()
     assert (report.steps, report.world) == (6, world) and report.payload_ratio > 5
     assert report.dense == 6 * 4 * sum(p.numel() for p in model.parameters())
-    whole = state_of(through, model)
-    assert any(bool(x.any()) for name, x in whole.items() if name.startswith("residual/"))
-
-    saved = str(folder / "run" / "checkpoint-3")
+    state = state_of(compression, model)
+    assert any(bool(x.any()) for name, x in state.items() if name.startswith("residual/"))
+    torch.save(state, folder / f"state-{rank}")
     train(rank, world, folder / "run", 3, save_strategy="steps", save_steps=3)
-    places: tuple[dict[str, Any], ...] = (
-        {"folder": folder / "run", "start": True},
-        {"folder": folder / "run", "start": saved},
-        {"folder": folder / "new", "start": saved, "resume": saved},
-    )
-    for place in places:
-        again, model = train(rank, world, steps=6, **place)
-        assert fixtures.same(state_of(again, model), whole), place
-        assert again.wire.report().steps == 3, "the account is of the second training alone"
-    with pytest.warns(UserWarning, match=r"holds no compression memories, and they begin empty.*resume=FOLDER"):
-        train(rank, world, folder / "lost", 4, saved)
-
-    accumulating, model = train(rank, world, folder / "more", 3, gradient_accumulation_steps=2, bf16=True)
-    assert accumulating.wire.report().steps == 3 and accumulating.wire.skipped == 0
-    assert alike(model)
-    said = fixtures.sentence(lambda: train(rank, world, folder / "adam", 1, spec="dgc(0.1)", optim="adamw_torch"))
-    assert "AdamW has momentum of its own" in said
 
 
-def test_two_ranks_stay_alike_and_go_on_where_they_were(tmp_path):
-    run_ranks(two_ranks, 2, tmp_path, timeout=100)
-    checkpoint = tmp_path / "run" / "checkpoint-3"
-    assert {path.name for path in checkpoint.glob("wire-*")} == {"wire-0.safetensors", "wire-1.safetensors"}
+def resumed(rank: int, world: int, folder: Path, place: dict[str, Any]) -> None:
+    compression, model = train(rank, world, steps=6, **place)
+    assert fixtures.same(state_of(compression, model), torch.load(folder / f"state-{rank}"))
+    assert compression.wire.report().steps == 3, "the report is of the second training alone"
+
+
+def resumed_here(rank: int, world: int, folder: Path) -> None:
+    resumed(rank, world, folder, {"folder": folder / "run", "start": True})
+
+
+def resumed_by_name(rank: int, world: int, folder: Path) -> None:
+    resumed(rank, world, folder, {"folder": folder / "run", "start": checkpoint(folder)})
+
+
+def resumed_elsewhere(rank: int, world: int, folder: Path) -> None:
+    saved = checkpoint(folder)
+    resumed(rank, world, folder, {"folder": folder / "new", "start": saved, "resume": saved})
+
+
+def resumed_without_state(rank: int, world: int, folder: Path) -> None:
+    with pytest.warns(UserWarning, match=r"resume=FOLDER"):
+        train(rank, world, folder / "lost", 4, checkpoint(folder))
+
+
+def accumulated(rank: int, world: int, folder: Path) -> None:
+    compression, model = train(rank, world, folder / "more", 3, gradient_accumulation_steps=2, bf16=True)
+    assert compression.wire.report().steps == 3 and compression.wire.skipped == 0
+    assert equal_on_ranks(model)
+
+
+def momentum_twice(rank: int, world: int, folder: Path) -> None:
+    text = fixtures.error_text(lambda: train(rank, world, folder / "adam", 1, spec="dgc(0.1)", optim="adamw_torch"))
+    assert text.startswith("ValueError") and "AdamW" in text and "momentum" in text, text
+
+
+def checkpoint(folder: Path) -> str:
+    return str(folder / "run" / "checkpoint-3")
+
+
+TWO_RANKS = {
+    "uninterrupted": uninterrupted,
+    "resumed in its folder": resumed_here,
+    "resumed by name": resumed_by_name,
+    "resumed elsewhere": resumed_elsewhere,
+    "resumed without state": resumed_without_state,
+    "accumulated in bfloat16": accumulated,
+    "momentum twice": momentum_twice,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("transformers")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> Answers:
+    return run_cases(call_case, 2, TWO_RANKS, folder)
+
+
+@pytest.mark.parametrize("case", TWO_RANKS)
+def test_two_ranks_stay_equal_and_resume(case: str, two_ranks: Answers):
+    assert two_ranks[case] == [None, None]
+
+
+def test_a_checkpoint_holds_the_state_of_all_ranks(folder: Path, two_ranks: Answers):
+    assert two_ranks["uninterrupted"] == [None, None]
+    names = {path.name for path in Path(checkpoint(folder)).glob("wire-*")}
+    assert names == {"wire-0.safetensors", "wire-1.safetensors"}
 
 
 def saving(rank: int, world: int, folder: Path) -> None:
@@ -112,7 +159,7 @@ def saving(rank: int, world: int, folder: Path) -> None:
 
 
 @pytest.mark.study
-def test_one_process_goes_on_from_a_checkpoint_of_two(tmp_path):
+def test_one_process_resumes_a_checkpoint_of_two(tmp_path):
     run_ranks(saving, 2, tmp_path, timeout=100)
     run_ranks(one_rank, 1, tmp_path, timeout=100)
 
@@ -121,4 +168,4 @@ def one_rank(rank: int, world: int, folder: Path) -> None:
     """One process has no DDP; the checkpoint of two ranks serves it all the same."""
     alone, model = train(rank, world, folder / "run", 4, str(folder / "run" / "checkpoint-3"))
     assert alone.trainer.model_wrapped is model
-    assert isinstance(alone.wire, gradwire.Wire) and alone.wire.report().steps == 1 and alone.wire.session.step == 4
+    assert isinstance(alone.wire, gradwire.Wire) and alone.wire.report().steps == 1 and alone.wire.engine.core.step == 4

@@ -32,7 +32,7 @@ import gradwire
 from gradwire.core.registry import registered
 from gradwire.integrations.report import Report
 from namespaces import FRAME, SEGMENT, Counters, Unavailable, enter, meet, namespaces, read
-from spawn import PATIENCE, run_ranks
+from spawn import COLLECTIVE_TIMEOUT, run_ranks
 
 STEPS = {2: 2, 4: 1}  # by world
 MESSAGE = 144  # bytes of gloo's with each message
@@ -73,7 +73,7 @@ class Model(nn.Module):
 
 
 class Capture(dist.ProcessGroup):
-    """Gloo, with a notebook. What is not defined here fails, since the group has no backend for it."""
+    """Gloo, counted. An operation that is not defined here fails, since the group has no backend for it."""
 
     notes: list[tuple[str, int, float]] = []  # noqa: RUF012 - operation, bytes of its tensor, bytes sent
 
@@ -125,12 +125,12 @@ class Account(NamedTuple):
 def watch(rank: int, world: int, folder: str, names: list[str] | None) -> dict[tuple[str, str], Account]:
     """Train through every exchange and door, in the namespace that bears my name, if any."""
     store = dist.FileStore(f"{folder}/meeting", world)  # a file, so that rendezvous stays off the interfaces
-    meet(store, world, "begun")  # or somebody may still be connecting to the group that goes now
+    meet(store, world, "begun")  # a rank may still be connecting to the group that is destroyed now
     dist.destroy_process_group()
     if names is not None:
         enter(names[rank])
     dist.Backend.register_backend("capture", Capture, devices=["cpu"])
-    dist.init_process_group("capture", store=store, rank=rank, world_size=world, timeout=PATIENCE)
+    dist.init_process_group("capture", store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
     accounts = {}
     for name, case in CASES.items():
         for door in DOORS:
@@ -178,7 +178,7 @@ def watched(request: pytest.FixtureRequest) -> Iterator[tuple[list[dict[tuple[st
         yield run_ranks(watch, request.param, folder, names, timeout=100), why
 
 
-def test_every_exchange_is_watched():
+def test_every_exchange_is_counted():
     assert CASES.keys() == registered("exchange").keys()
 
 
@@ -195,7 +195,7 @@ def test_no_tensor_is_dense(watched, name, door):
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", CASES)
-def test_the_report_is_what_torch_was_handed(watched, name, door):
+def test_the_report_equals_the_bytes_given_to_torch(watched, name, door):
     for accounts in watched[0]:
         report, captured, _ = accounts[name, door]
         # DDP itself broadcasts a few numbers when it rebuilds its buckets.
@@ -204,7 +204,7 @@ def test_the_report_is_what_torch_was_handed(watched, name, door):
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", CASES)
-def test_the_report_is_what_the_kernel_sent(watched, name, door):
+def test_the_report_equals_the_bytes_that_the_kernel_sent(watched, name, door):
     ranks, why = watched
     if why:
         pytest.skip(why)

@@ -1,6 +1,6 @@
 """Golden bytes: the wire format, pinned.
 
-Whoever changes a byte raises `WIRE_FORMAT`, writes a line into the changelog, and runs this file to pin anew:
+A change of any byte raises `WIRE_FORMAT` and gets a line in the changelog. This file pins the bytes anew:
 ``python tests/wire/test_golden.py``.
 """
 
@@ -18,7 +18,7 @@ from gradwire.codecs.stage import EncodeInput
 from gradwire.core.keys import Key
 from gradwire.core.payload import Payload, as_bytes
 from gradwire.core.segments import Segments
-from gradwire.engine import Lockstep, Rule, Session, build, method
+from gradwire.engine import Engine, Lockstep, Rule, build, method
 from gradwire.kernels.philox import philox
 from gradwire.version import WIRE_FORMAT
 
@@ -29,7 +29,7 @@ SELECTED = "topk(0.2)"  # carries every index coder
 
 
 def vector(n: int, salt: int = 0) -> Tensor:
-    """Sixteenths that no generator need be trusted for; some are zero, some equal."""
+    """Sixteenths, without a random generator; some are zero, some equal."""
     i = torch.arange(n)
     return ((i * 37 + salt * 11) % 101 - 50) / 16
 
@@ -43,7 +43,7 @@ def specs() -> list[str]:
     return [*first["quantizer"], *first["selector"], *coders, *rotated]
 
 
-def said(spec: str) -> Payload:
+def payload_of(spec: str) -> Payload:
     grad, target = vector(TABLE.total, salt=1), vector(TABLE.total)
     memory = {"second_moment": (vector(TABLE.total, salt=2) / 2).square()}
     return codec(spec).encode(EncodeInput(grad, target, memory, TABLE), KEY).payload
@@ -54,7 +54,7 @@ def updates() -> str:
     shapes = {"fc.weight": (29, 7), "fc.bias": (29,), "out.weight": (3, 29)}
     rules = [Rule(method("sign", "residual", "two_way"), max_dim=1), Rule(method("topk(0.2) | qsgd", "residual"))]
     plan = build(shapes, rules, world=3)
-    sessions = [Session(plan, rank, 3, 7, torch.device("cpu")) for rank in range(3)]
+    sessions = [Engine(plan, rank, 3, 7, torch.device("cpu")) for rank in range(3)]
     digest = hashlib.sha256()
     for step in range(2):
         grads = [
@@ -75,7 +75,7 @@ def pinned() -> dict[str, str]:
 
 @pytest.mark.parametrize("spec", specs())
 def test_bytes_are_as_pinned(spec: str) -> None:
-    assert bytes(said(spec).data.tolist()).hex() == pinned()[spec]
+    assert bytes(payload_of(spec).data.tolist()).hex() == pinned()[spec]
 
 
 def test_a_step_of_three_ranks_is_as_pinned() -> None:
@@ -87,12 +87,11 @@ def test_pins_are_of_this_format_and_complete() -> None:
     assert pinned().keys() == {"format", "lockstep", *specs()}
 
 
-def test_pinned_bytes_are_understood() -> None:
-    for spec in specs():
-        chain = codec(spec)
-        payload = Payload(torch.tensor(list(bytes.fromhex(pinned()[spec])), dtype=torch.uint8))
-        heard = chain.decode(payload, TABLE, KEY)
-        assert heard.shape == (TABLE.total,) and heard.isfinite().all()
+@pytest.mark.parametrize("spec", specs())
+def test_pinned_bytes_are_decoded(spec: str) -> None:
+    payload = Payload(torch.tensor(list(bytes.fromhex(pinned()[spec])), dtype=torch.uint8))
+    decoded = codec(spec).decode(payload, TABLE, KEY)
+    assert decoded.shape == (TABLE.total,) and decoded.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -112,5 +111,5 @@ def test_philox_gives_the_known_answers_of_its_authors(counter: str, key: str, w
 
 if __name__ == "__main__":
     pins = {"format": str(WIRE_FORMAT), "lockstep": updates()}
-    pins |= {spec: bytes(said(spec).data.tolist()).hex() for spec in specs()}
+    pins |= {spec: bytes(payload_of(spec).data.tolist()).hex() for spec in specs()}
     GOLDEN.write_text(json.dumps(pins, indent=1) + "\n")

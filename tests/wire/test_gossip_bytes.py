@@ -18,7 +18,7 @@ import gradwire
 from gradwire.core.registry import registered
 from gradwire.integrations.gossip.report import GossipReport
 from namespaces import SEGMENT, Counters, Unavailable, enter, meet, namespaces, read
-from spawn import PATIENCE, run_ranks
+from spawn import COLLECTIVE_TIMEOUT, run_ranks
 
 WORLD = 4
 
@@ -55,7 +55,7 @@ def watch(rank: int, world: int, folder: str, names: list[str]) -> dict[str, Acc
     meet(store, world, "begun")
     dist.destroy_process_group()
     enter(names[rank])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
     return {name: account(name, case, rank, store) for name, case in CASES.items()}
 
 
@@ -77,23 +77,28 @@ def account(name: str, case: Case, rank: int, store: Any) -> Account:
     return Account(net.report(), counted)
 
 
-def test_every_method_is_watched() -> None:
+def test_every_method_is_counted() -> None:
     assert CASES.keys() == registered("gossip").keys()
 
 
-def test_the_report_is_what_the_kernel_sent() -> None:
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Account]]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         try:
             names = stack.enter_context(namespaces(WORLD))
         except Unavailable as reason:
             pytest.skip(str(reason))
-        ranks = run_ranks(watch, WORLD, folder, names, timeout=100)
-    for name, case in CASES.items():
-        for accounts in ranks:
-            report, counted = accounts[name]
-            due = report.sent + MESSAGE * case.messages * case.steps
-            error = (counted.data - due) / report.sent
-            print(f"{name:11} {report.sent:9.0f} {counted.sent:9} {counted.sent_frames:5} {error:+.2%}")
-            assert report.steps == case.steps and report.sent > 3e5
-            assert counted.data == pytest.approx(due, rel=0.01)
-            assert counted.sent_frames >= 0.97 * report.sent / SEGMENT
+        return run_ranks(watch, WORLD, folder, names, timeout=100)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_report_equals_the_bytes_that_the_kernel_sent(name: str, ranks: list[dict[str, Account]]) -> None:
+    case = CASES[name]
+    for accounts in ranks:
+        report, counted = accounts[name]
+        expected = report.sent + MESSAGE * case.messages * case.steps
+        error = (counted.data - expected) / report.sent
+        print(f"{name:11} {report.sent:9.0f} {counted.sent:9} {counted.sent_frames:5} {error:+.2%}")
+        assert report.steps == case.steps and report.sent > 3e5
+        assert counted.data == pytest.approx(expected, rel=0.01)
+        assert counted.sent_frames >= 0.97 * report.sent / SEGMENT

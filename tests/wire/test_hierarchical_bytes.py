@@ -16,7 +16,7 @@ from tests.wire.test_captured_bytes import MESSAGE, MESSAGES, Capture, Case, tak
 
 from gradwire.integrations.report import Report
 from namespaces import Counters, Unavailable, enter, meet, namespaces, read
-from spawn import PATIENCE, run_ranks
+from spawn import COLLECTIVE_TIMEOUT, run_ranks
 
 HOSTS = [[0, 1], [2, 3]]
 STEPS = 2
@@ -61,7 +61,7 @@ def watch(rank: int, world: int, folder: str, names: list[str] | None) -> dict[t
     if names is not None:
         enter(names[rank // 2])
     dist.Backend.register_backend("capture", Numbered, devices=["cpu"])
-    dist.init_process_group("capture", store=store, rank=rank, world_size=world, timeout=PATIENCE)
+    dist.init_process_group("capture", store=store, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
     return {(name, door): account(name, door, rank, store, names is not None) for name in CASES for door in DOORS}
 
 
@@ -97,12 +97,12 @@ def watched() -> tuple[list[dict[tuple[str, str], Account]], str]:
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", CASES)
-def test_the_report_is_what_torch_was_handed(watched: Any, name: str, door: str) -> None:
+def test_the_report_equals_the_bytes_given_to_torch(watched: Any, name: str, door: str) -> None:
     for accounts in watched[0]:
         seen = accounts[name, door]
         assert sum(sent for _, _, sent in seen.between) == pytest.approx(seen.report.sent, rel=1e-6)
         assert sum(sent for _, _, sent in seen.inside) == pytest.approx(seen.report.sent_inside, rel=1e-6)
-        assert not seen.whole, "no step concerns everybody at once"
+        assert not seen.whole, "no step involves all ranks at once"
         # Between hosts nothing is dense; inside, each gradient goes to its server, and each outcome back.
         assert max(n for _, n, _ in seen.between) < seen.report.dense / STEPS / 5
         assert seen.report.wire_ratio > 5
@@ -111,7 +111,7 @@ def test_the_report_is_what_torch_was_handed(watched: Any, name: str, door: str)
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", CASES)
-def test_the_report_is_what_the_kernel_sent(watched: Any, name: str, door: str) -> None:
+def test_the_report_equals_the_bytes_that_the_kernel_sent(watched: Any, name: str, door: str) -> None:
     ranks, why = watched
     if why:
         pytest.skip(why)

@@ -124,8 +124,12 @@ class Codec:
     @cached_property
     def plain(self) -> bool:
         """Whether selected entries are heard just as they are, all of them."""
-        whole = self.indices is None or type(self.indices).fit is IndexCoder.fit
+        whole = self.indices is None or not self.indices.drops
         return self.transform is None and self.quantizer.traits.lossless and whole
+
+    def absorb(self, grad: Tensor, memory: Memory, observed: Tensor | None) -> Memory:
+        """The lane's memory with what the selector keeps of today's gradient."""
+        return memory if self.selector is None else self.selector.absorb(grad, memory, observed)
 
     def capacities(self, segments: Segments) -> tuple[int, ...]:
         """The most entries that each segment may send."""

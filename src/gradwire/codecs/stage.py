@@ -5,7 +5,7 @@ Every stage is a frozen dataclass. It works on a whole flat buffer at once: ``se
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gradwire.codecs.codec import Codec
 
 Memory = Mapping[str, Tensor]
+FeedbackKernel = Callable[..., tuple[Tensor, Tensor]]
 
 
 class EncodeInput(NamedTuple):
@@ -108,6 +109,7 @@ class Selector(Stage):
 
     redrawn: bool = False  # receivers can redraw the choice from the sender's key, so no indices travel
     fixed: bool = True  # each segment sends exactly `capacity(n)` entries
+    exact_topk: ClassVar[bool] = False  # `select` is exact top-k, which fused kernels know
     memories: tuple[str, ...] = ()  # elementwise buffers of its own
 
     @abstractmethod
@@ -123,6 +125,11 @@ class Selector(Stage):
         del n
         return 1.0
 
+    def absorb(self, grad: Tensor, memory: Memory, observed: Tensor | None = None) -> Memory:
+        """The lane's memory with today's gradient, or with the second moments that the loop observed instead."""
+        del grad, observed
+        return memory
+
     def remember(self, signal: EncodeInput, indices: Tensor) -> Memory:
         """The lane's memory after these positions were sent."""
         del indices
@@ -135,6 +142,9 @@ class Selector(Stage):
 
 class Quantizer(Stage):
     """Turns values into bytes. A scale belongs to one segment, or to one block of it."""
+
+    # A fused kernel (grad, residual, decay, lengths, before) -> (data, not finite) that keeps the error as it encodes.
+    feedback_kernel: FeedbackKernel | None = None
 
     @abstractmethod
     def size(self, lengths: tuple[int, ...]) -> int:
@@ -167,6 +177,7 @@ class IndexCoder(Stage):
     """Turns rising flat positions into bytes. How many positions there are travels beside them when it must."""
 
     fixed: bool = True  # the number of bytes depends on count and n alone
+    drops: ClassVar[bool] = False  # `fit` may drop positions
 
     def over(self, table: Segments) -> "IndexCoder":
         """The same coder with all that it may know of this table, which is mostly nothing but its length."""

@@ -1,4 +1,4 @@
-"""Link: the only door to the network."""
+"""Backend: the only seam to the network."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -9,46 +9,67 @@ from torch import Tensor
 
 from gradwire.comm.collectives import BroadcastOp, Collective, Traffic, fuse, traffic
 from gradwire.comm.host_layout import HostLayout
-from gradwire.core.requests import Request
+from gradwire.core.requests import Request, run
 
 
 class Backend(ABC):
-    """Moves bytes for one rank, and counts them."""
+    """Carries out collectives for one rank.
+
+    Attributes:
+        rank: Of this process.
+        world: Number of ranks.
+        traffic: Bytes counted so far; where ranks share hosts, those between hosts.
+    """
 
     rank: int
     world: int
+    traffic: Traffic
     device = torch.device("cpu")  # where small agreements must live
     grouping: HostLayout | None = None  # which ranks share a host, where that makes a difference
-    inside = Traffic()  # what stays inside a host; `traffic` is the rest
-    prompt = False  # whether collectives of CUDA tensors only queue up on the device, so that no host waits in them
+    inside = Traffic()  # bytes that stay inside a host
+    stream_ordered = False  # collectives of CUDA tensors only queue up on the device: the host waits in none
+
+    @abstractmethod
+    def run(self, collective: Collective) -> Tensor:
+        """Carry out a collective and count its bytes. All ranks call the same ones in the same order."""
+
+    @abstractmethod
+    def run_into(self, collective: Collective, out: Tensor) -> None:
+        """The same with the result written to ``out``."""
+
+    @abstractmethod
+    def move(self, collective: Collective) -> Tensor:
+        """Carry out a collective that belongs to no step: its bytes are not counted."""
+
+    def answer(self, requests: Sequence[Request]) -> list[Any]:
+        """Answer a round of requests with as few collectives as there are kinds."""
+        return run(fuse(requests, self.size_of(requests[0].scope)), self.run)
+
+    def size_of(self, scope: str) -> int:
+        """How many ranks a request of this scope reaches."""
+        if self.grouping is None or scope == "world":
+            return self.world
+        return self.grouping.beside if scope == "local" else len(self.grouping.hosts)
+
+    def broadcast_(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with rank 0's."""
+        tensor.copy_(self.run(BroadcastOp(tensor)))
+
+
+class CountingBackend(Backend):
+    """A backend that moves bytes by itself, and counts what it moves."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
 
     @abstractmethod
-    def move(self, collective: Collective) -> Tensor:
-        """Carry out one collective; every rank calls the same ones in the same order."""
+    def move_into(self, collective: Collective, out: Tensor) -> None:
+        """As `move`, with the result written to ``out``."""
 
     def run(self, collective: Collective) -> Tensor:
-        """Carry out a collective, and count its bytes."""
         self.traffic += traffic(collective, self.rank, self.world)
         return self.move(collective)
 
-    def again(self, collective: Collective, heard: Tensor) -> None:
-        """Carry out a collective that was carried out before, and write its result to where that one's lies."""
-        heard.copy_(self.run(collective))
-
-    def answer(self, asks: Sequence[Request]) -> list[Any]:
-        """Answer a round of asks with as few collectives as there are kinds."""
-        talk = fuse(asks, self.world)
-        try:
-            collective = next(talk)
-            while True:
-                collective = talk.send(self.run(collective))
-        except StopIteration as done:
-            answers: list[Any] = done.value
-            return answers
-
-    def broadcast_(self, tensor: Tensor) -> None:
-        """Overwrite a tensor with rank 0's."""
-        tensor.copy_(self.run(BroadcastOp(tensor)))
+    def run_into(self, collective: Collective, out: Tensor) -> None:
+        self.traffic += traffic(collective, self.rank, self.world)
+        self.move_into(collective, out)

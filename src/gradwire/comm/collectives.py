@@ -1,6 +1,6 @@
-"""From asks to collectives: however many lanes ask, one collective per kind and round.
+"""From requests to collectives: one collective per kind and round, however many lanes request something.
 
-Fusing is a conversation too: `fuse` yields collectives and is sent their results, so that real process groups and the
+`fuse` is a generator too: it yields collectives and is sent their results, so that real process groups and the
 in-process `lockstep` share every line of it, and their bytes are counted in one place.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradwire.comm.alphabeta import ring_pieces
 from gradwire.core.payload import Payload
-from gradwire.core.requests import Gather, Max, Request, SendRecv, Sum
+from gradwire.core.requests import Gather, Max, Request, Scope, SendRecv, Sum
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class AllReduceOp:
 
     tensor: Tensor
     op: str  # "sum" or "max"
+    scope: Scope = "world"
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class AllGatherOp:
     """Equally long byte vectors. Result: [world, n]."""
 
     tensor: Tensor
+    scope: Scope = "world"
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class AllToAllOp:
     tensor: Tensor
     out: tuple[int, ...]
     into: tuple[int, ...]
+    scope: Scope = "world"
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class BroadcastOp:
     """Result: rank 0's tensor."""
 
     tensor: Tensor
+    scope: Scope = "world"
 
 
 Collective: TypeAlias = AllReduceOp | AllGatherOp | AllToAllOp | BroadcastOp
@@ -92,58 +96,61 @@ def traffic(collective: Collective, rank: int, world: int) -> Traffic:
     return Traffic(children * n, n if rank else 0, 1, children)
 
 
-def fuse(asks: Sequence[Request], world: int) -> Generator[Collective, Tensor, list[Any]]:
-    """Answer all asks of one round."""
-    answers: list[Any] = [None] * len(asks)
+def fuse(requests: Sequence[Request], world: int) -> Generator[Collective, Tensor, list[Any]]:
+    """Answer all requests of one round, which have one scope, with one collective per kind."""
+    (scope,) = {request.scope for request in requests}
+    answers: list[Any] = [None] * len(requests)
     for kind, op in ((Sum, "sum"), (Max, "max")):
-        for dtype in dict.fromkeys(a.tensor.dtype for a in asks if isinstance(a, kind)):
-            chosen = {i: a.tensor for i, a in enumerate(asks) if isinstance(a, kind) and a.tensor.dtype == dtype}
+        for dtype in dict.fromkeys(r.tensor.dtype for r in requests if isinstance(r, kind)):
+            chosen = {i: r.tensor for i, r in enumerate(requests) if isinstance(r, kind) and r.tensor.dtype == dtype}
             message = torch.cat([x.flatten() for x in chosen.values()])
-            total = (yield AllReduceOp(message, op)) if message.numel() else message
+            total = (yield AllReduceOp(message, op, scope)) if message.numel() else message
             parts = total.split([x.numel() for x in chosen.values()])
             for (i, x), part in zip(chosen.items(), parts, strict=True):
                 answers[i] = part.view_as(x)
-    gathers = {i: a for i, a in enumerate(asks) if isinstance(a, Gather)}
+    gathers = {i: r for i, r in enumerate(requests) if isinstance(r, Gather)}
     if gathers:
-        yield from _gather(gathers, answers)
-    swaps = {i: a for i, a in enumerate(asks) if isinstance(a, SendRecv)}
-    if swaps:
-        yield from _swap(swaps, answers, world)
+        yield from _gather(gathers, answers, scope)
+    exchanges = {i: r for i, r in enumerate(requests) if isinstance(r, SendRecv)}
+    if exchanges:
+        yield from _send_recv(exchanges, answers, world, scope)
     return answers
 
 
-def _gather(gathers: dict[int, Gather], answers: list[Any]) -> Generator[Collective, Tensor, None]:
+def _gather(gathers: dict[int, Gather], answers: list[Any], scope: Scope) -> Generator[Collective, Tensor, None]:
     """Pad every payload to the length that the group agrees on, and gather them as one vector."""
     device = next(iter(gathers.values())).payload.data.device
-    sizes = {i: a.size for i, a in gathers.items() if a.size is not None}
-    varying = [i for i, a in gathers.items() if a.size is None]
+    sizes = {i: r.size for i, r in gathers.items() if r.size is not None}
+    varying = [i for i, r in gathers.items() if r.size is None]
     if varying:
         used = torch.tensor([gathers[i].payload.nbytes for i in varying], device=device)
-        longest = yield AllReduceOp(used, "max")
+        longest = yield AllReduceOp(used, "max", scope)
         sizes.update(zip(varying, longest.tolist(), strict=True))
-    padded = [_pad(a.payload.data, sizes[i]) for i, a in gathers.items()]
-    rows = yield AllGatherOp(torch.cat(padded))
+    padded = [_pad(r.payload.data, sizes[i]) for i, r in gathers.items()]
+    rows = yield AllGatherOp(torch.cat(padded), scope)
     columns = rows.split([sizes[i] for i in gathers], dim=1)
     for i, column in zip(gathers, columns, strict=True):
         answers[i] = [Payload(row) for row in column.unbind(0)]
 
 
-def _swap(swaps: dict[int, SendRecv], answers: list[Any], world: int) -> Generator[Collective, Tensor, None]:
-    """Lay out all payloads by peer, then by ask."""
+def _send_recv(
+    exchanges: dict[int, SendRecv], answers: list[Any], world: int, scope: Scope
+) -> Generator[Collective, Tensor, None]:
+    """Lay out all payloads by peer, then by request."""
     ranks = range(world)
-    out = [[a.out[r].data for a in swaps.values() if r in a.out] for r in ranks]
-    into = [[a.into.get(r, 0) for a in swaps.values()] for r in ranks]
+    out = [[r.out[peer].data for r in exchanges.values() if peer in r.out] for peer in ranks]
+    into = [[r.into.get(peer, 0) for r in exchanges.values()] for peer in ranks]
     message = torch.cat([data for row in out for data in row])
     lengths = tuple(sum(data.numel() for data in row) for row in out)
-    heard = yield AllToAllOp(message, lengths, tuple(map(sum, into)))
-    parts = iter(heard.split([n for row in into for n in row]))
-    for i in swaps:
+    received = yield AllToAllOp(message, lengths, tuple(map(sum, into)), scope)
+    parts = iter(received.split([n for row in into for n in row]))
+    for i in exchanges:
         answers[i] = {}
-    for r in ranks:
-        for i, a in swaps.items():
+    for peer in ranks:
+        for i, r in exchanges.items():
             part = next(parts)
-            if r in a.into:
-                answers[i][r] = Payload(part)
+            if peer in r.into:
+                answers[i][peer] = Payload(part)
 
 
 def _pad(data: Tensor, size: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.alphabeta import AlphaBeta, Cost, Kind, cost
-from gradwire.comm.backend import Backend
+from gradwire.comm.backend import Backend, CountingBackend
 from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, BroadcastOp, Collective
 from gradwire.comm.rates import LinkSpec
 from gradwire.comm.single import SingleBackend
@@ -43,10 +43,10 @@ class Medium:
 MEDIUM = Medium()
 
 
-class EmulatedBackend(Backend):
+class EmulatedBackend(CountingBackend):
     """Carries over another link, and takes as long as a thinner one would."""
 
-    def __init__(self, inner: Backend, spec: LinkSpec | str, medium: Medium = MEDIUM) -> None:
+    def __init__(self, inner: CountingBackend, spec: LinkSpec | str, medium: Medium = MEDIUM) -> None:
         super().__init__()
         self.inner, self.rank, self.world, self.device = inner, inner.rank, inner.world, inner.device
         self.spec = LinkSpec.parse(spec) if isinstance(spec, str) else spec
@@ -64,6 +64,9 @@ class EmulatedBackend(Backend):
         due = self._medium.book(called or time.monotonic(), self.cost(collective))
         time.sleep(max(0.0, due - time.monotonic()))
         return out
+
+    def move_into(self, collective: Collective, out: Tensor) -> None:
+        out.copy_(self.move(collective))
 
     def cost(self, collective: Collective) -> Cost:
         """What this rank pays for a collective."""
@@ -105,7 +108,7 @@ def ask_for(spec: str) -> None:
         os.environ[VARIABLE] = spec
 
 
-def pretended(link: Backend) -> Backend:
+def pretended(link: CountingBackend) -> Backend:
     """The link itself, or a throttled one where the environment asks for it."""
     asked = os.environ.get(VARIABLE)
     return EmulatedBackend(link, asked) if asked else link

@@ -1,38 +1,39 @@
-"""Hierarchical: one link inside a host, one to the counterparts on other hosts, and bytes counted for each."""
+"""Hosts: one backend inside a host, one to the counterparts on other hosts, and bytes counted for each."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm.backend import Backend
+from gradwire.comm.backend import Backend, CountingBackend
 from gradwire.comm.collectives import Collective, Traffic
 from gradwire.comm.emulated import EmulatedBackend
 from gradwire.comm.host_layout import HostLayout
 from gradwire.comm.single import SingleBackend
 from gradwire.comm.torch_backend import TorchBackend, subgroup
-from gradwire.core.requests import Max, Request
 
 
 class HostBackend(Backend):
-    """Answers each ask by its scope.
+    """Carries out each collective by its scope.
 
-    What concerns the whole world, but for maxima, are agreements before and after training, and on nobody's account.
+    Collectives of the whole world are agreements before and after training, which nothing counts.
 
     Attributes:
-        whole: Everybody.
+        whole: All ranks.
         local: The ranks of this host.
-        between: My counterparts, one on each host.
-        traffic: What crosses between hosts.
-        inside: What stays inside the host.
+        between: The counterparts of this rank, one on each host.
+        traffic: Bytes between hosts.
+        inside: Bytes inside the host.
     """
 
-    def __init__(self, grouping: HostLayout, whole: Backend, local: Backend, between: Backend) -> None:
+    def __init__(
+        self, grouping: HostLayout, whole: CountingBackend, local: CountingBackend, between: CountingBackend
+    ) -> None:
         self.grouping: HostLayout | None = grouping
         self.whole, self.local, self.between = whole, local, between
         self.rank, self.world, self.device = whole.rank, whole.world, whole.device
+        self.stream_ordered = local.stream_ordered and between.stream_ordered
 
     @property
     def traffic(self) -> Any:
@@ -50,30 +51,25 @@ class HostBackend(Backend):
     def inside(self, count: Traffic) -> None:
         self.local.traffic = count
 
+    def run(self, collective: Collective) -> Tensor:
+        if collective.scope != "world":
+            return (self.local if collective.scope == "local" else self.between).run(collective)
+        return self.whole.move(collective)
+
     def move(self, collective: Collective) -> Tensor:
         return self.whole.move(collective)
 
-    def run(self, collective: Collective) -> Tensor:
-        return self.whole.run(collective)
-
-    def answer(self, asks: Sequence[Request]) -> list[Any]:
-        scopes = {ask.scope for ask in asks}
-        assert len(scopes) == 1, "a round has one scope"
-        (scope,) = scopes
-        if scope == "world":
-            return self._everywhere(asks)
-        return (self.local if scope == "local" else self.between).answer(asks)
-
-    def _everywhere(self, asks: Sequence[Request]) -> list[Any]:
-        maxima = [ask for ask in asks if isinstance(ask, Max)]
-        if len(maxima) < len(asks):
-            return self.whole.answer(asks)
-        found = self.local.answer(maxima)
-        return self.between.answer([replace(ask, tensor=x) for ask, x in zip(maxima, found, strict=True)])
+    def run_into(self, collective: Collective, out: Tensor) -> None:
+        if collective.scope == "world":
+            out.copy_(self.run(collective))
+        else:
+            (self.local if collective.scope == "local" else self.between).run_into(collective, out)
 
 
 def subdivide(whole: Backend, grouping: HostLayout) -> HostBackend:
     """The same ranks, with groups for every host and between hosts. All ranks must call it."""
+    if not isinstance(whole, CountingBackend):
+        raise ValueError(f"a {type(whole).__name__} cannot be divided into hosts; leave link= out")
     fast = whole.inner if isinstance(whole, EmulatedBackend) else whole
     local, between = (_group(fast, ranks) for ranks in (grouping.mates(whole.rank), grouping.rail(whole.rank)))
     if isinstance(whole, EmulatedBackend):  # it is the way between hosts that is thin
@@ -81,12 +77,12 @@ def subdivide(whole: Backend, grouping: HostLayout) -> HostBackend:
     return HostBackend(grouping, whole, local, between)
 
 
-def _group(whole: Backend, ranks: Sequence[int]) -> Backend:
+def _group(whole: CountingBackend, ranks: Sequence[int]) -> CountingBackend:
     if len(ranks) == 1:
         return SingleBackend()
     if not isinstance(whole, TorchBackend):
         raise ValueError(
-            f"a {type(whole).__name__} cannot be divided into hosts; leave link= out, or hand in a HierarchicalLink"
+            f"a {type(whole).__name__} cannot be divided into hosts; leave link= out, or hand in a HostBackend"
         )
     members = [rank if whole.group is None else dist.get_global_rank(whole.group, rank) for rank in ranks]
     link = TorchBackend(subgroup(members, whole.group))

@@ -1,444 +1,225 @@
-"""Peers: swaps over plain TCP between neighbors, who may die, stall and come back.
+"""Peer mesh: exchanges over plain TCP between neighbors, which may die, stall and come back.
 
-A process group ends with its first dead member; here each pair of neighbors has a connection of its own. The higher
-rank dials, again and again while there is none. Both say who they are and at which step they will talk next; the lower
-rank then offers a step from which on the edge takes part, and the higher takes it, or refuses one that it has passed.
-So both ends agree on the first step of an edge, and neither waits for a letter that was never written. Offers carry a
-mark of what an end remembers of the edge, after a checkpoint was loaded; where both are equal, the edge is not new.
+A process group ends with its first dead member; here each pair of neighbors has a connection of its own, an edge. Both
+ends agree on the first step of an edge, so neither waits for a message that is never sent. One end's view of an edge:
 
-While a rank waits for one neighbor it tells the others so; who neither writes nor says that he waits for `timeout`
-seconds is dropped. Its threads connect anew, but agree to nothing before its caller stirs again: else everybody would
-wait for a rank that hangs, over and over. `frame` says what crosses the wire.
+    none ---- HELLO, both ways ----> connected    the higher rank dials, again and again while there is no connection
+    connected ---- READY ----------> announced    each end sends its next step once, when it has joined
+    announced -- OFFER, TAKE ------> agreed       the lower rank offers the first step that neither has passed
+    announced -- OFFER, REFUSE ----> announced    the higher rank has passed it meanwhile; the next offer is further
+    agreed ---- MESSAGE, WAIT -----> agreed       from the first step on, one message each way and exchange
+    any ---- LEAVE ----------------> none         nothing is lost
+    any ---- silence, or an end ---> none         the neighbor is lost, if the edge was agreed on
+    any ---- PULL, STATE ----------> the same     a rank that comes back takes a neighbor's step and parameters
+
+Offers carry a digest of an end's copies of the edge, after a checkpoint was loaded; where both are equal, the edge goes
+on as it was. While a rank waits for one neighbor, it sends WAIT to the others; a neighbor that sends nothing for
+`timeout` seconds is dropped. Its threads connect anew, but agree to nothing before its caller is active again.
+
+`framing` has the wire format, `peer_connector` the connections, `peer_edges` the table of edges, `peer_agreement` the
+answers to frames. This module has what the caller does.
 """
 
 import contextlib
-import logging
-import math
 import socket
-import struct
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 
-from gradwire.comm.collectives import Traffic
-from gradwire.comm.framing import FRAME, Edge, Kind, receive, seconds, shut
+from gradwire.comm.framing import UNCOUNTED, Edge, FrameKind
+from gradwire.comm.peer_agreement import EdgeAgreement, Snapshot, is_pending
+from gradwire.comm.peer_connector import Connector
+from gradwire.comm.peer_edges import EdgeTable
 from gradwire.comm.rendezvous import Rendezvous
 
-_REDIAL_SECONDS = 0.05
-_FAREWELL_SECONDS = 0.3
-OFF_THE_RECORD = 2**31  # legs from here on are not counted: what is said in them is no part of training
-Snapshot = Callable[[], bytes]
-_log = logging.getLogger("gradwire.gossip")
+_LEAVE_SECONDS = 0.3
 
 
 class PeerMesh:
-    """One rank's connections. Threads read; everything else happens in the caller's.
+    """One rank's edges. Threads read; everything else happens in the caller's.
 
     Attributes:
-        rank: Who I am.
+        rank: This rank.
+        edges: The connections, their traffic, and the neighbors that were lost.
         timeout: Seconds after which a silent neighbor is dropped. A step waits for twice as long at most, since a
-            neighbor that says that it waits itself is not silent.
-        traffic: Bytes that crossed this rank's connections, frames included.
-        lost: Neighbors whose edge took part and was lost, one entry each time.
+            neighbor that sends WAIT is not silent.
     """
 
     def __init__(
         self,
         rank: int,
         neighbors: Iterable[int],
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         digest: bytes,
         *,
         timeout: float,
         host: str = "127.0.0.1",
     ) -> None:
-        self.rank, self.timeout, self.traffic = rank, timeout, Traffic()
-        self.lost: list[int] = []
-        self._strangers: set[int] = set()  # who came with another training, so that it is said once
-        self._neighbors, self._meeting, self._digest = tuple(neighbors), meeting, digest
-        self._edges: dict[int, Edge] = {}
-        self._dialing: set[int] = set()
-        self._next = 0  # the step that I will talk in next
-        self._settled = False  # whether I know that
-        self._newcomer = True  # whether I never did
-        self._deadline = math.inf  # when the step ends, with whoever has answered
-        self._stirred = 0.0  # when the caller was last seen; infinite while it waits in here
-        self._snapshot: tuple[int, Snapshot] | None = None
-        self._marks: tuple[int, Mapping[int, bytes]] = (-1, {})  # what I remember of edges, at the step that it fits
-        self._complaint: str | None = None
-        self._closed = False
-        self._changed = threading.Condition()
-        self._counting = threading.Lock()
+        self.rank, self.timeout, self.edges = rank, timeout, EdgeTable(timeout)
+        self._neighbors = tuple(neighbors)
+        self._agreement = EdgeAgreement(rank, self.edges)
+        self._deadline = 0.0  # when the step ends, with those that have answered
         self._writers = ThreadPoolExecutor(2 * len(self._neighbors) + 1, "gradwire-writer")
-        self._listener = socket.create_server((host, 0))
-        meeting.write(rank, (host, self._listener.getsockname()[1]))
-        for work in (self._accept, self._dial):
-            threading.Thread(target=work, name=f"gradwire-{work.__name__}", daemon=True).start()
+        self._connector = Connector(rank, self._neighbors, rendezvous, digest, host, self.edges, self._agreement)
 
-    # -- what the caller does ------------------------------------------------------------------------------------------
+    # -- joining and leaving -------------------------------------------------------------------------------------------
 
-    def meet(self, step: int) -> int | None:
+    def discover(self, step: int) -> int | None:
         """Wait for the neighbors, at most `timeout`. Returns a peer that is further than ``step``, if there is one.
 
-        A neighbor that has settled for an earlier step is waited for as well: it may be about to load its state.
+        A neighbor that has joined at an earlier step is waited for as well: it may be about to load its state.
         """
 
-        def here() -> bool:
-            ready = [edge for edge in self._live() if edge.ready is None or edge.ready >= step]
-            return len(ready) == len(self._neighbors) or self._ahead(step) is not None
+        def all_there() -> bool:
+            ready = [edge for edge in self.edges.live() if edge.peer_step is None or edge.peer_step >= step]
+            return len(ready) == len(self._neighbors) or self._furthest(step) is not None
 
-        with self._changed:
-            self._next = step
-            self._until(here)
-            return self._ahead(step)
+        with self.edges.changed:
+            self._agreement.next_step = step
+            self.edges.wait_until(all_there)
+            return self._furthest(step)
 
     def await_peer(self, peer: int) -> bool:
         """Wait until a neighbor is there, at most `timeout`."""
-        with self._changed:
-            self._until(lambda: peer in self._edges)
-            return peer in self._edges
+        with self.edges.changed:
+            self.edges.wait_until(lambda: peer in self.edges.by_peer)
+            return peer in self.edges.by_peer
 
     def pull(self, peer: int) -> tuple[int, bytes] | None:
         """A peer's next step and parameters; None if it was lost meanwhile."""
-        with self._changed:
-            edge = self._edges.get(peer)
+        with self.edges.changed:
+            edge = self.edges.by_peer.get(peer)
             if edge is not None:
                 edge.state = None  # an earlier answer is out of date
-        if edge is None or not self._send(edge, Kind.PULL):
+        if edge is None or not self.edges.send(edge, FrameKind.PULL):
             return None
-        with self._changed:
-            self._until(lambda: edge.state is not None or not edge.alive)
+        with self.edges.changed:
+            self.edges.wait_until(lambda: edge.state is not None or not edge.alive)
             return edge.state
 
-    def settle(self, step: int, snapshot: Snapshot, marks: Mapping[int, bytes] | None = None) -> None:
-        """I will talk in ``step`` next; let neighbors join me. Waits until those who are there have.
+    def join(self, step: int, snapshot: Snapshot, digests: Mapping[int, bytes] | None = None) -> None:
+        """Exchange messages from ``step`` on, and agree on it with the neighbors that are there.
 
         Args:
-            step: In which I talk next.
-            snapshot: My parameters.
-            marks: What I remember of the edge to each neighbor. These are waited for, there or not.
+            step: The next step.
+            snapshot: This rank's parameters.
+            digests: Of this rank's copies of the edge to each neighbor. These neighbors are waited for, there or not.
         """
-        with self._changed:
-            self._next, self._snapshot, self._settled, self._newcomer = step, (step, snapshot), True, False
-            self._marks = step, marks or {}
-            edges = list(self._edges.values())
-        self._answer(edges)
-        with self._here(edges), self._changed:
-            self._until(lambda: self._all_begin(marks or {}))
+        with self.edges.changed:
+            self._agreement.join(step, snapshot, digests or {})
+        edges = self.edges.snapshot()
+        self._agreement.send_state(edges)
+        with self._agreement.active(edges), self.edges.changed:
+            self.edges.wait_until(lambda: self._all_agreed(digests or {}))
 
-    def show(self, step: int, snapshot: Snapshot) -> None:
-        """Neighbors may have these parameters, though I do not talk yet."""
-        with self._changed:
-            self._snapshot = step, snapshot
-            edges = list(self._edges.values())
-        self._answer(edges)
+    def publish(self, step: int, snapshot: Snapshot) -> None:
+        """Let neighbors have these parameters, before this rank joins."""
+        with self.edges.changed:
+            self._agreement.snapshot = step, snapshot
+        self._agreement.send_state(self.edges.snapshot())
 
-    def _answer(self, edges: Iterable[Edge]) -> None:
-        """Hand my parameters to those who asked before I had any."""
-        for edge in edges:
-            with self._changed:
-                snapshot = self._snapshot if edge.asks else None
-                edge.asks = edge.asks and snapshot is None
-            if snapshot is not None:
-                self._send(edge, Kind.STATE, snapshot[0], 0, snapshot[1]())
-
-    def begin(self, step: int) -> dict[int, bool]:
-        """Who takes part in a step, and whether the edge is new in it: a kept one goes on as it was."""
-        with self._changed:
-            self._next, self._deadline = step + 1, time.monotonic() + 2 * self.timeout
-            unsettled = [edge for edge in self._live() if edge.start is None]
-        with self._here(unsettled), self._changed:
-            # An offer that I have reached must be answered first: the other end may have taken it.
-            self._until(lambda: not any(_pending(edge, step) for edge in self._live()))
-            for edge in [edge for edge in self._live() if _pending(edge, step)]:
-                self._drop(edge)
-            there = [edge for edge in self._live() if edge.start is not None and edge.start <= step]
-            return {e.peer: e.start == step and not e.kept for e in sorted(there, key=lambda edge: edge.peer)}
-
-    def swap(self, step: int, leg: int, out: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Hand each peer its letter and wait for theirs. A peer that is lost is absent from the answer."""
-        with self._changed:
-            edges = {peer: self._edges[peer] for peer in out if peer in self._edges and self._edges[peer].alive}
-        if leg >= OFF_THE_RECORD:  # outside of any step
-            self._deadline = time.monotonic() + 2 * self.timeout
-        # By other threads: a stalled peer must not keep me from telling the others that I wait.
-        letters = {
-            peer: self._writers.submit(self._send, edge, Kind.LETTER, step, leg, out[peer])
-            for peer, edge in edges.items()
-        }
-        with self._here():
-            self._await_letters(edges.values(), step, leg)
-            # Whoever answered reads; so my own letters are soon out, and counted.
-            late = max(0.0, self._deadline - time.monotonic())
-            wait([letter for peer, letter in letters.items() if edges[peer].alive], late)
-        with self._changed:
-            return {p: e.letters.pop((step, leg)) for p, e in edges.items() if (step, leg) in e.letters}
-
-    def _await_letters(self, edges: Collection[Edge], step: int, leg: int) -> None:
-        began = told = time.monotonic()
-        while self._waits(edges, step, leg, began):
-            if time.monotonic() - told >= self.timeout / 5:
-                told = time.monotonic()
-                for edge in edges:
-                    self._writers.submit(self._send, edge, Kind.WAIT, step)
-
-    def done(self, step: int, snapshot: Snapshot) -> None:
-        """The step is over; who comes back may start from these parameters."""
-        with self._changed:
-            self._snapshot = (step + 1, snapshot)
-
-    def left_behind(self, step: int, slack: int) -> bool:
-        """Whether some peer is more than ``slack`` steps ahead of me, and no edge begins sooner."""
-        with self._changed:
-            soon = any(edge.start is not None and edge.start <= step + slack for edge in self._live())
-            return not soon and self._ahead(step + slack) is not None
-
-    def hang_up(self) -> None:
-        """Leave all edges that have a first step, and agree to none until `settle` is called again."""
-        with self._changed:
-            self._settled = False
-            left = [edge for edge in self._live() if edge.start is not None or edge.offered is not None]
-            for edge in self._live():
-                edge.told, edge.start, edge.tries = False, None, 0
-        for edge in left:
-            self._send(edge, Kind.BYE)  # nothing is lost, at either end
-        with self._changed:
-            for edge in left:
-                self._drop(edge)
+    def leave(self) -> None:
+        """Leave all edges that are agreed on, and agree on none until `join` is called again."""
+        with self.edges.changed:
+            agreed = self._agreement.reset()
+        for edge in agreed:
+            self.edges.send(edge, FrameKind.LEAVE)
+        with self.edges.changed:
+            for edge in agreed:
+                self.edges.drop(edge)
 
     def close(self) -> None:
-        """Leave, after the last letter is out."""
-        with self._changed:
-            self._closed = True
-            edges = self._live()
-            self._changed.notify_all()
+        """Leave for good, after the last message is out."""
+        with self.edges.changed:
+            self.edges.closed = True
+            live = self.edges.live()
+            self.edges.changed.notify_all()
         self._writers.shutdown()
-        for edge in edges:
-            if self._send(edge, Kind.BYE):
+        for edge in live:
+            if self.edges.send(edge, FrameKind.LEAVE):
                 with contextlib.suppress(OSError):
                     edge.line.shutdown(socket.SHUT_WR)
-        with self._changed:
-            # Closing on unread bytes would reset the line, and destroy what the other end has not read yet.
-            self._changed.wait_for(lambda: not self._live(), _FAREWELL_SECONDS)
-            for edge in self._live():
-                self._drop(edge)
-        # A blocked accept holds the listening socket open; a connection of our own wakes it.
-        with contextlib.suppress(OSError):
-            socket.create_connection(self._listener.getsockname(), timeout=1).close()
-        self._listener.close()
+        with self.edges.changed:
+            # Closing on unread bytes would reset the connection, and destroy what the other end has not read yet.
+            self.edges.changed.wait_for(lambda: not self.edges.live(), _LEAVE_SECONDS)
+            for edge in self.edges.live():
+                self.edges.drop(edge)
+        self._connector.close()
 
-    def _waits(self, edges: Iterable[Edge], step: int, leg: int, began: float) -> bool:
-        """Drop who was silent too long; wait a little for the others. Whether any letter is still to come."""
-        with self._changed:
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> dict[int, bool]:
+        """The peers that take part in a step, and whether the edge is new in it: a resumed one goes on as it was."""
+        with self.edges.changed:
+            self._agreement.next_step, self._deadline = step + 1, time.monotonic() + 2 * self.timeout
+            waiting = [edge for edge in self.edges.live() if edge.start is None]
+        with self._agreement.active(waiting), self.edges.changed:
+            # An offer for this step must be answered first: the other end may have taken it.
+            self.edges.wait_until(lambda: not any(is_pending(edge, step) for edge in self.edges.live()))
+            for edge in [edge for edge in self.edges.live() if is_pending(edge, step)]:
+                self.edges.drop(edge)
+            present = [edge for edge in self.edges.live() if edge.start is not None and edge.start <= step]
+            return {e.peer: e.start == step and not e.resumed for e in sorted(present, key=lambda edge: edge.peer)}
+
+    def exchange(self, step: int, index: int, out: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Send each peer its message and wait for theirs. A peer that is lost is absent from the result."""
+        with self.edges.changed:
+            edges = {edge.peer: edge for edge in self.edges.live() if edge.peer in out}
+        if index >= UNCOUNTED:  # outside of any step
+            self._deadline = time.monotonic() + 2 * self.timeout
+        # By other threads: a stalled peer must not keep this one from sending WAIT to the others.
+        writes = {
+            peer: self._writers.submit(self.edges.send, edge, FrameKind.MESSAGE, step, index, out[peer])
+            for peer, edge in edges.items()
+        }
+        with self._agreement.active():
+            self._await_messages(edges.values(), step, index)
+            # The peers that answered read; so this rank's own messages are soon out, and counted.
+            left = max(0.0, self._deadline - time.monotonic())
+            wait([write for peer, write in writes.items() if edges[peer].alive], left)
+        with self.edges.changed:
+            return {p: e.messages.pop((step, index)) for p, e in edges.items() if (step, index) in e.messages}
+
+    def _await_messages(self, edges: Collection[Edge], step: int, index: int) -> None:
+        began = last_sent = time.monotonic()
+        while self._still_waits(edges, step, index, began):
+            if time.monotonic() - last_sent >= self.timeout / 5:
+                last_sent = time.monotonic()
+                for edge in edges:
+                    self._writers.submit(self.edges.send, edge, FrameKind.WAIT, step)
+
+    def _still_waits(self, edges: Iterable[Edge], step: int, index: int, began: float) -> bool:
+        """Drop peers that were silent too long; wait a little for the others. Whether any message is still to come."""
+        with self.edges.changed:
             now = time.monotonic()
-            waiting = [edge for edge in edges if edge.alive and (step, leg) not in edge.letters]
+            waiting = [edge for edge in edges if edge.alive and (step, index) not in edge.messages]
             for edge in waiting:
-                if now > min(max(edge.heard, began) + self.timeout, self._deadline):
-                    self._drop(edge)
+                if now > min(max(edge.last_seen, began) + self.timeout, self._deadline):
+                    self.edges.drop(edge)
             if any(edge.alive for edge in waiting):
-                self._changed.wait(self.timeout / 10)
+                self.edges.changed.wait(self.timeout / 10)
                 return True
             return False
 
-    # -- inside, with the lock held ------------------------------------------------------------------------------------
+    def finish(self, step: int, snapshot: Snapshot) -> None:
+        """The step is over; a rank that comes back may start from these parameters."""
+        with self.edges.changed:
+            self._agreement.snapshot = (step + 1, snapshot)
 
-    def _until(self, holds: Callable[[], bool]) -> None:
-        """Wait for a condition, at most `timeout`; raise what a reader found wrong."""
-        self._changed.wait_for(lambda: self._complaint is not None or holds(), self.timeout)
-        if self._complaint is not None:
-            raise ValueError(self._complaint)
+    def is_left_behind(self, step: int, slack: int) -> bool:
+        """Whether some peer is more than ``slack`` steps ahead, and no edge begins sooner."""
+        with self.edges.changed:
+            soon = any(edge.start is not None and edge.start <= step + slack for edge in self.edges.live())
+            return not soon and self._furthest(step + slack) is not None
 
-    def _live(self) -> list[Edge]:
-        return [edge for edge in self._edges.values() if edge.alive]
+    # -- with the edges' lock held -------------------------------------------------------------------------------------
 
-    def _all_begin(self, awaited: Iterable[int]) -> bool:
-        live = {edge.peer: edge.start is not None for edge in self._live()}
+    def _all_agreed(self, awaited: Iterable[int]) -> bool:
+        live = {edge.peer: edge.start is not None for edge in self.edges.live()}
         return bool(live) and all(live.values()) and all(peer in live for peer in awaited)
 
-    def _mark(self, edge: Edge, step: int) -> bytes:
-        """What I remember of an edge, if it is to go on with a step that this fits."""
-        return self._marks[1].get(edge.peer, b"") if self._marks[0] == step else b""
-
-    def _ahead(self, step: int) -> int | None:
-        reached = [(max(edge.ready or 0, edge.start or 0), edge.peer) for edge in self._live()]
+    def _furthest(self, step: int) -> int | None:
+        """The peer that is furthest beyond a step, if there is one."""
+        reached = [(max(edge.peer_step or 0, edge.start or 0), edge.peer) for edge in self.edges.live()]
         further = [pair for pair in reached if pair[0] > step]
         return max(further)[1] if further else None
-
-    def _drop(self, edge: Edge) -> None:
-        if edge.alive:
-            edge.alive = False
-            if edge.start is not None:
-                self.lost.append(edge.peer)
-            shut(edge.line)
-            if self._edges.get(edge.peer) is edge:
-                del self._edges[edge.peer]
-            self._changed.notify_all()
-
-    # -- connections ---------------------------------------------------------------------------------------------------
-
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                line, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._greet, args=(line, None), daemon=True).start()
-
-    def _dial(self) -> None:
-        while not self._closed:
-            for peer in self._neighbors:
-                if peer < self.rank and peer not in self._edges and peer not in self._dialing and not self._closed:
-                    self._dialing.add(peer)
-                    threading.Thread(target=self._call, args=(peer,), daemon=True).start()
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed, _REDIAL_SECONDS)
-
-    def _call(self, peer: int) -> None:
-        """Dial a peer, if it can be found. A second call while one is under way would end the first."""
-        address = self._meeting.read(peer)
-        with contextlib.suppress(OSError):
-            if address is not None:
-                self._greet(socket.create_connection(address, timeout=self.timeout), peer)
-        self._dialing.discard(peer)
-
-    def _greet(self, line: socket.socket, dialed: int | None) -> None:
-        """Exchange hellos, then read until the end. Runs in the edge's own thread."""
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        line.settimeout(self.timeout)
-        try:
-            hello = struct.pack("<I", self.rank) + self._digest
-            line.sendall(FRAME.pack(Kind.HELLO, self._next if self._agrees() else -1, 0, len(hello)) + hello)
-            kind, step, _, body = receive(line)
-            if kind != Kind.HELLO:
-                raise ConnectionError
-            self._count(Traffic(FRAME.size + len(hello), FRAME.size + len(body), 0), 0)
-        except (OSError, ConnectionError, struct.error):
-            shut(line)
-            return
-        (peer,) = struct.unpack_from("<I", body)
-        if peer not in self._neighbors or (dialed is not None and dialed != peer):
-            shut(line)
-            return
-        line.settimeout(None)  # from now on silence is judged by whoever waits for letters
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds(self.timeout))
-        edge = Edge(peer, line, ready=step if step >= 0 else None)
-        if body[4:] != self._digest:
-            self._refuse(peer)
-            shut(line)
-            return
-        with self._changed:
-            old = self._edges.get(peer)
-            if old is not None:
-                self._drop(old)  # the peer dials anew only when it has lost the line, or its memory
-            self._edges[peer] = edge
-            self._changed.notify_all()
-        if self._agrees():
-            self._tell([edge])
-        self._read(edge)
-
-    def _agrees(self) -> bool:
-        """Whether the caller is there to keep what its threads agree to."""
-        return self._settled and time.monotonic() < self._stirred + self.timeout / 2
-
-    @contextlib.contextmanager
-    def _here(self, edges: Iterable[Edge] = ()) -> Iterator[None]:
-        """The caller is there; these edges may hear of it."""
-        self._stirred = math.inf
-        try:
-            self._tell(edges)
-            yield
-        finally:
-            self._stirred = time.monotonic()
-
-    def _tell(self, edges: Iterable[Edge]) -> None:
-        """Say which step I will talk in next, once, and offer one to begin with."""
-        for edge in edges:
-            if not edge.told:
-                edge.told = True
-                self._send(edge, Kind.READY, self._next)
-            self._offer(edge)
-
-    def _refuse(self, peer: int) -> None:
-        """A stranger stops who is about to join it; those who train already do without it."""
-        said = (
-            f"rank {peer} trains something else than rank {self.rank}; start both with the same model, method, codec "
-            "and seed"
-        )
-        with self._changed:
-            if self._newcomer:
-                self._complaint = said
-                self._changed.notify_all()
-            elif peer not in self._strangers:
-                self._strangers.add(peer)
-                _log.warning("%s. Going on without it.", said)
-
-    def _read(self, edge: Edge) -> None:
-        try:
-            while edge.alive:
-                kind, step, leg, body = receive(edge.line)
-                self._count(Traffic(0.0, FRAME.size + len(body), 0), leg)
-                self._heard(edge, kind, step, leg, body)
-        except (OSError, ConnectionError, struct.error):
-            with self._changed:
-                self._drop(edge)
-
-    def _heard(self, edge: Edge, kind: int, step: int, leg: int, body: bytes) -> None:
-        with self._changed:
-            edge.heard = time.monotonic()
-            if kind == Kind.LETTER:
-                edge.letters[step, leg] = body
-            elif kind == Kind.BYE:
-                edge.start = None
-            elif kind == Kind.STATE:
-                edge.state = step, body
-            elif kind == Kind.READY:
-                edge.ready = step
-            elif kind == Kind.REFUSE:
-                edge.ready, edge.offered = step, None
-            elif kind == Kind.TAKE and edge.offered == step:
-                edge.start, edge.offered, edge.kept = step, None, bool(body)
-            take = kind == Kind.OFFER and self._settled and step >= self._next
-            if take:
-                edge.start, edge.kept = step, bool(body) and body == self._mark(edge, step)
-            edge.asks = edge.asks or kind == Kind.PULL
-            self._changed.notify_all()
-        if kind in (Kind.READY, Kind.REFUSE):
-            self._offer(edge)
-        elif kind == Kind.OFFER:
-            answer = (Kind.TAKE, step) if take else (Kind.REFUSE, self._next)
-            self._send(edge, *answer, body=body if take and edge.kept else b"")
-        elif kind == Kind.PULL:
-            self._answer([edge])
-
-    def _offer(self, edge: Edge) -> None:
-        """The lower rank offers the first step that neither has passed, a little further after each refusal."""
-        with self._changed:
-            known = self._agrees() and edge.ready is not None and edge.alive and edge.start is None
-            if not known or self.rank > edge.peer or edge.offered is not None:
-                return
-            assert edge.ready is not None
-            edge.offered = max(self._next, edge.ready) + (2**edge.tries - 1)
-            edge.tries = min(edge.tries + 1, 6)
-            step, mark = edge.offered, self._mark(edge, edge.offered)
-        self._send(edge, Kind.OFFER, step, body=mark)
-
-    def _count(self, traffic: Traffic, leg: int) -> None:
-        if leg < OFF_THE_RECORD:
-            with self._counting:
-                self.traffic += traffic
-
-    def _send(self, edge: Edge, kind: Kind, step: int = 0, leg: int = 0, body: bytes = b"") -> bool:
-        try:
-            with edge.writing:
-                edge.line.sendall(FRAME.pack(kind, step, leg, len(body)) + body)
-            self._count(Traffic(FRAME.size + len(body), 0.0, 0), leg)
-            return True
-        except OSError:
-            with self._changed:
-                self._drop(edge)
-            return False
-
-
-def _pending(edge: Edge, step: int) -> bool:
-    return edge.offered is not None and edge.offered <= step

@@ -1,4 +1,4 @@
-"""Meeting: where peers write down their addresses, so that one who comes back can be found."""
+"""Rendezvous: where peers write down their addresses, so that a peer that comes back can be found."""
 
 import os
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ Address = tuple[str, int]
 
 
 class Rendezvous(ABC):
-    """A book of addresses that outlives any of its readers."""
+    """A table of addresses that outlives any of its readers."""
 
     @abstractmethod
     def write(self, rank: int, address: Address) -> None:
@@ -20,10 +20,10 @@ class Rendezvous(ABC):
 
     @abstractmethod
     def read(self, rank: int) -> Address | None:
-        """The last address of a rank; None where there is none, or the book cannot be read now."""
+        """The last address of a rank; None where there is none, or the table cannot be read now."""
 
 
-class Folder(Rendezvous):
+class FolderRendezvous(Rendezvous):
     """A folder that all ranks share: one small file for each."""
 
     def __init__(self, folder: str | Path) -> None:
@@ -44,8 +44,8 @@ class Folder(Rendezvous):
             return None
 
 
-class Store(Rendezvous):
-    """A torch TCPStore. It lives with whoever hosts it, so have somebody host it who does not train."""
+class StoreRendezvous(Rendezvous):
+    """A torch TCPStore. It ends with the process that hosts it, so host it in one that does not train."""
 
     def __init__(self, host: str, port: int, seconds: float = 10.0) -> None:
         self.store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -66,13 +66,13 @@ class Store(Rendezvous):
             return None
 
 
-def meeting(place: str | Path | Rendezvous) -> Rendezvous:
-    """A shared folder, or ``tcp://host:port`` of a TCPStore that somebody hosts."""
+def rendezvous(place: str | Path | Rendezvous) -> Rendezvous:
+    """A shared folder, or ``tcp://host:port`` of a TCPStore that is hosted there."""
     if isinstance(place, Rendezvous):
         return place
     if not str(place).startswith("tcp://"):
-        return Folder(place)
+        return FolderRendezvous(place)
     parts = urlsplit(str(place))
     if parts.hostname is None or parts.port is None:
         raise ValueError(f"{place!r} names no host and port; write tcp://host:port, or a folder that all ranks share")
-    return Store(parts.hostname, parts.port)
+    return StoreRendezvous(parts.hostname, parts.port)

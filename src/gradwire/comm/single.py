@@ -1,18 +1,21 @@
-"""Solo: a world of one. The maths is the same; the wire is not there."""
+"""A world of one. The maths is the same; there is no network."""
 
 from torch import Tensor
 
-from gradwire.comm.backend import Backend
+from gradwire.comm.backend import CountingBackend
 from gradwire.comm.collectives import AllGatherOp, Collective
 
 
-class SingleBackend(Backend):
+class SingleBackend(CountingBackend):
     """Every collective of one rank is that rank's own tensor."""
 
     rank = 0
     world = 1
-    prompt = True
+    stream_ordered = True
 
     def move(self, collective: Collective) -> Tensor:
         x = collective.tensor
         return x[None] if isinstance(collective, AllGatherOp) else x
+
+    def move_into(self, collective: Collective, out: Tensor) -> None:
+        out.copy_(self.move(collective))

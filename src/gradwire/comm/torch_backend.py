@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm.backend import Backend
-from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, Collective, traffic
+from gradwire.comm.backend import Backend, CountingBackend
+from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, Collective
 from gradwire.comm.emulated import pretended
 from gradwire.comm.liveness import Book, ProbeAddress, door, lost
 from gradwire.comm.single import SingleBackend
@@ -59,7 +59,7 @@ def patience(group: dist.ProcessGroup | None) -> timedelta | None:
     return found if isinstance(found, timedelta) else None
 
 
-class TorchBackend(Backend):
+class TorchBackend(CountingBackend):
     """Collectives of one process group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -67,8 +67,8 @@ class TorchBackend(Backend):
         self.group = group
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
-        self.prompt = dist.get_backend(group) == "nccl"
-        if self.prompt:  # it takes CUDA tensors only
+        self.stream_ordered = dist.get_backend(group) == "nccl"
+        if self.stream_ordered:  # it takes CUDA tensors only
             self.device = torch.device("cuda", torch.cuda.current_device())
         # Of CUDA tensors gloo takes only some collectives; through the host it takes all of them.
         self._via_host = dist.get_backend(group) == "gloo"
@@ -90,13 +90,12 @@ class TorchBackend(Backend):
         except RuntimeError as wrong:
             raise lost(wrong, dist.get_rank(), self.book) from wrong
 
-    def again(self, collective: Collective, heard: Tensor) -> None:
+    def move_into(self, collective: Collective, out: Tensor) -> None:
         if self._via_host:
-            super().again(collective, heard)
+            out.copy_(self.move(collective))
             return
-        self.traffic += traffic(collective, self.rank, self.world)
         try:
-            self._fill_(heard, collective, collective.tensor.contiguous())
+            self._fill_(out, collective, collective.tensor.contiguous())
         except RuntimeError as wrong:
             raise lost(wrong, dist.get_rank(), self.book) from wrong
 

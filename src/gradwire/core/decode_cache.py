@@ -1,7 +1,6 @@
-"""Sharing: ranks that live in one process hear the same messages, and need not decode them once each.
+"""Decode cache: ranks that live in one process receive the same messages, and need not decode them once each.
 
-Lockstep opens a round of sharing; whoever decodes for the group asks here first. Real ranks are alone in their
-processes, and nothing is kept for them.
+A lockstep opens the cache for one step. Real ranks are alone in their processes, and nothing is cached for them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,33 +10,35 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from gradwire.core.layout import address
+
 T = TypeVar("T")
-_round: ContextVar[dict[tuple[Any, ...], tuple[Sequence[Tensor], Any]] | None] = ContextVar("sharing", default=None)
+_cache: ContextVar[dict[tuple[Any, ...], tuple[Sequence[Tensor], Any]] | None] = ContextVar("decoded", default=None)
 
 
 @contextmanager
-def sharing() -> Iterator[None]:
-    """Until the end, what one rank has decoded is there for the others."""
-    token = _round.set({})
+def cached() -> Iterator[None]:
+    """Until the end, ranks of this process share what they decode."""
+    token = _cache.set({})
     try:
         yield
     finally:
-        _round.reset(token)
+        _cache.reset(token)
 
 
-def shared(heard: Sequence[Tensor], what: tuple[Any, ...], decode: Callable[[], T]) -> T:
-    """``decode()``, or what it gave to another rank for the very same tensors; nobody may write into it.
+def memoized(inputs: Sequence[Tensor], facts: tuple[Any, ...], decode: Callable[[], T]) -> T:
+    """``decode()``, or its result for another rank. The result must not be written into.
 
     Args:
-        heard: What the outcome was made of, if anything; tensors that share memory are the same.
-        what: Whatever else the outcome depends on.
+        inputs: What the result is made of. Tensors that lie in the same memory are the same.
+        facts: Whatever else the result depends on.
         decode: Called for the first rank that asks.
     """
-    kept = _round.get()
-    if kept is None:
+    known = _cache.get()
+    if known is None:
         return decode()
-    key = (*what, *((x.data_ptr(), x.numel()) for x in heard))
-    if key not in kept:
-        kept[key] = heard, decode()  # with the tensors, so that their memory is not reused meanwhile
-    found: T = kept[key][1]
-    return found
+    key = (*facts, *((address(x), x.numel()) for x in inputs))
+    if key not in known:
+        known[key] = inputs, decode()  # with the inputs, so that their memory is not reused meanwhile
+    result: T = known[key][1]
+    return result

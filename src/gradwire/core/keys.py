@@ -5,8 +5,9 @@ needs only the step, a resumed run redraws the same bits, and a receiver can red
 """
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 _MASK = 0xFFFFFFFF
 SHARED = -1  # the rank written into a key whose bits every rank draws alike
@@ -22,12 +23,14 @@ class Key:
         step: The training step.
         rank: Whose bits they are; `SHARED` when all ranks draw the same, `PER_RANK` when each unit's name has an owner.
         purpose: What they are for. Streams of two purposes are independent.
+        device_counter: Of a captured step: the step as int64[2] in device memory, read at every replay.
     """
 
     seed: int
     step: int
     rank: int
     purpose: str = ""
+    device_counter: Any = field(default=None, compare=False, repr=False)
 
     def fold(self, purpose: str) -> "Key":
         """A key for an independent stream."""
@@ -42,7 +45,13 @@ class Key:
         return self.of(SHARED)
 
     def counter(self) -> tuple[int, int]:
-        """The step, as two 32-bit words of the Philox counter. Whoever draws anything needs it."""
+        """The step, as two 32-bit words of the Philox counter.
+
+        Raises:
+            RandomnessInGraph: The step is captured, so the host must not know it.
+        """
+        if self.device_counter is not None:
+            raise RandomnessInGraph("random bits drawn by the host would be the same at every replay of a graph")
         return self.step & _MASK, self.step >> 32
 
     def words(self, unit: str) -> tuple[int, int]:
@@ -51,15 +60,8 @@ class Key:
         return _digest(self.seed, name, int(owner) if owner and self.rank == PER_RANK else self.rank, self.purpose)
 
 
-class Drawn(Exception):
-    """Random bits were asked for where there are none."""
-
-
-class StillKey(Key):
-    """The key of a step that will be repeated as it is, for which nothing may be drawn."""
-
-    def counter(self) -> tuple[int, int]:
-        raise Drawn("what is drawn for one step is not for another; it cannot be recorded")
+class RandomnessInGraph(Exception):
+    """Random bits were drawn by the host inside a captured step, where they would be the same at every replay."""
 
 
 def owned(name: str, rank: int) -> str:

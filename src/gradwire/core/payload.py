@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from gradwire.core.layout import rows_of
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,8 @@ def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_rows(payloads: Sequence[Payload]) -> Tensor:
-    """Messages of one length as a matrix: as they lie, if they lie evenly in one memory, as gathered ones do."""
-    first = payloads[0].data
-    starts = [payload.data.storage_offset() for payload in payloads]
-    step = starts[1] - starts[0] if len(starts) > 1 else first.numel()
-    even = step >= first.numel() and all(b - a == step for a, b in pairwise(starts))
-    memory = first.untyped_storage().data_ptr()
-    if even and all(payload.data.untyped_storage().data_ptr() == memory for payload in payloads):
-        return first.as_strided((len(payloads), first.numel()), (step, 1))
-    return torch.stack([payload.data for payload in payloads])
+    """Messages of one length as a matrix."""
+    return rows_of([payload.data for payload in payloads])
 
 
 class CorruptMessageError(ValueError):

@@ -1,6 +1,8 @@
 """The one registry: every name that may stand in a spec."""
 
 import difflib
+import inspect
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -39,3 +41,9 @@ def lookup(name: str) -> tuple[str, Callable[..., object]]:
 def registered(*kinds: str) -> dict[str, Callable[..., object]]:
     """Everything registered, or everything of some kinds, by name."""
     return {name: made for name, (kind, made) in _ENTRIES.items() if not kinds or kind in kinds}
+
+
+def card(made: Callable[..., object]) -> str:
+    """The docstring that holds the card of a registered class: its own, or that of its module."""
+    own = inspect.getdoc(made) or ""
+    return own if "\nFormula:" in own else inspect.getdoc(sys.modules[made.__module__]) or ""

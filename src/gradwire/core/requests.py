@@ -1,12 +1,13 @@
-"""Asks: all that an exchange may want from the group.
+"""Requests: all that an exchange may want from the group, and how generators of requests are driven.
 
-An exchange is a generator. It yields an ask, and is sent the answer; who moves the bytes it never learns. Whom an ask
-reaches is its scope: everybody, or, where ranks share hosts, those on this host, or my counterparts on the others.
+An exchange is a generator. It yields a request and is sent the answer; it never sees the network. The scope of a
+request says which ranks it reaches: all of them, or, where ranks share hosts, those on this host, or the counterparts
+on others.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -17,7 +18,7 @@ Scope: TypeAlias = Literal["world", "local", "across"]
 
 @dataclass(frozen=True)
 class Sum:
-    """Add my tensor to everybody's. Answer: the sum, in the tensor's own dtype."""
+    """The elementwise sum over the group, in the tensor's own dtype."""
 
     tensor: Tensor
     scope: Scope = "world"
@@ -33,12 +34,12 @@ class Max:
 
 @dataclass(frozen=True)
 class Gather:
-    """Show everybody my payload. Answer: a list of all payloads, in rank order.
+    """All ranks receive all payloads. Answer: a list of them, in rank order.
 
     Attributes:
-        payload: My message.
-        size: The common length when all ranks know it beforehand; None when lengths differ, which costs the group
-            one agreement on the longest.
+        payload: The payload of this rank.
+        size: The common length if all ranks know it beforehand; None if lengths differ, which costs the group one
+            agreement on the longest.
     """
 
     payload: Payload
@@ -48,11 +49,11 @@ class Gather:
 
 @dataclass(frozen=True)
 class SendRecv:
-    """Hand each peer its own payload. Answer: a dict of what each in-peer handed me.
+    """Each peer receives a payload of its own. Answer: a dict of the payloads received, by peer.
 
     Attributes:
-        out: One payload for each out-peer.
-        into: How many bytes each in-peer will send.
+        out: One payload for each peer that receives from this rank.
+        into: How many bytes each peer sends to this rank.
     """
 
     out: Mapping[int, Payload]
@@ -61,6 +62,40 @@ class SendRecv:
 
 
 Request: TypeAlias = Sum | Max | Gather | SendRecv
+R = TypeVar("R")
 T = TypeVar("T")
-# What is sent back depends on the ask, which generators cannot express; hence Any.
+# The type of an answer depends on the request, which generators cannot express; hence Any.
 CommGenerator: TypeAlias = Generator[Request, Any, T]
+
+
+@dataclass(frozen=True)
+class Finished(Generic[T]):
+    """A generator has ended, and returned this."""
+
+    value: T
+
+
+def advance(generator: Generator[R, Any, T], answer: Any = None) -> "R | Finished[T]":
+    """Send an answer into a generator. Returns its next request, or `Finished`."""
+    try:
+        return generator.send(answer)
+    except StopIteration as stop:
+        return Finished(stop.value)
+
+
+def run(generator: Generator[R, Any, T], serve: Callable[[R], Any]) -> T:
+    """Run a generator to its end. ``serve`` answers every request."""
+    request = advance(generator)
+    while not isinstance(request, Finished):
+        request = advance(generator, serve(request))
+    return request.value
+
+
+def intercept(
+    generator: Generator[R, Any, T], serve: Callable[[R], Generator[Any, Any, Any]]
+) -> Generator[Any, Any, T]:
+    """The same generator with every request served by a generator, which may yield requests of its own."""
+    request = advance(generator)
+    while not isinstance(request, Finished):
+        request = advance(generator, (yield from serve(request)))
+    return request.value

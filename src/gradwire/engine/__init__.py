@@ -5,15 +5,15 @@ from gradwire.engine.lockstep import Lockstep
 from gradwire.engine.method import Method, method
 from gradwire.engine.plan import Plan, Rule, build, default_rules
 from gradwire.engine.presets import dense, dgc, ef_signsgd, majority_vote, ramped
-from gradwire.engine.session import Session
+from gradwire.engine.step import Engine
 
 __all__ = [
+    "Engine",
     "Lane",
     "Lockstep",
     "Method",
     "Plan",
     "Rule",
-    "Session",
     "build",
     "default_rules",
     "dense",

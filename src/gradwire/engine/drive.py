@@ -1,7 +1,7 @@
-"""Drive: many talks, one conversation.
+"""Drive: how generators of requests are run.
 
-`converse` steps all lanes of a launch together, so that a round is a list of asks; `drive` has a link answer them.
-Never chain rounds with callbacks of futures: their order differs between ranks.
+`interleave` steps all lanes of a bucket together, so that a round is a list of requests; `execute` has a backend answer
+them. Rounds are never chained with callbacks of futures: their order would differ between ranks.
 """
 
 import time
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from gradwire.comm.backend import Backend
-from gradwire.core.requests import CommGenerator, Request
+from gradwire.core.requests import CommGenerator, Finished, Request, advance, intercept, run
 
 T = TypeVar("T")
-Conversation: TypeAlias = Generator[list[Request], list[Any], T]
+Rounds: TypeAlias = Generator[list[Request], list[Any], T]
 
 
 @dataclass
@@ -24,9 +24,9 @@ class Clock:
     wire: float = 0.0
     decode: float = 0.0
 
-    def work(self, seconds: float, spoken: bool) -> None:
-        """Count work: what comes after the first words is decoding."""
-        if spoken:
+    def work(self, seconds: float, decoding: bool) -> None:
+        """Count work. All work after the first request is decoding."""
+        if decoding:
             self.decode += seconds
         else:
             self.encode += seconds
@@ -38,61 +38,44 @@ class Clock:
         self.wire += share * other.wire if wire else 0.0
 
 
-def converse(talks: Sequence[CommGenerator[T]]) -> Conversation[list[T]]:
-    """Step all talks together: each round yields the asks of those that still speak."""
-    results: list[Any] = [None] * len(talks)
-    answers: list[Any] = [None] * len(talks)
-    speaking = list(range(len(talks)))
-    while speaking:
-        asks: list[Request] = []
-        still = []
-        for i in speaking:
-            try:
-                asks.append(talks[i].send(answers[i]))
-                still.append(i)
-            except StopIteration as done:
-                results[i] = done.value
-        speaking = still
-        if speaking:
-            heard = yield asks
-            answers = [None] * len(talks)
-            for i, answer in zip(speaking, heard, strict=True):
-                answers[i] = answer
-    return results
-
-
-def drive(conversation: Conversation[T], link: Backend, clock: Clock) -> T:
-    """Hold a conversation over a link, and note where the time goes."""
-    began = time.perf_counter()
-    spoken = False
-    answers: Any = None
-    try:
-        while True:
-            asks = conversation.send(answers)
-            asked = time.perf_counter()
-            answers = link.answer(asks)
-            answered = time.perf_counter()
-            clock.wire += answered - asked
-            clock.work(asked - began, spoken)
-            began, spoken = answered, True
-    except StopIteration as done:
-        clock.work(time.perf_counter() - began, spoken=True)
-        result: T = done.value
-        return result
-
-
-def timed(conversation: Conversation[T], clock: Clock) -> Conversation[T]:
-    """The same conversation with its work on the clock, for whoever answers it in another way than `drive`."""
-    answers: Any = None
-    spoken = False
+def interleave(generators: Sequence[CommGenerator[T]]) -> Rounds[list[T]]:
+    """Step all generators together: each round yields the requests of those that have not ended."""
+    results: list[Any] = [None] * len(generators)
+    pending = {i: advance(generator) for i, generator in enumerate(generators)}
     while True:
+        for i, step in list(pending.items()):
+            if isinstance(step, Finished):
+                results[i] = step.value
+                del pending[i]
+        if not pending:
+            return results
+        answers = yield [request for request in pending.values() if not isinstance(request, Finished)]
+        pending = {i: advance(generators[i], answer) for i, answer in zip(pending, answers, strict=True)}
+
+
+def execute(rounds: Rounds[T], backend: Backend, clock: Clock) -> T:
+    """Have a backend answer all rounds, and measure where the time goes."""
+
+    def serve(requests: list[Request]) -> list[Any]:
         began = time.perf_counter()
-        try:
-            asks = conversation.send(answers)
-        except StopIteration as done:
-            result: T = done.value
-            return result
-        finally:
-            clock.work(time.perf_counter() - began, spoken)
-        answers = yield asks
-        spoken = True
+        answers = backend.answer(requests)
+        clock.wire += time.perf_counter() - began
+        return answers
+
+    return run(profile(rounds, clock), serve)
+
+
+def profile(rounds: Generator[Any, Any, T], clock: Clock) -> Generator[Any, Any, T]:
+    """The same rounds with the time of their work on the clock."""
+    began, first = time.perf_counter(), True
+
+    def serve(requests: Any) -> Generator[Any, Any, Any]:
+        nonlocal began, first
+        clock.work(time.perf_counter() - began, decoding=not first)
+        answers = yield requests
+        began, first = time.perf_counter(), False
+        return answers
+
+    result = yield from intercept(rounds, serve)
+    clock.work(time.perf_counter() - began, decoding=True)
+    return result

@@ -1,37 +1,51 @@
-"""Lane: feedback, codec and exchange for one flat buffer. The whole framework is `Lane.talk`."""
+"""Lane: feedback, codec and exchange for one flat buffer. The whole framework is `Lane.step`."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec, Entries
-from gradwire.codecs.selectors import Variance
-from gradwire.codecs.stage import EncodeInput, Memory, StateSpec
+from gradwire.codecs.stage import Memory, StateSpec
 from gradwire.core.keys import Key
 from gradwire.core.requests import CommGenerator
 from gradwire.core.segments import Segments
-from gradwire.engine.lowering import FusedSpeaker, lowers
-from gradwire.exchanges import CommContext, Exchange
+from gradwire.engine.encoders import Composed, Encoder, encoder_for
+from gradwire.engine.state import Generation, LaneState
+from gradwire.engine.views import GradViews
+from gradwire.exchanges import Exchange
+from gradwire.exchanges.exchange import CommContext
 from gradwire.exchanges.two_way import shard
 from gradwire.feedback import Feedback
 
-OWED = "owed"  # a debt without a home: left by a memory that the current spec has no use for
-OBSERVED = "observed"  # second moments that the loop measured since the last step
 
+class LaneResult(NamedTuple):
+    """What a step makes of a lane.
 
-class Released(NamedTuple):
-    """What a lane hands back; the update as a flat tensor, or laid out where the gradients were, or as few entries."""
+    Attributes:
+        update: As a flat tensor, or as few entries.
+        new: The new memories.
+        spare: Storage of old memories that serves the next step.
+    """
 
-    update: Any
-    memory: Memory
+    update: Tensor | Entries
+    new: Generation
+    spare: Generation | None = None
 
 
 @dataclass(frozen=True)
 class Lane:
-    """One rule's parameters, laid end to end, and what is done with them."""
+    """One rule's parameters, laid end to end, and how they are compressed.
+
+    Attributes:
+        label: The rule's.
+        tensors: The parameters.
+        units: What the codec treats as one vector each.
+        feedback: Of all steps.
+        table: Codec and exchange from a step on.
+    """
 
     label: str
     tensors: Segments
@@ -41,61 +55,63 @@ class Lane:
 
     def at(self, step: int) -> tuple[Codec, Exchange]:
         """The codec and exchange of a step."""
-        entries = [(codec, exchange) for start, codec, exchange in self.table if start <= step]
-        return entries[-1]
+        encoder = self.encoder(step)
+        return encoder.codec, encoder.exchange
 
-    def steady(self) -> "Lane":
-        """The same lane with messages of known length, if there are such."""
-        return replace(self, table=tuple((start, codec.steady(), exchange) for start, codec, exchange in self.table))
+    def encoder(self, step: int) -> Encoder:
+        """The encoder of a step."""
+        return [encoder for start, encoder in self._encoders if start <= step][-1]
 
-    def talk(self, grad: Tensor, memory: Memory, key: Key, world: int, apart: bool = False) -> CommGenerator[Released]:
-        """Compensate, encode, settle, exchange, release; ``apart``: the update may be handed back as its entries."""
-        codec, exchange = self.at(key.step)
-        around = self._around(key, world, apart)
-        memory = absorb(codec, grad, memory)
-        target, memory = self.feedback.compensate(grad, memory)
-        target, memory = self._collect(target, memory, exchange, around)
-        said = exchange.encode(EncodeInput(grad, target, memory, self.units), codec, around)
-        if said.sent is not None:
-            said = said._replace(memory=self.feedback.settle(target, said.sent, said.memory))
-        agreed = yield from exchange.talk(said, codec, around)
-        memory = agreed.memory
-        if agreed.sent is not None:
-            memory = self.feedback.settle(target, agreed.sent, memory)
-        return self._released(agreed.mean, memory)
-
-    def lowered(self, memory: Memory, key: Key, world: int) -> bool:
-        """Whether `talk_fused` may serve in place of `talk` at this step."""
-        codec, exchange = self.at(key.step)
-        left = OWED in memory or ("served" in memory and "served" not in exchange.slots(self._around(key, world)))
-        return not left and lowers(self.feedback, codec, exchange)
+    @cached_property
+    def _encoders(self) -> tuple[tuple[int, Encoder], ...]:
+        exchanges = [exchange for _, _, exchange in self.table]
+        return tuple((start, encoder_for(self.feedback, codec, x, exchanges)) for start, codec, x in self.table)
 
     @cached_property
     def fused(self) -> bool:
-        """Whether `talk_fused` may serve at any step: then memories can be changed in place."""
-        return any(lowers(self.feedback, codec, exchange) for _, codec, exchange in self.table)
+        """Whether a fused kernel serves at any step: then memories can be changed in place."""
+        return any(not isinstance(encoder, Composed) for _, encoder in self._encoders)
 
-    def talk_fused(
-        self,
-        grad: Tensor,
-        memory: Memory,
-        key: Key,
-        world: int,
-        broken: list[Tensor],
-        room: Memory | None = None,
-        apart: bool = False,
-    ) -> CommGenerator[Released]:
-        """The same by a fused kernel; ``broken`` gets what it finds of the gradient, ``room`` is for new memories."""
-        codec, exchange = self.at(key.step)
-        around = self._around(key, world, apart)
-        speaker = FusedSpeaker(grad, memory, self.units, codec, self.feedback, key, room or {})
-        said = exchange.collect(speaker.say, around)
-        broken.extend(speaker.broken)
-        agreed = yield from exchange.talk(said, codec, around)
-        return self._released(agreed.mean, agreed.memory)
+    def with_fixed_length(self) -> "Lane":
+        """The same lane with messages of known length, if it can have them."""
+        return replace(self, table=tuple((start, codec.steady(), exchange) for start, codec, exchange in self.table))
 
-    def _released(self, mean: Tensor | Entries, memory: Memory) -> Released:
-        return Released(mean, memory) if isinstance(mean, Entries) else Released(*self.feedback.release(mean, memory))
+    def step(
+        self, views: GradViews, state: LaneState, new: Generation, context: CommContext, flags: list[Tensor]
+    ) -> CommGenerator[LaneResult]:
+        """Add the error, encode, keep the new error, exchange, and make the update.
+
+        Args:
+            views: The gradients. They are only read.
+            state: Is only read, but for its hints.
+            new: Storage for new memories. It may lack some, and it may be the state's own.
+            context: Of the exchange.
+            flags: Gets bools on the device: whether a gradient was not finite.
+        """
+        encoder = self.encoder(context.key.step)
+        if state.carried is not None:
+            encoder = Composed(encoder.feedback, encoder.codec, encoder.exchange)
+        message, target = encoder.encode(views, state, new, context, flags)
+        aggregate = yield from encoder.exchange.talk(message, encoder.codec, context)
+        mean, memory = aggregate.mean, aggregate.memory
+        if aggregate.sent is not None:
+            assert target is not None
+            memory = self.feedback.settle(target, aggregate.sent, memory)
+        if not isinstance(mean, Entries):
+            mean, memory = self.feedback.release(mean, memory)
+        return LaneResult(mean, Generation(dict(memory)), self._spare(views, state, memory))
+
+    def _spare(self, views: GradViews, state: LaneState, memory: Memory) -> Generation | None:
+        """Old memories that kernels have replaced. On a CPU, fresh pages would cost more than the step itself."""
+        if not self.fused or views.device.type != "cpu" or not views.in_place:
+            return None
+        old = {name: state.tensors[name] for name in self.feedback.memories}
+        return None if any(memory[name] is x for name, x in old.items()) else Generation(old)
+
+    def context(self, key: Key, world: int, sparse: bool = False) -> CommContext:
+        """The context of a step's exchange; ``sparse``: the update may be handed back as its entries."""
+        keeps = self.feedback.indebted, self.feedback.listens
+        return CommContext(key, world, self.units, self.tensors, *keeps, sparse and not self.feedback.changes_mean)
 
     def slots(self, world: int) -> dict[str, StateSpec]:
         """All memories that the lane needs at any step of its table."""
@@ -103,20 +119,20 @@ class Lane:
         slots = {name: StateSpec(like, reshard) for name, reshard in self.feedback.memories.items()}
         for _, codec, exchange in self.table:
             slots |= {name: StateSpec(like) for name in codec.memories}
-            slots |= exchange.slots(self._around(Key(0, 0, 0), world))
+            slots |= exchange.slots(self.context(Key(0, 0, 0), world))
         return slots
 
-    def debt(self, memory: Memory, rank: int, world: int) -> Tensor:
-        """This rank's share of the pending update: the mean of debts over ranks is still to be applied."""
-        n = self.units.total
+    def debt(self, state: LaneState, rank: int, world: int) -> Tensor:
+        """This rank's share of the pending update: the mean of these over ranks is still to be applied."""
+        n, memory = self.units.total, state.tensors
         owed = self.feedback.debt(memory)
-        somewhere = next(iter(memory.values()), torch.zeros(0))
-        debt = somewhere.new_zeros(n) if owed is None else owed.clone()
-        if OWED in memory:
-            debt += memory[OWED]
+        like = next(iter(memory.values()), torch.zeros(0))
+        debt = like.new_zeros(n) if owed is None else owed.clone()
+        if state.carried is not None:
+            debt += state.carried
         if "served" in memory:
             start, stop = shard(n, world, rank)
-            debt[start:stop] += world * memory["served"]  # held by one rank, meant for all
+            debt[start:stop] += world * memory["served"]  # one rank keeps it, for all
         if "pending" in memory:
             debt += memory["pending"]
         return debt
@@ -124,34 +140,3 @@ class Lane:
     @cached_property
     def slices(self) -> dict[str, slice]:
         return self.tensors.slices()
-
-    def _around(self, key: Key, world: int, apart: bool = False) -> CommContext:
-        as_it_is = type(self.feedback).release is Feedback.release  # else the mean is not yet the update
-        about = self.feedback.indebted, self.feedback.listens
-        return CommContext(key, world, self.units, self.tensors, *about, apart and as_it_is)
-
-    def _collect(
-        self, target: Tensor, memory: Memory, exchange: Exchange, around: CommContext
-    ) -> tuple[Tensor, Memory]:
-        """Add debts left behind by a spec that served before this one."""
-        kept = dict(memory)
-        if OWED in kept:
-            target = target + kept.pop(OWED)
-        if "served" in kept and "served" not in exchange.slots(around):
-            start, stop = shard(self.units.total, around.world, around.key.rank)
-            served = kept["served"]
-            target = target.clone()
-            target[start:stop] += around.world * served
-            kept["served"] = torch.zeros_like(served)
-        return target, kept
-
-
-def absorb(codec: Codec, grad: Tensor, memory: Memory) -> Memory:
-    """Feed a variance test: with what the loop observed, else with the batch as if it were one sample."""
-    if not isinstance(codec.selector, Variance):
-        return memory
-    if OBSERVED in memory:
-        kept = dict(memory)
-        seen = kept.pop(OBSERVED)
-        return {**kept, "second_moment": kept["second_moment"] + seen}
-    return codec.selector.absorb(grad, memory)

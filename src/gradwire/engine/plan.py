@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import groupby
 
-from gradwire.codecs.codec import Codec
+from gradwire.codecs.codec import Codec, codec
 from gradwire.core.segments import Segments
 from gradwire.engine.lane import Lane
 from gradwire.engine.method import Method, Spec, method
@@ -84,9 +84,9 @@ class Plan:
     def lanes(self) -> tuple[Lane, ...]:
         return tuple(lane for launch in self.launches for lane in launch)
 
-    def steady(self) -> "Plan":
-        """The same plan with messages of known length wherever there are such; what is agreed on is the same."""
-        return Plan(tuple(tuple(lane.steady() for lane in launch) for launch in self.launches), self.world)
+    def with_fixed_length(self) -> "Plan":
+        """The same plan with messages of known length wherever possible; the updates are the same."""
+        return Plan(tuple(tuple(lane.with_fixed_length() for lane in launch) for launch in self.launches), self.world)
 
 
 def default_rules(
@@ -184,3 +184,18 @@ def _resolve(exchange: Exchange, codec: Codec, units: Segments, world: int) -> E
     if isinstance(exchange, Delayed):
         return replace(exchange, inner=_resolve(exchange.inner, codec, units, world))
     return choose(codec, units, world) if isinstance(exchange, Auto) else exchange
+
+
+def uncompressed(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """The same rules where there is no other host: float32, under the same feedback.
+
+    Nothing is lost, so no error is kept; what is kept already is sent at once.
+    """
+    return tuple(_uncompressed(rule) for rule in rules)
+
+
+def _uncompressed(rule: Rule) -> Rule:
+    whole = method(rule.spec, rule.feedback, rule.exchange)
+    exchange = Delayed() if whole.exchange.delays else Auto()
+    dense = Method(((0, codec("fp32")),), whole.feedback, exchange)
+    return replace(rule, spec=dense, feedback=None, exchange=None)

@@ -1,4 +1,4 @@
-"""Warm-up: the kernels that a plan will need, compiled or loaded before the first step, which should be like any other.
+"""Warm-up: the kernels that a plan needs are compiled or loaded before the first step.
 
 Every kind of lane takes two steps of its own, on tensors of a few elements. What is compiled depends on types alone,
 and is cached on disk: only the first attachment on a machine takes long.
@@ -15,8 +15,8 @@ from gradwire.core.segments import Segments
 from gradwire.engine.lane import Lane
 from gradwire.engine.lockstep import Lockstep
 from gradwire.engine.plan import Plan
-from gradwire.engine.session import Session
-from gradwire.exchanges import AllGather, Exchange
+from gradwire.engine.step import Engine
+from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.kernels import fused
 from gradwire.kernels.dispatch import accelerated, versions
@@ -49,12 +49,13 @@ def _rehearse(lane: Lane, kind: Kind, world: int) -> None:
     units = _TINY if lane.units == lane.tensors else _TINY.merged()
     tiny = replace(lane, tensors=_TINY, units=units, feedback=feedback, table=((0, codec, exchange),))
     plan = Plan(((tiny,),), world)
-    sessions = [Session(plan, rank, world, 0, torch.device("cpu")) for rank in range(world)]
+    engines = [Engine(plan, rank, world, 0, torch.device("cpu")) for rank in range(world)]
     for _ in range(2):  # the second has hints
         shapes = zip(_TINY.names, _TINY.shapes, strict=True)
         grads = {name: torch.linspace(-1.0, 1.0, shape[0] * shape[1]).view(shape) for name, shape in shapes}
-        Lockstep(world).drive([session.run(grads) for session in sessions])
-    if codec.selector is not None and isinstance(exchange, AllGather):  # how long gradients hear the mean, see `direct`
+        own = [{name: grad.clone() for name, grad in grads.items()} for _ in engines]
+        Lockstep(world).drive([engine.run(grads) for engine, grads in zip(engines, own, strict=True)])
+    if codec.selector is not None:  # how an update of few entries is written to long gradients, see `views`
         values, indices = torch.ones(1), torch.zeros(1, dtype=torch.int64)
         fused.scatter_mean_(torch.empty(2), values, indices, (0, 1), 0, world)
     if codec.indices is not None:

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradwire.codecs.codec import Codec
-from gradwire.core.decode_cache import shared
+from gradwire.codecs.stage import Decoded, Memory
+from gradwire.core.decode_cache import memoized
 from gradwire.core.payload import Payload
 from gradwire.core.registry import register
 from gradwire.core.requests import CommGenerator, Gather
 from gradwire.core.segments import Segments
+from gradwire.exchanges.batch import RankBatch, Simulated, blank, mean_of, sizes_of, stacked, starts_of
 from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
 
 
@@ -27,6 +29,7 @@ class AllGather(Exchange):
 
     examples: ClassVar[tuple[str, ...]] = ("allgather",)
     exact: ClassVar[bool] = True
+    simulates = True
 
     def talk(self, said: Message, codec: Codec, around: CommContext) -> CommGenerator[Aggregate]:
         assert isinstance(said.message, Payload)
@@ -37,8 +40,16 @@ class AllGather(Exchange):
         apart = around.apart and codec.sparse(around.units, around.world)
         read = codec.entries if apart else codec.mean
         about = codec, around.units, around.key.step, apart
-        mean = shared(heard, about, lambda: read(payloads, around.units, keys))
+        mean = memoized(heard, about, lambda: read(payloads, around.units, keys))
         return Aggregate(mean, said.memory)
+
+    def simulate(self, sent: Decoded, memory: Memory, codec: Codec, batch: RankBatch) -> Simulated:
+        starts = starts_of(codec, sent, stacked(batch.units, batch.world))
+        mean = mean_of(sent, starts, batch.units.total, batch.world)
+        if not codec.traits.fixed:
+            return mean, memory, sizes_of(codec, sent, starts, batch)
+        n = codec.size(batch.units)
+        return mean, memory, [[Gather(blank(n), n)] * batch.world]
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         return (world - 1) * codec.size(units)

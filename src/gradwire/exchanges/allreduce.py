@@ -13,15 +13,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import EncodeInput
+from gradwire.codecs.stage import Decoded, EncodeInput, Memory
 from gradwire.core.payload import Payload
 from gradwire.core.registry import register
-from gradwire.core.requests import CommGenerator, Sum
+from gradwire.core.requests import CommGenerator, Request, Sum
 from gradwire.core.segments import Segments
+from gradwire.exchanges.batch import META, RankBatch, Simulated
 from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
-from gradwire.kernels.groups import over_
+from gradwire.kernels.groups import over, over_
 from gradwire.kernels.quantize import cast_decode
 
 
@@ -32,6 +34,7 @@ class AllReduce(Exchange):
 
     examples: ClassVar[tuple[str, ...]] = ("allreduce",)
     exact: ClassVar[bool] = True
+    simulates = True
 
     def check(self, codec: Codec) -> None:
         if not codec.traits.linear:
@@ -53,8 +56,27 @@ class AllReduce(Exchange):
         mean = over_(cast_decode(total), around.world)
         return Aggregate(codec.expand(mean, around.units, around.key), said.memory)
 
+    def clipped(self, sent: Decoded, codec: Codec, world: int) -> Decoded:
+        return sent._replace(values=_addends(codec, sent, world).float())
+
+    def simulate(self, sent: Decoded, memory: Memory, codec: Codec, batch: RankBatch) -> Simulated:
+        rows = _addends(codec, sent, batch.world).view(batch.world, -1)
+        total = rows[0].clone()
+        for row in rows[1:]:
+            total = total + row
+        mean = codec.expand(over(total.float(), batch.world), batch.units, batch.key.of(0))
+        addend: Request = Sum(torch.empty_like(rows[0], device=META))
+        return mean, memory, [[addend] * batch.world]
+
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         return 2 * (world - 1) / world * codec.size(units)
+
+
+def _addends(codec: Codec, sent: Decoded, world: int) -> Tensor:
+    """What ranks add up: the values in the format that they are sent in, limited."""
+    dtype: torch.dtype = codec.quantizer.dtype  # type: ignore[attr-defined]
+    limit = max_addend(dtype, world)
+    return sent.values.to(dtype).clamp(-limit, limit)
 
 
 def max_addend(dtype: torch.dtype, world: int) -> float:

@@ -35,6 +35,16 @@ class Delayed(Exchange):
         if not isinstance(self.inner, Exchange) or self.inner.late or isinstance(self.inner, Delayed):
             raise ValueError(f"delayed({self.inner}) cannot wrap that; it takes allreduce, allgather or two_way")
 
+    delays: ClassVar[bool] = True
+
+    @property
+    def cuts(self) -> bool:  # type: ignore[override]
+        return self.inner.cuts
+
+    @property
+    def serves(self) -> bool:  # type: ignore[override]
+        return self.inner.serves
+
     def check(self, codec: Codec) -> None:
         self.inner.check(codec)
 

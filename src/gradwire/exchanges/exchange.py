@@ -16,6 +16,7 @@ from gradwire.core.payload import Payload
 from gradwire.core.requests import CommGenerator
 from gradwire.core.segments import Segments
 from gradwire.core.spec import write
+from gradwire.exchanges.batch import RankBatch, Simulated
 
 
 class CommContext(NamedTuple):
@@ -75,7 +76,11 @@ class Exchange(ABC):
     examples: ClassVar[tuple[str, ...]]
     exact: ClassVar[bool] = False  # with fp32 the outcome is the mean, to rounding
     late: ClassVar[bool] = False  # compresses by itself, in mid-conversation; no codec
-    silent: ClassVar[bool] = False  # asks the group nothing
+    silent: ClassVar[bool] = False  # requests nothing from the group
+    cuts: bool = False  # `collect` encodes stretches of the buffer apart
+    delays: ClassVar[bool] = False  # hands back the mean of the step before
+    simulates: bool = False  # has `simulate`
+    serves: bool = False  # keeps an error of its own, the memory "served", where the lane keeps errors
 
     def __str__(self) -> str:
         return write(self)
@@ -107,6 +112,15 @@ class Exchange(ABC):
         Every entry must be said once, since a stretch that is not has no memory afterwards.
         """
         return Message(*say(0, around.units.total))
+
+    def clipped(self, sent: Decoded, codec: Codec, world: int) -> Decoded:
+        """What receivers decode of a message, as this exchange limits it."""
+        del codec, world
+        return sent
+
+    def simulate(self, sent: Decoded, memory: Memory, codec: Codec, batch: RankBatch) -> Simulated:
+        """The exchange of all ranks at once (see `batch`); exchanges without it are run rank by rank."""
+        raise NotImplementedError(f"{self} is run rank by rank")
 
     @abstractmethod
     def talk(self, said: Message, codec: Codec, around: CommContext) -> CommGenerator[Aggregate]:

@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Decoded, StateSpec
-from gradwire.core.decode_cache import shared
+from gradwire.codecs.stage import Decoded, EncodeInput, Memory, StateSpec
+from gradwire.core.decode_cache import memoized
+from gradwire.core.keys import owned
 from gradwire.core.registry import register
-from gradwire.core.requests import CommGenerator, Gather, SendRecv
+from gradwire.core.requests import CommGenerator, Gather, Request, SendRecv
 from gradwire.core.segments import Segments
+from gradwire.exchanges.batch import RankBatch, Simulated, blank, mean_of, stacked, starts_of
 from gradwire.exchanges.exchange import Aggregate, CommContext, EncodeShard, Exchange, Message
 
 _EIGHT = 8  # codes of any width are whole bytes then, so that kernels serve a shard as it lies
@@ -42,6 +44,7 @@ class TwoWay(Exchange):
 
     examples: ClassVar[tuple[str, ...]] = ("two_way",)
     exact: ClassVar[bool] = True
+    cuts = serves = simulates = True
 
     def check(self, codec: Codec) -> None:
         if not codec.traits.fixed:
@@ -81,10 +84,36 @@ class TwoWay(Exchange):
             places = enumerate(zip(told, windows, strict=True))
             return torch.cat([codec.decode(payload, window, second.of(rank)) for rank, (payload, window) in places])
 
-        return Aggregate(shared([payload.data for payload in told], (codec, around.units, second.step), decode), memory)
+        return Aggregate(
+            memoized([payload.data for payload in told], (codec, around.units, second.step), decode), memory
+        )
+
+    def simulate(self, sent: Decoded, memory: Memory, codec: Codec, batch: RankBatch) -> Simulated:
+        """All shards at once: end to end they are the buffer."""
+        n, world, units = batch.units.total, batch.world, batch.units
+        cuts = tuple(shard(n, world, rank) for rank in range(world))
+        meant = mean_of(sent, starts_of(codec, sent, stacked(units, world, cuts)), n, world)
+        served = memory.get("served")
+        if served is not None:
+            meant = meant + served
+        outcome = codec.echo(EncodeInput(meant, meant, {}, _by_owner(units, cuts)), batch.key.fold("leg2"))
+        if served is not None:
+            memory = {**memory, "served": outcome.off(meant)}
+        sizes = [codec.size(units.window(*cut)) for cut in cuts]
+        out = {rank: blank(size) for rank, size in enumerate(sizes)}
+        first: list[Request] = [SendRecv(out, dict.fromkeys(range(world), size)) for size in sizes]
+        second: list[Request] = [Gather(blank(size), max(sizes)) for size in sizes]
+        return outcome.onto(meant.new_zeros(n)), memory, [first, second]
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         return 2 * (world - 1) / world * codec.size(units)
+
+
+def _by_owner(units: Segments, cuts: tuple[tuple[int, int], ...]) -> Segments:
+    """The units of one buffer, cut into shards, each named after the rank that serves it."""
+    tables = [units.window(*cut) for cut in cuts]
+    names = [owned(name, rank) for rank, table in enumerate(tables) for name in table.names]
+    return Segments(tuple(names), tuple(shape for table in tables for shape in table.shapes))
 
 
 def _join(parts: list[Decoded | None], around: CommContext) -> Decoded | None:

@@ -25,6 +25,7 @@ class EF21(Feedback):
     """Compress differences; the group keeps the running mean."""
 
     examples: ClassVar[tuple[str, ...]] = ("ef21",)
+    changes_mean: ClassVar[bool] = True
     memories: ClassVar[dict[str, str]] = {"estimate": "mean", "estimate_mean": "same"}
 
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradwire.codecs.stage import Decoded, Memory
 from gradwire.core.spec import write
+from gradwire.kernels.fused import Accumulation
 
 
 class Feedback(ABC):
@@ -22,7 +23,10 @@ class Feedback(ABC):
     examples: ClassVar[tuple[str, ...]]
     memories: ClassVar[dict[str, str]] = {}  # name -> how a new world reshards it (see `StateSpec`)
     indebted: ClassVar[bool] = True  # what was not sent today is sent later
-    listens: ClassVar[bool] = True  # `settle` asks what will have been heard
+    listens: ClassVar[bool] = True  # `settle` uses what receivers will decode
+    changes_mean: ClassVar[bool] = False  # `release` makes another update of the mean
+    accumulation: Accumulation | None = None  # how a gradient enters the memories, if fused kernels know it
+    masks: bool = False  # momentum is zeroed where an entry was sent
 
     def __str__(self) -> str:
         return write(self)

@@ -22,6 +22,7 @@ from torch import Tensor
 from gradwire.codecs.stage import Decoded, Memory
 from gradwire.core.registry import register
 from gradwire.feedback.feedback import Feedback, clip_factor
+from gradwire.kernels.fused import Accumulation
 
 
 @register("momentum_correction", kind="feedback")
@@ -52,6 +53,14 @@ class MomentumCorrection(Feedback):
             raise ValueError(f"{self}: momentum must be in [0, 1)")
         if self.clip is not None and not self.clip > 0.0:
             raise ValueError(f"{self}: clip must be a positive norm, or None for no clipping")
+
+    @property
+    def accumulation(self) -> Accumulation:  # type: ignore[override]
+        return Accumulation(self.momentum, self.nesterov)
+
+    @property
+    def masks(self) -> bool:  # type: ignore[override]
+        return self.masking
 
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         u, v = memory["momentum"], memory["residual"]

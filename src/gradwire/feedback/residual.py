@@ -18,6 +18,7 @@ from torch import Tensor
 from gradwire.codecs.stage import Decoded, Memory
 from gradwire.core.registry import register
 from gradwire.feedback.feedback import Feedback
+from gradwire.kernels.fused import Accumulation
 
 
 @register("residual", kind="feedback")
@@ -32,6 +33,10 @@ class Residual(Feedback):
     def __post_init__(self) -> None:
         if not 0.0 < self.decay <= 1.0:
             raise ValueError(f"residual(decay={self.decay}) must keep a share in (0, 1] of the debt")
+
+    @property
+    def accumulation(self) -> Accumulation:  # type: ignore[override]
+        return Accumulation(decay=self.decay)
 
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         return grad + self.decay * memory["residual"], memory

@@ -1,4 +1,4 @@
-"""How replicas that talk to neighbors only stay close."""
+"""Gossip methods: how replicas that exchange messages with neighbors only stay close."""
 
 from gradwire.gossip.centralized import Centralized
 from gradwire.gossip.choco import Choco
@@ -6,7 +6,7 @@ from gradwire.gossip.dcd import DCD
 from gradwire.gossip.deepsqueeze import DeepSqueeze
 from gradwire.gossip.dpsgd import DPSGD
 from gradwire.gossip.ecd import ECD
-from gradwire.gossip.gossip import Gossip, GossipContext, MixResult
+from gradwire.gossip.gossip import GossipContext, GossipMethod, MixResult
 from gradwire.gossip.message import Diverged
 from gradwire.gossip.node import Node
 from gradwire.gossip.powergossip import PowerGossip
@@ -22,8 +22,8 @@ __all__ = [
     "Choco",
     "DeepSqueeze",
     "Diverged",
-    "Gossip",
     "GossipContext",
+    "GossipMethod",
     "MixResult",
     "Node",
     "PowerGossip",

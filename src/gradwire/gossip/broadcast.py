@@ -1,49 +1,56 @@
-"""Public: methods that tell all neighbors the same: what a rank says, and what it makes of the answers, are two rules.
+"""Broadcast methods: each rank sends one message to all neighbors, by two rules: what it sends, and how it updates.
 
-The rules never ask whether they are given one rank's vectors [N] or those of all ranks, stacked as rows [ranks, N]:
-`Stack` runs them on rows, and gets the same bits as ranks that talk.
+The rules take one rank's vectors [N], or those of all ranks stacked as rows [ranks, N]: `StackedNodes` runs them on
+rows, and gets the same bits as ranks that exchange messages.
 """
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Memory
 from gradwire.core.requests import CommGenerator
-from gradwire.gossip.gossip import Gossip, GossipContext, MixResult, hear, say, size_of
-from gradwire.gossip.message import GossipMessage, post
-from gradwire.topology import Topology
+from gradwire.gossip.gossip import (
+    GossipContext,
+    GossipMethod,
+    MixResult,
+    VectorMemory,
+    body_bytes,
+    decode_message,
+    encode_message,
+)
+from gradwire.gossip.message import GossipMessage, exchange_messages
 
 Weight: TypeAlias = float | Tensor  # of one rank, or float64 [ranks, 1]
 
 
-class Heard(NamedTuple):
-    """All that a rank heard in a round.
+class NeighborMessages(NamedTuple):
+    """All messages of a round, as a rank decodes them.
 
     Attributes:
-        mine: Its own message, as everybody decodes it.
-        own: The weight it gives itself.
+        own: Its own message, as its receivers decode it.
+        own_weight: The weight it gives itself.
         others: Each neighbor's weight and message, by rising rank.
     """
 
-    mine: Tensor
-    own: Weight
+    own: Tensor
+    own_weight: Weight
     others: Sequence[tuple[Weight, Tensor]]
 
-    def onto(self, start: Tensor) -> Tensor:
+    def added_to(self, start: Tensor) -> Tensor:
         """``start`` + the weighted sum of all messages."""
-        mixed = start + times(self.own, self.mine)
+        mixed = start + times(self.own_weight, self.own)
         for weight, q in self.others:
             mixed = mixed + times(weight, q)
         return mixed
 
-    def toward(self, x: Tensor, gamma: float = 1.0) -> Tensor:
-        """``x``, moved by gamma times the weighted differences to the neighbors' messages."""
+    def pull(self, x: Tensor, gamma: float = 1.0) -> Tensor:
+        """``x`` + gamma times the weighted differences to the neighbors' messages."""
         for weight, q in self.others:
-            x = x + times(gamma * weight, q - self.mine)
+            x = x + times(gamma * weight, q - self.own)
         return x
 
 
@@ -52,42 +59,43 @@ def times(weight: Weight, x: Tensor) -> Tensor:
     return (weight.to(x.dtype) if isinstance(weight, Tensor) else weight) * x
 
 
-class BroadcastMethod(Gossip):
+class BroadcastRules(GossipMethod):
     """A method of one message per step, the same for all neighbors."""
 
-    @abstractmethod
-    def words(self, x: Tensor, memory: Memory, step: int) -> Tensor:
-        """What to say."""
+    stacks_if_static: ClassVar[bool] = False  # whether the two rules are complete on static graphs only
 
     @abstractmethod
-    def learn(self, x: Tensor, memory: Memory, heard: Heard, step: int) -> MixResult:
-        """What to make of what was said."""
+    def message(self, x: Tensor, memory: Memory, step: int) -> Tensor:
+        """What to send."""
 
-    def stacks(self, topology: Topology) -> bool:
-        """Whether the two rules are all there is to it, on this graph."""
-        del topology
-        return True
+    @abstractmethod
+    def update(self, x: Tensor, memory: Memory, messages: NeighborMessages, step: int) -> MixResult:
+        """New parameters and memories, from all messages."""
 
-    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: GossipContext) -> CommGenerator[MixResult]:
-        met, _, _ = yield from self.exchange(x, memory, codec, around)
-        return met
-
-    def exchange(
-        self, x: Tensor, memory: Memory, codec: Codec, around: GossipContext, note: tuple[float, ...] = ()
-    ) -> CommGenerator[tuple[MixResult, Heard, dict[int, GossipMessage]]]:
-        """The two rules and the talk between them; also what was heard, and the letters with their notes."""
-        mine = say(self.words(x, memory, around.key.step), codec, around)
-        letters = yield from post(
-            around.stamp(),
-            dict.fromkeys(around.tells, mine.payload),
-            dict.fromkeys(around.hears, size_of(codec, around)),
-            note,
+    def broadcast(
+        self, x: Tensor, memory: Memory, codec: Codec, context: GossipContext, metadata: tuple[float, ...] = ()
+    ) -> CommGenerator[tuple[MixResult, NeighborMessages, dict[int, GossipMessage]]]:
+        """The two rules and the exchange between them; also the messages, decoded and as received."""
+        own = encode_message(self.message(x, memory, context.key.step), codec, context)
+        received = yield from exchange_messages(
+            context.header(),
+            dict.fromkeys(context.out_weights, own.payload),
+            dict.fromkeys(context.in_weights, body_bytes(codec, context)),
+            metadata,
         )
-        there = {peer: weight for peer, weight in around.hears.items() if peer in letters}
-        others = [(weight, hear(letters[peer], codec, around, peer)) for peer, weight in there.items()]
-        heard = Heard(mine.heard, 1.0 - sum(there.values()), others)
-        met = self.learn(x, memory, heard, around.key.step)
-        if around.elastic:
-            flows = {peer: weight * (q - heard.mine).norm() for peer, (weight, q) in zip(there, others, strict=True)}
-            met = met._replace(flows=flows)
-        return met, heard, letters
+        weights = {peer: weight for peer, weight in context.in_weights.items() if peer in received}
+        others = [(weight, decode_message(received[peer], codec, context, peer)) for peer, weight in weights.items()]
+        messages = NeighborMessages(own.decoded, 1.0 - sum(weights.values()), others)
+        result = self.update(x, memory, messages, context.key.step)
+        if context.elastic:
+            flows = {peer: weight * (q - own.decoded).norm() for peer, (weight, q) in zip(weights, others, strict=True)}
+            result = result._replace(flows=flows)
+        return result, messages, received
+
+
+class BroadcastMethod(VectorMemory, BroadcastRules):
+    """A method of which the two rules are all."""
+
+    def mix(self, x: Tensor, memory: Memory, codec: Codec, context: GossipContext) -> CommGenerator[MixResult]:
+        result, _, _ = yield from self.broadcast(x, memory, codec, context)
+        return result

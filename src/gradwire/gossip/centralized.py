@@ -1,4 +1,4 @@
-"""Centralized: the mean of all models after every step, the twin that gossip is measured against.
+"""Centralized: the mean of all models after every step, the baseline of gossip.
 
 Paper:    none; for an optimizer that is linear in the gradient, as SGD with momentum is, it is all-reduce SGD
 Formula:  x_i = sum_j x_j / n
@@ -17,19 +17,21 @@ from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Memory
 from gradwire.core.registry import register
 from gradwire.core.requests import CommGenerator, Sum
-from gradwire.gossip.gossip import Gossip, GossipContext, MixResult, need_cast, say
+from gradwire.gossip.gossip import GossipContext, MixResult, VectorMemory, encode_message
 from gradwire.gossip.message import Diverged
+from gradwire.gossip.requirements import require_cast
 from gradwire.topology import Graph, Topology
 from gradwire.topology.graphs import Complete
 
 
 @register("centralized", kind="gossip")
 @dataclass(frozen=True)
-class Centralized(Gossip):
+class Centralized(VectorMemory):
     """All-reduce SGD."""
 
     graph: Graph = Complete()  # noqa: RUF009 - a frozen value
     examples: ClassVar[tuple[str, ...]] = ("centralized",)
+    all_reduces: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,18 +39,14 @@ class Centralized(Gossip):
             raise ValueError(f"centralized takes the mean of all ranks, and no graph like {self.graph}; use dpsgd")
 
     def check(self, codec: Codec, topology: Topology) -> None:
-        need_cast(self, codec)
+        require_cast(self, codec)
 
-    def uncompressed(self, elements: int, degree: int, world: int) -> float:
-        del degree
-        return 4.0 * elements * 2 * (world - 1) / world
-
-    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: GossipContext) -> CommGenerator[MixResult]:
-        said = codec.summand(say(x, codec, around).payload)
-        total = yield Sum(said * float("nan") if around.broken else said)  # all ranks hear of a broken one in the sum
-        mean = codec.expand(total, around.units, around.key).float() / around.topology.size
+    def mix(self, x: Tensor, memory: Memory, codec: Codec, context: GossipContext) -> CommGenerator[MixResult]:
+        addend = codec.summand(encode_message(x, codec, context).payload)
+        total = yield Sum(addend * float("nan") if context.nonfinite else addend)  # so that all ranks see it
+        mean = codec.expand(total, context.units, context.key).float() / context.topology.size
         if not bool(mean.isfinite().all()):
             raise Diverged(
-                f"the mean of all parameters is not finite at step {around.key.step}; lower the learning rate"
+                f"the mean of all parameters is not finite at step {context.key.step}; lower the learning rate"
             )
         return MixResult(mean, memory)

@@ -23,36 +23,36 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec, codec
+from gradwire.codecs import codec as as_codec
+from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Memory, StateSpec
 from gradwire.core.registry import register
 from gradwire.core.requests import CommGenerator
 from gradwire.gossip import auto_gamma
-from gradwire.gossip.broadcast import BroadcastMethod, Heard
+from gradwire.gossip.broadcast import BroadcastRules, NeighborMessages
 from gradwire.gossip.gossip import (
     GossipContext,
     MixResult,
-    Speech,
-    hear,
-    need_contraction,
-    need_doubly,
-    need_step,
-    say,
-    size_of,
+    OutgoingMessage,
+    body_bytes,
+    decode_message,
+    encode_message,
 )
-from gradwire.gossip.message import GossipMessage, post
+from gradwire.gossip.message import GossipMessage, exchange_messages
+from gradwire.gossip.requirements import require_consensus_step, require_contraction, require_doubly_stochastic
 from gradwire.topology import Graph, Topology
 
 AUTO = "auto"
+_DENSE = as_codec("fp32")  # of the first message on a new edge
 
 
 @register("choco", kind="gossip")
 @dataclass(frozen=True)
-class Choco(BroadcastMethod):
-    """Compressed gossip that forgets nothing: what a message leaves out stays in the next difference.
+class Choco(BroadcastRules):
+    """Compressed gossip with error feedback: what a message leaves out stays in the next difference.
 
     Attributes:
-        graph: Who talks to whom.
+        graph: Which ranks exchange messages.
         gamma: The consensus step in (0, 1], or "auto".
     """
 
@@ -60,171 +60,170 @@ class Choco(BroadcastMethod):
     gamma: float | str = AUTO
     examples: ClassVar[tuple[str, ...]] = ("choco(ring)", "choco(torus, gamma=0.45)", "choco(one_peer_exponential)")
     elastic: ClassVar[bool] = True
+    stacks_if_static: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.gamma == AUTO or getattr(self.gamma, "name", None) == AUTO:  # a bare auto in a spec names an exchange
             object.__setattr__(self, "gamma", AUTO)
         else:
-            need_step(self.gamma, "choco")
+            require_consensus_step(self.gamma, "choco")
 
     def check(self, codec: Codec, topology: Topology) -> None:
-        need_contraction(self, codec)
-        need_doubly(self, topology)
+        require_contraction(self, codec)
+        require_doubly_stochastic(self, topology)
 
-    def slots(self, around: GossipContext) -> dict[str, StateSpec]:
-        like = StateSpec(around.tensors.lengths)
-        if not _by_edge(around):
+    def state_specs(self, context: GossipContext) -> dict[str, StateSpec]:
+        like = StateSpec(context.tensors.lengths)
+        if not _by_edge(context):
             return {"x_hat": like, "mixed": like}
-        tells, hears = _edges(around)
-        return {f"to_{peer}": like for peer in tells} | {f"from_{peer}": like for peer in hears}
+        steps, topology = range(context.topology.period), context.topology
+        out_peers = sorted({peer for step in steps for peer in topology.out_peers(context.rank, step)})
+        in_peers = sorted({peer for step in steps for peer in topology.peers(context.rank, step)})
+        return {f"to_{peer}": like for peer in out_peers} | {f"from_{peer}": like for peer in in_peers}
 
-    def begin(self, common: Tensor, codec: Codec, around: GossipContext) -> dict[str, Tensor]:
-        memory = {name: common.clone() for name in self.slots(around)}
+    def initial_memory(self, common: Tensor, codec: Codec, context: GossipContext) -> dict[str, Tensor]:
+        memory = {name: common.clone() for name in self.state_specs(context)}
         if self.gamma == AUTO:
-            memory["gauge"] = auto_gamma.begin(codec, around.units, around.topology)
+            memory["gauge"] = auto_gamma.initial_state(codec, context.units, context.topology)
         return memory
 
-    def stacks(self, topology: Topology) -> bool:
-        return topology.period == 1
+    def mix(self, x: Tensor, memory: Memory, codec: Codec, context: GossipContext) -> CommGenerator[MixResult]:
+        return (yield from (self._mix_by_edge if _by_edge(context) else self._mix_by_node)(x, memory, codec, context))
 
-    def words(self, x: Tensor, memory: Memory, step: int) -> Tensor:
+    # -- one copy for all neighbors ------------------------------------------------------------------------------------
+
+    def message(self, x: Tensor, memory: Memory, step: int) -> Tensor:
         del step
         return x - memory["x_hat"]
 
-    def learn(self, x: Tensor, memory: Memory, heard: Heard, step: int) -> MixResult:
+    def update(self, x: Tensor, memory: Memory, messages: NeighborMessages, step: int) -> MixResult:
         del step
         gamma = self._gamma(memory)
-        x_hat, mixed = memory["x_hat"] + heard.mine, heard.onto(memory["mixed"])
+        x_hat, mixed = memory["x_hat"] + messages.own, messages.added_to(memory["mixed"])
         return MixResult(x + gamma * (mixed - x_hat), {**memory, "x_hat": x_hat, "mixed": mixed}, gamma)
 
-    def seen(self, x: Tensor, memory: Memory, heard: Heard) -> auto_gamma.Seen:
-        """What a step shows of lag and response, with the memory as it was before."""
-        return auto_gamma.Seen(self.words(x, memory, 0), heard.mine, memory["mixed"] - memory["x_hat"])
+    def measurement(self, x: Tensor, memory: Memory, messages: NeighborMessages) -> auto_gamma.Measurement:
+        """The vectors that show a step's lag and response, with the memory as it was before."""
+        return auto_gamma.Measurement(self.message(x, memory, 0), messages.own, memory["mixed"] - memory["x_hat"])
 
-    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: GossipContext) -> CommGenerator[MixResult]:
-        return (yield from (self._by_edge if _by_edge(around) else self._by_node)(x, memory, codec, around))
+    def _mix_by_node(self, x: Tensor, memory: Memory, codec: Codec, context: GossipContext) -> CommGenerator[MixResult]:
+        metadata = self._metadata(memory, context)
+        result, messages, received = yield from self.broadcast(x, memory, codec, context, metadata)
+        measurement = self.measurement(x, memory, messages)
+        return result._replace(memory=self._adapt_gamma(result.memory, measurement, received, codec, context))
 
-    def _by_node(self, x: Tensor, memory: Memory, codec: Codec, around: GossipContext) -> CommGenerator[MixResult]:
-        met, heard, letters = yield from self.exchange(x, memory, codec, around, self._note(memory, around))
-        learned = self._learn(met.memory, self.seen(x, memory, heard), letters, codec, around)
-        return met._replace(memory=learned)
+    # -- a copy for each edge ------------------------------------------------------------------------------------------
 
-    def _by_edge(self, x: Tensor, memory: Memory, codec: Codec, around: GossipContext) -> CommGenerator[MixResult]:
-        fresh = {peer for peer, new in (around.live or {}).items() if new}
-        codecs = {peer: _WHOLE if peer in fresh else codec for peer in {*around.hears, *around.tells}}
-        differences = {peer: x if peer in fresh else x - memory[f"to_{peer}"] for peer in around.tells}
-        told = {peer: say(d, codecs[peer], around, peer) for peer, d in differences.items()}
-        varies = size_of(codec, around) is None
-        letters = yield from post(
-            around.stamp(),
-            {peer: speech.payload for peer, speech in told.items()},
-            {peer: None if varies else size_of(codecs[peer], around) for peer in around.hears},
-            self._note(memory, around),
+    def _mix_by_edge(self, x: Tensor, memory: Memory, codec: Codec, context: GossipContext) -> CommGenerator[MixResult]:
+        new = {peer for peer, is_new in (context.live or {}).items() if is_new}
+        codecs = {peer: _DENSE if peer in new else codec for peer in {*context.in_weights, *context.out_weights}}
+        differences = {peer: x if peer in new else x - memory[f"to_{peer}"] for peer in context.out_weights}
+        sent = {peer: encode_message(d, codecs[peer], context, peer) for peer, d in differences.items()}
+        varies = body_bytes(codec, context) is None
+        received = yield from exchange_messages(
+            context.header(),
+            {peer: message.payload for peer, message in sent.items()},
+            {peer: None if varies else body_bytes(codecs[peer], context) for peer in context.in_weights},
+            self._metadata(memory, context),
         )
-        heard = {peer: hear(letter, codecs[peer], around, peer, around.me) for peer, letter in letters.items()}
-        copies = {f"to_{peer}": (peer, speech.heard) for peer, speech in told.items()}
-        copies |= {f"from_{peer}": (peer, q) for peer, q in heard.items()}
+        copies = {f"to_{peer}": (peer, message.decoded) for peer, message in sent.items()}
+        for peer, message in received.items():
+            copies[f"from_{peer}"] = peer, decode_message(message, codecs[peer], context, peer, context.rank)
         gamma = self._gamma(memory)
-        seen = _seen(differences, told, memory, fresh, around) if self.gamma == AUTO else None
-        memory = {**memory, **{n: q if peer in fresh else memory[n] + q for n, (peer, q) in copies.items()}}
-        memory = self._learn(memory, seen, letters, codec, around)
-        if around.elastic:
-            met = self._mix_live(x, memory, gamma, letters, fresh, around)
-            return met._replace(memory=_even(met.memory, fresh & letters.keys()))
-        return MixResult(_mix(x, memory, gamma, around), memory, gamma)
+        measurement = _measure(differences, sent, memory, new, context) if self.gamma == AUTO else None
+        memory = {**memory, **{n: q if peer in new else memory[n] + q for n, (peer, q) in copies.items()}}
+        memory = self._adapt_gamma(memory, measurement, received, codec, context)
+        if context.elastic:
+            result = self._mix_live(x, memory, gamma, received, new, context)
+            return result._replace(memory=_average_copies(result.memory, new & received.keys()))
+        return MixResult(_mix_all(x, memory, gamma, context), memory, gamma)
 
     def _mix_live(
         self,
         x: Tensor,
         memory: Memory,
         gamma: float,
-        letters: Mapping[int, GossipMessage],
-        fresh: Collection[int],
-        around: GossipContext,
+        received: Mapping[int, GossipMessage],
+        new: Collection[int],
+        context: GossipContext,
     ) -> MixResult:
-        """A lost peer's weight returns to its owner: nothing flows over its edge. What is told whole flows whole."""
+        """Mix with the peers that are there. A lost peer's weight returns to its owner: nothing flows over its edge.
+
+        On a new edge, parameters are sent whole, so they are mixed with gamma 1.
+        """
         flows = {}
-        for peer, weight in around.hears.items():
-            if peer in letters:
+        for peer, weight in context.in_weights.items():
+            if peer in received:
                 # Ranks that come and go share no window, but each edge may agree: what one end gains, the other loses.
-                step = min(gamma, *letters[peer].note) if self.gamma == AUTO else gamma
-                if peer in fresh and around.key.step:  # at the very first step all begin alike, as without elastic=True
+                step = min(gamma, *received[peer].metadata) if self.gamma == AUTO else gamma
+                if peer in new and context.key.step:  # at step 0 all ranks begin alike, as without elastic=True
                     step = 1.0
                 flow = step * weight * (memory[f"from_{peer}"] - memory[f"to_{peer}"])
                 x, flows[peer] = x + flow, flow.norm()
         return MixResult(x, memory, gamma, flows)
 
+    # -- the consensus step --------------------------------------------------------------------------------------------
+
     def _gamma(self, memory: Memory) -> float:
         return auto_gamma.gamma(memory["gauge"]) if self.gamma == AUTO else float(self.gamma)
 
-    def _note(self, memory: Memory, around: GossipContext) -> tuple[float, ...]:
+    def _metadata(self, memory: Memory, context: GossipContext) -> tuple[float, ...]:
         if self.gamma != AUTO:
             return ()
-        return (self._gamma(memory),) if around.elastic else auto_gamma.note(memory["gauge"])
+        return (self._gamma(memory),) if context.elastic else auto_gamma.metadata(memory["gauge"])
 
-    def _learn(
+    def _adapt_gamma(
         self,
         memory: Memory,
-        seen: auto_gamma.Seen | None,
-        letters: Mapping[int, GossipMessage],
+        measurement: auto_gamma.Measurement | None,
+        received: Mapping[int, GossipMessage],
         codec: Codec,
-        around: GossipContext,
+        context: GossipContext,
     ) -> Memory:
         if self.gamma != AUTO:
             return memory
-        heard = [] if around.elastic else [(weight, letters[peer].note) for peer, weight in around.hears.items()]
-        state = auto_gamma.turn(memory["gauge"], seen, heard, around.key.step, around.topology, codec)
+        theirs = [] if context.elastic else [(w, received[peer].metadata) for peer, w in context.in_weights.items()]
+        state = auto_gamma.after_step(memory["gauge"], measurement, theirs, context.key.step, context.topology, codec)
         return {**memory, "gauge": state}
 
 
-def _mix(x: Tensor, memory: Memory, gamma: float, around: GossipContext) -> Tensor:
+def _by_edge(context: GossipContext) -> bool:
+    return context.elastic or context.topology.period > 1
+
+
+def _mix_all(x: Tensor, memory: Memory, gamma: float, context: GossipContext) -> Tensor:
     """What flows in over each edge, less what flows out."""
-    for peer, weight in around.hears.items():
+    for peer, weight in context.in_weights.items():
         x = x + gamma * weight * memory[f"from_{peer}"]
-    for peer, weight in around.tells.items():
+    for peer, weight in context.out_weights.items():
         x = x - gamma * weight * memory[f"to_{peer}"]
     return x
 
 
-_WHOLE = codec("fp32")  # what an edge begins with, when one of its ends comes back
+def _average_copies(memory: Memory, new: Collection[int]) -> Memory:
+    """Both copies of a new edge go on from their mean.
 
-
-def _even(memory: Memory, fresh: Collection[int]) -> Memory:
-    """Both copies of a new edge go on from the middle of what its ends have told each other.
-
-    Left apart, they would push for as long as a codec takes to tell that the ends have met: where few entries differ by
+    Left apart, they would push for as long as a codec takes to send that the ends have met: where few entries differ by
     much, as after a long absence, sign needs hundreds of steps, and replicas are thrown far beyond each other.
     """
-    middles = {peer: (memory[f"to_{peer}"] + memory[f"from_{peer}"]) / 2 for peer in fresh}
-    return {**memory, **{f"{way}_{peer}": x.clone() for peer, x in middles.items() for way in ("to", "from")}}
+    means = {peer: (memory[f"to_{peer}"] + memory[f"from_{peer}"]) / 2 for peer in new}
+    return {**memory, **{f"{way}_{peer}": x.clone() for peer, x in means.items() for way in ("to", "from")}}
 
 
-def _seen(
+def _measure(
     differences: Mapping[int, Tensor],
-    told: Mapping[int, Speech],
+    sent: Mapping[int, OutgoingMessage],
     memory: Memory,
-    fresh: Collection[int],
-    around: GossipContext,
-) -> auto_gamma.Seen | None:
+    new: Collection[int],
+    context: GossipContext,
+) -> auto_gamma.Measurement | None:
     """The mean over the edges of this step, new ones left out; None where there is none."""
-    tells = {peer: weight for peer, weight in around.tells.items() if peer not in fresh}
-    if not tells:
+    out_weights = {peer: weight for peer, weight in context.out_weights.items() if peer not in new}
+    if not out_weights:
         return None
-    flows = [weight * memory[f"from_{peer}"] for peer, weight in around.hears.items() if peer not in fresh]
-    flows += [-weight * memory[f"to_{peer}"] for peer, weight in tells.items()]
-    d = torch.stack([differences[peer] for peer in tells]).mean(0)
-    q = torch.stack([told[peer].heard for peer in tells]).mean(0)
-    return auto_gamma.Seen(d, q, torch.stack(flows).sum(0))
-
-
-def _by_edge(around: GossipContext) -> bool:
-    return around.elastic or around.topology.period > 1
-
-
-def _edges(around: GossipContext) -> tuple[list[int], list[int]]:
-    """All peers that ever hear me, and all that I ever hear."""
-    steps = range(around.topology.period)
-    tells = {peer for step in steps for peer in around.topology.out_peers(around.me, step)}
-    hears = {peer for step in steps for peer in around.topology.peers(around.me, step)}
-    return sorted(tells), sorted(hears)
+    flows = [weight * memory[f"from_{peer}"] for peer, weight in context.in_weights.items() if peer not in new]
+    flows += [-weight * memory[f"to_{peer}"] for peer, weight in out_weights.items()]
+    d = torch.stack([differences[peer] for peer in out_weights]).mean(0)
+    q = torch.stack([sent[peer].decoded for peer in out_weights]).mean(0)
+    return auto_gamma.Measurement(d, q, torch.stack(flows).sum(0))

@@ -12,54 +12,32 @@ Differs:  sum_j w_ij xhat_j is kept as one vector, not one by one; all entries f
 Spec:     ecd(ring), ecd(ring, allow_biased=True)
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Memory, StateSpec
+from gradwire.codecs.stage import Memory
 from gradwire.core.registry import register
-from gradwire.gossip.broadcast import BroadcastMethod, Heard
-from gradwire.gossip.dcd import need_unbiased
-from gradwire.gossip.gossip import GossipContext, MixResult, need_symmetric
-from gradwire.topology import Graph, Topology
+from gradwire.gossip.broadcast import NeighborMessages
+from gradwire.gossip.gossip import MixResult
+from gradwire.gossip.unbiased import UnbiasedMethod
 
 
 @register("ecd", kind="gossip")
-@dataclass(frozen=True)
-class ECD(BroadcastMethod):
-    """Extrapolation compression.
+class ECD(UnbiasedMethod):
+    """Extrapolation compression."""
 
-    Attributes:
-        graph: Who talks to whom.
-        allow_biased: Whether to run with codecs that the analysis does not cover.
-    """
-
-    graph: Graph
-    allow_biased: bool = False
     examples: ClassVar[tuple[str, ...]] = ("ecd(ring)", "ecd(ring, allow_biased=True)")
-    overlaps: ClassVar[bool] = False
+    memories: ClassVar[tuple[str, ...]] = ("before", "mixed")
 
-    def check(self, codec: Codec, topology: Topology) -> None:
-        need_unbiased(self, codec, self.allow_biased)
-        need_symmetric(self, topology)
-
-    def slots(self, around: GossipContext) -> dict[str, StateSpec]:
-        like = StateSpec(around.tensors.lengths)
-        return {"before": like, "mixed": like}
-
-    def begin(self, common: Tensor, codec: Codec, around: GossipContext) -> dict[str, Tensor]:
-        return {name: common.clone() for name in self.slots(around)}
-
-    def words(self, x: Tensor, memory: Memory, step: int) -> Tensor:
+    def message(self, x: Tensor, memory: Memory, step: int) -> Tensor:
         t = step + 1
         return (1 - t / 2) * memory["before"] + (t / 2) * _after(x, memory)
 
-    def learn(self, x: Tensor, memory: Memory, heard: Heard, step: int) -> MixResult:
+    def update(self, x: Tensor, memory: Memory, messages: NeighborMessages, step: int) -> MixResult:
         t, after = step + 1, _after(x, memory)
-        mixed = (1 - 2 / t) * memory["mixed"] + (2 / t) * heard.onto(torch.zeros_like(x))
+        mixed = (1 - 2 / t) * memory["mixed"] + (2 / t) * messages.added_to(torch.zeros_like(x))
         return MixResult(after, {**memory, "before": after, "mixed": mixed})
 
 

@@ -1,7 +1,7 @@
-"""Gossip: how replicas that talk to neighbors only stay close.
+"""Gossip methods: how replicas that exchange messages with neighbors only stay close.
 
-A method is a frozen rule. It is called with a rank's parameters after the optimizer's step, yields `SendRecv` requests,
-and hands back new parameters; it never sees the network. What it remembers are flat buffers, by name.
+A method is a frozen rule. It is called with a rank's parameters after the optimizer's step, yields requests, and
+returns new parameters; it never sees the network. Its memories are flat buffers, by name.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
-from gradwire.codecs.quantizers.cast import Cast
 from gradwire.codecs.stage import Decoded, EncodeInput, Memory, StateSpec
 from gradwire.core.keys import Key
 from gradwire.core.payload import Payload
@@ -23,20 +22,23 @@ from gradwire.core.spec import write
 from gradwire.gossip.message import GossipMessage, Header
 from gradwire.topology import Graph, Topology, graph
 
+CPU = torch.device("cpu")
+
 
 class GossipContext(NamedTuple):
-    """The circumstances of one conversation.
+    """Context of one round on one rank.
 
     Attributes:
-        key: My random bits for this step; it knows my rank.
-        topology: Who hears whom.
+        key: This rank's random bits for this step; it holds the rank.
+        topology: The mixing weights.
         units: What the codec treats as one vector each.
         tensors: The parameters behind the same flat buffer, with their shapes.
-        number: How many messages I wrote before.
-        broken: Whether my parameters are not finite, so that what I say now must not be used.
-        live: With elastic training, the peers that take part in this step, and whether the edge is new to both; None
-            where all peers always do.
-        heard: What ranks in this process have decoded already in this step, by (sender, receiver).
+        number: How many messages this rank has written before.
+        nonfinite: Whether this rank's parameters are not finite, so that its messages must not be used.
+        live: With elastic training, the peers that take part in this step, and whether the edge is new to both ends;
+            None where all peers always take part.
+        decoded: Messages that ranks of this process have decoded in this step, by (sender, receiver).
+        device: Where messages lie.
     """
 
     key: Key
@@ -44,12 +46,13 @@ class GossipContext(NamedTuple):
     units: Segments
     tensors: Segments
     number: int = 0
-    broken: bool = False
+    nonfinite: bool = False
     live: Mapping[int, bool] | None = None
-    heard: MutableMapping[tuple[int, int], Tensor] | None = None
+    decoded: MutableMapping[tuple[int, int], Tensor] | None = None
+    device: torch.device = CPU
 
     @property
-    def me(self) -> int:
+    def rank(self) -> int:
         return self.key.rank
 
     @property
@@ -57,30 +60,33 @@ class GossipContext(NamedTuple):
         return self.live is not None
 
     @property
-    def hears(self) -> dict[int, float]:
-        """Whom I hear in this step, with the weight I give them."""
-        return self._present(self.topology.peers(self.me, self.key.step))
+    def in_weights(self) -> dict[int, float]:
+        """The peers that this rank receives from in this step, with the weight it gives them."""
+        return self._present(self.topology.peers(self.rank, self.key.step))
 
     @property
-    def tells(self) -> dict[int, float]:
-        """Who hears me in this step, with the weight they give me."""
-        return self._present(self.topology.out_peers(self.me, self.key.step))
+    def out_weights(self) -> dict[int, float]:
+        """The peers that this rank sends to in this step, with the weight they give it."""
+        return self._present(self.topology.out_peers(self.rank, self.key.step))
 
-    def stamp(self, leg: int = 0) -> Header:
-        return Header(self.key.step, self.number + leg, self.broken, self.elastic)
+    def header(self, iteration: int = 0) -> Header:
+        """The header of a message of this step, by its number within the step."""
+        number = self.number + iteration
+        return Header(self.rank, self.device, self.key.step, number, self.nonfinite, self.elastic)
 
     def _present(self, peers: Mapping[int, float]) -> dict[int, float]:
         return {peer: weight for peer, weight in sorted(peers.items()) if self.live is None or peer in self.live}
 
 
 class MixResult(NamedTuple):
-    """The outcome of a talk.
+    """The result of one round on one rank.
 
     Attributes:
         x: New parameters.
-        memory: What is remembered.
+        memory: New memories.
         gamma: The consensus step that was taken.
-        flows: How far each neighbor moved me, as a norm; only with elastic training, where one end may move alone.
+        flows: How far each neighbor moved the parameters, as a norm; only with elastic training, where one end of an
+            edge may move alone.
     """
 
     x: Tensor
@@ -89,15 +95,16 @@ class MixResult(NamedTuple):
     flows: Mapping[int, Tensor] = MappingProxyType({})
 
 
-class Gossip(ABC):
-    """A frozen rule of conversation between neighbors."""
+class GossipMethod(ABC):
+    """A frozen rule by which neighbors mix their parameters."""
 
     name: ClassVar[str]
     kind: ClassVar[str]
     examples: ClassVar[tuple[str, ...]]
-    late: ClassVar[bool] = False  # compresses by itself; no codec
+    compresses: ClassVar[bool] = False  # by itself, so that it takes no codec
     overlaps: ClassVar[bool] = True  # what it adds to x may as well be added one step later
     elastic: ClassVar[bool] = False  # goes on when neighbors die
+    all_reduces: ClassVar[bool] = False  # sums over all ranks instead of exchanging messages with neighbors
     graph: Graph
 
     def __post_init__(self) -> None:
@@ -108,105 +115,73 @@ class Gossip(ABC):
 
     @abstractmethod
     def check(self, codec: Codec, topology: Topology) -> None:
-        """Refuse a codec that this method cannot use, or a graph, with a sentence."""
+        """Refuse a codec or a graph that this method cannot use.
+
+        Raises:
+            ValueError: It cannot.
+        """
 
     @abstractmethod
-    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: GossipContext) -> CommGenerator[MixResult]:
-        """Hold the conversation."""
+    def mix(self, x: Tensor, memory: Memory, codec: Codec, context: GossipContext) -> CommGenerator[MixResult]:
+        """One round."""
 
-    def slots(self, around: GossipContext) -> dict[str, StateSpec]:
-        """Memories that belong to parameters."""
-        del around
-        return {}
+    @abstractmethod
+    def state_specs(self, context: GossipContext) -> dict[str, StateSpec]:
+        """The memories that belong to parameters."""
 
-    def uncompressed(self, elements: int, degree: int, world: int) -> float:
-        """Bytes that a rank would send in a step, were they all float32."""
-        del world
-        return 4.0 * elements * degree
-
-    def begin(self, common: Tensor, codec: Codec, around: GossipContext) -> dict[str, Tensor]:
+    @abstractmethod
+    def initial_memory(self, common: Tensor, codec: Codec, context: GossipContext) -> dict[str, Tensor]:
         """All memories at step 0, where every rank holds the parameters ``common``.
 
-        What has no slot belongs to no parameter; it is saved whole.
+        A memory that `state_specs` does not name belongs to no parameter; it is saved whole.
         """
-        del codec
-        return {name: common.new_zeros(sum(slot.lengths)) for name, slot in self.slots(around).items()}
+
+    def dense_bytes(self, elements: int, degree: int, world: int) -> float:
+        """Bytes that a rank would send in a step, were they all float32."""
+        return 4.0 * elements * (2 * (world - 1) / world if self.all_reduces else degree)
 
 
-# -- what methods have in common ---------------------------------------------------------------------------------------
+class VectorMemory(GossipMethod):
+    """A method whose memories are a fixed number of vectors, as long as the parameters."""
+
+    memories: ClassVar[tuple[str, ...]] = ()
+    copies_parameters: ClassVar[bool] = False  # at step 0; else memories start at zero
+
+    def state_specs(self, context: GossipContext) -> dict[str, StateSpec]:
+        return {name: StateSpec(context.tensors.lengths) for name in self.memories}
+
+    def initial_memory(self, common: Tensor, codec: Codec, context: GossipContext) -> dict[str, Tensor]:
+        return {name: common.clone() if self.copies_parameters else torch.zeros_like(common) for name in self.memories}
 
 
-class Speech(NamedTuple):
-    """A message, and the dense vector that everybody will hear in it."""
+class OutgoingMessage(NamedTuple):
+    """A message, and the dense vector that its receivers will decode."""
 
     payload: Payload
-    heard: Tensor
+    decoded: Tensor
 
 
-def say(target: Tensor, codec: Codec, around: GossipContext, to: int = -1) -> Speech:
-    """Encode, and listen to oneself: both ends hold the same bits."""
-    encoded = codec.encode(EncodeInput(target, target, {}, around.units), around.key)
-    heard = dense(encoded.sent, target)
-    if around.heard is not None:
-        around.heard[around.me, to] = heard
-    return Speech(encoded.payload, heard)
+def encode_message(target: Tensor, codec: Codec, context: GossipContext, to: int = -1) -> OutgoingMessage:
+    """Encode a vector, and decode it as its receivers will: both ends then hold the same bits."""
+    encoded = codec.encode(EncodeInput(target, target, {}, context.units), context.key)
+    decoded = densify(encoded.sent, target)
+    if context.decoded is not None:
+        context.decoded[context.rank, to] = decoded
+    return OutgoingMessage(encoded.payload, decoded)
 
 
-def hear(letter: GossipMessage, codec: Codec, around: GossipContext, sender: int, to: int = -1) -> Tensor:
+def decode_message(message: GossipMessage, codec: Codec, context: GossipContext, sender: int, to: int = -1) -> Tensor:
     """Decode a neighbor's message, unless its sender did so in this process."""
-    if around.heard is not None and (sender, to) in around.heard:
-        return around.heard[sender, to]
-    return codec.decode(letter.body, around.units, around.key.of(sender))
+    if context.decoded is not None and (sender, to) in context.decoded:
+        return context.decoded[sender, to]
+    return codec.decode(message.body, context.units, context.key.of(sender))
 
 
-def dense(sent: Decoded, like: Tensor) -> Tensor:
-    """What was sent, as decoders see it: zero, plus the values."""
+def densify(sent: Decoded, like: Tensor) -> Tensor:
+    """A decoded message as a dense vector: zero, plus the values."""
     return sent.onto(torch.zeros_like(like))
 
 
-def size_of(codec: Codec, around: GossipContext) -> int | None:
-    """The length of a body, where it is known beforehand."""
-    return codec.size(around.units) if codec.traits.fixed else None
-
-
-def need_cast(method: Gossip, codec: Codec) -> None:
-    if codec.selector or codec.transform or not isinstance(codec.quantizer, Cast):
-        raise ValueError(
-            f"{method.name} sends whole models, which {codec} would ruin: it keeps no account of what is lost; "
-            "use fp32, fp16 or bf16, or choco with that codec"
-        )
-
-
-def need_forgetful(method: Gossip, codec: Codec) -> None:
-    if codec.memories:
-        raise ValueError(f"{codec} remembers past gradients, and {method.name} sends differences of models; use topk")
-
-
-def need_contraction(method: Gossip, codec: Codec) -> None:
-    need_forgetful(method, codec)
-    if not codec.traits.contraction:
-        raise ValueError(
-            f"{method.name} needs a codec that never loses more than it was given, and {codec} may; "
-            "write biased=True for qsgd, unbiased=False for randomk, or take sign or topk"
-        )
-
-
-def need_doubly(method: Gossip, topology: Topology) -> None:
-    if not topology.doubly_stochastic:
-        raise ValueError(
-            f"{method.name} averages with rows and columns that sum to 1, and those of {topology} do not; use sgp on it"
-        )
-
-
-def need_symmetric(method: Gossip, topology: Topology) -> None:
-    need_doubly(method, topology)
-    if topology.period > 1 or not topology.symmetric:
-        what = "changes from step to step" if topology.period > 1 else "is directed"
-        raise ValueError(f"{method.name} needs a static graph with edges both ways, and {topology} {what}; use choco")
-
-
-def need_step(gamma: object, where: str) -> None:
-    """A consensus step is a number in (0, 1]."""
-    number = isinstance(gamma, int | float) and not isinstance(gamma, bool)
-    if not (number and 0.0 < gamma <= 1.0):  # type: ignore[operator]
-        raise ValueError(f"{where} takes a consensus step in (0, 1], not gamma={gamma!r}; 1 is a whole average")
+def body_bytes(codec: Codec, context: GossipContext) -> int | None:
+    """The length of a message without its header, where it is known beforehand."""
+    return codec.size(context.units) if codec.traits.fixed else None

@@ -1,12 +1,12 @@
-"""Letter: a gossip message, and the small header that says which one it is.
+"""Gossip messages: what one rank sends to a neighbor, and the small header that identifies it.
 
-Wire:     step     uint32, of the sender
-          number   uint32, how many messages the sender had written before
-          bytes    uint32, length of the body
-          flags    uint32, 1: my parameters are no longer finite
-          note     float32[k], numbers that ranks compare; k is known to both ends
-          body     as the codec packs it
-All integers are little-endian. Bodies of unknown length travel behind their headers, in a swap of their own.
+Wire:     step      uint32, of the sender
+          number    uint32, how many messages the sender had written before
+          bytes     uint32, length of the body
+          flags     uint32, 1: the sender's parameters are no longer finite
+          metadata  float32[k], numbers that ranks compare; k is known to both ends
+          body      as the codec packs it
+All integers are little-endian. Bodies of unknown length travel after their headers, in an exchange of their own.
 """
 
 import struct
@@ -14,107 +14,126 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from gradwire.core.payload import CorruptMessageError, Payload
 from gradwire.core.requests import CommGenerator, SendRecv
 
 HEADER = struct.Struct("<IIII")
-BROKEN = 1
+NONFINITE = 1
 
 
 class GossipMessage(NamedTuple):
-    """What a peer wrote."""
+    """A received message."""
 
     body: Payload
-    note: tuple[float, ...]
+    metadata: tuple[float, ...]
 
 
 class Header(NamedTuple):
-    """What a header must say."""
+    """The headers of one exchange, and how it is held.
 
+    Attributes:
+        rank: Of the sender.
+        device: Where messages lie.
+        step: Of the sender.
+        number: How many messages the sender has written before.
+        nonfinite: Whether the sender's parameters are not finite, so that its message must not be used.
+        skip_nonfinite: Whether to go on without a peer whose parameters are not finite.
+    """
+
+    rank: int
+    device: torch.device
     step: int
     number: int
-    broken: bool = False
-    tolerant: bool = False  # whether to do without a peer whose parameters are not finite
+    nonfinite: bool = False
+    skip_nonfinite: bool = False
 
 
 class Diverged(ArithmeticError):
     """Parameters of some rank are no longer finite."""
 
 
-def post(
-    stamp: Header, out: Mapping[int, Payload], into: Mapping[int, int | None], note: tuple[float, ...] = ()
+def exchange_messages(
+    header: Header, out: Mapping[int, Payload], into: Mapping[int, int | None], metadata: tuple[float, ...] = ()
 ) -> CommGenerator[dict[int, GossipMessage]]:
-    """Hand each peer its letter, and read theirs. A peer that was lost meanwhile is absent from the answer.
+    """Send each peer its message, and receive theirs. A peer that was lost meanwhile is absent from the result.
 
     Args:
-        stamp: Of this message, equal on all ranks but for ``broken``.
+        header: Of this exchange, equal on all ranks but for ``rank``, ``device`` and ``nonfinite``.
         out: Bodies by peer.
         into: Body lengths by peer; None where they vary, which must be so on all edges alike.
-        note: Numbers for all peers.
+        metadata: Numbers for all peers.
 
     Raises:
-        CorruptMessageError: A letter is not the one that was due.
-        Diverged: Somebody's parameters are not finite.
+        CorruptMessageError: A message is not the expected one.
+        Diverged: Some rank's parameters are not finite.
     """
-    head_bytes = HEADER.size + 4 * len(note)
-    heads = {peer: _head(stamp, payload, note) for peer, payload in out.items()}
+    head_bytes = HEADER.size + 4 * len(metadata)
+    heads = {peer: _pack(header, payload, metadata) for peer, payload in out.items()}
     if any(size is None for size in into.values()):
-        heard = yield SendRecv(heads, dict.fromkeys(into, head_bytes))
-        lengths = {peer: _length(payload) for peer, payload in heard.items()}
-        bodies = yield SendRecv(out, lengths)
+        received = yield from _send_recv(header, heads, dict.fromkeys(into, head_bytes))
+        lengths = {peer: _unpack(head)[2] for peer, head in received.items()}
+        bodies = yield from _send_recv(header, out, lengths)
     else:
         whole = {peer: Payload(torch.cat((heads[peer].data, payload.data))) for peer, payload in out.items()}
-        both = yield SendRecv(whole, {peer: head_bytes + int(size or 0) for peer, size in into.items()})
-        heard = {peer: Payload(payload.data[:head_bytes]) for peer, payload in both.items()}
+        sizes = {peer: head_bytes + int(size or 0) for peer, size in into.items()}
+        both = yield from _send_recv(header, whole, sizes)
+        received = {peer: Payload(payload.data[:head_bytes]) for peer, payload in both.items()}
         bodies = {peer: Payload(payload.data[head_bytes:]) for peer, payload in both.items()}
-    letters = {peer: _open(heard[peer], body, stamp, peer, len(note)) for peer, body in bodies.items() if peer in heard}
-    if stamp.broken:
-        raise Diverged(_diverged("this rank", stamp.step))
-    return {peer: letter for peer, letter in letters.items() if letter is not None}
+    messages = {peer: _read(received[peer], body, header, peer) for peer, body in bodies.items() if peer in received}
+    if header.nonfinite:
+        raise Diverged(_diverged("this rank", header.step))
+    return {peer: message for peer, message in messages.items() if message is not None}
 
 
-def _head(stamp: Header, body: Payload, note: tuple[float, ...]) -> Payload:
+def _send_recv(
+    header: Header, out: Mapping[int, Payload], into: Mapping[int, int]
+) -> CommGenerator[dict[int, Payload]]:
+    """One request. A rank that sends nothing takes part all the same, since others do: with no bytes, to itself."""
+    if out:
+        received: dict[int, Payload] = yield SendRecv(out, into)
+        return received
+    empty = Payload(torch.zeros(0, dtype=torch.uint8, device=header.device))
+    received = yield SendRecv({header.rank: empty}, {**into, header.rank: 0})
+    return {peer: payload for peer, payload in received.items() if peer != header.rank}
+
+
+def _pack(header: Header, body: Payload, metadata: tuple[float, ...]) -> Payload:
     if body.nbytes >= 2**32:
         raise ValueError(
-            f"a letter of {body.nbytes:,} bytes is too long for its header, which counts to 2^32; use a codec"
+            f"a message of {body.nbytes:,} bytes is too long for its header, which counts to 2^32; use a codec"
         )
-    packed = HEADER.pack(stamp.step & 0xFFFFFFFF, stamp.number & 0xFFFFFFFF, body.nbytes, BROKEN if stamp.broken else 0)
-    packed += struct.pack(f"<{len(note)}f", *note)
+    flags = NONFINITE if header.nonfinite else 0
+    packed = HEADER.pack(header.step & 0xFFFFFFFF, header.number & 0xFFFFFFFF, body.nbytes, flags)
+    packed += struct.pack(f"<{len(metadata)}f", *metadata)
     return Payload(torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(body.data.device))
 
 
-def _fields(head: Payload) -> tuple[int, int, int, int]:
+def _unpack(head: Payload) -> tuple[int, int, int, int]:
     if head.nbytes < HEADER.size:
         raise CorruptMessageError(f"a message of {head.nbytes} bytes is too short for its header of {HEADER.size}")
     step, number, length, flags = HEADER.unpack(bytes(head.data[: HEADER.size].tolist()))
     return step, number, length, flags
 
 
-def _length(head: Payload) -> int:
-    return _fields(head)[2]
-
-
-def _open(head: Payload, body: Payload, stamp: Header, sender: int, notes: int) -> GossipMessage | None:
-    step, number, length, flags = _fields(head)
-    if (step, number) != (stamp.step & 0xFFFFFFFF, stamp.number & 0xFFFFFFFF):
+def _read(head: Payload, body: Payload, header: Header, sender: int) -> GossipMessage | None:
+    step, number, length, flags = _unpack(head)
+    if (step, number) != (header.step & 0xFFFFFFFF, header.number & 0xFFFFFFFF):
         raise CorruptMessageError(
-            f"rank {sender} sent message {number} of step {step}, where message {stamp.number} of step {stamp.step} "
-            "was due; have all ranks call the net once a step, and load states of the same step"
+            f"rank {sender} sent message {number} of step {step}, where message {header.number} of step {header.step} "
+            "was expected; have all ranks call the handle once a step, and load states of the same step"
         )
     if length != body.nbytes:
         raise CorruptMessageError(
-            f"rank {sender} announced {length} bytes and sent {body.nbytes}; has it another codec?"
+            f"rank {sender} announced {length} bytes and sent {body.nbytes}; check that all ranks have the same codec"
         )
-    if flags & BROKEN and stamp.tolerant:
+    if flags & NONFINITE and header.skip_nonfinite:
         return None
-    if flags & BROKEN:
+    if flags & NONFINITE:
         raise Diverged(_diverged(f"rank {sender}", step))
-    raw: Tensor = head.data[HEADER.size :]
-    note = struct.unpack(f"<{notes}f", bytes(raw.tolist()))
-    return GossipMessage(body, note)
+    raw = bytes(head.data[HEADER.size :].tolist())
+    return GossipMessage(body, struct.unpack(f"<{len(raw) // 4}f", raw))
 
 
-def _diverged(who: str, step: int) -> str:
-    return f"the parameters of {who} are no longer finite at step {step}; lower the learning rate, or gamma"
+def _diverged(owner: str, step: int) -> str:
+    return f"the parameters of {owner} are no longer finite at step {step}; lower the learning rate, or gamma"

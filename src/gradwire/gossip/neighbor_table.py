@@ -1,4 +1,4 @@
-"""Columns: the first neighbor of every rank, then the second, and so on, so that all ranks mix at once."""
+"""Neighbor columns: the first neighbor of every rank, then the second, and so on, so that all ranks mix at once."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from gradwire.topology import Topology
 CPU = torch.device("cpu")
 
 
-class Column(NamedTuple):
+class NeighborColumn(NamedTuple):
     """One neighbor of every rank.
 
     Attributes:
@@ -24,13 +24,13 @@ class Column(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def columns(topology: Topology, turn: int = 0, device: torch.device = CPU) -> tuple[Column, ...]:
-    """Neighbors in one round of a period, by rising rank. Who has fewer than others hears himself, with weight zero."""
-    peers = [sorted(topology.peers(rank, turn).items()) for rank in range(topology.size)]
+def neighbor_columns(topology: Topology, phase: int = 0, device: torch.device = CPU) -> tuple[NeighborColumn, ...]:
+    """Neighbors in one round of a period, by rising rank, filled up with the rank itself at weight zero."""
+    peers = [sorted(topology.peers(rank, phase).items()) for rank in range(topology.size)]
     most = max(map(len, peers))
     padded = [row + [(rank, 0.0)] * (most - len(row)) for rank, row in enumerate(peers)]
     return tuple(
-        Column(
+        NeighborColumn(
             torch.tensor([peer for peer, _ in column], device=device),
             torch.tensor([[weight] for _, weight in column], dtype=torch.float64, device=device),
         )
@@ -39,7 +39,7 @@ def columns(topology: Topology, turn: int = 0, device: torch.device = CPU) -> tu
 
 
 @lru_cache(maxsize=64)
-def own_weights(topology: Topology, turn: int = 0, device: torch.device = CPU) -> Tensor:
-    """What every rank keeps of its own. -> float64 [ranks, 1]."""
-    kept = [[1.0 - sum(dict(sorted(topology.peers(r, turn).items())).values())] for r in range(topology.size)]
-    return torch.tensor(kept, dtype=torch.float64, device=device)
+def own_weights(topology: Topology, phase: int = 0, device: torch.device = CPU) -> Tensor:
+    """The weight that every rank gives itself. -> float64 [ranks, 1]."""
+    own = [[1.0 - sum(dict(sorted(topology.peers(r, phase).items())).values())] for r in range(topology.size)]
+    return torch.tensor(own, dtype=torch.float64, device=device)

@@ -1,4 +1,4 @@
-"""Steady: the consensus step that keeps replicas closest while noise keeps driving them apart.
+"""Optimal gamma: the consensus step that keeps replicas closest while noise keeps driving them apart.
 
 Paper:    none; the second moments of CHOCO-Gossip (Koloskova et al., ICML 2019. https://arxiv.org/abs/1902.00340), with
           a codec modeled by the two numbers that its messages show
@@ -9,8 +9,8 @@ Formula:  along an eigenvector of W with eigenvalue 1 - mu, and per step of unit
           steady push of h per step adds (h / (gamma mu))^2
 Wire:     nothing
 Traits:   noise of quantizers is independent between ranks and spreads over all eigenvectors; selectors leave out much
-          the same entries on all ranks, so that their noise may stay in each: there the mean of both cases counts
-Differs:  as there is no paper, from nothing
+          the same entries on all ranks, so that their noise may stay in each: there the mean of both cases is used
+Differs:  no paper; this is our own heuristic
 Spec:     none: a function of a topology and two measured numbers
 """
 
@@ -30,7 +30,7 @@ class Fidelity(NamedTuple):
     """What a codec does to vectors, on average.
 
     Attributes:
-        gain: <q, d> / |d|^2: how much of what was meant is heard.
+        gain: <q, d> / |d|^2: how much of the vector is received.
         power: |q|^2 / |d|^2.
     """
 
@@ -44,7 +44,7 @@ class Fidelity(NamedTuple):
 
     @property
     def noise(self) -> float:
-        """What is heard beside, |q - gain d|^2 / |d|^2."""
+        """The noise of the codec, |q - gain d|^2 / |d|^2."""
         return max(0.0, self.power - self.gain**2)
 
 
@@ -56,7 +56,7 @@ def modes(topology: Topology) -> tuple[float, ...]:
     return tuple(1.0 - value for value in values[:-1])
 
 
-def steady_step(topology: Topology, fidelity: Fidelity, common: bool) -> float:
+def optimal_step(topology: Topology, fidelity: Fidelity, common: bool) -> float:
     """The best consensus step on a graph, for a codec of that fidelity.
 
     Args:
@@ -64,33 +64,33 @@ def steady_step(topology: Topology, fidelity: Fidelity, common: bool) -> float:
         fidelity: As measured; three digits of it matter.
         common: Whether all ranks lose much the same entries.
     """
-    return _searched(topology, float(f"{fidelity.gain:.3g}"), float(f"{fidelity.power:.3g}"), common)
+    return _search(topology, float(f"{fidelity.gain:.3g}"), float(f"{fidelity.power:.3g}"), common)
 
 
-@lru_cache(maxsize=4096)  # replicas in one process ask the same, and a run asks much the same again
-def _searched(topology: Topology, gain: float, power: float, common: bool) -> float:
-    found = modes(topology)
-    if not found:
+@lru_cache(maxsize=4096)  # replicas in one process need the same, and a run much the same again
+def _search(topology: Topology, gain: float, power: float, common: bool) -> float:
+    values = modes(topology)
+    if not values:
         return 1.0
     if gain <= 0.0:
-        return GRID[-1]  # nothing is heard
-    mu, gammas = torch.tensor(found, dtype=torch.float64), torch.tensor(GRID, dtype=torch.float64)
-    spread, kept = _errors(mu, gammas, Fidelity(gain, power))
-    errors = (spread + kept) / 2 if common else spread
+        return GRID[-1]  # nothing is received
+    mu, gammas = torch.tensor(values, dtype=torch.float64), torch.tensor(GRID, dtype=torch.float64)
+    spread, separate = _errors(mu, gammas, Fidelity(gain, power))
+    errors = (spread + separate) / 2 if common else spread
     errors = errors + (PUSH / (gammas[:, None] * mu)).square().sum(1)
     best = int(errors.argmin())
     return GRID[best] if bool(errors[best].isfinite()) else GRID[-1]
 
 
 def _errors(mu: Tensor, gammas: Tensor, fidelity: Fidelity) -> tuple[Tensor, Tensor]:
-    """Stationary disagreement for each gamma, with the codec's noise spread over all modes, and kept in each."""
+    """Stationary disagreement for each gamma, with the codec's noise spread over all modes, and separate in each."""
     a, noise = min(fidelity.gain, 1.0), fidelity.noise
     pull = gammas[:, None] * mu  # [gammas, modes]
-    step, driven, heard = _recursion(pull, a)
+    step, driven, noisy = _recursion(pull, a)
     eye = torch.eye(3, dtype=torch.float64)
     away = torch.tensor([1.0, -2.0, 1.0], dtype=torch.float64)  # E (x - xhat)^2 of (E x^2, E x xhat, E xhat^2)
 
-    alone = _solve(eye - step, torch.stack((driven, heard), -1))  # [gammas, modes, 3, 2]
+    alone = _solve(eye - step, torch.stack((driven, noisy), -1))  # [gammas, modes, 3, 2]
     spans = torch.einsum("i,gmij->gmj", away, alone)
     ranks, still = mu.numel() + 1, 1.0 / (1.0 - (1.0 - a) ** 2)  # the mean, which no mixing moves, is a mode too
     echo = noise * (spans[..., 1].sum(1) + still) / ranks
@@ -98,8 +98,8 @@ def _errors(mu: Tensor, gammas: Tensor, fidelity: Fidelity) -> tuple[Tensor, Ten
     spread = alone[..., 0] + noise * common[:, None, None] * alone[..., 1]
     spread = torch.where((echo < 1.0)[:, None, None], spread, -torch.inf)
 
-    kept = _solve(eye - step - noise * heard[..., None] * away, (driven + noise * heard)[..., None]).squeeze(-1)
-    return _disagreement(spread), _disagreement(kept)
+    separate = _solve(eye - step - noise * noisy[..., None] * away, (driven + noise * noisy)[..., None]).squeeze(-1)
+    return _disagreement(spread), _disagreement(separate)
 
 
 def _recursion(pull: Tensor, a: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,12 +113,12 @@ def _recursion(pull: Tensor, a: float) -> tuple[Tensor, Tensor, Tensor]:
     )
     step = torch.stack([torch.stack(row, -1) for row in rows], -2)
     driven = torch.stack((xx * xx, xx * hx, hx * hx), -1)
-    heard = torch.stack((pull * pull, -pull, torch.ones_like(pull)), -1)
-    return step, driven, heard
+    noisy = torch.stack((pull * pull, -pull, torch.ones_like(pull)), -1)
+    return step, driven, noisy
 
 
 def _solve(matrices: Tensor, right: Tensor) -> Tensor:
-    """Solutions of all systems; a singular one is at the brink, and has none that is finite."""
+    """Solutions of all systems; a singular one has none that is finite."""
     solved = torch.linalg.solve_ex(matrices, right)
     return torch.where((solved.info == 0)[..., None, None], solved.result, torch.nan)
 

@@ -1,4 +1,4 @@
-"""SGP, stochastic gradient push: gossip where nobody need hear whom he tells.
+"""SGP, stochastic gradient push: gossip over edges that lead one way.
 
 Paper:    Assran et al., "Stochastic gradient push for distributed deep learning", ICML 2019.
           https://arxiv.org/abs/1811.10792, Algorithm 1
@@ -22,14 +22,15 @@ from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Memory, StateSpec
 from gradwire.core.registry import register
 from gradwire.core.requests import CommGenerator
-from gradwire.gossip.gossip import Gossip, GossipContext, MixResult, hear, need_cast, say, size_of
-from gradwire.gossip.message import post
+from gradwire.gossip.gossip import GossipContext, GossipMethod, MixResult, body_bytes, decode_message, encode_message
+from gradwire.gossip.message import exchange_messages
+from gradwire.gossip.requirements import require_cast
 from gradwire.topology import Graph, Topology
 
 
 @register("sgp", kind="gossip")
 @dataclass(frozen=True)
-class SGP(Gossip):
+class SGP(GossipMethod):
     """Push-sum: weights travel with the models, and undo what an uneven graph does to them."""
 
     graph: Graph
@@ -37,33 +38,33 @@ class SGP(Gossip):
     overlaps: ClassVar[bool] = False
 
     def check(self, codec: Codec, topology: Topology) -> None:
-        need_cast(self, codec)
+        require_cast(self, codec)
 
-    def slots(self, around: GossipContext) -> dict[str, StateSpec]:
-        return {"pushed": StateSpec(around.tensors.lengths)}
+    def state_specs(self, context: GossipContext) -> dict[str, StateSpec]:
+        return {"pushed": StateSpec(context.tensors.lengths)}
 
-    def begin(self, common: Tensor, codec: Codec, around: GossipContext) -> dict[str, Tensor]:
+    def initial_memory(self, common: Tensor, codec: Codec, context: GossipContext) -> dict[str, Tensor]:
         return {"pushed": common.clone(), "weight": torch.ones(1, dtype=torch.float64)}
 
-    def talk(self, x: Tensor, memory: Memory, codec: Codec, around: GossipContext) -> CommGenerator[MixResult]:
+    def mix(self, x: Tensor, memory: Memory, codec: Codec, context: GossipContext) -> CommGenerator[MixResult]:
         share = float(memory["weight"])
         pushed = memory["pushed"] + (x - memory["pushed"] / share)
-        mine = say(pushed, codec, around)
-        size = size_of(codec, around)
-        letters = yield from post(
-            around.stamp(),
-            dict.fromkeys(around.tells, mine.payload),
-            dict.fromkeys(around.hears, size),
+        own = encode_message(pushed, codec, context)
+        received = yield from exchange_messages(
+            context.header(),
+            dict.fromkeys(context.out_weights, own.payload),
+            dict.fromkeys(context.in_weights, body_bytes(codec, context)),
             (share,),
         )
-        given = sum(around.tells.values())
-        pushed = pushed - given * mine.heard
-        kept = share - given * _float32(share)
-        for peer, weight in around.hears.items():
-            pushed = pushed + weight * hear(letters[peer], codec, around, peer)
-            kept += weight * letters[peer].note[0]
-        weight_now = torch.tensor([kept], dtype=torch.float64)
-        return MixResult(pushed / kept, {**memory, "pushed": pushed, "weight": weight_now})
+        sent = sum(context.out_weights.values())
+        pushed = pushed - sent * own.decoded
+        share = share - sent * _float32(share)
+        for peer, weight in context.in_weights.items():
+            pushed = pushed + weight * decode_message(received[peer], codec, context, peer)
+            share += weight * received[peer].metadata[0]
+        return MixResult(
+            pushed / share, {**memory, "pushed": pushed, "weight": torch.tensor([share], dtype=torch.float64)}
+        )
 
 
 def _float32(number: float) -> float:

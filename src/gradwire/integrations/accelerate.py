@@ -33,7 +33,7 @@ def attach(accelerator: Any, model: nn.Module, spec: Spec, **options: Any) -> Wi
     wire = compress_prepared(accelerator, model, spec, options)
     for prepared in accelerator._optimizers:
         if _steps(prepared.optimizer, wire):
-            refuse_second_momentum(prepared.optimizer, wire.session.whole)
+            refuse_second_momentum(prepared.optimizer, wire.executor.engine.whole)
 
     def keep(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         save(wire, Path(folder))

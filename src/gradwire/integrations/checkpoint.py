@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from gradwire.engine import memory
+from gradwire.engine.checkpoint import num_savers
 from gradwire.integrations import checksums
 from gradwire.integrations.consistency import telling
 from gradwire.integrations.gossip.elastic import ElasticGossip
@@ -31,7 +31,7 @@ def load(wire: "Wire | DistributedOptimizer | GossipSync | ElasticGossip", folde
         return
     with telling(wire.link):
         first = _read(folder, 0)
-        ranks = [wire.link.rank] if wire.fits(first) else range(memory.seats(first))
+        ranks = [wire.link.rank] if wire.fits(first) else range(num_savers(first))
         states = [_read(folder, rank) for rank in ranks]
     wire.load_state_dict(states)
 

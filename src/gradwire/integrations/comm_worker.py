@@ -1,81 +1,78 @@
-"""Ferry: one thread that carries messages while the training goes on.
+"""CommWorker: communication beside the training.
 
-With the `delayed` exchange, a step hands back the mean of the step before, so that its own messages may travel behind
-the next forward and backward pass. One thread, in order: ranks would otherwise meet in the wrong collective. Work that
-never waits for a device needs no thread: it only queues up there, on a stream of its own.
+Work that waits for messages runs on one thread, in order: ranks would otherwise meet in the wrong collective. Work that
+never waits for a device needs no thread: it is queued at once, on a stream of its own.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
-
-from gradwire.engine.drive import drive
-from gradwire.engine.session import Verdict
-
-if TYPE_CHECKING:
-    from gradwire.integrations.wire import Wire
 
 T = TypeVar("T")
 
 
 class CompletedFuture(Generic[T]):
-    """What became of work that is over: as a future that needs no locks."""
+    """The outcome of work that is over, as a future that needs no locks."""
 
-    __slots__ = ("_outcome", "_wrong")
+    __slots__ = ("_error", "_values")
 
-    def __init__(self, outcome: list[T], wrong: BaseException | None = None) -> None:
-        self._outcome, self._wrong = outcome, wrong
+    def __init__(self, values: list[T], error: BaseException | None = None) -> None:
+        self._values, self._error = values, error
 
     def result(self) -> T:
-        """The outcome; or what went wrong is raised."""
-        if self._wrong is not None:
-            raise self._wrong
-        return self._outcome[0]
+        """The outcome; an error is raised."""
+        if self._error is not None:
+            raise self._error
+        return self._values[0]
+
+
+Pending: TypeAlias = Future[T] | CompletedFuture[T]
 
 
 class CommWorker:
-    """At most one crossing at a time."""
+    """One thread and one stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._thread: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
         self._ready: torch.cuda.Event | None = None
-        self._crossing: Future[Verdict] | None = None
 
-    def swap(self, wire: "Wire", grads: Mapping[str, Tensor | None], scale: float) -> Verdict:
-        """Send today's gradients off, and hand back what was agreed on yesterday's."""
-        self.land(wire)
-        shapes = {name: p.shape for name, p in wire.parameters.items()}
-        yesterday = {name: x.view(shapes[name]).clone() for name, x in wire.session.pending.items()}
-        luggage = {name: None if g is None else g.detach().clone() for name, g in grads.items()}
-        self._crossing = self.board(lambda: self._cross(wire, luggage, scale))
-        return Verdict(yesterday, skipped=False)
-
-    def board(self, work: Callable[[], T]) -> "Future[T]":
-        """Do some work on the thread, after all that was boarded before."""
+    def submit(self, work: Callable[[], T]) -> "Future[T]":
+        """Do some work on the thread, after all that was submitted before."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "gradwire-ferry")
+            self._thread = ThreadPoolExecutor(1, "gradwire-comm")
         ready = torch.cuda.current_stream(self._device.index).record_event() if self._device.type == "cuda" else None
         return self._thread.submit(self._work, work, ready)
 
-    def queue(self, work: Callable[[], T]) -> "CompletedFuture[T]":
-        """Do some work at once, on a stream beside the current one, after all that was queued there."""
+    def enqueue(self, work: Callable[[], T]) -> "CompletedFuture[T]":
+        """Do some work at once, on a stream beside the current one, after all that was enqueued there."""
         kind = self._device.type
         ready = None
         if kind == "cuda":  # the stream waits at once for what is recorded, so that one event serves all
             ready = self._ready = self._ready or torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self._device.index))
         try:
-            # Whoever calls backward under autocast does not mean our arithmetic.
+            # A backward pass may run under autocast, which must not change our arithmetic.
             with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
                 return CompletedFuture([self._work(work, ready)])
-        except BaseException as wrong:
-            return CompletedFuture([], wrong)
+        except BaseException as error:
+            return CompletedFuture([], error)
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Do some work at once, on the same stream, and have the current stream wait for it.
+
+        Steps are captured on a stream of their own, so eager steps, whose kernels plan for a stream, run there too.
+        """
+        if self._device.type != "cuda":
+            return work()
+        done = self.enqueue(work)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device.index).wait_stream(self._stream)
+        return done.result()
 
     def _work(self, work: Callable[[], T], ready: "torch.cuda.Event | None") -> T:
         if ready is None:
@@ -86,24 +83,10 @@ class CommWorker:
             self._stream.wait_event(ready)
             return work()
 
-    def land(self, wire: "Wire") -> None:
-        """Wait until nothing is under way."""
-        crossing, self._crossing = self._crossing, None
-        if crossing is None:
-            return
-        verdict = crossing.result()
-        for name, pending in wire.session.pending.items():
-            if verdict.skipped or name not in verdict.updates:
-                pending.zero_()  # it was handed out already
-
-    def _cross(self, wire: "Wire", grads: Mapping[str, Tensor | None], scale: float) -> Verdict:
-        wire.session.ahead = False  # `land` must know how it ended
-        return drive(wire.session.run(grads, 1.0 / scale), wire.link, wire.clock)
-
 
 @contextmanager
 def _on(stream: torch.cuda.Stream, index: int) -> Iterator[None]:
-    """As `torch.cuda.stream`, which finds out the number of the device anew each time, and takes 30 us for it."""
+    """As `torch.cuda.stream`, which looks up the number of the device each time, and takes 30 us for it."""
     before = [torch.cuda.current_stream(i) for i in (index, torch.cuda.current_device())]
     torch.cuda.set_stream(stream)
     try:

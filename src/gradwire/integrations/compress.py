@@ -14,9 +14,9 @@ from gradwire.engine.method import Spec
 from gradwire.engine.plan import LAUNCH_BYTES, Rule
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
-from gradwire.integrations.auto import AUTO, auto_wire, described
+from gradwire.integrations.auto import described_link
 from gradwire.integrations.consistency import telling
-from gradwire.integrations.ddp import attach, find_ddp
+from gradwire.integrations.ddp import find_ddp, make_wire
 from gradwire.integrations.host_discovery import arrange
 from gradwire.integrations.model import refuse_sparse, refuse_wrapped, trainable
 from gradwire.integrations.optimizer import refuse_at_first_step
@@ -85,7 +85,7 @@ def compress(
         refuse_wrapped(inner)
         refuse_sparse(inner)
         parameters = trainable((name, p) for name, p in inner.named_parameters() if name not in ignored)
-        spoken = described(spec, text, feedback, exchange)
+        described = described_link(spec, text, feedback, exchange)
     options: dict[str, Any] = {
         "granularity": granularity,
         "rules": rules,
@@ -96,11 +96,6 @@ def compress(
         "rollback": rollback,
         "shared": None if ddp is not None else dict((*inner.named_parameters(), *inner.named_buffers())),
     }
-    if spec == AUTO:
-        wire: Wire = auto_wire()(parameters, link, ddp, spoken, **options)
-    else:
-        wire = Wire(parameters, link, spec, feedback=feedback, exchange=exchange, hooked=ddp is not None, **options)
-        if ddp is not None:
-            attach(wire, ddp)
+    wire = make_wire(parameters, link, spec, described, ddp, feedback=feedback, exchange=exchange, **options)
     refuse_at_first_step(wire)
     return wire

@@ -1,22 +1,20 @@
-"""DDP's door: a communication hook that takes gradients as backward delivers them.
+"""DDP: a communication hook that takes gradients as backward delivers them.
 
-DDP's buckets only deliver: what is compressed with what is the plan's business, so it does not matter that DDP
-rebuilds its buckets after the first step, and the hook computes what the plain loop computes. A launch leaves as soon
-as its last gradient has arrived, and travels while backward goes on. All futures complete together, at the end, because
-only then is it known that no rank saw a bad gradient; DDP waits for all of them there anyway.
+DDP's buckets only deliver: the plan decides what is compressed together, so it does not matter that DDP rebuilds its
+buckets after the first step, and the hook computes what the plain loop computes. A bucket of the plan leaves as soon as
+its last gradient has arrived, and travels while backward goes on. All futures complete together, at the end, because
+only then is it known that no rank had a bad gradient; DDP waits for all of them there anyway.
 
-Where gradients stay on a GPU (NCCL), the host waits for nothing: it queues everything up, and the GPU itself undoes a
-step that turns out bad. Every rank has all its gradients there, or DDP would have complained. And since a launch does
-the same thing at every step, it is recorded, and repeated (`sync/recording.py`).
+Where gradients stay on a GPU (NCCL), the host waits for nothing: every rank has all its gradients, or DDP would have
+complained, so captured steps leave their status on the device.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import Future as ThreadFuture
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,14 +23,16 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.comm.backend import Backend
+from gradwire.comm.rates import LinkSpec
+from gradwire.core.layout import same_memory
+from gradwire.engine.gradients import Grads
+from gradwire.engine.method import Spec
 from gradwire.engine.plan import Plan
-from gradwire.engine.recording import Recorder, graphs_on
-from gradwire.engine.session import Grads, Heard, Places, Verdict
-from gradwire.integrations.comm_worker import CompletedFuture
-from gradwire.integrations.wire import Wire, copy_
-
-T = TypeVar("T")
-Pending: TypeAlias = ThreadFuture[T] | CompletedFuture[T]
+from gradwire.engine.step import BucketResult, StepResult
+from gradwire.integrations.auto import AUTO, find_tuner
+from gradwire.integrations.comm_worker import Pending, T
+from gradwire.integrations.wire import Wire
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
@@ -41,19 +41,38 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
-class Delivery(NamedTuple):
-    """What one bucket brings: its buffer, whose gradients lie where in it, and how many of them each launch awaits."""
+class BucketInfo(NamedTuple):
+    """What one bucket of DDP brings: its buffer, the gradients in it, and how many each bucket of the plan awaits."""
 
     buffer: Tensor
     views: dict[str, Tensor]
     awaited: Counter[int]
 
 
-class DDPHookState:
-    """One backward pass after the other: collects gradients, launches, and completes DDP's futures.
+class BackwardPass:
+    """The gradients of one backward pass, as far as they have arrived.
 
     Attributes:
-        plain: In what format to add gradients up as DDP would do without us, if so.
+        early: Whether buckets leave as soon as they are complete. Some things need the whole gradient first: its norm,
+            an overflow, the mean of the step before.
+        complete: Whether all ranks have all their gradients.
+    """
+
+    def __init__(self, wire: Wire, awaited: list[int], may_lack: bool) -> None:
+        waits = wire.scaler is not None or wire.executor.engine.core.clips or wire.delays
+        self.early = not waits
+        self.complete = not may_lack and wire.scaler is None
+        self.missing = list(awaited)
+        self.views: dict[str, Tensor] = {}
+        self.futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        self.results: list[Pending[BucketResult]] = []
+
+
+class DDPHookState:
+    """One backward pass after the other: collects gradients, runs buckets, and completes DDP's futures.
+
+    Attributes:
+        plain: In what format to add gradients up as DDP does without a hook, if so.
     """
 
     def __init__(self, wire: Wire, ddp: DistributedDataParallel) -> None:
@@ -63,146 +82,95 @@ class DDPHookState:
         self._names = {id(p): name for name, p in wire.parameters.items()}
         self._may_lack = bool(ddp.find_unused_parameters or ddp.static_graph)
         self._touched: set[str] = set()
-        self._known: dict[int, Delivery] = {}  # by number of a bucket
-        self._places: dict[int, Places] = {}  # by number of a launch
-        self._recorder: Recorder | None = None
+        self._known: dict[int, BucketInfo] = {}  # by number of a bucket
         self._plan: Plan | None = None
-        self._begin()
+        self._pass: BackwardPass | None = None
         if self._may_lack:
             for name, p in wire.parameters.items():
                 p.register_post_accumulate_grad_hook(lambda _, name=name: self._touched.add(name))
 
-    def _begin(self) -> None:
-        self._views: dict[str, Tensor] = {}
-        self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
-        self._launched: list[Pending[Heard]] = []
-        self._touched.clear()
-
     def receive(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Take one bucket; its future completes when the whole step is agreed on."""
+        """Take one bucket; its future completes when the whole step is committed."""
         if self.plain is not None:
             return _sum(self._group, bucket, self.plain)
         device = self.wire.device
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
-        if not self._futures:
-            self._prepare()
-        delivery = self._delivery(bucket)
-        self._futures.append((future, delivery.buffer))
-        self._views |= delivery.views
-        for i, number in delivery.awaited.items():
-            self._missing[i] -= number
-        if not self._must_wait:
-            self._launch_complete()
+        now = self._pass = self._pass or self._begin()
+        info = self._info(bucket)
+        now.futures.append((future, info.buffer))
+        now.views |= info.views
+        for i, number in info.awaited.items():
+            now.missing[i] -= number
+        while now.early and len(now.results) < len(now.missing) and not now.missing[len(now.results)]:
+            now.results.append(self._start(partial(self._bucket, len(now.results), self._grads(now))))
         if bucket.is_last():
-            self._finish()
+            self._finish(now)
         return future
 
-    def _prepare(self) -> None:
+    def _begin(self) -> BackwardPass:
         """The first bucket of a step is here."""
-        wire = self.wire
-        # Some things are known only when the whole gradient is: its norm, an overflow, yesterday's mean.
-        self._must_wait = wire.scaler is not None or wire.session.clips or wire.delayed
-        wire.session.ahead = wire.may_lead and not self._may_lack and not self._must_wait
-        wire.session.donate()  # DDP has no use for a bucket but to be overwritten
-        if wire.session.whole is not self._plan:
-            self._plan = wire.session.whole
+        plan = self.wire.executor.engine.whole
+        if plan is not self._plan:
+            self._plan = plan
             self._known.clear()
-            self._places.clear()
-            self._recorder = Recorder(wire.session, wire.link, wire.clock, wire.hold, graphs_on(wire.device))
-            names = [[name for lane in launch for name in lane.tensors.names] for launch in self._plan.launches]
-            self._launch_of = {name: i for i, mine in enumerate(names) for name in mine}
+            names = [[name for lane in launch for name in lane.tensors.names] for launch in plan.launches]
+            self._bucket_of = {name: i for i, mine in enumerate(names) for name in mine}
             self._awaited = [len(mine) for mine in names]
-        self._missing = list(self._awaited)
+        return BackwardPass(self.wire, self._awaited, self._may_lack)
 
-    def _delivery(self, bucket: GradBucket) -> Delivery:
+    def _info(self, bucket: GradBucket) -> BucketInfo:
         """What is in a bucket. DDP keeps its buckets until it makes others."""
         buffer, number = bucket.buffer(), bucket.index()
         known = self._known.get(number)
-        if known is None or known.buffer.data_ptr() != buffer.data_ptr() or known.buffer.numel() != buffer.numel():
+        if known is None or not same_memory(known.buffer, buffer) or known.buffer.numel() != buffer.numel():
             if known is not None:
                 self._known.clear()
-                self._places.clear()
-                if self._recorder is not None:
-                    self._recorder.forget()
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
             views = {self._names[id(p)]: view for p, view in pairs}
-            known = self._known[number] = Delivery(buffer, views, Counter(self._launch_of[name] for name in views))
+            known = self._known[number] = BucketInfo(buffer, views, Counter(self._bucket_of[name] for name in views))
         return known
 
-    def _board(self, work: Callable[[], T]) -> Pending[T]:
+    def _start(self, work: Callable[[], T]) -> Pending[T]:
         """Do some work beside backward, in order."""
-        ferry = self.wire.ferry
-        return ferry.queue(work) if self.wire.session.ahead else ferry.board(work)
+        worker = self.wire.worker
+        return worker.enqueue(work) if self.wire.setup.stays_on_device else worker.submit(work)
 
-    def _grads(self) -> Grads:
-        if self.wire.session.ahead:
-            return self._views
+    def _grads(self, now: BackwardPass) -> Grads:
         lacking = self._may_lack
         return {
-            name: None if lacking and name not in self._touched else self._views.get(name)
+            name: None if lacking and name not in self._touched else now.views.get(name)
             for name in self.wire.parameters
         }
 
-    def _launch_complete(self) -> None:
-        while len(self._launched) < len(self._missing) and not self._missing[len(self._launched)]:
-            self._launched.append(self._launch(len(self._launched), self._grads()))
+    def _bucket(self, i: int, grads: Grads) -> BucketResult:
+        return self.wire.executor.bucket(i, grads)
 
-    def _launch(self, i: int, grads: Grads) -> Pending[Heard]:
-        wire = self.wire
-        if not wire.session.ahead:
-            return self._board(lambda: wire.hold(wire.session.launch(i, grads)))
-        recorder, places = self._recorder, self._places.get(i) or self._flats(i)
-        assert recorder is not None
-        self._places[i] = places
-        return self._board(lambda: recorder.launch(i, grads, places))
-
-    def _flats(self, i: int) -> Places:
-        lanes = self.wire.session.plan.launches[i]
-        found = [[self._views[name].view(-1) for name in lane.tensors.names] for lane in lanes]
-        return Places(found, all(x.dtype == torch.float32 for lane in found for x in lane))
-
-    def _finish(self) -> None:
-        futures, grads, views, launched = self._futures, self._grads(), self._views, self._launched
-        work = partial(self._judge, launched, grads)
-        if self.wire.session.ahead:
-            self._begin()
-            self._promise(partial(self._trust, futures, launched))
-            return
-        if self._must_wait:
+    def _finish(self, now: BackwardPass) -> None:
+        grads = self._grads(now)
+        self._pass = None
+        self._touched.clear()
+        if now.early:
+            work = partial(self._commit, now.results, grads, now.complete)
+        else:
             # DDP drops what is handed back for a parameter that nobody used today: then wait and see who did.
-            work = partial(self.wire.agree_on, grads, patient=self._may_lack)
-        self._begin()
-        self._promise(partial(self._complete, futures, views, work))
-
-    def _promise(self, work: Callable[[], None]) -> None:
-        completed = self._board(work)
-        # DDP, in C++, would only say that an error is no tensor. It queues its own last words when this hook returns.
+            work = partial(self.wire.sync, grads, wait=self._may_lack)
+        completed = self._start(partial(self._complete, now.futures, now.views, work))
+        # DDP hides an exception of the hook: raise it from a callback that is queued after DDP's own.
         _at_the_end(lambda: _at_the_end(completed.result))
 
-    def _judge(self, launched: list[Pending[Heard]], grads: Grads) -> Verdict:
-        """The verdict on launches that are all on their way."""
-        heard = [launch.result() for launch in launched]
-        return self.wire.hold(self.wire.session.judge(heard, grads))
-
-    def _trust(
-        self, futures: list[tuple[torch.futures.Future[Tensor], Tensor]], launched: list[Pending[Heard]]
-    ) -> None:
-        """What was agreed on lies where the gradients were; if the step is dropped, the device makes zeros of it."""
-        assert self._recorder is not None
-        try:
-            self._recorder.conclude([launch.result() for launch in launched], [buffer for _, buffer in futures])
-        finally:
-            for future, buffer in futures:
-                future.set_result(buffer)
+    def _commit(self, results: list[Pending[BucketResult]], grads: Grads, complete: bool) -> StepResult:
+        return self.wire.executor.finish([result.result() for result in results], grads, complete)
 
     def _complete(
         self,
         futures: list[tuple[torch.futures.Future[Tensor], Tensor]],
         views: dict[str, Tensor],
-        work: Callable[[], Verdict],
+        work: Callable[[], StepResult],
     ) -> None:
         try:
-            copy_(views, work().updates)
+            for name, update in work().updates.items():
+                if name in views and not same_memory(update, views[name]):  # it has no gradient on this rank
+                    views[name].copy_(update)
         finally:
             for future, buffer in futures:
                 future.set_result(buffer)  # also after an error, which the user's backward() raises at its end
@@ -243,3 +211,24 @@ def attach(wire: Wire, ddp: DistributedDataParallel) -> DDPHookState:
             "change the spec with wire.set(...), or wrap the module anew"
         ) from wrong
     return courier
+
+
+def make_wire(
+    parameters: Mapping[str, nn.Parameter],
+    link: Backend,
+    spec: Spec,
+    described: LinkSpec | None,
+    ddp: DistributedDataParallel | None,
+    **options: Any,
+) -> Wire:
+    """A wire, attached to DDP if there is one; with the spec ``auto``, dense until a tuner decides."""
+    if spec != AUTO:
+        wire = Wire(parameters, link, spec, hooked=ddp is not None, **options)
+        if ddp is not None:
+            attach(wire, ddp)
+        return wire
+    tuner = find_tuner()
+    note = "" if described is None else f"; a link of {described}"
+    wire = Wire(parameters, link, "fp32", hooked=ddp is not None, note=note, **options)
+    wire.tuner = tuner(wire, ddp, described)
+    return wire

@@ -51,7 +51,7 @@ class Compression(Callback):
         scaler = None if self._called else getattr(trainer.precision_plugin, "scaler", None)
         self.wire = compress(model, self.spec, scaler=scaler, **self.options)
         for optimizer in trainer.optimizers:
-            refuse_second_momentum(optimizer, self.wire.session.whole)
+            refuse_second_momentum(optimizer, self.wire.executor.engine.whole)
         if self._saved:
             self.wire.load_state_dict(self._saved)
             self._saved = []

@@ -18,8 +18,10 @@ from gradwire.engine.method import Spec
 from gradwire.engine.plan import LAUNCH_BYTES, Plan, Rule
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback, MomentumCorrection
-from gradwire.integrations.auto import AUTO, auto_wire, described
+from gradwire.integrations import scaling
+from gradwire.integrations.auto import described_link
 from gradwire.integrations.consistency import telling
+from gradwire.integrations.ddp import make_wire
 from gradwire.integrations.host_discovery import arrange
 from gradwire.integrations.model import trainable
 from gradwire.integrations.wire import Wire
@@ -64,7 +66,7 @@ class DistributedOptimizer(Optimizer):
             _check_named(optimizer, named)
             parameters = trainable(named)
             _check_covered(optimizer, parameters)
-            spoken = described(spec, text, feedback, exchange)
+            described = described_link(spec, text, feedback, exchange)
         self.inner = optimizer
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
@@ -79,10 +81,7 @@ class DistributedOptimizer(Optimizer):
             "shared": dict((*named, *named_buffers)),
             "veto": partial(refuse_second_momentum, optimizer),
         }
-        if spec == AUTO:
-            self.wire: Wire = auto_wire()(parameters, mover, None, spoken, **options)
-        else:
-            self.wire = Wire(parameters, mover, spec, feedback=feedback, exchange=exchange, **options)
+        self.wire = make_wire(parameters, mover, spec, described, None, feedback=feedback, exchange=exchange, **options)
         self._scaler = scaler
 
     @overload
@@ -114,10 +113,10 @@ class DistributedOptimizer(Optimizer):
                 "a GradScaler is at work that the optimizer was not told of, and the ranks' scales would drift apart; "
                 "build it with DistributedOptimizer(..., scaler=scaler)"
             )
-        self.wire.ferry.land(self.wire)
-        if not self.wire.overflows(self.wire.grads()):
+        engine = self.wire.engine
+        if not scaling.overflows(self.wire.grads(), self.wire.link, self.wire.device):
             return False
-        self.wire.session.skip()
+        engine.drop()
         # A rank whose own gradients were fine must back off as well.
         for found in self._scaler._found_inf_per_device(self).values():
             found.fill_(1.0)
@@ -179,7 +178,7 @@ def _look(optimizer: Optimizer, args: object, kwargs: object) -> None:
         return
     for held in _fitting.keyrefs():
         wire = held()
-        if wire is None or _fitting[wire].get(optimizer) is (plan := wire.session.whole):
+        if wire is None or _fitting[wire].get(optimizer) is (plan := wire.engine.whole):
             continue
         mine = {id(p) for p in wire.parameters.values()}
         if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):

@@ -4,11 +4,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from gradwire.codecs.stage import Memory
 from gradwire.comm.collectives import Traffic
+from gradwire.engine.accounting import Accounting
+from gradwire.engine.checkpoint import AnyEngine
 from gradwire.engine.drive import Clock
 from gradwire.engine.lane import Lane
-from gradwire.engine.session import Session
+from gradwire.engine.state import LaneState
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,11 @@ class Report:
         world: int,
         traffic: Traffic,
         clock: Clock,
-        rules: Mapping[str, tuple[int, int]],
-        rule_seconds: Mapping[str, tuple[float, float]],
+        accounting: Accounting,
     ) -> "Report":
         """Put the accounts together."""
+        rules = {label: (accounting.encoded[label], dense) for label, dense in accounting.dense.items()}
+        seconds = {label: (spent.encode, spent.decode) for label, spent in accounting.seconds.items()}
         return cls(
             steps=steps,
             skipped=skipped,
@@ -80,7 +82,7 @@ class Report:
             wire_seconds=clock.wire,
             decode_seconds=clock.decode,
             rules=rules,
-            rule_seconds=rule_seconds,
+            rule_seconds=seconds,
         )
 
     def among(self, hosts: int, inside: Traffic) -> "Report":
@@ -141,19 +143,16 @@ class Report:
         return [sent, "between hosts:"]
 
 
-def show(session: Session, rank: int, world: int) -> str:
-    """A session's plan as a table."""
+def show(engine: AnyEngine, rank: int, world: int) -> str:
+    """The plan of an engine as a table."""
+    core = engine.core
     title = f"gradwire, rank {rank} of {world}"
-    if session.beside > 1:
-        title += f", {session.local + 1} of {session.beside} on host {session.rank + 1} of {session.world}: its share"
-    rows = [
-        _COLUMNS,
-        *(_row(lane, held, session.step) for lane, held in zip(session.plan.lanes, session.memories, strict=True)),
-    ]
+    if engine.beside > 1:
+        title += f", {engine.local + 1} of {engine.beside} on host {core.rank + 1} of {core.world}: its share"
+    lanes = zip(core.plan.lanes, core.states, strict=True)
+    rows = [_COLUMNS, *(_row(lane, state, core.step) for lane, state in lanes)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(_aligned(name, cell, n) for name, cell, n in zip(_COLUMNS, row, widths, strict=True)) for row in rows
-    ]
+    lines = ["  ".join(map(_aligned, _COLUMNS, row, widths)) for row in rows]
     rule = "  ".join("-" * n for n in widths)
     caption = "bytes: the longest payload of a rank per step; floats: memory per parameter"
     return "\n".join([title, lines[0], rule, *lines[1:], caption, ""])
@@ -167,10 +166,10 @@ def _aligned(column: str, cell: str, width: int) -> str:
     return cell.ljust(width) if column in _WORDS else cell.rjust(width)
 
 
-def _row(lane: Lane, held: Memory, step: int) -> tuple[str, ...]:
+def _row(lane: Lane, state: LaneState, step: int) -> tuple[str, ...]:
     codec, exchange = lane.at(step)
     size = "-" if exchange.late else str(codec.size(lane.units))
-    floats = sum(x.numel() for x in held.values()) / max(1, lane.units.total)
+    floats = sum(x.numel() for x in state.tensors.values()) / max(1, lane.units.total)
     said = "low rank" if exchange.late else " -> ".join(str(entry[1]) for entry in lane.table)
     numbers = (str(len(lane.tensors)), str(len(lane.units)), str(lane.units.total))
     return (lane.label, *numbers, said, str(lane.feedback), str(exchange), size, f"{floats:.2f}")

@@ -1,4 +1,4 @@
-"""Virtual workers: N replicas in one process, synchronized in lockstep by the same code as real ones."""
+"""Simulated workers: N replicas in one process, synchronized by the same code as real ones."""
 
 import time
 from collections.abc import Sequence
@@ -8,24 +8,29 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.comm.backend import Backend
-from gradwire.comm.collectives import Collective, Traffic
+from gradwire.comm.collectives import Collective
 from gradwire.comm.host_layout import Across, HostLayout
-from gradwire.engine.drive import timed
-from gradwire.engine.hierarchical_lockstep import HierarchicalLockstep
-from gradwire.engine.lockstep import Lockstep
+from gradwire.core.layout import same_memory
+from gradwire.engine.batched import Batched
+from gradwire.engine.drive import profile
+from gradwire.engine.gradients import Grads
+from gradwire.engine.lockstep import Lockstep, move
 from gradwire.engine.method import Spec
 from gradwire.engine.plan import LAUNCH_BYTES
+from gradwire.engine.step import StepResult
 from gradwire.integrations.model import refuse_sparse, trainable
-from gradwire.integrations.wire import Wire
+from gradwire.integrations.wire import Wire, write_missing
 
 
 class SimulatedBackend(Backend):
-    """One rank's place in a lockstep group. The group answers for all ranks at once, so a seat moves nothing itself."""
+    """One rank's view of a lockstep group, which answers for all ranks at once in a step.
+
+    What comes this way are agreements at attach: one caller makes all ranks, so all request the same.
+    """
 
     def __init__(self, group: Lockstep, rank: int) -> None:
         self.group = group
-        self.rank, self.world = rank, group.world
-        self.grouping = group.grouping if isinstance(group, HierarchicalLockstep) else None
+        self.rank, self.world, self.grouping = rank, group.world, group.grouping
 
     @property
     def traffic(self) -> Any:
@@ -37,19 +42,63 @@ class SimulatedBackend(Backend):
 
     @property
     def inside(self) -> Any:
-        return self.group.inside[self.rank] if isinstance(self.group, HierarchicalLockstep) else Traffic()
+        return self.group.inside[self.rank]
 
     @inside.setter
     def inside(self, count: Any) -> None:
-        if isinstance(self.group, HierarchicalLockstep):
-            self.group.inside[self.rank] = count
+        self.group.inside[self.rank] = count
 
     def move(self, collective: Collective) -> Tensor:
-        raise AssertionError("a lockstep group moves bytes for all its ranks together")
+        return move([collective] * self.world)[0]
 
-    def answer(self, asks: Sequence[Any]) -> list[Any]:
-        # Only agreements at attach come this way; all seats are taken by one caller, who agrees with himself.
-        return self.group.echo(asks)
+    def run(self, collective: Collective) -> Tensor:
+        return self.move(collective)
+
+    def run_into(self, collective: Collective, out: Tensor) -> None:
+        out.copy_(self.run(collective))
+
+
+class SimulatedGroup:
+    """Wires of ranks that live in this process, stepped together: all at once where that is possible, else in turn."""
+
+    def __init__(self, wires: Sequence[Wire], group: Lockstep) -> None:
+        self.wires, self.group = wires, group
+        self._batch: Batched | None = None
+
+    def step(self, grads: Sequence[Grads], unscale: float = 1.0) -> list[StepResult]:
+        """A step of all ranks.
+
+        Taken at once, its updates are new tensors that all ranks share; taken in turn, each rank's are written over its
+        gradients.
+        """
+        batched = self._batched()
+        if not batched.supports(grads):
+            return self._in_turn(grads, unscale)
+        result = batched.step(grads, unscale)
+        for wire in self.wires:
+            wire.clock.add(batched.clock)
+        return [result] * len(self.wires)
+
+    def _batched(self) -> Batched:
+        """All engines at once; made anew where a wire has got another engine."""
+        engines = [wire.engine.core for wire in self.wires]
+        if self._batch is None or any(a is not b for a, b in zip(self._batch.engines, engines, strict=True)):
+            self._batch = Batched(engines, self.group)
+        return self._batch
+
+    def _in_turn(self, grads: Sequence[Grads], unscale: float) -> list[StepResult]:
+        began, before = time.perf_counter(), self._worked
+        own = zip(self.wires, grads, strict=True)
+        results = self.group.drive([profile(wire.engine.run(mine, unscale), wire.clock) for wire, mine in own])
+        moving = time.perf_counter() - began - (self._worked - before)
+        for wire in self.wires:
+            wire.clock.wire += moving  # a collective takes the time of all ranks
+        return results
+
+    @property
+    def _worked(self) -> float:
+        """Seconds in which any rank encoded or decoded."""
+        return sum(wire.clock.encode + wire.clock.decode for wire in self.wires)
 
 
 class SimulatedWorkers:
@@ -75,24 +124,20 @@ class SimulatedWorkers:
             self.wires.append(
                 Wire(trainable(model.named_parameters()), SimulatedBackend(self.group, rank), spec, **options)
             )
+        self._ranks = SimulatedGroup(self.wires, self.group)
         with torch.no_grad():
             for model in models[1:]:
                 model.load_state_dict(models[0].state_dict())
 
     def __call__(self) -> None:
         """One synchronization of all replicas."""
-        began, before = time.perf_counter(), self._worked
-        talks = [timed(wire.session.run(wire.grads()), wire.clock) for wire in self.wires]
-        verdicts = self.group.drive(talks)
-        moving = time.perf_counter() - began - (self._worked - before)
-        for wire, verdict in zip(self.wires, verdicts, strict=True):
-            wire.clock.wire += moving  # a collective takes everybody's time
-            wire.write_(verdict)
-
-    @property
-    def _worked(self) -> float:
-        """Seconds in which any replica encoded or decoded."""
-        return sum(wire.clock.encode + wire.clock.decode for wire in self.wires)
+        grads = [wire.grads() for wire in self.wires]
+        for wire, own, result in zip(self.wires, grads, self._ranks.step(grads), strict=True):
+            there = {name: x.detach() for name, x in own.items() if x is not None and name in result.updates}
+            apart = [name for name, x in there.items() if not same_memory(x, result.updates[name])]
+            if apart:
+                torch._foreach_copy_([there[name] for name in apart], [result.updates[name] for name in apart])
+            write_missing(wire.parameters, result)
 
 
 def assemble(world: int, across: Across | None) -> Lockstep:
@@ -103,7 +148,7 @@ def assemble(world: int, across: Across | None) -> Lockstep:
         raise ValueError(f"across={across!r} is unknown; write 'hosts', or the ranks of each, [[0, 1], [2, 3]]")
     grouping = HostLayout.of([range(world)] if isinstance(across, str) else across)
     grouping.check(world)
-    return HierarchicalLockstep(grouping)
+    return Lockstep(world, grouping)
 
 
 def lockstep(models: Sequence[nn.Module], spec: Spec, **options: Any) -> SimulatedWorkers:

@@ -61,7 +61,7 @@ class Compression(TrainerCallback):
             )
         self._model, self.wire = model, compress_prepared(accelerator, model, self.spec, self.options)
         optimizer = self.trainer.optimizer
-        refuse_second_momentum(getattr(optimizer, "optimizer", optimizer), self.wire.session.whole)
+        refuse_second_momentum(getattr(optimizer, "optimizer", optimizer), self.wire.executor.engine.whole)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **around: Any) -> None:
         if self.wire is not None and find_ddp(self._model) is None:

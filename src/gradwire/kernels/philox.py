@@ -34,12 +34,20 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor], rounds: int 
     return torch.stack((c0, c1, c2, c3))
 
 
+def step_like(key: Key, block: Tensor) -> tuple[Tensor, Tensor]:
+    """The words of the step, one of each for every block; in captured steps they are read from the device."""
+    if key.device_counter is not None:
+        low, high = key.device_counter
+        return low.expand_as(block), high.expand_as(block)
+    low, high = key.counter()
+    return torch.full_like(block, low), torch.full_like(block, high)
+
+
 def words(key: Key, unit: str, n: int, device: torch.device) -> Tensor:
     """The first ``n`` words of a unit's stream, as int64 in [0, 2**32)."""
     block = torch.arange((n + 3) // 4, device=device)
     k0, k1 = key.words(unit)
-    low, high = key.counter()
-    counter = (block & _MASK, block >> 32, torch.full_like(block, low), torch.full_like(block, high))
+    counter = (block & _MASK, block >> 32, *step_like(key, block))
     keys = (torch.full_like(block, k0), torch.full_like(block, k1))
     return philox(counter, keys).T.reshape(-1)[:n]
 
@@ -51,8 +59,7 @@ def uniform(key: Key, names: tuple[str, ...], lengths: Tensor) -> Tensor:
     first = 4 * (blocks.cumsum(0) - blocks)  # where a unit's words begin, rounded up to whole blocks
     keys = _keys(tuple(map(key.words, names)), device).repeat_interleave(blocks, dim=0)
     block = _ragged(blocks)
-    step = [torch.full_like(block, word) for word in key.counter()]
-    drawn = philox((block & _MASK, block >> 32, *step), (keys[:, 0], keys[:, 1])).T.reshape(-1)
+    drawn = philox((block & _MASK, block >> 32, *step_like(key, block)), (keys[:, 0], keys[:, 1])).T.reshape(-1)
     # 24 bits: every value is a float32, and 1.0 is never reached.
     return (drawn[first.repeat_interleave(lengths) + _ragged(lengths)] >> 8).float() * 2.0**-24
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from gradwire.core.keys import Key
 from gradwire.core.segments import Segments, on
 from gradwire.kernels.dispatch import kernel
-from gradwire.kernels.philox import philox
+from gradwire.kernels.philox import philox, step_like
 
 ROUNDS = 8
 HEAD = 2  # words before a unit's tables; they make the rotation
@@ -160,8 +160,7 @@ def _words(key: Key, names: tuple[str, ...], counts: tuple[int, ...], device: to
     keys = torch.tensor(pairs, dtype=torch.int64, device=device).view(-1, 2)
     k0, k1 = keys.repeat_interleave(blocks, dim=0).unbind(1)
     block = _ragged(blocks)
-    low, high = (torch.full_like(block, word) for word in key.counter())
-    drawn = philox((block & _MASK, block >> 32, low, high), (k0, k1))
+    drawn = philox((block & _MASK, block >> 32, *step_like(key, block)), (k0, k1))
     return drawn.T.reshape(-1), 4 * (blocks.cumsum(0) - blocks)
 
 

@@ -1,4 +1,4 @@
-"""Who hears whom, and with what weight."""
+"""Graphs and their mixing weights: which rank receives from which, and with what weight."""
 
 from gradwire.topology import theory
 from gradwire.topology.graph import Graph, graph

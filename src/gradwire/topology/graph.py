@@ -6,13 +6,13 @@ from typing import ClassVar
 
 from gradwire.core.registry import registered
 from gradwire.core.spec import parse, write
-from gradwire.topology.checks import Promise, Round
+from gradwire.topology.checks import MixingRows, Promise
 from gradwire.topology.topology import Topology
 from gradwire.topology.weights import known, neighbors, weigh
 
 
 class Graph(ABC):
-    """A frozen rule that gives the rounds of a graph of any size it can have."""
+    """A frozen rule that gives the mixing weights of a graph of any size it can have."""
 
     name: ClassVar[str]
     kind: ClassVar[str]
@@ -27,8 +27,12 @@ class Graph(ABC):
         """What its weights are checked for."""
 
     @abstractmethod
-    def rounds(self, size: int) -> tuple[Round, ...]:
-        """The weights of each round, or a sentence where the graph has no such size."""
+    def rounds(self, size: int) -> tuple[MixingRows, ...]:
+        """The weights of each round.
+
+        Raises:
+            ValueError: The graph has no such size.
+        """
 
     def on(self, size: int) -> Topology:
         """The graph on that many ranks, checked."""
@@ -41,20 +45,17 @@ class Undirected(Graph):
     """A static graph whose edges lead both ways, weighted by one of the rules of `weights`."""
 
     weights: str
+    promise: ClassVar[Promise] = "symmetric"
 
     def __post_init__(self) -> None:
         known(self.weights)
 
     @abstractmethod
-    def links(self, size: int) -> Iterable[tuple[int, int]]:
+    def edges(self, size: int) -> Iterable[tuple[int, int]]:
         """The edges, in any order; double ones are merged."""
 
-    @property
-    def promise(self) -> Promise:
-        return "symmetric"
-
-    def rounds(self, size: int) -> tuple[Round, ...]:
-        return (weigh(neighbors(self.links(size), size), self.weights, str(self)),)
+    def rounds(self, size: int) -> tuple[MixingRows, ...]:
+        return (weigh(neighbors(self.edges(size), size), self.weights, str(self)),)
 
 
 def graph(spec: str | Graph) -> Graph:

@@ -1,11 +1,9 @@
 """What theorems promise of gossip on a graph, plain or compressed.
 
 Paper:    Koloskova, Stich, Jaggi, "Decentralized stochastic optimization and gossip algorithms with compressed
-          communication", ICML 2019. https://arxiv.org/abs/1902.00340, Theorem 2; Xiao and Boyd, "Fast linear iterations
-          for distributed averaging", 2004 (the plain step)
+          communication", ICML 2019. https://arxiv.org/abs/1902.00340, Theorem 2
 Formula:  gamma* = rho^2 delta / (16 rho + rho^2 + 4 beta^2 + 2 rho beta^2 - 8 rho delta)
           factor = 1 - rho^2 delta / 82
-          plain  = 2 / (2 - lambda_2 - lambda_n)
 Wire:     nothing
 Traits:   delta is the codec's: E |x - C(x)|^2 <= (1 - delta) |x|^2. Where W is symmetric and static, each round with
           gamma* multiplies the sum over ranks of |x_i - mean|^2 + |x_i - xhat_i|^2 by the factor at most
@@ -15,41 +13,22 @@ Spec:     none: these are functions of a topology
 
 import math
 
-import torch
-
 from gradwire.topology.topology import Topology
 
 
 def consensus_step(topology: Topology, delta: float) -> float:
     """CHOCO's gamma*: proven to converge, and far smaller than what works best."""
-    _covered(topology)
-    _contracts(delta)
+    _require_static_symmetric(topology)
+    _require_contraction(delta)
     rho, beta = topology.rho, topology.beta
     return rho**2 * delta / (16 * rho + rho**2 + 4 * beta**2 + 2 * rho * beta**2 - 8 * rho * delta)
 
 
 def consensus_factor(topology: Topology, delta: float) -> float:
     """By what CHOCO-Gossip with gamma* multiplies the squared error in a round, at most."""
-    _covered(topology)
-    _contracts(delta)
+    _require_static_symmetric(topology)
+    _require_contraction(delta)
     return 1.0 - topology.rho**2 * delta / 82.0
-
-
-def plain_step(topology: Topology) -> float:
-    """The step x = x + step (W - I) x that averages fastest without compression; it may pass 1."""
-    _covered(topology)
-    if topology.size == 1:
-        return 1.0
-    values = torch.linalg.eigvalsh(topology.matrix())  # rising
-    return float(2.0 / (2.0 - values[-2] - values[0]))
-
-
-def plain_factor(topology: Topology) -> float:
-    """By what a period of plain gossip multiplies the distance to the mean, at most: |W_p ... W_1 - 1 1^T / n|."""
-    if not topology.doubly_stochastic:
-        raise ValueError(f"{topology} does not keep the mean: its rows do not sum to 1; use push-sum on it")
-    product = topology.product()
-    return float(torch.linalg.matrix_norm(product - 1.0 / topology.size, 2))
 
 
 def rounds_to_halve(topology: Topology) -> int:
@@ -61,12 +40,12 @@ def rounds_to_halve(topology: Topology) -> int:
     return max(1, math.ceil(math.log(0.5) / math.log1p(-topology.rho) - 1e-9))
 
 
-def _covered(topology: Topology) -> None:
+def _require_static_symmetric(topology: Topology) -> None:
     if topology.period > 1 or not topology.symmetric:
         what = "changes from step to step" if topology.period > 1 else "is not symmetric"
         raise ValueError(f"{topology} {what}, and the theorem is for static symmetric weights; choose gamma yourself")
 
 
-def _contracts(delta: float) -> None:
+def _require_contraction(delta: float) -> None:
     if not 0.0 < delta <= 1.0:
-        raise ValueError(f"delta={delta} is no contraction; it lies in (0, 1], and is 1 where nothing is lost")
+        raise ValueError(f"delta={delta} is no contraction; write a number in (0, 1], 1 where nothing is lost")

@@ -1,7 +1,7 @@
 """Topology: a graph of some size with its mixing weights, as a pure value.
 
-W[i, j] is the weight with which rank i hears rank j, so one round of gossip is x = W x. A graph that changes from step
-to step repeats after `period` rounds. Whatever is built is checked: see `checks`.
+W[i, j] is the weight that rank i gives to rank j, so one round of gossip is x = W x. A graph that changes from step to
+step repeats after `period` rounds. Every topology is checked when it is built: see `checks`.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
-from gradwire.topology.checks import TOLERANCE, Promise, Round, check
+from gradwire.topology.checks import TOLERANCE, MixingRows, Promise, check, distances_from
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class Topology:
         name: What it is called in sentences, for example "ring".
         promise: What was checked of W beside rows, columns and connection: "symmetric", "doubly" (stochastic), or
             "column" (stochastic alone, which push-sum needs and plain gossip cannot use).
-        rounds: For each round of a period and each rank, the (peer, weight) pairs that it hears, itself included.
+        rounds: For each round of a period and each rank, the (peer, weight) pairs of its row of W, itself included.
     """
 
     name: str
     promise: Promise
-    rounds: tuple[Round, ...] = field(repr=False)
+    rounds: tuple[MixingRows, ...] = field(repr=False)
 
     def __post_init__(self) -> None:
         if not self.rounds or not self.rounds[0]:
@@ -53,13 +53,13 @@ class Topology:
         return len(self.rounds)
 
     def peers(self, rank: int, step: int = 0) -> dict[int, float]:
-        """Whom a rank hears, with the weight it gives them; the rank itself excluded."""
+        """In-neighbors of a rank, with the weight it gives them; the rank itself excluded."""
         return {j: weight for j, weight in self._row(rank, step) if j != rank and weight}
 
     def out_peers(self, rank: int, step: int = 0) -> dict[int, float]:
-        """Who hears a rank, with the weight they give it; the rank itself excluded."""
-        self._known(rank)
-        return self._heard[step % self.period][rank].copy()
+        """Out-neighbors of a rank, with the weight they give it; the rank itself excluded."""
+        self._check_rank(rank)
+        return self._out_weights[step % self.period][rank].copy()
 
     def self_weight(self, rank: int, step: int = 0) -> float:
         """W[rank, rank]."""
@@ -100,7 +100,7 @@ class Topology:
     @property
     def degrees(self) -> tuple[int, ...]:
         """How many messages each rank sends in a step, the most over a period."""
-        return tuple(max(len(heard[rank]) for heard in self._heard) for rank in range(self.size))
+        return tuple(max(len(weights[rank]) for weights in self._out_weights) for rank in range(self.size))
 
     @property
     def degree(self) -> int:
@@ -109,17 +109,14 @@ class Topology:
 
     def distances(self, root: int) -> tuple[int, ...]:
         """How many edges of step 0 lie between each rank and ``root``; as many as there are ranks where no path is."""
-        found, edge = {root: 0}, [root]
-        while edge:
-            edge = sorted({peer for rank in edge for peer in self.peers(rank)} - found.keys())
-            found |= dict.fromkeys(edge, max(found.values()) + 1)
+        found = distances_from(root, [set(self.peers(rank)) for rank in range(self.size)])
         return tuple(found.get(rank, self.size) for rank in range(self.size))
 
     @cached_property
     def symmetric(self) -> bool:
-        """Whether i hears j as j hears i, in every round."""
+        """Whether W[i, j] = W[j, i] in every round."""
         return all(
-            abs(weight - self._heard[step][i].get(j, 0.0)) <= TOLERANCE
+            abs(weight - self._out_weights[step][i].get(j, 0.0)) <= TOLERANCE
             for step in range(self.period)
             for i in range(self.size)
             for j, weight in self.peers(i, step).items()
@@ -131,7 +128,7 @@ class Topology:
         return all(abs(sum(weight for _, weight in row) - 1.0) <= TOLERANCE for line in self.rounds for row in line)
 
     @cached_property
-    def _heard(self) -> tuple[tuple[dict[int, float], ...], ...]:
+    def _out_weights(self) -> tuple[tuple[dict[int, float], ...], ...]:
         table: tuple[tuple[dict[int, float], ...], ...] = tuple(
             tuple({} for _ in range(self.size)) for _ in self.rounds
         )
@@ -142,15 +139,15 @@ class Topology:
         return table
 
     def _row(self, rank: int, step: int) -> tuple[tuple[int, float], ...]:
-        self._known(rank)
+        self._check_rank(rank)
         return self.rounds[step % self.period][rank]
 
-    def _known(self, rank: int) -> None:
+    def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.size:
             raise ValueError(f"{self} has no rank {rank}; ranks run from 0 to {self.size - 1}")
 
 
-def _sparse(matrix: Tensor) -> Round:
+def _sparse(matrix: Tensor) -> MixingRows:
     rows = matrix.tolist()
     return tuple(
         tuple((j, float(weight)) for j, weight in enumerate(row) if weight or i == j) for i, row in enumerate(rows)

@@ -1,4 +1,4 @@
-"""Mixing weights: how much of what a neighbor says is taken over.
+"""Mixing weights: how much each rank takes of its neighbors' parameters.
 
 Paper:    Xiao, Boyd, Lall, "A scheme for robust distributed sensor fusion based on average consensus", IPSN 2005
           (metropolis); Koloskova et al., "Decentralized deep learning with arbitrary communication compression", ICLR
@@ -9,44 +9,44 @@ Formula:  metropolis   w_ij = 1 / (1 + max(d_i, d_j))
           w_ii = 1 - sum over j of w_ij
 Wire:     nothing
 Traits:   symmetric and doubly stochastic on any undirected graph
-Differs:  with max_degree a rank may keep nothing of its own; where nobody keeps any and the graph is bipartite, values
-          would swing to and fro for ever, and the graph is refused
+Differs:  with max_degree a rank may keep nothing of its own; where no rank keeps any and the graph is bipartite,
+          values would swing to and fro for ever, and the graph is refused
 Spec:     ring(weights='uniform'), social(weights='max_degree')
 """
 
 import math
 from collections.abc import Callable, Iterable
 
-from gradwire.topology.checks import Hears, Round
+from gradwire.topology.checks import MixingRows, Neighbors
 
 
 def neighbors(pairs: Iterable[tuple[int, int]], size: int) -> list[set[int]]:
-    """Whom each rank hears if edges lead both ways. Double edges are merged; loops are kept."""
-    hears: list[set[int]] = [set() for _ in range(size)]
+    """The neighbors of each rank if edges lead both ways. Double edges are merged; loops are kept."""
+    found: list[set[int]] = [set() for _ in range(size)]
     for a, b in pairs:
-        hears[a].add(b)
-        hears[b].add(a)
-    return hears
+        found[a].add(b)
+        found[b].add(a)
+    return found
 
 
-def weigh(hears: Hears, rule: str, name: str) -> Round:
+def weigh(neighbors: Neighbors, rule: str, name: str) -> MixingRows:
     """The rows of W, by the rule of that name."""
     known(rule)
-    degrees = RULES[rule][0](hears)
+    degrees = RULES[rule][0](neighbors)
     if rule == "uniform" and len(set(degrees)) > 1:
         raise ValueError(
-            f"{name} on {len(hears)} ranks has degrees {min(degrees)} to {max(degrees)}, and weights='uniform' needs "
+            f"{name} on {len(neighbors)} ranks has degrees {min(degrees)} to {max(degrees)}; weights='uniform' needs "
             "them equal; write weights='metropolis'"
         )
     extra = RULES[rule][1]
     rows = []
-    for i, them in enumerate(hears):
+    for i, them in enumerate(neighbors):
         row = {j: 1.0 / (extra + max(degrees[i], degrees[j])) for j in them if j != i}
         rows.append(tuple(sorted({**row, i: rest(row.values())}.items())))
     return tuple(rows)
 
 
-def split(sends: Hears) -> Round:
+def split(sends: Neighbors) -> MixingRows:
     """The rows of W where each rank divides itself evenly among itself and those it sends to: columns sum to 1."""
     share = [1.0 / (1 + len(them)) for them in sends]
     rows: list[dict[int, float]] = [{i: share[i]} for i in range(len(sends))]
@@ -63,21 +63,21 @@ def rest(weights: Iterable[float]) -> float:
 
 
 def known(rule: str) -> None:
-    """Refuse a rule that is none."""
+    """Refuse the name of an unknown rule."""
     if rule not in RULES:
         raise ValueError(f"there are no weights={rule!r}; write weights='metropolis', 'uniform' or 'max_degree'")
 
 
-def _others(hears: Hears) -> list[int]:
-    return [len(them - {i}) for i, them in enumerate(hears)]
+def _others(neighbors: Neighbors) -> list[int]:
+    return [len(them - {i}) for i, them in enumerate(neighbors)]
 
 
-def _all(hears: Hears) -> list[int]:
-    return [len(them) for them in hears]
+def _all(neighbors: Neighbors) -> list[int]:
+    return [len(them) for them in neighbors]
 
 
 # rule -> (how degrees are counted, what is added to the larger one)
-RULES: dict[str, tuple[Callable[[Hears], list[int]], int]] = {
+RULES: dict[str, tuple[Callable[[Neighbors], list[int]], int]] = {
     "metropolis": (_others, 1),
     "uniform": (_others, 1),
     "max_degree": (_all, 0),

@@ -7,8 +7,7 @@ Everything else works in place.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,13 +18,12 @@ from gradwire.codecs.quantizers import FP32
 from gradwire.codecs.selectors.chunk_topk import ChunkTopK
 from gradwire.codecs.stage import EncodeInput
 from gradwire.core.keys import Key
-from gradwire.core.requests import Sum
+from gradwire.core.requests import run
 from gradwire.core.segments import Segments, on
 from gradwire.exchanges.exchange import CommContext, Message
 from gradwire.exchanges.powersgd import PowerSGD, basis_length, orthonormal
 from gradwire.kernels import fused, quantize
 from gradwire.kernels.dispatch import offers
-from gradwire.kernels.fused import Accumulation
 from gradwire.kernels.rice import (
     decode_blocks,
     encode_blocks,
@@ -36,88 +34,14 @@ from gradwire.kernels.rice import (
     set_bits,
 )
 from gradwire.kernels.rows import decode_in_rows, encode_in_rows
-from gradwire.kernels.select import permute, share
+from gradwire.kernels.select import permute
 from gradwire_lab.bench import plain
+from gradwire_lab.bench.scene import RATIO, WORLD, Case, Make, Run, Scene
+from gradwire_lab.bench.selections import SELECTIONS
 
-RATIO = 0.001
-WORLD = 8
 _RANK = 4
-_RULE = Accumulation(momentum=0.9)
 _KEY = Key(seed=0, step=7, rank=0)
 _INT_BLOCK = 256
-
-Run = Callable[[], object]
-
-
-class Case(NamedTuple):
-    """One thing to time.
-
-    Attributes:
-        bytes: What it cannot avoid reading and writing, for each element.
-        run: Does it once.
-        repeatable: Whether a graph of it may be replayed.
-        composed: Whether it is plain torch, and has no other definition to be compared with.
-    """
-
-    bytes: float
-    run: Run
-    repeatable: bool = True
-    composed: bool = False
-
-
-@dataclass(frozen=True)
-class Scene:
-    """Buffers that cases share, made when the first asks for them.
-
-    Attributes:
-        lengths: Of the segments.
-        device: Where all is.
-    """
-
-    lengths: tuple[int, ...]
-    device: torch.device
-
-    @property
-    def n(self) -> int:
-        return sum(self.lengths)
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        return tuple(map(str, range(len(self.lengths))))
-
-    @cached_property
-    def table(self) -> Tensor:
-        return torch.tensor(self.lengths, device=self.device)
-
-    @cached_property
-    def x(self) -> Tensor:
-        return self.normal()
-
-    @cached_property
-    def messages(self) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-        """Values and random positions of several ranks, and where each rank's begin."""
-        k = sum(self.counts(RATIO))
-        places = [torch.randint(self.n, (k,), device=self.device).unique() for _ in range(WORLD)]
-        bounds = (0, *torch.tensor([p.numel() for p in places]).cumsum(0).tolist())
-        return torch.randn(bounds[-1], device=self.device), torch.cat(places), bounds
-
-    def counts(self, ratio: float) -> tuple[int, ...]:
-        return tuple(share(ratio, length) for length in self.lengths)
-
-    def normal(self, scale: float = 1.0, filled: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Gaussian entries, of which only a share is not zero."""
-        x = scale * torch.randn(self.n, device=self.device)
-        if filled < 1:
-            x *= torch.rand(self.n, device=self.device) < filled
-        return x.to(dtype)
-
-    def positions(self) -> Tensor:
-        """Those of the first rank."""
-        _, indices, bounds = self.messages
-        return indices[: bounds[1]]
-
-
-Make = Callable[[Scene], Case]
 
 
 def names(lengths: tuple[int, ...]) -> list[str]:
@@ -125,62 +49,10 @@ def names(lengths: tuple[int, ...]) -> list[str]:
     return [name for name in CASES if len(lengths) == 1 or not name.startswith("torch_")]
 
 
-# -- selection ---------------------------------------------------------------------------------------------------------
-
-
-def _select(
-    scene: Scene,
-    needed: float,
-    momentum: bool = False,
-    turns: bool = False,
-    ratio: float = RATIO,
-    filled: float = 1.0,
-    dtype: torch.dtype = torch.float32,
-) -> Case:
-    """A whole step of compression; gradients take turns, and the hint lives where a graph finds it again.
-
-    The memories start as they are after some thousand steps: young ones grow by much at every step.
-    """
-    grads = [scene.normal(filled=filled, dtype=dtype) for _ in range(2)]
-    old = scene.normal(300 if momentum else 30, filled), scene.normal(2.3, filled) if momentum else None
-    new = (torch.empty_like(old[0]), torch.empty_like(old[0]) if momentum else None) if turns else old
-    counts = scene.counts(ratio)
-    hint: Tensor | None = None
-    turn = 0
-
-    def step() -> None:
-        nonlocal turn, hint, old, new
-        turn += 1
-        found = fused.send_topk_(grads[turn % 2], old, new, True, _RULE, scene.lengths, counts, hint)
-        old, new = new, old
-        hint = found.edge if hint is None or hint.shape != found.edge.shape else hint.copy_(found.edge)
-
-    return Case(needed, step)
-
-
-def _topk(scene: Scene, x: Tensor, ratio: float = RATIO) -> Case:
-    counts = scene.counts(ratio)
-    written = 8 * ratio if ratio > RATIO else 0.0
-    return Case(4.0 + written, lambda: fused.topk(x, scene.lengths, counts))
-
-
 def _chunk_topk(scene: Scene) -> Case:
     selector = ChunkTopK(4)
     signal = EncodeInput(scene.x, scene.x, {}, Segments(scene.names, tuple((length,) for length in scene.lengths)))
     return Case(4.0, lambda: selector.select(signal, _KEY), False)
-
-
-def _torch_dgc(scene: Scene) -> Case:
-    grads = [scene.normal() for _ in range(2)]
-    momentum, residual, (k,) = scene.normal(2.3), scene.normal(300), scene.counts(RATIO)
-    turn = 0
-
-    def step() -> None:
-        nonlocal turn
-        turn += 1
-        plain.dgc_(grads[turn % 2], momentum, residual, k)
-
-    return Case(20.0, step, False, True)
 
 
 def _torch(scene: Scene, needed: float, encode: Callable[[Tensor], object]) -> Case:
@@ -363,14 +235,8 @@ def _powersgd(scene: Scene) -> Case:
 
     def step() -> None:
         nonlocal memory
-        talk = exchange.talk(Message(scene.x, None, memory), Codec.of((FP32(),)), around)
-        try:
-            ask = next(talk)
-            while True:
-                assert isinstance(ask, Sum)
-                ask = talk.send(ask.tensor)
-        except StopIteration as end:
-            memory = dict(end.value.memory)
+        generator = exchange.talk(Message(scene.x, None, memory), Codec.of((FP32(),)), around)
+        memory = dict(run(generator, lambda request: request.tensor).memory)  # type: ignore[union-attr]
 
     return Case(16.0, step, False, True)
 
@@ -389,19 +255,7 @@ def _shape(n: int) -> tuple[int, ...]:
 
 
 CASES: dict[str, Make] = {
-    "torch_dgc": _torch_dgc,
-    "dgc": partial(_select, needed=20.0, momentum=True),
-    "dgc_turns": partial(_select, needed=20.0, momentum=True, turns=True),
-    "dgc_bf16": partial(_select, needed=18.0, momentum=True, dtype=torch.bfloat16),
-    "error_feedback_topk": partial(_select, needed=12.0),
-    "error_feedback_topk_turns": partial(_select, needed=12.0, turns=True),
-    "error_feedback_half": partial(_select, needed=18.0, ratio=0.5),  # half of the positions and values, too
-    "error_feedback_zeros": partial(_select, needed=12.0, filled=0.01),
-    "torch_topk": lambda s: _torch(s, 4.0, lambda x: plain.topk(x, s.counts(RATIO)[0])),
-    "topk": lambda s: _topk(s, s.x),
-    "topk_half": lambda s: _topk(s, s.x, 0.5),
-    "topk_zeros": lambda s: _topk(s, s.normal(filled=RATIO / 2)),  # more are wanted than are not zero
-    "topk_ties": lambda s: _topk(s, s.normal().sign()),
+    **SELECTIONS,
     "chunk_topk": _chunk_topk,
     **{
         f"feedback_{name}{suffix}": partial(_feedback, bits=bits, lane=bool(suffix))

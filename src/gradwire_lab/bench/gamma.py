@@ -27,7 +27,7 @@ CODECS = (
 )
 
 
-class Scene(NamedTuple):
+class NoisyQuadratic(NamedTuple):
     """A graph, and what happens on it.
 
     Attributes:
@@ -44,7 +44,7 @@ class Scene(NamedTuple):
     rate: float = 0.1
 
 
-SCENES = (Scene("ring", 8, 700), Scene("torus", 16, 600), Scene("social", 32, 500))
+PROBLEMS = (NoisyQuadratic("ring", 8, 700), NoisyQuadratic("torus", 16, 600), NoisyQuadratic("social", 32, 500))
 
 
 class Outcome(NamedTuple):
@@ -61,26 +61,26 @@ class _Vector(nn.Module):
         self.x = nn.Parameter(torch.zeros(ENTRIES))
 
 
-def drive(scene: Scene, codec: str, gamma: float | None, seed: int) -> Outcome:
+def drive(problem: NoisyQuadratic, codec: str, gamma: float | None, seed: int) -> Outcome:
     """One run; with no gamma, ``auto``. One that diverges is infinitely bad."""
     try:
-        return _drive(scene, codec, gamma, seed)
+        return _drive(problem, codec, gamma, seed)
     except Diverged:
         return Outcome(math.inf, math.inf, gamma or math.nan)
 
 
-def _drive(scene: Scene, codec: str, gamma: float | None, seed: int) -> Outcome:
+def _drive(problem: NoisyQuadratic, codec: str, gamma: float | None, seed: int) -> Outcome:
     draw = torch.Generator().manual_seed(seed)
-    curvature = scene.curvature * torch.logspace(-1, 0, ENTRIES)
+    curvature = problem.curvature * torch.logspace(-1, 0, ENTRIES)
     common = torch.randn(ENTRIES, generator=draw)
-    centers = common + scene.apart * torch.randn(scene.workers, ENTRIES, generator=draw)
+    centers = common + problem.apart * torch.randn(problem.workers, ENTRIES, generator=draw)
     step = "auto" if gamma is None else repr(gamma)
-    net = BatchedGossip(_Vector(), scene.workers, f"choco({scene.graph}, gamma={step})", codec, seed=seed)
-    x, sums, gammas = torch.zeros(scene.workers, ENTRIES), torch.zeros(2, dtype=torch.float64), []
-    for turn in range(scene.steps):
-        noise = scene.noise * torch.randn(x.shape, generator=draw)
-        x = net.mix(x - scene.rate * (curvature * (x - centers) + noise))
-        if 2 * turn >= scene.steps:
+    net = BatchedGossip(_Vector(), problem.workers, f"choco({problem.graph}, gamma={step})", codec, seed=seed)
+    x, sums, gammas = torch.zeros(problem.workers, ENTRIES), torch.zeros(2, dtype=torch.float64), []
+    for turn in range(problem.steps):
+        noise = problem.noise * torch.randn(x.shape, generator=draw)
+        x = net.mix(x - problem.rate * (curvature * (x - centers) + noise))
+        if 2 * turn >= problem.steps:
             sums += _measure(x, curvature, centers.mean(0))
             gammas.append(net.gamma)
     distance, loss = (sums / len(gammas)).tolist()
@@ -93,18 +93,18 @@ def _measure(x: Tensor, curvature: Tensor, optimum: Tensor) -> Tensor:
     return torch.stack((distance, loss)).double()
 
 
-def compare(scene: Scene, codec: str, seeds: Sequence[int], grid: Sequence[float] = GRID) -> dict[str, Any]:
+def compare(problem: NoisyQuadratic, codec: str, seeds: Sequence[int], grid: Sequence[float] = GRID) -> dict[str, Any]:
     """``auto`` beside the best of a grid, means over seeds; the best distance and the best loss may be two gammas.
 
     Of the grid, what lies within a factor of `FAR` of where ``auto`` went is tried.
     """
-    auto = _mean([drive(scene, codec, None, seed) for seed in seeds])
+    auto = _mean([drive(problem, codec, None, seed) for seed in seeds])
     near_by = [gamma for gamma in grid if auto.gamma / FAR <= gamma <= auto.gamma * FAR]
-    swept = {gamma: _mean([drive(scene, codec, gamma, seed) for seed in seeds]) for gamma in near_by}
+    swept = {gamma: _mean([drive(problem, codec, gamma, seed) for seed in seeds]) for gamma in near_by}
     near = min(swept, key=lambda gamma: swept[gamma].distance)
     low = min(swept, key=lambda gamma: swept[gamma].loss)
     return {
-        **scene._asdict(),
+        **problem._asdict(),
         "codec": codec,
         "seeds": list(seeds),
         "best": near,

@@ -16,7 +16,8 @@ import torch
 
 from gradwire.kernels.dispatch import reference_only
 from gradwire_lab.bench import cases
-from gradwire_lab.bench.cases import Case, Scene
+from gradwire_lab.bench.scene import Case, Scene
+from gradwire_lab.bench.selections import GAUSSIAN
 
 # The same work as a person would write it, timed before the kernel.
 COMPOSED = {
@@ -81,6 +82,7 @@ def measure(
             row = _row(name, cases.CASES[name](scene), scene, repeats)
             took[name] = row["ms"]
             row["to_torch"] = took[COMPOSED[name]] / row["ms"] if COMPOSED.get(name) in took else None
+            row["to_gaussian"] = row["ms"] / took[GAUSSIAN[name]] if GAUSSIAN.get(name) in took else None
             rows.append(row)
             report(row)
     return rows

@@ -20,7 +20,7 @@ from torch import nn
 
 from gradwire.engine import method
 from gradwire.integrations import compress
-from gradwire_lab.bench.network.contestants import parse
+from gradwire_lab.bench.network.methods import parse
 
 _LEAN = "; rollback=false"
 SPECS = (
@@ -58,17 +58,12 @@ class Meter:
         """Run something, and tell; None on a CPU, where other things of the process cannot be told apart."""
         if self._device.type != "cuda":
             return None, None
-        torch.cuda.reset_peak_memory_stats(self._device)
+        _set_back(self._device)
         run()
-        torch.cuda.synchronize(self._device)
-        return self._held() - self._begun, torch.cuda.max_memory_allocated(self._device) - self._begun
+        return self._held() - self._begun, _highest(self._device) - self._begun
 
     def _held(self) -> int:
-        if self._device.type != "cuda":
-            return 0
-        gc.collect()
-        torch.cuda.synchronize(self._device)
-        return torch.cuda.memory_allocated(self._device)
+        return _resident(self._device) if self._device.type == "cuda" else 0
 
 
 def check(spec: str) -> None:

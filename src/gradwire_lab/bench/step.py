@@ -19,19 +19,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from gradwire_lab.bench.memory import Meter
-from gradwire_lab.bench.network import contestants
-from gradwire_lab.bench.network.contestants import POWERSGD, SILENT, enter
-from gradwire_lab.bench.network.workloads import Workload
-from gradwire_lab.network.hosts import FIRST_PORT
-from gradwire_lab.network.launch import DEFAULTS, Crew, place
-from gradwire_lab.train import models
+from gradwire_lab.bench.network import methods
+from gradwire_lab.bench.network.methods import NO_COMM, POWERSGD, build_method
+from gradwire_lab.bench.network.workloads import SMALL_GPT, Workload, images, text
+from gradwire_lab.network.launch import run_local
 
 DENSE = "ddp-fp32"
-ALWAYS = (SILENT, DENSE)  # what all others are compared with
+ALWAYS = (NO_COMM, DENSE)  # what all others are compared with
 METHODS = (
     *ALWAYS,
     "ddp-bf16",
@@ -50,7 +46,7 @@ _SPARE = 1  # steps of each block that do not count: caches are the last method'
 
 
 @dataclass(frozen=True)
-class Job:
+class StepBench:
     """What one group of ranks measures.
 
     Attributes:
@@ -73,39 +69,12 @@ class Job:
 # -- what is trained ---------------------------------------------------------------------------------------------------
 
 
-def _images(name: str, size: int, classes: int, batch: int, device: torch.device) -> Workload:
-    model = models.build(name, {}, {"classes": classes}, seed=0).to(device)
-    images = torch.randn(batch, 3, size, size, device=device)
-    labels = torch.randint(classes, (batch,), device=device)
-    if device.type == "cuda":
-        images = images.to(memory_format=torch.channels_last)
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return Workload(model, lambda run: _mixed(device, lambda: F.cross_entropy(run(images), labels)))
-
-
-def _text(name: str, options: dict[str, int], vocab: int, context: int, batch: int, device: torch.device) -> Workload:
-    model = models.build(name, options, {"vocab": vocab, "context": context}, seed=0).to(device)
-    tokens = torch.randint(vocab, (batch, context + 1), device=device)
-
-    def loss(run: nn.Module) -> Tensor:
-        said = run(tokens[:, :-1]).flatten(0, 1)
-        return F.cross_entropy(said, tokens[:, 1:].flatten())
-
-    return Workload(model, lambda run: _mixed(device, lambda: loss(run)))
-
-
-def _mixed(device: torch.device, loss: Callable[[], Tensor]) -> Tensor:
-    """Bfloat16 where a GPU has units for it."""
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        return loss()
-
-
 # By name: how to make it of a batch and a device, and the batch that a person would take.
 WORKLOADS: dict[str, tuple[Callable[[int, torch.device], Workload], int]] = {
-    "resnet20": (partial(_images, "resnet20", 32, 10), 64),
-    "gpt": (partial(_text, "gpt", {"width": 256, "layers": 6, "heads": 4}, 1024, 128), 8),
-    "resnet50": (partial(_images, "resnet50", 224, 1000), 64),
-    "gpt2": (partial(_text, "gpt2", {}, 50257, 1024), 32),
+    "resnet20": (partial(images, "resnet20", 32, 10), 64),
+    "gpt": (partial(text, "gpt", SMALL_GPT, 1024, 128), 8),
+    "resnet50": (partial(images, "resnet50", 224, 1000), 64),
+    "gpt2": (partial(text, "gpt2", {}, 50257, 1024), 32),
 }
 
 
@@ -120,7 +89,7 @@ class Runner:
         self._loss, self._device = workload.loss, device
         meter = Meter(device)
         model = copy.deepcopy(workload.model)
-        self._entered = enter(method, Workload(model, workload.loss))
+        self._built = build_method(method, Workload(model, workload.loss))
         self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         for _ in range(_WARM):
             self.step()
@@ -128,9 +97,9 @@ class Runner:
 
     def step(self) -> None:
         self._optimizer.zero_grad(set_to_none=False)  # gradients stay where DDP sends them from
-        self._loss(self._entered.run).backward()
+        self._loss(self._built.run).backward()
         self._optimizer.step()
-        self._entered.after()
+        self._built.after()
 
     def block(self, steps: int) -> dict[str, float]:
         """Seconds of a step, by the clock and of this process's processors."""
@@ -150,7 +119,7 @@ class Runner:
             torch.cuda.synchronize()
 
 
-def take_part(job: Job) -> None:
+def run_rank(job: StepBench) -> None:
     """Meet the other ranks, build every method, and give each its blocks."""
     device = torch.device(job.device)
     if device.type == "cuda":
@@ -166,30 +135,30 @@ def take_part(job: Job) -> None:
     for number in range(job.rounds):
         turn = number % max(len(runners), 1)
         for runner in runners[turn:] + runners[:turn]:  # nobody always follows the same one
-            _say(method=runner.method, round=number, **runner.block(job.steps))
+            _emit(method=runner.method, round=number, **runner.block(job.steps))
     dist.destroy_process_group()
 
 
-def _runners(job: Job, workload: Workload, device: torch.device) -> Iterator[Runner]:
+def _runners(job: StepBench, workload: Workload, device: torch.device) -> Iterator[Runner]:
     params = sum(p.numel() for p in workload.model.parameters() if p.requires_grad)
     for method in job.methods:
         try:
             runner = Runner(method, workload, device)
         except (TypeError, ValueError, RuntimeError) as wrong:
-            _say(method=method, refused=f"{type(wrong).__name__}: {wrong}")
+            _emit(method=method, refused=f"{type(wrong).__name__}: {wrong}")
             continue
-        _say(method=method, params=params, kept=runner.kept, peak=runner.peak)
+        _emit(method=method, params=params, kept=runner.kept, peak=runner.peak)
         yield runner
 
 
-def _say(**news: Any) -> None:
-    print(MARK + json.dumps(news), flush=True)
+def _emit(**event: Any) -> None:
+    print(MARK + json.dumps(event), flush=True)
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-def check(job: Job) -> None:
+def check(job: StepBench) -> None:
     """Refuse a job that no rank could do.
 
     Raises:
@@ -200,59 +169,46 @@ def check(job: Job) -> None:
     if DENSE not in job.methods:
         raise ValueError(f"all is compared with {DENSE}; add it to the methods")
     for method in job.methods:
-        contestants.check(method)
+        methods.check(method)
 
 
-def measure(job: Job, world: int, tell: Callable[[str], object] = lambda line: None) -> list[dict[str, Any]]:
+def measure(job: StepBench, world: int, report: Callable[[str], object] = lambda line: None) -> list[dict[str, Any]]:
     """Start the ranks, and make a row of each method.
 
     Raises:
         RuntimeError: A rank died.
     """
     check(job)
-    heard: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     others: list[str] = []
 
-    def hear(rank: int, line: str) -> None:
+    def add(rank: int, line: str) -> None:
         if not line.startswith(MARK):
             others.append(line)
             return
-        news = json.loads(line.removeprefix(MARK)) | {"rank": rank}
-        heard.append(news)
+        event = json.loads(line.removeprefix(MARK)) | {"rank": rank}
+        events.append(event)
         if rank == 0:
-            tell(f"{news['method']}: {_progress(news)}")
+            report(f"{event['method']}: {_progress(event)}")
 
     before = os.getloadavg()[0]
-    _run_ranks([sys.executable, "-m", "gradwire_lab.bench.step", json.dumps(asdict(job))], world, hear, others)
-    about = {"workload": job.workload, "device": job.device, "world": world, "rounds": job.rounds, "steps": job.steps}
-    load = {"load_before": before, "load_after": os.getloadavg()[0]}
-    return [about | row | load for row in _rows(heard, job.methods)]
-
-
-def _progress(news: dict[str, Any]) -> str:
-    if "round" in news:
-        return f"round {news['round'] + 1}"
-    return f"refused, {news['refused']}" if "refused" in news else "built"
-
-
-def _run_ranks(argv: list[str], world: int, hear: Callable[[int, str], None], others: list[str]) -> None:
-    crew = Crew(hear)
-    port = FIRST_PORT + os.getpid() % 10_000
-    try:
-        for rank in range(world):
-            own = {**DEFAULTS, **os.environ} | place(rank, world, 1, ("127.0.0.1", port), "lo")
-            own["LOCAL_RANK"] = str(rank)
-            crew.start(f"rank {rank}", argv, own, None)
-        ended = crew.wait(None, 3.0, lambda: "")
-    finally:
-        crew.close()
+    ended = run_local([sys.executable, "-m", "gradwire_lab.bench.step", json.dumps(asdict(job))], world, add)
     if ended.code:
         raise RuntimeError(f"{ended.why} " + "\n".join(others[-20:]))
+    about = {"workload": job.workload, "device": job.device, "world": world, "rounds": job.rounds, "steps": job.steps}
+    load = {"load_before": before, "load_after": os.getloadavg()[0]}
+    return [about | row | load for row in _rows(events, job.methods)]
 
 
-def _rows(heard: Sequence[dict[str, Any]], methods: Sequence[str]) -> Iterator[dict[str, Any]]:
-    facts = {news["method"]: news for news in heard if "params" in news or "refused" in news}
-    clock, busy = _by_round(heard, "seconds"), _by_round(heard, "busy")
+def _progress(event: dict[str, Any]) -> str:
+    if "round" in event:
+        return f"round {event['round'] + 1}"
+    return f"refused, {event['refused']}" if "refused" in event else "built"
+
+
+def _rows(events: Sequence[dict[str, Any]], methods: Sequence[str]) -> Iterator[dict[str, Any]]:
+    facts = {event["method"]: event for event in events if "params" in event or "refused" in event}
+    clock, busy = _by_round(events, "seconds"), _by_round(events, "busy")
     for method in methods:
         if "refused" in facts.get(method, {}):
             yield {"method": method, "refused": facts[method]["refused"]}
@@ -268,19 +224,19 @@ def _rows(heard: Sequence[dict[str, Any]], methods: Sequence[str]) -> Iterator[d
             }
 
 
-def _by_round(heard: Sequence[dict[str, Any]], what: str) -> dict[str, list[float]]:
+def _by_round(events: Sequence[dict[str, Any]], what: str) -> dict[str, list[float]]:
     """Milliseconds of every method's blocks, the ranks' mean, in the order of rounds."""
     blocks: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for news in heard:
-        if what in news:
-            blocks[news["method"]][news["round"]].append(1e3 * news[what])
+    for event in events:
+        if what in event:
+            blocks[event["method"]][event["round"]].append(1e3 * event[what])
     return {method: [statistics.fmean(rounds[i]) for i in sorted(rounds)] for method, rounds in blocks.items()}
 
 
 def _compared(times: dict[str, list[float]], method: str) -> dict[str, Any]:
     """With plain DDP and with no communication at all, round by round."""
     found: dict[str, Any] = {}
-    for name, other in (("dense", DENSE), ("silent", SILENT)):
+    for name, other in (("dense", DENSE), ("silent", NO_COMM)):
         if other in times:
             ratios = [mine / theirs for mine, theirs in zip(times[method], times[other], strict=True)]
             found[f"to_{name}"] = statistics.median(ratios)
@@ -305,4 +261,4 @@ def _memory(mine: dict[str, Any], dense: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
-    take_part(Job(**asked | {"methods": tuple(asked["methods"])}))
+    run_rank(StepBench(**asked | {"methods": tuple(asked["methods"])}))

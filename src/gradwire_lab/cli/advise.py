@@ -3,32 +3,31 @@
 import json
 import os
 import re
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from gradwire.comm.rates import FASTEST_BITS, SLOWEST_BITS, LinkSpec
+from gradwire.comm.rates import LinkSpec
+from gradwire_lab.cli.advice_text import advice_table, as_object, verdict
+from gradwire_lab.cli.output import refusing, show
 
 if TYPE_CHECKING:
     from gradwire_lab.bench.network.workloads import Workload
+    from gradwire_lab.launcher_env import LauncherRank
     from gradwire_lab.perf_model.advice import Advice, Predict
-    from gradwire_lab.perf_model.break_even import Span
+    from gradwire_lab.perf_model.break_even import RateRange
     from gradwire_lab.perf_model.calibration import Calibration
     from gradwire_lab.perf_model.cluster import Cluster
     from gradwire_lab.perf_model.costs import Prediction
     from gradwire_lab.train.recipe import Recipe
-    from gradwire_lab.train.standing import Standing
 
-_SECONDS = 6.0  # to be spent on rehearsals, unless single ones take longer
+_SECONDS = 6.0  # to be spent on microbenchmarks, unless single ones take longer
 _LONGEST_PATIENCE = 86400.0
 _OPTION = re.compile(r"\s*\w+\s*=")
 
@@ -67,25 +66,25 @@ def advise(
     probe between the ranks tells, and there are as many workers as ranks.
     """
     from gradwire.engine import method
+    from gradwire_lab.launch import RankError
+    from gradwire_lab.launcher_env import launcher_rank
+    from gradwire_lab.perf_model.accuracy_records import free_of_losses
     from gradwire_lab.perf_model.advice import advise as weigh
     from gradwire_lab.perf_model.candidates import CANDIDATES, PRESETS, arguments
-    from gradwire_lab.perf_model.evidence import sound
-    from gradwire_lab.perf_model.model import Model
-    from gradwire_lab.train.launch import RankError
-    from gradwire_lab.train.standing import standing
+    from gradwire_lab.perf_model.model import ModelProfile
 
-    try:
+    with refusing("advise", ValueError, TypeError), refusing("advise", RankError, code=1):
         chosen = tuple(part.strip() for part in _parted(specs)) or (*CANDIDATES, *PRESETS)
         for spec in chosen:
             method(arguments(spec)[0])
-        where = standing(os.environ)
+        where = launcher_rank(os.environ)
         cluster = _cluster(workers, hosts, per_host, _link(link, where, patience), inside, where)
         if where is not None and where.rank:  # another one speaks
             return
-        beside = sharing or (cluster.per_host if where is None else where.beside)
+        beside = sharing or (cluster.per_host if where is None else where.local_world)
         wanted = Wanted(recipes, model, chosen, device, dtype)
         if dtype:
-            Model({}, dtype=dtype)  # or a sentence that says which there are
+            ModelProfile({}, dtype=dtype)  # or a sentence that says which there are
         found = _figures(wanted, cluster, beside, fresh) if calibration is None else _read(calibration)
         found = replace(found, model=replace(found.model, dtype=dtype or found.model.dtype))
         for spec in chosen if specs else ():
@@ -95,21 +94,14 @@ def advise(
 
             keep(found, save)
         predictor = _predictor(cluster, overlap)
-        barred = () if specs else tuple({*chosen} - {*sound(CANDIDATES)})
+        barred = () if specs else tuple({*chosen} - {*free_of_losses(CANDIDATES)})
         advice = weigh(found, cluster, chosen, predictor, barred=barred)
-    except (ValueError, TypeError) as wrong:
-        typer.echo(f"gradwire advise: {wrong}", err=True)
-        raise typer.Exit(2) from None
-    except RankError as wrong:
-        typer.echo(f"gradwire advise: {wrong}", err=True)
-        raise typer.Exit(1) from None
     limit = _limit(found, cluster, advice, predictor)
     if as_json:
-        typer.echo(json.dumps(_object(found, cluster, advice, limit)))
+        typer.echo(json.dumps(as_object(found, cluster, advice, limit)))
         return
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(_table(found, cluster, advice, barred))
-    console.print(Text(_verdict(found, cluster, advice, limit)))
+    words = Text(verdict(found, cluster, advice, limit))
+    show(advice_table(found, cluster, advice, barred), words, width=160)
 
 
 def _parted(text: str) -> list[str]:
@@ -125,12 +117,17 @@ def _parted(text: str) -> list[str]:
 
 
 def _cluster(
-    workers: int | None, hosts: int | None, per_host: int | None, link: LinkSpec, inside: str, where: "Standing | None"
+    workers: int | None,
+    hosts: int | None,
+    per_host: int | None,
+    link: LinkSpec,
+    inside: str,
+    where: "LauncherRank | None",
 ) -> "Cluster":
     """As the person says, or as the ranks have been started. Those of a single host exchange among themselves."""
     from gradwire_lab.perf_model.cluster import Cluster
 
-    each = per_host or (1 if where is None or where.beside == where.world else where.beside)
+    each = per_host or (1 if where is None or where.local_world == where.world else where.local_world)
     if hosts is not None and workers not in (None, hosts * each):
         raise ValueError(f"{hosts} hosts of {each} are not {workers} workers; leave one of them out")
     usual = 4 * each if where is None else where.world
@@ -145,7 +142,7 @@ def _cluster(
     return Cluster(count, link, each, LinkSpec.parse(inside))
 
 
-def _link(text: str, where: "Standing | None", patience: float) -> LinkSpec:
+def _link(text: str, where: "LauncherRank | None", patience: float) -> LinkSpec:
     """What the person says, or what the ranks that torchrun started find out."""
     if not 0 < patience <= _LONGEST_PATIENCE:
         raise ValueError(f"a probe cannot wait {patience:g} s; give --patience more than 0, and a day at most")
@@ -155,12 +152,12 @@ def _link(text: str, where: "Standing | None", patience: float) -> LinkSpec:
         raise ValueError(
             "what is the link between the workers? Say --link 100mbit,5ms, or start this by torchrun on all hosts"
         )
+    from gradwire_lab.launch import join_group
     from gradwire_lab.perf_model.probe import probe, unheard
-    from gradwire_lab.train.launch import joined
 
     limit = timedelta(seconds=patience)
     try:
-        with joined(where, "gloo", limit, limit):
+        with join_group(where, "gloo", limit, limit):
             found = probe(patience)
     except RuntimeError:  # somebody never came, and torch says so in many ways
         raise ValueError(unheard(patience)) from None
@@ -185,24 +182,26 @@ def _read(path: Path) -> "Calibration":
 
 
 def _figures(wanted: Wanted, cluster: "Cluster", beside: int, fresh: bool) -> "Calibration":
-    """What the drawer says, or measuring."""
-    from gradwire_lab.bench.network import calibrate, devices, drawer
+    """From the cache, or measured."""
+    from gradwire_lab.bench.network import calibrate, calibration_cache, devices
 
     make, facts = _subject(wanted.recipes, wanted.model, cluster.workers)
     speakers = cluster.hosts if cluster.per_host > 1 else cluster.workers
     device = devices.parse(wanted.device)
     here = devices.facts(device, wanted.dtype)
-    home = drawer.place({**facts, **here, "specs": wanted.specs, "speakers": speakers, "beside": beside})
-    found = None if fresh else drawer.find(home)
+    home = calibration_cache.place({**facts, **here, "specs": wanted.specs, "speakers": speakers, "beside": beside})
+    found = None if fresh else calibration_cache.find(home)
     if found is None:
-        job = calibrate.Job(make, wanted.specs, speakers, seconds=_SECONDS, device=device, dtype=wanted.dtype)
+        job = calibrate.CalibrationJob(
+            make, wanted.specs, speakers, seconds=_SECONDS, device=device, dtype=wanted.dtype
+        )
         job = calibrate.checked(job)  # what is wrong with it is said here, and not by a rank
         typer.echo("measuring here; this takes some seconds", err=True)
-        busy = drawer.disturbance()
+        busy = calibration_cache.disturbance()
         found = calibrate.calibrate(job, beside)
         if busy:
             return replace(found, note=f"{found.note}, {busy}")
-        drawer.keep(found, home)
+        calibration_cache.keep(found, home)
     return found
 
 
@@ -214,7 +213,7 @@ def _subject(recipes: list[str] | None, model: str, workers: int) -> "tuple[Call
         from gradwire_lab.bench.network import workloads
 
         return partial(workloads.load, model), {"model": model, "source": workloads.source(model)}
-    from gradwire_lab.train.shelf import resolve
+    from gradwire_lab.train.recipe_files import resolve
 
     recipe = resolve(recipes or ["digits"])
     return partial(recipe_workload, recipe, workers), {"recipe": recipe.model_dump_json(), "workers": str(workers)}
@@ -228,7 +227,7 @@ def recipe_workload(recipe: "Recipe", world: int) -> "Workload":
 
     from gradwire_lab.bench.network.workloads import Workload
     from gradwire_lab.cli.plan import facts_of
-    from gradwire_lab.train.feed import batch_of, recurrent
+    from gradwire_lab.train.loading import batch_of, recurrent
     from gradwire_lab.train.models import build
 
     facts = facts_of(recipe, world)
@@ -263,131 +262,9 @@ def _predictor(cluster: "Cluster", overlap: bool) -> "Predict":
 
 def _limit(
     found: "Calibration", cluster: "Cluster", advice: "Advice", predictor: "Predict"
-) -> "tuple[str, Span | None]":
+) -> "tuple[str, RateRange | None]":
     """The way to ask about, and the rates at which it pays."""
     from gradwire_lab.perf_model.break_even import break_even
 
     way = advice.choice if advice.compresses else advice.runner_up or advice.fastest
     return way.spec, break_even(found, cluster, way.spec, predictor)
-
-
-# -- what is shown -----------------------------------------------------------------------------------------------------
-
-
-def _table(found: "Calibration", cluster: "Cluster", advice: "Advice", barred: Sequence[str]) -> Table:
-    place = f"{cluster.workers} workers" + (f" on {cluster.hosts} hosts" if cluster.per_host > 1 else "")
-    title = f"{found.model.elements:,} parameters, {place}, link {cluster.link}; milliseconds of a step, predicted"
-    table = Table(title=title, title_justify="left")
-    for column in ("", "step", "compute", "encode", "wire", "decode", "hidden", "sent", "accuracy against dense"):
-        table.add_column(column, justify="left" if column in ("", "accuracy against dense") else "right")
-    for way in advice.ways:
-        split = way.split
-        parts = (split.step, split.compute, split.encode, split.wire, split.decode, split.hidden)
-        name = Text(found.model.called(way.spec), style="bold" if way.spec == advice.choice.spec else "")
-        known = ("not taken: " if way.spec in barred else "") + _known(way.spec)
-        table.add_row(name, *(f"{1e3 * part:,.1f}" for part in parts), _bytes(way.sent), known)
-    table.caption = f"{found.note}. step = compute + encode + wire + decode - hidden"
-    table.caption_justify = "left"
-    return table
-
-
-def _known(spec: str) -> str:
-    from gradwire_lab.perf_model.evidence import evidence, sound
-    from gradwire_lab.perf_model.model import DENSE
-
-    if spec in DENSE:
-        return ""
-    doubt = "" if sound([spec]) else "lost accuracy: "
-    return doubt + ("; ".join(map(str, evidence(spec))) or "no evidence yet")
-
-
-def _verdict(found: "Calibration", cluster: "Cluster", advice: "Advice", limit: "tuple[str, Span | None]") -> str:
-    dense = found.model.called(advice.dense.spec).removeprefix("ddp-")
-    if not advice.compresses:
-        said = f"Stay with {dense} DDP: {_ms(advice.dense.seconds)} a step."
-        if advice.tempting is not None:
-            said += (
-                f" {advice.tempting.spec} would take {_ms(advice.tempting.seconds)}, if all figures were exact; they "
-                "are trusted to 15 %."
-            )
-        return f"{said} {_until(*limit)}"
-    choice = advice.choice
-    return (
-        f"Take {choice.spec}: {_ms(choice.seconds)} a step, {advice.speedup:.2g} times faster than {dense} DDP "
-        f"({_ms(advice.dense.seconds)}), which is the better dense one. {_until(*limit)}\n"
-        f"Accuracy: {_known(choice.spec)}\n"
-        f"wire = gradwire.compress(model, {_arguments(choice, cluster)})"
-    )
-
-
-def _arguments(choice: "Prediction", cluster: "Cluster") -> str:
-    """What `gradwire.compress` is told, in Python."""
-    from gradwire.engine.plan import LAUNCH_BYTES
-    from gradwire_lab.perf_model.candidates import arguments
-
-    spec, options = arguments(choice.spec)
-    told: dict[str, Any] = {**options, "across": "hosts"} if cluster.per_host > 1 else dict(options)
-    if choice.launch_bytes != LAUNCH_BYTES:
-        told["launch_mb"] = choice.launch_bytes // 2**20
-    quoted = json.dumps(spec)
-    return ", ".join([quoted, *(f"{key}={json.dumps(value) if value else value}" for key, value in told.items())])
-
-
-def _until(spec: str, span: "Span | None") -> str:
-    if span is None:
-        return f"{spec} would not pay on any link."
-    low, high = (LinkSpec(float(f"{bits:.2g}")) for bits in span)
-    if span.low > SLOWEST_BITS:
-        return f"{spec} pays on links above {low}" + (f" and below {high}." if span.high < FASTEST_BITS else ".")
-    return f"{spec} pays on links below {high}." if span.high < FASTEST_BITS else f"{spec} pays on any link."
-
-
-def _paying(spec: str, span: "Span | None") -> dict[str, Any]:
-    low, high = span or (None, None)
-    return {"spec": spec, "bits_per_second": high, "from_bits_per_second": low}
-
-
-def _object(
-    found: "Calibration", cluster: "Cluster", advice: "Advice", limit: "tuple[str, Span | None]"
-) -> dict[str, Any]:
-    from gradwire_lab.perf_model.evidence import evidence
-    from gradwire_lab.perf_model.model import DENSE
-
-    return {
-        "link": str(cluster.link),
-        "workers": cluster.workers,
-        "per_host": cluster.per_host,
-        "parameters": found.model.elements,
-        "dtype": found.model.dtype,
-        "note": found.note,
-        "choice": found.model.called(advice.choice.spec),
-        "compresses": advice.compresses,
-        "dense": found.model.called(advice.dense.spec),
-        "speedup": advice.speedup,
-        "break_even": _paying(*limit),
-        "ways": [
-            {
-                "spec": found.model.called(way.spec),
-                "seconds": way.seconds,
-                **asdict(way.split),
-                "hidden": way.split.hidden,
-                "sent": way.sent,
-                "collectives": way.collectives,
-                "launch_bytes": way.launch_bytes,
-                "evidence": [] if way.spec in DENSE else [asdict(one) for one in evidence(way.spec)],
-            }
-            for way in advice.ways
-        ],
-    }
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:,.3g} s"
-
-
-def _bytes(n: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if n < 1000:
-            return f"{n:.3g} {unit}"
-        n /= 1000
-    return f"{n:,.3g} GB"

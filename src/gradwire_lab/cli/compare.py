@@ -3,31 +3,30 @@
 import json
 import math
 import shlex
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from gradwire_lab.report.groups import Task
+from gradwire_lab.cli.interrupts import sigterm_interrupts
+from gradwire_lab.report.run_groups import Task
 from gradwire_lab.report.statistics import Estimate
 from gradwire_lab.report.summary import cells, columns
 from gradwire_lab.report.table import markdown
-from gradwire_lab.train.cell import TrainCommand
-from gradwire_lab.train.compare import Arm, Cell, Progress, arms, grid, outcome, run_grid, title
+from gradwire_lab.train.compare import Arm, GridCell, Progress, arms, grid, outcome, run_grid, title
+from gradwire_lab.train.grid_worker import TrainCommand
 
 
 def compare(
     recipes: Annotated[list[str], typer.Argument(help="A recipe and fragments, merged in order.")],
     specs: Annotated[
-        str, typer.Option(help="Parted by semicolons; the first is the twin. 'SPEC @ key=value' sets a key for one.")
+        str,
+        typer.Option(help="Parted by semicolons; the first is the baseline. 'SPEC @ key=value' sets a key for one."),
     ],
     seeds: Annotated[int, typer.Option(min=1, help="How many, from 0 or from --first-seed on.")] = 3,
     first_seed: Annotated[int, typer.Option(min=0, help="The first of the seeds.")] = 0,
@@ -61,7 +60,7 @@ def compare(
         asked = arms(specs)
         _check(recipes, asked, settings)
         made = grid(recipes, asked, range(first_seed, first_seed + seeds), settings, runs, suffix)
-        with _terminated():
+        with sigterm_interrupts():
             runner = TrainCommand(tuple(options), deadline, quiet=jobs > 1)
             progress = run_grid(made, runner, budget_seconds, typed, typer.echo, jobs=jobs)
     except ValueError as wrong:
@@ -79,34 +78,20 @@ def compare(
 
 def _check(recipes: Sequence[str], asked: Sequence[Arm], settings: Sequence[str]) -> None:
     """Refuse what the last cell would refuse before the first one trains, and two arms that are the same training."""
-    from gradwire_lab.train.recipe import Recipe, Sync
-    from gradwire_lab.train.shelf import resolve
+    from gradwire_lab.train.recipe import Recipe, SyncTable
+    from gradwire_lab.train.recipe_files import resolve
 
     known: list[tuple[Recipe, Arm]] = []
     for arm in asked:
         recipe = resolve(recipes, [*settings, f"sync.spec={arm.spec}", *arm.overrides])
         gossiping = bool(recipe.gossip.method)
-        recipe = recipe.model_copy(update={"sync": Sync()}) if gossiping else recipe
+        recipe = recipe.model_copy(update={"sync": SyncTable()}) if gossiping else recipe
         for other in (other for same, other in known if same == recipe):
             hint = (
                 "; workers that gossip compress by gossip.codec, as in 'sign @ gossip.codec=sign'" if gossiping else ""
             )
             raise ValueError(f"{other.label!r} and {arm.label!r} would be the same training{hint}")
         known.append((recipe, arm))
-
-
-@contextmanager
-def _terminated() -> Iterator[None]:
-    """A polite kill ends us as Ctrl-C does, so that no training is left behind."""
-
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _close(progress: Progress) -> None:
@@ -134,7 +119,7 @@ def _table(task: Task) -> Table:
     return table
 
 
-def _write(task: Task, made: list[Cell], progress: Progress, path: Path) -> None:
+def _write(task: Task, made: list[GridCell], progress: Progress, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     page, data = (path.with_name(f"{path.name.removesuffix('.md')}.{kind}") for kind in ("md", "json"))
     page.write_text(markdown([task], path.parent), encoding="utf-8")

@@ -13,16 +13,16 @@ def gamma(
     only: Annotated[str, typer.Option(help="Only codecs whose name holds this.")] = "",
 ) -> None:
     """Compare ``gamma=auto`` with the best of a grid of gammas on noisy quadratics, and print a table of Markdown."""
-    from gradwire_lab.bench.gamma import CODECS, SCENES, compare, table
+    from gradwire_lab.bench.gamma import CODECS, PROBLEMS, compare, table
 
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
     done = {(line["graph"], line["codec"], len(line["seeds"])) for line in lines}
     results.parent.mkdir(parents=True, exist_ok=True)
     with results.open("a") as book:
         for codec in CODECS:
-            for scene in SCENES:
-                if only in codec and (scene.graph, codec, seeds) not in done:
-                    lines.append(compare(scene, codec, range(seeds)))
+            for problem in PROBLEMS:
+                if only in codec and (problem.graph, codec, seeds) not in done:
+                    lines.append(compare(problem, codec, range(seeds)))
                     book.write(json.dumps(lines[-1]) + "\n")
                     book.flush()
     typer.echo("\n".join(table(lines)))

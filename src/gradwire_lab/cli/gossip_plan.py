@@ -8,8 +8,8 @@ from gradwire.codecs import codec as as_codec
 from gradwire.core.segments import Segments
 from gradwire.gossip import SGP, Centralized, Choco, Node, PowerGossip, auto_gamma
 from gradwire.gossip.message import HEADER
-from gradwire_lab.train.feed import batch_of
-from gradwire_lab.train.neighborhood import method_of, nodes
+from gradwire_lab.train.gossip_workers import method_of, nodes
+from gradwire_lab.train.loading import batch_of
 from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.schedule import scale_of
 
@@ -61,7 +61,7 @@ def _factors(node: Node, method: PowerGossip) -> list[tuple[str, str]]:
 
 def _letters(node: Node) -> list[tuple[str, str]]:
     auto = isinstance(node.method, Choco) and node.method.gamma == "auto"
-    notes = 4 * (auto_gamma.NOTE.stop - auto_gamma.NOTE.start) if auto else 4 * isinstance(node.method, SGP)
+    notes = 4 * (auto_gamma.METADATA_NUMBERS) if auto else 4 * isinstance(node.method, SGP)
     most = HEADER.size + notes + node.codec.size(node.units)
     bound = "" if node.codec.traits.fixed else "at most "
     whole = 4 * node.tensors.total
@@ -71,9 +71,8 @@ def _letters(node: Node) -> list[tuple[str, str]]:
         ("sent", f"{bound}{most * node.topology.degree:,} bytes by the busiest worker in a step"),
     ]
     if auto:
-        told.append(
-            ("gamma", f"auto, at first {auto_gamma.gamma(auto_gamma.begin(node.codec, node.units, node.topology)):.3g}")
-        )
+        first = auto_gamma.gamma(auto_gamma.initial_state(node.codec, node.units, node.topology))
+        told.append(("gamma", f"auto, at first {first:.3g}"))
     return told
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from gradwire_lab.cli.output import refusing
 from gradwire_lab.report.gossip_table import gossip_page
 
 
@@ -28,17 +29,14 @@ def gossip_study(
 ) -> None:
     """Train the cells of a study that are not finished yet, all workers of a cell in one process."""
     from gradwire_lab.train import gossip_study as work
-    from gradwire_lab.train.work import device_of, devices_of
+    from gradwire_lab.train.run_modes import device_of, devices_of
 
     extra = [*([f"data.root={data}"] if data else []), *(overrides or [])]
-    try:
+    with refusing("gossip-study", ValueError):
         cells = work.read(study)
         for cell in cells:
             cell.recipe(extra)
         where = str(device_of(0, devices_of(device, 1)))
-    except ValueError as wrong:
-        typer.echo(f"gradwire gossip-study: {wrong}", err=True)
-        raise typer.Exit(2) from None
     if train:
         work.run(cells, results, jobs, where, extra, budget_seconds, typer.echo)
     if page is not None:

@@ -5,8 +5,9 @@ from typing import Annotated
 import typer
 
 from gradwire.comm.rates import LinkSpec, parse_rate, parse_seconds, parse_share
+from gradwire_lab.cli.output import refusing
 from gradwire_lab.network.hosts import Hosts
-from gradwire_lab.network.namespaces import Refused, sweep
+from gradwire_lab.network.namespaces import HostsUnavailableError, sweep
 
 app = typer.Typer(no_args_is_help=True, help="Run commands in several hosts made on this machine.")
 
@@ -29,7 +30,7 @@ def run(
 
     Needs root and iproute2. Everything made is removed at the end, whatever happens.
     """
-    try:
+    with refusing("hosts", ValueError, HostsUnavailableError):
         bits = parse_rate(rate) if rate and rate != "unshaped" else None
         link = LinkSpec(bits, parse_seconds(delay), parse_seconds(jitter), parse_share(loss))
         with Hosts(hosts, link, subnet) as made:
@@ -37,9 +38,6 @@ def run(
                 f"{hosts} hosts, {made.addresses[0]} to {made.addresses[-1]}, each on a link of {link}", err=True
             )
             ended = made.run(command, per_host=per_host, timeout_seconds=timeout)
-    except (ValueError, Refused) as wrong:
-        typer.echo(f"gradwire hosts: {wrong}", err=True)
-        raise typer.Exit(2) from None
     if ended.why:
         typer.echo(f"gradwire hosts: {ended.why}", err=True)
     raise typer.Exit(ended.code)
@@ -48,9 +46,6 @@ def run(
 @app.command("sweep")
 def sweep_leftovers() -> None:
     """Remove hosts whose owner died before it could."""
-    try:
+    with refusing("hosts", HostsUnavailableError):
         names = sweep()
-    except Refused as wrong:
-        typer.echo(f"gradwire hosts: {wrong}", err=True)
-        raise typer.Exit(2) from None
     typer.echo(f"removed {', '.join(names)}" if names else "nothing was left behind")

@@ -1,7 +1,7 @@
 """The `gradwire` command: what there is, what a spec stands for, and a training that shows it."""
 
 import os
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,8 +14,8 @@ from gradwire.engine import Method, Rule, build, method
 from gradwire.version import VERSION
 from gradwire_lab.cli import bench, hosts
 from gradwire_lab.cli.advise import advise
-from gradwire_lab.cli.cards import HEADINGS, Card, alone, cards, size_of, traits_of
 from gradwire_lab.cli.compare import compare
+from gradwire_lab.cli.docstring_cards import HEADINGS, Card, alone, cards, size_of, traits_of
 from gradwire_lab.cli.forecast import forecast
 from gradwire_lab.cli.gamma import gamma
 from gradwire_lab.cli.gossip_study import gossip_study
@@ -24,9 +24,6 @@ from gradwire_lab.cli.pages import codecs_page
 from gradwire_lab.cli.report import report
 from gradwire_lab.cli.simulate import simulate
 from gradwire_lab.cli.train import evaluate, plan, recipes, train
-
-if TYPE_CHECKING:
-    from gradwire_lab.train.digits import Epoch, Result  # imports scikit-learn, which only a training needs
 
 DEFAULT = "topk(0.01) | sign"
 
@@ -113,19 +110,19 @@ def demo(
         typer.echo(str(wrong), err=True)
         raise typer.Exit(2) from None
 
-    from gradwire_lab.train import digits
-    from gradwire_lab.train.launch import RankError, launch
+    from gradwire_lab.launch import RankError, launch
+    from gradwire_lab.train.data.digits import TRAIN
+    from gradwire_lab.train.demo import DemoJob, train_all
 
-    jobs = [digits.Job(spec, feedback, exchange, epochs) for spec in named]
-    jobs = [digits.Job("dense", epochs=epochs), *jobs]
+    jobs = [DemoJob("dense", epochs=epochs), *(DemoJob(spec, feedback, exchange, epochs) for spec in named)]
     console = Console()
-    console.print(f"{workers} gloo processes, {epochs} epochs of {digits.TRAIN} digits, seed {seed}")
+    console.print(f"{workers} gloo processes, {epochs} epochs of {TRAIN} digits, seed {seed}")
     try:
-        results = launch(digits.run_all, workers, jobs, seed, hear=lambda _, news: console.print(_line(news)))
+        finals = launch(train_all, workers, jobs, seed, on_message=lambda _, record: console.print(_line(record)))
     except RankError as wrong:
         typer.echo(str(wrong), err=True)
         raise typer.Exit(1) from None
-    console.print(_comparison(results[0]))
+    console.print(_comparison(finals[0]))
 
 
 def _method(spec: str, feedback: str | None, exchange: str | None) -> Method:
@@ -211,25 +208,20 @@ def _spelled_out(codec: Codec) -> str:
 # -- train -------------------------------------------------------------------------------------------------------------
 
 
-def _line(news: "Epoch") -> Text:
-    progress = f"epoch {news['epoch'] + 1:>2}/{news['epochs']}"
-    numbers = f"loss {news['loss']:.4f}  accuracy {news['accuracy']:.2%}  {news['seconds']:.1f} s"
-    return Text(f"{news['job']:<24} {progress}  {numbers}")
+def _line(record: dict[str, Any]) -> Text:
+    progress = f"epoch {record['epoch']:>2.0f}/{record['epochs']}"
+    numbers = f"loss {record['train_loss']:.4f}  accuracy {record['value']:.2%}  {record['seconds']:.1f} s"
+    return Text(f"{record['job']:<24} {progress}  {numbers}")
 
 
-def _comparison(results: "list[Result]") -> Table:
+def _comparison(finals: list[dict[str, Any]]) -> Table:
     table = Table(title="on the test images, after the last epoch", title_justify="left")
     for title in ("spec", "accuracy", "sent per rank", "payload ratio", "wire ratio", "seconds"):
         table.add_column(title, justify="left" if title == "spec" else "right")
-    for result in results:
-        table.add_row(
-            result["job"],
-            f"{result['accuracy']:.2%}",
-            f"{result['sent'] / 1e6:,.2f} MB",
-            f"{result['payload_ratio']:,.1f}",
-            f"{result['wire_ratio']:,.1f}",
-            f"{result['seconds']:.1f}",
-        )
+    for final in finals:
+        ratios = (f"{final[name]:,.1f}" for name in ("payload_ratio", "wire_ratio"))
+        size = f"{final['sent'] / 1e6:,.2f} MB"
+        table.add_row(final["job"], f"{final['value']:.2%}", size, *ratios, f"{final['seconds']:.1f}")
     table.caption = "payload ratio: float32 bytes / bytes encoded; wire ratio: bytes of a float32 ring / bytes sent"
     table.caption_justify = "left"
     return table

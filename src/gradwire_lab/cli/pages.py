@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from gradwire.engine.method import method
-from gradwire_lab.cli.cards import HEADINGS, Card, alone, cards, size_of, traits_of
+from gradwire_lab.cli.docstring_cards import HEADINGS, Card, alone, cards, size_of, traits_of
 
 _OPENING = """\
 <!-- Written by `make docs` from the cards in the source. Change a card, not this page. -->

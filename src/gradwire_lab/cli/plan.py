@@ -13,14 +13,14 @@ from gradwire.integrations.auto import AUTO
 from gradwire_lab.cli.gossip_plan import show_gossip
 from gradwire_lab.train.compression import arguments, method_of
 from gradwire_lab.train.data import Task, TextTask, load
-from gradwire_lab.train.feed import batch_of, check_sizes, loader_of
+from gradwire_lab.train.loading import batch_of, check_sizes, loader_of
 from gradwire_lab.train.models import build as build_model
 from gradwire_lab.train.models import regime_of
-from gradwire_lab.train.optim import obeying
-from gradwire_lab.train.place import Place
-from gradwire_lab.train.prediction import forecast, stages, total
+from gradwire_lab.train.optimizers import apply_regime
+from gradwire_lab.train.rank_info import RankInfo
 from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.schedule import Schedule, scale_of
+from gradwire_lab.train.traffic_forecast import forecast, stages, total
 
 # What is known of data sets that are not here: their facts, and how many examples or tokens there are to train on.
 KNOWN: dict[str, tuple[dict[str, object], int]] = {
@@ -47,7 +47,7 @@ def show(recipe: Recipe, world: int, console: Console) -> None:
     batch = batch_of(recipe, world) * recipe.train.accumulate
     console.print(f"{batch} examples a worker and step, {steps:,} steps an epoch, {last:,} steps in all")
     regime = regime_of(model)
-    recipe = obeying(recipe, regime)
+    recipe = apply_regime(recipe, regime)
     console.print(Text(_optimizer(recipe, world, steps, by_model=regime is not None)))
     if recipe.data.sizes:
         check_sizes(recipe, model, facts)
@@ -100,7 +100,7 @@ def _facts(recipe: Recipe, world: int) -> tuple[dict[str, object], int]:
         task = TextTask(recipe.data.name, tokens, tokens, tokens, ("",) * int(str(facts["vocab"])))
     with torch.device("meta"):
         model = build_model(recipe.model.name, recipe.model.options, task.facts)
-    place = Place(world, (0,), torch.device("cpu"))
+    place = RankInfo(world, (0,), torch.device("cpu"))
     return dict(task.facts), loader_of(recipe, task, model, place).steps
 
 

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradwire_lab.report.groups import tasks
 from gradwire_lab.report.load import load, nothing_in, sort_out
+from gradwire_lab.report.run_groups import tasks
 from gradwire_lab.report.table import markdown as tables
 
 if TYPE_CHECKING:
-    from gradwire_lab.report.groups import Task
+    from gradwire_lab.report.run_groups import Task
 
 PAGE = Path("report.html")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from gradwire_lab.perf_model.simulation import Subject
+    from gradwire_lab.perf_model.simulation import SimulatedModel
     from gradwire_lab.perf_model.stragglers import Stragglers
 
 PAGE, ROWS = Path("simulation.html"), Path("simulation.jsonl")
@@ -44,13 +44,15 @@ def simulate(
             if path.is_dir():
                 raise ValueError(f"{path} is a folder; name a file")
         uneven = Stragglers(jitter, stragglers, slowdown, seed)
-        subjects = _subjects(calibration)
+        simulated_models = _subjects(calibration)
         how = (algorithm, inside or INSIDE, uneven)
-        places = {"flat": _grid(subjects, workers or WORKERS, link or LINKS, 1, *how)}
+        places = {"flat": _grid(simulated_models, workers or WORKERS, link or LINKS, 1, *how)}
         if per_host > 1:
             named = f"hierarchical, {per_host} workers to a host"
-            places[named] = _grid(subjects, _several(workers or WORKERS, per_host), link or LINKS, per_host, *how)
-        measured = subjects[0].measured
+            places[named] = _grid(
+                simulated_models, _several(workers or WORKERS, per_host), link or LINKS, per_host, *how
+            )
+        measured = simulated_models[0].measured
         said = _ASSUMED if measured is None else f"Computing and compressing: {measured.note}."
         _write(places, f"{said} {_MARKED}", output, rows)
     except (ValueError, OSError) as wrong:
@@ -74,20 +76,20 @@ def _several(workers: Sequence[int], per_host: int) -> list[int]:
     return list(dict.fromkeys(max(count, 2 * per_host) for count in workers))
 
 
-def _subjects(path: Path | None) -> "tuple[Subject, ...]":
+def _subjects(path: Path | None) -> "tuple[SimulatedModel, ...]":
     if path is None:
-        from gradwire_lab.cli.subjects import subjects
+        from gradwire_lab.cli.simulated_models import simulated_models
 
-        return subjects()
+        return simulated_models()
     from gradwire_lab.perf_model.calibration import load
-    from gradwire_lab.perf_model.simulation import Subject
+    from gradwire_lab.perf_model.simulation import SimulatedModel
 
     found = load(path)
-    return (Subject(path.stem, "as measured", found.model, found.compute, found.note, found),)
+    return (SimulatedModel(path.stem, "as measured", found.model, found.compute, found.note, found),)
 
 
 def _grid(
-    subjects: "tuple[Subject, ...]",
+    simulated_models: "tuple[SimulatedModel, ...]",
     workers: Any,
     links: Any,
     per_host: int,
@@ -100,7 +102,7 @@ def _grid(
     if algorithm not in ("ring", "tree", "best"):
         raise ValueError(f"there is no algorithm {algorithm!r}; take ring, tree or best")
     way: Any = algorithm
-    return [judge(cell, uneven) for cell in grid(subjects, workers, links, per_host, way, inside)]
+    return [judge(cell, uneven) for cell in grid(simulated_models, workers, links, per_host, way, inside)]
 
 
 def _write(places: dict[str, list[dict[str, Any]]], note: str, output: Path, rows: Path) -> None:

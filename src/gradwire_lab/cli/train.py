@@ -1,12 +1,10 @@
 """``gradwire train RECIPE...``, ``evaluate RUN``, ``plan RECIPE...`` and ``recipes``."""
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -14,9 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gradwire_lab.cli.interrupts import sigterm_interrupts
+
 if TYPE_CHECKING:
     from gradwire_lab.train.recipe import Recipe
-    from gradwire_lab.train.work import Job
+    from gradwire_lab.train.run_modes import TrainJob
 
 # Whatever imports torch is imported where it is used: help and refusals should not wait for it.
 
@@ -57,7 +57,7 @@ def train(
     With --workers, in processes that are started here. Started by torchrun, mpirun, horovodrun or srun, as the rank
     that they give. With --in-process, as virtual workers in lockstep: the same maths and bytes, on one device.
     """
-    from gradwire_lab.train.shelf import title
+    from gradwire_lab.train.recipe_files import title
 
     names = recipes or ["digits"]
     with _sentences():
@@ -84,7 +84,7 @@ def evaluate(
     """Evaluate a checkpoint of a run."""
     with _sentences():
         from gradwire_lab.train.run import evaluate as examine
-        from gradwire_lab.train.work import device_of, devices_of
+        from gradwire_lab.train.run_modes import device_of, devices_of
 
         if not (run / "recipe.toml").is_file():
             raise ValueError(f"{run} is no run folder: it has no recipe.toml")
@@ -105,7 +105,7 @@ def plan(
     toml: Annotated[bool, typer.Option("--toml", help="Print only the resolved recipe.")] = False,
 ) -> None:
     """Print what a training would be: steps, optimizer, lanes, and the bytes of a step; --toml: the whole recipe."""
-    from gradwire_lab.train.shelf import dumps
+    from gradwire_lab.train.recipe_files import dumps
 
     with _sentences():
         recipe = _resolve(recipes or ["digits"], overrides, spec, data, model, None)
@@ -121,7 +121,7 @@ def recipes(
     fragments: Annotated[bool, typer.Option("--fragments", help="Only those that add to a recipe.")] = False,
 ) -> None:
     """List recipes, and the fragments that may be added to them."""
-    from gradwire_lab.train.shelf import registered
+    from gradwire_lab.train.recipe_files import registered
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     for wanted, heading in ((False, "Recipes"), (True, "Fragments, to be added to a recipe")):
@@ -140,7 +140,7 @@ def recipes(
 def _resolve(
     names: list[str], overrides: list[str] | None, spec: str | None, data: str, model: str, seed: int | None
 ) -> "Recipe":
-    from gradwire_lab.train.shelf import resolve
+    from gradwire_lab.train.recipe_files import resolve
 
     short = {"sync.spec": spec, "data.root": data or None, "model.name": model or None}
     given = [f"{key}={value}" for key, value in short.items() if value is not None]
@@ -163,14 +163,14 @@ def _start(
     resume: bool,
     overwrite: bool,
 ) -> None:
-    from gradwire_lab.train import work
+    from gradwire_lab.launcher_env import launcher_rank
+    from gradwire_lab.train import run_modes
     from gradwire_lab.train.display import Display
-    from gradwire_lab.train.feed import batch_of
-    from gradwire_lab.train.neighborhood import check_graph
-    from gradwire_lab.train.shelf import title
-    from gradwire_lab.train.standing import standing
+    from gradwire_lab.train.gossip_workers import check_graph
+    from gradwire_lab.train.loading import batch_of
+    from gradwire_lab.train.recipe_files import title
 
-    where = standing(os.environ)
+    where = launcher_rank(os.environ)
     if sum(x is not None for x in (workers, in_process, where)) > 1:
         raise ValueError(
             "workers are started here (--workers), or virtual (--in-process), or started by torchrun, mpirun or srun"
@@ -182,14 +182,14 @@ def _start(
     if first:
         check_graph(recipe, world)
     workers = workers or recipe.train.workers
-    named = work.devices_of(devices, None if where is not None else 1 if in_process else workers)
+    named = run_modes.devices_of(devices, None if where is not None else 1 if in_process else workers)
     if first or not recipe.gossip.elastic:  # ranks that come one by one find what the first has begun
         _refuse_begun(folder, recipe, resume or restarted, overwrite)
     if first:
         _tell_unused(recipe)
         _claim(folder)
-    job = work.Job(recipe, folder, named, resume, title(names))
-    with _terminated(), Display() as display:
+    job = run_modes.TrainJob(recipe, folder, named, resume, title(names))
+    with sigterm_interrupts(), Display() as display:
         _train(job, where, workers, in_process, display.hear)
     if first:
         typer.echo(str(folder))
@@ -207,11 +207,11 @@ def _tell_unused(recipe: "Recipe") -> None:
 
 
 def _train(
-    job: "Job", where: Any, workers: int, in_process: int | None, display: Callable[[dict[str, Any]], None]
+    job: "TrainJob", where: Any, workers: int, in_process: int | None, display: Callable[[dict[str, Any]], None]
 ) -> None:
     from gradwire.comm.liveness import PeerLostError
-    from gradwire_lab.train import work
-    from gradwire_lab.train.launch import RankError
+    from gradwire_lab.launch import RankError
+    from gradwire_lab.train import run_modes
     from gradwire_lab.train.record import open_folder
 
     begun = where is not None and where.rank > 0  # only the first hears of it
@@ -225,11 +225,11 @@ def _train(
 
     try:
         if where is not None:
-            work.as_rank(job, where, listen)
+            run_modes.train_as_rank(job, where, listen)
         elif in_process is not None or workers == 1:
-            work.in_process(job, in_process or 1, listen)
+            run_modes.train_in_process(job, in_process or 1, listen)
         else:
-            work.spawned(job, workers, listen)
+            run_modes.train_spawned(job, workers, listen)
     except (RankError, PeerLostError) as wrong:
         _stop(f"{wrong}\n{_left(job.folder)}" if begun else str(wrong), 1)
     except KeyboardInterrupt:
@@ -253,10 +253,10 @@ def _left(folder: Path) -> str:
 def _refuse_begun(folder: Path, recipe: "Recipe", resume: bool, overwrite: bool) -> None:
     """Refuse to write over a run; on every rank, or those that do not write would wait for the one that does."""
     from gradwire_lab.train.record import begun
-    from gradwire_lab.train.sequel import check_sequel
+    from gradwire_lab.train.resume_check import check_resume
 
     if resume:
-        check_sequel(folder, recipe)
+        check_resume(folder, recipe)
     elif begun(folder) and not overwrite:
         raise ValueError(
             f"{folder} holds a run already; go on with --resume, start anew with --overwrite, or add --suffix"
@@ -280,20 +280,6 @@ def _sentences() -> Iterator[None]:
         yield
     except ValueError as wrong:
         _stop(str(wrong), 2)
-
-
-@contextmanager
-def _terminated() -> Iterator[None]:
-    """A polite kill ends us as Ctrl-C does, so that no worker is left behind."""
-
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _stop(sentence: str, code: int) -> NoReturn:

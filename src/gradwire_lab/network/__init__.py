@@ -3,6 +3,6 @@
 from gradwire.comm.rates import LinkSpec
 from gradwire_lab.network.hosts import Hosts
 from gradwire_lab.network.launch import Ended
-from gradwire_lab.network.namespaces import Refused, sweep
+from gradwire_lab.network.namespaces import HostsUnavailableError, sweep
 
-__all__ = ["Ended", "Hosts", "LinkSpec", "Refused", "sweep"]
+__all__ = ["Ended", "Hosts", "HostsUnavailableError", "LinkSpec", "sweep"]

@@ -3,7 +3,7 @@
 import ipaddress
 import os
 
-from gradwire_lab.network.namespaces import Refused, listed
+from gradwire_lab.network.namespaces import HostsUnavailableError, listed
 
 _PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")  # RFC 1918
 
@@ -31,5 +31,5 @@ def unused(count: int) -> ipaddress.IPv4Network:
     subnets = (private(f"10.77.{(start + step) % 256}.0/24", count) for step in range(256))
     free = next((subnet for subnet in subnets if not any(address in subnet for address in own)), None)
     if free is None:
-        raise Refused("every subnet 10.77.x.0/24 is in use on this machine; name another one")
+        raise HostsUnavailableError("every subnet 10.77.x.0/24 is in use on this machine; name another one")
     return free

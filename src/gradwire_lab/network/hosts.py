@@ -2,7 +2,7 @@
 
 Each host has an interface ``eth0`` with an address of its own and no way out of the machine. What it sends is shaped
 on that interface, what it receives on the port of the switch that leads to it. The switch is a kernel bridge; where
-frames must be late and the kernel has no netem, it is the one in ``switch.py``.
+frames must be late and the kernel has no netem, it is the one in ``userspace_switch.py``.
 
     with Hosts(4, LinkSpec.parse("100mbit")) as hosts:
         ended = hosts.run(["python", "train.py"])
@@ -18,15 +18,14 @@ from types import TracebackType
 from typing import Literal, Self
 
 from gradwire.comm.rates import LinkSpec
-from gradwire_lab.network import namespaces, shaping, switch, warden
+from gradwire_lab.network import cleanup_watchdog, namespaces, shaping, userspace_switch
 from gradwire_lab.network.addresses import mac, private, unused
-from gradwire_lab.network.guard import Guard, undisturbed
-from gradwire_lab.network.launch import DEFAULTS, Crew, Ended, Sink, place
-from gradwire_lab.network.namespaces import Refused, ip, listed
+from gradwire_lab.network.launch import DEFAULTS, FIRST_PORT, Ended, RankProcesses, Sink, place
+from gradwire_lab.network.namespaces import HostsUnavailableError, ip, listed
+from gradwire_lab.network.signals import SignalsAsExceptions, signals_deferred
 
 DEVICE = "eth0"
 MOST_HOSTS = 250
-FIRST_PORT = 29500
 
 _JUMBO_BITS = 250e6  # above this the switch in user space needs larger frames to keep up
 
@@ -68,18 +67,18 @@ class Hosts:
         self.mtu = 1500
         self._made: list[str] = []
         self._switch: subprocess.Popen[str] | None = None
-        self._warden: warden.Warden | None = None
+        self._watchdog: cleanup_watchdog.Watchdog | None = None
         self._ports = itertools.count(FIRST_PORT)
         self._owner = os.getpid()
-        self._guard = Guard()
+        self._signals = SignalsAsExceptions()
 
     def __enter__(self) -> Self:
         namespaces.need()
         namespaces.sweep()
-        self._guard.arm()
+        self._signals.arm()
         atexit.register(self.close)
         try:
-            self._warden = warden.appoint([*self.names, self.hub])
+            self._watchdog = cleanup_watchdog.start([*self.names, self.hub])
             self._build()
         except BaseException:
             self.close()
@@ -96,18 +95,18 @@ class Hosts:
         if os.getpid() != self._owner:  # a fork must not take its parent's network away
             return
         try:
-            with undisturbed():
+            with signals_deferred():
                 atexit.unregister(self.close)
                 if self._switch is not None:
-                    switch.stop(self._switch)
+                    userspace_switch.stop(self._switch)
                     self._switch = None
                 made, self._made = self._made, []
                 namespaces.remove(made)
         finally:
-            if self._warden is not None:
-                warden.dismiss(self._warden)
-                self._warden = None
-            self._guard.release()
+            if self._watchdog is not None:
+                cleanup_watchdog.stop(self._watchdog)
+                self._watchdog = None
+            self._signals.release()
 
     def run(
         self,
@@ -145,17 +144,17 @@ class Hosts:
         if not argv or (cwd is None and shutil.which(argv[0], path=variables.get("PATH")) is None):
             raise ValueError(f"cannot find the command {argv[0]!r}" if argv else "there is no command to run")
         if not self._made:
-            raise Refused("the hosts are not there; enter their context before running something in them")
+            raise HostsUnavailableError("the hosts are not there; enter their context before running something in them")
         port = next(self._ports)
-        crew = Crew(sink or self._print(per_host))
+        processes = RankProcesses(sink or self._print(per_host))
         try:
             for rank in range(self.count * per_host):
                 words = namespaces.inside(self.names[rank // per_host], argv)
                 own = variables | place(rank, per_host, self.count, (self.addresses[0], port), DEVICE)
-                crew.start(self._title(rank, per_host), words, own, cwd)
-            return crew.wait(timeout_seconds, grace_seconds, self._ailing, self._broken)
+                processes.start(self._title(rank, per_host), words, own, cwd)
+            return processes.wait(timeout_seconds, grace_seconds, self._network_fault, self._switch_ended)
         finally:
-            crew.close()
+            processes.close()
 
     def counters(self, host: int) -> tuple[int, int]:
         """Bytes of the frames that a host has sent and received over its interface since it was made."""
@@ -207,11 +206,11 @@ class Hosts:
         self.mtu = 1500 if rate is not None and rate <= _JUMBO_BITS else 9000
         queue = 0.0 if rate is None else shaping.queue_seconds(rate)
         way = (rate, queue, self.link.delay_seconds, self.link.jitter_seconds, self.link.loss)
-        ports = [switch.Port(self._name(host), DEVICE, mac(host), *way) for host in self._numbers()]
+        ports = [userspace_switch.Port(self._name(host), DEVICE, mac(host), *way) for host in self._numbers()]
         try:
-            self._switch = switch.start(ports, self.hub)
+            self._switch = userspace_switch.start(ports, self.hub)
         except OSError as wrong:
-            raise Refused(f"the kernel has no netem, and {wrong}") from None
+            raise HostsUnavailableError(f"the kernel has no netem, and {wrong}") from None
 
     def _address(self, host: int, prefix: int) -> None:
         name = self._name(host)
@@ -222,11 +221,11 @@ class Hosts:
         hold(name, DEVICE, self.link, self.mtu)
         ip("-n", name, "link", "set", DEVICE, "up")
 
-    def _broken(self) -> bool:
+    def _switch_ended(self) -> bool:
         return self._switch is not None and self._switch.poll() is not None
 
-    def _ailing(self) -> str:
-        if self._broken():
+    def _network_fault(self) -> str:
+        if self._switch_ended():
             return "The switch between the hosts has ended."
         cut = ", ".join(self._title(host - 1, 1) for host in self.down())
         return f"Cut off, its link is down: {cut}." if cut else ""

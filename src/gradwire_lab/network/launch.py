@@ -1,4 +1,4 @@
-"""One command in many ranks: started together, heard together, and ended together."""
+"""One command in many ranks: started together, read together, and ended together."""
 
 import ctypes
 import math
@@ -7,11 +7,11 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gradwire_lab.network.guard import undisturbed
+from gradwire_lab.network.signals import signals_deferred
 
 Sink = Callable[[int, str], None]  # (rank, line)
 
@@ -23,6 +23,7 @@ _libc = ctypes.CDLL(None)
 
 # Unless the user says otherwise. Addresses of hosts have no names, of which torch would warn at every connection.
 DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+FIRST_PORT = 29500
 
 
 class Ended(NamedTuple):
@@ -40,7 +41,7 @@ class Ended(NamedTuple):
 
 
 @dataclass
-class Rank:
+class RankProcess:
     """A running process; its output still without the end of the line."""
 
     title: str
@@ -73,7 +74,20 @@ def place(rank: int, per_host: int, num_hosts: int, meeting: tuple[str, int], de
     return {name: str(value) for name, value in found.items()}
 
 
-def launch(title: str, argv: list[str], env: Mapping[str, str], cwd: str | None) -> Rank:
+def run_local(argv: Sequence[str], world: int, sink: Sink, variables: Mapping[str, str] | None = None) -> Ended:
+    """Run a command in so many ranks on this host, and wait for all of them."""
+    processes = RankProcesses(sink)
+    rendezvous = ("127.0.0.1", FIRST_PORT + os.getpid() % 10_000)
+    try:
+        for rank in range(world):
+            own = {**DEFAULTS, **os.environ, **(variables or {})} | place(rank, world, 1, rendezvous, "lo")
+            processes.start(f"rank {rank}", list(argv), own, None)
+        return processes.wait(None, 3.0, lambda: "")
+    finally:
+        processes.close()
+
+
+def launch(title: str, argv: list[str], env: Mapping[str, str], cwd: str | None) -> RankProcess:
     """Start a process in a session of its own that dies when this one does."""
     process = subprocess.Popen(
         argv,
@@ -87,42 +101,42 @@ def launch(title: str, argv: list[str], env: Mapping[str, str], cwd: str | None)
     )
     assert process.stdout
     os.set_blocking(process.stdout.fileno(), False)
-    return Rank(title, process)
+    return RankProcess(title, process)
 
 
 def _die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-class Crew:
+class RankProcesses:
     """The ranks of one run."""
 
     def __init__(self, sink: Sink) -> None:
-        self.ranks: list[Rank] = []
+        self.ranks: list[RankProcess] = []
         self.sink = sink
 
     def start(self, title: str, argv: list[str], env: Mapping[str, str], cwd: str | None) -> None:
-        """Launch one more; a signal waits until the rank is known, so that whoever takes the crew down finds it.
+        """Start one more rank. A signal waits until the rank is known, so that `close` finds it.
 
-        Nor would it be heard meanwhile: what handlers raise while Python forks goes no further than that.
+        Nor would it arrive earlier: what handlers raise while Python forks goes no further than that.
         """
-        with undisturbed():
+        with signals_deferred():
             self.ranks.append(launch(title, argv, env, cwd))
 
     def wait(
         self,
         timeout_seconds: float | None,
         grace_seconds: float,
-        ailing: Callable[[], str],
-        broken: Callable[[], bool] = lambda: False,
+        network_fault: Callable[[], str],
+        network_gone: Callable[[], bool] = lambda: False,
     ) -> Ended:
         """Forward what the ranks say until all have ended.
 
         Args:
             timeout_seconds: The whole run may take this long; None for no limit.
             grace_seconds: After one rank failed, the others may take this long to end by themselves.
-            ailing: Asked when something went wrong: a sentence about the network, or nothing.
-            broken: Asked all the time: whether the network is gone, so that there is nothing to wait for.
+            network_fault: Asked when something went wrong: a sentence about the network, or nothing.
+            network_gone: Asked all the time: whether the network is gone, so that there is nothing to wait for.
         """
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         why, code = "", 0
@@ -131,22 +145,22 @@ class Crew:
                 assert rank.process.stdout
                 pipes.register(rank.process.stdout, selectors.EVENT_READ, number)
             while running := self._running():
-                self._listen(pipes, _TICK_SECONDS)
+                self._forward(pipes, _TICK_SECONDS)
                 if not code and (failed := self._failed()):
-                    why, code = _obituary(failed), _shell_code(failed)
+                    why, code = _how_it_ended(failed), _shell_code(failed)
                     deadline = min(deadline, time.monotonic() + grace_seconds)
-                if not code and broken():
+                if not code and network_gone():
                     why, code, deadline = "The ranks still running were stopped.", 1, -math.inf
                 if time.monotonic() > deadline:
                     if not code:
                         titles = ", ".join(rank.title for rank in running)
                         why, code = f"The run was stopped after {timeout_seconds:g} s; still running: {titles}.", 124
                     self._end(pipes)
-            self._listen(pipes, 0)
+            self._forward(pipes, 0)
         if not code and (failed := self._failed()):
-            why, code = _obituary(failed), _shell_code(failed)
+            why, code = _how_it_ended(failed), _shell_code(failed)
         if code:
-            why = " ".join(filter(None, (ailing(), why)))
+            why = " ".join(filter(None, (network_fault(), why)))
         return Ended(tuple(rank.process.wait() for rank in self.ranks), why, code)
 
     def close(self) -> None:
@@ -159,17 +173,17 @@ class Crew:
             if rank.unfinished:
                 self.sink(number, _text(rank.unfinished))
 
-    def _running(self) -> list[Rank]:
+    def _running(self) -> list[RankProcess]:
         return [rank for rank in self.ranks if rank.process.poll() is None]
 
-    def _failed(self) -> Rank | None:
+    def _failed(self) -> RankProcess | None:
         return next((rank for rank in self.ranks if rank.process.poll()), None)
 
     def _end(self, pipes: selectors.BaseSelector) -> None:
         self._signal(signal.SIGTERM)
         patience = time.monotonic() + _KILL_SECONDS
         while self._running() and time.monotonic() < patience:
-            self._listen(pipes, _TICK_SECONDS)
+            self._forward(pipes, _TICK_SECONDS)
         self._signal(signal.SIGKILL)
         for rank in self.ranks:
             rank.process.wait()
@@ -178,7 +192,7 @@ class Crew:
         for rank in self._running():  # not reaped yet, so the id is still theirs
             os.killpg(rank.process.pid, number)
 
-    def _listen(self, pipes: selectors.BaseSelector, seconds: float) -> None:
+    def _forward(self, pipes: selectors.BaseSelector, seconds: float) -> None:
         for key, _ in pipes.select(seconds):
             try:
                 data = os.read(key.fd, 1 << 16)
@@ -196,12 +210,12 @@ def _text(line: bytes) -> str:
     return line.decode(errors="replace").rstrip("\r")
 
 
-def _obituary(rank: Rank) -> str:
+def _how_it_ended(rank: RankProcess) -> str:
     code = rank.process.returncode
     how = f"exited with code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
     return f"{rank.title} {how}, and the ranks still running were stopped."
 
 
-def _shell_code(rank: Rank) -> int:
+def _shell_code(rank: RankProcess) -> int:
     code: int = rank.process.returncode
     return code if code > 0 else 128 - code

@@ -26,14 +26,14 @@ _PATIENCE_SECONDS = 5.0  # with those that do not die at once
 _serial = itertools.count(1)
 
 
-class Refused(RuntimeError):
+class HostsUnavailableError(RuntimeError):
     """The machine does not give what hosts need; the message says what and why."""
 
 
 def need() -> None:
     """Refuse at once where namespaces cannot be made."""
     if missing := lacking():
-        raise Refused(missing)
+        raise HostsUnavailableError(missing)
 
 
 def lacking() -> str:
@@ -80,7 +80,9 @@ def family() -> str:
 
 def refuse_taken(name: str) -> None:
     if exists(name):
-        raise Refused(f"the network namespace {name} is in use; remove it with `ip netns del {name}` if it is stale")
+        raise HostsUnavailableError(
+            f"the network namespace {name} is in use; remove it with `ip netns del {name}` if it is stale"
+        )
 
 
 def create(name: str) -> None:
@@ -107,13 +109,13 @@ def remove(names: list[str]) -> None:
         time.sleep(0.01)
     stuck = [str(wrong) for name in names if (wrong := _delete(name)) and exists(name)]
     if stuck:
-        raise Refused("; ".join(stuck))
+        raise HostsUnavailableError("; ".join(stuck))
 
 
-def _delete(name: str) -> Refused | None:
+def _delete(name: str) -> HostsUnavailableError | None:
     try:
         ip("netns", "del", name)
-    except Refused as wrong:
+    except HostsUnavailableError as wrong:
         return wrong
     return None
 
@@ -166,5 +168,5 @@ def _find(tool: str) -> str | None:
 def _call(tool: str, *words: str) -> str:
     done = subprocess.run([_find(tool) or tool, *words], capture_output=True, text=True, timeout=30, check=False)
     if done.returncode:
-        raise Refused(f"`{tool} {' '.join(words)}` failed: {done.stderr.strip() or done.stdout.strip()}")
+        raise HostsUnavailableError(f"`{tool} {' '.join(words)}` failed: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout

@@ -8,7 +8,7 @@ import json
 import math
 
 from gradwire.comm.rates import LinkSpec
-from gradwire_lab.network.namespaces import Refused, tc
+from gradwire_lab.network.namespaces import HostsUnavailableError, tc
 
 _BURST_SECONDS = 0.001
 _QUEUE_SECONDS = 0.05
@@ -43,7 +43,7 @@ def has_netem(namespace: str, device: str) -> bool:
     """Whether the kernel knows netem, tried on a device that has no queue yet."""
     try:
         tc(namespace, "qdisc", "add", "dev", device, "root", "netem", "delay", "1ms")
-    except Refused:
+    except HostsUnavailableError:
         return False
     tc(namespace, "qdisc", "del", "dev", device, "root")
     return True

@@ -53,8 +53,8 @@ class Advice:
     @property
     def trial(self) -> Prediction:
         """What is worth some steps of training to someone who measures those, and goes back if it was not faster."""
-        tempting = self.tempting
-        return self.choice if tempting is None or self.dense.seconds <= (1 + TIE) * tempting.seconds else tempting
+        way = self.uncertain_gain
+        return self.choice if way is None or self.dense.seconds <= (1 + TIE) * way.seconds else way
 
     @property
     def fastest(self) -> Prediction:
@@ -62,7 +62,7 @@ class Advice:
         return next(way for way in self.ways if way.spec not in DENSE)
 
     @property
-    def tempting(self) -> Prediction | None:
+    def uncertain_gain(self) -> Prediction | None:
         """A way that looks faster than dense, but not surely enough to be taken."""
         if self.compresses or self.runner_up is None or self.runner_up.seconds >= self.dense.seconds:
             return None
@@ -89,12 +89,12 @@ def advise(
     dense = min(plain, key=_seconds)
     fit = [way for way in found if way.spec not in barred]
     faster = [way for way in fit if way.seconds * (1 + TIE) < dense.seconds]
-    box = _Box(calibration, cluster, predictor, error)
-    fastest = next((way for way in sorted(faster, key=_seconds) if box.bears(way.spec)), None)
+    box = _ErrorBox(calibration, cluster, predictor, error)
+    fastest = next((way for way in sorted(faster, key=_seconds) if box.tolerates(way.spec)), None)
     choice = dense
     if fastest is not None:
         equals = [way for way in fit if way.seconds <= fastest.seconds * (1 + TIE)]
-        choice = next(way for way in equals if way is fastest or box.bears(way.spec))
+        choice = next(way for way in equals if way is fastest or box.tolerates(way.spec))
     runner_up = min(fit, key=_seconds, default=None)
     return Advice(tuple(sorted((*plain, *found), key=_seconds)), dense, choice, runner_up)
 
@@ -109,7 +109,7 @@ def plain_ways(calibration: Calibration) -> list[str]:
     return known(calibration, calibration.model.dense)
 
 
-class _Box:
+class _ErrorBox:
     """All that may be true, and what dense training takes there."""
 
     def __init__(self, calibration: Calibration, cluster: Cluster, predictor: Predict, error: float) -> None:
@@ -117,7 +117,7 @@ class _Box:
         self._corners = list(corners(calibration, cluster, error))
         self._dense: dict[int, float] = {}
 
-    def bears(self, spec: str) -> bool:
+    def tolerates(self, spec: str) -> bool:
         """Whether a way is nowhere much slower than dense."""
         return all(self._predictor(*self._at(i, spec)).seconds <= (1 + LOSS) * self._plain(i) for i in self._numbers)
 

@@ -21,14 +21,14 @@ _FELT = 0.999  # of the dense step: what is nearer to it is rounding, where both
 Pays = Callable[[float], bool]
 
 
-class Span(NamedTuple):
+class RateRange(NamedTuple):
     """Rates of a link, in bits a second, from one to another."""
 
     low: float
     high: float
 
 
-def break_even(calibration: Calibration, cluster: Cluster, spec: str, predictor: Predict = predict) -> Span | None:
+def break_even(calibration: Calibration, cluster: Cluster, spec: str, predictor: Predict = predict) -> RateRange | None:
     """The rates at which a way pays, around the cluster's own if it does there; None if it never does."""
 
     def pays(bits: float) -> bool:
@@ -41,7 +41,7 @@ def break_even(calibration: Calibration, cluster: Cluster, spec: str, predictor:
     if start is None:
         return None
     below = (rate for rate in reversed(_RATES) if rate < start)
-    return Span(_end(pays, start, below), _end(pays, start, (rate for rate in _RATES if rate > start)))
+    return RateRange(_end(pays, start, below), _end(pays, start, (rate for rate in _RATES if rate > start)))
 
 
 def _end(pays: Pays, start: float, further: Iterable[float]) -> float:

@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gradwire_lab.perf_model.model import Model
+from gradwire_lab.perf_model.model import ModelProfile
 from gradwire_lab.perf_model.software import FREE, Software
 
 
 @dataclass(frozen=True)
-class Cost:
+class CodingCost:
     """Seconds of one rank in one step, the wire aside.
 
     Attributes:
@@ -28,9 +28,9 @@ class Cost:
     fill: float = 1.0
     start: float = 0.0
 
-    def scaled(self, by: float) -> "Cost":
+    def scaled(self, by: float) -> "CodingCost":
         """The same at another speed."""
-        return Cost(self.encode * by, self.decode * by, self.per_peer * by, self.fill, self.start * by)
+        return CodingCost(self.encode * by, self.decode * by, self.per_peer * by, self.fill, self.start * by)
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Calibration:
         note: Where the figures come from.
     """
 
-    model: Model
+    model: ModelProfile
     forward: float
     backward: float
-    costs: Mapping[str, Cost]
+    costs: Mapping[str, CodingCost]
     cores: float = 1.0
     software: Software = FREE
     world: int = 2
@@ -61,7 +61,7 @@ class Calibration:
     def compute(self) -> float:
         return self.forward + self.backward
 
-    def cost(self, spec: str, world: int) -> Cost:
+    def cost(self, spec: str, world: int) -> CodingCost:
         """What a spec costs in a world."""
         if spec not in self.costs:
             raise ValueError(f"{spec!r} was not calibrated; measured are {', '.join(self.costs) or 'none'}")
@@ -90,9 +90,9 @@ def load(path: Path) -> Calibration:
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         model = raw.pop("model")
         shapes = {name: tuple(map(int, shape)) for name, shape in model["shapes"].items()}
-        costs = {spec: Cost(**cost) for spec, cost in raw.pop("costs").items()}
+        costs = {spec: CodingCost(**cost) for spec, cost in raw.pop("costs").items()}
         software = Software(**raw.pop("software"))
-        described = Model(shapes, model["arrival"], model.get("dtype", "float32"))
+        described = ModelProfile(shapes, model["arrival"], model.get("dtype", "float32"))
         return Calibration(described, costs=costs, software=software, **raw)
     except OSError:
         raise ValueError(f"there is no calibration {path}; make one with `gradwire advise --save {path}`") from None

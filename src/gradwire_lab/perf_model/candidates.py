@@ -26,19 +26,22 @@ CANDIDATES = (
 PRESETS = ("qsgd", "terngrad", "majority_vote")
 
 
-def arguments(text: str) -> tuple[str, dict[str, str | None]]:
-    """The spec, and what else `gradwire.compress` is told, of ``int4; exchange=two_way``.
+OPTIONS = ("exchange", "feedback", "granularity", "bundle")  # those that decide what is sent
+
+
+def arguments(text: str, known: Sequence[str] = OPTIONS) -> tuple[str, dict[str, str | None]]:
+    """The spec, and the keywords of `gradwire.compress`, of ``int4; exchange=two_way``.
 
     Raises:
-        ValueError: An option that decides nothing about what is sent.
+        ValueError: An option is not ``known``.
     """
     spec, *pairs = (part.strip() for part in text.split(";"))
     options: dict[str, str | None] = {}
     for pair in pairs:
         key, equals, value = (part.strip() for part in pair.partition("="))
-        if not equals or key not in ("exchange", "feedback", "granularity", "bundle"):
+        if not equals or key not in known:
             raise ValueError(f"cannot read the option {pair!r} of {text!r}; write for example exchange=two_way")
-        options[key] = None if value == "none" and key == "bundle" else value
+        options[key] = None if value == "none" and key in ("bundle", "codec") else value
     return spec, options
 
 

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 from gradwire.comm.alphabeta import AlphaBeta, seconds
 from gradwire.comm.rates import LinkSpec
-from gradwire_lab.perf_model.script import Message
+from gradwire_lab.perf_model.loopback import CollectiveCall
 
 Algorithm: TypeAlias = Literal["ring", "tree", "best"]
 
@@ -49,33 +49,33 @@ class Cluster:
     def hosts(self) -> int:
         return self.workers // self.per_host
 
-    def flat(self, message: Message) -> float:
+    def flat(self, call: CollectiveCall) -> float:
         """Seconds of a collective among all workers."""
         cost = AlphaBeta.of(self.link if self.hosts > 1 else self.inside)
-        if message.kind == "all_to_all" and self.hosts > 1:
-            # Unlike a ring, which enters and leaves a host once, everybody's messages meet on the host's link.
+        if call.kind == "all_to_all" and self.hosts > 1:
+            # Unlike a ring, which enters and leaves a host once, the messages of all workers meet on the host's link.
             beyond = (self.workers - self.per_host) / (self.workers - 1)
-            crowd = replace(message, nbytes=message.nbytes * self.per_host * beyond)
+            crowd = replace(call, nbytes=call.nbytes * self.per_host * beyond)
             return self._among(crowd, self.workers, cost)
-        return self._among(message, self.workers, cost)
+        return self._among(call, self.workers, cost)
 
-    def between(self, message: Message) -> float:
+    def between(self, call: CollectiveCall) -> float:
         """Seconds of a collective among hosts, one worker of each."""
-        return self._among(message, self.hosts, AlphaBeta.of(self.link))
+        return self._among(call, self.hosts, AlphaBeta.of(self.link))
 
-    def within(self, message: Message) -> float:
+    def within(self, call: CollectiveCall) -> float:
         """Seconds of a collective among the workers of one host."""
-        return self._among(message, self.per_host, AlphaBeta.of(self.inside))
+        return self._among(call, self.per_host, AlphaBeta.of(self.inside))
 
-    def _among(self, message: Message, world: int, cost: AlphaBeta) -> float:
+    def _among(self, call: CollectiveCall, world: int, cost: AlphaBeta) -> float:
         if world < 2:
             return 0.0
-        if message.kind in _WAYS:
-            ways = _WAYS[message.kind]
+        if call.kind in _WAYS:
+            ways = _WAYS[call.kind]
             chosen = ways.values() if self.algorithm == "best" else (ways[self.algorithm],)
-            return min(way(message.nbytes, world, cost) for way in chosen)
-        extra = self._greetings(world, cost) if message.kind == "all_to_all" else 0.0
-        return seconds(message.kind, message.nbytes, world, cost) + extra
+            return min(way(call.nbytes, world, cost) for way in chosen)
+        extra = self._greetings(world, cost) if call.kind == "all_to_all" else 0.0
+        return seconds(call.kind, call.nbytes, world, cost) + extra
 
     def _greetings(self, world: int, cost: AlphaBeta) -> float:
         """A message to each of very many peers costs a packet's time each, however short."""

@@ -1,7 +1,7 @@
 """Costs: how long a step takes, for each way to synchronize, on a cluster that need not exist.
 
-Every parcel of the model makes a trip: to encode it, one act for each collective, to decode it; what that costs is
-shared out by elements. `timeline.play` plays all trips beside the backward pass.
+Every bucket of the model is encoded, exchanged by its collectives, and decoded; coding costs are shared out by
+elements. `timeline.play` runs all buckets beside the backward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,17 +10,18 @@ from functools import cache, partial
 from typing import TypeAlias
 
 from gradwire.engine.plan import LAUNCH_BYTES
-from gradwire_lab.perf_model.calibration import Calibration, Cost
+from gradwire_lab.perf_model.calibration import Calibration, CodingCost
 from gradwire_lab.perf_model.cluster import Cluster
-from gradwire_lab.perf_model.model import DENSE, Model, Parcel
-from gradwire_lab.perf_model.script import Message, sent_by
-from gradwire_lab.perf_model.timeline import Act, Split, Trip, play
+from gradwire_lab.perf_model.comm_schedule import sent_by
+from gradwire_lab.perf_model.loopback import CollectiveCall
+from gradwire_lab.perf_model.model import DENSE, ModelProfile, ReadyBucket
+from gradwire_lab.perf_model.timeline import BucketTimeline, CommWork, StepTime, play
 
 CLEARLY = 0.97
 LAUNCHES = (LAUNCH_BYTES, 16 * LAUNCH_BYTES)  # large ones leave late, but start fewer kernels and collectives
 
-Actor: TypeAlias = Callable[[Message], Act]
-Acts: TypeAlias = Callable[[Parcel, Cost], tuple[Act, ...]]
+WorkOf: TypeAlias = Callable[[CollectiveCall], CommWork]
+BucketWork: TypeAlias = Callable[[ReadyBucket, CodingCost], tuple[CommWork, ...]]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Prediction:
     """
 
     spec: str
-    split: Split
+    split: StepTime
     sent: float
     collectives: int
     launch_bytes: int
@@ -54,8 +55,10 @@ def predict(
     launches: Sequence[int] = LAUNCHES,
 ) -> Prediction:
     """The step of one way to synchronize, all workers in one exchange, with the best of some sizes of launches."""
-    act = _actor(calibration, cluster.flat, cluster.workers)
-    sized = partial(_sized, calibration, spec, cluster.workers, overlaps, lambda parcel, cost: _acts(parcel, cost, act))
+    work_of = _work_of(calibration, cluster.flat, cluster.workers)
+    sized = partial(
+        _sized, calibration, spec, cluster.workers, overlaps, lambda bucket, cost: _bucket_work(bucket, cost, work_of)
+    )
     return _best(calibration.model, spec, sized, launches)
 
 
@@ -67,25 +70,25 @@ def predict_across(
     launches: Sequence[int] = LAUNCHES,
 ) -> Prediction:
     """The same with a dense mean inside every host first, so that only hosts exchange messages."""
-    across = _actor(calibration, cluster.between, cluster.hosts)
-    inside = _actor(calibration, cluster.within, cluster.per_host)
+    across = _work_of(calibration, cluster.between, cluster.hosts)
+    inside = _work_of(calibration, cluster.within, cluster.per_host)
     share = 1 / cluster.per_host
 
-    def acts(parcel: Parcel, cost: Cost) -> tuple[Act, ...]:
-        """Every worker of a host serves its share: mates hand it their gradients, and hear what came of them."""
-        swap = inside(Message("all_to_all", 4 * parcel.scene.elements * (1 - share)))
+    def work(bucket: ReadyBucket, cost: CodingCost) -> tuple[CommWork, ...]:
+        """Every worker of a host serves its share: the others send it their gradients, and receive the update."""
+        swap = inside(CollectiveCall("all_to_all", 4 * bucket.elements * (1 - share)))
         served = replace(cost, encode=cost.encode * share, decode=cost.decode * share)
-        return swap, *_acts(parcel, served, across), swap
+        return swap, *_bucket_work(bucket, served, across), swap
 
-    def plain(parcel: Parcel, cost: Cost) -> tuple[Act, ...]:
-        (message,) = parcel.scene.messages
-        return inside(message), *_acts(parcel, cost, across)
+    def plain(bucket: ReadyBucket, cost: CodingCost) -> tuple[CommWork, ...]:
+        (call,) = bucket.calls
+        return inside(call), *_bucket_work(bucket, cost, across)
 
-    sized = partial(_sized, calibration, spec, cluster.hosts, overlaps, plain if spec in DENSE else acts)
+    sized = partial(_sized, calibration, spec, cluster.hosts, overlaps, plain if spec in DENSE else work)
     return _best(calibration.model, spec, sized, launches)
 
 
-def _best(model: Model, spec: str, sized: Callable[[int], Prediction], launches: Sequence[int]) -> Prediction:
+def _best(model: ModelProfile, spec: str, sized: Callable[[int], Prediction], launches: Sequence[int]) -> Prediction:
     """With large launches where those are clearly faster; DDP's buckets are as they are."""
     usual, *others = launches
     found = sized(usual)
@@ -97,36 +100,36 @@ def _best(model: Model, spec: str, sized: Callable[[int], Prediction], launches:
 
 
 def _sized(
-    calibration: Calibration, spec: str, world: int, overlaps: bool, acts: Acts, launch_bytes: int
+    calibration: Calibration, spec: str, world: int, overlaps: bool, work: BucketWork, launch_bytes: int
 ) -> Prediction:
     cost = calibration.cost(spec, world)
-    parcels = calibration.model.parcels(spec, world, launch_bytes)
-    trips = [Trip(parcel.ready, acts(parcel, cost)) for parcel in parcels]
-    split = play(calibration.forward, calibration.backward, trips, calibration.cores, overlaps)
-    messages = [_filled(message, cost.fill) for parcel in parcels for message in parcel.scene.messages]
-    sent = sum(sent_by(message, world) for message in messages)
-    return Prediction(spec, split, sent, len(messages), launch_bytes)
+    buckets = calibration.model.buckets(spec, world, launch_bytes)
+    timelines = [BucketTimeline(bucket.ready, work(bucket, cost)) for bucket in buckets]
+    split = play(calibration.forward, calibration.backward, timelines, calibration.cores, overlaps)
+    calls = [_filled(call, cost.fill) for bucket in buckets for call in bucket.calls]
+    sent = sum(sent_by(call, world) for call in calls)
+    return Prediction(spec, split, sent, len(calls), launch_bytes)
 
 
-def _acts(parcel: Parcel, cost: Cost, act: Actor) -> tuple[Act, ...]:
-    sent = (act(_filled(message, cost.fill)) for message in parcel.scene.messages)
-    encode = Act("encode", cost.start + cost.encode * parcel.share)
-    return encode, *sent, Act("decode", cost.decode * parcel.share)
+def _bucket_work(bucket: ReadyBucket, cost: CodingCost, work_of: WorkOf) -> tuple[CommWork, ...]:
+    sent = (work_of(_filled(call, cost.fill)) for call in bucket.calls)
+    encode = CommWork("encode", cost.start + cost.encode * bucket.share)
+    return encode, *sent, CommWork("decode", cost.decode * bucket.share)
 
 
-def _actor(calibration: Calibration, wire: Callable[[Message], float], world: int) -> Actor:
-    """How long messages take among so many; most parcels send the same ones."""
+def _work_of(calibration: Calibration, wire: Callable[[CollectiveCall], float], world: int) -> WorkOf:
+    """How long collectives take among so many; most buckets have the same ones."""
     software = calibration.software
 
     @cache
-    def act(message: Message) -> Act:
-        return Act("wire", software.work(message, world), wire(message) + software.hold(message, world))
+    def work_of(call: CollectiveCall) -> CommWork:
+        return CommWork("wire", software.work(call, world), wire(call) + software.hold(call, world))
 
-    return act
+    return work_of
 
 
-def _filled(message: Message, fill: float) -> Message:
-    """A message of varying length as long as such messages have been."""
-    if fill == 1.0 or message.kind != "all_gather":
-        return message
-    return Message(message.kind, message.nbytes * fill, message.dtype)
+def _filled(call: CollectiveCall, fill: float) -> CollectiveCall:
+    """A message of varying length, as long as such messages have been."""
+    if fill == 1.0 or call.kind != "all_gather":
+        return call
+    return CollectiveCall(call.kind, call.nbytes * fill, call.dtype)

@@ -16,8 +16,8 @@ from gradwire.codecs.codec import Codec
 from gradwire.engine.lane import Lane
 from gradwire.engine.method import method
 from gradwire.feedback import MomentumCorrection
-from gradwire_lab.perf_model.calibration import Cost
-from gradwire_lab.perf_model.model import DENSE, Model
+from gradwire_lab.perf_model.calibration import CodingCost
+from gradwire_lab.perf_model.model import DENSE, ModelProfile
 
 # Assumed, since low-rank products were not timed: bytes of memory that every weight costs, read and written, and how
 # far from the speed of a copy they are. Eight reads or writes of four bytes; the slowest timed kernel is at 3.5.
@@ -75,30 +75,30 @@ def assumed(spec: str) -> bool:
     return spec.startswith(ASSUMED)
 
 
-def cost(model: Model, spec: str, world: int) -> Cost:
+def cost(model: ModelProfile, spec: str, world: int) -> CodingCost:
     """What a spec costs in a step of a model."""
     if spec in DENSE:
         cast = 0.0 if spec == "ddp-fp32" else 6 * model.elements * copy_seconds()
-        return Cost(cast, cast)
+        return CodingCost(cast, cast)
     plan = model.plan(spec, world, 2**62)  # in one launch: what every launch costs beside is told apart
     (lane,) = [lane for lane in plan.lanes if lane.label == "*"]
     codec, exchange = lane.at(10**9)
     if exchange.late:
         work = _LOW_RANK_BYTES * lane.units.total * copy_seconds() * _LOW_RANK_SLOWDOWN
-        return Cost(work / 2, work / 2, start=_LOW_RANK_START)
+        return CodingCost(work / 2, work / 2, start=_LOW_RANK_START)
     return _whole(lane, codec, world) if codec.selector is None else _selected(lane, codec, spec, world)
 
 
-def _whole(lane: Lane, codec: Codec, world: int) -> Cost:
+def _whole(lane: Lane, codec: Codec, world: int) -> CodingCost:
     """Two legs: my share of everybody's message and its sum said again, then everybody's share of that."""
     n = lane.units.total
     name = str(codec.quantizer)
     fused, said, heard = f"feedback_{'int4' if name == 'int8' else name}", f"{name}_encode", f"{name}_decode"
     decode = 2 * kernel(heard, n) + kernel(said, n / world)
-    return Cost(kernel(fused, n), decode, start=start(fused, heard, said, heard))
+    return CodingCost(kernel(fused, n), decode, start=start(fused, heard, said, heard))
 
 
-def _selected(lane: Lane, codec: Codec, spec: str, world: int) -> Cost:
+def _selected(lane: Lane, codec: Codec, spec: str, world: int) -> CodingCost:
     assert codec.selector is not None
     n = lane.units.total
     kept = sum(map(codec.selector.capacity, lane.units.lengths))
@@ -107,4 +107,4 @@ def _selected(lane: Lane, codec: Codec, spec: str, world: int) -> Cost:
     each = kernel("rice_decode", 1000 * kept) + kernel("scatter_mean_8", n) / 8
     encode = kernel(fused, n) + kernel("rice_encode", 1000 * kept)
     starts = start(fused, "rice_encode", "scatter_mean_8") + world * start("rice_decode") / 8
-    return Cost(encode, world * each, each, start=starts)
+    return CodingCost(encode, world * each, each, start=starts)

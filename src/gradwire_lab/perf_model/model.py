@@ -1,7 +1,4 @@
-"""Model: what a forecast knows of a network: its tensors, when their gradients arrive, and what would be sent of them.
-
-A *parcel* is what DDP sends as a bucket, and gradwire as a launch.
-"""
+"""Model: what a forecast knows of a network: its tensors, when their gradients arrive, and what is sent of them."""
 
 import math
 from collections import Counter
@@ -14,7 +11,8 @@ from torch import Tensor
 
 from gradwire.engine.plan import LAUNCH_BYTES, Plan, build, default_rules
 from gradwire_lab.perf_model.candidates import arguments
-from gradwire_lab.perf_model.script import Message, Scene, script
+from gradwire_lab.perf_model.comm_schedule import BucketSchedule, schedule
+from gradwire_lab.perf_model.loopback import CollectiveCall
 
 # What everything is measured against: DistributedDataParallel, plain or with one of torch's hooks.
 DENSE = ("ddp-fp32", "ddp-bf16", "ddp-fp16")
@@ -27,22 +25,24 @@ _SETTLED = 10**9  # a step at which all warm-up is over
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """What travels together.
+class ReadyBucket:
+    """Gradients that are exchanged together.
 
     Attributes:
-        scene: The collectives that carry it.
+        calls: The collectives that carry it.
+        elements: How many it holds.
         ready: When in the backward pass its last gradient is there, 0 to 1.
         share: Of the model's elements.
     """
 
-    scene: Scene
+    calls: tuple[CollectiveCall, ...]
+    elements: int
     ready: float
     share: float
 
 
 @dataclass(frozen=True, eq=False)  # one of a kind: looking plans up by hundreds of shapes would cost more than they do
-class Model:
+class ModelProfile:
     """A network's trainable tensors.
 
     Attributes:
@@ -60,7 +60,7 @@ class Model:
             raise ValueError(f"no forecast knows gradients in {self.dtype}; they are in {', '.join(_FORMATS)}")
 
     @classmethod
-    def of(cls, parameters: Mapping[str, Tensor], arrival: Mapping[str, float] | None = None) -> "Model":
+    def of(cls, parameters: Mapping[str, Tensor], arrival: Mapping[str, float] | None = None) -> "ModelProfile":
         """A network by its parameters; of mixed formats, the one that most elements have."""
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         found: Counter[str] = Counter()
@@ -112,23 +112,24 @@ class Model:
         text, options = arguments(spec)
         return build(self.shapes, default_rules(text, **options), world, launch_bytes)  # type: ignore[arg-type]
 
-    def parcels(self, spec: str, world: int, launch_bytes: int = LAUNCH_BYTES) -> tuple[Parcel, ...]:
+    def buckets(self, spec: str, world: int, launch_bytes: int = LAUNCH_BYTES) -> tuple[ReadyBucket, ...]:
         """What is sent in a step once all warm-up is over, in order."""
         key = (spec, world, launch_bytes)
         if key not in self._known:
             dense = spec in DENSE
-            scenes = self._buckets(spec) if dense else script(self.plan(*key), _SETTLED)
-            self._known[key] = tuple(map(self._parcel, scenes))
+            buckets = self._buckets(spec) if dense else schedule(self.plan(*key), _SETTLED)
+            self._known[key] = tuple(map(self._ready_bucket, buckets))
         return self._known[key]
 
     @cached_property
-    def _known(self) -> dict[tuple[str, int, int], tuple[Parcel, ...]]:
+    def _known(self) -> dict[tuple[str, int, int], tuple[ReadyBucket, ...]]:
         return {}
 
-    def _parcel(self, scene: Scene) -> Parcel:
-        return Parcel(scene, max(self.delivered[name] for name in scene.names), scene.elements / self.elements)
+    def _ready_bucket(self, bucket: BucketSchedule) -> ReadyBucket:
+        ready = max(self.delivered[name] for name in bucket.names)
+        return ReadyBucket(bucket.calls, bucket.elements, ready, bucket.elements / self.elements)
 
-    def _buckets(self, spec: str) -> Iterator[Scene]:
+    def _buckets(self, spec: str) -> Iterator[BucketSchedule]:
         """What DDP sends: gradients in the reverse order of registration, a bucket closed once it is full."""
         held: list[str] = []
         nbytes, limit = 0, _FIRST_BUCKET
@@ -142,6 +143,6 @@ class Model:
             yield _bucket(held, self.shapes, self.summed(spec))
 
 
-def _bucket(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Scene:
+def _bucket(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> BucketSchedule:
     elements = sum(math.prod(shapes[name]) for name in names)
-    return Scene(tuple(names), elements, (Message("all_reduce", elements * dtype.itemsize, dtype),))
+    return BucketSchedule(tuple(names), elements, (CollectiveCall("all_reduce", elements * dtype.itemsize, dtype),))

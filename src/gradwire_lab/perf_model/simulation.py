@@ -1,7 +1,7 @@
 """Simulation: the same costs and the same decision, for clusters that nobody has rented.
 
-A *subject* is a model with one batch size on one kind of machine. A *cell* is a subject on a cluster: what dense
-training takes there, what `auto` would choose, and what it gains or loses.
+A grid has a point for each model, with one batch size on one kind of machine, on each cluster: what dense training
+takes there, what `auto` would choose, and what it gains or loses.
 """
 
 import math
@@ -15,18 +15,18 @@ from gradwire.comm.alphabeta import AlphaBeta, seconds
 from gradwire.comm.rates import LinkSpec
 from gradwire.core.segments import Segments
 from gradwire_lab.perf_model import h200
+from gradwire_lab.perf_model.accuracy_records import free_of_losses
 from gradwire_lab.perf_model.advice import ENOUGH, Advice, Predict, advise, known, scaled
 from gradwire_lab.perf_model.calibration import Calibration
 from gradwire_lab.perf_model.candidates import CANDIDATES, automatic
 from gradwire_lab.perf_model.cluster import Algorithm, Cluster
 from gradwire_lab.perf_model.costs import predict, predict_across
-from gradwire_lab.perf_model.evidence import sound
-from gradwire_lab.perf_model.model import DENSE, Model
+from gradwire_lab.perf_model.model import DENSE, ModelProfile
 from gradwire_lab.perf_model.stragglers import Stragglers
 
 WORKERS = (8, 64, 512, 4096)
 LINKS = ("10mbit,20ms", "100mbit,5ms", "1gbit,500us", "25gbit,20us", "400gbit,5us")
-CHOOSABLE = sound(automatic())  # what `auto` weighs
+CHOOSABLE = free_of_losses(automatic())  # what `auto` weighs
 INSIDE = "3.6tbit,2us"  # NVLink of an H200: 450 GB/s in each direction, as published
 MANY_EXPOSED = 0.25  # share of a dense step that is exposed communication, from which compression ought to pay
 GAIN = 1.2  # by how much, there
@@ -34,7 +34,7 @@ GOSSIPED, NEIGHBORS = "sign", 2  # what workers on a ring tell each of their nei
 
 
 @dataclass(frozen=True)
-class Subject:
+class SimulatedModel:
     """A model at work on one worker.
 
     Attributes:
@@ -48,7 +48,7 @@ class Subject:
 
     name: str
     batch: str
-    model: Model
+    model: ModelProfile
     seconds: float
     note: str = ""
     measured: Calibration | None = None
@@ -62,10 +62,10 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One cell of a grid: a subject, calibrated, on a cluster."""
+class SimulationPoint:
+    """One point of a grid: a model on a cluster."""
 
-    subject: Subject
+    model_run: SimulatedModel
     cluster: Cluster
     across: bool = False
 
@@ -80,36 +80,38 @@ class Cell:
 
     def __str__(self) -> str:
         way = f" in {self.cluster.hosts} hosts" if self.across else ""
-        return f"{self.subject.name}, {self.subject.batch}, {self.cluster.workers} workers{way}, {self.cluster.link}"
+        return (
+            f"{self.model_run.name}, {self.model_run.batch}, {self.cluster.workers} workers{way}, {self.cluster.link}"
+        )
 
 
 def grid(
-    subjects: Sequence[Subject],
+    simulated_models: Sequence[SimulatedModel],
     workers: Sequence[int] = WORKERS,
     links: Sequence[str] = LINKS,
     per_host: int = 1,
     algorithm: Algorithm = "best",
     inside: str = INSIDE,
-) -> Iterator[Cell]:
-    """Every subject on every cluster; with more workers to a host, hierarchically."""
-    for subject in subjects:
+) -> Iterator[SimulationPoint]:
+    """Every model on every cluster; with more workers to a host, hierarchically."""
+    for model_run in simulated_models:
         for count in workers:
             for link in links:
                 spec = LinkSpec.parse(link)
                 cluster = Cluster(count, spec, per_host, LinkSpec.parse(inside), algorithm)
-                yield Cell(subject, cluster, per_host > 1)
+                yield SimulationPoint(model_run, cluster, per_host > 1)
 
 
-def judge(cell: Cell, stragglers: Stragglers = Stragglers()) -> dict[str, Any]:  # noqa: B008 - a frozen value
+def judge(cell: SimulationPoint, stragglers: Stragglers = Stragglers()) -> dict[str, Any]:  # noqa: B008 - a frozen value
     """What `auto` would do in a cell, as a row."""
     uneven = stragglers.together(cell.cluster.workers)
-    calibration = cell.subject.calibrated(cell.speakers, CHOOSABLE).scaled(compute=uneven)
+    calibration = cell.model_run.calibrated(cell.speakers, CHOOSABLE).scaled(compute=uneven)
     found = advise(calibration, cell.cluster, CHOOSABLE, cell.predictor)
     bf16 = cell.predictor(calibration, "ddp-bf16", cell.cluster)
     best, choice = found.fastest, cell.predictor(calibration, _tried(cell, calibration, found), cell.cluster)
     return {
-        "model": cell.subject.name,
-        "batch": cell.subject.batch,
+        "model": cell.model_run.name,
+        "batch": cell.model_run.batch,
         "workers": cell.cluster.workers,
         "per_host": cell.cluster.per_host,
         "link": str(cell.cluster.link),
@@ -120,7 +122,7 @@ def judge(cell: Cell, stragglers: Stragglers = Stragglers()) -> dict[str, Any]: 
         "ddp_bf16_seconds": bf16.seconds,
         "exposed": bf16.split.exposed / bf16.seconds,
         "choice": choice.spec,
-        "assumed": cell.subject.measured is None and h200.assumed(choice.spec),
+        "assumed": cell.model_run.measured is None and h200.assumed(choice.spec),
         "seconds": choice.seconds,
         "speedup": bf16.seconds / choice.seconds,
         "fastest_compressed": best.spec,
@@ -141,16 +143,16 @@ def gossip(calibration: Calibration, cluster: Cluster) -> float:
     return calibration.compute + cost.start + cost.encode + wire + cost.decode
 
 
-def _gossiping(cell: Cell, stragglers: Stragglers) -> float | None:
+def _gossiping(cell: SimulationPoint, stragglers: Stragglers) -> float | None:
     """The same beside the other ways of a cell; None where what neighbors would be told was not measured."""
-    figures = cell.subject.calibrated(NEIGHBORS + 1, (GOSSIPED,))
+    figures = cell.model_run.calibrated(NEIGHBORS + 1, (GOSSIPED,))
     if GOSSIPED not in figures.costs:
         return None
     return gossip(figures.scaled(compute=stragglers.in_a_ring(cell.cluster.workers)), cell.cluster)
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ScoredDecision:
     """A decision on wrong figures, and what came of it on the true ones; speed-ups are over overlapped bfloat16 DDP.
 
     Attributes:
@@ -161,7 +163,7 @@ class Verdict:
         exposed: Communication that bfloat16 DDP waits for, as a share of its step.
     """
 
-    cell: Cell
+    cell: SimulationPoint
     choice: str
     speedup: float
     advised: float
@@ -178,19 +180,21 @@ class Verdict:
         return self.exposed > MANY_EXPOSED and self.speedup < GAIN
 
 
-def inverted(cell: Cell, error: float, draw: random.Random) -> Verdict:
+def inverted(cell: SimulationPoint, error: float, draw: random.Random) -> ScoredDecision:
     """Decide on figures that are off by ``error``, each of them up or down by itself, and score on the true ones."""
-    truth = cell.subject.calibrated(cell.speakers, CHOOSABLE)
+    truth = cell.model_run.calibrated(cell.speakers, CHOOSABLE)
     found = advise(*_mistaken(cell, truth, error, draw), CHOOSABLE, cell.predictor)
     choice = _tried(cell, truth, found)
     bf16, taken, advised = (
         cell.predictor(truth, spec, cell.cluster) for spec in ("ddp-bf16", choice, found.choice.spec)
     )
     exposed = bf16.split.exposed / bf16.seconds
-    return Verdict(cell, choice, bf16.seconds / taken.seconds, bf16.seconds / advised.seconds, exposed)
+    return ScoredDecision(cell, choice, bf16.seconds / taken.seconds, bf16.seconds / advised.seconds, exposed)
 
 
-def _mistaken(cell: Cell, truth: Calibration, error: float, draw: random.Random) -> tuple[Calibration, Cluster]:
+def _mistaken(
+    cell: SimulationPoint, truth: Calibration, error: float, draw: random.Random
+) -> tuple[Calibration, Cluster]:
     def off() -> float:
         return 1 + draw.choice((-1, 1)) * error
 
@@ -198,15 +202,15 @@ def _mistaken(cell: Cell, truth: Calibration, error: float, draw: random.Random)
     return seen, replace(cell.cluster, link=scaled(cell.cluster.link, off(), off()))
 
 
-def _tried(cell: Cell, truth: Calibration, found: Advice) -> str:
+def _tried(cell: SimulationPoint, truth: Calibration, found: Advice) -> str:
     """What `auto` stays with: it goes back from what turns out no faster than the dense steps before it."""
     trial, plain = (cell.predictor(truth, spec, cell.cluster).seconds for spec in (found.trial.spec, found.dense.spec))
     return found.trial.spec if trial < ENOUGH * plain else found.dense.spec
 
 
-def best_possible(cell: Cell) -> float:
+def best_possible(cell: SimulationPoint) -> float:
     """The largest gain over bfloat16 DDP that any candidate has, on true figures."""
-    truth = cell.subject.calibrated(cell.speakers, CHOOSABLE)
+    truth = cell.model_run.calibrated(cell.speakers, CHOOSABLE)
     bf16 = cell.predictor(truth, "ddp-bf16", cell.cluster).seconds
     ways = known(truth, (*DENSE, *CHOOSABLE))
     return bf16 / min((cell.predictor(truth, spec, cell.cluster).seconds for spec in ways), default=math.inf)

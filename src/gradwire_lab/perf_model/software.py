@@ -14,7 +14,8 @@ import torch
 
 from gradwire.comm.backend import Backend
 from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, Collective
-from gradwire_lab.perf_model.script import Message, sent_by
+from gradwire_lab.perf_model.comm_schedule import sent_by
+from gradwire_lab.perf_model.loopback import CollectiveCall
 
 _SMALL = 4096  # bytes
 _LARGE = {"all_reduce": 2**23, "all_gather": 2**21, "all_to_all": 2**21}  # about what a step sends; caches matter
@@ -35,14 +36,14 @@ class Software:
     per_byte: Mapping[str, float] = field(default_factory=dict)
     world: int = 2
 
-    def hold(self, message: Message, world: int) -> float:
+    def hold(self, call: CollectiveCall, world: int) -> float:
         """Seconds of waiting that no link shortens: so much for every hop."""
-        return self.latency.get(message.kind, 0.0) * _hops(message.kind, world) / _hops(message.kind, self.world)
+        return self.latency.get(call.kind, 0.0) * _hops(call.kind, world) / _hops(call.kind, self.world)
 
-    def work(self, message: Message, world: int) -> float:
+    def work(self, call: CollectiveCall, world: int) -> float:
         """Seconds of the processor."""
-        known = self.per_byte.get(key(message.kind, message.dtype), self.per_byte.get(message.kind, 0.0))
-        return known * sent_by(message, world)
+        known = self.per_byte.get(key(call.kind, call.dtype), self.per_byte.get(call.kind, 0.0))
+        return known * sent_by(call, world)
 
 
 def _hops(kind: str, world: int) -> int:
@@ -69,7 +70,7 @@ def measure(link: Backend, meet: Callable[[], None] = lambda: None) -> Software:
         small, large = (_seconds(link, make(nbytes), meet) for nbytes in (_SMALL, _LARGE[kind]))
         if kind == name:
             latency[kind] = small
-        more = sent_by(Message(kind, _LARGE[kind] - _SMALL), link.world)  # type: ignore[arg-type]
+        more = sent_by(CollectiveCall(kind, _LARGE[kind] - _SMALL), link.world)  # type: ignore[arg-type]
         per_byte[name] = max(0.0, large - small) / more
     return _agreed(Software(latency, per_byte, link.world), link)
 

@@ -1,8 +1,8 @@
 """Timeline: one training step, played through: what overlaps with what, and what the worker waits for.
 
-A worker computes its backward pass while another thread, the ferry, takes launches in order as soon as their gradients
-are there, and takes each through its acts: work that needs the processor, and time on the wire, which does not. When
-both threads want a processor of which each worker has only a share, both slow down.
+A worker computes its backward pass while another thread, the communication thread, takes buckets in order as soon as
+their gradients are there: work that needs the processor, and time on the wire, which does not. When both threads want
+a processor of which each worker has only a share, both slow down.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ _NEVER = float("inf")
 
 
 @dataclass(frozen=True)
-class Act:
-    """Something the ferry does, in seconds: ``work`` of the processor and ``wire`` side by side; over when both are.
+class CommWork:
+    """What the communication thread does, in seconds: ``work`` of the processor beside ``wire``; over when both are.
 
     Attributes:
         part: Whose account it is on: ``encode``, ``wire`` or ``decode``.
@@ -25,20 +25,20 @@ class Act:
 
     @property
     def alone(self) -> float:
-        """How long it takes when nobody else wants the processor."""
+        """How long it takes on an idle processor."""
         return max(self.work, self.wire)
 
 
 @dataclass(frozen=True)
-class Trip:
-    """One launch: when in the backward pass it is complete, from 0 to 1, and what is done with it."""
+class BucketTimeline:
+    """One bucket: when in the backward pass it is complete, from 0 to 1, and what is done with it."""
 
     ready: float
-    acts: tuple[Act, ...]
+    parts: tuple[CommWork, ...]
 
 
 @dataclass(frozen=True)
-class Split:
+class StepTime:
     """Where the seconds of a step go: step = compute + encode + wire + decode - hidden."""
 
     compute: float
@@ -58,32 +58,34 @@ class Split:
         return max(0.0, self.step - self.compute)
 
 
-def play(forward: float, backward: float, trips: Sequence[Trip], cores: float, overlaps: bool = True) -> Split:
+def play(
+    forward: float, backward: float, timelines: Sequence[BucketTimeline], cores: float, overlaps: bool = True
+) -> StepTime:
     """Play one step.
 
     Args:
         forward: Seconds before the first gradient: forward pass, and the optimizer's step.
-        backward: Seconds of the backward pass, when the ferry rests.
-        trips: In the order in which the ferry takes them.
+        backward: Seconds of the backward pass, when nothing is sent.
+        timelines: Of the buckets, in order.
         cores: Processors for each worker; two threads of a worker get the speed of min(1, cores / 2) each.
         overlaps: Whether launches leave during the backward pass; otherwise all wait for its end.
     """
     speed = min(1.0, max(0.5, cores / 2))
     now, left = 0.0, backward  # since the backward pass began, and of it
-    for trip in trips:
-        due = trip.ready if overlaps else 1.0
+    for timeline in timelines:
+        due = timeline.ready if overlaps else 1.0
         still = max(0.0, left - (1 - due) * backward)
         now, left = now + still, left - still
-        for act in trip.acts:
-            now, left = _perform(act, now, left, speed)
+        for item in timeline.parts:
+            now, left = _perform(item, now, left, speed)
     step = forward + now + left
-    told = {part: _total(trips, part) for part in ("encode", "wire", "decode")}
-    return Split(forward + backward, told["encode"], told["wire"], told["decode"], step)
+    totals = {part: _total(timelines, part) for part in ("encode", "wire", "decode")}
+    return StepTime(forward + backward, totals["encode"], totals["wire"], totals["decode"], step)
 
 
-def _perform(act: Act, now: float, left: float, speed: float) -> tuple[float, float]:
-    """One act beside what is left of the backward pass. -> the time, and what is left then."""
-    work, wire = act.work, act.wire
+def _perform(item: CommWork, now: float, left: float, speed: float) -> tuple[float, float]:
+    """One piece of work beside what is left of the backward pass. -> the time, and what is left then."""
+    work, wire = item.work, item.wire
     while work > 0 or wire > 0:
         rate = speed if work > 0 and left > 0 else 1.0  # of every thread that computes
         ends = (work / rate if work > 0 else _NEVER, wire if wire > 0 else _NEVER, left / rate if left > 0 else _NEVER)
@@ -97,5 +99,5 @@ def _perform(act: Act, now: float, left: float, speed: float) -> tuple[float, fl
     return now, left
 
 
-def _total(trips: Sequence[Trip], part: str) -> float:
-    return sum(act.alone for trip in trips for act in trip.acts if act.part == part)
+def _total(timelines: Sequence[BucketTimeline], part: str) -> float:
+    return sum(item.alone for timeline in timelines for item in timeline.parts if item.part == part)

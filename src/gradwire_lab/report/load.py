@@ -48,7 +48,7 @@ METRICS = {
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """One run folder.
 
     Attributes:
@@ -188,7 +188,7 @@ def nothing_in(paths: Iterable[Path]) -> str:
     return f"there is no run in {', '.join(map(str, paths))}; a run folder holds a {LOG}"
 
 
-def load(folder: Path) -> Run:
+def load(folder: Path) -> RunRecord:
     """Read one run folder.
 
     Raises:
@@ -212,7 +212,7 @@ def load(folder: Path) -> Run:
     text = _parsed(folder / "recipe.toml", str)
     end = max((*epochs, float((final or {}).get("epoch", 0.0))))
     sittings = tuple(start for start in starts if _began(start) < end) or tuple(starts[-1:])
-    return Run(
+    return RunRecord(
         folder,
         sittings[-1] if sittings else {},
         tuple(steps[step] for step in sorted(steps)),

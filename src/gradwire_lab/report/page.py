@@ -12,9 +12,9 @@ from jinja2 import Environment, StrictUndefined, Template
 from gradwire.version import VERSION
 from gradwire_lab.report.charts import Figure, figures
 from gradwire_lab.report.charts.figure import look
-from gradwire_lab.report.groups import Group, Task
+from gradwire_lab.report.run_groups import Group, Task
 from gradwire_lab.report.slug import slug
-from gradwire_lab.report.summary import Cell, Column, against, cells, columns, ranks
+from gradwire_lab.report.summary import TableCell, TableColumn, against, cells, columns, ranks
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Section:
     id: str
     title: str
     note: str
-    columns: Sequence[Column]
-    rows: Sequence[Sequence[Cell]]
+    columns: Sequence[TableColumn]
+    rows: Sequence[Sequence[TableCell]]
     figures: Sequence[dict[str, str]]
     recipes: Sequence[dict[str, Any]]
 
@@ -84,7 +84,7 @@ def _note(task: Task) -> str:
         "the 95 % t-interval of the mean. Payload ratio: float32 gradient bytes / bytes a rank encodes. Wire ratio: "
         "bytes a rank sends and receives in a float32 ring all-reduce / in ours."
     )
-    if task.twin is not None and len(task.groups) > 1:
+    if task.baseline is not None and len(task.groups) > 1:
         said += f" Against {against(task)}: the mean of the differences seed by seed, with its 95 % t-interval."
     if any(group.diverged for group in task.groups):
         said += " Diverged: the loss is not finite, or most steps were skipped, so that the metric says nothing."
@@ -115,9 +115,9 @@ def _subtitle(tasks: Sequence[Task]) -> str:
     return f"{said}, {under_way} of them not finished" if under_way else said
 
 
-def _typeset(cell: Cell) -> Cell:
+def _typeset(cell: TableCell) -> TableCell:
     """With the sign that ASCII lacks."""
-    return Cell(cell.text.replace("+-", "\u00b1"), cell.key)
+    return TableCell(cell.text.replace("+-", "\u00b1"), cell.key)
 
 
 def _key(task: Task, figure: Figure) -> str:

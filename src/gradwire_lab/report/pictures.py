@@ -9,8 +9,8 @@ import vl_convert
 
 from gradwire_lab.report.charts import Figure, figures
 from gradwire_lab.report.charts.figure import look
-from gradwire_lab.report.groups import Task
 from gradwire_lab.report.page import spec
+from gradwire_lab.report.run_groups import Task
 from gradwire_lab.report.slug import slug
 
 WIDTH = 560

@@ -1,6 +1,6 @@
 """The page of a simulated grid: maps of speed-ups, and every cell in a table."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -9,25 +9,33 @@ from gradwire_lab.report.charts.heatmap import speedups
 from gradwire_lab.report.numbers import in_seconds, ratio
 from gradwire_lab.report.page import Section, bound, spec
 from gradwire_lab.report.slug import slug
-from gradwire_lab.report.summary import Cell, Column
+from gradwire_lab.report.summary import TableCell, TableColumn
 
 Row = Mapping[str, Any]
 
-COLUMNS = (
-    Column("model", numeric=False),
-    Column("batch", numeric=False),
-    Column("workers"),
-    Column("link", numeric=False),
-    Column("float32 DDP"),
-    Column("bfloat16 DDP"),
-    Column("exposed"),
-    Column("auto takes", numeric=False),
-    Column("step"),
-    Column("faster"),
-    Column("fastest that compresses", numeric=False),
-    Column("its step"),
-    Column("gossip"),
-)
+
+def _time(seconds: float | None) -> TableCell:
+    return TableCell("", "") if seconds is None else TableCell(in_seconds(seconds), float(f"{seconds:.5g}"))
+
+
+# By title: the cell of a row. What has no number to sort by is a word.
+_READERS: dict[str, Callable[[Row], TableCell]] = {
+    "model": lambda row: TableCell(row["model"]),
+    "batch": lambda row: TableCell(row["batch"]),
+    "workers": lambda row: TableCell(f"{row['workers']:,}", row["workers"]),
+    "link": lambda row: TableCell(row["link"]),
+    "float32 DDP": lambda row: _time(row["ddp_fp32_seconds"]),
+    "bfloat16 DDP": lambda row: _time(row["ddp_bf16_seconds"]),
+    "exposed": lambda row: TableCell(f"{row['exposed']:.0%}", row["exposed"]),
+    "auto takes": lambda row: TableCell(row["choice"] + " (cost assumed)" * row["assumed"]),
+    "step": lambda row: _time(row["seconds"]),
+    "faster": lambda row: TableCell(ratio(row["speedup"]), row["speedup"]),
+    "fastest that compresses": lambda row: TableCell(row["fastest_compressed"] + " (loses)" * row["compression_loses"]),
+    "its step": lambda row: _time(row["fastest_compressed_seconds"]),
+    "gossip": lambda row: _time(row["gossip_seconds"]),
+}
+_WORDS = ("model", "batch", "link", "auto takes", "fastest that compresses")
+COLUMNS = tuple(TableColumn(title, title not in _WORDS) for title in _READERS)
 
 
 def page(places: Mapping[str, Sequence[Row]], note: str, title: str = "gradwire simulate") -> str:
@@ -60,26 +68,4 @@ def _maps(place: str, rows: Sequence[Row], figures: Sequence[Figure], note: str)
 
 def _table(place: str, rows: Sequence[Row]) -> Section:
     title = f"Every cell, {place}"
-    return Section(slug(title), title, "", COLUMNS, [_cells(row) for row in rows], (), ())
-
-
-def _cells(row: Row) -> list[Cell]:
-    return [
-        Cell(row["model"]),
-        Cell(row["batch"]),
-        Cell(f"{row['workers']:,}", row["workers"]),
-        Cell(row["link"]),
-        _time(row["ddp_fp32_seconds"]),
-        _time(row["ddp_bf16_seconds"]),
-        Cell(f"{row['exposed']:.0%}", row["exposed"]),
-        Cell(row["choice"] + (" (cost assumed)" if row["assumed"] else "")),
-        _time(row["seconds"]),
-        Cell(ratio(row["speedup"]), row["speedup"]),
-        Cell(row["fastest_compressed"] + (" (loses)" if row["compression_loses"] else "")),
-        _time(row["fastest_compressed_seconds"]),
-        _time(row["gossip_seconds"]),
-    ]
-
-
-def _time(seconds: float | None) -> Cell:
-    return Cell("", "") if seconds is None else Cell(in_seconds(seconds), float(f"{seconds:.5g}"))
+    return Section(slug(title), title, "", COLUMNS, [[read(row) for read in _READERS.values()] for row in rows], (), ())

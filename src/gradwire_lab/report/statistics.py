@@ -53,7 +53,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(n, mean, spread, mean - reach, mean + reach)
 
 
-def paired(values: Mapping[int, float], twin: Mapping[int, float]) -> Estimate | None:
-    """The mean difference to a twin over the seeds that both ran; None if they share none."""
-    seeds = sorted(values.keys() & twin.keys())
-    return estimate([values[seed] - twin[seed] for seed in seeds]) if seeds else None
+def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Estimate | None:
+    """The mean difference to a baseline over the seeds that both ran; None if they share none."""
+    seeds = sorted(values.keys() & baseline.keys())
+    return estimate([values[seed] - baseline[seed] for seed in seeds]) if seeds else None

@@ -4,56 +4,56 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gradwire_lab.report.groups import Group, Task
-from gradwire_lab.report.load import Run
+from gradwire_lab.report.load import RunRecord
 from gradwire_lab.report.numbers import difference, ends, in_bytes, in_seconds, mean_and_spread, ratio, rounded
+from gradwire_lab.report.run_groups import Group, Task
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     title: str
     numeric: bool = True
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """What is read, and what it is sorted by: None for a word, the empty text for a number that is not known."""
 
     text: str
     key: float | str | None = None
 
 
-def columns(task: Task) -> list[Column]:
-    versus = [Column(f"against {against(task)}")] if _compares(task) else []
-    skipped = [Column("skipped steps")] if _skips(task) else []
+def columns(task: Task) -> list[TableColumn]:
+    versus = [TableColumn(f"against {against(task)}")] if _compares(task) else []
+    skipped = [TableColumn("skipped steps")] if _skips(task) else []
     return [
-        Column("spec", numeric=False),
-        Column("ranks"),
-        Column("seeds"),
-        Column(task.metric.axis),
-        Column("95 % interval"),
+        TableColumn("spec", numeric=False),
+        TableColumn("ranks"),
+        TableColumn("seeds"),
+        TableColumn(task.metric.axis),
+        TableColumn("95 % interval"),
         *versus,
-        Column("payload ratio"),
-        Column("wire ratio"),
-        Column("sent by a rank"),
-        Column("wall time"),
+        TableColumn("payload ratio"),
+        TableColumn("wire ratio"),
+        TableColumn("sent by a rank"),
+        TableColumn("wall time"),
         *skipped,
     ]
 
 
 def against(task: Task) -> str:
     """Whom the groups of a task are measured against, in words."""
-    twins = task.twins
-    return twins[0].label if len(twins) == 1 else "the dense twin"
+    baselines = task.baselines
+    return baselines[0].label if len(baselines) == 1 else "the dense twin"
 
 
-def cells(task: Task, group: Group) -> list[Cell]:
+def cells(task: Task, group: Group) -> list[TableCell]:
     """One line, in the order of the columns."""
     told, metric = group.estimate, task.metric
     return [
-        Cell(group.label if group.ended else f"{group.label} ({_standing(group)})"),
-        Cell(ranks(group.runs[0]), group.runs[0].world),
-        Cell(str(len(group.runs)), len(group.runs)),
+        TableCell(group.label if group.ended else f"{group.label} ({_standing(group)})"),
+        TableCell(ranks(group.runs[0]), group.runs[0].world),
+        TableCell(str(len(group.runs)), len(group.runs)),
         _known(told.mean, _outcome(group) or mean_and_spread(told)),
         _known(told.half_width, ends(told, metric.least, metric.most)),
         *([_lead(task, group)] if _compares(task) else []),
@@ -65,7 +65,7 @@ def cells(task: Task, group: Group) -> list[Cell]:
     ]
 
 
-def ranks(run: Run) -> str:
+def ranks(run: RunRecord) -> str:
     """How many, and whether they were played by one process."""
     return f"{run.ranks} virtual" if run.start.get("virtual") else run.ranks
 
@@ -78,16 +78,16 @@ def _standing(group: Group) -> str:
 
 
 def _compares(task: Task) -> bool:
-    return task.twin is not None and len(task.groups) > 1
+    return task.baseline is not None and len(task.groups) > 1
 
 
 def _skips(task: Task) -> bool:
     return any(group.skipped[0] for group in task.groups)
 
 
-def _skipped(group: Group) -> Cell:
+def _skipped(group: Group) -> TableCell:
     skipped, steps = group.skipped
-    return Cell(f"{skipped:,} of {steps:,}" if skipped else "0", skipped / max(1, steps))
+    return TableCell(f"{skipped:,} of {steps:,}" if skipped else "0", skipped / max(1, steps))
 
 
 def _outcome(group: Group) -> str:
@@ -97,19 +97,19 @@ def _outcome(group: Group) -> str:
     return "diverged" if group.diverged == len(group.runs) else f"{group.diverged} of {len(group.runs)} diverged"
 
 
-def _lead(task: Task, group: Group) -> Cell:
-    versus, twin = task.difference(group), task.twin_of(group)
-    if versus is None or twin is None:
-        return Cell("", "")
+def _lead(task: Task, group: Group) -> TableCell:
+    versus, baseline = task.difference(group), task.baseline_of(group)
+    if versus is None or baseline is None:
+        return TableCell("", "")
     if math.isnan(versus.mean):
-        return Cell("diverged" if group.diverged else "the twin diverged", "")
-    return Cell(difference(versus, task.metric.most - task.metric.least), rounded(versus.mean))
+        return TableCell("diverged" if group.diverged else "the twin diverged", "")
+    return TableCell(difference(versus, task.metric.most - task.metric.least), rounded(versus.mean))
 
 
-def _known(number: float | None, text: str) -> Cell:
+def _known(number: float | None, text: str) -> TableCell:
     sorted_by = rounded(number)
-    return Cell(text, "" if sorted_by is None else sorted_by)
+    return TableCell(text, "" if sorted_by is None else sorted_by)
 
 
-def _measured(number: float | None, write: Callable[[float], str]) -> Cell:
-    return Cell("", "") if number is None else Cell(write(number), number)
+def _measured(number: float | None, write: Callable[[float], str]) -> TableCell:
+    return TableCell("", "") if number is None else TableCell(write(number), number)

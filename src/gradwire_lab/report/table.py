@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradwire_lab.report.groups import Group, Task
+from gradwire_lab.report.run_groups import Group, Task
 from gradwire_lab.report.summary import cells, columns
 
 

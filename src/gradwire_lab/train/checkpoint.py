@@ -6,8 +6,8 @@
                              progress.json          all that is no tensor
     RUN/checkpoints/last.json, best.json            which folder each of them is
 
-A folder is complete before its name is written into last.json or best.json, which happens in one stroke: whoever dies
-when, both name a whole checkpoint. No pickle is written or read.
+A folder is complete before its name is written into last.json or best.json, which happens in one stroke: whenever a
+process dies, both name a whole checkpoint. No pickle is written or read.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradwire.integrations import checksums
 
@@ -75,7 +75,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 def inspect(folder: Path) -> None:
     """Refuse a checkpoint with a damaged file before anything else is done.
 
-    Of tensors only the headers are read, which tell the file's length; whoever loads one compares its checksum.
+    Of tensors only the headers are read, which hold the file's length; checksums are compared when a file is loaded.
     """
     progress_of(folder)
     for path in sorted({folder / MODEL, *folder.glob("*.safetensors")}):
@@ -145,11 +145,21 @@ def load_optimizer(optimizer: torch.optim.Optimizer, path: Path, rest: Mapping[s
     optimizer.load_state_dict({"state": state, "param_groups": rest["groups"]})
 
 
-def rank_states(folder: Path, world: int, ranks: Sequence[int]) -> list[dict[str, Tensor]]:
-    """The states of some ranks, or of all if the world has another size now."""
-    saved = progress_of(folder)["world"]
-    wanted = ranks if saved == world else range(saved)
-    return [load_tensors(folder / f"rank-{rank}.safetensors") for rank in wanted]
+def rank_states(folder: Path, ranks: Sequence[int]) -> list[dict[str, Tensor]]:
+    """The states of some ranks."""
+    return [load_tensors(folder / f"rank-{rank}.safetensors") for rank in ranks]
+
+
+def load_model(model: nn.Module, name: str, folder: Path) -> None:
+    """Give a model, which a recipe calls ``name``, the weights of a checkpoint."""
+    try:
+        model.load_state_dict(load_tensors(folder / MODEL))
+    except RuntimeError as wrong:
+        why = " ".join(str(wrong).split())
+        raise ValueError(
+            f"{folder / MODEL} holds another model than {name} makes now ({why}); name the model and the "
+            "options that it was trained with"
+        ) from None
 
 
 def part(state: State, prefix: str) -> dict[str, Tensor]:

@@ -13,8 +13,8 @@ from pathlib import Path
 from threading import Event
 from typing import Protocol
 
-from gradwire_lab.report.groups import Group, Task, task_name
 from gradwire_lab.report.load import CELL, finished, load
+from gradwire_lab.report.run_groups import Group, Task, task_name
 from gradwire_lab.report.slug import slug
 
 
@@ -44,7 +44,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Cell:
+class GridCell:
     """One run of the grid."""
 
     arm: Arm
@@ -66,10 +66,10 @@ class Cell:
 class Progress:
     """What became of the cells."""
 
-    skipped: list[Cell] = field(default_factory=list)
-    ran: list[Cell] = field(default_factory=list)
-    failed: list[tuple[Cell, str]] = field(default_factory=list)
-    left: list[Cell] = field(default_factory=list)
+    skipped: list[GridCell] = field(default_factory=list)
+    ran: list[GridCell] = field(default_factory=list)
+    failed: list[tuple[GridCell, str]] = field(default_factory=list)
+    left: list[GridCell] = field(default_factory=list)
 
 
 def arms(text: str) -> tuple[Arm, ...]:
@@ -104,20 +104,22 @@ def grid(
     overrides: Sequence[str] = (),
     runs: Path = Path("runs"),
     suffix: str = "",
-) -> list[Cell]:
+) -> list[GridCell]:
     """The cells, seed by seed: whatever the time allows, each spec then has its twin of the same seed."""
     arms = tuple(arms)
     return [_cell(tuple(recipes), arm, seed, tuple(overrides), runs, suffix) for seed in seeds for arm in arms]
 
 
-def _cell(recipes: tuple[str, ...], arm: Arm, seed: int, overrides: tuple[str, ...], runs: Path, suffix: str) -> Cell:
+def _cell(
+    recipes: tuple[str, ...], arm: Arm, seed: int, overrides: tuple[str, ...], runs: Path, suffix: str
+) -> GridCell:
     folder = runs / "-".join(filter(None, (title(recipes), slug(suffix), slug(arm.label), str(seed))))
     whole = (*overrides, f"sync.spec={arm.spec}", *arm.overrides, f"train.seed={seed}")
-    return Cell(arm, seed, recipes, whole, folder)
+    return GridCell(arm, seed, recipes, whole, folder)
 
 
 def run_grid(
-    cells: Sequence[Cell],
+    cells: Sequence[GridCell],
     run_cell: RunCell,
     budget_seconds: float | None = None,
     command: str = "",
@@ -138,7 +140,7 @@ def run_grid(
     end = None if budget_seconds is None else clock() + budget_seconds
     progress, halted = Progress(), Event()
 
-    def take(number: int, cell: Cell) -> None:
+    def take(number: int, cell: GridCell) -> None:
         place = f"[{number}/{len(cells)}] {cell.name}"
         if finished(cell.folder):
             progress.skipped.append(cell)
@@ -167,7 +169,7 @@ def run_grid(
     return progress
 
 
-def _run(cell: Cell, run_cell: RunCell, progress: Progress, tell: Callable[[str], None], halted: Event) -> None:
+def _run(cell: GridCell, run_cell: RunCell, progress: Progress, tell: Callable[[str], None], halted: Event) -> None:
     try:
         run_cell(cell.recipes, cell.overrides, cell.folder)
     except OutOfTime:
@@ -182,7 +184,7 @@ def _run(cell: Cell, run_cell: RunCell, progress: Progress, tell: Callable[[str]
         progress.ran.append(cell)
 
 
-def _check(cell: Cell) -> None:
+def _check(cell: GridCell) -> None:
     note = cell.folder / CELL
     if not note.is_file():
         return
@@ -192,9 +194,9 @@ def _check(cell: Cell) -> None:
         raise ValueError(f"{cell.folder} was made by {before!r}; give --suffix or --runs to keep the two apart")
 
 
-def outcome(cells: Sequence[Cell]) -> Task | None:
+def outcome(cells: Sequence[GridCell]) -> Task | None:
     """What the finished cells say, in the order of the specs; the twin is the first spec. None before any is."""
-    shelves: dict[Arm, list[Cell]] = {}
+    shelves: dict[Arm, list[GridCell]] = {}
     for cell in cells:
         shelves.setdefault(cell.arm, [])
         if finished(cell.folder):

@@ -13,6 +13,7 @@ import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,18 +21,18 @@ import torch
 
 from gradwire.gossip import auto_gamma
 from gradwire.gossip.choco import AUTO
-from gradwire_lab.train.decentralized import Decentralized
-from gradwire_lab.train.feed import task_of
-from gradwire_lab.train.place import alone
+from gradwire_lab.train.loading import task_of
+from gradwire_lab.train.loop import Training
+from gradwire_lab.train.rank_info import simulated_ranks
 from gradwire_lab.train.recipe import Recipe
+from gradwire_lab.train.recipe_files import resolve
 from gradwire_lab.train.record import environment
-from gradwire_lab.train.shelf import resolve
 
 KEYS = ("about", "compared", "recipes", "set", "groups", "cell")
 CELL_KEYS = ("name", "group", "set", "seeds", "published")
 
 
-class Cell(NamedTuple):
+class StudyCell(NamedTuple):
     """One training of a study."""
 
     name: str
@@ -49,10 +50,10 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
+class StudyJob:
     """What a process of a study needs to know."""
 
-    cells: tuple[Cell, ...]
+    cells: tuple[StudyCell, ...]
     extra: tuple[str, ...]
     device: str
     deadline: float | None  # on the clock of time.time()
@@ -65,30 +66,30 @@ def load(path: Path) -> dict[str, Any]:
         ValueError: It is no study.
     """
     try:
-        told = tomllib.loads(path.read_text(encoding="utf-8"))
+        result = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as wrong:
         raise ValueError(f"{path} cannot be read as TOML: {wrong}") from None
-    for keys, allowed in ((told, KEYS), *((entry, CELL_KEYS) for entry in told.get("cell", []))):
+    for keys, allowed in ((result, KEYS), *((entry, CELL_KEYS) for entry in result.get("cell", []))):
         for key in keys:
             if key not in allowed:
                 raise ValueError(f"{path} has a key {key!r}; known are {', '.join(allowed)}")
-    if not told.get("recipes") or not told.get("cell"):
+    if not result.get("recipes") or not result.get("cell"):
         raise ValueError(f"{path} needs recipes = [...] and at least one [[cell]]")
-    return told
+    return result
 
 
-def read(path: Path) -> list[Cell]:
+def read(path: Path) -> list[StudyCell]:
     """The cells of a study, in order."""
-    told = load(path)
-    made = [cell for entry in told["cell"] for cell in _cells(entry, tuple(told["recipes"]), told.get("set", []))]
+    result = load(path)
+    made = [cell for entry in result["cell"] for cell in _cells(entry, tuple(result["recipes"]), result.get("set", []))]
     if len({cell.key for cell in made}) < len(made):
         raise ValueError(f"{path} has a cell twice; give each a name and settings of its own")
     return made
 
 
-def _cells(entry: dict[str, Any], recipes: tuple[str, ...], common: list[str]) -> Iterator[Cell]:
+def _cells(entry: dict[str, Any], recipes: tuple[str, ...], common: list[str]) -> Iterator[StudyCell]:
     for seed in entry.get("seeds", [0]):
-        yield Cell(entry["name"], seed, recipes, (*common, *entry.get("set", [])))
+        yield StudyCell(entry["name"], seed, recipes, (*common, *entry.get("set", [])))
 
 
 def finished(results: Path) -> dict[str, dict[str, Any]]:
@@ -96,11 +97,11 @@ def finished(results: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for line in results.read_text(encoding="utf-8").splitlines() if results.is_file() else []:
         try:
-            told = json.loads(line)
+            result = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if told.get("rule") == _rule(told["gossip"]):
-            found[told["key"]] = told
+        if result.get("rule") == _rule(result["gossip"]):
+            found[result["key"]] = result
     return found
 
 
@@ -111,7 +112,7 @@ def _rule(gossip: dict[str, Any]) -> int | None:
 
 
 def run(
-    cells: Sequence[Cell],
+    cells: Sequence[StudyCell],
     results: Path,
     jobs: int = 1,
     device: str = "cpu",
@@ -126,69 +127,66 @@ def run(
     deadline = None if budget_seconds is None else time.time() + budget_seconds
     results.parent.mkdir(parents=True, exist_ok=True)
     with results.open("a", encoding="utf-8") as book:
-        for told in _told(Work(missing, tuple(extra), device, deadline), jobs):
-            if "error" in told:
-                tell(f"{told['name']}, seed {told['seed']} failed: {told['error']}")
+        for result in _results(StudyJob(missing, tuple(extra), device, deadline), jobs):
+            if "error" in result:
+                tell(f"{result['name']}, seed {result['seed']} failed: {result['error']}")
                 continue
-            book.write(json.dumps(told) + "\n")
+            book.write(json.dumps(result) + "\n")
             book.flush()
-            final = told["final"]
+            final = result["final"]
             fate = "diverged" if final.get("diverged") else f"mean model {final['mean_model']:.4f}"
-            tell(f"{told['name']}, seed {told['seed']}: {final['value']:.4f}, {fate}, {final['seconds']:.1f} s")
+            tell(f"{result['name']}, seed {result['seed']}: {final['value']:.4f}, {fate}, {final['seconds']:.1f} s")
 
 
-def _told(work: Work, jobs: int) -> Iterator[dict[str, Any]]:
-    """What processes have to tell, in the order of its coming."""
+def _results(work: StudyJob, jobs: int) -> Iterator[dict[str, Any]]:
+    """The results of all processes, as they come."""
     if jobs == 1:
-        yield from _train(work, iter(range(len(work.cells))).__next__)
+        yield from _train(work, count().__next__)
         return
     context = torch.multiprocessing.get_context("spawn")
-    turn, heard = context.Value("i", 0), context.Queue()
-    crew = [context.Process(target=_clerk, args=(work, turn, heard), daemon=True) for _ in range(jobs)]
-    for process in crew:
+    counter, queue = context.Value("i", 0), context.Queue()
+    processes = [context.Process(target=_worker, args=(work, counter, queue), daemon=True) for _ in range(jobs)]
+    for process in processes:
         process.start()
     left = jobs
     while left:
-        told = heard.get()
-        if told is None:
+        result = queue.get()
+        if result is None:
             left -= 1
         else:
-            yield told
-    for process in crew:
+            yield result
+    for process in processes:
         process.join()
 
 
-def _clerk(work: Work, turn: Any, heard: Any) -> None:
+def _worker(work: StudyJob, counter: Any, queue: Any) -> None:
     def next_one() -> int:
-        with turn.get_lock():
-            turn.value += 1
-            return int(turn.value) - 1
+        with counter.get_lock():
+            counter.value += 1
+            return int(counter.value) - 1
 
     try:
-        for told in _train(work, next_one):
-            heard.put(told)
+        for result in _train(work, next_one):
+            queue.put(result)
     finally:
-        heard.put(None)
+        queue.put(None)
 
 
-def _train(work: Work, next_one: Callable[[], int]) -> Iterator[dict[str, Any]]:
+def _train(work: StudyJob, next_one: Callable[[], int]) -> Iterator[dict[str, Any]]:
     """One cell after another; the data are read once. A process whose first cell fails gives up."""
     task: Any = None
     usual = 0.0  # seconds of a cell
     while True:
-        try:
-            number = next_one()
-        except StopIteration:
-            return
+        number = next_one()
         over = work.deadline is not None and time.time() + usual > work.deadline
         if over or number >= len(work.cells):
             return
         cell, began = work.cells[number], time.time()
         try:
             recipe = cell.recipe(work.extra)
-            place = alone(recipe.train.workers, work.device)
-            task = task_of(recipe, place) if task is None else task
-            training = Decentralized(recipe, place, task=task)
+            rank_info = simulated_ranks(recipe.train.workers, work.device)
+            task = task_of(recipe, rank_info) if task is None else task
+            training = Training(recipe, rank_info, task=task)
             records: list[dict[str, Any]] = []
             final = training.go(records.append, lambda *_: None)
         except Exception as wrong:
@@ -198,10 +196,12 @@ def _train(work: Work, next_one: Callable[[], int]) -> Iterator[dict[str, Any]]:
                 return
             continue
         usual = usual if "diverged" in final else time.time() - began
-        yield _line(cell, training, records, final)
+        yield _result(cell, training, records, final)
 
 
-def _line(cell: Cell, training: Decentralized, records: list[dict[str, Any]], final: dict[str, Any]) -> dict[str, Any]:
+def _result(
+    cell: StudyCell, training: Training, records: list[dict[str, Any]], final: dict[str, Any]
+) -> dict[str, Any]:
     start = next(record for record in records if record["event"] == "start")
     facts = ("spec", "world", "parameters", "batch", "steps_per_epoch", "steps", "device")
     epochs = [record for record in records if record["event"] == "epoch"]

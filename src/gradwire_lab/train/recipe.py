@@ -8,21 +8,32 @@
     [optimizer] what is done with the agreed gradient, or with each worker's own
     [schedule]  how the learning rate changes
 
-A recipe that was read is a value; `shelf` finds, merges and overrides the files that it is read from.
+A recipe that was read is a value; `recipe_files` finds, merges and overrides the files that it is read from.
 """
 
+import warnings
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from gradwire_lab.train.call_with_options import nearest
 from gradwire_lab.train.data import TASKS, TEXTS
 from gradwire_lab.train.data.partition import KINDS
-from gradwire_lab.train.keywords import nearest
 
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Kind = Literal["constant", "steps", "cosine", "linear", "exponential", "plateau"]
+
+
+def _renamed(value: object) -> object:
+    if value != "in turn":
+        return value
+    warnings.warn('passes = "in turn" is now "sequential"', DeprecationWarning, stacklevel=2)
+    return "sequential"
+
+
+PassMode = Annotated[Literal["auto", "together", "sequential"], BeforeValidator(_renamed)]
 
 
 class Table(BaseModel):
@@ -31,7 +42,7 @@ class Table(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class Data(Table):
+class DataTable(Table):
     name: Literal[tuple(TASKS)] = "digits"  # type: ignore[valid-type]
     root: str = ""  # the folder that --data names
     partition: Literal[KINDS] = "shuffled"  # type: ignore[valid-type]
@@ -48,7 +59,7 @@ class Data(Table):
     options: dict[str, Any] = {}  # what only this data set knows, such as strict = false
 
     @model_validator(mode="after")
-    def _sizes_in_order(self) -> "Data":
+    def _sizes_in_order(self) -> "DataTable":
         pairs = [entry for entry in self.sizes if len(entry) == 2 and entry[1] >= 1]
         epochs = [pair[0] for pair in pairs]
         if len(pairs) < len(self.sizes) or epochs != sorted(set(epochs)) or epochs[:1] not in ([], [0]):
@@ -56,12 +67,12 @@ class Data(Table):
         return self
 
 
-class Model(Table):
+class ModelTable(Table):
     name: str = "cnn"  # one of gradwire_lab.train.models, file.py:make, or package.module:make
     options: dict[str, Any] = {}  # keywords of its maker
 
 
-class Train(Table):
+class TrainTable(Table):
     workers: Count = 4
     epochs: Annotated[float, Field(gt=0)] = 18
     iterations: Annotated[int, Field(ge=0)] = 0  # stop after so many steps; 0: by epochs, which the schedule spans
@@ -77,12 +88,12 @@ class Train(Table):
     save_every: Annotated[int, Field(ge=0)] = 0  # steps; 0: at every evaluation
     buffers: Literal["average", "first"] = "average"  # whose batch-norm statistics are evaluated
     channels_last: bool = False
-    passes: Literal["auto", "together", "in turn"] = "auto"  # of virtual workers, through the model; auto: see Passes
+    passes: PassMode = "auto"  # of virtual workers, through the model; auto: see forward_backward.Passes
     graphs: bool = True  # replay forward and backward as CUDA graphs, where there is a GPU
     deterministic: bool = False
 
 
-class Rule(Table):
+class RuleTable(Table):
     """See `gradwire.Rule`."""
 
     spec: str
@@ -96,13 +107,13 @@ class Rule(Table):
     granularity: Literal["layer", "bucket", "model"] = "layer"
 
 
-class Sync(Table):
+class SyncTable(Table):
     spec: str = "dense"
     feedback: str = "auto"  # auto: what the spec needs
     exchange: str = "auto"
     granularity: Literal["layer", "bucket", "model"] = "layer"
     bundle: str = "fp16"  # the codec of 1-D tensors; none: that of all others
-    rules: list[Rule] = []
+    rules: list[RuleTable] = []
     ramp: Amount = 0.0  # epochs of warm-up, in which the density falls to the spec's own
     densities: list[Annotated[float, Field(gt=0, le=1)]] = []  # of equal parts of the ramp; empty: 1/4, 1/16, ...
     launch_mb: Annotated[float, Field(gt=0)] = 25.0
@@ -111,7 +122,7 @@ class Sync(Table):
     timeout: Annotated[float, Field(gt=0)] = 300.0  # seconds that a rank waits for others in a step
 
 
-class Gossip(Table):
+class GossipTable(Table):
     """See `gradwire.gossip`; where a method is named, workers gossip, and [sync] is not used."""
 
     method: str = ""  # choco, dpsgd, ...; empty: none
@@ -123,10 +134,10 @@ class Gossip(Table):
     across: Literal["ranks", "hosts"] | list[list[int]] = "ranks"  # who is a node; lists: the ranks of each
     elastic: bool = False  # whether processes go on when one of them dies or stalls, and take it back
     timeout: Annotated[float, Field(gt=0)] = 30.0  # seconds after which they give up a silent neighbor
-    passes: Literal["auto", "together", "in turn"] = "auto"  # of virtual workers, through the model
+    passes: PassMode = "auto"  # of virtual workers, through the model
 
 
-class Optimizer(Table):
+class OptimizerTable(Table):
     name: Literal["sgd", "adamw"] = "sgd"
     lr: Annotated[float, Field(gt=0)] = 0.05
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # before compression, where the feedback corrects momentum
@@ -140,7 +151,7 @@ class Optimizer(Table):
     local_clip: Amount = 0.0  # longest gradient of one worker, before compression; 0: any
 
 
-class Schedule(Table):
+class ScheduleTable(Table):
     kind: Kind = "constant"
     epochs: Amount = 0.0  # what the epochs below are written for: a run of other length stretches them; 0: never
     scale: Literal["none", "linear", "sqrt", "graph"] = "none"  # of the rate, by how much larger the batch is
@@ -154,7 +165,7 @@ class Schedule(Table):
     patience: Annotated[int, Field(ge=0)] = 0  # plateau: evaluations without a better one
 
     @model_validator(mode="after")
-    def _points_rise(self) -> "Schedule":
+    def _points_rise(self) -> "ScheduleTable":
         places = [point[0] for point in self.points if len(point) == 2]
         if len(places) < len(self.points) or places != sorted(places) or (self.kind == "linear" and len(places) < 2):
             raise ValueError("points must be at least two pairs [epoch, share], by rising epoch")
@@ -164,13 +175,13 @@ class Schedule(Table):
 
 
 class Recipe(Table):
-    data: Data = Data()
-    model: Model = Model()
-    train: Train = Train()
-    sync: Sync = Sync()
-    gossip: Gossip = Gossip()
-    optimizer: Optimizer = Optimizer()
-    schedule: Schedule = Schedule()
+    data: DataTable = DataTable()
+    model: ModelTable = ModelTable()
+    train: TrainTable = TrainTable()
+    sync: SyncTable = SyncTable()
+    gossip: GossipTable = GossipTable()
+    optimizer: OptimizerTable = OptimizerTable()
+    schedule: ScheduleTable = ScheduleTable()
 
 
 TABLES: dict[str, type[Table]] = {
@@ -247,7 +258,7 @@ def _refuse_gossip(spec: str) -> None:
 
 def _check_gossip(recipe: Recipe) -> None:
     from gradwire.codecs import codec
-    from gradwire_lab.train.neighborhood import method_of
+    from gradwire_lab.train.gossip_workers import method_of
 
     method = method_of(recipe)
     if recipe.gossip.codec:
@@ -277,5 +288,5 @@ def _unknown(path: tuple[Any, ...]) -> str:
     if len(path) == 1:
         return f"a recipe has no table [{path[0]}]; {nearest(str(path[0]), TABLES)}"
     table, key = path[0], path[-1]
-    fields = Rule.model_fields if len(path) > 2 else TABLES[table].model_fields
+    fields = RuleTable.model_fields if len(path) > 2 else TABLES[table].model_fields
     return f"[{table}] has no key {key!r}; {nearest(str(key), fields)}"

@@ -26,7 +26,7 @@ import torch
 from gradwire.version import VERSION, WIRE_FORMAT
 from gradwire_lab.train.checkpoint import write_text
 from gradwire_lab.train.recipe import Recipe
-from gradwire_lab.train.shelf import dumps
+from gradwire_lab.train.recipe_files import dumps
 
 CURVES = ("train_loss", "test_loss", "valid_loss", "value", "top5", "sent", "payload_ratio", "wire_ratio")
 

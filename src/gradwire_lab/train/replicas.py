@@ -14,8 +14,9 @@ from torch.func import functional_call, vmap
 
 from gradwire.core.segments import Segments
 from gradwire.integrations.model import trainable
-from gradwire_lab.train.side_by_side import SideBySide
+from gradwire_lab.train.vmap_layers import WideLayers
 
+Weights = tuple[Tensor, dict[str, Tensor]]  # a row of parameters, and buffers
 Objective = Callable[[Callable[..., Any], Tensor, Tensor], Tensor]  # (model, inputs, targets) -> loss
 
 
@@ -49,7 +50,7 @@ class Replicas:
         def one(parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
             return objective(self._called(parameters, buffers), x, y)
 
-        with SideBySide():
+        with WideLayers():
             losses: Tensor = vmap(one, randomness="different")(self.parameters, self.buffers, inputs, targets)
         self._derive_(losses.sum(), list(self.parameters.values()), self._into)
         return losses.detach()
@@ -72,6 +73,10 @@ class Replicas:
             place.zero_() if grad is None else place.copy_(grad)
 
     # -- what a replica holds ----------------------------------------------------------------------------------------
+
+    def own(self, which: int) -> Weights:
+        """The parameters and buffers of one replica."""
+        return self.rows[which], self.own_buffers(which)
 
     def own_buffers(self, which: int) -> dict[str, Tensor]:
         return {name: buffer[which] for name, buffer in self.buffers.items()}

@@ -1,4 +1,8 @@
-"""Run: one training in its folder: started or gone on with, saved, recorded."""
+"""Run: one training in its folder: started or resumed, saved, recorded.
+
+The way of a recipe: `recipe_files.resolve` reads it, `run_modes` decides which processes train it, and each of those
+calls `run_training` here, which builds a `loop.Training` and brings it to its end.
+"""
 
 import json
 import math
@@ -10,224 +14,112 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.comm import Traffic
 from gradwire_lab.train import checkpoint
-from gradwire_lab.train.checkpoint import MODEL, OPTIMIZER, PROGRESS
+from gradwire_lab.train.checkpoint import MODEL, PROGRESS
 from gradwire_lab.train.data import TextTask
-from gradwire_lab.train.decentralized import Decentralized
-from gradwire_lab.train.exam import Score
-from gradwire_lab.train.gossip_run import keep_gossip, resume_gossip
+from gradwire_lab.train.evaluation import Score
 from gradwire_lab.train.loop import Listener, Training
-from gradwire_lab.train.place import Place, alone
-from gradwire_lab.train.recipe import Recipe
+from gradwire_lab.train.rank_info import RankInfo, simulated_ranks
+from gradwire_lab.train.recipe import GossipTable, Recipe
+from gradwire_lab.train.recipe_files import load as load_recipe
 from gradwire_lab.train.record import Records, read
-from gradwire_lab.train.shelf import load as load_recipe
 
 COUNTERS = ("epoch", "at", "step", "seconds", "best", "kept", "ramp_steps")
 
 
-def sit(
-    recipe: Recipe, place: Place, folder: Path, listen: Listener, resume: bool = False, title: str = ""
+def run_training(
+    recipe: Recipe, rank_info: RankInfo, folder: Path, listen: Listener, resume: bool = False, title: str = ""
 ) -> dict[str, Any]:
     """Train in this process, from the start or from the last checkpoint of the folder, to the end.
 
     Returns:
         The final record.
     """
-    found = checkpoint.find(folder, "last") if resume else None
-    progress = checkpoint.progress_of(found) if found else {}
-    training = (Decentralized if recipe.gossip.method else Training)(recipe, place, progress.get("ramp_steps"))
-    if found is not None and isinstance(training, Decentralized):
-        resume_gossip(training, found, progress)
-    elif found is not None:
-        restore(training, found, progress)
+    saved = checkpoint.find(folder, "last") if resume else None
+    progress = checkpoint.progress_of(saved) if saved else {}
+    training = Training(recipe, rank_info, progress.get("ramp_steps"))
+    if saved is not None:
+        restore(training, saved, progress)
     if training.step > training.last_step:
         raise ValueError(
-            f"{folder} has {training.step} steps behind it, and is asked to end after {training.last_step}; ask for "
+            f"{folder} has taken {training.step} steps, and is asked to end after {training.last_step}; ask for "
             "more with train.epochs or train.iterations, or leave them as they were"
         )
-    back = place.meeting is not None and training.step > progress.get("step", 0)  # the others went on meanwhile
-    with Records(folder, training.position, place.first) as records:
-        if place.first and not resume and not training.step:
+    rejoined = rank_info.rendezvous is not None and training.step > progress.get("step", 0)  # the others went on
+    with Records(folder, training.position, rank_info.first) as records:
+        if rank_info.first and not resume and not training.step:
             checkpoint.clear(folder)  # those of a run that is written over, now that nothing can be refused any more
 
-        def hear(record: dict[str, Any]) -> None:
-            if place.first:
+        def write(record: dict[str, Any]) -> None:
+            if rank_info.first:
                 if record["event"] == "start":
                     record = {**record, "recipe": title or folder.name, "command": sys.argv}
                 records.write(record)
                 listen(record)
 
         past = read(folder)
-        if back:
+        if rejoined:
             training.seconds = max((record.get("seconds", 0.0) for record in past), default=0.0)
-            listen({"event": "back", "worker": place.ranks[0], "step": training.step})
+            listen({"event": "back", "worker": rank_info.ranks[0], "step": training.step})
         epochs = [record for record in past if record["event"] == "epoch"]
-        return training.go(hear, partial(keep, folder), epochs[-1] if epochs else None)
+        return training.go(write, partial(save, folder), epochs[-1] if epochs else None)
 
 
 def evaluate(folder: Path, which: str, split: str, device: torch.device | str, root: str = "") -> Score:
     """The score of a run's ``last`` or ``best`` checkpoint."""
-    recipe = load_recipe(folder / "recipe.toml")
+    recipe = load_recipe(folder / "recipe.toml").model_copy(update={"gossip": GossipTable()})  # one model, one worker
     if root:
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"root": root})})
-    found = checkpoint.find(folder, which)
-    if found is None:
+    saved = checkpoint.find(folder, which)
+    if saved is None:
         raise ValueError(f"{folder} has no {which} checkpoint; give the folder of a run, such as runs/digits-0")
-    training = Training(recipe, alone(1, device))
+    training = Training(recipe, simulated_ranks(1, device))
     splits = ("test", "valid") if isinstance(training.task, TextTask) else ("test",)
     if split not in splits:
         raise ValueError(f"{recipe.data.name} has no split {split!r} to evaluate; choose {' or '.join(splits)}")
-    _fill(training.model, recipe, found)
-    return training.score(split)
+    checkpoint.load_model(training.model, recipe.model.name, saved)
+    return training.strategy.score(split)
 
 
-def _fill(model: torch.nn.Module, recipe: Recipe, folder: Path) -> None:
-    """Give a model the weights of a checkpoint."""
-    try:
-        model.load_state_dict(checkpoint.load_tensors(folder / MODEL))
-    except RuntimeError as wrong:
-        why = " ".join(str(wrong).split())
-        raise ValueError(
-            f"{folder / MODEL} holds another model than {recipe.model.name} makes now ({why}); name the model and the "
-            "options that it was trained with"
-        ) from None
-
-
-# -- keeping -----------------------------------------------------------------------------------------------------------
-
-
-def keep(folder: Path, training: Training, best: bool) -> None:
+def save(folder: Path, training: Training, best: bool) -> None:
     """Save a checkpoint of a training; every process calls it."""
-    if isinstance(training, Decentralized):
-        keep_gossip(folder, training, best)
-        return
-    shown = training.crew.shown_buffers(training.recipe.train.buffers)  # all processes take part
-    ranks = {rank: _rank_state(training, i) for i, rank in enumerate(training.place.ranks)}
-    common = partial(_common, training, shown) if training.place.first else None
-    checkpoint.save(folder, training.step, ranks, common, partial(_barrier, training), best)
+    strategy, hidden = training.strategy.checkpoint, training.strategy.passes.states
+    ranks = {}
+    for i, (rank, state) in enumerate(zip(training.rank_info.ranks, strategy.rank_states(), strict=True)):
+        own = {f"state/{j}/{k}": x for j, pair in enumerate(hidden[i]) for k, x in enumerate(pair)} if hidden else {}
+        ranks[rank] = {**state, **own, "loss": training.loss}
+    model = strategy.model_state()
+    common = partial(_write_common, training, model) if training.rank_info.first else None
+    checkpoint.save(folder, training.step, ranks, common, strategy.barrier, best)
 
 
-def _common(training: Training, shown: dict[str, Tensor], folder: Path) -> None:
-    checkpoint.save_tensors({**training.model.state_dict(), **shown}, folder / MODEL)
-    rest = checkpoint.save_optimizer(training.optimizer, folder / OPTIMIZER)
+def _write_common(training: Training, model: dict[str, Tensor], folder: Path) -> None:
+    checkpoint.save_tensors(model, folder / MODEL)
     progress = {
         **{name: getattr(training, name) for name in COUNTERS},
-        "world": training.place.world,
-        "hosts": _hosts(training),
-        "optimizer": rest,
+        "world": training.rank_info.world,
         "schedule": {k: None if v == math.inf else v for k, v in training.schedule.state_dict().items()},
-        "scaler": training.scaler.state_dict() if training.scaler is not None else None,
-        "account": _account(training),
+        **training.strategy.checkpoint.progress(folder),
     }
     checkpoint.write_text(folder / PROGRESS, json.dumps(progress))
 
 
-def _rank_state(training: Training, i: int) -> dict[str, Tensor]:
-    crew, states = training.crew, training.passes.states
-    hidden = {f"{j}/{k}": x for j, pair in enumerate(states[i]) for k, x in enumerate(pair)} if states else {}
-    return {
-        **checkpoint.prefixed(crew.wires[i].state_dict(), "wire/"),
-        **checkpoint.prefixed(crew.buffers[i], "buffer/"),
-        **checkpoint.prefixed(hidden, "state/"),
-        "loss": training.loss,
-    }
-
-
-def _account(training: Training) -> dict[str, Any]:
-    wire = training.crew.wire
-    traffic, inside, clock = wire.link.traffic, wire.link.inside, wire.clock
-    return {
-        "traffic": [traffic.sent, traffic.received, traffic.collectives],
-        "inside": [inside.sent, inside.received, inside.collectives],
-        "clock": [clock.encode, clock.wire, clock.decode],
-        "said": dict(wire.session.said),
-        "meant": dict(wire.session.meant),
-        "rings": list(training.rings.items()),
-        "skipped": training.skipped,
-    }
-
-
-def _hosts(training: Training) -> list[list[int]] | None:
-    """The ranks of each host, where that makes a difference."""
-    grouping = training.crew.wire.link.grouping
-    return None if grouping is None else [list(host) for host in grouping.hosts]
-
-
-def _barrier(training: Training) -> None:
-    training.crew.total(torch.zeros(1, device=training.place.device)).item()
-
-
-# -- going on ----------------------------------------------------------------------------------------------------------
-
-
 def restore(training: Training, folder: Path, progress: dict[str, Any]) -> None:
-    """Put a training where a checkpoint left it.
-
-    A world of another size takes over the mean of all debts, starts with the evaluated statistics, and begins the epoch
-    anew that it was in.
-    """
-    place, crew = training.place, training.crew
-    _fill(training.model, training.recipe, folder)
-    checkpoint.load_optimizer(training.optimizer, folder / OPTIMIZER, progress["optimizer"])
+    """Put a training where a checkpoint left it; a world of another size begins the epoch again that it was in."""
+    states = training.strategy.checkpoint.load(folder, progress)
+    if states is None:
+        return
     saved = {name: math.inf if value is None else value for name, value in progress["schedule"].items()}
     training.schedule.load_state_dict(saved)
-    if training.scaler is not None and progress["scaler"]:
-        training.scaler.load_state_dict(progress["scaler"])
-    states = checkpoint.rank_states(folder, place.world, place.ranks)
-    same = progress["world"] == place.world
-    alike = same and progress.get("hosts") == _hosts(training)
-    saved_by_all = states if alike or not same else checkpoint.rank_states(folder, 0, ())
-    for i, wire in enumerate(crew.wires):
-        held = states[i : i + 1] if alike else saved_by_all
-        wire.load_state_dict([checkpoint.part(state, "wire/") for state in held])
-        _restore_account(wire, progress["account"])
-        if same:
-            _restore_own(training, i, states[i])
-        elif i:
-            crew.buffers[i] = {name: x.clone() for name, x in crew.buffers[0].items()}
     for name in COUNTERS:
         setattr(training, name, progress[name])
-    _restore_rings(training, progress)
-    if not same:
-        _relocate(training, progress["account"])
-
-
-def _restore_own(training: Training, i: int, state: dict[str, Tensor]) -> None:
-    for name, x in checkpoint.part(state, "buffer/").items():
-        training.crew.buffers[i][name].copy_(x)
-    training.loss.copy_(state["loss"])
-    hidden = checkpoint.part(state, "state/")
-    if hidden:
-        pairs = [(hidden[f"{j}/0"], hidden[f"{j}/1"]) for j in range(len(hidden) // 2)]
-        training.passes.states.append([(h.to(training.loss.device), c.to(training.loss.device)) for h, c in pairs])
-
-
-def _restore_account(wire: Any, account: dict[str, Any]) -> None:
-    wire.link.traffic = Traffic(*account["traffic"])
-    if wire.link.grouping is not None:
-        wire.link.inside = Traffic(*account.get("inside", ()))
-    wire.clock.encode, wire.clock.wire, wire.clock.decode = account["clock"]
-    wire.session.said.clear()
-    wire.session.said.update(account["said"])
-    wire.session.meant.clear()
-    wire.session.meant.update(account["meant"])
-
-
-def _restore_rings(training: Training, progress: dict[str, Any]) -> None:
-    """What sittings with other rings would have sent goes on being counted as theirs."""
-    account = progress["account"]
-    then = len(progress.get("hosts") or range(progress["world"]))
-    told = dict(account.get("rings") or [(then, sum(account["meant"].values()))])
-    (here,) = training.rings
-    training.elsewhere = {size: dense for size, dense in told.items() if size != here}
-    training.skipped_before = account.get("skipped", 0)
-
-
-def _relocate(training: Training, account: dict[str, Any]) -> None:
-    """Count steps as this world would have: its epochs have another number of them."""
-    del account
-    # A checkpoint within an epoch has no place in another world's epoch; the epoch is begun again.
-    training.at = 0
-    training.step = training.epoch * training.loader.steps
-    training.loss.zero_()
+    if not states:  # epochs of this world have another number of steps
+        training.at, training.step = 0, training.epoch * training.loader.steps
+        return
+    training.loss.copy_(states[0]["loss"])
+    hidden = [checkpoint.part(state, "state/") for state in states]
+    device = training.rank_info.device
+    training.strategy.passes.states = [
+        [(own[f"{j}/0"].to(device), own[f"{j}/1"].to(device)) for j in range(len(own) // 2)] for own in hidden if own
+    ]
+    training.catch_up()

@@ -52,14 +52,14 @@ class Schedule:
 
     def rate(self, epoch: float) -> float:
         plan, lr = self.recipe.schedule, self.recipe.optimizer.lr
-        epoch = self._written(epoch)
+        epoch = self._nominal_epoch(epoch)
         top = lr * self.scale
         if epoch < plan.warmup:
             low = lr * plan.warmup_from
             return low + (top - low) * epoch / plan.warmup
         return top * self._shape(epoch)
 
-    def heard(self, loss: float) -> None:
+    def record_loss(self, loss: float) -> None:
         """Take note of an evaluation."""
         self.waited += 1
         if loss < self.best:
@@ -79,7 +79,7 @@ class Schedule:
         plan = self.recipe.train
         return max(plan.epochs, plan.iterations / self.steps) if self.steps else plan.epochs
 
-    def _written(self, epoch: float) -> float:
+    def _nominal_epoch(self, epoch: float) -> float:
         """The epoch that the recipe's numbers mean, in a run of another length."""
         written = self.recipe.schedule.epochs
         return epoch * written / self.length if written else epoch
@@ -93,7 +93,7 @@ class Schedule:
             done = min(1.0, (epoch - plan.warmup) / max(1e-9, end - plan.warmup))
             return plan.floor + (1 - plan.floor) * (1 + math.cos(math.pi * done)) / 2
         if plan.kind == "linear":
-            return _between(plan.points, epoch)
+            return _interpolate(plan.points, epoch)
         if plan.kind == "exponential":
             return math.pow(plan.factor, epoch - plan.warmup)
         return math.pow(plan.factor, self.stalls) if plan.kind == "plateau" else 1.0
@@ -115,12 +115,12 @@ def _averaged(recipe: Recipe, world: int) -> float:
     if not recipe.gossip.method:
         return world
     from gradwire.gossip.lr_scaling import rate_scale
-    from gradwire_lab.train.neighborhood import method_of
+    from gradwire_lab.train.gossip_workers import method_of
 
     return rate_scale(method_of(recipe).graph.on(world))
 
 
-def _between(points: list[list[float]], place: float) -> float:
+def _interpolate(points: list[list[float]], place: float) -> float:
     """On the line through the points; level before the first and after the last."""
     for (a, low), (b, high) in pairwise(points):
         if place < b:

@@ -33,6 +33,7 @@ class Gap16(IndexCoder):
     """Run lengths in 16 bits: two bytes a position at any usual density."""
 
     fixed = False
+    drops: ClassVar[bool] = True
     examples: ClassVar[tuple[str, ...]] = ("gap16",)
 
     def size(self, count: int, n: int) -> int:

@@ -14,11 +14,12 @@ Spec:     int8, int4, int2, int8(block=1024)
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
 
-from gradwire.codecs.stage import Quantizer
+from gradwire.codecs.stage import FeedbackKernel, Quantizer
 from gradwire.core.arguments import is_count
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
@@ -41,6 +42,10 @@ class AbsMax(Quantizer):
                 f"int{self.bits} cannot cut blocks of {self.block!r} values; "
                 "choose a positive whole number, for example 256"
             )
+
+    @property
+    def feedback_kernel(self) -> FeedbackKernel:  # type: ignore[override]
+        return partial(fused.feedback_integer_, bits=self.bits, block=self.block)
 
     def size(self, lengths: tuple[int, ...]) -> int:
         return 4 * num_blocks(lengths, self.block) + packed_bytes(sum(lengths), self.bits)

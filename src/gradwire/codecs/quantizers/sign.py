@@ -13,11 +13,12 @@ Spec:     sign, sign(scale='norm')
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
 
-from gradwire.codecs.stage import Quantizer
+from gradwire.codecs.stage import FeedbackKernel, Quantizer
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
@@ -36,6 +37,10 @@ class Sign(Quantizer):
     def __post_init__(self) -> None:
         if self.scale not in ("mean", "norm"):
             raise ValueError(f"sign knows no scale called {self.scale!r}; choose scale='mean' or scale='norm'")
+
+    @property
+    def feedback_kernel(self) -> FeedbackKernel:  # type: ignore[override]
+        return partial(fused.feedback_sign_, norm=self.scale == "norm")
 
     def size(self, lengths: tuple[int, ...]) -> int:
         return 4 * len(lengths) + packed_bytes(sum(lengths), 1)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gradwire.codecs.stage import EncodeInput, Selector
 from gradwire.core.arguments import is_fraction
-from gradwire.core.decode_cache import shared
+from gradwire.core.decode_cache import memoized
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.segments import Segments
@@ -68,7 +68,7 @@ class RandomK(Selector):
         table, device = signal.segments, signal.target.device
         stream = (key.shared() if self.shared else key).fold("randomk")
         # Receivers redraw what the sender drew: among ranks of one process, once is enough.
-        return shared((), (self.ratio, table, stream, device), lambda: self._drawn(table, stream, device))
+        return memoized((), (self.ratio, table, stream, device), lambda: self._drawn(table, stream, device))
 
     def _drawn(self, table: Segments, stream: Key, device: torch.device) -> Tensor:
         return draw_places(stream, table, tuple(map(self.capacity, table.lengths)), device)

@@ -37,6 +37,7 @@ class TopK(Selector):
 
     ratio: float
 
+    exact_topk: ClassVar[bool] = True
     examples: ClassVar[tuple[str, ...]] = ("topk(0.01)", "topk(0.3)", "topk(1)")
 
     def __post_init__(self) -> None:

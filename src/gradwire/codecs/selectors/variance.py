@@ -66,8 +66,10 @@ class Variance(Selector):
     def capacity(self, n: int) -> int:
         return share(self.most, n)
 
-    def absorb(self, grad: Tensor, memory: Memory) -> Memory:
-        """The memory with this gradient's square added: for loops that observe no samples."""
+    def absorb(self, grad: Tensor, memory: Memory, observed: Tensor | None = None) -> Memory:
+        """The memory with the observed moments added, or, for loops that observe no samples, the gradient's square."""
+        if observed is not None:
+            return {**memory, _MOMENT: memory[_MOMENT] + observed}
         limit = torch.finfo(grad.dtype).max  # an infinite moment would never decay
         moment = (memory[_MOMENT] + grad.square()).clamp(max=limit)
         return {**memory, _MOMENT: moment}

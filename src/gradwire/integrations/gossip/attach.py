@@ -1,4 +1,4 @@
-"""The door: one call after which a model gossips."""
+"""`gossip`: one call after which a model gossips."""
 
 import os
 from pathlib import Path
@@ -10,12 +10,11 @@ from torch import nn
 from gradwire.comm.backend import Backend
 from gradwire.comm.host_layout import Across
 from gradwire.comm.torch_backend import connect
-from gradwire.gossip import Gossip
+from gradwire.gossip import GossipMethod
 from gradwire.integrations.ddp import find_ddp
 from gradwire.integrations.gossip.elastic import ElasticGossip
 from gradwire.integrations.gossip.flat_params import CodecSpec
 from gradwire.integrations.gossip.gossip_sync import GossipSync
-from gradwire.integrations.gossip.hosts import HostGossip
 from gradwire.integrations.host_discovery import arrange
 
 _HERE = "127.0.0.1"
@@ -23,7 +22,7 @@ _HERE = "127.0.0.1"
 
 def gossip(
     model: nn.Module,
-    spec: str | Gossip,
+    spec: str | GossipMethod,
     codec: CodecSpec | None = None,
     *,
     granularity: str = "layer",
@@ -39,22 +38,22 @@ def gossip(
     world: int | None = None,
     host: str = _HERE,
 ) -> "GossipSync | ElasticGossip":
-    """Train replicas that talk to neighbors only; the loop calls the returned net after ``optimizer.step()``.
+    """Train replicas that exchange messages with neighbors only; call the returned handle after ``optimizer.step()``.
 
     Args:
         model: This rank's replica. It starts with the parameters and buffers of rank 0, so load a checkpoint of it
             afterwards.
         spec: A method with its graph, such as ``"choco(ring, gamma=auto)"`` or ``"dpsgd(torus)"``.
-        codec: What messages are written in, such as ``"sign"``; by default float32.
+        codec: What messages are encoded with, such as ``"sign"``; by default float32.
         granularity: What the codec sees as one vector: each ``"layer"``, or the whole ``"model"``.
         overlap: Whether messages travel behind the next forward and backward pass; what they change comes a step late.
         process_group: The group to train over; by default the whole world.
         seed: Of all random bits; equal on all ranks.
         across: ``"hosts"`` makes one node of all ranks of a host, which are found from the environment that torchrun,
             mpirun or srun sets; so does a list of the ranks of each, ``[[0, 1], [2, 3]]``. The loop then calls
-            ``net.average_gradients()`` before ``optimizer.step()``.
-        link: Who moves the bytes, if not torch.distributed.
-        elastic: Whether to go on when neighbors die or stall, and to take them back; over connections of our own, so
+            ``average_gradients()`` of the handle before ``optimizer.step()``.
+        link: What moves the bytes, if not torch.distributed.
+        elastic: Whether to go on when neighbors die or stall, and to take them back; over connections of its own, so
             no process group is needed.
         timeout: Seconds after which a silent neighbor is dropped, with ``elastic=True``.
         meeting: Where elastic peers find each other: a folder that all share, or ``tcp://host:port`` of a TCPStore.
@@ -72,7 +71,7 @@ def gossip(
             raise ValueError("elastic=True has nodes of one rank, which may come and go; leave across out")
         if meeting is None:
             raise ValueError("elastic=True needs meeting=: a folder that all ranks share, or tcp://host:port")
-        place = _place("RANK", rank), _place("WORLD_SIZE", world)
+        where = _given_or_environment("RANK", rank), _given_or_environment("WORLD_SIZE", world)
         options: dict[str, Any] = {
             "granularity": granularity,
             "overlap": overlap,
@@ -80,14 +79,15 @@ def gossip(
             "timeout": timeout,
             "host": host,
         }
-        return ElasticGossip(model, spec, codec, *place, meeting, **options)
+        return ElasticGossip(model, spec, codec, *where, meeting, **options)
     if meeting is not None or rank is not None or world is not None or host != _HERE:
-        raise ValueError("meeting, rank, world and host belong to elastic=True; a process group knows its ranks itself")
-    found = arrange(link or connect(process_group), across)
-    kind = GossipSync if found.grouping is None or found.grouping.beside == 1 else HostGossip
-    if kind is GossipSync:
+        raise ValueError(
+            "meeting, rank, world and host belong to elastic=True; leave them out, since a process group has its ranks"
+        )
+    link = arrange(link or connect(process_group), across)
+    if link.grouping is None or link.grouping.beside == 1:
         _refuse_ddp(model)
-    return kind(model, spec, codec, found, granularity=granularity, overlap=overlap, seed=seed)
+    return GossipSync(model, spec, codec, link, granularity=granularity, overlap=overlap, seed=seed)
 
 
 def _refuse_ddp(model: nn.Module) -> None:
@@ -95,13 +95,13 @@ def _refuse_ddp(model: nn.Module) -> None:
     ddp = find_ddp(model)
     if ddp is not None and ddp.process_group.size() > 1:
         raise ValueError(
-            f"DistributedDataParallel averages gradients over {ddp.process_group.size()} ranks, which leaves nothing "
-            "to gossip about; pass the module inside, or with across= the ranks that are one node"
+            f"DistributedDataParallel averages gradients over {ddp.process_group.size()} ranks, so their replicas are "
+            "equal and need no gossip; pass the module inside, or with across= the ranks that are one node"
         )
 
 
-def _place(name: str, given: int | None) -> int:
-    found = os.environ.get(name) if given is None else given
-    if found is None:
-        raise ValueError(f"elastic=True needs to know its place; pass rank= and world=, or set {name}")
-    return int(found)
+def _given_or_environment(name: str, given: int | None) -> int:
+    value = os.environ.get(name) if given is None else given
+    if value is None:
+        raise ValueError(f"elastic=True needs its rank and world; pass rank= and world=, or set {name}")
+    return int(value)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from gradwire.gossip import Node
-from gradwire.integrations.gossip.flat_params import Flat
+from gradwire.integrations.gossip.flat_params import FlatParams
 from gradwire.version import WIRE_FORMAT
 
 
-def save_state(node: Node, flat: Flat, said: str, world: int) -> dict[str, Tensor]:
+def save_state(node: Node, flat: FlatParams, description: str, world: int) -> dict[str, Tensor]:
     """One rank's state, as plain tensors."""
     facts = {
         "gradwire/format": torch.tensor(WIRE_FORMAT),
@@ -18,27 +18,33 @@ def save_state(node: Node, flat: Flat, said: str, world: int) -> dict[str, Tenso
         "gradwire/number": torch.tensor(node.number),
         "gradwire/rank": torch.tensor(node.rank),
         "gradwire/seed": torch.tensor(node.seed),
-        "gradwire/spec": torch.tensor(list(said.encode()), dtype=torch.uint8),
+        "gradwire/spec": torch.tensor(list(description.encode()), dtype=torch.uint8),
         "gradwire/step": torch.tensor(node.step),
         "gradwire/world": torch.tensor(world),
     }
     return {**facts, **node.save()}
 
 
-def check_state(state: Mapping[str, Tensor], node: Node, flat: Flat, said: str, world: int) -> None:
-    """Refuse a state of another run."""
+def check_state(state: Mapping[str, Tensor], node: Node, flat: FlatParams, description: str, world: int) -> None:
+    """Refuse a state of another run.
+
+    Raises:
+        ValueError: It is one.
+    """
     if "gradwire/spec" not in state:
         raise ValueError("this is no gradwire state: it lacks gradwire/spec; pass what state_dict() returned")
     if int(state["gradwire/format"]) != WIRE_FORMAT:
         raise ValueError(f"the state has format {int(state['gradwire/format'])}, but this gradwire reads {WIRE_FORMAT}")
     saved = bytes(state["gradwire/spec"].tolist()).decode()
-    if saved != said:
-        raise ValueError(f"the state was saved under [{saved}], but this run has [{said}]; attach with the saved spec")
-    place = int(state["gradwire/rank"]), int(state["gradwire/world"])
-    if place != (node.rank, world):
+    if saved != description:
         raise ValueError(
-            f"the state is of rank {place[0]} of {place[1]}, and this is rank {node.rank} of {world}; what neighbors "
-            "know of each other belongs to one place in one graph, so load each rank's own"
+            f"the state was saved under [{saved}], but this run has [{description}]; attach with the saved spec"
+        )
+    rank, size = int(state["gradwire/rank"]), int(state["gradwire/world"])
+    if (rank, size) != (node.rank, world):
+        raise ValueError(
+            f"the state is of rank {rank} of {size}, and this is rank {node.rank} of {world}; copies of neighbors "
+            "belong to one place in one graph, so load each rank's own"
         )
     if not torch.equal(state["gradwire/model"], flat.fingerprint()):
         raise ValueError("the state was saved for another model: its parameters differ in name, number or shape")

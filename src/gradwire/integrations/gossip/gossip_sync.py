@@ -1,34 +1,38 @@
-"""Net: the handle of one rank. The loop calls it after ``optimizer.step()``."""
+"""The handle of one rank of a process group."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from gradwire.comm.backend import Backend
-from gradwire.comm.collectives import Traffic
-from gradwire.core.requests import Sum
-from gradwire.engine.drive import Clock, converse, drive
-from gradwire.gossip import Gossip, Node
+from gradwire.comm.collectives import AllReduceOp, Traffic
+from gradwire.engine.drive import execute, interleave
+from gradwire.engine.hosts import among_hosts
+from gradwire.gossip import GossipMethod
 from gradwire.integrations.consistency import agree, telling
 from gradwire.integrations.gossip.checkpoint import check_state, load_state, save_state
-from gradwire.integrations.gossip.crossing import Crossing
-from gradwire.integrations.gossip.flat_params import CodecSpec, Flat, describe, make_node, show
+from gradwire.integrations.gossip.flat_params import CodecSpec, FlatParams, describe, make_node
+from gradwire.integrations.gossip.handle import RankHandle
+from gradwire.integrations.gossip.hosts import HostShare
 from gradwire.integrations.gossip.report import GossipReport, summarize
 
-T = TypeVar("T")
 
+class GossipSync(RankHandle):
+    """Gossips the parameters of one model over one link. Call it after ``optimizer.step()``.
 
-class GossipSync:
-    """Gossips the parameters of one model over one link. Call it after ``optimizer.step()``."""
+    Attributes:
+        link: What moves the bytes.
+        share: The parameters that this rank gossips: all, or those that it serves for its host.
+    """
+
+    elastic = False
+    resyncs = 0
 
     def __init__(
         self,
         model: nn.Module,
-        spec: str | Gossip,
+        spec: str | GossipMethod,
         codec: CodecSpec | None,
         link: Backend,
         *,
@@ -36,144 +40,113 @@ class GossipSync:
         overlap: bool = False,
         seed: int = 0,
     ) -> None:
-        self.link, self.model, self.clock = link, model, Clock()
+        self.link = link
         with telling(link):
-            self.flat = Flat(model)
-            self.node = self._make_node(spec, codec, granularity, seed, overlap)
-        self.said = describe(self.node, granularity)
-        described = {name: f"{tuple(p.shape)} {p.dtype}" for name, p in self.flat.parameters.items()}
-        hosts = "" if link.grouping is None else f", hosts {link.grouping}"
-        agree(link, f"{self.said}; seed {seed}, overlap {overlap}{hosts}", described)
+            flat = FlatParams(model)
+            number, hosts = (link.rank, link.world) if link.grouping is None else _host(link)
+            whole = make_node(flat, spec, codec, number, hosts, granularity, seed, overlap)
+            self.share = HostShare(model, flat, link, whole, granularity)
+        super().__init__(flat, self.share.node, describe(self.share.node, granularity), link.rank)
+        shapes = {name: f"{tuple(p.shape)} {p.dtype}" for name, p in flat.parameters.items()}
+        layout = "" if link.grouping is None else f", hosts {link.grouping}"
+        agree(link, f"{self.description}; seed {seed}, overlap {overlap}{layout}", shapes)
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 link.broadcast_(tensor)
-        self._begin(self.flat.read())
+        if self.share.serves:
+            self.node.begin(self.share.select(flat.read()))
         link.traffic = Traffic()
-        self._crossing: Crossing[tuple[Tensor, Tensor]] = Crossing(self.flat.device)
-
-    def __repr__(self) -> str:
-        return show(type(self).__name__, self.said, self.node, self.node.step, self.link.rank)
-
-    def _make_node(
-        self, spec: str | Gossip, codec: CodecSpec | None, granularity: str, seed: int, overlap: bool
-    ) -> Node:
-        return make_node(self.flat, spec, codec, self.link.rank, self.parties, granularity, seed, overlap)
-
-    def _begin(self, common: Tensor) -> None:
-        self.node.begin(common)
 
     @property
-    def parties(self) -> int:
-        """How many gossip with each other: ranks, or hosts."""
-        return self.link.world if self.link.grouping is None else len(self.link.grouping.hosts)
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        grouping = self.link.grouping
+        return tuple((rank,) for rank in range(self.link.world)) if grouping is None else grouping.hosts
 
     def average_gradients(self) -> None:
-        """Take the mean over the ranks of this host, before the optimizer's step. Nobody else is on it."""
+        """Average ``.grad`` over the ranks of this host, before the optimizer's step. See `HostShare`."""
+        self.share.average_gradients()
 
     def average(self, grads: Tensor) -> Tensor:
         """The same for gradients that lie elsewhere, as one vector in the order of ``model.named_parameters()``."""
-        return grads
+        return self.share.average(grads)
 
-    def __call__(self) -> None:
-        """Average with the neighbors; with ``overlap=True``, start to, and take over what the last call started."""
-        self.flat.write_(self.mix(self.flat.read()))
+    def average_rows(self, grads: Tensor) -> Tensor:
+        """The same for gradients as a single row."""
+        return self.share.average(grads[0])[None]
 
     def mix(self, x: Tensor) -> Tensor:
-        """The same for parameters that lie elsewhere, as one vector in the order of ``model.named_parameters()``."""
-        if not self.node.overlap:
-            return self._talk(x)
-        self.land()
-        x = self.node.depart(x)
-        self._crossing.board(lambda: (x, self._talk(x)))
-        return x
+        """One round of gossip, of parameters as one vector in the order of ``model.named_parameters()``."""
+        self.share.require_averaged()
+        mixed = self.share.select(x)
+        if self.share.serves:
+            mixed = self.run_or_overlap(mixed, self._run)
+        else:
+            self.node.step += 1
+        return self.share.gather(mixed, x)
 
-    def _talk(self, x: Tensor) -> Tensor:
-        (met,) = drive(converse([self.node.run(x)]), self.link, self.clock)
-        return met
+    def _run(self, x: Tensor) -> Tensor:
+        protocol = interleave([self.node.run(x)])
+        (mixed,) = execute(protocol if self.link.grouping is None else among_hosts(protocol), self.link, self.clock)
+        return mixed
 
-    def land(self) -> None:
-        """Wait until nothing is under way."""
-        landed = self._crossing.land()
-        if landed is not None:
-            self.node.arrive(*landed)
+    def sum_over_processes(self, numbers: Tensor) -> tuple[Tensor, int]:
+        """The sum over all ranks, uncounted, and how many they are. All ranks must call it."""
+        self.wait()
+        return self.link.move(AllReduceOp(numbers, "sum")), self.link.world
 
-    # -- the mean model ------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """The model holds the mean over ranks in here, of parameters and of floating-point buffers. Collective."""
-        self.land()
-        x, kept = self.flat.read(), {name: buffer.clone() for name, buffer in self.flat.buffers.items()}
-        loose = [buffer.flatten().to(x) for buffer in kept.values()]
-        (total,) = self._off_the_record([Sum(torch.cat([x, *loose]))])
-        mean, *buffers = (total / self.link.world).split([x.numel(), *(part.numel() for part in loose)])
-        self._write_(mean, dict(zip(kept, buffers, strict=True)))
-        try:
-            yield
-        finally:
-            self._write_(x, kept)
-
-    def evaluate_mean(self, evaluate: Callable[[], T]) -> T:
-        """What ``evaluate()`` returns while the model holds the mean over ranks. All ranks must call it."""
-        with self.averaged():
-            return evaluate()
-
-    def distance(self) -> float:
-        """The root mean square over ranks of |x_i - mean|. All ranks must call it."""
-        self.land()
-        x = self.flat.read()
-        (total,) = self._off_the_record([Sum(x)])
-        off = (x - total / self.link.world).double().square().sum().float()
-        (square,) = self._off_the_record([Sum(off[None])])
-        return math.sqrt(float(square) / self.link.world)
-
-    def _write_(self, x: Tensor, buffers: Mapping[str, Tensor]) -> None:
-        self.flat.write_(x)
-        with torch.no_grad():
-            for name, value in buffers.items():
-                buffer = self.flat.buffers[name]
-                buffer.copy_(value.view(buffer.shape))
-
-    def _off_the_record(self, asks: Sequence[Any]) -> list[Any]:
-        """Evaluation is no part of the training's account."""
-        before = self.link.traffic
-        answers = self.link.answer(asks)
-        self.link.traffic = before
-        return answers
-
-    # -- what is kept and shown ----------------------------------------------------------------------------------------
-
-    @property
-    def step(self) -> int:
-        self.land()
-        return self.node.step
+    def max_over_processes(self, number: float) -> float:
+        """The maximum over all ranks, uncounted. All ranks must call it."""
+        self.wait()
+        own = torch.tensor([number], dtype=torch.float64, device=self.flat.device)
+        return float(self.link.move(AllReduceOp(own, "max")))
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's memories and step: plain tensors, keyed by parameter name."""
-        self.land()
-        return save_state(self.node, self.flat, self.said, self.parties)
+        self.wait()
+        return {**save_state(self.node, self.flat, self.description, len(self.hosts)), **self.share.state()}
 
     def load_state_dict(self, state: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> None:
-        """Take over this rank's own state. All ranks must call it; what one of them cannot load, none does."""
-        self.land()
+        """Continue from this rank's own state. All ranks must call it; a state that one cannot load, none loads."""
+        self.wait()
         states = [state] if isinstance(state, Mapping) else list(state)
         with telling(self.link):
             for one in states:
-                self._check(one)
-        agree(self.link, self.said, {}, int(states[0]["gradwire/step"]))
-        self._load(states[0])
-
-    def _check(self, state: Mapping[str, Tensor]) -> None:
-        check_state(state, self.node, self.flat, self.said, self.parties)
-
-    def _load(self, state: Mapping[str, Tensor]) -> None:
-        load_state(self.node, state)
-
-    def report(self) -> GossipReport:
-        """Bytes, distance, memory and gamma so far."""
-        self.land()
-        return summarize(self.node, self.link.traffic, self.parties)
+                check_state(one, self.node, self.flat, self.description, len(self.hosts))
+                self.share.check_state(one)
+        agree(self.link, self.description, {}, int(states[0]["gradwire/step"]))
+        if self.share.serves:
+            load_state(self.node, states[0])
+        else:
+            self.node.step, self.node.seed = int(states[0]["gradwire/step"]), int(states[0]["gradwire/seed"])
 
     def fits(self, state: Mapping[str, Tensor]) -> bool:
         """Whether a state was saved in a world like this one."""
-        return int(state["gradwire/world"]) == self.parties and int(state.get("gradwire/beside", 1)) == 1
+        saved = int(state["gradwire/world"]), int(state.get("gradwire/beside", 1))
+        return saved == (len(self.hosts), self.share.size)
+
+    def report(self, rank: int = 0) -> GossipReport:
+        """Bytes, distance, memory and gamma so far."""
+        del rank
+        self.wait()
+        inside = {"ranks_per_node": self.share.size, "sent_inside": self.link.inside.sent}
+        return summarize(self.node, self.link.traffic, len(self.hosts), **inside)
+
+    def counters(self) -> list[list[float]]:
+        counts = [self.link.traffic] if self.share.size == 1 else [self.link.traffic, self.link.inside]
+        return [[number for count in counts for number in (count.sent, count.received, count.collectives)]]
+
+    def load_counters(self, counters: Sequence[Sequence[float]]) -> None:
+        (own,) = counters
+        self.link.traffic = Traffic(own[0], own[1], int(own[2]))
+        if len(own) > 3:
+            self.link.inside = Traffic(own[3], own[4], int(own[5]))
+
+    def close(self) -> None:
+        """Wait for the round under way; the process group is the caller's."""
+        self.wait()
+
+
+def _host(link: Backend) -> tuple[int, int]:
+    """The number of this rank's host, and how many there are."""
+    assert link.grouping is not None
+    return link.grouping.seat(link.rank).host, len(link.grouping.hosts)

@@ -1,5 +1,6 @@
-"""Report: what gossip put on the wire, how far replicas are apart, and what it remembers."""
+"""Report: the bytes that gossip has sent, how far replicas are apart, and how much memory it takes."""
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,25 +10,27 @@ from gradwire.gossip import Node
 
 @dataclass(frozen=True)
 class GossipReport:
-    """A snapshot of one rank's account.
+    """A snapshot of one rank's counts.
 
     Attributes:
         steps: Steps taken.
         world: Number of ranks, or of nodes, where several ranks are one.
-        degree: Neighbors that this rank tells in a step, at most.
-        sent: Bytes that this rank put on the wire, headers included.
-        received: Bytes that it took off the wire.
+        degree: Neighbors that this rank sends to in a step, at most.
+        sent: Bytes that this rank has sent, headers included.
+        received: Bytes that it has received.
         collectives: How many collectives carried them; 0 with elastic=True, which needs none.
         dense: Bytes that the same models would have been in float32, to the same neighbors, or in an all-reduce.
-        gamma: The consensus step of the last talk.
+        gamma: The consensus step of the last round.
         consensus: An estimate of the distance from the mean model; `GossipSync.distance` measures it.
-        memory_floats: Float32 numbers remembered for each parameter; with elastic=True also the model as of the last
-            step, for those who come back.
+        memory_floats: Float32 numbers stored for each parameter; with elastic=True also the model as of the last
+            step, for ranks that come back.
         dropped: How many times a neighbor was lost.
         rejoined: How many times an edge came back.
         drift: About how far rounds that only one end of an edge finished have moved the mean model, as a norm.
-        beside: Ranks in each node. Of the bytes above, each of them sends a share.
+        ranks_per_node: Of the bytes above, each rank of a node sends a share.
         sent_inside: Bytes that this rank sent to others in its node: gradients, and mixed parameters.
+        rounds: Rounds that this rank has made itself: fewer than steps if it came back.
+        messages: Messages that it has sent in them, one to each neighbor that was there.
     """
 
     steps: int
@@ -43,8 +46,16 @@ class GossipReport:
     dropped: int = 0
     rejoined: int = 0
     drift: float = 0.0
-    beside: int = 1
+    ranks_per_node: int = 1
     sent_inside: float = 0.0
+    rounds: int = 0
+    messages: int = 0
+
+    @property
+    def beside(self) -> int:
+        """The old name of `ranks_per_node`, for one release."""
+        warnings.warn("GossipReport.beside is now ranks_per_node", DeprecationWarning, stacklevel=2)
+        return self.ranks_per_node
 
     @property
     def sent_per_step(self) -> float:
@@ -58,7 +69,10 @@ class GossipReport:
     def __str__(self) -> str:
         lines = [
             f"{self.steps} steps, world of {self.world}, {self.degree} neighbors",
-            *([f"inside    {self.sent_inside:,.0f} B to the {self.beside} ranks of the node"] * (self.beside > 1)),
+            *(
+                [f"inside    {self.sent_inside:,.0f} B to the {self.ranks_per_node} ranks of the node"]
+                * (self.ranks_per_node > 1)
+            ),
             f"sent      {self.sent:,.0f} B ({self.sent_per_step:,.0f} B per step), {self.ratio:.1f}x less than float32",
             f"received  {self.received:,.0f} B",
             f"gamma     {self.gamma:.4g}",
@@ -72,18 +86,21 @@ class GossipReport:
         return "\n".join(lines)
 
 
-def summarize(node: Node, traffic: Traffic, world: int, **losses: Any) -> GossipReport:
+def summarize(node: Node, traffic: Traffic, world: int, **others: Any) -> GossipReport:
+    """The report of a node; ``others`` are fields that it does not know, or knows otherwise."""
     degree = node.topology.degrees[node.rank]
-    return GossipReport(
+    fields = dict(
         steps=node.step,
         world=world,
         degree=degree,
         sent=traffic.sent,
         received=traffic.received,
         collectives=traffic.collectives,
-        dense=node.method.uncompressed(node.tensors.total, degree, world) * node.step,
+        dense=node.method.dense_bytes(node.tensors.total, degree, world) * node.step,
         gamma=node.gamma,
         consensus=node.consensus,
         memory_floats=node.floats_per_parameter,
-        **losses,
+        rounds=node.step,
+        messages=node.step * degree,
     )
+    return GossipReport(**{**fields, **others})

@@ -5,7 +5,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from gradwire.kernels.cpu.pages import lend
+from gradwire.kernels.cpu.buffer_pool import lend
 from gradwire.kernels.cpu.pieces import TILE
 from gradwire.kernels.cpu.threads import compiled, in_turn, inlined, serial
 from gradwire.kernels.cpu.vectors import as_bits, as_float

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.cpu import scales
+from gradwire.kernels.cpu.buffer_pool import lend
 from gradwire.kernels.cpu.codes import LARGEST, levels_of, nearest, scale_of
 from gradwire.kernels.cpu.packing import join, pack, unpack
-from gradwire.kernels.cpu.pages import lend
 from gradwire.kernels.cpu.pieces import blocked, groups_of, whole
 from gradwire.kernels.cpu.signs import choose_signs, settle_signs
 from gradwire.kernels.cpu.threads import compiled, in_turn, serial

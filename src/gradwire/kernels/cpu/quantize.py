@@ -8,8 +8,8 @@ from torch import Tensor
 from gradwire.core.keys import Key
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.cpu import codes, scales
+from gradwire.kernels.cpu.buffer_pool import lend
 from gradwire.kernels.cpu.packing import join
-from gradwire.kernels.cpu.pages import lend
 from gradwire.kernels.cpu.pieces import Pieces, blocked, groups_of, whole
 from gradwire.kernels.cpu.random import streams
 from gradwire.kernels.cpu.threads import in_turn

@@ -5,7 +5,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from gradwire.kernels.cpu.pages import lend
+from gradwire.kernels.cpu.buffer_pool import lend
 from gradwire.kernels.cpu.threads import compiled, in_turn, serial
 
 _TILE = 1 << 16

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.cpu import scales
+from gradwire.kernels.cpu.buffer_pool import lend
 from gradwire.kernels.cpu.packing import join, pack_signs, sign_at, signs_at
-from gradwire.kernels.cpu.pages import lend
 from gradwire.kernels.cpu.pieces import whole
 from gradwire.kernels.cpu.threads import compiled, in_turn, serial
 from gradwire.kernels.cpu.vectors import choose

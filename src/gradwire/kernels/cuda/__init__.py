@@ -1,11 +1,11 @@
 """Triton versions of the kernels, by the names and signatures of their definitions."""
 
+from gradwire.kernels.cuda.accumulate import accumulate_, settle_
 from gradwire.kernels.cuda.casts import cast_decode, cast_encode
 from gradwire.kernels.cuda.chunks import chunk_topk
+from gradwire.kernels.cuda.conditional import copy_if_, zero_if_
 from gradwire.kernels.cuda.draw import permute, scattered
-from gradwire.kernels.cuda.enter import accumulate_, settle_
 from gradwire.kernels.cuda.merge import merge_integer, merge_sign
-from gradwire.kernels.cuda.overrule import restore_, void_
 from gradwire.kernels.cuda.quantize import (
     feedback_integer_,
     integer_decode,
@@ -17,10 +17,11 @@ from gradwire.kernels.cuda.quantize import (
     ternary_decode,
     ternary_encode,
 )
-from gradwire.kernels.cuda.rice import rice_decode, rice_encode
+from gradwire.kernels.cuda.rice_reader import rice_decode
+from gradwire.kernels.cuda.rice_writer import rice_encode
 from gradwire.kernels.cuda.scatter import scatter_mean, scatter_mean_
-from gradwire.kernels.cuda.select import accumulate_topk_, carry_topk_, send_topk_, topk
 from gradwire.kernels.cuda.sign import feedback_sign_, onebit_decode, onebit_encode, sign_decode, sign_encode
+from gradwire.kernels.cuda.topk import accumulate_topk_, carry_topk_, send_topk_, topk
 
 __all__ = [
     "accumulate_",
@@ -29,6 +30,7 @@ __all__ = [
     "cast_decode",
     "cast_encode",
     "chunk_topk",
+    "copy_if_",
     "feedback_integer_",
     "feedback_sign_",
     "integer_decode",
@@ -42,7 +44,6 @@ __all__ = [
     "permute",
     "qsgd_decode",
     "qsgd_encode",
-    "restore_",
     "rice_decode",
     "rice_encode",
     "scatter_mean",
@@ -55,5 +56,5 @@ __all__ = [
     "ternary_decode",
     "ternary_encode",
     "topk",
-    "void_",
+    "zero_if_",
 ]

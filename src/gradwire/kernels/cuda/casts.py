@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.kernels import quantize
-from gradwire.kernels.cuda.enter import fetch, put, readable
+from gradwire.kernels.cuda.accumulate import fetch, put, readable
 from gradwire.kernels.cuda.launch import form, launch
 from gradwire.kernels.cuda.tables import definition, placed
 

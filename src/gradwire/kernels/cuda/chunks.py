@@ -14,10 +14,10 @@ from torch import Tensor
 
 from gradwire.core.graph_refs import kept
 from gradwire.kernels import chunks as plain
-from gradwire.kernels.cuda.enter import fetch, readable
+from gradwire.kernels.cuda.accumulate import fetch, readable
 from gradwire.kernels.cuda.launch import form, launch
-from gradwire.kernels.cuda.sweep import key_of
 from gradwire.kernels.cuda.tables import definition, placed
+from gradwire.kernels.cuda.topk.mark import key_of
 
 _WIDEST = 16384  # a larger chunk does not fit into one program
 _EACH = 4096  # entries of a warp

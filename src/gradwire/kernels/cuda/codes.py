@@ -79,10 +79,19 @@ def _product(word, factor):
 
 
 @triton.jit
+def _counter_word(word):
+    """A word of the step: itself, or, in captured steps, where it lies in memory."""
+    if word.dtype.is_ptr():
+        return tl.load(word).to(tl.uint32)
+    else:
+        return word.to(tl.uint32)
+
+
+@triton.jit
 def philox_words(block, seed, low, high):
     """Philox4x32-10 of counter (block, step)."""
     c0, c1 = block.to(tl.uint32), (block >> 32).to(tl.uint32)
-    c2, c3 = tl.zeros_like(c0) + low.to(tl.uint32), tl.zeros_like(c0) + high.to(tl.uint32)
+    c2, c3 = tl.zeros_like(c0) + _counter_word(low), tl.zeros_like(c0) + _counter_word(high)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     for _ in tl.static_range(10):
         high0, low0 = _product(c0, 0xD2511F53)
@@ -217,9 +226,9 @@ def message(
     return data[: head + body], data[:head].view(torch.float32), data[head:]
 
 
-def step_words(key: Key) -> tuple[int, int]:
-    """The step, as two words of the counter."""
-    return key.counter()
+def step_words(key: Key) -> tuple[int, int] | tuple[Tensor, ...]:
+    """The step, as two words of the counter; of a captured step, where they lie in memory."""
+    return key.counter() if key.device_counter is None else key.device_counter.split(1)
 
 
 def seeds(key: Key, names: tuple[str, ...], device: torch.device) -> Tensor:

@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.kernels.cuda.blocks import Slabs
+from gradwire.kernels.cuda.accumulate import put
+from gradwire.kernels.cuda.blockwise import Slabs
 from gradwire.kernels.cuda.codes import eight, load_codes, load_eights, reciprocal, step_of
-from gradwire.kernels.cuda.enter import put
 from gradwire.kernels.cuda.tables import BLOCK, Grid
 
 SIGN = tl.constexpr(0)

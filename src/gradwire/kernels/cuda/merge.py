@@ -10,12 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.kernels import fused
-from gradwire.kernels.cuda.blocks import round_integers, slabs, write_blocks
+from gradwire.kernels.cuda.accumulate import READ, fetch, put
+from gradwire.kernels.cuda.blockwise import round_integers, slabs, write_blocks
 from gradwire.kernels.cuda.codes import eight, load_eights, load_float, message, part_of, reciprocal, word
-from gradwire.kernels.cuda.enter import READ, fetch, put
 from gradwire.kernels.cuda.launch import form, launch
+from gradwire.kernels.cuda.segment_stats import MEAN, ROOT, conclude, describe, room
 from gradwire.kernels.cuda.sign import deduct
-from gradwire.kernels.cuda.survey import MEAN, ROOT, conclude, describe, room
 from gradwire.kernels.cuda.tables import BLOCK, definition, grid, placed
 
 _WIDEST = 2048  # a larger block does not fit into one slab

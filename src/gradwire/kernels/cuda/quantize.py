@@ -7,12 +7,12 @@ from gradwire.core.keys import Key
 from gradwire.core.payload import from_bytes
 from gradwire.kernels import fused
 from gradwire.kernels import quantize as plain
-from gradwire.kernels.cuda.blocks import INTEGER, QSGD, quantize, slabs
+from gradwire.kernels.cuda.accumulate import memory_of, readable
+from gradwire.kernels.cuda.blockwise import INTEGER, QSGD, quantize, slabs
 from gradwire.kernels.cuda.codes import message, word
 from gradwire.kernels.cuda.decode import LEVEL, POWER, SLAB, TRIT, decode, decode_blocks
-from gradwire.kernels.cuda.dither import LEVELED, NATURAL, dither, trits
-from gradwire.kernels.cuda.enter import memory_of, readable
-from gradwire.kernels.cuda.survey import NORM, PEAK, survey
+from gradwire.kernels.cuda.segment_stats import NORM, PEAK, survey
+from gradwire.kernels.cuda.stochastic_round import LEVELED, NATURAL, dither, trits
 from gradwire.kernels.cuda.tables import definition, grid, known, placed
 
 _WIDEST = 8192  # a larger block does not fit into one program

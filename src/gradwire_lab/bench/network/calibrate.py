@@ -30,24 +30,24 @@ from gradwire.comm.emulated import EmulatedBackend
 from gradwire.comm.torch_backend import connect
 from gradwire.engine.plan import LAUNCH_BYTES
 from gradwire_lab.bench.network import devices
-from gradwire_lab.bench.network.devices import CPU, Moment, Stopwatch
-from gradwire_lab.bench.network.turns import while_all_run
-from gradwire_lab.bench.network.workloads import Workload, load
-from gradwire_lab.perf_model.calibration import Calibration, Cost, save
-from gradwire_lab.perf_model.model import DENSE, Model
-from gradwire_lab.perf_model.rehearsal import WARMUP, rehearse
-from gradwire_lab.perf_model.script import script, sent, sent_by
+from gradwire_lab.bench.network.devices import Moment, Stopwatch
+from gradwire_lab.bench.network.rank_main import while_all_run
+from gradwire_lab.bench.network.workloads import CPU, Workload, load
+from gradwire_lab.launch import launch
+from gradwire_lab.perf_model.calibration import Calibration, CodingCost, save
+from gradwire_lab.perf_model.comm_schedule import schedule, sent, sent_by
+from gradwire_lab.perf_model.microbenchmark import WARMUP, time_coding
+from gradwire_lab.perf_model.model import DENSE, ModelProfile
 from gradwire_lab.perf_model.software import FREE, Software, measure
-from gradwire_lab.train.launch import launch
 
-BOUTS = 2  # of computing, before and after the rehearsals: the speed of shared machines drifts within a minute
-MOST_DECODED = 16  # ranks whose messages are decoded in a rehearsal; more are extrapolated
+BOUTS = 2  # of computing, before and after the microbenchmarks: the speed of shared machines drifts within a minute
+MOST_DECODED = 16  # ranks whose messages are decoded in a microbenchmark; more are extrapolated
 
 Make = Callable[[], Workload]
 
 
 @dataclass(frozen=True)
-class Job:
+class CalibrationJob:
     """What to measure.
 
     Attributes:
@@ -55,8 +55,8 @@ class Job:
         specs: Ways to synchronize, dense ones aside.
         world: Ranks of the training that is meant.
         steps: That count, all bouts together.
-        most_elements: That all rehearsals of a spec handle together; there are three at least, and nine at most.
-        seconds: To be spent on all rehearsals together, and half as many on steps, as far as there is a choice.
+        most_elements: That all microbenchmarks of a spec handle together; there are three at least, and nine at most.
+        seconds: To be spent on all microbenchmarks together, and half as many on steps, as far as there is a choice.
         device: Where: ``cpu``, ``cuda`` for the GPUs in turn, or ``cuda:1``; nothing for where the model is made.
         dtype: Of a model on a GPU, unless its maker decides.
     """
@@ -71,7 +71,7 @@ class Job:
     dtype: str = ""
 
     def repeats(self, elements: int) -> int:
-        """Of each rehearsal: short ones are disturbed more easily."""
+        """Of each microbenchmark: short ones are disturbed more easily."""
         return max(3, min(9, self.most_elements // elements))
 
     def affordable(self, wanted: int, share: float, fewest: int, took: float) -> int:
@@ -81,7 +81,7 @@ class Job:
         return max(fewest, int(spare))
 
 
-def checked(job: Job) -> Job:
+def checked(job: CalibrationJob) -> CalibrationJob:
     """The job, with the device that it will be done on.
 
     Raises:
@@ -93,7 +93,7 @@ def checked(job: Job) -> Job:
     return replace(job, device=job.device or device.type)
 
 
-def calibrate(job: Job, beside: int) -> Calibration:
+def calibrate(job: CalibrationJob, beside: int) -> Calibration:
     """Measure with ``beside`` workers on this machine at once; figures are those of the slowest of them."""
     found: Calibration = launch(_rank, beside, job)[0]
     if beside > 1 or job.device.startswith("cuda"):
@@ -119,16 +119,16 @@ class Pass(NamedTuple):
     arrival: Mapping[str, float]
 
 
-def _rank(rank: int, world: int, job: Job) -> Calibration:
+def _rank(rank: int, world: int, job: CalibrationJob) -> Calibration:
     workload = devices.placed(job.make, devices.of_rank(job.device, rank), job.dtype)
     torch.manual_seed(rank)
     first = _compute(workload, job)
     parameters = {name: p for name, p in workload.model.named_parameters() if p.requires_grad}
-    model = Model.of(parameters, first.arrival)
+    model = ModelProfile.of(parameters, first.arrival)
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()}
     decoded = min(job.world, MOST_DECODED)
     costs = {spec: _dense(grads, model.summed(spec), job.world, job.repeats(model.elements)) for spec in DENSE}
-    costs |= {spec: _rehearsed(model, spec, grads, decoded, job) for spec in job.specs}
+    costs |= {spec: _coding_cost(model, spec, grads, decoded, job) for spec in job.specs}
     device = next(iter(parameters.values())).device
     # Between GPUs it is NCCL that costs, and what that costs between hosts cannot be seen on one of them.
     software = measure(_bare(), dist.barrier) if world > 1 and device == CPU else FREE
@@ -137,7 +137,7 @@ def _rank(rank: int, world: int, job: Job) -> Calibration:
     numbers = [*passes, *(x for c in costs.values() for x in (c.encode, c.decode, c.per_peer))]
     slowest = iter(_slowest(numbers))
     forward, backward = next(slowest), next(slowest)
-    agreed = {spec: Cost(next(slowest), next(slowest), next(slowest), cost.fill) for spec, cost in costs.items()}
+    agreed = {spec: CodingCost(next(slowest), next(slowest), next(slowest), cost.fill) for spec, cost in costs.items()}
     return Calibration(model, forward, backward, agreed, _cores(device, world), software, decoded, _note(device, world))
 
 
@@ -161,7 +161,7 @@ def _slowest(seconds: Sequence[float]) -> list[float]:
     return found
 
 
-def _compute(workload: Workload, job: Job) -> Pass:
+def _compute(workload: Workload, job: CalibrationJob) -> Pass:
     """Time steps under DDP that does not communicate, and leave the last gradients where they are."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch have another name for it as well
@@ -186,7 +186,7 @@ def _together(mine: list[float]) -> float:
     return while_all_run(everybody)
 
 
-def _counted(ddp: nn.Module, workload: Workload, job: Job) -> list[Pass]:
+def _counted(ddp: nn.Module, workload: Workload, job: CalibrationJob) -> list[Pass]:
     """Steps after two that warm up. Ranks do not meet between them: who shares a core with whom then evens out."""
     watch = _watch(workload)
     step = partial(_step, ddp, workload, torch.optim.SGD(workload.model.parameters(), lr=0.0), watch)
@@ -239,7 +239,7 @@ def _arrival(ddp: nn.Module, workload: Workload) -> dict[str, float]:
     return {name: min(1.0, watch.seconds(began, moment) / whole) for name, moment in moments.items()}
 
 
-def _dense(grads: Mapping[str, Tensor], dtype: torch.dtype, world: int, repeats: int) -> Cost:
+def _dense(grads: Mapping[str, Tensor], dtype: torch.dtype, world: int, repeats: int) -> CodingCost:
     """What DDP's hooks do beside the all-reduce: divide and cast, and cast back."""
     buckets = torch.cat([grad.flatten() for grad in grads.values()]).split(LAUNCH_BYTES // 4)
     watch = Stopwatch(buckets[0].device)
@@ -255,21 +255,23 @@ def _dense(grads: Mapping[str, Tensor], dtype: torch.dtype, world: int, repeats:
         heard_by = watch()
         found.append((watch.seconds(began, spoken), watch.seconds(spoken, heard_by)))
     encode, decode = zip(*found[1:], strict=True)
-    return Cost(median(encode), median(decode))
+    return CodingCost(median(encode), median(decode))
 
 
-def _rehearsed(model: Model, spec: str, grads: Mapping[str, Tensor], decoded: int, job: Job) -> Cost:
+def _coding_cost(
+    model: ModelProfile, spec: str, grads: Mapping[str, Tensor], decoded: int, job: CalibrationJob
+) -> CodingCost:
     plan = model.plan(spec, decoded)
     repeats = partial(job.affordable, job.repeats(model.elements), 1 / len(job.specs), 1)
-    whole = rehearse(plan, grads, repeats=repeats, meet=dist.barrier)
+    whole = time_coding(plan, grads, repeats=repeats, meet=dist.barrier)
     per_peer = 0.0
     if job.world > decoded:
         few = decoded // 4
-        less = rehearse(model.plan(spec, few), grads, repeats=repeats, meet=dist.barrier)
+        less = time_coding(model.plan(spec, few), grads, repeats=repeats, meet=dist.barrier)
         per_peer = max(0.0, whole.decode - less.decode) / (decoded - few)
-    most = sent(script(plan, 0), decoded)
-    really = sum(sent_by(message, decoded) for message in whole.messages)
-    return Cost(whole.encode, whole.decode, per_peer, min(1.0, really / most) if most else 1.0)
+    most = sent(schedule(plan, 0), decoded)
+    really = sum(sent_by(call, decoded) for call in whole.calls)
+    return CodingCost(whole.encode, whole.decode, per_peer, min(1.0, really / most) if most else 1.0)
 
 
 def main(model: str, path: Path, specs: tuple[str, ...]) -> None:
@@ -277,7 +279,7 @@ def main(model: str, path: Path, specs: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    found = _rank(rank, world, Job(partial(load, model), specs, world))
+    found = _rank(rank, world, CalibrationJob(partial(load, model), specs, world))
     if rank == 0:
         save(found, path)
     dist.destroy_process_group()

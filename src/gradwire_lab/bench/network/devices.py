@@ -7,10 +7,8 @@ from typing import TypeAlias
 
 import torch
 
-from gradwire_lab.bench.network.workloads import Workload
-from gradwire_lab.perf_model.model import Model
-
-CPU = torch.device("cpu")
+from gradwire_lab.bench.network.workloads import CPU, Workload
+from gradwire_lab.perf_model.model import ModelProfile
 
 Moment: TypeAlias = "float | torch.cuda.Event"
 
@@ -56,7 +54,7 @@ def placed(make: Callable[[], Workload], device: torch.device, dtype: str = "") 
         return make()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with device, _default(Model({}, dtype=dtype).format if dtype else torch.get_default_dtype()):
+    with device, _default(ModelProfile({}, dtype=dtype).format if dtype else torch.get_default_dtype()):
         made = make()
     settled = all(p.device.type == device.type for p in made.model.parameters())
     return made if settled else Workload(made.model.to(device), made.loss)

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 
 from gradwire_lab.train import models
 
+CPU = torch.device("cpu")
+SMALL_GPT = {"width": 256, "layers": 6, "heads": 4}
 Loss = Callable[[nn.Module], Tensor]
 
 
@@ -40,22 +42,37 @@ def lstm() -> Workload:
     return Workload(model, loss)
 
 
-def resnet20() -> Workload:
-    """CIFAR's ResNet-20, 0.27 M parameters, 32 images."""
-    model = models.build("resnet20", {}, {"classes": 10}, seed=0)
-    images, labels = torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
-    return Workload(model, lambda run: F.cross_entropy(run(images), labels))
+def images(name: str, size: int, classes: int, batch: int, device: torch.device | None = None) -> Workload:
+    """A model of images, on random ones; in torch's default format and place unless there is a device."""
+    model = models.build(name, {}, {"classes": classes}, seed=0)
+    inputs, labels = torch.randn(batch, 3, size, size, device=device), torch.randint(classes, (batch,), device=device)
+    if device is not None:
+        model.to(device)
+    if device is not None and device.type == "cuda":
+        inputs = inputs.to(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return Workload(model, lambda run: _mixed(device, lambda: F.cross_entropy(run(inputs), labels)))
 
 
-def gpt() -> Workload:
-    """A GPT of 6 layers and width 256, 2 x 128 tokens."""
-    model = models.build("gpt", {"width": 256, "layers": 6, "heads": 4}, {"vocab": 1024, "context": 128}, seed=0)
-    tokens = torch.randint(1024, (2, 129))
+def text(
+    name: str, options: dict[str, int], vocab: int, context: int, batch: int, device: torch.device | None = None
+) -> Workload:
+    """A language model without memory, on random tokens; in torch's default format and place, as `images`."""
+    model = models.build(name, options, {"vocab": vocab, "context": context}, seed=0)
+    if device is not None:
+        model.to(device)
+    tokens = torch.randint(vocab, (batch, context + 1), device=device)
 
     def loss(run: nn.Module) -> Tensor:
         return F.cross_entropy(run(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
-    return Workload(model, loss)
+    return Workload(model, lambda run: _mixed(device, lambda: loss(run)))
+
+
+def _mixed(device: torch.device | None, loss: Callable[[], Tensor]) -> Tensor:
+    """Bfloat16 where a GPU has units for it."""
+    with torch.autocast("cuda", torch.bfloat16, enabled=device is not None and device.type == "cuda"):
+        return loss()
 
 
 def linear(width: int) -> Workload:
@@ -68,8 +85,8 @@ def linear(width: int) -> Workload:
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "lstm": lstm,
-    "resnet20": resnet20,
-    "gpt": gpt,
+    "resnet20": partial(images, "resnet20", 32, 10, 32),  # CIFAR's, 0.27 M parameters
+    "gpt": partial(text, "gpt", SMALL_GPT, 1024, 128, 2),
     "linear": partial(linear, 512),
 }
 

@@ -4,7 +4,7 @@ from gradwire_lab.report.charts.accounts import bytes_by_layer, bytes_by_rule, s
 from gradwire_lab.report.charts.curves import consensus, loss_curve, metric_curve, metric_over_time
 from gradwire_lab.report.charts.figure import Figure
 from gradwire_lab.report.charts.tradeoff import metric_over_bytes
-from gradwire_lab.report.groups import Task
+from gradwire_lab.report.run_groups import Task
 
 __all__ = ["Figure", "figures"]
 

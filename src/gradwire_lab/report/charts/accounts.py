@@ -18,8 +18,8 @@ from gradwire_lab.report.charts.figure import (
     legend,
     shape,
 )
-from gradwire_lab.report.groups import Group, Task
 from gradwire_lab.report.numbers import in_bytes, ratio, rounded
+from gradwire_lab.report.run_groups import Group, Task
 
 PARTS = ("encode", "wire", "decode")
 REST = "model, data, evaluation"

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import altair as alt
 
 from gradwire_lab.report.charts.figure import Chart, Figure, Row, chart, color, dash, finish, left_out, seeds
-from gradwire_lab.report.groups import Group, Task
-from gradwire_lab.report.load import Record, Run
+from gradwire_lab.report.load import Record, RunRecord
 from gradwire_lab.report.numbers import rounded
+from gradwire_lab.report.run_groups import Group, Task
 
 POINTS = 6000  # of all curves of a chart together, so that the page stays small
 FINEST = 120  # of one curve
@@ -114,18 +114,18 @@ def _metric_scale(task: Task) -> alt.Scale:
 
 
 def _by_epoch(
-    task: Task, read: Callable[[Run, Record], float], across: str = "epoch", needs: str = "value"
+    task: Task, read: Callable[[RunRecord, Record], float], across: str = "epoch", needs: str = "value"
 ) -> list[Row]:
     """A row for each epoch of each group: the mean over seeds, and the span."""
     rows: list[Row] = []
     for group in task.groups:
-        shelves: dict[float, list[tuple[float, float]]] = {}
+        by_key: dict[float, list[tuple[float, float]]] = {}
         for run in group.runs:
             for record in run.epochs:
                 if needs in record and across in record:
                     point = (float(record[across]), read(run, record))
-                    shelves.setdefault(float(record["epoch"]), []).append(point)
-        rows += [_row(group, shelves[epoch]) for epoch in sorted(shelves)]
+                    by_key.setdefault(float(record["epoch"]), []).append(point)
+        rows += [_row(group, by_key[epoch]) for epoch in sorted(by_key)]
     return rows
 
 
@@ -134,10 +134,10 @@ def _loss_rows(group: Group, count: int) -> list[Row]:
     if not steps:
         return []
     width = (max(int(record["step"]) for record in steps) + 1) / count
-    shelves: dict[int, list[tuple[float, float]]] = {}
+    by_key: dict[int, list[tuple[float, float]]] = {}
     for record in steps:
-        shelves.setdefault(int(record["step"] / width), []).append((float(record["step"]), float(record["loss"])))
-    return [{**_row(group, shelves[i]), "low": None, "high": None} for i in sorted(shelves)]
+        by_key.setdefault(int(record["step"] / width), []).append((float(record["step"]), float(record["loss"])))
+    return [{**_row(group, by_key[i]), "low": None, "high": None} for i in sorted(by_key)]
 
 
 def _row(group: Group, points: list[tuple[float, float]]) -> dict[str, float | str | None]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import altair as alt
 
-from gradwire_lab.report.groups import Group, Task
+from gradwire_lab.report.run_groups import Group, Task
 
 # Okabe and Ito's colors, which people with any color vision tell apart, less the two that fade on white or on black.
 # Further groups repeat them with another shape or dash.

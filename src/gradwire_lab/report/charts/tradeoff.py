@@ -16,8 +16,8 @@ from gradwire_lab.report.charts.figure import (
     seeds,
     shape,
 )
-from gradwire_lab.report.groups import Group, Task, front
 from gradwire_lab.report.numbers import in_bytes, mean_and_spread, ratio, rounded
+from gradwire_lab.report.run_groups import Group, Task, front
 
 MOST_NAMES = 6  # of points; where there are more, names would lie on top of each other, and the legend has them too
 

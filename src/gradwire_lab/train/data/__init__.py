@@ -3,12 +3,15 @@
 A task holds its data and knows the ``facts`` that a model needs; ``task.to(device)`` moves data that fit into memory.
 Loaders yield batches that are on the device already. Each has ``steps``, the batches in an epoch, and
 ``epoch(epoch, start)``.
+
+The readers and models are our own, since torchvision has no CPU build that installs with the torch used here.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from gradwire_lab.train.call_with_options import call_with_options, nearest
 from gradwire_lab.train.data.augment import Augment
 from gradwire_lab.train.data.cifar import cifar10, cifar100
 from gradwire_lab.train.data.digits import digits
@@ -19,7 +22,6 @@ from gradwire_lab.train.data.pydoc import pydoc
 from gradwire_lab.train.data.resolution import Resolution
 from gradwire_lab.train.data.sequences import IGNORED, ColumnLoader, WindowLoader, reading
 from gradwire_lab.train.data.text import TextTask, ptb, text, wikitext2
-from gradwire_lab.train.keywords import call, nearest
 
 Task = ImageTask | FolderTask | TextTask
 
@@ -70,4 +72,4 @@ def load(name: str, root: Path | str | None = None, options: Mapping[str, object
         raise ValueError(f"there is no data called {name!r}; {nearest(name, TASKS)}")
     folder = None if root is None else Path(root)
     maker = partial(FILED[name], folder) if name in FILED else EMBEDDED[name]
-    return call(maker, "data", name, options or {}, {})
+    return call_with_options(maker, "data", name, options or {}, {})

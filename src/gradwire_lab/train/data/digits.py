@@ -7,8 +7,8 @@ from gradwire_lab.train.data.images import Images, ImageTask
 TRAIN = 1200  # the other 597 are to test with
 
 
-def digits() -> ImageTask:
-    """The same split always. Pixels go from 0 to 16."""
+def digits(standardize: bool = False) -> ImageTask:
+    """The same split always. Pixels go from 0 to 16; they are scaled to [0, 1], or to mean 0 and deviation 1."""
     from sklearn.datasets import load_digits  # slow to import, and only needed here
 
     raw = load_digits()
@@ -16,11 +16,13 @@ def digits() -> ImageTask:
     labels = torch.tensor(raw.target, dtype=torch.int64)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, test = order[:TRAIN], order[TRAIN:]
+    values = pixels[train].float()
+    mean, std = (float(values.mean()), float(values.std())) if standardize else (0.0, 16.0)
     return ImageTask(
         name="digits",
         train=Images(pixels[train], labels[train]),
         test=Images(pixels[test], labels[test]),
         classes=10,
-        mean=(0.0,),
-        std=(16.0,),
+        mean=(mean,),
+        std=(std,),
     )

@@ -30,7 +30,7 @@ Work = Callable[[int], Tensor]
 
 
 @dataclass(frozen=True)
-class Folder:
+class ClassFolders:
     """Paths of images and their labels, int64 [n]."""
 
     paths: tuple[Path, ...]
@@ -45,8 +45,8 @@ class FolderTask:
     """Image files to train on and to test with; ``mean`` and ``std`` of each channel go from 0 to 255."""
 
     name: str
-    train: Folder
-    test: Folder
+    train: ClassFolders
+    test: ClassFolders
     classes: int
     mean: tuple[float, ...] = (255 * 0.485, 255 * 0.456, 255 * 0.406)
     std: tuple[float, ...] = (255 * 0.229, 255 * 0.224, 255 * 0.225)
@@ -175,7 +175,7 @@ def _centered(width: int, height: int, w: float, h: float) -> Box:
     return left, top, left + w, top + h
 
 
-def _folder(folder: Path, classes: list[str]) -> Folder:
+def _folder(folder: Path, classes: list[str]) -> ClassFolders:
     paths, labels = [], []
     for label, name in enumerate(classes):
         if not (folder / name).is_dir():
@@ -183,7 +183,7 @@ def _folder(folder: Path, classes: list[str]) -> Folder:
         found = sorted(path for path in (folder / name).iterdir() if path.suffix.lower() in ENDINGS)
         paths += found
         labels += [label] * len(found)
-    return Folder(tuple(paths), torch.tensor(labels, dtype=torch.int64))
+    return ClassFolders(tuple(paths), torch.tensor(labels, dtype=torch.int64))
 
 
 def _decoded(

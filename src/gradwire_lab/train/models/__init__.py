@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from gradwire_lab.train.keywords import call, nearest
+from gradwire_lab.train.call_with_options import call_with_options, nearest
 from gradwire_lab.train.models.digits import cnn
 from gradwire_lab.train.models.gpt import gpt, gpt2
 from gradwire_lab.train.models.imagenet import resnet18, resnet50
@@ -101,7 +101,7 @@ def build(
 def _call(maker: Maker, text: str, options: Mapping[str, object], facts: Mapping[str, object]) -> nn.Module:
     """What a maker of ours cannot do is due to its options; what a person's own cannot may be an error to be traced."""
     try:
-        return call(maker, "model", text, options, facts)
+        return call_with_options(maker, "model", text, options, facts)
     except (TypeError, RuntimeError, ArithmeticError) as wrong:
         if text not in MODELS or not options:
             raise

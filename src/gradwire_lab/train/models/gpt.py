@@ -29,7 +29,7 @@ class Attention(nn.Module):
         return F.dropout(self.proj(y.transpose(1, 2).reshape(b, t, width)), self.dropout, self.training)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention, then two linear layers, each on a normed input and added to what came in."""
 
     def __init__(self, width: int, heads: int, dropout: float, bias: bool) -> None:
@@ -68,7 +68,7 @@ class GPT(nn.Module):
         self.context, self.dropout = context, dropout
         self.embedding = nn.Embedding(vocab, width)
         self.positions = None if rotary else nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout, bias) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads, dropout, bias) for _ in range(layers))
         self.norm = nn.LayerNorm(width, bias=bias)
         self.head = nn.Linear(width, vocab, bias=False)
         if tied:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class Residual(nn.Module):
+class ResidualBlock(nn.Module):
     """x plus two convolutions of x; nothing after the sum."""
 
     def __init__(self, width: int) -> None:
@@ -43,9 +43,9 @@ def resnet9(classes: int = 10, channels: int = 3, scale: float = 0.125) -> nn.Se
     """6.6 million parameters for 32x32 images."""
     model = nn.Sequential()
     model.add_module("prep", _conv(channels, 64))
-    model.add_module("layer1", nn.Sequential(_conv(64, 128), nn.MaxPool2d(2), Residual(128)))
+    model.add_module("layer1", nn.Sequential(_conv(64, 128), nn.MaxPool2d(2), ResidualBlock(128)))
     model.add_module("layer2", nn.Sequential(_conv(128, 256), nn.MaxPool2d(2)))
-    model.add_module("layer3", nn.Sequential(_conv(256, 512), nn.MaxPool2d(2), Residual(512)))
+    model.add_module("layer3", nn.Sequential(_conv(256, 512), nn.MaxPool2d(2), ResidualBlock(512)))
     model.add_module("head", Head(512, classes, scale))
     return model
 

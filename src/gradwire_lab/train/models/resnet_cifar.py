@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class Block(nn.Module):
+class CifarBlock(nn.Module):
     """Two 3x3 convolutions beside a shortcut."""
 
     def __init__(self, before: int, width: int, stride: int) -> None:
@@ -33,7 +33,7 @@ class Block(nn.Module):
         return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, front, self.new - front))
 
 
-class ResNet(nn.Module):
+class CifarResNet(nn.Module):
     def __init__(self, blocks: int, classes: int, channels: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, 16, 3, padding=1, bias=False)
@@ -50,7 +50,7 @@ class ResNet(nn.Module):
         return logits
 
 
-def resnet(depth: int, /, classes: int = 10, channels: int = 3, zero_init: bool = False) -> ResNet:
+def resnet(depth: int, /, classes: int = 10, channels: int = 3, zero_init: bool = False) -> CifarResNet:
     """A ResNet of 20, 32, 44, 56, 110 or any other 6n + 2 layers.
 
     With ``zero_init`` the last norm of every block starts at zero, so that each block starts as the identity.
@@ -59,15 +59,15 @@ def resnet(depth: int, /, classes: int = 10, channels: int = 3, zero_init: bool 
         raise ValueError(
             f"a CIFAR ResNet has 6n + 2 layers, and {depth} is not such a number; take 20, 32, 44, 56 or 110"
         )
-    model = ResNet((depth - 2) // 6, classes, channels)
+    model = CifarResNet((depth - 2) // 6, classes, channels)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        if isinstance(module, Block) and zero_init:
+        if isinstance(module, CifarBlock) and zero_init:
             nn.init.zeros_(module.bn2.weight)
     return model
 
 
 def _stage(before: int, width: int, stride: int, blocks: int) -> nn.Sequential:
-    rest = [Block(width, width, 1) for _ in range(blocks - 1)]
-    return nn.Sequential(Block(before, width, stride), *rest)
+    rest = [CifarBlock(width, width, 1) for _ in range(blocks - 1)]
+    return nn.Sequential(CifarBlock(before, width, stride), *rest)

@@ -1,0 +1,48 @@
+"""Layout: how tensors lie in memory. The only module outside of kernels that reads addresses."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+def address(x: Tensor) -> int:
+    """Where a tensor's first element lies."""
+    return x.data_ptr()
+
+
+def same_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors begin at the same place."""
+    return x.data_ptr() == y.data_ptr()
+
+
+def adjacent(left: Tensor, right: Tensor) -> bool:
+    """Whether a contiguous tensor ends where another one of the same storage begins."""
+    follows = left.data_ptr() + left.nbytes == right.data_ptr()
+    return follows and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+
+
+def end_to_end(parts: Sequence[Tensor]) -> Tensor | None:
+    """Flat tensors that lie end to end, as one view; None if they do not."""
+    if not all(adjacent(left, right) for left, right in pairwise(parts)):
+        return None
+    return parts[0].as_strided((sum(part.numel() for part in parts),), (1,))
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Flat tensors end to end: a view if they lie so in memory, else a copy."""
+    view = end_to_end(parts)
+    return torch.cat(list(parts)) if view is None else view
+
+
+def rows_of(parts: Sequence[Tensor]) -> Tensor:
+    """Equally long flat tensors as a matrix: a view if they lie evenly in one storage, as gathered ones do."""
+    first = parts[0]
+    starts = [part.storage_offset() for part in parts]
+    step = starts[1] - starts[0] if len(starts) > 1 else first.numel()
+    even = step >= first.numel() and all(b - a == step for a, b in pairwise(starts))
+    storage = first.untyped_storage().data_ptr()
+    if even and all(part.untyped_storage().data_ptr() == storage for part in parts):
+        return first.as_strided((len(parts), first.numel()), (step, 1))
+    return torch.stack(list(parts))

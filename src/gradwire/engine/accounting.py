@@ -1,0 +1,44 @@
+"""Accounting: bytes and seconds by rule."""
+
+from collections import Counter, defaultdict
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradwire.core.requests import CommGenerator, Gather, Request, SendRecv, intercept
+from gradwire.engine.drive import Clock, profile
+from gradwire.engine.lane import Lane, LaneResult
+
+
+@dataclass
+class Accounting:
+    """Bytes and seconds by lane label.
+
+    Attributes:
+        encoded: Payload bytes.
+        dense: Bytes of the same gradients in float32.
+        seconds: Of encoding and decoding. The network's time belongs to no lane.
+    """
+
+    encoded: Counter[str] = field(default_factory=Counter)
+    dense: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, Clock] = field(default_factory=lambda: defaultdict(Clock))
+
+    def counted(self, lane: Lane, generator: CommGenerator[LaneResult]) -> CommGenerator[LaneResult]:
+        """The same generator with its payloads and its time counted."""
+        self.dense[lane.label] += 4 * lane.units.total
+
+        def serve(request: Request) -> Generator[Request, Any, Any]:
+            self.encoded[lane.label] += nbytes(request)
+            return (yield request)
+
+        return profile(intercept(generator, serve), self.seconds[lane.label])
+
+
+def nbytes(request: Request) -> int:
+    """The bytes that a request sends."""
+    if isinstance(request, Gather):
+        return request.payload.nbytes
+    if isinstance(request, SendRecv):
+        return sum(payload.nbytes for payload in request.out.values())
+    return request.tensor.numel() * request.tensor.element_size()

@@ -1,0 +1,249 @@
+"""Batched: all ranks of one process as segments of one buffer.
+
+Ranks that live in one process do the same thing to buffers of the same shape. Laid end to end these are one buffer, in
+which each rank's units have names of their own, so that a step takes as many kernels for all ranks as for one. Messages
+are not written; their bytes are counted. The outcome is that of `lockstep`, bit for bit: updates, state and accounts.
+Configurations that are not `supported` are run rank by rank instead.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.stage import Decoded, EncodeInput
+from gradwire.core.keys import PER_RANK, Key
+from gradwire.core.layout import joined, same_memory
+from gradwire.core.requests import Request
+from gradwire.engine.accounting import nbytes
+from gradwire.engine.drive import Clock
+from gradwire.engine.encoders import Composed, Encoder, FusedDense, FusedTopK, zero_nonfinite
+from gradwire.engine.gradients import Grads, views_of
+from gradwire.engine.lane import Lane
+from gradwire.engine.lockstep import Lockstep
+from gradwire.engine.state import Generation, LaneState
+from gradwire.engine.step import Engine, StepResult
+from gradwire.engine.traffic_model import AgreedGather, costs
+from gradwire.engine.views import ContiguousRun
+from gradwire.exchanges.batch import RankBatch, Simulated, Sizes, blank, stacked
+from gradwire.exchanges.two_way import shard
+
+SERVED = "served"
+
+
+@dataclass
+class Batched:
+    """Steps of all engines of a lockstep together.
+
+    Attributes:
+        engines: Of all ranks.
+        group: Counts the bytes.
+        clock: The time of the last step, which is that of all ranks.
+    """
+
+    engines: Sequence[Engine]
+    group: Lockstep
+
+    def __post_init__(self) -> None:
+        self.clock = Clock()
+        self._stacked: list[LaneState] = []
+        self._fronts: list[list[Generation]] = []  # as the engines were left with them, by lane and rank
+        # By lane: each rank's first gradient, and all gradients, where they lie end to end.
+        self._flats: dict[int, tuple[list[Tensor], Tensor]] = {}
+
+    @property
+    def world(self) -> int:
+        return len(self.engines)
+
+    def supports(self, grads: Sequence[Grads]) -> bool:
+        """Whether this step can be taken for all ranks at once."""
+        first = self.engines[0]
+        plain = self.group.grouping is None and all(engine.step == first.step for engine in self.engines)
+        dense = all(x is not None and x.layout == torch.strided for own in grads for x in own.values())
+        lanes = zip(first.plan.lanes, first.states, strict=True)
+        return plain and dense and not first.clips and self._alike and all(self._supports(*pair) for pair in lanes)
+
+    @property
+    def _alike(self) -> bool:
+        """Whether moments were observed on all ranks or on none."""
+        held = [[state.observed is not None for state in engine.states] for engine in self.engines]
+        return all(each == held[0] for each in held)
+
+    def _supports(self, lane: Lane, state: LaneState) -> bool:
+        encoder = lane.encoder(self.engines[0].step)
+        served = encoder.exchange.serves and lane.feedback.indebted
+        return supported(encoder) and state.carried is None and (SERVED in state.tensors) == served
+
+    def step(self, grads: Sequence[Grads], unscale: float = 1.0) -> StepResult:
+        """The updates of all ranks, which are the same tensors for all.
+
+        The device is read once, at the end: whether any gradient was not finite, and how long messages are. (Selectors
+        whose number of entries varies read it once before.)
+        """
+        first, self.clock = self.engines[0], Clock()
+        first.drops.synchronize()
+        states, flags, results = self._states(), list[Tensor](), list[Simulated]()
+        for i, (lane, state) in enumerate(zip(first.plan.lanes, states, strict=True)):
+            flat = self._flat(i, lane, grads, unscale)
+            results.append(self._step_lane(lane, flat, state, Key(first.seed, first.step, PER_RANK), flags))
+        nonfinite, requests = _read(flags, [result[2] for result in results])
+        self._count(requests)
+        if nonfinite:
+            first.drops.assert_revertible()
+            for engine in self.engines:
+                engine.drop()
+            return StepResult(_split(first, [torch.zeros_like(mean) for mean, _, _ in results]), True)
+        self._commit([Generation(dict(memory)) for _, memory, _ in results])
+        return StepResult(_split(first, [mean for mean, _, _ in results]), False)
+
+    # -- one lane --------------------------------------------------------------------------------------------------
+
+    def _flat(self, i: int, lane: Lane, grads: Sequence[Grads], unscale: float) -> Tensor:
+        """All ranks' gradients of a lane end to end. Where they lie so already, they do in the next step, too."""
+        heads = [x for own in grads if (x := own[lane.tensors.names[0]]) is not None]
+        known = self._flats.get(i)
+        if known is not None and unscale == 1.0 and all(a is b for a, b in zip(known[0], heads, strict=True)):
+            return known[1]
+        flat = joined([views_of(lane, own, self.engines[0].device, unscale).flat() for own in grads])
+        if same_memory(flat, heads[0]):
+            self._flats[i] = heads, flat
+        return flat
+
+    def _step_lane(self, lane: Lane, flat: Tensor, state: LaneState, key: Key, flags: list[Tensor]) -> Simulated:
+        began = time.perf_counter()
+        encoder = lane.encoder(key.step)
+        cuts = tuple(shard(lane.units.total, self.world, r) for r in range(self.world)) if encoder.exchange.cuts else ()
+        whole = EncodeInput(flat, flat, {}, stacked(lane.units, self.world, cuts))
+        sent, memory = _encode(encoder, whole, state, key, self.world, flags, self.engines[0].rollback)
+        encoded = time.perf_counter()
+        found = encoder.exchange.simulate(sent, memory, encoder.codec, RankBatch(key, self.world, lane.units))
+        spent = Clock(encode=encoded - began, decode=time.perf_counter() - encoded)
+        for clock in (self.clock, *(engine.accounting.seconds[lane.label] for engine in self.engines)):
+            clock.add(spent)
+        return found
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def _states(self) -> list[LaneState]:
+        """All ranks' states end to end, by lane; those of the last step, unless an engine got others since."""
+        ours = self._fronts and all(
+            engine.states[i].front is fronts[rank]
+            for i, fronts in enumerate(self._fronts)
+            for rank, engine in enumerate(self.engines)
+        )
+        if not ours:
+            every = range(len(self.engines[0].states))
+            self._stacked = [_stack([engine.states[i] for engine in self.engines]) for i in every]
+        for i, state in enumerate(self._stacked):
+            observed = [seen for engine in self.engines if (seen := engine.states[i].observed) is not None]
+            state.observed = torch.cat(observed) if observed else None
+        return self._stacked
+
+    def _commit(self, news: list[Generation]) -> None:
+        self._fronts = []
+        for i, (lane, new) in enumerate(zip(self.engines[0].plan.lanes, news, strict=True)):
+            self._stacked[i].commit(new)
+            fronts = _unstack(new, lane.units.total, self.world)
+            self._fronts.append(fronts)
+            for engine, front in zip(self.engines, fronts, strict=True):
+                engine.states[i].commit(front)
+        for engine in self.engines:
+            engine.step += 1
+
+    # -- accounts --------------------------------------------------------------------------------------------------
+
+    def _count(self, requests: Sequence[list[list[Request]]]) -> None:
+        """Put on every rank's account what its messages would have cost."""
+        plan = self.engines[0].plan
+        for lane, rounds in zip(plan.lanes, requests, strict=True):
+            for rank, engine in enumerate(self.engines):
+                engine.accounting.dense[lane.label] += 4 * lane.units.total
+                engine.accounting.encoded[lane.label] += sum(nbytes(each[rank]) for each in rounds)
+        at = 0
+        for launch in plan.launches:
+            lanes, at = requests[at : at + len(launch)], at + len(launch)
+            for i in range(max(map(len, lanes))):
+                rounds = [each[i] for each in lanes if i < len(each)]
+                for rank, price in enumerate(costs(rounds, self.world, first=i == 0)):
+                    self.group.traffic[rank] += price
+
+
+def supported(encoder: Encoder) -> bool:
+    """Whether ranks of one process may be encoded at once: everything must be done unit by unit."""
+    codec = encoder.codec
+    drops = codec.indices is not None and codec.indices.drops
+    return encoder.exchange.simulates and not drops and not encoder.feedback.changes_mean and codec.transform is None
+
+
+def _encode(
+    encoder: Encoder, signal: EncodeInput, state: LaneState, key: Key, world: int, flags: list[Tensor], rollback: bool
+) -> tuple[Decoded, dict[str, Tensor]]:
+    """What all ranks would decode of each other, and their new memories."""
+    codec, table, flat = encoder.codec, signal.segments, signal.grad
+    if isinstance(encoder, Composed):
+        grad, bad = zero_nonfinite(flat, world)
+        flags.append(bad)
+        memory = codec.absorb(grad, state.tensors, state.observed)
+        target, memory = encoder.feedback.compensate(grad, memory)
+        whole = EncodeInput(grad, target, memory, table)
+        if codec.memories:
+            _, sent, memory = codec.encode(whole, key)
+        else:
+            sent = codec.echo(whole, key)
+        sent = encoder.exchange.clipped(sent, codec, world)
+        return sent, dict(encoder.feedback.settle(target, sent, memory))
+    own = encoder.feedback.memories
+    memory = dict(state.tensors)
+    if rollback:
+        memory |= {name: torch.empty_like(state.tensors[name]) for name in own}
+    if isinstance(encoder, FusedTopK):
+        found = encoder.select(ContiguousRun(0, flat, table.lengths), state, memory, flags)
+        sent = codec.echo_selected(found.indices, found.values, table, key)
+        encoder.settle_(memory, sent)
+        return sent, memory
+    assert isinstance(encoder, FusedDense)
+    payload = encoder.quantize(flat, 0, table.total, table, state, memory, flags)
+    values = codec.quantizer.decode(payload.data, table.lengths_on(flat.device), table.names, key)
+    return Decoded(None, values), memory
+
+
+def _read(
+    flags: Sequence[Tensor], asked: Sequence[list[list[Request]] | Sizes]
+) -> tuple[bool, list[list[list[Request]]]]:
+    """Whether a gradient was not finite, and the requests of each lane, now that all lengths are known."""
+    waiting = [each.positions for each in asked if isinstance(each, Sizes) and each.positions is not None]
+    bad, *numbers = torch.cat([torch.stack(list(flags)).any().long()[None], *waiting]).tolist()
+    left, requests = iter(numbers), []
+    for each in asked:
+        if isinstance(each, Sizes):
+            sizes = each.known if each.positions is None else [n + next(left) for n in each.known]
+            each = [[AgreedGather(blank(n), max(sizes)) for n in sizes]]
+        requests.append(each)
+    return bool(bad), requests
+
+
+def _split(engine: Engine, updates: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {
+        name: flat.view(shape)
+        for lane, update in zip(engine.plan.lanes, updates, strict=True)
+        for name, flat, shape in zip(
+            lane.tensors.names, update.split(lane.tensors.lengths), lane.tensors.shapes, strict=True
+        )
+    }
+
+
+def _stack(states: Sequence[LaneState]) -> LaneState:
+    names = states[0].tensors
+    return LaneState(Generation({name: torch.cat([state.tensors[name] for state in states]) for name in names}))
+
+
+def _unstack(new: Generation, n: int, world: int) -> list[Generation]:
+    """Each rank's part of every memory; of shards, its own."""
+    fronts = [Generation({}) for _ in range(world)]
+    for name, x in new.tensors.items():
+        for rank in range(world):
+            start, stop = shard(n, world, rank) if name == SERVED else (rank * n, (rank + 1) * n)
+            fronts[rank].tensors[name] = x[start:stop]
+    return fronts

@@ -1,0 +1,272 @@
+"""CUDA graphs: the executor that captures the step of each bucket once, and replays it.
+
+A graph knows addresses, not names. A bucket is captured once for each generation of its state, since a step reads one
+and writes the other; without rollback, or without state, once. Gradients are read and written where they lie as long as
+they come to the same addresses. Where `zero_grad()` sets gradients to None and addresses move, they are copied to a
+buffer of the bucket's own before the replay, and the update is copied back: 16 bytes of memory traffic and 4 bytes of
+memory a parameter.
+
+    steps 1 to 3     run eagerly: kernels are compiled, hints are there
+    then             capture, which also runs the step; eagerly again if it fails
+    every other step replay, if state, codecs and addresses are those of a capture; else eagerly
+
+The status is read at once, unless all ranks are known to have all gradients (DDP without unused parameters, a world of
+one): then it stays on the device, which undoes a bad step by itself.
+"""
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.comm.backend import Backend
+from gradwire.core.deferred_checks import unseen
+from gradwire.core.keys import Key
+from gradwire.core.layout import address
+from gradwire.engine import status
+from gradwire.engine.capture import (
+    Captured,
+    CaptureError,
+    Collectives,
+    DeviceGraph,
+    capture,
+    in_collectives,
+    resume,
+)
+from gradwire.engine.drive import Clock, execute
+from gradwire.engine.gradients import Grads, views_of
+from gradwire.engine.graph_buffers import TRIES, BucketCaptures, CapturedBucket, Outside, present, restored, staged
+from gradwire.engine.hosts import HostEngine
+from gradwire.engine.step import BucketResult, Engine, StepResult
+from gradwire.engine.views import GradViews
+from gradwire.kernels.conditional import copy_if_, zero_if_
+
+EAGER_STEPS = 3  # before anything is captured
+MOVES = 2  # times that gradients may come to other addresses before they are staged
+_log = logging.getLogger("gradwire")
+
+
+class GraphExecutor:
+    """Runs the steps of an engine, captured where they can be.
+
+    Args:
+        engine: Whose steps.
+        backend: Carries out collectives.
+        clock: Gets the time.
+        graphs: Makes a graph; None: nothing is ever captured.
+    """
+
+    def __init__(
+        self, engine: Engine | HostEngine, backend: Backend, clock: Clock, graphs: Callable[[], DeviceGraph] | None
+    ) -> None:
+        self.engine, self._backend, self._clock, self._graphs = engine, backend, clock, graphs
+        self._buckets = [BucketCaptures() for _ in engine.whole.launches]
+        self._commits: dict[tuple[int, ...], Captured[None] | None] = {}  # None: cannot be captured
+        self._step: Tensor | None = None  # the number of the step, as captured kernels read it
+        self._counted = -1
+
+    def run(self, grads: Grads, unscale: float = 1.0, complete: bool = False) -> StepResult:
+        """A whole step. ``complete``: all ranks have all gradients."""
+        if self._graphs is None or unscale != 1.0 or self.engine.core.clips:
+            return execute(self.engine.run(grads, unscale), self._backend, self._clock)
+        results = [self.bucket(i, grads) for i in range(len(self.engine.whole.launches))]
+        return self.finish(results, grads, complete)
+
+    def bucket(self, i: int, grads: Grads) -> BucketResult:
+        """Compress and exchange one bucket."""
+        bucket, core = self._buckets[i], self.engine.core
+        core.drops.assert_valid()
+        if self._graphs is None or not self._capturable(i, grads):
+            return self._eager(i, grads)
+        views = self._views(i, grads)
+        key = self._key(i, views)
+        found = bucket.captures.get(key)
+        if found is not None:
+            bucket.replays += 1
+            self._stage_in(bucket, grads, i)
+            return self._replay(i, found)
+        if len(bucket.captures) >= 2:  # state or codecs were replaced
+            bucket.forget()
+        if bucket.eager < EAGER_STEPS or bucket.tries <= 0:
+            bucket.eager += 1
+            return self._eager(i, grads)
+        self._stage_in(bucket, grads, i)
+        return self._capture(i, grads, views, key)
+
+    def finish(self, results: Sequence[BucketResult], grads: Grads, complete: bool) -> StepResult:
+        """Commit a step. ``complete``: all ranks have all gradients, so nothing is read from the device."""
+        captured = [self._is_captured(result) for result in results]
+        if not (complete and all(captured) and self._backend.stream_ordered):
+            outcome = execute(self.engine.finish(results, grads), self._backend, self._clock)
+            return self._stage_out(grads, outcome)
+        self._commit(results)
+        names = [name for lane in self.engine.whole.lanes for name in lane.tensors.names]
+        views = [x for result in results for view in result.views for x in view.grads]
+        return self._stage_out(grads, StepResult(dict(zip(names, views, strict=True)), False))
+
+    # -- what can be captured ------------------------------------------------------------------------------------------
+
+    def _capturable(self, i: int, grads: Grads) -> bool:
+        """Whether all gradients are there, and no lane has anything to use up or to hand back late."""
+        core = self.engine.core
+        lanes = self.engine.whole.launches[i]
+        mine = [grads[name] for lane in lanes for name in lane.tensors.names]
+        dense = all(x is not None and x.layout == torch.strided and x.device == core.device for x in mine)
+        passing = any(state.carried is not None or state.observed is not None for state in core.states_of(i))
+        return dense and not passing and not any(lane.at(core.step)[1].delays for lane in lanes)
+
+    def _key(self, i: int, views: Sequence[GradViews]) -> Hashable:
+        core, lanes = self.engine.core, self.engine.core.plan.launches[i]
+        fronts = tuple(state.front for state in core.states_of(i) if state.tensors)
+        where = tuple(address(x) for view in views for x in view.grads)
+        return fronts, tuple(lane.encoder(core.step) for lane in lanes), where
+
+    def _views(self, i: int, grads: Grads) -> list[GradViews]:
+        """Where captured work finds the gradients: where they lie, or, if that changes, in a buffer of the bucket."""
+        bucket, device = self._buckets[i], self.engine.core.device
+        if bucket.stage is not None:
+            return bucket.stage
+        views = [views_of(lane, grads, device) for lane in self.engine.whole.launches[i]]
+        where = tuple(address(x) for view in views for x in view.grads)
+        bucket.moves += bool(bucket.addresses) and where != bucket.addresses
+        bucket.addresses = where
+        if bucket.moves > MOVES:
+            bucket.forget()
+            bucket.tries, bucket.eager = TRIES, EAGER_STEPS
+            bucket.stage = [staged(view, device) for view in views]
+            return bucket.stage
+        return views
+
+    def _stage_in(self, bucket: BucketCaptures, grads: Grads, i: int) -> None:
+        if bucket.stage is not None:
+            for lane, view in zip(self.engine.whole.launches[i], bucket.stage, strict=True):
+                torch._foreach_copy_(view.grads, [present(grads[name]) for name in lane.tensors.names])
+
+    def _stage_out(self, grads: Grads, outcome: StepResult) -> StepResult:
+        """Copy updates from buffers of buckets to where the gradients lie."""
+        updates = dict(outcome.updates)
+        for bucket, lanes in zip(self._buckets, self.engine.whole.launches, strict=True):
+            names = [name for lane in lanes for name in lane.tensors.names if bucket.stage is not None]
+            there = [name for name in names if name in updates and grads[name] is not None]
+            into = [present(grads[name]) for name in there]
+            if there:
+                torch._foreach_copy_(into, [updates[name] for name in there])
+            updates |= dict(zip(there, into, strict=True))
+        return StepResult(updates, outcome.skipped)
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def _eager(self, i: int, grads: Grads) -> BucketResult:
+        self._commits.clear()
+        return execute(self.engine.bucket(i, grads), self._backend, self._clock)
+
+    def _is_captured(self, result: BucketResult) -> bool:
+        return any(result is x.captured.value for bucket in self._buckets for x in bucket.captures.values())
+
+    def _replay(self, i: int, found: CapturedBucket) -> BucketResult:
+        core, clock = self.engine.core, Clock()
+        self._count_step()
+        result = found.captured.replay(self._backend, clock)
+        self._clock.add(clock)
+        core.accounting.encoded.update(found.encoded)
+        core.accounting.dense.update(found.dense)
+        lanes = core.plan.launches[i]
+        total = sum(lane.units.total for lane in lanes)
+        for lane in lanes:  # the time of one graph is shared out by size
+            core.accounting.seconds[lane.label].add(clock, lane.units.total / max(total, 1), wire=False)
+        return result
+
+    def _count_step(self) -> Tensor:
+        """The number of this step on the device, where captured kernels read it."""
+        core = self.engine.core
+        if self._step is None:
+            self._step = torch.zeros(2, dtype=torch.int64, device=core.device)
+        if self._counted != core.step:
+            self._counted = core.step
+            self._step[0].fill_(core.step & 0xFFFFFFFF)
+            self._step[1].fill_(core.step >> 32)
+        return self._step
+
+    # -- capturing -----------------------------------------------------------------------------------------------------
+
+    def _capture(self, i: int, grads: Grads, views: list[GradViews], key: Hashable) -> BucketResult:
+        assert self._graphs is not None
+        core, bucket = self.engine.core, self._buckets[i]
+        states, accounting = core.states_of(i), core.accounting
+        encoded, dense = accounting.encoded.copy(), accounting.dense.copy()
+        outside = Outside.of(states, core.rollback, core.device)
+        random = Key(core.seed, core.step, core.rank, device_counter=self._count_step())
+
+        def again() -> Collectives[BucketResult]:
+            fresh = [GradViews(view.grads, core.device) for view in views]
+            rounds = self.engine.exchange(i, fresh, outside.local, outside.news, random)
+            return in_collectives(outside.keep(rounds, states, corrupt), self._backend)
+
+        with unseen() as corrupt:
+            try:
+                with restored(states, core.rollback):
+                    found = capture(again(), self._backend, self._graphs)
+            except CaptureError as error:
+                self._refuse(bucket, error)
+                accounting.encoded, accounting.dense = encoded, dense
+                corrupt.clear()
+                outside.hints_back(states)
+                return resume(again(), self._backend, error.results)
+        said = accounting.encoded - encoded, accounting.dense - dense
+        bucket.captures[key] = CapturedBucket(found, list(corrupt), *said)
+        return found.value
+
+    def _refuse(self, bucket: BucketCaptures, error: CaptureError) -> None:
+        """Go on eagerly. What was refused for its randomness is never tried again."""
+        bucket.forget()
+        bucket.tries = 0 if error.permanent else bucket.tries - 1
+        if not error.permanent:
+            _log.warning("gradwire: a bucket could not be captured (%s); it runs eagerly", error.__cause__)
+
+    # -- commits that read nothing -------------------------------------------------------------------------------------
+
+    def _commit(self, results: Sequence[BucketResult]) -> None:
+        """Commit as if all were well; if not, the device puts everything back."""
+        core = self.engine.core
+        key = tuple(map(id, results))  # the results belong to captures, which live as long as this table
+        if key not in self._commits:
+            self._commits[key] = self._capture_commit(results)
+        elif (found := self._commits[key]) is not None:
+            found.replay(self._backend, Clock())
+        else:
+            self._undo_if_dropped(results)
+        for state, lane in zip(core.states, (lane for result in results for lane in result.lanes), strict=True):
+            state.commit(lane.new, lane.spare)
+        core.step += 1
+        core.drops.deferred.poll()
+
+    def _capture_commit(self, results: Sequence[BucketResult]) -> Captured[None] | None:
+        assert self._graphs is not None
+        self.engine.core.drops.deferred.counts  # noqa: B018 - allocated outside of the graph
+
+        def undo() -> Collectives[None]:
+            self._undo_if_dropped(results)
+            yield from ()
+
+        try:
+            return capture(undo(), self._backend, self._graphs)
+        except CaptureError:
+            self._undo_if_dropped(results)
+            return None
+
+    def _undo_if_dropped(self, results: Sequence[BucketResult]) -> None:
+        """Have the device count a step that was dropped, zero its updates, and copy the old state over the new."""
+        core = self.engine.core
+        dropped = status.any_of([result.status != 0 for result in results])
+        new = [one.new.tensors for result in results for one in result.lanes]
+        pairs = [
+            (tensors[name], state.tensors[name])
+            for tensors, state in zip(new, core.states, strict=True)
+            for name in tensors
+            if tensors[name] is not state.tensors[name]
+        ]
+        zero_if_(dropped, [x.view(-1) for result in results for view in result.views for x in view.grads])
+        copy_if_(dropped, [now for now, _ in pairs], [before for _, before in pairs])
+        corrupt = [flag for b in self._buckets for x in b.captures.values() for flag in x.corrupt]
+        core.drops.deferred.count_(dropped, corrupt)

@@ -1,0 +1,53 @@
+"""Gradients: what the host sees of them before a step."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.engine.lane import Lane
+from gradwire.engine.plan import Plan
+from gradwire.engine.status import MISSING, UNSUPPORTED
+from gradwire.engine.views import GradViews
+
+Grads = Mapping[str, Tensor | None]
+
+
+def host_status(lanes: Sequence[Lane], grads: Grads) -> int:
+    """What the host can see of the gradients of some lanes."""
+    mine = [grads[name] for lane in lanes for name in lane.tensors.names]
+    sparse = any(grad is not None and _is_sparse(grad) for grad in mine)
+    return (MISSING if any(grad is None for grad in mine) else 0) | (UNSUPPORTED if sparse else 0)
+
+
+def views_of(lane: Lane, grads: Grads, device: torch.device, factor: float = 1.0) -> GradViews:
+    """Where a lane's gradients lie. One that is missing, or cannot be compressed, counts as zeros."""
+    dense = []
+    for name, shape in zip(lane.tensors.names, lane.tensors.shapes, strict=True):
+        grad = grads[name]
+        dense.append(torch.zeros(shape, device=device) if grad is None or _is_sparse(grad) else grad)
+    return GradViews(dense, device, factor, [grads[name] is not None for name in lane.tensors.names])
+
+
+def _is_sparse(grad: Tensor) -> bool:
+    return grad.layout != torch.strided
+
+
+def unsupported_message(grads: Grads) -> str:
+    """Why a step is refused."""
+    remedy = "only dense gradients are compressed; build embeddings with sparse=False"
+    for name, grad in grads.items():
+        if grad is not None and _is_sparse(grad):
+            return f"the gradient of {name!r} is sparse, and {remedy}"
+    return f"another rank has a sparse gradient, and {remedy}"
+
+
+def check_moments(moments: Mapping[str, Tensor], plan: Plan) -> None:
+    """Refuse second moments that belong to no parameter."""
+    sizes = {name: n for lane in plan.lanes for name, n in zip(lane.slices, lane.tensors.lengths, strict=True)}
+    for name, moment in moments.items():
+        if sizes.get(name) != moment.numel():
+            raise ValueError(
+                f"second moments of {name!r} with {moment.numel()} elements fit no parameter; pass one tensor for "
+                "each name of model.named_parameters(), in the parameter's shape"
+            )

@@ -1,0 +1,143 @@
+"""Graph buffers: the memory that captured buckets read and write, and that outlives a replay."""
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.engine.capture import Captured, CaptureError
+from gradwire.engine.drive import Rounds
+from gradwire.engine.lane import LaneResult
+from gradwire.engine.state import Generation, LaneState
+from gradwire.engine.step import BucketResult
+from gradwire.engine.views import GradViews
+
+TRIES = 4  # captures that did not last, after which a bucket runs eagerly for good
+LASTING = 100  # replays that make up for a capture
+
+
+@dataclass
+class CapturedBucket:
+    """A bucket's step, and what each replay adds to the accounts."""
+
+    captured: Captured[BucketResult]
+    corrupt: list[Tensor]
+    encoded: Counter[str]
+    dense: Counter[str]
+
+
+@dataclass
+class BucketCaptures:
+    """What is captured of one bucket.
+
+    Attributes:
+        captures: By what a capture depends on: generations of state, encoders, addresses.
+        stage: Buffers of the bucket's own, by lane, where gradients come to moving addresses.
+    """
+
+    captures: dict[Hashable, CapturedBucket] = field(default_factory=dict)
+    stage: list[GradViews] | None = None
+    eager: int = 0
+    replays: int = 0
+    moves: int = 0
+    tries: int = TRIES
+    addresses: tuple[int, ...] = ()
+
+    def forget(self) -> None:
+        """Run eagerly for a while, and capture anew."""
+        self.tries = TRIES if self.replays > LASTING else self.tries - bool(self.captures)
+        self.captures.clear()
+        self.eager = self.replays = 0
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Where that goes which outlives a captured bucket: not to memory that graphs share.
+
+    Attributes:
+        news: By lane: storage of new memories. It may be the state's own.
+        hints: By lane.
+        local: This rank's status: captured buckets have all their gradients.
+        status: Of all ranks.
+        corrupt: Whether a message was found corrupt.
+    """
+
+    news: list[Generation]
+    hints: list[dict[Any, Tensor]]
+    local: Tensor
+    status: Tensor
+    corrupt: Tensor
+
+    @classmethod
+    def of(cls, states: Sequence[LaneState], rollback: bool, device: torch.device) -> "Outside":
+        news = [_room(state) if rollback else state.front for state in states]
+        local, found, corrupt = torch.zeros(3, dtype=torch.uint8, device=device).split(1)
+        return cls(news, [dict(state.hints) for state in states], local, found.view(()), corrupt.view(()))
+
+    def keep(
+        self, rounds: Rounds[BucketResult], states: Sequence[LaneState], corrupt: list[Tensor]
+    ) -> Rounds[BucketResult]:
+        """The same rounds with their result here."""
+        result = yield from rounds
+        if corrupt:
+            corrupt[:] = [self.corrupt.copy_(torch.cat([flag.flatten() for flag in corrupt]).any())]
+        self.status.copy_(result.status)
+        lanes = []
+        for one, state, new in zip(result.lanes, states, self.news, strict=True):
+            for name, x in one.new.tensors.items():
+                if x is not new.tensors.get(name):
+                    unchanged = x is state.tensors[name] or name not in new.tensors
+                    new.tensors[name] = x if unchanged else new.tensors[name].copy_(x)
+            lanes.append(LaneResult(torch.empty(0), new, None if new is state.front else state.front))
+        for state, known in zip(states, self.hints, strict=True):
+            for hint, x in known.items():
+                if state.hints.get(hint, x) is not x:
+                    x.copy_(state.hints[hint])
+            state.hints = known
+        return result._replace(lanes=lanes, status=self.status)
+
+    def hints_back(self, states: Sequence[LaneState]) -> None:
+        """After a capture that failed: hints that it made lie in memory of graphs."""
+        for state, known in zip(states, self.hints, strict=True):
+            state.hints = known
+
+
+def _room(state: LaneState) -> Generation:
+    """Storage for the next generation of a lane's memories."""
+    if state.back is not None and state.back.tensors.keys() == state.tensors.keys():
+        return state.back
+    return Generation({name: torch.empty_like(x) for name, x in state.tensors.items()})
+
+
+@contextmanager
+def restored(states: Sequence[LaneState], rollback: bool) -> Iterator[None]:
+    """If a capture fails that changes the state in place, it will be done again: undo what it has changed."""
+    if rollback:
+        yield
+        return
+    try:
+        before = [(x, x.clone()) for state in states for x in state.tensors.values()]
+    except torch.OutOfMemoryError as error:  # there is room for the training only
+        raise CaptureError([], permanent=False) from error
+    try:
+        yield
+    except CaptureError:
+        for now, was in before:
+            now.copy_(was)
+        raise
+
+
+def staged(view: GradViews, device: torch.device) -> GradViews:
+    """A buffer for the gradients of a lane, end to end, in float32."""
+    flat = torch.empty(sum(x.numel() for x in view.grads), device=device)
+    parts = flat.split([x.numel() for x in view.grads])
+    return GradViews([part.view(x.shape) for part, x in zip(parts, view.grads, strict=True)], device)
+
+
+def present(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    return grad.detach()

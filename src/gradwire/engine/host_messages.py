@@ -1,0 +1,48 @@
+"""Host messages: what the ranks of one host send each other, dense."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.core.payload import Payload, as_bytes, from_bytes
+from gradwire.engine.lane import Lane
+
+
+class HostMean(NamedTuple):
+    """The host's mean gradients of one bucket, for the share of one of its ranks.
+
+    Attributes:
+        grads: By name. They are zeros where no rank of the host has a gradient.
+        present: uint8 on the device, in the same order: whether any rank has one. None: all have.
+        status: uint8[1] on the device: what the ranks of the host report.
+    """
+
+    grads: dict[str, Tensor]
+    present: Tensor | None
+    status: Tensor
+
+    def known(self) -> dict[str, Tensor | None]:
+        """The gradients that there are. This waits for the device."""
+        if self.present is None:
+            return dict(self.grads)
+        there = self.present.tolist()
+        return {name: x if here else None for (name, x), here in zip(self.grads.items(), there, strict=True)}
+
+
+def host_message(numbers: Sequence[Tensor], notes: Sequence[Tensor]) -> Payload:
+    """Float32 numbers, then bytes."""
+    return Payload(torch.cat([*(as_bytes(x.float()) for x in numbers), *notes]))
+
+
+def read_message(message: Payload, n: int) -> tuple[Tensor, Tensor]:
+    return from_bytes(message.data[: 4 * n], torch.float32), message.data[4 * n :]
+
+
+def by_name(lanes: Sequence[Lane], flats: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {
+        name: flat[place].view(shape)
+        for lane, flat in zip(lanes, flats, strict=True)
+        for (name, place), shape in zip(lane.slices.items(), lane.tensors.shapes, strict=True)
+    }

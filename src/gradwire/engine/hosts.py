@@ -1,0 +1,292 @@
+"""Hosts: the ranks of a host take the mean of their gradients, and act as one rank toward other hosts.
+
+    inward     each rank sends every other rank of its host the gradients that the other serves; the owner takes their
+               mean: dense
+    across     each rank exchanges its share with its counterparts on other hosts, as one rank a host would: compressed
+    outward    each rank sends the others of its host the updates of its share: dense
+
+So no link between hosts is idle, each of L ranks of a host has 1/L of the work and of the state, and the outcome is
+that of single ranks with the hosts' mean gradients. The status of a share is passed on to all ranks of the host, so all
+ranks of all hosts come to the same decision.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.comm.host_layout import HostLayout
+from gradwire.core.keys import Key
+from gradwire.core.payload import Payload
+from gradwire.core.requests import Max, Request, Scope, SendRecv, Sum, T, intercept
+from gradwire.core.segments import on
+from gradwire.engine import status
+from gradwire.engine.drive import Rounds
+from gradwire.engine.gradients import Grads, check_moments, host_status, views_of
+from gradwire.engine.host_messages import HostMean, by_name, host_message, read_message
+from gradwire.engine.lane import Lane
+from gradwire.engine.partition import Owners, share
+from gradwire.engine.plan import Plan
+from gradwire.engine.state import Generation
+from gradwire.engine.status import MISSING, UNSUPPORTED
+from gradwire.engine.step import BucketResult, Engine, StepResult, named_updates
+from gradwire.engine.views import GradViews
+
+LOCAL: Scope = "local"
+
+
+class HostBucket(NamedTuple):
+    """What a rank knows of a bucket: the mean gradients of its share, and, of delayed lanes, the next updates."""
+
+    mean: HostMean
+    views: list[GradViews]
+    next: dict[str, Tensor]
+
+
+class HostEngine:
+    """One rank's share of what its host compresses. It wraps an engine whose ranks are hosts.
+
+    Attributes:
+        core: The engine of this rank's share.
+        whole: The plan of all parameters.
+        shares: What each rank of the host serves.
+    """
+
+    def __init__(
+        self,
+        whole: Plan,
+        owned: Owners,
+        grouping: HostLayout,
+        rank: int,
+        seed: int,
+        device: torch.device,
+        rollback: bool = True,
+    ) -> None:
+        host, self.local = grouping.seat(rank)
+        self.beside = grouping.beside
+        self.whole = whole
+        self.shares = [share(whole, owned, local) for local in range(self.beside)]
+        self.core = Engine(self.shares[self.local], host, len(grouping.hosts), seed, device, rollback, whole)
+        self._moments: dict[str, Tensor] = {}
+        self._next = {
+            name: torch.zeros(n, device=device)
+            for i, served in enumerate(self.shares)
+            for lane in served.lanes
+            for name, n in zip(lane.tensors.names, lane.tensors.lengths, strict=True)
+            if i != self.local and self._is_delayed(lane)
+        }
+
+    def run(self, grads: Grads, unscale: float = 1.0) -> Rounds[StepResult]:
+        """A whole step. Clipping needs the host's whole gradient, so all of it comes in before any goes out."""
+        core, means, results = self.core, list[HostMean](), list[BucketResult]()
+        views = [self._views(i, grads) for i in range(len(self.whole.launches))]
+        for i, (own, local) in enumerate(views):
+            means.append((yield from self._inward(i, own, local)))
+        factor = yield from self._clip(means, unscale)
+        for i, mean in enumerate(means):
+            results.append((yield from self._outward(i, mean, views[i][0], factor, core.rooms(i), core.key)))
+        return (yield from self.finish(results, grads))
+
+    def bucket(self, i: int, grads: Grads) -> Rounds[BucketResult]:
+        """All three parts for one bucket."""
+        core, (views, local) = self.core, self._views(i, grads)
+        core.drops.assert_valid()
+        return (yield from self.exchange(i, views, local, core.rooms(i), core.key))
+
+    def exchange(
+        self, i: int, views: list[GradViews], local: Tensor, news: Sequence[Generation], key: Key
+    ) -> Rounds[BucketResult]:
+        """As `Engine.exchange`; the views are those of all parameters of the bucket."""
+        mean = yield from self._inward(i, views, local)
+        return (yield from self._outward(i, mean, views, 1.0, news, key))
+
+    def finish(self, results: Sequence[BucketResult], grads: Grads) -> Rounds[StepResult]:
+        """Commit the share, or drop the step on all ranks of all hosts."""
+        found = reduce(or_, (status.read(result.status) for result in results), 0)
+        mine = dict(grads)
+        if found & MISSING and not found & UNSUPPORTED:
+            mine = {name: x for result in results for name, x in result.extra.mean.known().items()}
+        alike = [x._replace(status=torch.full_like(x.status, found), views=x.extra.views) for x in results]
+        outcome = yield from among_hosts(self.core.finish(alike, mine, alone=self.beside == 1))
+        updates = named_updates(self.whole.lanes, results)
+        if outcome.skipped:
+            for view in (view for result in results for view in result.views):
+                view.zero_()
+            return StepResult(updates, True)
+        if found & MISSING:
+            updates = yield from self._used_anywhere(updates, outcome)
+        following = {name: x for result in results for name, x in result.extra.next.items()}
+        self._next |= {name: x for name, x in following.items() if name in updates and name in self._next}
+        return StepResult(updates, False)
+
+    def _views(self, i: int, grads: Grads) -> tuple[list[GradViews], Tensor]:
+        """Where the gradients of a bucket lie, by lane of the whole plan; and this rank's status."""
+        lanes, device = self.whole.launches[i], self.core.device
+        local = torch.full((1,), host_status(lanes, grads), dtype=torch.uint8, device=device)
+        return [views_of(lane, grads, device) for lane in lanes], local
+
+    # -- inward --------------------------------------------------------------------------------------------------------
+
+    def _inward(self, i: int, views: Sequence[GradViews], local: Tensor) -> Rounds[HostMean]:
+        """Send the gradients of others' shares, and take the mean of this rank's own."""
+        lanes = list(zip(self.whole.launches[i], views, strict=True))
+        grads = {name: x for lane, view in lanes for name, x in zip(lane.tensors.names, view.grads, strict=True)}
+        present = {name: x for lane, view in lanes for name, x in zip(lane.tensors.names, view.present, strict=True)}
+        if self.beside == 1:
+            there = None if all(present.values()) else on(tuple(map(int, present.values())), self.core.device)
+            return HostMean(grads, there, local)
+        messages = {
+            mate: self._gradients(self.shares[mate].launches[i], grads, present, local & UNSUPPORTED)
+            for mate in range(self.beside)
+        }
+        size = messages[self.local].nbytes
+        (received,) = yield [SendRecv(messages, dict.fromkeys(messages, size), LOCAL)]
+        return self._mean(i, [received[mate] for mate in messages])
+
+    def _gradients(
+        self, lanes: Sequence[Lane], grads: Mapping[str, Tensor], present: Mapping[str, bool], local: Tensor
+    ) -> Payload:
+        """Gradients of some lanes, and observed moments; then bytes: which gradients there are, status, moments."""
+        device = self.core.device
+        sizes = {name: n for lane in lanes for name, n in zip(lane.tensors.names, lane.tensors.lengths, strict=True)}
+        tested = [name for lane in lanes if self._tests_variance(lane) for name in lane.tensors.names]
+        seen = any(name in self._moments for name in tested)
+        moments = [self._moments.pop(name, torch.zeros(sizes[name], device=device)) for name in tested]
+        flats = [grads[name].reshape(-1).to(device, torch.float32) for name in sizes]
+        notes = on(tuple(int(present[name]) for name in sizes), device).to(torch.uint8)
+        return host_message([*flats, *moments], [notes, local, on((int(seen),), device).to(torch.uint8)])
+
+    def _mean(self, i: int, received: Sequence[Payload]) -> HostMean:
+        """The mean of what the ranks of the host sent, added in their order."""
+        lanes = self.core.plan.launches[i]
+        tested = [k for k, lane in enumerate(lanes) if self._tests_variance(lane)]
+        sizes = [lane.tensors.total for lane in lanes] + [lanes[k].tensors.total for k in tested]
+        total, notes = read_message(received[0], sum(sizes))
+        for payload in received[1:]:
+            x, more = read_message(payload, sum(sizes))
+            total, notes = total + x, torch.maximum(notes, more)
+        present, found, observed = notes[:-2], notes[-2:-1], notes[-1:]
+        parts = total.split(sizes)
+        if tested and bool(observed):
+            for k, moments in zip(tested, parts[len(lanes) :], strict=True):
+                # The host's gradient is the mean of its ranks', so each sample weighs 1 / beside of what it did.
+                self.core.states_of(i)[k].observed = moments / self.beside**2
+        grads = by_name(lanes, [part / self.beside for part in parts[: len(lanes)]])
+        return HostMean(grads, present, found | ((present == 0).any() * MISSING).to(torch.uint8))
+
+    def _clip(self, means: Sequence[HostMean], unscale: float) -> Rounds[float]:
+        mine: dict[str, Tensor | None] = {name: grad for mean in means for name, grad in mean.grads.items()}
+        if self.beside == 1 or not self.core.clips:
+            return self.core.clip_factor(mine, unscale)
+        squares = [grad.double().square().sum() for grad in mine.values() if grad is not None]
+        own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.core.device)
+        (square,) = yield [Sum(own[None], LOCAL)]
+        return self.core.clip_factor({"": square.sqrt()}, unscale)
+
+    def observe(self, moments: Mapping[str, Tensor]) -> None:
+        """Keep measured second moments until the next step sends them to the ranks that need them."""
+        if self.beside == 1:
+            self.core.observe(moments)
+            return
+        check_moments(moments, self.whole)
+        for name, moment in moments.items():
+            flat = moment.detach().flatten().to(self.core.device).float()
+            self._moments[name] = self._moments[name] + flat if name in self._moments else flat.clone()
+
+    def drop(self) -> None:
+        """Count a step that was dropped, and forget what the loop observed in it."""
+        self.core.drop()
+        self._moments.clear()
+
+    # -- across and outward --------------------------------------------------------------------------------------------
+
+    def _outward(
+        self,
+        i: int,
+        mean: HostMean,
+        views: list[GradViews],
+        factor: float,
+        news: Sequence[Generation],
+        key: Key,
+    ) -> Rounds[BucketResult]:
+        """Exchange this rank's share with other hosts, and the updates of all shares inside the host."""
+        lanes, device = self.core.plan.launches[i], self.core.device
+        shares = [GradViews([mean.grads[name] for name in lane.tensors.names], device, factor) for lane in lanes]
+        result = yield from among_hosts(self.core.exchange(i, shares, mean.status, news, key))
+        if self.beside == 1:
+            return result._replace(views=views, extra=HostBucket(mean, shares, {}))
+        agreed = [
+            [one.new.tensors["pending"]] if self._is_delayed(lane) else [x.reshape(-1) for x in view.grads]
+            for lane, one, view in zip(lanes, result.lanes, shares, strict=True)
+        ]
+        message = host_message([x for parts in agreed for x in parts], [result.status.view(1)])
+        sizes = {mate: sum(lane.tensors.total for lane in self.shares[mate].launches[i]) for mate in range(self.beside)}
+        into = {mate: 4 * n + 1 for mate, n in sizes.items()}
+        (received,) = yield [SendRecv(dict.fromkeys(sizes, message), into, LOCAL)]
+        worst = reduce(torch.bitwise_or, [payload.data[-1] for payload in received.values()])
+        following = self._write_(i, views, {mate: read_message(received[mate], n)[0] for mate, n in sizes.items()})
+        return result._replace(views=views, status=worst, extra=HostBucket(mean, shares, following))
+
+    def _write_(self, i: int, views: Sequence[GradViews], numbers: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """Write the updates of all shares over the gradients; what delayed lanes hand back at the next step."""
+        updates: dict[str, Tensor] = {}
+        following: dict[str, Tensor] = {}
+        for mate, flat in numbers.items():
+            served = self.shares[mate].launches[i]
+            for lane, part in zip(served, flat.split([lane.tensors.total for lane in served]), strict=True):
+                (following if self._is_delayed(lane) else updates).update(by_name([lane], [part]))
+        before = self.pending if following else {}
+        updates |= {name: before[name].view(x.shape) for name, x in following.items()}
+        for lane, view in zip(self.whole.launches[i], views, strict=True):
+            torch._foreach_copy_(view.grads, [updates[name] for name in lane.tensors.names])
+        return {name: x.flatten() for name, x in following.items()}
+
+    def _used_anywhere(self, updates: Mapping[str, Tensor], mine: StepResult) -> Rounds[dict[str, Tensor]]:
+        """The updates of parameters that any rank of any host has a gradient for."""
+        if self.beside == 1:
+            return {name: x for name, x in updates.items() if name in mine.updates}
+        flags = torch.tensor([name in mine.updates for name in updates], dtype=torch.int32, device=self.core.device)
+        (flags,) = yield [Max(flags, LOCAL)]
+        used = dict(zip(updates, map(bool, flags.tolist()), strict=True))
+        self.core.check_used(used)
+        return {name: x for name, x in updates.items() if used[name]}
+
+    # -- what is delayed, and what is saved ----------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> dict[str, Tensor]:
+        """By name: what the last step agreed on, to be handed back one step late."""
+        return {**self.core.pending, **self._next}
+
+    @property
+    def extra_state(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold beside the memories."""
+        if self.beside == 1:
+            return {}
+        place = {"gradwire/local": torch.tensor(self.local), "gradwire/beside": torch.tensor(self.beside)}
+        return {**place, **{f"pending/{name}": x.clone().cpu() for name, x in self._next.items()}}
+
+    def load_extra_state(self, saved: Mapping[str, Tensor]) -> None:
+        """Take over what `extra_state` saved."""
+        for name in self._next:
+            if f"pending/{name}" in saved:
+                self._next[name] = saved[f"pending/{name}"].clone().to(self.core.device)
+
+    def _is_delayed(self, lane: Lane) -> bool:
+        return lane.at(self.core.step)[1].delays
+
+    def _tests_variance(self, lane: Lane) -> bool:
+        return "second_moment" in lane.at(self.core.step)[0].memories
+
+
+def among_hosts(rounds: Rounds[T]) -> Rounds[T]:
+    """The same rounds, among counterparts."""
+
+    def serve(requests: list[Request]) -> Generator[list[Request], list[Any], list[Any]]:
+        return (yield [replace(request, scope="across") for request in requests])
+
+    return intercept(rounds, serve)

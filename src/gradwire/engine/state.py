@@ -1,0 +1,87 @@
+"""State: what a lane remembers between steps.
+
+A lane's memories have declared names and lengths (`StateSpec`). A step reads one generation of them and makes the next;
+the commit turns them over, so a step that is dropped has changed nothing. Without rollback there is one generation,
+and fused kernels change it in place.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.stage import StateSpec
+from gradwire.core.segments import Segments
+from gradwire.exchanges.two_way import shard
+
+
+@dataclass(eq=False)
+class Generation:
+    """The memories of a lane by name, as of one step. Two generations are equal only if they are one object."""
+
+    tensors: dict[str, Tensor]
+
+
+@dataclass
+class LaneState:
+    """All that one lane remembers.
+
+    Attributes:
+        front: The memories of the last committed step.
+        back: Storage of the step before, kept for the next one to write to; None where it is not.
+        hints: What kernels learned about the data of the last step, to save time. They may be lost without harm.
+        carried: An error without a memory, left by an earlier spec; the next step adds it to the gradient.
+        observed: Second moments that the training loop measured since the last step.
+    """
+
+    front: Generation
+    back: Generation | None = None
+    hints: dict[Any, Tensor] = field(default_factory=dict)
+    carried: Tensor | None = None
+    observed: Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return self.front.tensors
+
+    def commit(self, new: Generation, spare: Generation | None = None) -> None:
+        """Turn the generations over; ``spare`` is storage for the next step."""
+        self.front, self.back = new, spare
+        self.carried = self.observed = None
+
+    def replace(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over memories from elsewhere."""
+        self.front, self.back, self.hints = Generation(dict(tensors)), None, {}
+
+
+class Span(NamedTuple):
+    """Where a parameter's part of a memory lies: in the live buffer, and within the parameter's own saved vector."""
+
+    live: slice
+    own: slice
+    length: int
+
+
+def spans(spec: StateSpec, tensors: Segments, rank: int, world: int) -> dict[str, Span]:
+    """The parts of all parameters of a lane in one memory."""
+    total = sum(spec.lengths)
+    start, stop = shard(total, world, rank) if spec.reshard == "shard" else (0, total)
+    found, at = {}, 0
+    for name, n in zip(tensors.names, spec.lengths, strict=True):
+        low, high = max(at, start), max(min(at + n, stop), max(at, start))
+        found[name] = Span(slice(low - start, high - start), slice(low - at, high - at), n)
+        at += n
+    return found
+
+
+def zeros(
+    specs: Mapping[str, StateSpec], tensors: Segments, rank: int, world: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Memories of zeros, as large as this rank needs them."""
+    buffers = {}
+    for name, spec in specs.items():
+        sizes = [span.live.stop - span.live.start for span in spans(spec, tensors, rank, world).values()]
+        buffers[name] = torch.zeros(sum(sizes), device=device)
+    return buffers

@@ -1,0 +1,282 @@
+"""Engine: one rank's state, and the one step that changes it.
+
+A step is one protocol per bucket, then the commit. State changes only in the commit, so a step that went wrong on any
+rank leaves the state of every rank as it was. Every update is written to where its gradient lay.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.core.keys import Key
+from gradwire.core.requests import Max
+from gradwire.engine import status
+from gradwire.engine.accounting import Accounting
+from gradwire.engine.drive import Rounds, interleave
+from gradwire.engine.gradients import Grads, check_moments, host_status, unsupported_message, views_of
+from gradwire.engine.lane import Lane, LaneResult
+from gradwire.engine.plan import Plan
+from gradwire.engine.state import Generation, LaneState, spans, zeros
+from gradwire.engine.status import MISSING, NONFINITE, UNSUPPORTED, DeferredStatus, Drops
+from gradwire.engine.views import GradViews
+
+
+class BucketResult(NamedTuple):
+    """What the protocol of one bucket led to, before the commit.
+
+    Attributes:
+        lanes: By lane.
+        views: By lane: where the update was written.
+        status: Of all ranks, uint8 on the device.
+        extra: What a caller that wraps the engine has to remember of the bucket.
+    """
+
+    lanes: list[LaneResult]
+    views: list[GradViews]
+    status: Tensor
+    extra: Any = None
+
+
+class StepResult(NamedTuple):
+    """Updates by name, each where its gradient lay. A parameter without a gradient on any rank is absent."""
+
+    updates: dict[str, Tensor]
+    skipped: bool
+
+
+@dataclass
+class Engine:
+    """One rank's state and step.
+
+    Attributes:
+        plan: What this rank compresses.
+        rank: Of this rank.
+        world: Number of ranks.
+        seed: Of all random bits.
+        device: Where lanes compute.
+        rollback: Whether the state of before a step is kept until the commit. Where no kernel is fused, it is.
+        full_plan: What all ranks of a host compress, where they share the work.
+    """
+
+    plan: Plan
+    rank: int
+    world: int
+    seed: int
+    device: torch.device
+    rollback: bool = True
+    full_plan: Plan | None = None
+
+    local, beside = 0, 1  # where several ranks of a host share the work: which of how many this is
+
+    def __post_init__(self) -> None:
+        self.core = self  # the engine that holds this rank's state
+        self.whole = self.full_plan or self.plan
+        self.rollback = self.rollback or not any(lane.fused for lane in self.whole.lanes)
+        self.step = 0
+        self.states = [
+            LaneState(Generation(zeros(lane.slots(self.world), lane.tensors, self.rank, self.world, self.device)))
+            for lane in self.plan.lanes
+        ]
+        self.accounting = Accounting()
+        self.drops = Drops(DeferredStatus(self.device, revertible=self.rollback), self.rollback)
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def run(self, grads: Grads, unscale: float = 1.0) -> Rounds[StepResult]:
+        """A whole step: all buckets in order, then the commit. Gradients are multiplied by ``unscale`` first."""
+        factor = self.clip_factor(grads, unscale)
+        results = []
+        for i in range(len(self.plan.launches)):
+            results.append((yield from self.bucket(i, grads, factor)))
+        return (yield from self.finish(results, grads))
+
+    def bucket(self, i: int, grads: Grads, factor: float = 1.0) -> Rounds[BucketResult]:
+        """Compress and exchange the lanes of one bucket, and write their updates over the gradients.
+
+        Args:
+            i: Which bucket.
+            grads: By name.
+            factor: What gradients are multiplied by first.
+        """
+        self.drops.assert_valid()
+        lanes = self.plan.launches[i]
+        local = torch.full((1,), host_status(lanes, grads), dtype=torch.uint8, device=self.device)
+        views = [views_of(lane, grads, self.device, factor) for lane in lanes]
+        return (yield from self.exchange(i, views, local, self.rooms(i), self.key))
+
+    @property
+    def key(self) -> Key:
+        """Of this step's random bits."""
+        return Key(self.seed, self.step, self.rank)
+
+    def rooms(self, i: int) -> list[Generation]:
+        """By lane of a bucket: storage for new memories."""
+        return [state.back or Generation({}) if self.rollback else state.front for state in self.states_of(i)]
+
+    def exchange(
+        self, i: int, views: list[GradViews], local: Tensor, news: Sequence[Generation], key: Key
+    ) -> Rounds[BucketResult]:
+        """The protocol of one bucket. Gradients are overwritten at its end, when no lane needs them any more.
+
+        Args:
+            i: Which bucket.
+            views: Its gradients, by lane.
+            local: This rank's status, uint8[1] on the device.
+            news: By lane: storage for new memories.
+            key: Of this step's random bits.
+        """
+        flags: list[Tensor] = []
+        parts = zip(self.plan.launches[i], views, self.states_of(i), news, strict=True)
+        lanes = [
+            self.accounting.counted(lane, lane.step(view, state, new, lane.context(key, self.world, True), flags))
+            for lane, view, state, new in parts
+        ]
+        results, found = yield from status.with_status(interleave(lanes), local, flags, self.world)
+        if found is None:
+            mine = status.merged(local, flags)
+            found = mine.view(()) if self.silent else (yield from status.ask(mine))
+        for view, result in zip(views, results, strict=True):
+            view.write_(result.update, self.world)
+        return BucketResult(results, views, found)
+
+    def finish(self, results: Sequence[BucketResult], grads: Grads, alone: bool = True) -> Rounds[StepResult]:
+        """Commit what all buckets led to, or drop the step on all ranks.
+
+        Args:
+            results: Of all buckets.
+            grads: By name.
+            alone: Whether this rank may refuse the step by itself; else the caller calls `check_used`.
+        """
+        found = 0
+        for result in results:
+            found |= status.read(result.status)
+        if found & UNSUPPORTED:
+            raise ValueError(unsupported_message(grads))
+        if found & NONFINITE:
+            self.drops.assert_revertible()
+            self.drop()
+            for view in (view for result in results for view in result.views):
+                view.zero_()
+            return StepResult(named_updates(self.plan.lanes, results), True)
+        used = (yield from self._used(grads)) if found & MISSING else None
+        if alone:
+            self.check_used(used or {})
+        self._commit(results, used)
+        updates = named_updates(self.plan.lanes, results)
+        return StepResult({name: x for name, x in updates.items() if used is None or used[name]}, False)
+
+    # -- the parts of a step ---------------------------------------------------------------------------------------
+
+    def states_of(self, i: int) -> list[LaneState]:
+        """The states of one bucket's lanes."""
+        start = sum(len(launch) for launch in self.plan.launches[:i])
+        return self.states[start : start + len(self.plan.launches[i])]
+
+    @property
+    def silent(self) -> bool:
+        """Whether no lane sends anything."""
+        return all(lane.at(self.step)[1].silent for lane in self.whole.lanes)
+
+    def _used(self, grads: Grads) -> Rounds[Mapping[str, bool]]:
+        """Which parameters have a gradient on any rank at all."""
+        flags = [0 if grads[name] is None else 1 for name in grads]
+        if self.silent:
+            return dict(zip(grads, map(bool, flags), strict=True))
+        (anywhere,) = yield [Max(torch.tensor(flags, dtype=torch.int32, device=self.device))]
+        return dict(zip(grads, (flag > 0 for flag in anywhere.tolist()), strict=True))
+
+    def _commit(self, results: Sequence[BucketResult], used: Mapping[str, bool] | None) -> None:
+        """Turn the state over, but keep the old where no rank had a gradient: that update goes nowhere."""
+        found = [one for result in results for one in result.lanes]
+        for lane, state, result in zip(self.plan.lanes, self.states, found, strict=True):
+            idle = [name for name in lane.tensors.names if used is not None and not used[name]]
+            left = _left(state.carried, [lane.slices[name] for name in idle])
+            for name in idle:
+                _restore_(result.new.tensors, state, lane, name, self.rank, self.world)
+            state.commit(result.new, result.spare)
+            state.carried = left
+        self.step += 1
+
+    # -- beside the step -------------------------------------------------------------------------------------------
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were dropped. This waits for those whose status is still on the device."""
+        return self.drops.count
+
+    def drop(self) -> None:
+        """Count a step that was dropped, and forget what the loop observed in it."""
+        self.step += 1
+        self.drops.add()
+        for state in self.states:
+            state.observed = None
+
+    def check_used(self, used: Mapping[str, bool]) -> None:
+        """Refuse parameters without a gradient on any rank whose state was changed in place."""
+        changed = () if self.rollback else (lane for lane in self.whole.lanes if lane.fused)
+        idle = [name for lane in changed for name in lane.tensors.names if not used.get(name, True)]
+        if idle:
+            self.drops.poison(
+                f"no rank had a gradient of {idle[0]!r}, whose state was already overwritten (rollback=False); go back "
+                "to the last checkpoint, and freeze what is not trained, or attach with rollback=True"
+            )
+
+    @property
+    def clips(self) -> bool:
+        """Whether a feedback clips by the norm of the whole gradient."""
+        return any(getattr(lane.feedback, "clip", None) for lane in self.whole.lanes)
+
+    def clip_factor(self, grads: Grads, unscale: float = 1.0) -> float:
+        """``unscale``, times local clipping, which observed moments follow."""
+        if not self.clips:
+            return unscale
+        norms = [g.detach().double().norm() for g in grads.values() if g is not None]
+        norm = float(torch.stack(norms).norm()) * unscale if norms else 0.0
+        factor = min(lane.feedback.clip_factor(norm, self.world) for lane in self.whole.lanes)
+        for state in self.states:
+            state.observed = None if state.observed is None else state.observed * factor**2
+        return unscale * factor
+
+    def observe(self, moments: Mapping[str, Tensor]) -> None:
+        """Add measured second moments, sum over samples of (g / batch)^2, for the variance test of the next step."""
+        check_moments(moments, self.whole)
+        for lane, state in zip(self.plan.lanes, self.states, strict=True):
+            if "second_moment" in state.tensors:
+                if state.observed is None:
+                    state.observed = torch.zeros_like(state.tensors["second_moment"])
+                for name, place in lane.slices.items():
+                    if name in moments:
+                        state.observed[place] += moments[name].detach().flatten().to(state.observed)
+
+    @property
+    def pending(self) -> dict[str, Tensor]:
+        """By name: what the last step agreed on, to be handed back one step late. These are the memories themselves."""
+        lanes = [pair for pair in zip(self.plan.lanes, self.states, strict=True) if "pending" in pair[1].tensors]
+        return {name: state.tensors["pending"][place] for lane, state in lanes for name, place in lane.slices.items()}
+
+
+def named_updates(lanes: Sequence[Lane], results: Sequence[BucketResult]) -> dict[str, Tensor]:
+    """Where updates were written, by name."""
+    pairs = zip(lanes, (view for result in results for view in result.views), strict=True)
+    return {name: x for lane, view in pairs for name, x in zip(lane.tensors.names, view.grads, strict=True)}
+
+
+def _restore_(new: dict[str, Tensor], state: LaneState, lane: Lane, name: str, rank: int, world: int) -> None:
+    """Keep a parameter's old part of all memories."""
+    for memory, spec in lane.slots(world).items():
+        span = spans(spec, lane.tensors, rank, world)[name]
+        new[memory] = new[memory].clone() if memory in new else torch.zeros_like(state.tensors[memory])
+        new[memory][span.live] = state.tensors[memory][span.live]
+
+
+def _left(carried: Tensor | None, idle: Sequence[slice]) -> Tensor | None:
+    """What remains of a carried error: that of parameters without a gradient."""
+    if carried is None or not idle:
+        return None
+    left = torch.zeros_like(carried)
+    for place in idle:
+        left[place] = carried[place]
+    return left

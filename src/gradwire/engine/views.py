@@ -1,0 +1,117 @@
+"""Views: where the gradients of a lane lie. They are read there, and the update is written to the same place."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.codec import Entries
+from gradwire.core.layout import adjacent, end_to_end, same_memory
+from gradwire.kernels import fused
+
+LONG_RUN = 2**17  # elements: shorter runs are read faster once they are laid end to end
+
+
+class ContiguousRun(NamedTuple):
+    """Neighboring parameters that are neighbors in memory too.
+
+    Attributes:
+        start: Where the run begins in the lane's vector.
+        flat: Its entries.
+        lengths: Of its parameters.
+    """
+
+    start: int
+    flat: Tensor
+    lengths: tuple[int, ...]
+
+
+class GradViews:
+    """The gradients of one lane, one tensor for each of its parameters, in lane order.
+
+    Args:
+        grads: Dense tensors of any shape, format and device; the update is written over them.
+        device: Where the lane computes.
+        factor: What gradients are multiplied by first.
+        present: By parameter: whether this rank has a gradient, or zeros stand for it.
+    """
+
+    def __init__(
+        self, grads: Sequence[Tensor], device: torch.device, factor: float = 1.0, present: Sequence[bool] = ()
+    ) -> None:
+        self.grads = [grad.detach() for grad in grads]
+        self.device, self.factor = device, factor
+        self.present = tuple(present) or (True,) * len(self.grads)
+        self._copy: Tensor | None = None  # gradients end to end, where that took a copy
+
+    @property
+    def in_place(self) -> bool:
+        """Whether gradients can be read and overwritten as the flat vectors that they are."""
+        plain = all(x.is_contiguous() and x.dtype == torch.float32 and x.device == self.device for x in self.grads)
+        return plain and self.factor == 1.0
+
+    @property
+    def width(self) -> torch.dtype:
+        """The 16-bit format that all gradients have, else float32."""
+        formats = {x.dtype for x in self.grads}
+        only = formats.pop() if len(formats) == 1 else torch.float32
+        return only if only in (torch.float16, torch.bfloat16) and self.factor == 1.0 else torch.float32
+
+    def flat(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The gradients end to end."""
+        parts = [x.reshape(-1).to(self.device, dtype).contiguous() for x in self.grads]
+        view = end_to_end(parts)
+        if view is None or not self.in_place:
+            self._copy = torch.cat(parts) if view is None else view
+        flat = self._copy if view is None else view
+        assert flat is not None
+        if self.factor != 1.0:
+            flat = self._copy = flat * self.factor
+        return flat
+
+    def runs(self) -> list[ContiguousRun]:
+        """The gradients where they lie, if the average run is long; else one run of a copy."""
+        if self.in_place:
+            found = self._runs()
+            if len(found) == 1 or sum(run.flat.numel() for run in found) >= LONG_RUN * len(found):
+                return found
+        return [ContiguousRun(0, self.flat(), tuple(x.numel() for x in self.grads))]
+
+    def _runs(self) -> list[ContiguousRun]:
+        groups: list[list[Tensor]] = []
+        for part in (x.view(-1) for x in self.grads):
+            if groups and adjacent(groups[-1][-1], part):
+                groups[-1].append(part)
+            else:
+                groups.append([part])
+        runs, start = [], 0
+        for group in groups:
+            flat = end_to_end(group)
+            assert flat is not None
+            runs.append(ContiguousRun(start, flat, tuple(part.numel() for part in group)))
+            start += flat.numel()
+        return runs
+
+    def write_(self, update: Tensor | Entries, world: int) -> None:
+        """Write the update over the gradients."""
+        if isinstance(update, Entries):
+            runs = self.runs() if self._copy is None and self.device.type == "cpu" else self._runs_of_copy()
+            for run in runs:
+                fused.scatter_mean_(run.flat, *update, run.start, world)
+            if len(runs) > 1 or same_memory(runs[0].flat, self.grads[0]):
+                return
+            update = runs[0].flat
+        if same_memory(update, self.grads[0]):
+            return
+        parts = update.split([x.numel() for x in self.grads])
+        torch._foreach_copy_(self.grads, [part.view(x.shape) for part, x in zip(parts, self.grads, strict=True)])
+
+    def _runs_of_copy(self) -> list[ContiguousRun]:
+        """One run: the copy that was encoded, or the gradients where they lie end to end."""
+        flat = self.flat() if self._copy is None else self._copy.float()
+        return [ContiguousRun(0, flat, (flat.numel(),))]
+
+    def zero_(self) -> None:
+        """Overwrite the gradients with zeros: the step was dropped."""
+        torch._foreach_zero_(self.grads)

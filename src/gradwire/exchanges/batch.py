@@ -1,0 +1,103 @@
+"""RankBatch: an exchange of all ranks of one process at once.
+
+The units of all ranks lie in one buffer, rank after rank, each named after its rank. An exchange that declares
+`simulate` computes the mean from what ranks would have decoded of each other, without writing a message, and tells the
+requests that ranks would have made, so that their bytes are counted.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.codec import Codec
+from gradwire.codecs.stage import Decoded, Memory
+from gradwire.core.keys import Key, owned
+from gradwire.core.payload import Payload
+from gradwire.core.requests import Request
+from gradwire.core.segments import Segments
+from gradwire.kernels.groups import over
+
+META = torch.device("meta")
+
+
+class RankBatch(NamedTuple):
+    """The context of a simulated exchange.
+
+    Attributes:
+        key: Of all ranks: its rank is `PER_RANK`.
+        world: Number of ranks.
+        units: Of one rank.
+    """
+
+    key: Key
+    world: int
+    units: Segments
+
+
+class Sizes(NamedTuple):
+    """How long each rank's message is: bytes known beforehand, and those of its positions, which the device knows."""
+
+    known: list[int]
+    positions: Tensor | None  # int64[ranks]
+
+
+Simulated: TypeAlias = "tuple[Tensor, Memory, list[list[Request]] | Sizes]"  # mean, memory, requests by round and rank
+
+
+def blank(n: int) -> Payload:
+    """A message of which only the length matters."""
+    return Payload(torch.empty(n, dtype=torch.uint8, device=META))
+
+
+@lru_cache(maxsize=64)
+def stacked(units: Segments, world: int, cuts: tuple[tuple[int, int], ...] = ()) -> Segments:
+    """The units of all ranks, one rank after the other; cut where an exchange encodes stretches apart."""
+    tables = [units.window(*cut) for cut in cuts] or [units]
+    names = [owned(name, rank) for rank in range(world) for table in tables for name in table.names]
+    return Segments(tuple(names), tuple(shape for _ in range(world) for table in tables for shape in table.shapes))
+
+
+def starts_of(codec: Codec, sent: Decoded, table: Segments) -> Sequence[int]:
+    """Where the entries of each unit of all ranks begin, and where the last ones end; empty for dense messages.
+
+    Mostly every rank sends as many as it may: then the device need not be read.
+    """
+    if sent.indices is None:
+        return ()
+    if sent.indices.numel() == codec.most(table):
+        return (0, *accumulate(codec.capacities(table)))
+    found: list[int] = torch.searchsorted(sent.indices, table.offsets_on(sent.indices.device)).tolist()
+    return found
+
+
+def mean_of(sent: Decoded, starts: Sequence[int], n: int, world: int) -> Tensor:
+    """The mean over ranks of what all of them sent, added in their order as `Codec.total` does."""
+    values, total = sent.values, sent.values.new_zeros(n)
+    if sent.indices is not None and sent.indices.numel() <= n:
+        places, each = sent.indices % n, (len(starts) - 1) // world  # units of a rank
+        for start, stop in pairwise(starts[::each]):
+            total.index_add_(0, places[start:stop], values[start:stop])  # distinct within a rank
+        return over(total, world)
+    if sent.indices is not None:  # together longer than the vector: zeros in between cost less
+        values = values.new_zeros(world * n).index_copy_(0, sent.indices, values)
+    for row in values.view(world, n):
+        total += row
+    return over(total, world)
+
+
+def sizes_of(codec: Codec, sent: Decoded, starts: Sequence[int], batch: RankBatch) -> Sizes:
+    """How long each rank's message would be, where that depends on the data."""
+    assert sent.indices is not None and codec.indices is not None
+    units, n = batch.units, batch.units.total
+    known, positions = list[int](), list[Tensor]()
+    for rank in range(batch.world):
+        mine = starts[rank * len(units) : (rank + 1) * len(units) + 1]
+        counts = tuple(stop - start for start, stop in pairwise(mine))
+        size, more = codec.length(sent.indices[mine[0] : mine[-1]] - rank * n, counts, units)
+        known.append(size)
+        positions += [] if more is None else [more]
+    return Sizes(known, torch.stack(positions) if positions else None)

@@ -1,0 +1,223 @@
+"""What all gossip handles have in common."""
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradwire.engine.drive import Clock
+from gradwire.gossip import Node
+from gradwire.integrations.comm_worker import CommWorker
+from gradwire.integrations.gossip.flat_params import FlatParams, handle_repr
+from gradwire.integrations.gossip.report import GossipReport
+
+T = TypeVar("T")
+
+_RENAMED = {  # the old names of one release
+    "land": "wait",
+    "everybody": "gather_models",
+    "reach": "gather_reachable",
+    "taken": "resyncs",
+    "made": "rounds_made",
+    "told": "messages_sent",
+    "peers": "mesh",
+}
+
+
+class GossipHandle(Protocol):
+    """The ranks of this process, whose parameters are rows [ranks here, N] in the order of ``named_parameters()``.
+
+    One rank of a process group, or of an elastic group, has one row; a simulated group has all of them.
+    """
+
+    clock: Clock
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        """The gossip state of each node that has ranks here."""
+
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each node of the graph."""
+
+    @property
+    def elastic(self) -> bool:
+        """Whether ranks may come and go. Then a round reads and writes the model itself, buffers included."""
+
+    @property
+    def resyncs(self) -> int:
+        """How often the rank of this process has taken over a neighbor's parameters, buffers and step."""
+
+    @property
+    def step(self) -> int:
+        """Steps that the group has taken."""
+
+    def average_rows(self, grads: Tensor) -> Tensor:
+        """Gradients, averaged inside each node."""
+
+    def mix_rows(self, rows: Tensor) -> Tensor:
+        """Parameters after one round of gossip."""
+
+    def sum_over_processes(self, numbers: Tensor) -> tuple[Tensor, int]:
+        """The sum over all processes that can be reached, uncounted, and how many ranks they have."""
+
+    def max_over_processes(self, number: float) -> float:
+        """The maximum over all processes that can be reached, uncounted."""
+
+    def check(self) -> None:
+        """Raise `Diverged` if parameters are no longer finite; this may wait for the device."""
+
+    def close(self) -> None:
+        """Leave the group."""
+
+    def report(self, rank: int = 0) -> GossipReport:
+        """The report of one of the ranks here, by its row."""
+
+    def state_dicts(self) -> list[dict[str, Tensor]]:
+        """The state of each rank here."""
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Continue from the states of all ranks here."""
+
+    def counters(self) -> list[list[float]]:
+        """Bytes and messages so far, of each rank here, for a checkpoint."""
+
+    def load_counters(self, counters: Sequence[Sequence[float]]) -> None:
+        """Continue to count from a checkpoint."""
+
+
+class RankHandle(ABC):
+    """The handle of one rank and its model. The loop calls it after ``optimizer.step()``.
+
+    Attributes:
+        flat: The model's parameters.
+        node: The rank's gossip state.
+        description: The method as text.
+        clock: Where the time of rounds went.
+    """
+
+    def __init__(self, flat: FlatParams, node: Node, description: str, rank: int) -> None:
+        self.flat, self.node, self.description, self.rank = flat, node, description, rank
+        self.clock = Clock()
+        self._worker = CommWorker(flat.device)
+        self._under_way: tuple[Tensor, Future[Tensor]] | None = (
+            None  # with overlap=True: a round, and what it started with
+        )
+
+    def __repr__(self) -> str:
+        return handle_repr(self, self.description, self.node, self.node.step, self.rank)
+
+    if not TYPE_CHECKING:  # so that mypy still finds misspelled names
+
+        def __getattr__(self, name: str) -> Any:
+            """An old name, with a warning."""
+            if name not in _RENAMED:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            new = _RENAMED[name]
+            warnings.warn(f"{type(self).__name__}.{name} is now {new}", DeprecationWarning, stacklevel=2)
+            return getattr(self, new)
+
+    def __call__(self) -> None:
+        """Average with the neighbors; with ``overlap=True``, start to, and apply what the last call started."""
+        self.flat.write_(self.mix(self.flat.read()))
+
+    @abstractmethod
+    def mix(self, x: Tensor) -> Tensor:
+        """The same for parameters that lie elsewhere, as one vector in the order of ``model.named_parameters()``."""
+
+    @abstractmethod
+    def sum_over_processes(self, numbers: Tensor) -> tuple[Tensor, int]:
+        """The sum over all ranks that can be reached, uncounted, and how many they are. All of them must call it."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's memories and step: plain tensors, keyed by parameter name."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from this rank's own state."""
+
+    def run_or_overlap(self, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """Run a round now; or, with overlap, start it, and return ``x`` with the correction of the last one."""
+        if not self.node.overlap:
+            return run(x)
+        self.wait()
+        x = self.node.apply_pending(x)
+        self._under_way = x, self._worker.submit(lambda: _synchronized(run(x)))
+        return x
+
+    def wait(self) -> None:
+        """Wait until no round is under way."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            x, mixed = under_way
+            self.node.store_pending(x, mixed.result())
+
+    def check(self) -> None:
+        """Wait for the round under way, which raises `Diverged` where parameters are not finite."""
+        self.wait()
+
+    # -- the mean model ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model holds the mean over ranks in here, of parameters and of floating-point buffers. Collective."""
+        self.wait()
+        own, buffers = self.flat.read_all(), [buffer.clone() for buffer in self.flat.buffers.values()]
+        total, count = self.sum_over_processes(own)
+        self.flat.write_all_(total / count)
+        try:
+            yield
+        finally:
+            self.flat.write_all_(own)
+            for buffer, value in zip(self.flat.buffers.values(), buffers, strict=True):
+                buffer.copy_(value)  # exactly, whatever its dtype
+
+    def evaluate_mean(self, evaluate: Callable[[], T]) -> T:
+        """What ``evaluate()`` returns while the model holds the mean. All ranks must call it, at the same step."""
+        with self.averaged():
+            return evaluate()
+
+    def distance(self) -> float:
+        """The root mean square of |x_i - mean| over all ranks that can be reached. All of them must call it."""
+        self.wait()
+        x = self.flat.read().double()
+        total, count = self.sum_over_processes(x)
+        square, count = self.sum_over_processes((x - total / count).square().sum()[None])
+        return math.sqrt(float(square) / count)
+
+    # -- as rows -------------------------------------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        return [self.node]
+
+    @property
+    def step(self) -> int:
+        """Steps taken by the group, as far as this rank knows."""
+        self.wait()
+        return self.node.step
+
+    def mix_rows(self, rows: Tensor) -> Tensor:
+        """`mix` of parameters as a single row."""
+        return self.mix(rows[0])[None]
+
+    def state_dicts(self) -> list[dict[str, Tensor]]:
+        return [self.state_dict()]
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        (state,) = states
+        self.load_state_dict(state)
+
+
+def _synchronized(x: Tensor) -> Tensor:
+    """Wait for the device in the worker's thread, so that `wait` does not have to."""
+    if x.device.type == "cuda":
+        torch.cuda.current_stream(x.device).synchronize()
+    return x

@@ -1,0 +1,96 @@
+"""Membership of an elastic group: how a rank joins it, at its start, after a loss, or from a checkpoint."""
+
+import hashlib
+import logging
+
+import torch
+from torch import Tensor
+
+from gradwire.comm.peer_agreement import Snapshot
+from gradwire.comm.peer_mesh import PeerMesh
+from gradwire.core.payload import as_bytes
+from gradwire.gossip import Node
+from gradwire.integrations.gossip.flat_params import FlatParams
+
+TRIES = 5  # to find a neighbor that lives long enough to be copied
+_log = logging.getLogger("gradwire.gossip")
+
+
+class Membership:
+    """One rank's place in the group.
+
+    Attributes:
+        resyncs: How often this rank has taken over a neighbor's parameters, buffers and step.
+    """
+
+    def __init__(self, flat: FlatParams, node: Node, mesh: PeerMesh) -> None:
+        self._flat, self._node, self._mesh = flat, node, mesh
+        self._neighbors = tuple(node.topology.peers(node.rank))
+        self.resyncs = 0
+
+    def join(self, resumes: bool = False) -> None:
+        """Take over what a neighbor holds, if one is ahead, and let all neighbors join this rank.
+
+        Args:
+            resumes: Whether copies are those of this step, so that edges may go on where both ends have the same.
+        """
+        for _ in range(TRIES):
+            ahead = self._mesh.discover(self._node.step)
+            if ahead is None:
+                break
+            if self._copy(ahead):
+                resumes = False
+                break
+        if self._node.step == 0:
+            self._copy_root()
+            resumes = False
+        digests = self._digests() if resumes else {}
+        self._mesh.join(self._node.step, snapshot_of(self._flat.read_all()), digests)
+
+    def _digests(self) -> dict[int, bytes]:
+        """Of each edge's copies, equal at both ends if these are: the lower rank's copy comes first."""
+        digests = {}
+        for peer in self._neighbors:
+            names = (f"to_{peer}", f"from_{peer}") if self._node.rank < peer else (f"from_{peer}", f"to_{peer}")
+            copies = (self._node.memory[name] for name in names if name in self._node.memory)
+            digests[peer] = hashlib.sha256(b"".join(raw_bytes(x) for x in copies)).digest()
+        return digests
+
+    def _copy(self, peer: int) -> bool:
+        """Become a copy of a neighbor, if it lives long enough."""
+        state = self._mesh.pull(peer)
+        if state is None:
+            return False
+        step, body = state
+        if self._node.step:
+            _log.warning(
+                "rank %d was at step %d, and takes parameters and step %d of neighbor %d",
+                *(self._node.rank, self._node.step, step, peer),
+            )
+        self._mesh.leave()  # edges that were agreed on for the old step are of no use
+        self._flat.write_all_(torch.frombuffer(bytearray(body), dtype=torch.float32).to(self._flat.device))
+        self._node.step = self._node.number = step
+        self._node.pending = None  # it belonged to other parameters
+        self.resyncs += 1
+        return True
+
+    def _copy_root(self) -> None:
+        """Start from rank 0's parameters: each rank from a neighbor that is nearer to rank 0."""
+        distances = self._node.topology.distances(0)
+        nearer = [peer for peer in self._neighbors if distances[peer] < distances[self._node.rank]]
+        if nearer and not any(self._mesh.await_peer(peer) and self._copy(peer) for peer in nearer):
+            raise RuntimeError(
+                f"rank {self._node.rank} found no neighbor with the parameters of rank 0 in {self._mesh.timeout} s: "
+                f"none of {nearer}; start rank 0 and those in time, or give timeout= more"
+            )
+        self._mesh.publish(self._node.step, snapshot_of(self._flat.read_all()))
+
+
+def snapshot_of(*parts: Tensor) -> Snapshot:
+    """Parameters and buffers, made into bytes only if a peer asks."""
+    return lambda: raw_bytes(torch.cat(parts))
+
+
+def raw_bytes(x: Tensor) -> bytes:
+    raw: bytes = as_bytes(x).cpu().numpy().tobytes()
+    return raw

@@ -1,0 +1,162 @@
+"""How a gradient enters the memories: the arithmetic that several kernels begin with.
+
+Products and sums are rounded one by one, as the definition's are: launch with ``enable_fp_fusion=False``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradwire.kernels import fused
+from gradwire.kernels.cuda.launch import form, launch
+from gradwire.kernels.cuda.tables import BLOCK, WIDE, definition, placed
+from gradwire.kernels.fused import Accumulation
+
+READ = tl.constexpr(0)  # no gradient: the residual is the target already
+PLAIN = tl.constexpr(1)
+MOMENTUM = tl.constexpr(2)
+NESTEROV = tl.constexpr(3)
+
+
+@triton.jit
+def fetch(pointer, at, live, MASKED: tl.constexpr):
+    # A mask would keep the compiler from loading 16 bytes at a time, so only the last tile has one.
+    x = tl.load(pointer + at, mask=live, other=0.0) if MASKED else tl.load(pointer + at)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def put(pointer, at, x, live, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(pointer + at, x, mask=live)
+    else:
+        tl.store(pointer + at, x)
+
+
+@triton.jit
+def target_of(
+    grad, residual, momentum, at, live, m, decay, RULE: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """The target at these places, the new momentum, and where the gradient is not finite; nothing is written."""
+    v = fetch(residual, at, live, MASKED)
+    u, bad = v, at < 0
+    if RULE != READ:
+        g = fetch(grad, at, live, MASKED)
+        finite = tl.abs(g) < float("inf")
+        bad = ~finite
+        g = tl.where(finite, g, 0.0)
+        if RULE == PLAIN:
+            v = g + decay * v
+        else:
+            u = fetch(momentum, at, live, MASKED)
+            if RULE == NESTEROV:
+                u = m * (u + g)
+                v = v + u + g
+            else:
+                u = m * u + g
+                v = v + u
+    return v, u, bad
+
+
+@triton.jit
+def enter(
+    grad, residual, momentum, new_residual, new_momentum, at, live, m, decay,
+    RULE: tl.constexpr, KEEP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Write new memories at these places. Gives the target there, and where the gradient is not finite.
+
+    Without KEEP, the caller stores the target.
+    """
+    v, u, bad = target_of(grad, residual, momentum, at, live, m, decay, RULE, MASKED)
+    if RULE != READ:
+        if RULE != PLAIN:
+            put(new_momentum, at, u, live, MASKED)
+        if KEEP:
+            put(new_residual, at, v, live, MASKED)
+    return v, bad
+
+
+@triton.jit
+def report(bad, broken):
+    """Set ``broken`` if any entry is bad. To ask all threads first would make them wait for each other."""
+    tl.store(broken + bad.to(tl.int32) * 0, 1, mask=bad)
+
+
+@triton.jit
+def _accumulate(grad, residual, momentum, broken, n, m, decay, RULE: tl.constexpr, BLOCK: tl.constexpr):
+    base = tl.program_id(0).to(tl.int64) * BLOCK
+    at = tl.arange(0, BLOCK)
+    live = at < n - base
+    v, u = residual + base, momentum + base
+    if base + BLOCK <= n:
+        _, bad = enter(grad + base, v, u, v, u, at, live, m, decay, RULE, True, False)
+        report(bad, broken)
+    else:
+        _, bad = enter(grad + base, v, u, v, u, at, live, m, decay, RULE, True, True)
+        report(bad, broken)
+
+
+@triton.jit
+def _settle(residual, momentum, indices, heard, k, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr):
+    j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = j < k
+    at = tl.load(indices + j, mask=live, other=0)
+    left = tl.load(residual + at, mask=live) - tl.load(heard + j, mask=live)
+    tl.store(residual + at, left, mask=live)
+    if MOMENTUM:
+        tl.store(momentum + at, tl.zeros_like(left), mask=live)
+
+
+def rule_of(momentum: Tensor | None, rule: Accumulation) -> int:
+    """Which of the rules above this is."""
+    found = PLAIN if momentum is None else NESTEROV if rule.nesterov else MOMENTUM
+    return int(found.value)
+
+
+def readable(*tensors: Tensor | None) -> bool:
+    """Whether kernels can walk these tensors as they lie."""
+    return all(x is None or (x.dtype in WIDE and x.is_contiguous()) for x in tensors)
+
+
+def memory_of(residual: Tensor, before: Tensor | None) -> Tensor | None:
+    """The memory to read instead of ``residual``, if there is one that kernels can walk; any other is copied there."""
+    if before is None or (readable(before) and before.dtype == residual.dtype):
+        return before
+    residual.copy_(before)
+    return None
+
+
+@placed
+def accumulate_(grad: Tensor, residual: Tensor, momentum: Tensor | None, rule: Accumulation) -> Tensor:
+    n = grad.numel()
+    if n == 0 or not readable(grad, residual, momentum):
+        return definition(fused.accumulate_)(grad, residual, momentum, rule)
+    broken = torch.zeros((), dtype=torch.uint8, device=grad.device)
+    spare = residual if momentum is None else momentum
+    _accumulate[(-(-n // BLOCK),)](
+        grad,
+        residual,
+        spare,
+        broken,
+        n,
+        rule.momentum,
+        rule.decay,
+        rule_of(momentum, rule),
+        BLOCK,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+    return broken.view(torch.bool)
+
+
+@placed
+def settle_(residual: Tensor, momentum: Tensor | None, indices: Tensor, heard: Tensor) -> None:
+    """As defined, but for positions that all differ."""
+    k = indices.numel()
+    if not (readable(residual, momentum, heard) and indices.is_contiguous()):
+        definition(fused.settle_)(residual, momentum, indices, heard)
+    elif k:
+        fresh = (residual, residual if momentum is None else momentum, indices, heard)
+        facts = (k, momentum is None, *form(*fresh))
+        launch(_settle, -(-k // 1024), facts, fresh, (k, momentum is not None, 1024), num_warps=4)

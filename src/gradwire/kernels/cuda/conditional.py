@@ -1,0 +1,73 @@
+"""What a dropped step has written, undone. In any other step a few programs look at one bool, and leave."""
+
+from collections.abc import Iterator, Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradwire.kernels import conditional
+from gradwire.kernels.cuda.launch import form, launch
+from gradwire.kernels.cuda.tables import definition, placed
+
+_TILE = 4096
+_PROGRAMS = 256  # enough for the rare step that is dropped, and few for all others
+_TOGETHER = 4  # tensors in a launch
+
+
+@triton.jit
+def _write(x, before, n, COPIES: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr):
+    lane = tl.program_id(0) * TILE + tl.arange(0, TILE).to(tl.int64)
+    for start in range(0, n, PROGRAMS * TILE):
+        at = start + lane
+        known = tl.load(before + at, mask=at < n, other=0.0) if COPIES else tl.zeros([TILE], tl.float32)
+        tl.store(x + at, known, mask=at < n)
+
+
+@triton.jit
+def _write_if(
+    x0, x1, x2, x3, b0, b1, b2, b3, dropped, n0, n1, n2, n3,
+    COPIES: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    if tl.load(dropped) != 0:
+        _write(x0, b0, n0, COPIES, TILE, PROGRAMS)
+        _write(x1, b1, n1, COPIES, TILE, PROGRAMS)
+        _write(x2, b2, n2, COPIES, TILE, PROGRAMS)
+        _write(x3, b3, n3, COPIES, TILE, PROGRAMS)
+
+
+@placed
+def copy_if_(dropped: Tensor, now: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+    if not all(map(_plain, (*now, *before))):
+        definition(conditional.copy_if_)(dropped, now, before)
+        return
+    for some in _groups([pair for pair in zip(now, before, strict=True) if pair[0].numel()]):
+        _launch(dropped, [x for x, _ in some], [old for _, old in some], True)
+
+
+@placed
+def zero_if_(dropped: Tensor, updates: Sequence[Tensor]) -> None:
+    if not all(map(_plain, updates)):
+        definition(conditional.zero_if_)(dropped, updates)
+        return
+    for some in _groups([(x, x) for x in updates if x.numel()]):
+        _launch(dropped, [x for x, _ in some], [x for x, _ in some], False)
+
+
+def _plain(x: Tensor) -> bool:
+    return x.is_contiguous() and x.element_size() == 4 and x.is_floating_point()
+
+
+def _groups(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """So many together; the last ones stand there twice, which does no harm."""
+    for i in range(0, len(pairs), _TOGETHER):
+        some = pairs[i : i + _TOGETHER]
+        yield some + [some[-1]] * (_TOGETHER - len(some))
+
+
+def _launch(dropped: Tensor, now: list[Tensor], before: list[Tensor], copies: bool) -> None:
+    sizes = tuple([x.numel() for x in now])
+    fresh = (*now, *before, dropped)
+    programs = min(_PROGRAMS, triton.next_power_of_2(-(-max(sizes) // _TILE)))
+    rest = (*sizes, copies, _TILE, programs)
+    launch(_write_if, programs, (sizes, copies, *form(*fresh)), fresh, rest, num_warps=4)

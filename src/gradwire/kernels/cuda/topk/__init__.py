@@ -1,0 +1,19 @@
+"""Exact top-k, with or without error feedback: one pass over all memory and a few short launches.
+
+1. `sample`: a sample of the target says in which range of keys each segment's last winner lies. A key is the bits of a
+   magnitude, which order as magnitudes do.
+2. `mark`: the pass over memory. It accumulates the gradient and marks candidates, the entries in that range.
+3. `compact`: candidates are put aside, chunk by chunk, and counted in fine bins.
+4. `threshold`: the last winner is searched among the few candidates of one bin (`binary_search`).
+5. `radix`: six launches that pass over every segment, unless its range held too few or too many, or very many are
+   equal. Then all programs read it again: once if a guess is right, six times at most.
+6. `write`: the winners, in the order of their places; what is sent as it is is taken off the memories.
+
+A segment has a program for each chunk of 65,536 entries, and no program ever works on more than one chunk and a bounded
+number of candidates, so that the time hardly depends on the values. Nothing waits for the device, and shapes are known
+beforehand, so all of it can be captured in a graph. `workspace` holds the tables and the memory; `selection` launches.
+"""
+
+from gradwire.kernels.cuda.topk.selection import accumulate_topk_, carry_topk_, send_topk_, topk
+
+__all__ = ["accumulate_topk_", "carry_topk_", "send_topk_", "topk"]

@@ -1,0 +1,151 @@
+"""Exact top-k, as it is launched; the package's docstring explains the passes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.kernels import fused
+from gradwire.kernels.cuda.accumulate import READ, readable, rule_of
+from gradwire.kernels.cuda.launch import form, launch
+from gradwire.kernels.cuda.tables import BLOCK, definition, placed
+from gradwire.kernels.cuda.topk.compact import compact
+from gradwire.kernels.cuda.topk.mark import mark
+from gradwire.kernels.cuda.topk.radix import DIGITS, count_digits, count_ties
+from gradwire.kernels.cuda.topk.sample import sample
+from gradwire.kernels.cuda.topk.threshold import threshold
+from gradwire.kernels.cuda.topk.workspace import Scratch, SelectionPlan, plan, stream_of
+from gradwire.kernels.cuda.topk.write import write
+from gradwire.kernels.fused import Accumulation, Selected
+
+# Fewer registers than the compiler would take, so that more programs wait for memory side by side.
+_MARK = {"num_warps": 8, "maxnreg": 48, "enable_fp_fusion": False}
+_COMPACT = {"num_warps": 4, "maxnreg": 80}
+_THRESHOLD = {"num_warps": 4, "maxnreg": 96}
+_RADIX = {"num_warps": 8, "maxnreg": 80}
+_WRITE = {"num_warps": 4, "maxnreg": 80}
+
+Memories = tuple[Tensor, Tensor | None]  # the residual, and the momentum if there is one
+
+
+@placed
+def topk(x: Tensor, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Tensor:
+    chosen = plan(lengths, counts, x.device)
+    if chosen.total == 0 or not readable(x):
+        return definition(fused.topk)(x, lengths, counts)
+    return _Selection((x, None), (x, None), chosen).run(None, Accumulation(), values=False).indices
+
+
+@placed
+def accumulate_topk_(
+    grad: Tensor,
+    residual: Tensor,
+    momentum: Tensor | None,
+    rule: Accumulation,
+    lengths: tuple[int, ...],
+    counts: tuple[int, ...],
+    edge: Tensor | None,
+) -> Selected:
+    chosen = plan(lengths, counts, grad.device)
+    if chosen.total == 0 or not readable(grad, residual, momentum):
+        return definition(fused.accumulate_topk_)(grad, residual, momentum, rule, lengths, counts, edge)
+    memories = residual, momentum
+    return _Selection(memories, memories, chosen).run(grad, rule)
+
+
+@placed
+def carry_topk_(
+    grad: Tensor,
+    before: Memories,
+    after: Memories,
+    rule: Accumulation,
+    lengths: tuple[int, ...],
+    counts: tuple[int, ...],
+    edge: Tensor | None,
+) -> Selected:
+    chosen = plan(lengths, counts, grad.device)
+    if chosen.total == 0 or not readable(grad, *before, *after):
+        return definition(fused.carry_topk_)(grad, before, after, rule, lengths, counts, edge)
+    return _Selection(before, after, chosen).run(grad, rule)
+
+
+@placed
+def send_topk_(
+    grad: Tensor,
+    before: Memories,
+    after: Memories,
+    mask: bool,
+    rule: Accumulation,
+    lengths: tuple[int, ...],
+    counts: tuple[int, ...],
+    edge: Tensor | None,
+) -> Selected:
+    chosen = plan(lengths, counts, grad.device)
+    if chosen.total == 0 or not readable(grad, *before, *after):
+        return definition(fused.send_topk_)(grad, before, after, mask, rule, lengths, counts, edge)
+    settle = 2 if mask and after[1] is not None else 1
+    return _Selection(before, after, chosen).run(grad, rule, settle=settle)
+
+
+class _Selection:
+    """One selection in flight: the memories that it reads, and those that it writes and selects from."""
+
+    def __init__(self, before: Memories, after: Memories, chosen: SelectionPlan) -> None:
+        self.before, self.x = before, after[0]
+        self.spare = self.x if after[1] is None else after[1]
+        self.plan = chosen
+        self.facts: tuple[Any, ...] = (chosen.serial, *form(self.x, self.spare))
+
+    def run(self, grad: Tensor | None, rule: Accumulation, values: bool = True, settle: int = 0) -> Selected:
+        stream = stream_of(self.x.device)
+        scratch = self.plan.pool.take(self.plan, stream)
+        self.facts = (*self.facts, scratch.serial)
+        self._mark(scratch, grad, rule)
+        selected = self._finish(scratch, values, settle)
+        self.plan.pool.give(scratch, stream)
+        return selected
+
+    def _mark(self, scratch: Scratch, grad: Tensor | None, rule: Accumulation) -> None:
+        """Find ranges; then accumulate and mark."""
+        p, tiles = self.plan, self.plan.grid
+        residual, momentum = self.before
+        spare = residual if momentum is None else momentum
+        kind = int(READ.value) if grad is None else rule_of(momentum, rule)
+        read = (residual if grad is None else grad, residual, spare)
+        facts = (self.facts, rule, kind, *form(*read))
+        numbers = rule.momentum, rule.decay
+        sampled = (p.table, p.chunk_segment, scratch.state, scratch.coarse, *numbers, kind)
+        launch(sample, p.chunks, facts, read, sampled, num_warps=8)
+        marked = (
+            scratch.broken, tiles.n, *numbers, tiles.tile_row, tiles.row_segment, p.table, scratch.state,
+            scratch.words, scratch.over, kind, p.silent, p.dense, BLOCK,
+        )  # fmt: skip
+        launch(mark, tiles.tiles, facts, (*read, self.x, self.spare), marked, **_MARK)
+
+    def _finish(self, scratch: Scratch, values: bool, settle: int) -> Selected:
+        p, x, facts, n = self.plan, self.x, self.facts, self.plan.grid.n
+        edge = torch.empty(p.table.shape[0], device=x.device)
+        indices = torch.empty(p.total, dtype=torch.int64, device=x.device)
+        chosen = torch.empty(p.total if values else 0, dtype=x.dtype, device=x.device)
+        broken = torch.empty((), dtype=torch.bool, device=x.device)
+        around = (p.table, p.chunk_segment, scratch.state)
+        candidates = (scratch.base, scratch.number, scratch.key, scratch.place)
+        winners = (scratch.sure, scratch.out)
+        counted = (
+            *around, scratch.fine, scratch.broken, scratch.words, scratch.over, *candidates, scratch.bound_place,
+            scratch.sure, p.dense, BLOCK,
+        )  # fmt: skip
+        launch(compact, p.chunks, facts, (x,), counted, **_COMPACT)
+        searched = (*around, *candidates, scratch.bound_key, scratch.bound_place, *winners, BLOCK)
+        launch(threshold, p.chunks, facts, (x, edge), searched, **_THRESHOLD)
+        for digit in DIGITS:
+            again = (*around, scratch.digits, scratch.number, *winners, n, *digit, BLOCK)
+            launch(count_digits, p.chunks, (facts, digit), (x, edge), again, **_RADIX)
+        launch(count_ties, p.chunks, facts, (x,), (*around, scratch.number, *winners, n, BLOCK), **_RADIX)
+        fresh = (x, self.spare, edge, indices, chosen, broken)
+        written = (
+            p.table, p.chunk_segment, p.table.shape[0], scratch.state, *candidates, *winners, scratch.broken, n,
+            values, settle, BLOCK,
+        )  # fmt: skip
+        launch(write, p.chunks, (facts, values, settle), fresh, written, **_WRITE)
+        return Selected(indices, chosen, broken, edge)

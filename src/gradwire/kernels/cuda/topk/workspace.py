@@ -1,0 +1,237 @@
+"""A selection's plan, its segments' budgets, and the memory that one selection works in.
+
+Kernels read ``table``, int64[segments, 16], by the columns named here, and work in ``state``, of the same shape.
+Counters are zero before a selection and are left so by its last kernels: clearing them would be one more launch.
+"""
+
+import itertools
+import threading
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from gradwire.core.graph_refs import keep
+from gradwire.kernels.cuda.tables import BLOCK, Grid, grid
+
+COLUMNS = tl.constexpr(16)
+
+# Columns of the table.
+START = tl.constexpr(0)  # of the segment, in the buffer
+LENGTH = tl.constexpr(1)
+COUNT = tl.constexpr(2)  # how many to select
+ROOM = tl.constexpr(3)  # how many candidates may be kept
+SLOT = tl.constexpr(4)  # where its candidates start
+OUT = tl.constexpr(5)  # where its results start
+ROW = tl.constexpr(6)
+ROW_END = tl.constexpr(7)
+CHUNK = tl.constexpr(8)
+CHUNKS = tl.constexpr(9)
+KIND = tl.constexpr(10)  # one of the three below
+
+SMALL = tl.constexpr(0)  # every entry is a candidate
+SPARSE = tl.constexpr(1)  # few are selected: whatever reaches the lower end of the range is a candidate
+DENSE = tl.constexpr(2)  # many are selected: what lies above the range wins and is not kept
+
+# Columns of the state.
+LOW = tl.constexpr(0)  # candidates have at least this key,
+HIGH = tl.constexpr(1)  # and a smaller one than this
+BITS = tl.constexpr(2)  # of a key below its fine bin
+ARRIVED = tl.constexpr(3)  # counter: programs of the segment that are done, in one launch
+FOUND = tl.constexpr(4)  # counter: candidates
+OVER = tl.constexpr(5)  # counter: entries above the range
+BOUND = tl.constexpr(6)  # counter: candidates in the bin that holds the last winner
+CUT = tl.constexpr(7)  # that bin
+ABOVE = tl.constexpr(8)  # how many candidates lie above it
+WITHIN = tl.constexpr(9)  # and how many in it
+OUTCOME = tl.constexpr(10)  # one of the four below
+KEY = tl.constexpr(11)  # winners have a larger key than this,
+LAST = tl.constexpr(12)  # or the same and a place no later than this. In `radix`: how many win of those that agree
+LARGER = tl.constexpr(13)  # counter: entries above a guessed key
+TIED = tl.constexpr(14)  # counter: entries that tie with it
+
+EXACT = tl.constexpr(0)  # the last winner is a candidate
+MISSED = tl.constexpr(1)  # candidates were too few or too many
+ZEROS = tl.constexpr(2)  # too few, but there are no others: zeros win, too
+PROVEN = tl.constexpr(3)  # candidates were of no use, but a guess of the last winner was right
+
+BINS = tl.constexpr(1024)
+APART = tl.constexpr(8)  # words from one fine bin to the next: many programs count there, and neighbors would wait
+DIGIT_BINS = tl.constexpr(128)  # the most values of a digit; see `radix`
+SPAN = tl.constexpr(64)  # entries that one word describes; see `mark`
+ROWS = tl.constexpr(32)  # in a chunk, the work of one program after the first pass
+
+_serial = itertools.count()
+_recent: dict[
+    tuple[int, int, torch.device], tuple[Any, Any, "SelectionPlan"]
+] = {}  # hashing hundreds of numbers is slow
+_made: dict[tuple[Any, ...], "SelectionPlan"] = {}  # by lengths, counts and device, the oldest first
+_PLANS = 256  # that are kept
+_SMALL = 2048  # entries of a small segment
+_MANY = 16  # of so many entries one or more: the segment is dense
+
+
+class Scratch(NamedTuple):
+    """Memory of a selection in flight. Candidates are (key, place) pairs; see `compact`."""
+
+    serial: int  # no other scratch has the same
+    state: Tensor  # int64[segments, 16]
+    fine: Tensor  # int32[segments, BINS, APART], of candidates
+    coarse: Tensor  # int32[segments, BINS], of a sample
+    digits: Tensor  # int64[segments, DIGIT_BINS], of everything
+    words: Tensor  # int32[rows, BLOCK / SPAN], where candidates are; see `mark`
+    over: Tensor  # int32, likewise, where a segment is dense: how many lie above the range
+    base: Tensor  # int64[chunks], where a chunk's candidates start
+    number: Tensor  # int32[chunks], how many there are
+    key: Tensor  # int32[slots], magnitudes as bits, which order alike
+    place: Tensor  # int32 or int64[slots], in the segment
+    bound_key: Tensor
+    bound_place: Tensor
+    sure: Tensor  # int32[chunks], winners in the chunk; or how many tie there
+    out: Tensor  # int64[chunks], where winners go
+    broken: Tensor  # uint8[1]
+
+
+class SelectionPlan(NamedTuple):
+    """What to select from where. Kernels only read the tensors, which are on the device."""
+
+    serial: int  # no other plan has the same
+    grid: Grid
+    total: int  # results
+    chunks: int
+    slots: int
+    silent: bool  # some segment has entries, but none of them is wanted
+    dense: bool  # some segment is dense
+    place: torch.dtype
+    table: Tensor
+    chunk_segment: Tensor  # int32[chunks]
+    pool: "Pool"
+
+
+def plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> SelectionPlan:
+    """The plan of these lengths and budgets; a budget may exceed its length."""
+    key = (id(lengths), id(counts), device)
+    entry = _recent.get(key)
+    if entry is None or entry[0] is not lengths or entry[1] is not counts:
+        if len(_recent) >= _PLANS:
+            _recent.clear()
+        entry = _recent[key] = (lengths, counts, _cached(lengths, counts, device))
+    return keep(entry[2])
+
+
+def _cached(*what: Any) -> SelectionPlan:
+    if what not in _made:
+        if len(_made) >= _PLANS:
+            _made.pop(next(iter(tuple(_made))), None)
+        _made[what] = _plan(*what)
+    return _made[what]
+
+
+def _plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> SelectionPlan:
+    tiles = grid(lengths, device)
+    size = torch.tensor(lengths, dtype=torch.int64)
+    count = torch.minimum(torch.tensor(counts, dtype=torch.int64), size)
+    dense = (_MANY * count > size) & (size > _SMALL)
+    kind = torch.where(size <= _SMALL, SMALL.value, torch.where(dense, DENSE.value, SPARSE.value))
+    # A sample of 2048 entries for each chunk, of up to 64 chunks, says where the last winner lies; see `sample`.
+    room = torch.where(dense, size // 32 + (32 * size.sqrt()).long(), 6 * count) + 1024
+    room = torch.where(size <= _SMALL, size, torch.minimum(size, room)) * (count > 0)
+    row = tiles.segment_row.cpu()
+    chunks = torch.where(count > 0, (row.diff() + ROWS.value - 1) // ROWS.value, 0)
+    columns = [
+        _before(size),
+        size,
+        count,
+        room,
+        _before(room),
+        _before(count),
+        row[:-1],
+        row[1:],
+        _before(chunks),
+        chunks,
+        kind,
+    ]
+    table = torch.zeros(len(lengths), COLUMNS.value, dtype=torch.int64)
+    table[:, : len(columns)] = torch.stack(columns, 1)
+    segment = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(chunks)
+    return SelectionPlan(
+        next(_serial),
+        tiles,
+        int(count.sum()),
+        segment.numel(),
+        int(room.sum()),
+        bool(((size > 0) & (count == 0)).any()),
+        bool(dense.any()),
+        torch.int32 if max(lengths, default=0) < 2**31 else torch.int64,
+        table.to(device),
+        segment.to(device),
+        Pool(),
+    )
+
+
+class Pool:
+    """Scratch that no selection is using. A stream's own comes back to it, since its kernels run in order."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[Scratch]] = defaultdict(list)
+        self._lock = threading.Lock()
+
+    def take(self, plan: SelectionPlan, stream: int | None) -> Scratch:
+        """Clean scratch: used before on this stream, or new."""
+        if stream is not None:
+            with self._lock:
+                if free := self._free[stream]:
+                    return free.pop()
+        return _scratch(plan)
+
+    def give(self, scratch: Scratch, stream: int | None) -> None:
+        """Take it back, all kernels of its selection being launched."""
+        if stream is not None:
+            with self._lock:
+                self._free[stream].append(scratch)
+
+
+def stream_of(device: torch.device) -> int | None:
+    """A name for the current stream; None while a graph is being captured, which must own what it uses."""
+    if device.type != "cuda":
+        return 0
+    return None if torch.cuda.is_current_stream_capturing() else torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def _scratch(plan: SelectionPlan) -> Scratch:
+    device, segments = plan.table.device, plan.table.shape[0]
+    words = plan.grid.rows * (BLOCK // SPAN.value)
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def empty(n: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(n, dtype=dtype, device=device)
+
+    return Scratch(
+        next(_serial),
+        zeros(segments, COLUMNS.value, dtype=torch.int64),
+        zeros(segments, BINS.value, APART.value),
+        zeros(segments, BINS.value),
+        zeros(segments, DIGIT_BINS.value, dtype=torch.int64),
+        empty(words),
+        empty(words if plan.dense else 0),
+        empty(plan.chunks, torch.int64),
+        empty(plan.chunks),
+        empty(plan.slots),
+        empty(plan.slots, plan.place),
+        empty(plan.slots),
+        empty(plan.slots, plan.place),
+        empty(plan.chunks),
+        empty(plan.chunks, torch.int64),
+        zeros(1, dtype=torch.uint8),
+    )
+
+
+def _before(x: Tensor) -> Tensor:
+    return x.cumsum(0) - x
+
+
+assert BLOCK % SPAN.value == 0

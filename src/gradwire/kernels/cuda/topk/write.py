@@ -1,0 +1,112 @@
+"""The last launch of a selection: write down the winners, in the order of their places, and settle them if asked.
+
+Where few are selected, winners are among the candidates put aside; otherwise the chunk is read as it lies. SETTLE: 1
+takes winners off the residual, 2 also masks the momentum.
+"""
+
+import triton
+import triton.language as tl
+
+from gradwire.kernels.cuda.topk.binary_search import wins
+from gradwire.kernels.cuda.topk.mark import NEVER, key_of
+from gradwire.kernels.cuda.topk.radix import stretch, tile_of
+from gradwire.kernels.cuda.topk.threshold import WIDE
+from gradwire.kernels.cuda.topk.workspace import (
+    COLUMNS,
+    COUNT,
+    DENSE,
+    EXACT,
+    KEY,
+    KIND,
+    LAST,
+    LENGTH,
+    OUTCOME,
+    SLOT,
+    START,
+    ZEROS,
+)
+
+_TILE = tl.constexpr(1024)  # entries that are looked at together
+_MOST = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def _store(x, momentum, at, value, to, won, indices, values, VALUES: tl.constexpr, SETTLE: tl.constexpr):
+    tl.store(indices + to, at, mask=won)
+    if VALUES:
+        tl.store(values + to, value, mask=won)
+    if SETTLE > 0:  # what is sent as it is leaves nothing, unless it was infinite
+        tl.store(x + at, value - value, mask=won)
+    if SETTLE > 1:
+        tl.store(momentum + at, tl.zeros_like(value), mask=won)
+
+
+@triton.jit
+def _write_candidates(
+    x, momentum, chunk, entry, low, last, to, base, count, keys, places, indices, values,
+    VALUES: tl.constexpr, SETTLE: tl.constexpr,
+):  # fmt: skip
+    first, number = tl.load(entry + SLOT) + tl.load(base + chunk), tl.load(count + chunk)
+    start = tl.load(entry + START)
+    for j in range(0, number, WIDE):
+        at = j + tl.arange(0, WIDE)
+        live = at < number
+        place = tl.load(places + first + at, mask=live, other=0).to(tl.int64)
+        won = live & wins(tl.load(keys + first + at, mask=live, other=-1), place, low, last)
+        slot = to + tl.cumsum(won.to(tl.int32), 0) - 1
+        value = tl.load(x + start + place, mask=won, other=0.0)
+        _store(x, momentum, start + place, value, slot, won, indices, values, VALUES, SETTLE)
+        to += tl.sum(won.to(tl.int32), 0)
+
+
+@triton.jit
+def _write_chunk(
+    x, momentum, chunk, entry, low, last, ties, to, indices, values, n,
+    VALUES: tl.constexpr, SETTLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write down what lies above the last winner, and the first ``ties`` that tie with it no later than ``last``."""
+    base, start, stop = stretch(chunk, entry, BLOCK)
+    for i in range(0, (stop - base).to(tl.int32), _TILE):
+        at = base + i + tl.arange(0, _TILE)
+        value, inside = tile_of(x, base + i, start, stop, n, _TILE)
+        key = key_of(value.to(tl.float32))
+        above, equal = inside & (key > low), inside & (key == low) & (at - start <= last)
+        both = above.to(tl.int32) + (equal.to(tl.int32) << 16)
+        sums = tl.cumsum(both, 0) - both  # both before each entry, by one scan
+        won = above | (equal & ((sums >> 16) < ties))
+        slot = to + (sums & 0xFFFF) + tl.minimum(sums >> 16, ties)
+        _store(x, momentum, at, value, slot, won, indices, values, VALUES, SETTLE)
+        seen = tl.sum(both, 0)
+        to += (seen & 0xFFFF) + tl.minimum(seen >> 16, ties)
+        ties -= tl.minimum(seen >> 16, ties)
+
+
+@triton.jit
+def write(
+    x, momentum, edge, indices, values, was_broken, table, chunk_segment, segments, state, base, count, keys, places,
+    sure, out, broken, n,
+    VALUES: tl.constexpr, SETTLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0)
+    segment = tl.load(chunk_segment + chunk)
+    entry, line = table + segment * COLUMNS, state + segment * COLUMNS
+    outcome, to, ties = tl.load(line + OUTCOME), tl.load(out + chunk), tl.load(sure + chunk)
+    low, last = tl.load(line + KEY).to(tl.int32), tl.load(line + LAST)
+    kept = tl.load(entry + KIND) != DENSE
+    if kept & ((outcome == EXACT) | ((outcome == ZEROS) & (ties == 0))):
+        _write_candidates(
+            x, momentum, chunk, entry, low, last, to, base, count, keys, places, indices, values, VALUES, SETTLE
+        )
+    else:
+        exact = outcome == EXACT  # then the last winner's place is known, else how many ties win in each chunk
+        last = tl.where(exact, last, tl.load(entry + LENGTH))
+        ties = tl.where(exact, NEVER, ties)
+        _write_chunk(x, momentum, chunk, entry, low, last, ties, to, indices, values, n, VALUES, SETTLE, BLOCK)
+    if chunk == 0:
+        if VALUES:
+            tl.store(was_broken, tl.load(broken))
+            tl.store(broken, 0)
+        for i in range(0, segments, 128):  # segments of which nothing is wanted have no program of their own
+            at = i + tl.arange(0, 128)
+            none = (at < segments) & (tl.load(table + at * COLUMNS + COUNT, mask=at < segments, other=1) == 0)
+            tl.store(edge + at, tl.full([128], _MOST, tl.float32), mask=none)

@@ -1,0 +1,255 @@
+"""Calls: what one call of a user costs, beside the bytes that it cannot avoid.
+
+Every spec is called as a training loop calls it, through the public interface, on gradients that are equal at every
+step. Before each call the gradients are written anew, which is not timed. The floor is the time of a copy of the bytes
+that the call must read and write, at the bandwidth measured in the same run: the gradient is read, the update is
+written, memories are read and written, and the message is written and read.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.engine import method
+from gradwire.integrations import DistributedOptimizer, compress
+from gradwire_lab.bench import plain
+from gradwire_lab.bench.fixed_gradients import MODELS, Weights, shapes_of
+from gradwire_lab.launch import launch
+
+SPECS = (
+    "dgc(0.001)",
+    "topk(0.001)",
+    "topk(0.01) | sign",
+    "ef_signsgd",
+    "int4",
+    "qsgd",
+    "powersgd(4)",
+    "topk(0.001) | rows",
+)
+DOORS = ("loop", "ddp", "optimizer", "hosts")
+ADDRESSES = ("same", "moving")
+PLAIN = "plain torch DGC"  # compression alone: nothing is exchanged or decoded
+PLAIN_RATIO = 0.001
+WARM_CALLS = 6  # kernels are compiled, DDP rebuilds its buckets, steps are captured
+_PLAIN_BYTES = 20.0  # a parameter: read the gradient, read and write the momentum and the residual
+_SECOND_PASS = {"ef_signsgd": 8.0}  # a scale of the whole tensor: gradient and residual are read twice
+_COPY_BYTES = 2**28  # of the copy that measures the bandwidth, at least on a GPU
+
+Timing = dict[str, float]
+
+
+@dataclass(frozen=True)
+class CallBench:
+    """What is measured.
+
+    Attributes:
+        model: A name of `MODELS`: one tensor, or the weights of two dimensions or more.
+        door: A name of `DOORS`: how the training loop calls gradwire.
+        specs: What is compressed how.
+        size: Parameters in all, about; 0 for the model's own.
+        device: ``cpu`` or ``cuda``.
+        addresses: ``same``: gradients stay where they are; ``moving``: they are freed and allocated at every step.
+        repeats: Medians are of this many calls.
+    """
+
+    model: str
+    door: str = "loop"
+    specs: tuple[str, ...] = SPECS
+    size: int = 0
+    device: str = "cpu"
+    addresses: str = "same"
+    repeats: int = 20
+
+
+def measure(
+    bench: CallBench, ranks: int = 1, report: Callable[[dict[str, Any]], object] = lambda row: None
+) -> list[dict[str, Any]]:
+    """Time every spec, in this process or in several ranks; of those, the slowest counts.
+
+    Raises:
+        ValueError: There is no such model, door, kind of address or spec.
+    """
+    check(bench, ranks)
+    if ranks == 1 and bench.door != "ddp":  # which needs a process group even for one
+        return list(_rows(bench, 0, 1, report))
+    alone = bench.device == "cuda" and torch.cuda.device_count() >= ranks
+    by_rank = launch(_run_rank, ranks, bench, backend="nccl" if alone else "gloo")
+    rows = [max(same, key=lambda row: row["ms"]) for same in zip(*by_rank, strict=True)]
+    for row in rows:
+        report(row)
+    return rows
+
+
+def check(bench: CallBench, ranks: int) -> None:
+    for what, value, known in (
+        ("model", bench.model, MODELS),
+        ("door", bench.door, DOORS),
+        ("kind of addresses", bench.addresses, ADDRESSES),
+    ):
+        if value not in known:
+            raise ValueError(f"there is no {what} {value!r}; take {', '.join(known)}")
+    for spec in bench.specs:
+        method(spec)
+    if bench.door == "hosts" and ranks > 1 and ranks % 2:
+        raise ValueError(f"{ranks} ranks do not make two equal hosts; take --ranks {ranks + 1}")
+
+
+def _run_rank(rank: int, world: int, bench: CallBench) -> list[dict[str, Any]]:
+    return list(_rows(bench, rank, world, lambda row: None))
+
+
+def _rows(
+    bench: CallBench, rank: int, world: int, report: Callable[[dict[str, Any]], object]
+) -> Iterator[dict[str, Any]]:
+    device = torch.device(bench.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    torch.manual_seed(rank)
+    weights = Weights(shapes_of(bench.model, bench.size), device)
+    about = {
+        "model": bench.model,
+        "params": weights.total,
+        "tensors": len(weights.weights),
+        "door": bench.door,
+        "addresses": bench.addresses,
+        "device": device.type,
+        "ranks": world,
+        "repeats": bench.repeats,
+    }
+    speed = _bandwidth(weights.total, device)
+    for row in _timed(bench, weights, world):
+        floor = row["bytes_per_param"] * weights.total / speed * 1e3
+        whole = about | row | {"floor_ms": floor, "to_floor": row["call_ms"] / floor, "gb_per_s": speed / 1e9}
+        report(whole)
+        yield whole
+
+
+def _timed(bench: CallBench, weights: Weights, world: int) -> Iterator[dict[str, Any]]:
+    """Plain torch first, then every spec; ``call_ms`` is the call without what it costs without gradwire."""
+    took = _time(bench, weights, _plain_step(weights))
+    yield {"spec": PLAIN, **took, "without_ms": 0.0, "call_ms": took["ms"], "bytes_per_param": _PLAIN_BYTES}
+    without = 0.0
+    if bench.door in ("ddp", "optimizer"):
+        without = _time(bench, weights, _caller(bench.door, weights, None, world)[0])["ms"]
+    for spec in bench.specs:
+        call, wire = _caller(bench.door, weights, spec, world)
+        took = _time(bench, weights, call)
+        needed = _bytes_per_param(spec, wire, weights.total)
+        yield {
+            "spec": spec,
+            **took,
+            "without_ms": without,
+            "call_ms": took["ms"] - without,
+            "bytes_per_param": needed,
+        }
+        wire.off()
+        del call, wire
+        if weights.fixed[0].is_cuda:
+            torch.cuda.empty_cache()
+
+
+# -- what is called ----------------------------------------------------------------------------------------------------
+
+
+def _caller(door: str, weights: Weights, spec: str | None, world: int) -> tuple[Callable[[], object], Any]:
+    """The call of one step and its handle; without a spec, the same call without gradwire."""
+    if door == "ddp":
+        ddp = DistributedDataParallel(weights)
+        wire = compress(ddp, spec) if spec else None
+        return lambda: ddp().backward(), wire
+    if door == "optimizer":
+        inner = torch.optim.SGD(weights.parameters(), lr=1e-3)
+        if spec is None:
+            return inner.step, None
+        outer = DistributedOptimizer(inner, weights.named_parameters(), spec)
+        return outer.step, outer.wire
+    assert spec is not None
+    hosts = [[0]] if world == 1 else [list(range(world // 2)), list(range(world // 2, world))]
+    wire = compress(weights, spec, across=hosts if door == "hosts" else None)
+    return wire, wire
+
+
+def _plain_step(weights: Weights) -> Callable[[], None]:
+    memories = [(torch.zeros_like(g).view(-1), torch.zeros_like(g).view(-1)) for g in weights.fixed]
+
+    def step() -> None:
+        for grad, (momentum, residual) in zip(weights.fixed, memories, strict=True):
+            plain.dgc_(grad.view(-1), momentum, residual, max(1, round(PLAIN_RATIO * grad.numel())))
+
+    return step
+
+
+def _bytes_per_param(spec: str, wire: Any, params: int) -> float:
+    """What a call must read and write: by the memories in the checkpoint and by the bytes of a message."""
+    account = wire.report()
+    message: float = account.payload / max(1, account.steps)
+    return 8 + (2 * _float_bytes(wire.state_dict()) + 2 * message) / params + _SECOND_PASS.get(spec, 0.0)
+
+
+def _float_bytes(state: object) -> int:
+    if isinstance(state, Tensor):
+        return state.nbytes if state.is_floating_point() else 0
+    children = state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
+    return sum(map(_float_bytes, children))
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def _time(bench: CallBench, weights: Weights, call: Callable[[], object]) -> Timing:
+    """Milliseconds of a call: the median, the slowest, and the median until it returns to the host."""
+    fill = _preparation(bench, weights)
+    cuda = weights.fixed[0].is_cuda
+    pairs = []
+    for number in range(WARM_CALLS + bench.repeats):
+        fill()
+        took = _clock_cuda(call) if cuda else _clock(call)
+        pairs += [took] if number >= WARM_CALLS else []
+    weights.clear(True)
+    times, host = zip(*pairs, strict=True)
+    return {"ms": statistics.median(times), "worst_ms": max(times), "host_ms": statistics.median(host)}
+
+
+def _preparation(bench: CallBench, weights: Weights) -> Callable[[], None]:
+    moving = bench.addresses == "moving"
+    if bench.door == "ddp":
+        return partial(weights.clear, moving)
+    return weights.fill_elsewhere if moving else weights.fill_in_place
+
+
+def _clock(call: Callable[[], object]) -> tuple[float, float]:
+    start = time.perf_counter()
+    call()
+    took = 1e3 * (time.perf_counter() - start)
+    return took, took
+
+
+def _clock_cuda(call: Callable[[], object]) -> tuple[float, float]:
+    """By events on an idle device, so that the time of launches counts."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    start.record()
+    call()
+    host = 1e3 * (time.perf_counter() - began)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end), host
+
+
+def _bandwidth(params: int, device: torch.device) -> float:
+    """Bytes a second of the fastest of ten copies, read and written bytes together."""
+    n = max(params, _COPY_BYTES // 4 if device.type == "cuda" else 1)
+    source = torch.ones(n, device=device)
+    target = torch.empty_like(source)
+    clock = _clock_cuda if device.type == "cuda" else _clock
+    times = [clock(lambda: target.copy_(source))[0] for _ in range(13)]
+    return 8 * n / min(times[3:]) * 1e3

@@ -1,0 +1,227 @@
+"""Methods: ways to synchronize a step, torch's own and ours, each as well tuned as we know how.
+
+``ddp-none`` does not communicate at all. Other names that begin with ``ddp-`` are torch's: DDP with overlapped
+buckets whose storage is the gradients', plain or with one of its hooks. ``gossip:`` averages parameters after the
+step. ``auto`` is measured once it has decided. Everything else is a spec of ours under DDP. Options follow after
+semicolons, as keywords of `gradwire.compress`: ``ef_signsgd; exchange=two_way``.
+"""
+
+# No `from __future__ import annotations` here: DDP compares the hooks' annotations with the types themselves.
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.comm import Traffic
+from gradwire.comm.alphabeta import AlphaBeta, cost
+from gradwire.comm.collectives import AllReduceOp, traffic
+from gradwire.comm.emulated import MEDIUM, VARIABLE
+from gradwire.comm.rates import LinkSpec
+from gradwire.engine import method
+from gradwire.integrations import compress
+from gradwire.integrations.gossip import GossipSync, gossip
+from gradwire.integrations.wire import Wire
+from gradwire_lab.autotune.tuner import AutoTuner
+from gradwire_lab.bench.network.workloads import Workload
+from gradwire_lab.perf_model.candidates import OPTIONS, arguments
+
+DENSE = ("ddp-fp32", "ddp-fp16", "ddp-bf16")
+NO_COMM = "ddp-none"
+AUTO = "auto"
+POWERSGD = "ddp-powersgd"
+OURS = (
+    "topk(0.001) | fp16; bundle=none",
+    "topk(0.003) | sign; bundle=none; launch_mb=200",
+    "dgc(0.001)",
+    "topk(0.01) | sign",
+    "powersgd(4)",
+    "ef_signsgd; exchange=two_way",
+    "int4; exchange=two_way",
+    "int8; exchange=two_way",
+    "qsgd",
+    "terngrad",
+    "majority_vote",
+    "bf16",
+)
+ALL = (NO_COMM, *DENSE, POWERSGD, *OURS)
+
+Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
+
+
+def parse(name: str) -> tuple[str, dict[str, Any]]:
+    """The spec and the keywords of a method of ours.
+
+    Raises:
+        ValueError: The spec, or an option, is none.
+    """
+    spec, texts = arguments(name, (*OPTIONS, *_READERS, "codec"))
+    read = {key: _READERS[key](value or "", name) for key, value in texts.items() if key in _READERS}
+    return spec, {**texts, **read}
+
+
+def _truth(text: str, name: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(f"cannot read rollback={text} of {name!r}; write rollback=false")
+    return text == "true"
+
+
+def _megabytes(text: str, name: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"cannot read launch_mb={text} of {name!r}; write for example launch_mb=50") from None
+
+
+_READERS: dict[str, Callable[[str, str], Any]] = {"launch_mb": _megabytes, "rollback": _truth}
+
+
+def check(name: str) -> None:
+    """Refuse a name that stands for nothing, with a sentence."""
+    if name == AUTO:
+        return
+    if name.startswith("gossip:"):
+        parse(name)
+    elif name == "ddp" or name.startswith("ddp-"):
+        known = (NO_COMM, *DENSE, POWERSGD)
+        if name not in known:
+            raise ValueError(f"torch has no {name!r} here; take {', '.join(known)}")
+    else:
+        spec, options = parse(name)
+        method(spec, options.get("feedback"), options.get("exchange"))
+
+
+@dataclass
+class BuiltMethod:
+    """One method, ready to step.
+
+    Attributes:
+        run: The model to call.
+        after: What to do after the optimizer's step.
+        account: Bytes of tensors that this rank has sent and received so far, where that is known.
+        became: What ``auto`` has chosen.
+    """
+
+    run: nn.Module
+    after: Callable[[], object]
+    account: Callable[[], Traffic | None]
+    became: str = ""
+
+
+def build_method(name: str, workload: Workload) -> BuiltMethod:
+    """Build a method around the workload's model. Every rank must."""
+    gc.collect()  # DDP takes its hooks off the parameters when it goes
+    model = workload.model
+    if name.startswith("gossip:"):
+        spec, options = parse(name.removeprefix("gossip:"))
+        net = gossip(model, spec, options.get("codec"))
+        assert isinstance(net, GossipSync)
+        return BuiltMethod(model, net, lambda: net.link.traffic)
+    if name.startswith("ddp-"):
+        return _torch(name, model)
+    if name == AUTO:
+        return _decided(workload)
+    # All gradients in one bucket deliver as early as several do: our launches are cut by the plan.
+    ddp = _ddp(model)
+    spec, options = parse(name)
+    wire: Wire = compress(ddp, spec, **options)
+    return BuiltMethod(ddp, lambda: None, lambda: wire.link.traffic)
+
+
+def _decided(workload: Workload) -> BuiltMethod:
+    """Step until the wire has decided how to go on; weights stay as they are."""
+    ddp = _ddp(workload.model)
+    wire = compress(ddp, AUTO)
+    assert isinstance(wire.tuner, AutoTuner)
+    while not wire.decided:
+        workload.model.zero_grad(set_to_none=False)
+        workload.loss(ddp).backward()
+    became = wire.decisions[-1].spec
+    return BuiltMethod(ddp, lambda: None, lambda: None, became)  # what DDP sends by itself is not counted
+
+
+def _ddp(model: nn.Module, bucket_mb: float = 25.0) -> DistributedDataParallel:
+    # All ranks built the same model from the same seed: to send it around would take minutes at 10 mbit.
+    return DistributedDataParallel(
+        model,
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=bucket_mb,
+        init_sync=False,
+        broadcast_buffers=False,
+    )
+
+
+def _torch(name: str, model: nn.Module) -> BuiltMethod:
+    # Its PowerSGD hook mixes up collectives as soon as there are two buckets.
+    ddp = _ddp(model, 2**12 if name == POWERSGD else 25.0)
+    n = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    hook, state, nbytes = _hook(name, n)
+    thin = os.environ.get(VARIABLE)
+    if thin and name not in (NO_COMM, "ddp-bf16"):  # of which the latter is DDP's to refuse
+        hook, state = _emulated_hook, EmulatedHook(hook, state, LinkSpec.parse(thin), {"ddp-fp32": 1.0}.get(name, 0.5))
+    ddp.register_comm_hook(state, hook)
+    steps = _Count()
+    return BuiltMethod(ddp, steps, lambda: None if nbytes is None else steps.times(nbytes))
+
+
+def _hook(name: str, n: int) -> tuple[Hook, Any, int | None]:
+    """The hook, its state, and how long the tensors are that it reduces in a step, if it tells."""
+    if name == NO_COMM:
+        return debugging_hooks.noop_hook, None, 0
+    if name == "ddp-fp32":
+        return default_hooks.allreduce_hook, None, 4 * n
+    if name == "ddp-fp16":
+        return default_hooks.fp16_compress_hook, None, 2 * n
+    if name == "ddp-bf16":
+        return default_hooks.bf16_compress_hook, None, 2 * n
+    state = powerSGD_hook.PowerSGDState(
+        dist.group.WORLD, matrix_approximation_rank=4, start_powerSGD_iter=2, warm_start=True
+    )
+    return powerSGD_hook.powerSGD_hook, state, None
+
+
+class _Count:
+    """Counts steps, and what they sent."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self) -> None:
+        self.steps += 1
+
+    def times(self, nbytes: int) -> Traffic:
+        dense = AllReduceOp(torch.empty(nbytes, dtype=torch.uint8, device="meta"), "sum")
+        each = traffic(dense, dist.get_rank(), dist.get_world_size())
+        return Traffic(self.steps * each.sent, self.steps * each.received, self.steps, self.steps * each.messages)
+
+
+@dataclass
+class EmulatedHook:
+    """A hook of torch's, on an emulated link."""
+
+    inner: Hook
+    state: Any
+    link: LinkSpec
+    share: float  # of the buffer that travels
+
+
+def _emulated_hook(state: EmulatedHook, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    nbytes = state.share * bucket.buffer().numel() * bucket.buffer().element_size()
+    took = cost("all_reduce", nbytes, dist.get_world_size(), AlphaBeta.of(state.link))
+    called = time.monotonic()
+
+    def arrive(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        due = MEDIUM.book(called, took)
+        time.sleep(max(0.0, due - time.monotonic()))
+        return done.value()[0] if isinstance(done.value(), list) else done.value()
+
+    return state.inner(state.state, bucket).then(arrive)

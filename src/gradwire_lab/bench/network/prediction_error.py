@@ -1,0 +1,174 @@
+"""Prediction error: how well predicted steps agree with measured ones, cell by cell of `gradwire bench network`.
+
+For every model and number of ranks, computing, compressing and collectives are calibrated as the benchmark ran them:
+in hosts of their own, but on links that are no hindrance. The shaped links are only computed.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from gradwire.comm.rates import LinkSpec
+from gradwire.engine.plan import LAUNCH_BYTES
+from gradwire_lab.bench.network import workloads
+from gradwire_lab.bench.network.calibrate import CalibrationJob, calibrate
+from gradwire_lab.bench.network.grid import Row
+from gradwire_lab.bench.network.methods import AUTO, NO_COMM
+from gradwire_lab.network.hosts import Hosts
+from gradwire_lab.perf_model.accuracy_records import free_of_losses
+from gradwire_lab.perf_model.advice import advise
+from gradwire_lab.perf_model.calibration import Calibration, load
+from gradwire_lab.perf_model.cluster import Cluster
+from gradwire_lab.perf_model.costs import predict
+from gradwire_lab.perf_model.model import DENSE
+
+TOLERANCE = 0.15  # of a measured step, within which predictions should lie
+REGRET = 0.05  # by how much a choice may be slower than the best that was measured
+
+Print = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class StepComparison:
+    """One cell: predicted and measured seconds."""
+
+    row: Row
+    predicted: float
+
+    @property
+    def measured(self) -> float:
+        return float(self.row["step_ms"]) / 1e3
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+    def as_row(self) -> dict[str, Any]:
+        """As a row."""
+        kept = {name: self.row[name] for name in ("model", "link", "world", "where", "method", "step_ms")}
+        return {**kept, "predicted_ms": 1e3 * self.predicted, "error": self.error}
+
+
+@dataclass(frozen=True)
+class ChoiceComparison:
+    """What advice would have taken in a field, and how that compares with the best that was measured.
+
+    Attributes:
+        sound: Whether only ways were weighed that nothing speaks against, as `gradwire advise` does unless told which.
+    """
+
+    model: str
+    link: str
+    world: int
+    choice: str
+    best: str
+    regret: float
+    sound: bool
+
+    def as_row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A method of the benchmark as forecasts know it.
+
+    Attributes:
+        spec: A dense way, or what `gradwire.compress` is told that decides about costs.
+        launch_bytes: Of gradients that travel together.
+    """
+
+    spec: str
+    launch_bytes: int = LAUNCH_BYTES
+
+    @staticmethod
+    def of(method: str) -> "Way | None":
+        """What a built is; None for one that cannot be predicted: torch's PowerSGD, gossip, ``auto``."""
+        if method in DENSE:
+            return Way(method)
+        if method == AUTO or method.startswith(("ddp-", "gossip:")):
+            return None
+        spec, *options = (part.strip() for part in method.split(";"))
+        sizes = [option.partition("=")[2] for option in options if option.startswith("launch_mb")]
+        # Without rollback the same bytes are sent.
+        rest = [option for option in options if not option.startswith(("launch_mb", "rollback"))]
+        return Way("; ".join([spec, *rest]), int(float(sizes[-1]) * 2**20) if sizes else LAUNCH_BYTES)
+
+
+def compare(rows: Iterable[Row], tell: Print = lambda line: None) -> Iterator[StepComparison | ChoiceComparison]:
+    """Predict every cell that was measured and can be predicted: not torch's PowerSGD, and no gossip."""
+    whole = sorted((row for row in rows if "step_ms" in row), key=_field)
+    for (model, world, where), same in groupby(whole, key=_field):
+        found = list(same)
+        ways = [way for row in found if (way := Way.of(row["method"])) is not None]
+        specs = tuple(dict.fromkeys(way.spec for way in ways if way.spec not in DENSE))
+        tell(f"calibrating {model} with {world} ranks: {', '.join(specs)}")
+        figures = calibrated(model, specs, world, where)
+        yield from _predicted(found, figures)
+        for _, there in groupby(sorted(found, key=_link), key=_link):
+            yield from _picked(list(there), figures)
+
+
+def calibrated(model: str, specs: Sequence[str], world: int, where: str) -> Calibration:
+    """Measure where the benchmark was measured."""
+    if where != "hosts":
+        return calibrate(CalibrationJob(partial(workloads.load, model), tuple(specs), world), world)
+    with tempfile.TemporaryDirectory() as folder, Hosts(world, LinkSpec()) as hosts:
+        path = Path(folder, "figures.json")
+        words = [sys.executable, "-m", "gradwire_lab.bench.network.calibrate", model, str(path), *specs]
+        ended = hosts.run(words, sink=lambda rank, line: None)
+        if ended.code:
+            raise ValueError(f"calibrating {model} with {world} ranks failed: {ended.why}")
+        return load(path)
+
+
+def _field(row: Row) -> tuple[str, int, str]:
+    return row["model"], row["world"], row["where"]
+
+
+def _link(row: Row) -> str:
+    link: str = row["link"]
+    return link
+
+
+def _cluster(row: Row) -> Cluster:
+    return Cluster(row["world"], LinkSpec.parse(row["link"]))
+
+
+def _predicted(rows: Sequence[Row], figures: Calibration) -> Iterator[StepComparison]:
+    for row in rows:
+        way = Way.of(row["method"])
+        if row["method"] == NO_COMM:
+            yield StepComparison(row, figures.compute)
+        elif way is not None:
+            yield StepComparison(row, predict(figures, way.spec, _cluster(row), launches=(way.launch_bytes,)).seconds)
+
+
+def _picked(rows: Sequence[Row], figures: Calibration) -> Iterator[ChoiceComparison]:
+    """Of all that was measured, and of what may be taken without being asked for; by what `auto` would try."""
+    measured = {way: row["step_ms"] for row in rows if (way := Way.of(row["method"])) is not None}
+    for careful in (False, True):
+        specs = dict.fromkeys(way.spec for way in measured if way.spec not in DENSE)
+        weighed = list(free_of_losses(specs) if careful else specs)
+        there = {way: ms for way, ms in measured.items() if way.spec in (*DENSE, *weighed)}
+        if not weighed or not any(way.spec in DENSE for way in there):
+            return
+        known = replace(figures, costs={spec: figures.costs[spec] for spec in dict.fromkeys(way.spec for way in there)})
+        choice = advise(known, _cluster(rows[0]), weighed).trial
+        best = min(there, key=lambda way: there[way])
+        taken = min((way for way in there if way.spec == choice.spec), key=lambda way: _apart(way, choice.launch_bytes))
+        regret = there[taken] / there[best] - 1
+        yield ChoiceComparison(*_place(rows[0]), taken.spec, best.spec, regret, careful)
+
+
+def _place(row: Row) -> tuple[str, str, int]:
+    return row["model"], row["link"], row["world"]
+
+
+def _apart(way: Way, launch_bytes: int) -> int:
+    return abs(way.launch_bytes - launch_bytes)

@@ -1,0 +1,199 @@
+"""One rank of a measurement. Run as a program in every rank, it prints what it measured, a line at a time.
+
+python -m gradwire_lab.bench.network.rank_main '{"model": "lstm", "methods": [...], "budget": {...}}'
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.comm import Traffic
+from gradwire.comm.alphabeta import framed
+from gradwire_lab.bench.network.grid import Budget
+from gradwire_lab.bench.network.methods import NO_COMM, BuiltMethod, build_method
+from gradwire_lab.bench.network.workloads import Workload, load
+
+MARK = "gradwire-bench "
+DEVICE = "eth0"
+GAVE_UP = 75
+
+
+def emit(**news: Any) -> None:
+    print(MARK + json.dumps(news), flush=True)
+
+
+class Watchdog:
+    """Ends the process when a turn takes too long: a collective that nobody answers cannot be left otherwise."""
+
+    def __init__(self, method: str, seconds: float) -> None:
+        self._method, self._seconds = method, seconds
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *args: object) -> None:
+        self._timer.cancel()
+
+    def _end(self) -> None:
+        emit(method=self._method, timeout=self._seconds)
+        os._exit(GAVE_UP)
+
+
+def main(job: dict[str, Any]) -> None:
+    """Meet the other ranks, and give every method its turns."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    workload, budget = load(job["model"]), Budget(**job["budget"])
+    refused: set[str] = set()
+    for number in range(budget.rounds):
+        for method in job["methods"]:
+            if method not in refused:
+                with Watchdog(method, budget.timeout):
+                    refused |= set() if _block(method, workload, budget, number) else {method}
+    dist.destroy_process_group()
+
+
+def _block(method: str, workload: Workload, budget: Budget, number: int) -> bool:
+    """One block of steps. Returns whether the built could be built."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        emit(method=method, round=number, begun=True)
+    try:
+        built = build_method(method, workload)
+    except (TypeError, ValueError, RuntimeError) as wrong:
+        emit(method=method, refused=f"{type(wrong).__name__}: {wrong}")
+        return False
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.01)
+    step = partial(_step, built, workload, optimizer)
+    try:
+        seconds = [step() for _ in range(2)]
+    except (TypeError, ValueError, RuntimeError) as wrong:
+        emit(method=method, refused=f"{type(wrong).__name__}: {wrong}")
+        return False
+    count = _agree_on_steps(seconds[-1], budget)
+    for _ in range(budget.warmup - 2 if count > 2 else 0):
+        step()
+    said, wire = _accounts(built)
+    times = [step() for _ in range(count)]
+    later, sent = _accounts(built)
+    emit(
+        method=method,
+        round=number,
+        seconds=times,
+        nic=None if wire is None or sent is None else (sent - wire) / count,
+        became=built.became,
+        **_reported(said, later, count),
+    )
+    _leave(workload)
+    return True
+
+
+def _step(built: BuiltMethod, workload: Workload, optimizer: torch.optim.Optimizer) -> float:
+    began = time.perf_counter()
+    optimizer.zero_grad(set_to_none=False)  # gradients stay where DDP sends them from, which saves torch a copy
+    workload.loss(built.run).backward()
+    optimizer.step()
+    built.after()
+    return time.perf_counter() - began
+
+
+def _leave(workload: Workload) -> None:
+    for p in workload.model.parameters():
+        p.grad = None  # a view of the storage of a DDP that goes
+
+
+def _agree_on_steps(seconds: float, budget: Budget) -> int:
+    """As many steps as fit, the same on all ranks."""
+    slowest = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return max(2, min(budget.steps, int(budget.turn_seconds / float(slowest))))
+
+
+def _accounts(built: BuiltMethod) -> tuple[Traffic | None, int | None]:
+    """The accounts, once all is quiet."""
+    dist.barrier()
+    time.sleep(0.1)
+    found = built.account(), nic_sent()
+    dist.barrier()
+    return found
+
+
+def nic_sent() -> int | None:
+    """Bytes of the frames that this host's interface has sent; None where there is no interface of its own."""
+    if not Path("/sys/class/net", DEVICE).exists() or os.environ.get("GLOO_SOCKET_IFNAME") != DEVICE:
+        return None
+    tc = shutil.which("tc", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    shown = subprocess.run(
+        [tc or "tc", "-s", "-j", "qdisc", "show", "dev", DEVICE, "root"], capture_output=True, text=True, check=True
+    )
+    return int(json.loads(shown.stdout)[0]["bytes"])
+
+
+def _reported(before: Traffic | None, after: Traffic | None, steps: int) -> dict[str, Any]:
+    if before is None or after is None:
+        return {"reported": None, "framed": None}
+    sent, received = after.sent - before.sent, after.received - before.received
+    messages = after.messages - before.messages
+    return {"reported": sent / steps, "framed": framed(sent, received, messages) / steps, "messages": messages / steps}
+
+
+def summarize(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row of all ranks' turns of a method."""
+    seconds = [one for turn in turns for one in turn["seconds"]]
+    quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
+    row: dict[str, Any] = {
+        "step_ms": 1e3 * (_unsynchronized_step(turns) if turns[0]["method"] == NO_COMM else statistics.median(seconds)),
+        "step_ms_quartiles": [1e3 * quartiles[0], 1e3 * quartiles[2]],
+        "steps": len(seconds),
+    }
+    for name in ("nic", "reported", "framed", "messages"):
+        known = [turn[name] for turn in turns if turn.get(name) is not None]
+        row[name] = statistics.fmean(known) if known else None
+    became = dict.fromkeys(turn["became"] for turn in turns if turn.get("became"))
+    return {**row, "became": ", ".join(became)} if became else row
+
+
+def _unsynchronized_step(turns: list[dict[str, Any]]) -> float:
+    """The step of ranks that never wait for each other, as long as all of them are at it.
+
+    Single steps would tell too little: where ranks share cores, some run ahead, and the last has them for itself.
+    """
+    rounds: defaultdict[int, list[list[float]]] = defaultdict(list)
+    for turn in turns:
+        rounds[turn["round"]].append(turn["seconds"])
+    return statistics.median(map(while_all_run, rounds.values()))
+
+
+def while_all_run(ranks: list[list[float]]) -> float:
+    """Seconds of a rank's step until the first rank is done: the time over the steps that all have taken by then."""
+    end = min(map(sum, ranks))
+    return len(ranks) * end / sum(_taken(seconds, end) for seconds in ranks)
+
+
+def _taken(seconds: list[float], end: float) -> float:
+    """How many steps were taken at a moment, the one under way by its share."""
+    begun = 0.0
+    for number, one in enumerate(seconds):
+        if begun + one >= end:
+            return number + (end - begun) / one
+        begun += one
+    return float(len(seconds))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

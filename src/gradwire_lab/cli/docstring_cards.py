@@ -1,0 +1,127 @@
+"""Cards: what the modules say about themselves, read for tables and pages.
+
+Every stage, feedback and exchange lives in a module that opens with a card: a title, then labeled paragraphs (`Paper`,
+`Formula`, `Wire`, `Traits`, `Differs`, `Spec`). A preset is a function, and its docstring is all it has to say.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradwire.codecs.codec import Codec, codec
+from gradwire.codecs.stage import IndexCoder, Stage
+from gradwire.core.registry import card as card_of
+from gradwire.core.registry import registered
+from gradwire.core.segments import Segments
+from gradwire.core.spec import parse
+
+HEADINGS = {  # the kinds that make up a method, in the order in which one learns them
+    "selector": "Selectors",
+    "quantizer": "Quantizers",
+    "indices": "Index coders",
+    "transform": "Transforms",
+    "feedback": "Feedback",
+    "exchange": "Exchanges",
+    "preset": "Presets",
+}
+
+MILLION = 1_000_000
+SOME = round(0.01 * MILLION)  # positions that an index coder is measured on
+_LABEL = re.compile(r"^([A-Z][a-z]+):\s+(.*)$")
+_PRESETS = {"dgc": ("dgc", "dgc(0.01, clip=1.0, ramp=400)"), "ramp": ("ramp(topk(0.001), steps=400)",)}
+# Well-known methods that are one stage or one exchange, and need no other name.
+ALONE = ("terngrad", "qsgd", "powersgd(2)")
+
+
+@dataclass(frozen=True)
+class Card:
+    """One registered name.
+
+    Attributes:
+        name: As in specs.
+        kind: Which slot of a spec it fills.
+        title: What it does, in a line.
+        examples: Specs.
+        parts: The labeled paragraphs of the module's card, as lists of lines; empty for presets.
+        module: Where it lives.
+    """
+
+    name: str
+    kind: str
+    title: str
+    examples: tuple[str, ...]
+    module: str
+    parts: dict[str, list[str]] = field(default_factory=dict)
+
+    def line(self, label: str) -> str:
+        """A paragraph on one line; empty where the card lacks it."""
+        return " ".join(line.strip() for line in self.parts.get(label, []))
+
+
+def cards(kind: str) -> list[Card]:
+    """The cards of one kind, by name."""
+    return [_card(name, kind, make) for name, make in sorted(registered(kind).items())]
+
+
+def alone() -> list[tuple[str, str]]:
+    """The specs of `ALONE`, each with what it is."""
+    found = {card.name: card.title for kind in ("quantizer", "exchange") for card in cards(kind)}
+    return [(spec, found[spec.partition("(")[0]]) for spec in ALONE]
+
+
+def _card(name: str, kind: str, make: Callable[..., object]) -> Card:
+    examples = getattr(make, "examples", ()) or _PRESETS.get(name, ()) or _bare(name, make)
+    title = (inspect.getdoc(make) or "").partition("\n\n")[0].replace("\n", " ")
+    parts = {} if kind == "preset" else _parts(card_of(make))
+    return Card(name, kind, title, tuple(examples), make.__module__, parts)
+
+
+def _bare(name: str, make: Callable[..., object]) -> tuple[str, ...]:
+    """The name alone, if that is a spec."""
+    needed = [p for p in inspect.signature(make).parameters.values() if p.default is p.empty]
+    return () if needed else (name,)
+
+
+def _parts(document: str) -> dict[str, list[str]]:
+    parts: dict[str, list[str]] = {}
+    label = None
+    for line in document.splitlines()[1:]:
+        found = _LABEL.match(line)
+        if found:
+            label = found[1]
+            parts[label] = [found[2]]
+        elif label is not None:
+            parts[label].append(line)
+    return {name: _dedent(lines) for name, lines in parts.items()}
+
+
+def _dedent(lines: list[str]) -> list[str]:
+    """Undo the indentation of all lines but the first, which has lost its own with its label."""
+    rest = inspect.cleandoc("\n".join(["", *lines[1:]])).splitlines() if lines[1:] else []
+    return [lines[0], *rest]
+
+
+def size_of(card: Card) -> str:
+    """Bits for each of a million parameters, as the first example sends them; ``<=`` where the data may take less."""
+    made: Any = parse(card.examples[0])
+    if isinstance(made, IndexCoder):
+        bits = 8 * made.size(SOME, MILLION) / SOME
+        return f"{_bound(made.fixed)}{bits:.3g} a position"
+    if isinstance(made, Stage | Codec):
+        chain = codec(made)
+        return f"{_bound(chain.traits.fixed)}{8 * chain.size(Segments.single(MILLION)) / MILLION:.3g}"
+    return ""
+
+
+def traits_of(card: Card) -> str:
+    """What the first example promises as a whole codec; of what is no codec, the card's own words."""
+    made: Any = parse(card.examples[0])
+    if isinstance(made, Stage | Codec) and not isinstance(made, IndexCoder):
+        return str(codec(made).traits)
+    return card.line("Traits").rstrip(".")
+
+
+def _bound(fixed: bool) -> str:
+    return "" if fixed else "<= "

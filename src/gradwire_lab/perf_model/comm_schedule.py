@@ -1,0 +1,179 @@
+"""The communication schedule of a plan: its collectives at a step, bucket by bucket, and their bytes.
+
+The exchanges themselves run, on tensors without content, so that a schedule can be made for models and worlds that fit
+on no machine at hand, and a new exchange needs no line here. Where only the data decide the length of a message, the
+schedule has the longest.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import zip_longest
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.codec import Codec, Encoded
+from gradwire.codecs.stage import Decoded, EncodeInput, Memory
+from gradwire.comm.backend import Backend
+from gradwire.core.keys import Key
+from gradwire.core.payload import Payload
+from gradwire.core.requests import CommGenerator, Gather, Max, Request, SendRecv, Sum
+from gradwire.core.segments import Segments
+from gradwire.engine.drive import Clock, execute, interleave
+from gradwire.engine.lane import Lane
+from gradwire.engine.plan import Plan
+from gradwire.exchanges import Aggregate, CommContext
+from gradwire_lab.perf_model.loopback import CollectiveCall, LoopbackBackend
+
+META = torch.device("meta")
+_EXACT = 16  # ranks; larger worlds are extrapolated, since an exchange may cut its buffer into a shard for each rank
+
+
+@dataclass(frozen=True)
+class BucketSchedule:
+    """The parameters that are exchanged together, and their collectives in order."""
+
+    names: tuple[str, ...]
+    elements: int
+    calls: tuple[CollectiveCall, ...]
+
+
+def schedule(plan: Plan, step: int) -> tuple[BucketSchedule, ...]:
+    """The whole step of one rank."""
+    return tuple(_bucket(lanes, plan.world, step) for lanes in plan.launches)
+
+
+def sent(buckets: Iterable[BucketSchedule], world: int) -> float:
+    """Bytes that one rank puts on the wire, by what gloo and NCCL's rings do."""
+    return sum(sent_by(call, world) for bucket in buckets for call in bucket.calls)
+
+
+def sent_by(call: CollectiveCall, world: int) -> float:
+    """The same for one collective."""
+    if call.kind == "all_reduce":
+        return 2 * (world - 1) / world * call.nbytes
+    return (world - 1) * call.nbytes if call.kind == "all_gather" else call.nbytes
+
+
+def _bucket(lanes: Sequence[Lane], world: int, step: int) -> BucketSchedule:
+    names = tuple(name for lane in lanes for name in lane.tensors.names)
+    calls = _calls(lanes, world, step) if world <= _EXACT else _extrapolated(lanes, world, step)
+    return BucketSchedule(names, sum(lane.units.total for lane in lanes), tuple(calls))
+
+
+def _extrapolated(lanes: Sequence[Lane], world: int, step: int) -> Iterator[CollectiveCall]:
+    """By ``bytes = a + b / world``, which holds for shards and for whole messages."""
+    few, many = _EXACT // 2, _EXACT
+    for small, large in zip(_calls(lanes, few, step), _calls(lanes, many, step), strict=True):
+        share = (small.nbytes - large.nbytes) / (1 / few - 1 / many)
+        yield replace(large, nbytes=large.nbytes + share * (1 / world - 1 / many))
+
+
+def _calls(lanes: Sequence[Lane], world: int, step: int) -> list[CollectiveCall]:
+    """The collectives of a bucket: round by round, what `fuse` makes of the requests of its lanes."""
+    backend = LoopbackBackend(world, META)
+    for requests in zip_longest(*(_requests(_unnamed(lane), world, step) for lane in lanes)):
+        _answer([one for one in requests if one is not None], backend)
+    return backend.calls
+
+
+@lru_cache(maxsize=4096)
+def _requests(lane: Lane, world: int, step: int) -> tuple[Request, ...]:
+    """What a lane asks of the group; layers of equal shapes ask the same."""
+    recorder = _Recorder(world)
+    execute(interleave([_exchange(lane, world, step)]), cast(Backend, recorder), Clock())
+    return tuple(recorder.requests)
+
+
+def _unnamed(lane: Lane) -> Lane:
+    tensors, units = (replace(table, names=("",) * len(table)) for table in (lane.tensors, lane.units))
+    return replace(lane, label="", tensors=tensors, units=units)
+
+
+def _exchange(lane: Lane, world: int, step: int) -> CommGenerator[Aggregate]:
+    """The exchange of a lane, without content."""
+    codec, exchange = lane.at(step)
+    context = CommContext(Key(0, step, 0), world, lane.units, lane.tensors, lane.feedback.indebted, listens=False)
+    memory = {name: _vector(sum(slot.lengths)) for name, slot in lane.slots(world).items()}
+    target, sizes_only = _vector(lane.units.total), cast(Codec, _SizeOnlyCodec(codec))
+    message = exchange.encode(EncodeInput(target, target, memory, lane.units), sizes_only, context)
+    return exchange.talk(message, sizes_only, context)
+
+
+class _Recorder:
+    """Answers requests as a backend does, and keeps them."""
+
+    def __init__(self, world: int) -> None:
+        self.requests: list[Request] = []
+        self._backend = LoopbackBackend(world, META)
+
+    def answer(self, requests: Sequence[Request]) -> list[Any]:
+        self.requests += requests
+        return _answer(requests, self._backend)
+
+
+def _answer(requests: Sequence[Request], backend: LoopbackBackend) -> list[Any]:
+    """Answer one round, the first with the status. Lengths are agreed on as `fuse` does, which would read them."""
+    sized = [_sized(one) for one in requests]
+    varying = sum(one is not known for one, known in zip(requests, sized, strict=True))
+    extra: list[Request] = [Max(torch.empty(varying, dtype=torch.int64, device=META))] if varying else []
+    if not backend.calls:
+        extra.append(_status(requests[0], backend.world))
+    return backend.answer([*sized, *extra])[: len(requests)]
+
+
+def _sized(request: Request) -> Request:
+    if isinstance(request, Gather) and request.size is None:
+        return replace(request, size=request.payload.nbytes)
+    return request
+
+
+def _status(first: Request, world: int) -> Request:
+    """The status of a step, which travels with the first request of a bucket."""
+    if isinstance(first, Gather):
+        return Gather(_message(1), 1)
+    if isinstance(first, SendRecv):
+        return SendRecv(dict.fromkeys(range(world), _message(1)), dict.fromkeys(range(world), 1))
+    return Sum(first.tensor.new_empty(1))
+
+
+class _SizeOnlyCodec:
+    """A codec whose messages are as long as they may be, and hold nothing."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._codec, name)
+
+    def encode(self, signal: EncodeInput, key: Key) -> Encoded:
+        return Encoded(self._message(signal.segments), Decoded(None, signal.target), signal.memory)
+
+    def message(self, signal: EncodeInput, key: Key) -> tuple[Payload, Memory]:
+        return self._message(signal.segments), signal.memory
+
+    def clamped(self, payload: Payload, limit: float) -> Payload:
+        return payload
+
+    def merge(
+        self, payloads: object, debt: Tensor | None, segments: Segments, *keys: object
+    ) -> tuple[Payload, Tensor | None]:
+        return self._message(segments), debt
+
+    def decode(self, messages: object, segments: Segments, *keys: object) -> Tensor:
+        return _vector(segments.total)
+
+    mean = total = expand = decode
+
+    def _message(self, segments: Segments) -> Payload:
+        return _message(self._codec.size(segments))
+
+
+def _message(nbytes: int) -> Payload:
+    return Payload(torch.empty(nbytes, dtype=torch.uint8, device=META))
+
+
+def _vector(n: int) -> Tensor:
+    return torch.empty(n, device=META)

@@ -1,0 +1,190 @@
+"""Runs that differ only in their seed, side by side with the other ways of doing the same task."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gradwire_lab.report.load import DENSE, Metric, RunRecord
+from gradwire_lab.report.statistics import Estimate, estimate, paired
+
+_ASIDE = ("train.seed", "train.workers", "train.eval_every", "train.log_every", "train.save_every", "data.root")
+_HOW = ("sync.", "gossip.")  # tables that say how workers agree, which is what is compared
+_USUAL: dict[str, object] = {"sync.granularity": "layer", "sync.ramp": 0}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one way of doing a task, one for each seed."""
+
+    label: str
+    runs: tuple[RunRecord, ...]
+
+    @property
+    def spec(self) -> str:
+        return self.runs[0].spec
+
+    @property
+    def dense(self) -> bool:
+        return self.spec in DENSE
+
+    @property
+    def ended(self) -> bool:
+        return all(run.final for run in self.runs)
+
+    @property
+    def values(self) -> dict[int, float]:
+        """The metric of each seed, after the last epoch; not a number where it diverged."""
+        return {run.seed: math.nan if run.diverged else run.value(run.last) for run in self.runs}
+
+    @property
+    def diverged(self) -> int:
+        """How many of its runs did."""
+        return sum(run.diverged for run in self.runs)
+
+    @property
+    def skipped(self) -> tuple[int, int]:
+        """Steps that were skipped because gradients were not finite, and all steps."""
+        told = [[int(run.number(key) or 0) for run in self.runs] for key in ("skipped", "step")]
+        return sum(told[0]), sum(told[1])
+
+    @property
+    def estimate(self) -> Estimate:
+        return estimate(list(self.values.values()))
+
+    def mean(self, key: str) -> float | None:
+        """The mean of a number over the runs that noted it."""
+        return _mean(run.number(key) for run in self.runs)
+
+    @property
+    def wire_ratio(self) -> float | None:
+        return _mean(run.wire_ratio for run in self.runs)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task, done in several ways: what may be compared with each other.
+
+    Attributes:
+        name: What is learned by what.
+        metric: What it is judged by.
+        groups: The ways.
+        baseline: The first of those that the others are measured against: as a rule the dense one.
+    """
+
+    name: str
+    metric: Metric
+    groups: tuple[Group, ...]
+    baseline: Group | None = None
+
+    @property
+    def baselines(self) -> list[Group]:
+        """The ways that others may be measured against: all that are dense, if the baseline is; else the baseline."""
+        if self.baseline is None or not self.baseline.dense:
+            return [self.baseline] if self.baseline else []
+        return [group for group in self.groups if group.dense]
+
+    def baseline_of(self, group: Group) -> Group | None:
+        """Whom a group is measured against: the dense training that differs from it in the fewest settings."""
+        baselines = self.baselines
+        if group in baselines:
+            return None
+        return min(baselines, key=lambda baseline: len(_differences(group.runs[0], baseline.runs[0])), default=None)
+
+    def difference(self, group: Group) -> Estimate | None:
+        """What a group loses or gains against its baseline, seed by seed; nothing is known before both have ended."""
+        baseline = self.baseline_of(group)
+        if baseline is None or not (group.ended and baseline.ended):
+            return None
+        return paired(group.values, baseline.values)
+
+
+def tasks(runs: Iterable[RunRecord]) -> list[Task]:
+    """Sort runs into tasks, and those into groups; dense first, then by bytes sent. Runs without a record are left out.
+
+    Runs of the same model on the same data make a task; those whose folders' names differ only in the seed, a group.
+    """
+    by_key: dict[tuple[str, int], list[RunRecord]] = {}
+    for run in runs:
+        if run.last:
+            by_key.setdefault((task_name(run), int(run.start.get("parameters", 0))), []).append(run)
+    names = [name for name, _ in by_key]
+    return [
+        _task(name if names.count(name) == 1 else f"{name}, {size:,} parameters", by_key[name, size])
+        for name, size in sorted(by_key)
+    ]
+
+
+def task_name(run: RunRecord) -> str:
+    """What was learned by what."""
+    parts = [str(run.recipe.get(table, {}).get("name", "")) for table in ("data", "model")]
+    return ", ".join(part for part in parts if part) or run.name
+
+
+def front(points: Sequence[tuple[float, float]], metric: Metric) -> list[int]:
+    """Which (cost, value) nobody beats at the same or a lower cost, cheapest first."""
+    best: list[int] = []
+    by_cost = sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1] * _sign(metric)))
+    for i in by_cost:
+        if not best or metric.better(points[i][1], points[best[-1]][1]):
+            best.append(i)
+    return best
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _sign(metric: Metric) -> int:
+    return 1 if metric.larger_is_better else -1
+
+
+def _task(name: str, runs: list[RunRecord]) -> Task:
+    groups = _groups(runs)
+    return Task(name, runs[0].metric, groups, next((group for group in groups if group.dense), None))
+
+
+def _groups(runs: list[RunRecord]) -> tuple[Group, ...]:
+    by_key: dict[tuple[str, str], list[RunRecord]] = {}
+    for run in runs:
+        by_key.setdefault((str(run.folder.parent), run.stem), []).append(run)
+    inside = list(by_key.values())
+    made = [Group(_label(group[0], inside), tuple(sorted(group, key=lambda run: run.seed))) for group in inside]
+    return tuple(sorted(made, key=lambda group: (not group.dense, -(group.mean("sent") or 0))))
+
+
+def _label(run: RunRecord, by_key: list[list[RunRecord]]) -> str:
+    """The spec, what of the exchange is unusual, and what else tells this group from its baseline and from its like."""
+    rivals = [shelf[0] for shelf in by_key if shelf[0].spec == run.spec]
+    dense = [] if run.spec in DENSE else [shelf[0] for shelf in by_key if shelf[0].spec in DENSE]
+    unlike = min((_differences(run, baseline) for baseline in dense), key=len, default=())
+    mine = _settings(run)
+    theirs = [_settings(rival) for rival in rivals]
+    usual = {} if run.spec in DENSE else _USUAL
+    apart = {
+        key: value
+        for key, value in mine.items()
+        if key in unlike or value != usual.get(key, value) or any(other.get(key, value) != value for other in theirs)
+    }
+    words = list(dict.fromkeys(f"{key.rpartition('.')[2]} {_plain(value)}" for key, value in apart.items()))
+    if sum(all(other.get(key, value) == value for key, value in apart.items()) for other in theirs) > 1:
+        stems = [rival.stem for rival in rivals]
+        words.append(run.stem if stems.count(run.stem) == 1 else str(run.folder.parent / run.stem))
+    return ", ".join((run.spec, *words))
+
+
+def _plain(value: object) -> object:
+    return f"{value:g}" if isinstance(value, float) else value
+
+
+def _differences(run: RunRecord, baseline: RunRecord) -> list[str]:
+    """Which settings differ, those of the exchange left aside."""
+    mine, theirs = _settings(run), _settings(baseline)
+    return [key for key in mine if mine[key] != theirs.get(key, mine[key]) and not key.startswith(_HOW)]
+
+
+def _settings(run: RunRecord) -> dict[str, object]:
+    """What the recipe decides, less what differs between seeds or machines, and how often somebody looks."""
+    tables = {name: table for name, table in run.recipe.items() if isinstance(table, dict)}
+    flat = {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()}
+    return {key: value for key, value in flat.items() if key not in _ASIDE} | {"ranks": run.ranks}

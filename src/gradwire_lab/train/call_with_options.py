@@ -1,0 +1,47 @@
+"""Keywords: call a maker with what a person wrote, and what the data can tell."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def nearest(word: str, words: Mapping[str, object]) -> str:
+    """The end of a sentence about a word nobody knows: the nearest one that is known, or all of them."""
+    near = difflib.get_close_matches(word, words, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"choose among {', '.join(words) or 'none at all'}"
+
+
+def call_with_options(
+    maker: Callable[..., T], table: str, name: str, options: Mapping[str, object], facts: Mapping[str, object]
+) -> T:
+    """``maker(**facts, **options)``: every option must be a keyword of the maker, a fact is left out if it is not.
+
+    Options win over facts. A maker with ``**keywords`` takes any option. An option must be of the type that the maker
+    says, where that is a number, a switch or a string. Options are those of a recipe's ``table``.
+    """
+    what = f"the {table} {name}"
+    known = inspect.signature(maker).parameters
+    words = {word: each for word, each in known.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    open_ended = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    for word in options:
+        if word not in words and not open_ended:
+            raise ValueError(f"{what} knows no option called {word!r}; {nearest(word, words)}")
+        if word in words and not _fits(options[word], words[word].annotation):
+            kind = words[word].annotation.__name__
+            raise ValueError(f"{what} takes no {word} = {options[word]!r}; it must be of type {kind}")
+    given = {**{word: fact for word, fact in facts.items() if word in words}, **options}
+    for word, each in words.items():
+        if each.default is each.empty and word not in given:
+            remedy = f"say it with --set {table}.options.{word}={word.upper()}"
+            raise ValueError(f"{what} needs the option {word!r}; {remedy}")
+    return maker(**given)
+
+
+def _fits(value: object, annotation: object) -> bool:
+    """Whether a value is what a plain annotation says; nothing is said of others."""
+    if annotation in (int, float):
+        return isinstance(value, int | annotation) and not isinstance(value, bool)
+    return not (annotation is bool or annotation is str) or type(value) is annotation

@@ -1,0 +1,135 @@
+"""Feed: the batches that a recipe asks for."""
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from gradwire_lab.train.data import (
+    Augment,
+    Batch,
+    ColumnLoader,
+    FolderLoader,
+    FolderTask,
+    ImageLoader,
+    ImageTask,
+    Resolution,
+    Task,
+    TextTask,
+    WindowLoader,
+    evaluation,
+    folder_evaluation,
+    load,
+    reading,
+)
+from gradwire_lab.train.models import transform_of
+from gradwire_lab.train.rank_info import RankInfo
+from gradwire_lab.train.recipe import Recipe
+
+
+class Loader(Protocol):
+    """Batches of the ranks in this process, those of the first rank first."""
+
+    @property
+    def steps(self) -> int: ...
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]: ...
+
+
+class Prefetcher(Iterator[Batch]):
+    """Batches, the next of which can be fetched before anybody asks for it."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+        self._next: list[Batch | None] = []
+
+    def fetch(self) -> None:
+        if not self._next:
+            self._next.append(next(self._batches, None))
+
+    def restart(self, batches: Iterator[Batch]) -> None:
+        """Go on with others."""
+        self._batches = batches
+        self._next.clear()
+
+    def __next__(self) -> Batch:
+        self.fetch()
+        batch = self._next.pop()
+        if batch is None:
+            raise StopIteration
+        return batch
+
+
+def task_of(recipe: Recipe, rank_info: RankInfo) -> Task:
+    """The data, on the device if they fit into memory."""
+    task = load(recipe.data.name, recipe.data.root or None, recipe.data.options)
+    return task if isinstance(task, FolderTask) else task.to(rank_info.device)
+
+
+def recurrent(model: nn.Module) -> bool:
+    return hasattr(model, "start")
+
+
+def batch_of(recipe: Recipe, world: int) -> int:
+    """Examples in one backward pass of one worker."""
+    plan = recipe.train
+    if plan.batch_per == "worker":
+        return plan.batch
+    share = plan.batch // (world * plan.accumulate)
+    if share < 1:
+        raise ValueError(
+            f"a batch of {plan.batch} is too small for {world} workers of {plan.accumulate} passes; raise train.batch"
+        )
+    return share
+
+
+def loader_of(recipe: Recipe, task: Task, model: nn.Module, rank_info: RankInfo) -> Loader:
+    """Training batches; one holds all passes of a step, for every rank of this process."""
+    plan, seed = recipe.data, recipe.train.seed
+    batch = batch_of(recipe, rank_info.world) * recipe.train.accumulate
+    world, ranks = rank_info.world, rank_info.ranks
+    check_sizes(recipe, model, task.facts)
+    growing = Resolution(tuple((epoch, side) for epoch, side in plan.sizes))
+    if isinstance(task, ImageTask):
+        augment = Augment(plan.crop, plan.border, plan.flip, plan.cutout)
+        return ImageLoader(task, batch, world, ranks, seed, augment, plan.partition, plan.reshuffle, growing)
+    if isinstance(task, FolderTask):
+        options = (plan.size, rank_info.device, plan.threads, plan.partition, plan.reshuffle, growing)
+        return FolderLoader(task, batch, world, ranks, seed, *options)
+    if plan.partition != "shuffled":
+        raise ValueError(f"text is cut in order, so data.partition = {plan.partition!r} cannot be; leave it out")
+    if recurrent(model):
+        return ColumnLoader(task.train, batch, plan.length, world, ranks)
+    return WindowLoader(task.train, batch, plan.length, world, ranks, seed, plan.reshuffle)
+
+
+def evaluation_batches(recipe: Recipe, task: Task, rank_info: RankInfo, split: str = "test") -> Iterator[Batch]:
+    """What to evaluate on: this process's share."""
+    rank, world = (0, 1) if rank_info.virtual else (rank_info.ranks[0], rank_info.world)
+    plan, batch = recipe.data, recipe.train.eval_batch
+    if isinstance(task, ImageTask):
+        return evaluation(task, batch, rank, world)
+    if isinstance(task, FolderTask):
+        return folder_evaluation(task, batch, rank, world, plan.size, rank_info.device, plan.threads)
+    assert isinstance(task, TextTask)
+    return reading(getattr(task, split), plan.columns, plan.length, rank, world)
+
+
+def check_sizes(recipe: Recipe, model: nn.Module, facts: Mapping[str, object]) -> None:
+    """Refuse sizes that the model cannot take, before it has trained for hours with those that it can."""
+    if not recipe.data.sizes or transform_of(model, training=True) is not None:
+        return  # of a transform nobody knows what it makes of them
+    channels = facts.get("channels")
+    if not isinstance(channels, int):
+        raise ValueError(f"{recipe.data.name} has no images, so data.sizes cannot be; leave it out")
+    weightless = {name: x.to("meta") for name, x in (*model.named_parameters(), *model.named_buffers())}
+    for _, side in recipe.data.sizes:
+        try:
+            functional_call(model, weightless, torch.empty((2, channels, side, side), device="meta"))
+        except RuntimeError as wrong:
+            raise ValueError(
+                f"the model {recipe.model.name} cannot take the images of {side}x{side} pixels that data.sizes asks "
+                f"for: {wrong}"
+            ) from None

@@ -1,0 +1,219 @@
+"""Recipe files: where recipes are found, how several make one, and how one is written down.
+
+A file may have ``about`` (one line), ``fragment = true`` (it adds to a recipe, but is none by itself) and
+``extends = [...]``, whose files come before it. Later files win, key by key, and overrides come last;
+``model.options`` of another model and ``data.options`` of another data set are dropped. Milestones or points without
+``schedule.epochs`` are epochs of the run: the ``schedule.epochs`` of an earlier file is dropped.
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, reduce
+from importlib import resources
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gradwire_lab.train.call_with_options import nearest
+from gradwire_lab.train.recipe import TABLES, Recipe, read
+
+Tables = dict[str, Any]
+WORDS = ("about", "fragment", "extends")
+
+# Recipes that are nothing but products of fragments: cifar10-NET-CODEC-UNIT.
+_NETS = {"alexnet": "AlexNet", "resnet9": "ResNet-9"}
+_CODECS = {
+    "qsgd": "QSGD",
+    "randomk": "random half",
+    "terngrad": "TernGrad",
+    "threshold": "threshold",
+    "topk": "top half",
+}
+_UNITS = {"layer": "layer by layer", "model": "the model as one"}
+_LONGER = {"randomk": ("epochs40",), "threshold": ("epochs40",)}
+
+
+class Entry(NamedTuple):
+    """One recipe file, unmerged."""
+
+    name: str
+    about: str
+    fragment: bool
+    extends: tuple[str, ...]
+    tables: Tables
+
+
+@cache
+def registered() -> dict[str, Entry]:
+    """All recipes and fragments of the package, by name."""
+    folder = resources.files("gradwire_lab.train") / "recipes"
+    files = {file.name[:-5]: file for file in folder.iterdir() if file.name.endswith(".toml")}
+    entries = [*(_entry(name, file.read_text(encoding="utf-8")) for name, file in files.items()), *_products()]
+    return {entry.name: entry for entry in sorted(entries, key=lambda entry: entry.name)}
+
+
+def _products() -> Iterator[Entry]:
+    for net, codec, unit in product(_NETS, _CODECS, _UNITS):
+        about = f"{_NETS[net]} on CIFAR-10, {_CODECS[codec]}, {_UNITS[unit]}"
+        extends = (f"cifar10-{net}", codec, unit, *_LONGER.get(codec, ()))
+        yield Entry(f"cifar10-{net}-{codec}-{unit}", about, False, extends, {})
+
+
+def find(name: str) -> Entry:
+    """A file of the package by name, or any file by a path that ends in .toml."""
+    if name.endswith(".toml"):
+        path = Path(name)
+        if not path.is_file():
+            raise ValueError(f"there is no recipe file {name}; give a path from the current folder")
+        return _entry(path.stem, path.read_text(encoding="utf-8"))
+    if name not in registered():
+        raise ValueError(f"there is no recipe called {name!r}; {_hint(name)}")
+    return registered()[name]
+
+
+def resolve(names: Sequence[str], overrides: Iterable[str] = ()) -> Recipe:
+    """Merge recipes and fragments in order, then overrides such as ``train.epochs=5``, and check the outcome."""
+    merged: Tables = {}
+    entries = [find(name) for name in names]
+    if entries and all(entry.fragment for entry in entries):
+        words = " ".join(names)
+        raise ValueError(f"{words} only adds to a recipe; name one before, as in: gradwire train digits {words}")
+    for entry in entries:
+        merged = _over(merged, _whole(entry, ()))
+    given = [_override(text) for text in overrides]
+    merged = _unstretched(merged, reduce(_merge, given, {}))
+    return read(reduce(_merge, given, merged))
+
+
+def title(names: Sequence[str]) -> str:
+    """What a run of these is called."""
+    return "+".join(Path(name).stem if name.endswith(".toml") else name for name in names)
+
+
+def dumps(recipe: Recipe) -> str:
+    """A recipe as TOML that reads back as itself."""
+    lines = []
+    for name, table in recipe.model_dump().items():
+        lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items()), ""]
+    return "\n".join(lines)
+
+
+def load(path: Path) -> Recipe:
+    """A recipe that `dumps` wrote into the folder of a run."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as wrong:
+        raise ValueError(
+            f"{path} cannot be read: {wrong}; `gradwire plan RECIPE... --toml` prints such a file"
+        ) from None
+    model = tables.get("model", {})
+    if isinstance(model, dict) and ".py:" in str(model.get("name")):
+        model["name"] = _reached(str(model["name"]), path.parent)
+    try:
+        return read(tables)
+    except ValueError as wrong:
+        raise ValueError(f"{path}: {wrong}") from None
+
+
+def _reached(model: str, run: Path) -> str:
+    """A user's own model, as it can be named here: its file may lie in the run's folder, or beside that."""
+    file, _, maker = model.rpartition(":")
+    for path in (run / Path(file).name, Path(file), *(folder / file for folder in run.resolve().parents[:2])):
+        if path.is_file():
+            return f"{path}:{maker}"
+    raise ValueError(
+        f"{run} was trained with the model {model}, and there is no {file} here, nor beside the run; say this in the "
+        f"folder where it was trained, or copy {Path(file).name} into {run}"
+    )
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _entry(name: str, text: str) -> Entry:
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as wrong:
+        raise ValueError(f"the recipe {name} is no TOML: {wrong}") from None
+    for word in raw:
+        if word not in (*WORDS, *TABLES):
+            raise ValueError(f"the recipe {name} has no {word!r}; {nearest(word, dict.fromkeys((*WORDS, *TABLES)))}")
+    tables = {word: raw[word] for word in raw if word in TABLES}
+    return Entry(name, raw.get("about", ""), raw.get("fragment", False), tuple(raw.get("extends", ())), tables)
+
+
+def _whole(entry: Entry, above: tuple[str, ...]) -> Tables:
+    """An entry with all that it extends."""
+    if entry.name in above:
+        raise ValueError(f"recipes extend one another in a circle: {' -> '.join((*above, entry.name))}")
+    merged: Tables = {}
+    for name in entry.extends:
+        merged = _over(merged, _whole(find(name), (*above, entry.name)))
+    return _over(merged, entry.tables)
+
+
+def _over(base: Tables, more: Tables) -> Tables:
+    """One file over those before it."""
+    return _merge(_unstretched(base, more), more)
+
+
+def _unstretched(base: Tables, more: Tables) -> Tables:
+    """Without the length that a schedule was written for, where ``more`` has a schedule of its own."""
+    old, new = base.get("schedule"), more.get("schedule")
+    own = isinstance(new, Mapping) and "epochs" not in new and ("milestones" in new or "points" in new)
+    if own and isinstance(old, Mapping):
+        return {**base, "schedule": {key: value for key, value in old.items() if key != "epochs"}}
+    return base
+
+
+def _merge(base: Mapping[str, Any], more: Mapping[str, Any]) -> Tables:
+    merged = dict(base)
+    for name, table in more.items():
+        old = merged.get(name, {})
+        if not isinstance(table, Mapping) or not isinstance(old, Mapping):
+            merged[name] = table
+            continue
+        if "name" in old and table.get("name", old["name"]) != old["name"]:
+            old = {key: value for key, value in old.items() if key != "options"}
+        merged[name] = _merge(old, table)
+    return merged
+
+
+def _override(text: str) -> Tables:
+    path, equals, value = text.partition("=")
+    keys = path.strip().split(".")
+    if not equals or len(keys) < 2 or not all(keys):
+        raise ValueError(f"{text!r} names no value of a key in a table; write it as train.epochs=500")
+    if keys[0] not in TABLES:
+        raise ValueError(f"a recipe has no table [{keys[0]}]; {nearest(keys[0], TABLES)}")
+    made: Any = _literal(value.strip())
+    for key in reversed(keys):
+        made = {key: made}
+    tables: Tables = made
+    return tables
+
+
+def _literal(text: str) -> Any:
+    """A value of TOML; anything else is a string without its quotes."""
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _hint(name: str) -> str:
+    if any(sign in name for sign in "()|"):
+        return f"if it is a spec, write --set 'sync.spec={name}'"
+    near = difflib.get_close_matches(name, registered(), n=1)
+    return f"did you mean {near[0]!r}?" if near else "see `gradwire recipes`"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, Mapping):
+        pairs = (f"{json.dumps(str(key))} = {_toml(each)}" for key, each in value.items() if each is not None)
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)  # numbers, booleans and strings are written alike

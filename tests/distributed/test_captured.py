@@ -1,0 +1,89 @@
+"""The DDP hook that captures launches and replays them, as on a GPU with NCCL, computes what it does without."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import fixtures
+import gradwire
+from fake_cuda_graph import WrittenGraph, WrittenGraphs, largest
+from gradwire.engine import encoders
+from gradwire.integrations import wire as wires
+from gradwire.integrations.setup import Setup
+from gradwire.kernels import dispatch, fused
+from spawn import Answers, cases_fixture
+
+# What to compress by, and whether a checkpoint is loaded halfway.
+SPECS: dict[str, tuple[dict[str, Any], bool]] = {
+    "topk": ({"spec": "topk(0.1) | int32", "feedback": "momentum_correction", "launch_mb": fixtures.LAUNCH_MB}, False),
+    "int4": ({"spec": "int4", "exchange": "two_way", "launch_mb": fixtures.LAUNCH_MB}, True),
+    "int4 in place": (
+        {"spec": "int4", "exchange": "two_way", "launch_mb": fixtures.LAUNCH_MB, "rollback": False},
+        True,
+    ),
+    "hosts": (
+        {"spec": "topk(0.1) | int32", "across": [[0, 1]], "launch_mb": fixtures.LAUNCH_MB},
+        False,
+    ),
+    "hosts of one": (
+        {"spec": "topk(0.1) | int32", "across": [[0], [1]], "launch_mb": fixtures.LAUNCH_MB},
+        False,
+    ),
+}
+STEPS = 12
+BAD_STEP = 8
+
+
+def zero_nonfinite(flat: Tensor) -> tuple[Tensor, Tensor]:
+    """As on a GPU, where the status is not read."""
+    fine = torch.isfinite(flat).all()
+    return torch.where(fine, flat, 0.0), ~fine
+
+
+class Trained(NamedTuple):
+    parameters: dict[str, Tensor]
+    memories: dict[str, Tensor]
+    traffic: Any
+    captures: int
+
+
+def train(rank: int, options: dict[str, Any], loads: bool) -> Trained:
+    captured = WrittenGraph.made
+    net = fixtures.model()
+    step, bad = 0, BAD_STEP if options.get("rollback", True) else None
+    net[2].weight.register_hook(lambda g: g * torch.nan if rank == 1 and step == bad else g)
+    outer = fixtures.ddp(net, gradient_as_bucket_view=True)
+    wire, optimizer = gradwire.compress(outer, **options), fixtures.sgd(net)
+    wire.link.stream_ordered = True
+    for step in range(STEPS):
+        if loads and step == 7:
+            wire.load_state_dict(wire.state_dict())  # other tensors, the same numbers
+        optimizer.zero_grad(set_to_none=False)
+        fixtures.loss(outer, rank, step).backward()
+        optimizer.step()
+    assert (wire.report().steps, wire.skipped) == (STEPS, int(bad is not None))
+    return Trained(fixtures.tensors(net), fixtures.memories(wire), wire.link.traffic, WrittenGraph.made - captured)
+
+
+def both(rank: int, world: int, case: tuple[dict[str, Any], bool]) -> tuple[Trained, Trained]:
+    Setup.stays_on_device = property(lambda setup: True)  # type: ignore[assignment, method-assign]
+    dispatch.faster = lambda device: {}  # type: ignore[assignment]
+    fused._largest, encoders.zero_nonfinite = largest, zero_nonfinite  # type: ignore[assignment]
+    wires.graphs_on = lambda device: None
+    eager = train(rank, *case)
+    wires.graphs_on = lambda device: WrittenGraphs()  # type: ignore[assignment, return-value]
+    return eager, train(rank, *case)
+
+
+answers = cases_fixture(both, 2, SPECS)
+
+
+@pytest.mark.parametrize("case", SPECS)
+def test_captured_launches_compute_the_same(case: str, answers: Answers) -> None:
+    for eager, captured in answers[case]:
+        assert eager.captures == 0 and captured.captures > 0
+        assert fixtures.same(eager.parameters, captured.parameters)
+        assert fixtures.same(eager.memories, captured.memories)
+        assert eager.traffic == captured.traffic

@@ -1,0 +1,342 @@
+"""Steps that are captured and replayed compute what eager steps compute, bit for bit."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from fake_cuda_graph import WrittenGraph, WrittenGraphs, largest
+from gradwire.comm.single import SingleBackend
+from gradwire.core.graph_refs import keep, keeping
+from gradwire.core.keys import Key, RandomnessInGraph
+from gradwire.core.payload import Payload
+from gradwire.core.requests import Gather, Sum
+from gradwire.core.segments import on
+from gradwire.engine import Engine, Plan, Rule, build, capture, checkpoint, cuda_graphs, default_rules, encoders
+from gradwire.engine.capture import CaptureError, in_collectives, resume
+from gradwire.engine.cuda_graphs import EAGER_STEPS, MOVES, GraphExecutor
+from gradwire.engine.drive import Clock, Rounds
+from gradwire.engine.step import StepResult
+from gradwire.kernels import dispatch, fused
+
+SHAPES = {"a.weight": (40, 30), "a.bias": (40,), "b.weight": (20, 40), "b.bias": (10,)}
+SPECS = {
+    "topk": ("topk(0.05) | int32", "residual(decay=0.9)", None),
+    "dgc": ("topk(0.05) | int32", "momentum_correction", None),
+    "topk sign": ("topk(0.05) | sign | int32", None, None),
+    "sign": ("sign", None, "allgather"),
+    "ef21": ("sign", "ef21", None),
+    "two_way": ("int4", "residual", "two_way"),
+    "fp16": ("fp16", "residual", None),
+    "powersgd": ("powersgd(2)", None, None),
+    "no feedback": ("sign", "none", "allgather"),
+}
+IN_PLACE = ["dgc", "topk sign", "sign", "two_way"]
+BAD = {8: "b.weight", 11: "a.bias"}  # steps that are dropped, one with either generation of the state
+STEPS = 14
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused encoders by their definitions, and nothing reads data: what is captured must not depend on it."""
+    monkeypatch.setattr(dispatch, "faster", lambda device: {})
+    monkeypatch.setattr(fused, "_largest", largest)
+    monkeypatch.setattr(encoders, "zero_nonfinite", zero_nonfinite)
+
+
+def zero_nonfinite(flat: Tensor) -> tuple[Tensor, Tensor]:
+    fine = torch.isfinite(flat).all()
+    return torch.where(fine, flat, 0.0), ~fine
+
+
+class Rank:
+    """A world of one, whose gradients come to the same addresses unless ``moves``."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        graphs: Callable[[], WrittenGraph] | None,
+        rollback: bool = True,
+        complete: bool = True,
+        moves: bool = False,
+        bad: dict[int, str] = BAD,
+    ) -> None:
+        self.engine = Engine(plan, 0, 1, 0, torch.device("cpu"), rollback)
+        self.backend, self.clock = SingleBackend(), Clock()
+        self.executor = GraphExecutor(self.engine, self.backend, self.clock, graphs)
+        self.complete, self.moves, self.bad = complete, moves, bad
+        self.grads = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        self.held: list[Tensor] = []  # so that addresses are not used again
+
+    def step(self, number: int) -> list[Tensor]:
+        """What a step hands out and leaves behind."""
+        draw = torch.Generator().manual_seed(number)
+        for name, shape in SHAPES.items():
+            grad = torch.randn(shape, generator=draw)
+            if number in self.bad and self.bad[number] == name:
+                grad.view(-1)[-1] = torch.inf
+            if self.moves:
+                self.held.append(self.grads[name])
+                self.grads[name] = grad
+            else:
+                self.grads[name].copy_(grad)
+        result = self.run()
+        assert all(result.updates[name].data_ptr() == grad.data_ptr() for name, grad in self.grads.items())
+        return [*(x.clone() for x in self.grads.values()), *self.state()]
+
+    def run(self) -> StepResult:
+        return self.executor.run(dict(self.grads), complete=self.complete)
+
+    def state(self) -> list[Tensor]:
+        slots = [lane.slots(1) for lane in self.engine.plan.lanes]
+        states = zip(self.engine.states, slots, strict=True)
+        return [state.tensors[name].clone() for state, names in states for name in names]
+
+    @property
+    def captures(self) -> list[int]:
+        return [len(bucket.captures) for bucket in self.executor._buckets]
+
+
+def plan_of(name: str) -> Plan:
+    plan = build(SHAPES, default_rules(*SPECS[name]), 1, launch_bytes=4 * 1000)  # type: ignore[arg-type]
+    assert len(plan.launches) == 2
+    return plan
+
+
+def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return all(torch.equal(mine, known) for mine, known in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("complete", [True, False], ids=["status later", "status at once"])
+@pytest.mark.parametrize("name", SPECS)
+def test_replayed_steps_equal_eager_steps(name: str, complete: bool) -> None:
+    plan = plan_of(name)
+    eager, replayed = Rank(plan, None), Rank(plan, WrittenGraphs(), complete=complete)
+    captures = 1 if name == "no feedback" else 2  # one for each generation of the state
+    for number in range(STEPS):
+        made = WrittenGraph.made
+        assert same(replayed.step(number), eager.step(number)), number
+        first, last = EAGER_STEPS, EAGER_STEPS + captures
+        assert (WrittenGraph.made > made) == (first <= number < last), number
+    assert replayed.captures == [captures] * 2
+    for rank in (eager, replayed):
+        assert (rank.engine.step, rank.engine.skipped) == (STEPS, len(BAD))
+    assert replayed.engine.accounting.encoded == eager.engine.accounting.encoded
+    assert replayed.engine.accounting.dense == eager.engine.accounting.dense
+    assert replayed.backend.traffic == eager.backend.traffic
+    assert replayed.clock.encode > 0.0 and replayed.clock.decode > 0.0
+
+
+@pytest.mark.parametrize("complete", [True, False], ids=["status later", "status at once"])
+@pytest.mark.parametrize("name", SPECS)
+def test_gradients_at_moving_addresses_are_staged(name: str, complete: bool) -> None:
+    plan = plan_of(name)
+    eager, replayed = Rank(plan, None), Rank(plan, WrittenGraphs(), complete=complete, moves=True)
+    for number in range(STEPS):
+        assert same(replayed.step(number), eager.step(number)), number
+        staged = [bucket.stage is not None for bucket in replayed.executor._buckets]
+        assert staged == [number > MOVES] * 2, number
+    assert max(replayed.captures) == (1 if name == "no feedback" else 2)
+    assert replayed.engine.skipped == len(BAD)
+
+
+def addresses(rank: Rank) -> list[int]:
+    return [x.data_ptr() for state in rank.engine.states for x in state.tensors.values()]
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_state_that_is_changed_in_place_stays_there(name: str) -> None:
+    rules = (Rule("fp16", name="b.weight", feedback="residual"), *default_rules(*SPECS[name]))  # type: ignore[arg-type]
+    plan = build(SHAPES, rules, 1, launch_bytes=4)
+    assert {lane.fused for lane in plan.lanes} == {True, False}  # what no kernel changes is copied to where it was
+    eager, replayed = Rank(plan, None, bad={}), Rank(plan, WrittenGraphs(), rollback=False, bad={})
+    for number in range(9):
+        made, at = WrittenGraph.made, addresses(replayed)
+        assert same(replayed.step(number), eager.step(number)), number
+        assert (WrittenGraph.made > made) == (number == EAGER_STEPS), number
+        assert number <= EAGER_STEPS or addresses(replayed) == at, number
+    assert set(replayed.captures) == {1}
+    assert replayed.engine.accounting.encoded == eager.engine.accounting.encoded
+
+
+def fail_captures(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> None:
+    """From now on those segments of captures fail, counted from 1."""
+    known, segments = capture.advance, [0]
+
+    def advance(*args: object) -> object:
+        segments[0] += 1
+        if fails(segments[0]):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return known(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(capture, "advance", advance)
+
+
+def test_a_failed_capture_in_place_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_captures(monkeypatch, lambda segment: segment in (2, 4))  # the first ones have changed the state
+    plan = plan_of("dgc")
+    eager, replayed = Rank(plan, None, bad={}), Rank(plan, WrittenGraphs(), rollback=False, bad={})
+    for number in range(9):
+        assert same(replayed.step(number), eager.step(number)), number
+    assert replayed.captures == [1, 1]  # the second try succeeded
+    assert replayed.backend.traffic == eager.backend.traffic
+
+
+def test_a_failed_capture_runs_eagerly_and_sends_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_captures(monkeypatch, lambda segment: segment % 2 == 0)  # after a message has been sent
+    plan = plan_of("dgc")
+    eager, replayed = Rank(plan, None), Rank(plan, WrittenGraphs())
+    for number in range(STEPS + 10):
+        assert same(replayed.step(number), eager.step(number)), number
+    assert replayed.backend.traffic == eager.backend.traffic
+    assert replayed.engine.accounting.encoded == eager.engine.accounting.encoded and replayed.captures == [0, 0]
+
+
+@pytest.mark.parametrize("last", [3, 4])
+def test_a_capture_that_fails_at_its_end_finds_gradients_as_they_were(
+    last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lane that has received everything may not overwrite its gradients while another one still communicates."""
+    rules = (Rule("int4", name="b.*", exchange="two_way"), *default_rules("topk(0.05) | int32", bundle=None))
+    plan = build(SHAPES, rules, 1)
+    fail_captures(monkeypatch, lambda segment: segment % last == 0)
+    eager, replayed = Rank(plan, None), Rank(plan, WrittenGraphs())
+    for number in range(STEPS):
+        assert same(replayed.step(number), eager.step(number)), number
+    assert replayed.captures == [0]
+
+
+def test_without_room_for_a_copy_nothing_is_captured_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, clone = Rank(plan_of("dgc"), WrittenGraphs(), rollback=False, bad={}), Tensor.clone
+    capturing = cuda_graphs.GraphExecutor._capture
+
+    def full(x: Tensor) -> Tensor:
+        if any(x is y for state in rank.engine.states for y in state.tensors.values()):
+            raise torch.OutOfMemoryError
+        return clone(x)
+
+    def capture_in_little_room(*args: object) -> object:
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "clone", full)
+            return capturing(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cuda_graphs.GraphExecutor, "_capture", capture_in_little_room)
+    for number in range(EAGER_STEPS + 2):
+        rank.step(number)
+    assert rank.captures == [0, 0]
+
+
+def test_a_state_changed_in_place_can_be_replaced_by_a_checkpoint() -> None:
+    plan = plan_of("dgc")
+    replayed, eager = (Rank(plan, graphs, rollback=False, bad={6: "b.weight"}) for graphs in (WrittenGraphs(), None))
+    for number in range(12):
+        if number == 5:
+            saved = [checkpoint.save(rank.engine, "") for rank in (replayed, eager)]
+        if number == 6:
+            with pytest.raises(RuntimeError, match="rollback=False"):
+                eager.step(number)
+            replayed.step(number)
+            for rank in (replayed, eager):
+                with pytest.raises(RuntimeError, match="rollback=False"):
+                    checkpoint.save(rank.engine, "")
+            for rank, state in zip((replayed, eager), saved, strict=True):
+                checkpoint.load(rank.engine, [state])
+            continue
+        assert same(replayed.step(number), eager.step(number)), number
+
+
+def test_another_state_is_captured_anew() -> None:
+    plan = plan_of("dgc")
+    eager, replayed = Rank(plan, None), Rank(plan, WrittenGraphs())
+    for number in range(STEPS + 4):
+        if number == 7:  # as if a checkpoint had been loaded
+            for rank in (eager, replayed):
+                for state in rank.engine.states:
+                    state.replace({name: x * 0.5 for name, x in state.tensors.items()})
+        assert same(replayed.step(number), eager.step(number)), number
+    assert replayed.captures == [2, 2]
+
+
+def test_another_codec_is_captured_anew() -> None:
+    rules = default_rules({0: "topk(0.1) | int32", 6: "topk(0.05) | int32"}, "residual")
+    plan = build(SHAPES, rules, 1)
+    eager, replayed = Rank(plan, None), Rank(plan, WrittenGraphs())
+    for number in range(STEPS):
+        assert same(replayed.step(number), eager.step(number)), number
+    assert replayed.captures == [2]
+
+
+@pytest.mark.parametrize("spec", ["qsgd", "topk(0.1) | qsgd | int32", "terngrad"])
+def test_random_codecs_are_captured_and_draw_anew_at_every_step(spec: str) -> None:
+    plan = build(SHAPES, default_rules(spec), 1, launch_bytes=4 * 1000)
+    eager, replayed = Rank(plan, None, bad={}), Rank(plan, WrittenGraphs(), bad={})
+    for number in range(STEPS):
+        assert same(replayed.step(number), eager.step(number)), number
+    assert min(replayed.captures) > 0
+
+
+def test_a_host_that_draws_inside_a_capture_is_refused() -> None:
+    with pytest.raises(RandomnessInGraph):
+        Key(0, 0, 0, device_counter=torch.zeros(2, dtype=torch.int64)).fold("x").counter()
+
+
+@pytest.mark.parametrize(
+    ("spec", "dense", "known"),
+    [
+        ("topk(0.05) | int32", "b.weight", [1, 2]),  # whose one capture is replayed between the two of the other bucket
+        ("sign", "b.weight", [1, 2]),
+        ("sign", "a.bias", [2, 1, 2]),  # and while the first bucket waits for the commit
+        ("sign", "b.bias", [1, 2, 2]),
+    ],
+)
+def test_a_bucket_with_one_capture_overwrites_nothing(spec: str, dense: str, known: list[int]) -> None:
+    plan = build(SHAPES, (Rule("fp16", name=dense), *default_rules(spec, "residual")), 1, launch_bytes=4)
+    eager, replayed = Rank(plan, None), Rank(plan, WrittenGraphs())
+    for number in range(STEPS):
+        assert same(replayed.step(number), eager.step(number)), number
+    assert replayed.captures == known and replayed.engine.skipped == len(BAD)
+
+
+@pytest.mark.parametrize("name", ["b.weight", "a.weight"])
+def test_a_bucket_that_is_captured_anew_alone_is_overwritten_by_no_other(name: str) -> None:
+    rules = (Rule({0: "int8", 7: "int4"}, name=name, feedback="residual"), *default_rules("sign", "residual"))
+    plan = build(SHAPES, rules, 1, launch_bytes=4)
+    eager, replayed = Rank(plan, None), Rank(plan, WrittenGraphs())
+    for number in range(STEPS + 4):
+        assert same(replayed.step(number), eager.step(number)), number
+    assert replayed.captures == [2, 2] and replayed.engine.skipped == len(BAD)
+
+
+def test_a_generator_is_resumed_where_it_could_not_be_captured() -> None:
+    def rounds() -> Rounds[Tensor]:
+        (first,) = yield [Sum(torch.ones(2))]
+        (second,) = yield [Gather(Payload(torch.ones(1, dtype=torch.uint8)), 1)]
+        total: Tensor = first + second[0].data
+        return total
+
+    backend = SingleBackend()
+    assert resume(in_collectives(rounds(), backend), backend).tolist() == [2.0, 2.0]
+    assert backend.traffic.collectives == 2
+    assert resume(in_collectives(rounds(), backend), backend, [torch.full((2,), 5.0)]).tolist() == [6.0, 6.0]
+    assert backend.traffic.collectives == 3
+    captured = capture.capture(in_collectives(rounds(), backend), backend, WrittenGraph)
+    assert captured.replay(backend, Clock()).tolist() == [2.0, 2.0] and backend.traffic.collectives == 7
+
+    def wrong() -> Rounds[Tensor]:
+        yield [Sum(torch.ones(2))]
+        raise RuntimeError("no")
+
+    with pytest.raises(CaptureError) as refused:
+        capture.capture(in_collectives(wrong(), backend), backend, WrittenGraph)
+    assert [x.tolist() for x in refused.value.results] == [[1.0, 1.0]] and not refused.value.permanent
+
+
+def test_tables_live_as_long_as_the_capture() -> None:
+    cpu = torch.device("cpu")
+    known = on((1, 2, 3), cpu)
+    with keeping() as refs:
+        assert on((1, 2, 3), cpu) is known
+        keep("a plan")
+    on((4,), cpu)
+    assert len(refs) == 2 and refs[0] is known and refs[1] == "a plan"

@@ -1,0 +1,317 @@
+"""The status of a step: read at once, or left on the device, which then undoes a bad step by itself."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fake_cuda_graph import WrittenGraph, WrittenGraphs, largest
+from gradwire.comm.backend import CountingBackend
+from gradwire.comm.collectives import Collective
+from gradwire.comm.single import SingleBackend
+from gradwire.core.deferred_checks import refuse, unseen
+from gradwire.core.payload import CorruptMessageError, Payload
+from gradwire.core.requests import Gather, Request, SendRecv, Sum
+from gradwire.engine import Engine, Lockstep, Plan, build, checkpoint, default_rules, encoders, status
+from gradwire.engine.cuda_graphs import EAGER_STEPS, GraphExecutor
+from gradwire.engine.drive import Clock, Rounds
+from gradwire.engine.lockstep import move
+from gradwire.engine.status import MISSING, NONFINITE, UNSUPPORTED, DeferredStatus
+from gradwire.kernels import dispatch, fused
+
+CPU = torch.device("cpu")
+WORLD = 3
+SHAPES = {"a.weight": (64, 300), "a.bias": (64,), "b.weight": (100, 64), "empty": (0, 4), "b.bias": (10,)}
+HOWS = [
+    ("topk(0.01) | int32", None, None),
+    ("topk(0.05) | sign | int32", "residual(decay=0.9)", "two_way"),
+    ("dgc(0.01, indices=int32)", None, None),
+    ("sign", None, "allgather"),
+    ("sign", None, "majority"),
+    ("sign", "ef21", None),  # whose update is one of its memories
+    ("int4", "residual", "two_way"),
+    ("qsgd", None, None),
+    ("terngrad", "none", None),
+    ("randomk(0.1)", None, None),  # whose captures fail
+    ("powersgd(2)", None, None),
+    ("topk(0.01) | int32", None, "noop"),
+    ("topk(0.01) | int32", None, "delayed"),  # which keeps the mean, and is never captured
+]
+STEPS = 10
+BAD = {2: ("b.weight", torch.inf), 4: ("a.bias", torch.nan), 7: ("b.weight", torch.nan), 8: ("a.weight", torch.inf)}
+
+
+@pytest.fixture
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused encoders by their definitions, and nothing reads data: what is captured must not depend on it."""
+
+    def zero_nonfinite(flat: Tensor) -> tuple[Tensor, Tensor]:
+        fine = torch.isfinite(flat).all()
+        return torch.where(fine, flat, 0.0), ~fine
+
+    monkeypatch.setattr(dispatch, "faster", lambda device: {})
+    monkeypatch.setattr(fused, "_largest", largest)
+    monkeypatch.setattr(encoders, "zero_nonfinite", zero_nonfinite)
+
+
+class FailingGraph(WrittenGraph):
+    """Fails at the end of every capture, as CUDA does where something has read from the device."""
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        yield
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+class ThreadedGroup:
+    """Ranks that are threads of this process."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(WORLD, timeout=20)
+        self.collectives: list[Any] = [None] * WORLD
+
+
+class ThreadedBackend(CountingBackend):
+    """Carries out collectives among threads."""
+
+    world = WORLD
+    stream_ordered = True
+
+    def __init__(self, group: ThreadedGroup, rank: int) -> None:
+        super().__init__()
+        self.group, self.rank = group, rank
+
+    def move(self, collective: Collective) -> Tensor:
+        self.group.collectives[self.rank] = collective
+        self.group.barrier.wait()
+        result = move(self.group.collectives)[self.rank].clone()
+        self.group.barrier.wait()
+        return result
+
+    def move_into(self, collective: Collective, out: Tensor) -> None:
+        out.copy_(self.move(collective))
+
+
+def make_engines(plan: Plan) -> list[Engine]:
+    return [Engine(plan, rank, WORLD, 0, CPU) for rank in range(WORLD)]
+
+
+def gradients(step: int) -> list[dict[str, Tensor]]:
+    """Of all ranks."""
+    draw = torch.Generator().manual_seed(step)
+    grads = [{name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()} for _ in range(WORLD)]
+    if step in BAD:
+        name, value = BAD[step]
+        grads[1][name].view(-1)[-1] = value
+    return grads
+
+
+def left_behind(engine: Engine, grads: dict[str, Tensor]) -> list[Tensor]:
+    """The updates of a step, and the state after it."""
+    states = zip(engine.plan.lanes, engine.states, strict=True)
+    memories = [state.tensors[name].clone() for lane, state in states for name in lane.slots(WORLD)]
+    return [*(grads[name].clone() for name in SHAPES), *memories]
+
+
+def in_lockstep(engines: list[Engine], group: Lockstep) -> list[list[Tensor]]:
+    """By rank: everything that some steps leave behind, whose status is read at once."""
+    left: list[list[Tensor]] = [[] for _ in engines]
+    for step in range(STEPS):
+        grads = gradients(step)
+        group.drive([engine.run(mine) for engine, mine in zip(engines, grads, strict=True)])
+        for engine, mine, into in zip(engines, grads, left, strict=True):
+            into += left_behind(engine, mine)
+    return left
+
+
+def captured(
+    engine: Engine, group: ThreadedGroup, graphs: Callable[[], WrittenGraph]
+) -> tuple[list[Tensor], list[int]]:
+    """The same of one rank whose status stays on the device; and how many captures each bucket has."""
+    executor = GraphExecutor(engine, ThreadedBackend(group, engine.rank), Clock(), graphs)
+    grads = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    left: list[Tensor] = []
+    for step in range(STEPS):
+        for name, x in gradients(step)[engine.rank].items():
+            grads[name].copy_(x)
+        executor.run(dict(grads), complete=True)
+        left += left_behind(engine, grads)
+    return left, [len(bucket.captures) for bucket in executor._buckets]
+
+
+@pytest.mark.parametrize("how", HOWS, ids=lambda how: f"{how[0]} {how[1]} {how[2]}")
+@pytest.mark.usefixtures("as_on_a_device")
+def test_a_status_left_on_the_device_equals_one_read_at_once(how: tuple[str, str | None, str | None]) -> None:
+    plan = build(SHAPES, default_rules(*how), WORLD, launch_bytes=4 * 7000)
+    assert len(plan.launches) == 2
+    reading, leaving = make_engines(plan), make_engines(plan.with_fixed_length())
+    known = in_lockstep(reading, Lockstep(WORLD))
+    group, fails = ThreadedGroup(), how[0].startswith("randomk")
+    with ThreadPoolExecutor(WORLD) as pool:
+        graphs = [FailingGraph if fails else WrittenGraphs() for _ in leaving]
+        tasks = [pool.submit(captured, engine, group, make) for engine, make in zip(leaving, graphs, strict=True)]
+        found = [task.result() for task in tasks]
+    for (left, captures), expected in zip(found, known, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(left, expected, strict=True))
+        assert all(captures) == (how[2] != "delayed" and not fails)
+    local_only = how[2] == "noop"  # then no rank knows of another's status
+    for mine, other in zip(leaving, reading, strict=True):
+        assert mine.step == other.step == STEPS
+        assert mine.skipped == other.skipped == (len(BAD) if not local_only or mine.rank == 1 else 0)
+
+
+@pytest.mark.parametrize("how", [("topk(0.01)",), ("topk(0.05) | fp16",), ("dgc(0.01)",)], ids=str)
+def test_messages_of_fixed_length_lead_to_the_same(how: tuple[str]) -> None:
+    plan = build(SHAPES, default_rules(*how), WORLD)
+    engines, varying, fixed = make_engines(plan.with_fixed_length()), Lockstep(WORLD), Lockstep(WORLD)
+    known, found = in_lockstep(make_engines(plan), varying), in_lockstep(engines, fixed)
+    for mine, expected in zip(found, known, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(mine, expected, strict=True))
+    # There is no round to agree on lengths, and all of a message's space is counted.
+    assert fixed.traffic[0].collectives < varying.traffic[0].collectives
+    assert fixed.traffic[0].sent > varying.traffic[0].sent
+    (lane,) = [lane for lane in plan.with_fixed_length().lanes if lane.label == "*"]
+    codec, _ = lane.at(0)
+    assert codec.traits.fixed and engines[0].accounting.encoded["*"] == STEPS * codec.size(lane.units)
+
+
+def lone_executor(rollback: bool = True) -> GraphExecutor:
+    plan = build(SHAPES, default_rules("topk(0.01) | int32"), 1)
+    return GraphExecutor(Engine(plan, 0, 1, 0, CPU, rollback), SingleBackend(), Clock(), WrittenGraphs())
+
+
+def lone_step(executor: GraphExecutor, grads: dict[str, Tensor], step: int) -> None:
+    """A step of a world of one; its last bucket's status stays on the device, once it is captured."""
+    draw = torch.Generator().manual_seed(step)
+    for x in grads.values():
+        x.copy_(torch.randn(x.shape, generator=draw))
+    executor.run(dict(grads), complete=True)
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+def test_a_carried_error_is_not_captured() -> None:
+    """It is used up by one step."""
+    executor = lone_executor()
+    grads = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    core = executor.engine.core
+    for step in range(EAGER_STEPS):
+        lone_step(executor, grads, step)
+    for lane, state in zip(core.plan.lanes, core.states, strict=True):
+        state.carried = torch.ones(lane.units.total)
+    lone_step(executor, grads, EAGER_STEPS)
+    assert not any(bucket.captures for bucket in executor._buckets)
+    assert all(state.carried is None for state in core.states)
+    lone_step(executor, grads, EAGER_STEPS + 1)
+    assert all(bucket.captures for bucket in executor._buckets)
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+def test_without_rollback_a_bad_gradient_is_an_error_one_step_later() -> None:
+    executor = lone_executor(rollback=False)
+    core = executor.engine.core
+    grads = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(EAGER_STEPS + 2):
+        lone_step(executor, grads, step)
+    for x in grads.values():
+        x.fill_(1.0)
+    grads["a.weight"][3, 4] = torch.inf
+    executor.run(dict(grads), complete=True)
+    assert not any(bool(x.any()) for x in grads.values())  # the update is void
+    with pytest.raises(RuntimeError, match="rollback=False"):
+        checkpoint.save(core, "topk(0.01)")  # no later reader could tell that the state is not valid
+    with pytest.raises(RuntimeError, match=r"not finite.*rollback=False.*checkpoint"):
+        lone_step(executor, grads, 20)
+    core.drops.restart(0)
+    assert core.skipped == 0
+    lone_step(executor, grads, 21)
+    assert all(bool(torch.isfinite(x).all()) for state in core.states for x in state.tensors.values())
+
+
+def test_checks_are_deferred_only_on_other_devices() -> None:
+    fine, wrong = torch.tensor(False), torch.tensor(True)
+    elsewhere = torch.tensor(True, device="meta")
+    assert refuse(fine, "no")
+    with unseen() as noted:
+        assert not refuse(elsewhere, "cannot be seen from here")
+        with pytest.raises(CorruptMessageError, match="not so"):
+            refuse(wrong, "not so")
+    assert noted == [elsewhere]
+
+
+def count(deferred: DeferredStatus, dropped: Tensor, corrupt: list[Tensor]) -> None:
+    deferred.count_(dropped, corrupt)
+    deferred.poll()
+
+
+def test_a_deferred_status_counts_at_once_and_raises_later() -> None:
+    deferred = DeferredStatus(CPU)
+    assert deferred.dropped == 0
+    count(deferred, torch.tensor(True), [])
+    count(deferred, torch.tensor(False), [torch.tensor(False), torch.tensor(True)])
+    assert deferred.dropped == 1
+    with pytest.raises(CorruptMessageError, match="earlier step"):
+        count(deferred, torch.tensor(True), [])
+
+
+def test_a_step_that_cannot_be_dropped_is_an_error_until_the_state_is_replaced() -> None:
+    deferred = DeferredStatus(CPU, revertible=False)
+    deferred.check()
+    count(deferred, torch.tensor(True), [])
+    with pytest.raises(RuntimeError, match="rollback=False"):
+        deferred.check()
+    with pytest.raises(RuntimeError, match="rollback=False"):
+        deferred.poll()
+    deferred.reset()
+    deferred.check()
+    deferred.poll()
+
+
+# -- how a status travels ----------------------------------------------------------------------------------------------
+
+REQUESTS: dict[str, Request] = {
+    "sum": Sum(torch.ones(4)),
+    "16-bit sum": Sum(torch.ones(4, dtype=torch.float16)),
+    "gather": Gather(Payload(torch.ones(4, dtype=torch.uint8)), 4),
+    "peers": SendRecv(
+        {r: Payload(torch.ones(4, dtype=torch.uint8)) for r in range(WORLD)}, dict.fromkeys(range(WORLD), 4)
+    ),
+}
+
+
+def rounds_of(request: Request) -> Rounds[Any]:
+    (answer,) = yield [request]
+    return answer
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+@pytest.mark.parametrize("found", [0, NONFINITE, MISSING, UNSUPPORTED])
+def test_all_ranks_learn_the_status_of_one(kind: str, found: int) -> None:
+    locals_ = [
+        torch.tensor([found if rank == 1 and found != NONFINITE else 0], dtype=torch.uint8) for rank in range(WORLD)
+    ]
+    flags = [[torch.tensor(False), torch.tensor(rank == 1 and found == NONFINITE)] for rank in range(WORLD)]
+    group = Lockstep(WORLD)
+    results = group.drive(
+        [
+            status.with_status(rounds_of(REQUESTS[kind]), local, own, WORLD)
+            for local, own in zip(locals_, flags, strict=True)
+        ]
+    )
+    for answer, known in results:
+        assert known is not None and status.read(known) == found
+        assert isinstance(answer, Tensor) == isinstance(REQUESTS[kind], Sum)
+    assert group.traffic[0].collectives == 1, "the status travels with the first round"
+
+
+def test_a_bucket_without_a_round_has_no_status() -> None:
+    def silent() -> Rounds[str]:
+        yield from ()
+        return "done"
+
+    local = torch.zeros(1, dtype=torch.uint8)
+    assert Lockstep(1).drive([status.with_status(silent(), local, [], 1)]) == [("done", None)]
