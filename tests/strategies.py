@@ -88,7 +88,7 @@ def signal(segments: Segments, kind: str = "normal", seed: int = 0) -> EncodeInp
 
 def dense(sent: Decoded, n: int) -> Tensor:
     """What was sent, zeros where nothing was."""
-    return sent.onto(torch.zeros(n))
+    return sent.add_to(torch.zeros(n))
 
 
 def codecs() -> st.SearchStrategy[Codec]:

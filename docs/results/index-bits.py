@@ -78,7 +78,7 @@ def bits(indices: Tensor, n: int, block: int = 512) -> int:
 
 def row_bits(indices: Tensor, parts: list[nn.Parameter]) -> int:
     table = Segments(tuple(map(str, range(len(parts)))), tuple(tuple(p.shape) for p in parts))
-    return 8 * Rows().over(table).encode(indices, table.total).numel()
+    return 8 * Rows().bind(table).encode(indices, table.total).numel()
 
 
 def by_rows(indices: Tensor, parts: list[nn.Parameter]) -> tuple[float, float]:

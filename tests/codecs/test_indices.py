@@ -72,7 +72,7 @@ def assert_returns(coder: IndexCoder, indices: Tensor, n: int) -> int:
 @settings(max_examples=150, deadline=None)
 def test_positions_come_back_in_the_bytes_promised(support: tuple[Tensor, int], coder: IndexCoder) -> None:
     indices, n = support
-    kept = coder.fit(indices, n, KEY)
+    kept = coder.drop_overflow(indices, n, KEY) if coder.drop_overflow else indices
     used = assert_returns(coder, kept, n)
     promised = coder.size(indices.numel(), n)
     assert used == promised if coder.fixed else used <= promised
@@ -169,14 +169,14 @@ def test_gap16_sends_fillers_for_long_gaps() -> None:
 def test_gap16_takes_two_bytes_at_usual_densities() -> None:
     n, k = 1_000_000, 1000
     indices = random_support(n, k)
-    assert Gap16().fit(indices, n, KEY) is indices
+    assert Gap16().drop_overflow(indices, n, KEY) is indices
     assert Gap16().encode(indices, n).numel() == Gap16().size(k, n) == 2 * k
 
 
 def test_gap16_drops_just_enough_when_fillers_overflow() -> None:
     n, k = 1_000_000, 100
     indices = torch.arange(n - k, n)  # 15 fillers before the first, and no room for them
-    kept = Gap16().fit(indices, n, KEY)
+    kept = Gap16().drop_overflow(indices, n, KEY)
     assert kept.numel() == k - 15
     assert Gap16().encode(kept, n).numel() == Gap16().size(k, n)
     assert bool(torch.isin(kept, indices).all()) and bool((kept.diff() > 0).all())
@@ -187,7 +187,7 @@ def test_gap16_drops_every_position_equally_often() -> None:
     indices = torch.arange(n - k, n)
     times = torch.zeros(k)
     for step in range(draws):
-        times[Gap16().fit(indices, n, Key(0, step, 0)) - (n - k)] += 1
+        times[Gap16().drop_overflow(indices, n, Key(0, step, 0)) - (n - k)] += 1
     share = (k - 15) / k
     assert float((times - draws * share).abs().max()) < 4.5 * math.sqrt(draws * share * (1 - share))
 
@@ -196,7 +196,7 @@ def test_gap16_always_keeps_one() -> None:
     n = 10 * 65_535
     for k in (1, 2, 9, 10, 11):
         indices = torch.arange(n - k, n)
-        kept = Gap16().fit(indices, n, KEY)
+        kept = Gap16().drop_overflow(indices, n, KEY)
         assert kept.numel() >= 1
         assert Gap16().encode(kept, n).numel() <= Gap16().size(k, n)
 
@@ -315,7 +315,7 @@ def read_rows(data: Tensor, count: int, widths: list[int]) -> list[int]:
 
 
 def over(*shapes: tuple[int, ...]) -> IndexCoder:
-    return Rows().over(Segments(tuple(map(str, range(len(shapes)))), shapes))
+    return Rows().bind(Segments(tuple(map(str, range(len(shapes)))), shapes))
 
 
 def test_bytes_of_rows_are_as_specified() -> None:

@@ -31,7 +31,7 @@ def test_decoded_values_do_not_depend_on_the_coder(spec: str, table: Segments) -
     payloads = [chain.encode(EncodeInput(x, x, {}, table), KEY).payload for chain in (plain, rows)]
     assert payloads[1].nbytes <= rows.size(table)
     assert torch.equal(plain.decode(payloads[0], table, KEY), rows.decode(payloads[1], table, KEY))
-    assert torch.equal(rows.mean([payloads[1]] * 2, table, [KEY] * 2), rows.decode(payloads[1], table, KEY))
+    assert torch.equal(rows.decoder.mean([payloads[1]] * 2, table, [KEY] * 2), rows.decode(payloads[1], table, KEY))
 
 
 def test_rows_of_a_weight_save_bytes() -> None:

@@ -100,7 +100,7 @@ def test_every_module_opens_with_a_card(cls: type) -> None:
 def test_contractions_always_send_something_of_a_spike(spec: str) -> None:
     selector, x = parse(spec), torch.zeros(50)
     x[17] = -3.0
-    if not selector.redrawn:
+    if not selector.receivers_redraw:
         assert 17 in selector.select(signal(x), KEY).tolist()
 
 
@@ -254,7 +254,7 @@ def test_shared_draws_agree_and_private_ones_do_not() -> None:
     assert not torch.equal(private.select(x, mine), private.select(x, yours))
     assert torch.equal(private.select(x, mine), private.select(x, yours.of(0)))
     assert shared.traits.linear and not private.traits.linear
-    assert shared.redrawn and private.redrawn and not TopK(0.1).redrawn
+    assert shared.receivers_redraw and private.receivers_redraw and not TopK(0.1).receivers_redraw
 
 
 def test_receivers_redraw_without_the_values() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 import gradwire
 from gradwire import _RENAMED
+from gradwire.codecs.codec import _RENAMED as _RENAMED_OF_CODEC
 
 
 @pytest.mark.parametrize("old", sorted(_RENAMED))
@@ -24,3 +25,12 @@ def test_an_old_module_still_works_and_warns(name: str) -> None:
         old = importlib.reload(importlib.import_module(f"gradwire.adapters.{name}"))
     public = {key for key in vars(new) if not key.startswith("_")}
     assert public <= set(vars(old))
+
+
+@pytest.mark.parametrize("old", sorted(_RENAMED_OF_CODEC))
+def test_an_old_name_of_a_codec_still_works_and_warns(old: str) -> None:
+    codec = gradwire.codec("topk(0.01)")
+    with pytest.warns(DeprecationWarning, match=_RENAMED_OF_CODEC[old]):
+        getattr(codec, old)
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        codec.nothing_of_the_kind  # type: ignore[attr-defined]  # noqa: B018

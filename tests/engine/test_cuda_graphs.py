@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fake_cuda_graph import WrittenGraph, WrittenGraphs, largest
 from gradwire.comm.single import SingleBackend
-from gradwire.core.graph_refs import keep, keeping
+from gradwire.core.graph_refs import pin, pin_tables
 from gradwire.core.keys import Key, RandomnessInGraph
 from gradwire.core.payload import Payload
 from gradwire.core.requests import Gather, Sum
@@ -335,8 +335,8 @@ def test_a_generator_is_resumed_where_it_could_not_be_captured() -> None:
 def test_tables_live_as_long_as_the_capture() -> None:
     cpu = torch.device("cpu")
     known = on((1, 2, 3), cpu)
-    with keeping() as refs:
+    with pin_tables() as refs:
         assert on((1, 2, 3), cpu) is known
-        keep("a plan")
+        pin("a plan")
     on((4,), cpu)
     assert len(refs) == 2 and refs[0] is known and refs[1] == "a plan"

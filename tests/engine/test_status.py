@@ -14,7 +14,7 @@ from fake_cuda_graph import WrittenGraph, WrittenGraphs, largest
 from gradwire.comm.backend import CountingBackend
 from gradwire.comm.collectives import Collective
 from gradwire.comm.single import SingleBackend
-from gradwire.core.deferred_checks import refuse, unseen
+from gradwire.core.deferred_checks import check, defer_checks
 from gradwire.core.payload import CorruptMessageError, Payload
 from gradwire.core.requests import Gather, Request, SendRecv, Sum
 from gradwire.engine import Engine, Lockstep, Plan, build, checkpoint, default_rules, encoders, status
@@ -235,11 +235,11 @@ def test_without_rollback_a_bad_gradient_is_an_error_one_step_later() -> None:
 def test_checks_are_deferred_only_on_other_devices() -> None:
     fine, wrong = torch.tensor(False), torch.tensor(True)
     elsewhere = torch.tensor(True, device="meta")
-    assert refuse(fine, "no")
-    with unseen() as noted:
-        assert not refuse(elsewhere, "cannot be seen from here")
+    assert check(fine, "no")
+    with defer_checks() as noted:
+        assert not check(elsewhere, "cannot be seen from here")
         with pytest.raises(CorruptMessageError, match="not so"):
-            refuse(wrong, "not so")
+            check(wrong, "not so")
     assert noted == [elsewhere]
 
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fixtures
 import gradwire
-from gradwire.codecs.codec import Entries
+from gradwire.codecs.decoding import Entries
 from gradwire.engine import Engine, Lockstep, Plan, Rule, build, default_rules, views
 from gradwire.engine.views import LONG_RUN, GradViews
 from gradwire.kernels import fused

@@ -177,7 +177,7 @@ def test_positions_beyond_float32_integers() -> None:
     table = Segments.single(n)
     encoded = codec("topk(0.0000001)").encode(EncodeInput(x, x, {}, table), Key(0, 0, 0))
     assert encoded.sent.indices is not None
-    assert n - 7 in codec("topk(0.0000001)")._read(encoded.payload, table, Key(0, 0, 0)).indices.tolist()  # type: ignore[union-attr]
+    assert n - 7 in codec("topk(0.0000001)").decoder.entries([encoded.payload], table, [Key(0, 0, 0)]).indices.tolist()
 
 
 def test_memory_is_two_vectors_whatever_the_degree() -> None:

@@ -59,8 +59,8 @@ def test_messages(spec):
     chain = codec(spec)
     rows = messages(chain)
     with reference_only():
-        expected = chain.mean([Payload(row) for row in rows], UNITS, KEYS)
-    found = chain.mean([Payload(row) for row in rows.to(DEVICE)], UNITS, KEYS)
+        expected = chain.decoder.mean([Payload(row) for row in rows], UNITS, KEYS)
+    found = chain.decoder.mean([Payload(row) for row in rows.to(DEVICE)], UNITS, KEYS)
     assert torch.equal(found.cpu(), expected)
 
 
@@ -71,7 +71,7 @@ def test_a_damaged_message_is_refused_with_the_same_words():
     words = []
     for where in ("cpu", DEVICE):
         with pytest.raises(CorruptMessageError) as told, reference_only() if where == "cpu" else torch.no_grad():
-            chain.mean([Payload(row) for row in rows.to(where)], UNITS, KEYS)
+            chain.decoder.mean([Payload(row) for row in rows.to(where)], UNITS, KEYS)
         words.append(str(told.value))
     assert words[0] == words[1]
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from gradwire.core.keys import Key
 from gradwire.core.segments import Segments
 from gradwire.engine import Engine, Lockstep, build, default_rules
-from gradwire.exchanges.two_way import shard
+from gradwire.exchanges.shards import shard
 from gradwire.kernels import chunks, dispatch, fused, quantize, select
 from gradwire.kernels.dispatch import reference_only
 from gradwire.kernels.fused import Accumulation

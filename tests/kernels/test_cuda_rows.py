@@ -15,7 +15,7 @@ TABLE = Segments(("conv", "bias", "embedding", "narrow"), ((64, 32, 3, 3), (300,
 
 @pytest.mark.parametrize("density", [0.0, 0.001, 0.02, 0.6, 1.0])
 def test_bytes_and_positions_are_those_of_the_definition(density):
-    coder, n = Rows().over(TABLE), TABLE.total
+    coder, n = Rows().bind(TABLE), TABLE.total
     busy = torch.rand(n // 100 + 1, generator=torch.Generator().manual_seed(1)).repeat_interleave(100)[:n]
     indices = (torch.rand(n, generator=torch.Generator().manual_seed(2)) < 2 * density * busy).nonzero().flatten()
     data = coder.encode(indices, n)

@@ -18,7 +18,7 @@ from gradwire.engine import Engine, Lockstep, Method, Rule, build, method
 from gradwire.engine.step import StepResult
 from gradwire.exchanges import Exchange, Noop
 from gradwire.exchanges.powersgd import _multiply_, _runs
-from gradwire.exchanges.two_way import shard
+from gradwire.exchanges.shards import shard
 from gradwire.feedback import MomentumCorrection
 from strategies import CODECS, EXCHANGES, FEEDBACKS, tensor
 
@@ -81,7 +81,7 @@ def legal(exchanges: Sequence[str], feedbacks: Sequence[str], codecs: Sequence[s
     """All combinations that a method does not refuse."""
     for exchange in exchanges:
         for feedback in feedbacks:
-            for spec in ("fp32",) if parse(exchange).late else codecs:
+            for spec in ("fp32",) if parse(exchange).compresses_in_protocol else codecs:
                 with suppress(ValueError):
                     yield method(spec, feedback, exchange)
 
@@ -137,7 +137,7 @@ def _assert_common_memories_agree(group: Group) -> None:
 @settings(max_examples=50)
 @given(
     spec=st.sampled_from(list(CODECS)),
-    exchange=st.sampled_from([spec for spec in EXCHANGES if not parse(spec).late]),
+    exchange=st.sampled_from([spec for spec in EXCHANGES if not parse(spec).compresses_in_protocol]),
     feedback=st.sampled_from(FEEDBACKS),
     kind=st.sampled_from(["normal", "zeros", "spike", "denormal", "huge", "bf16", "strided"]),
     world=st.sampled_from(WORLDS),

@@ -64,9 +64,9 @@ def test_large_worlds_are_extrapolated(spec: str, world: int) -> None:
 class DoubledSum(AllReduce):
     """An exchange that the schedule has no line for."""
 
-    def talk(self, said: Message, codec: Codec, around: CommContext) -> CommGenerator[Aggregate]:
-        yield Sum(torch.ones(100, device=said.message.data.device))
-        return (yield from AllReduce().talk(said, codec, around))
+    def run(self, message: Message, codec: Codec, context: CommContext) -> CommGenerator[Aggregate]:
+        yield Sum(torch.ones(100, device=message.content.data.device))
+        return (yield from AllReduce().run(message, codec, context))
 
 
 def test_a_new_exchange_needs_no_line_in_the_schedule() -> None:

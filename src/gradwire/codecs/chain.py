@@ -1,4 +1,4 @@
-"""Chain: ``transform? | selector? | quantizer | index coder``, each stage in its slot, or a sentence saying why not."""
+"""Chain: ``transform? | selector? | quantizer | index coder``, each stage in its slot."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,8 +11,8 @@ _ORDER = (Transform, Selector, Quantizer, IndexCoder)
 _WORDS = ("transform", "selector", "quantizer", "index coder")
 
 
-class Filled(NamedTuple):
-    """What each slot holds."""
+class ResolvedStages(NamedTuple):
+    """The stage of each slot."""
 
     transform: Transform | None
     selector: Selector | None
@@ -20,7 +20,7 @@ class Filled(NamedTuple):
     indices: IndexCoder | None
 
 
-def fill(stages: Sequence[Stage]) -> Filled:
+def resolve_stages(stages: Sequence[Stage]) -> ResolvedStages:
     """Fill the slots in order; what is left out gets its default: fp32 values, Rice-coded indices.
 
     Raises:
@@ -30,17 +30,17 @@ def fill(stages: Sequence[Stage]) -> Filled:
     for (i, left), right in zip(enumerate(slots), slots[1:], strict=False):
         if left >= right:
             raise ValueError(_refusal(stages[i], stages[i + 1], left, right))
-    found: dict[int, Any] = dict(zip(slots, stages, strict=True))
-    transform, selector, coder = found.get(0), found.get(1), found.get(3)
-    travels = selector is not None and not selector.redrawn
-    if coder is not None and not travels:
+    by_slot: dict[int, Any] = dict(zip(slots, stages, strict=True))
+    transform, selector, coder = by_slot.get(0), by_slot.get(1), by_slot.get(3)
+    sends_indices = selector is not None and not selector.receivers_redraw
+    if coder is not None and not sends_indices:
         reason = f"all ranks can redraw {selector}" if selector else "every entry is sent"
         raise ValueError(f"{coder} has no indices to code: {reason}; leave {coder} out")
     if transform is not None and selector is not None and selector.memories:
         raise ValueError(
             f"{selector} remembers coordinates, which {transform} mixes anew at every step; drop one of them"
         )
-    return Filled(transform, selector, found.get(2, FP32()), coder or (Rice() if travels else None))
+    return ResolvedStages(transform, selector, by_slot.get(2, FP32()), coder or (Rice() if sends_indices else None))
 
 
 def _slot(stage: Stage) -> int:

@@ -1,7 +1,7 @@
 """The four kinds of stage, and what passes between them.
 
 Every stage is a frozen dataclass. It works on a whole flat buffer at once: ``segments`` (before selection) or
-``lengths`` (how many values each segment has left) say which stretch belongs to which unit.
+``lengths`` (how many values each segment has left) tell which stretch belongs to which unit.
 """
 
 from abc import ABC, abstractmethod
@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from gradwire.core.keys import Key
@@ -22,7 +21,10 @@ if TYPE_CHECKING:
     from gradwire.codecs.codec import Codec
 
 Memory = Mapping[str, Tensor]
+# (gradient, residual, decay, lengths, before) -> (data, not finite): keeps the error as it encodes.
 FeedbackKernel = Callable[..., tuple[Tensor, Tensor]]
+# (messages uint8[ranks, size], error, lengths) -> the mean of messages plus the error, encoded; and the new error.
+MergeKernel = Callable[[Tensor, Tensor | None, tuple[int, ...]], tuple[Tensor, Tensor | None]]
 
 
 class EncodeInput(NamedTuple):
@@ -30,7 +32,7 @@ class EncodeInput(NamedTuple):
 
     Attributes:
         grad: Today's gradient, flat float32.
-        target: What should be said: the gradient plus whatever the feedback added.
+        target: What should be sent: the gradient plus what the feedback added.
         memory: The lane's named flat buffers.
         segments: The units of the flat buffer.
     """
@@ -49,7 +51,7 @@ class EncodeInput(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """What the group will hear of me.
+    """What receivers decode of a message.
 
     Attributes:
         indices: Rising flat positions that a selector chose; None when every position was sent.
@@ -59,21 +61,24 @@ class Decoded(NamedTuple):
     indices: Tensor | None
     values: Tensor
 
-    def off(self, target: Tensor) -> Tensor:
-        """``target - sent``: rounding errors, and whatever was not selected."""
+    def residual_of(self, target: Tensor) -> Tensor:
+        """``target - sent``: rounding errors, and all that was not selected."""
         if self.indices is None:
             return target - self.values
         return target.index_add(0, self.indices, self.values, alpha=-1)
 
-    def onto(self, known: Tensor) -> Tensor:
-        """``known + sent``."""
+    def add_to(self, x: Tensor) -> Tensor:
+        """``x + sent``."""
         if self.indices is None:
-            return known + self.values
-        return known.index_add(0, self.indices, self.values)
+            return x + self.values
+        return x.index_add(0, self.indices, self.values)
 
 
 class Stage(ABC):
-    """A named, frozen piece of a codec. ``name`` and ``kind`` are set by `register`."""
+    """A named, frozen piece of a codec. ``name`` and ``kind`` are set by `register`.
+
+    An attribute that may be None is an optional capability. A stage that has it defines a method of that name.
+    """
 
     name: ClassVar[str]
     kind: ClassVar[str]
@@ -107,10 +112,16 @@ class Transform(Stage):
 class Selector(Stage):
     """Chooses which positions are sent."""
 
-    redrawn: bool = False  # receivers can redraw the choice from the sender's key, so no indices travel
+    receivers_redraw: bool = False  # receivers can redraw the choice from the sender's key, so no indices travel
     fixed: bool = True  # each segment sends exactly `capacity(n)` entries
     exact_topk: ClassVar[bool] = False  # `select` is exact top-k, which fused kernels know
     memories: tuple[str, ...] = ()  # elementwise buffers of its own
+    # What sent values of a segment of n elements are multiplied by, to undo a bias.
+    gain: Callable[[int], float] | None = None
+    # The lane's memory with today's gradient, or with the second moments that the loop observed instead.
+    absorb: Callable[[Tensor, Memory, Tensor | None], Memory] | None = None
+    # The lane's memory after these positions were sent.
+    remember: Callable[[EncodeInput, Tensor], Memory] | None = None
 
     @abstractmethod
     def capacity(self, n: int) -> int:
@@ -120,21 +131,6 @@ class Selector(Stage):
     def select(self, signal: EncodeInput, key: Key) -> Tensor:
         """Rising flat int64 positions, at most ``capacity`` in each segment. The order of `signal` is not kept."""
 
-    def gain(self, n: int) -> float:
-        """What sent values of a segment of ``n`` elements are multiplied by; not 1 only to undo a bias."""
-        del n
-        return 1.0
-
-    def absorb(self, grad: Tensor, memory: Memory, observed: Tensor | None = None) -> Memory:
-        """The lane's memory with today's gradient, or with the second moments that the loop observed instead."""
-        del grad, observed
-        return memory
-
-    def remember(self, signal: EncodeInput, indices: Tensor) -> Memory:
-        """The lane's memory after these positions were sent."""
-        del indices
-        return signal.memory
-
     @property
     @abstractmethod
     def traits(self) -> Traits: ...
@@ -143,8 +139,8 @@ class Selector(Stage):
 class Quantizer(Stage):
     """Turns values into bytes. A scale belongs to one segment, or to one block of it."""
 
-    # A fused kernel (grad, residual, decay, lengths, before) -> (data, not finite) that keeps the error as it encodes.
     feedback_kernel: FeedbackKernel | None = None
+    merge: MergeKernel | None = None
 
     @abstractmethod
     def size(self, lengths: tuple[int, ...]) -> int:
@@ -156,17 +152,7 @@ class Quantizer(Stage):
 
     @abstractmethod
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
-        """uint8[size] -> float32[m]: the values as everybody hears them, the sender included."""
-
-    def merge(
-        self, shards: Tensor, debt: Tensor | None, lengths: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """The mean of messages, uint8[ranks, size], and a debt, said again; with the debt that is left.
-
-        None: there is no shorter way than to decode, add, and encode.
-        """
-        del shards, debt, lengths
-        return None
+        """uint8[size] -> float32[m]: the values as all ranks decode them, the sender included."""
 
     @property
     @abstractmethod
@@ -177,12 +163,16 @@ class IndexCoder(Stage):
     """Turns rising flat positions into bytes. How many positions there are travels beside them when it must."""
 
     fixed: bool = True  # the number of bytes depends on count and n alone
-    drops: ClassVar[bool] = False  # `fit` may drop positions
-
-    def over(self, table: Segments) -> "IndexCoder":
-        """The same coder with all that it may know of this table, which is mostly nothing but its length."""
-        del table
-        return self
+    # The same coder with all that it may know of a segment table; others know its length alone.
+    bind: Callable[[Segments], "IndexCoder"] | None = None
+    # (positions, n) -> how many bytes `encode` makes, on the device.
+    measure: Callable[[Tensor, int], Tensor] | None = None
+    # (rows, count, n) -> the positions of several messages at once, without reading the device; None: not there.
+    decode_rows: Callable[[Tensor, int, int], Found | None] | None = None
+    # (positions, n, key) -> those that fit into `size`; nearly always all of them.
+    drop_overflow: Callable[[Tensor, int, Key], Tensor] | None = None
+    # Runs what a small message makes no use of, so that it is compiled before a large one does.
+    warm_up: Callable[[], None] | None = None
 
     @abstractmethod
     def size(self, count: int, n: int) -> int:
@@ -192,26 +182,9 @@ class IndexCoder(Stage):
     def encode(self, indices: Tensor, n: int) -> Tensor:
         """int64[count], rising, below n -> uint8."""
 
-    def measure(self, indices: Tensor, n: int) -> Tensor:
-        """How many bytes `encode` makes, on the device."""
-        return torch.full((), self.encode(indices, n).numel(), device=indices.device)
-
     @abstractmethod
     def decode(self, data: Tensor, count: int, n: int) -> tuple[Tensor, int]:
         """The positions, and how many bytes of ``data`` they took. Positions are *not* trusted: the codec checks."""
-
-    def decode_rows(self, rows: Tensor, count: int, n: int) -> Found | None:
-        """What several messages of ``count`` positions say, at once and without waiting; None: not by this coder."""
-        del rows, count, n
-        return None
-
-    def rehearse(self) -> None:
-        """Run what a small message makes no use of, so that it is compiled before a large one does."""
-
-    def fit(self, indices: Tensor, n: int, key: Key) -> Tensor:
-        """The positions that fit into `size`; nearly always all of them."""
-        del n, key
-        return indices
 
 
 @dataclass(frozen=True)
@@ -220,7 +193,7 @@ class StateSpec:
 
     Attributes:
         lengths: Elements per tensor of the lane, in lane order.
-        reshard: What a new world makes of the old ranks' copies. ``mean``: every rank takes their mean (debts: the
+        reshard: What a new world makes of the old ranks' copies. ``mean``: every rank takes their mean (of errors, the
             mean is the pending update). ``same``: all ranks hold the same. ``shard``: each rank holds its own stretch
             of one whole vector.
     """

@@ -1,4 +1,4 @@
-"""Arguments: what numbers in a spec may be. A bool is an int to Python, but nobody means one by it."""
+"""Arguments: what numbers in a spec may be. A bool is an int to Python, but not here."""
 
 import math
 

@@ -1,7 +1,7 @@
-"""Doubts: what may be wrong with a message, where nobody waits for the device to say so.
+"""Deferred checks: validation results that stay on the GPU and are read later.
 
-A host that runs ahead of its GPU must not look at what the GPU finds. What would be refused is noted there, and whoever
-opened the notes sees to it later. Where none are open, a look is taken at once.
+A host that runs ahead of its GPU must not wait for a result. Inside of `defer_checks` results are collected for the
+caller; elsewhere they are read at once.
 """
 
 from collections.abc import Iterator
@@ -12,30 +12,30 @@ from torch import Tensor
 
 from gradwire.core.payload import CorruptMessageError
 
-_notes: ContextVar[list[Tensor] | None] = ContextVar("doubts", default=None)
+_deferred: ContextVar[list[Tensor] | None] = ContextVar("deferred", default=None)
 
 
 @contextmanager
-def unseen() -> Iterator[list[Tensor]]:
-    """Until the end, what is wrong is noted, as tensors that are zero where all is well, and nobody looks."""
-    noted: list[Tensor] = []
-    token = _notes.set(noted)
+def defer_checks() -> Iterator[list[Tensor]]:
+    """Until the end, results are not read but added to the list: tensors that are zero where a message is valid."""
+    results: list[Tensor] = []
+    token = _deferred.set(results)
     try:
-        yield noted
+        yield results
     finally:
-        _notes.reset(token)
+        _deferred.reset(token)
 
 
-def refuse(wrong: Tensor, sentence: str) -> bool:
-    """Refuse a message if anything in ``wrong`` holds. Gives whether anybody looked: if not, it must do no harm.
+def check(wrong: Tensor, error: str) -> bool:
+    """Refuse a message if anything in ``wrong`` holds. Returns whether that was read: if not, it must do no harm.
 
     Raises:
         CorruptMessageError: Something does.
     """
-    noted = _notes.get()
-    if noted is not None and wrong.device.type != "cpu":
-        noted.append(wrong)
+    deferred = _deferred.get()
+    if deferred is not None and wrong.device.type != "cpu":
+        deferred.append(wrong)
         return False
     if wrong.any():
-        raise CorruptMessageError(sentence)
+        raise CorruptMessageError(error)
     return True

@@ -1,7 +1,7 @@
-"""Keepsakes: tables on a device that a recorded launch points at, and that must live as long as the recording.
+"""Graph references: tables on a device that a captured graph reads, and that must live as long as the graph.
 
-Tables are kept in caches of limited size. That one is dropped there does no harm to whoever holds the tensor; but a
-recording knows only where it lay.
+Tables are cached, and caches are of limited size. A graph knows only the address of a table, so that it needs a
+reference of its own.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,38 +12,38 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_notes: list[list[Any]] = []  # of all who are recording just now, on whatever thread: to keep too much does no harm
+_captures: list[list[Any]] = []  # of all threads: to hold a table too many does no harm
 
 
 @contextmanager
-def keeping() -> Iterator[list[Any]]:
-    """Until the end, whatever table is looked up is noted."""
-    noted: list[Any] = []
-    _notes.append(noted)
+def pin_tables() -> Iterator[list[Any]]:
+    """Until the end, every table that is looked up is added to the list."""
+    tables: list[Any] = []
+    _captures.append(tables)
     try:
-        yield noted
+        yield tables
     finally:
-        _notes[:] = [notes for notes in _notes if notes is not noted]
+        _captures[:] = [each for each in _captures if each is not tables]
 
 
-def keep(table: R) -> R:
-    """Note a table, for whoever is recording."""
-    for notes in _notes:
-        notes.append(table)
+def pin(table: R) -> R:
+    """Add a table to those of all captures."""
+    for tables in _captures:
+        tables.append(table)
     return table
 
 
-def kept(size: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate what makes a table of hashable facts: the last ``size`` are cached, and recordings keep theirs."""
+def cached_on_device(size: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate what makes a table of hashable facts: the last ``size`` are cached, and captures pin theirs."""
 
     def decorate(make: Callable[P, R]) -> Callable[P, R]:
         cached = lru_cache(maxsize=size)(make)
 
         @wraps(make)
-        def found(*args: P.args, **named: P.kwargs) -> R:
-            made: R = cached(*args, **named)  # type: ignore[arg-type]
-            return keep(made) if _notes else made
+        def lookup(*args: P.args, **named: P.kwargs) -> R:
+            table: R = cached(*args, **named)  # type: ignore[arg-type]
+            return pin(table) if _captures else table
 
-        return found
+        return lookup
 
     return decorate

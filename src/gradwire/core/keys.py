@@ -11,7 +11,7 @@ from typing import Any
 
 _MASK = 0xFFFFFFFF
 SHARED = -1  # the rank written into a key whose bits every rank draws alike
-PER_RANK = -2  # the rank of a key to units of many ranks, whose names say whose they are
+PER_RANK = -2  # the rank of a key to units of many ranks, whose names are `qualified`
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RandomnessInGraph(Exception):
     """Random bits were drawn by the host inside a captured step, where they would be the same at every replay."""
 
 
-def owned(name: str, rank: int) -> str:
+def qualified(name: str, rank: int) -> str:
     """A unit's name where those of many ranks lie in one buffer; its bits are those that the rank draws alone."""
     return f"{rank}\0{name}"
 

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from gradwire.core.layout import rows_of
 
+COUNT_BYTES = 4  # of the uint32 that a message of unknown length begins with
+
 
 @dataclass(frozen=True)
 class Payload:

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from gradwire.core.graph_refs import kept
+from gradwire.core.graph_refs import cached_on_device
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Segments:
     Attributes:
         names: Of the segments.
         shapes: Likewise.
-        merged_from: The shapes of what was merged into one, for whoever can make use of them.
+        merged_from: The shapes of what was merged into one, for coders that use them.
     """
 
     names: tuple[str, ...]
@@ -96,7 +96,7 @@ def _window(table: Segments, start: int, stop: int) -> Segments:
     return Segments(tuple(names), tuple(shapes))
 
 
-@kept(256)
+@cached_on_device(256)
 def on(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Numbers of a table as an int64 tensor. Kept, since they are the same at every step: nobody may write into it."""
+    """Numbers of a table as an int64 tensor. It is cached, so it must not be written into."""
     return torch.tensor(numbers, dtype=torch.int64, device=device)

@@ -125,8 +125,8 @@ def _call(name: str, args: list[Any], named: dict[str, Any]) -> Any:
     try:
         return make(*args, **named)
     except TypeError as wrong:  # a word where a number belongs, and the like
-        told = [*map(_literal, args), *(f"{word}={_literal(value)}" for word, value in named.items())]
-        raise ValueError(f"{name}({', '.join(told)}) does not fit {name}{_signature(make)}: {wrong}") from None
+        written = [*map(_literal, args), *(f"{word}={_literal(value)}" for word, value in named.items())]
+        raise ValueError(f"{name}({', '.join(written)}) does not fit {name}{_signature(make)}: {wrong}") from None
 
 
 def _required(parameter: inspect.Parameter) -> bool:

@@ -9,10 +9,10 @@ class Traits:
 
     Attributes:
         linear: The mean of encodings decodes to the mean, up to rounding: payloads may be added.
-        unbiased: The expectation over random bits of what is heard is what was said.
-        contraction: What is lost is never larger than what was said: |x - C(x)|^2 <= |x|^2, in expectation over the
+        unbiased: The expectation over random bits of what is decoded is what was encoded.
+        contraction: The error is never larger than what was encoded: |x - C(x)|^2 <= |x|^2, in expectation over the
             random bits where there are any, and strictly smaller unless x = 0.
-        lossless: What is heard is what was said, bit for bit, for float32.
+        lossless: What is decoded is what was encoded, bit for bit, for float32.
         fixed: The length of a message is known from the segment table alone.
     """
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradwire.codecs.addends import clip_for_sum
+from gradwire.codecs.encoding import encode_selected
 from gradwire.codecs.stage import Decoded, EncodeInput
 from gradwire.core.keys import PER_RANK, Key
 from gradwire.core.layout import joined, same_memory
@@ -28,7 +30,7 @@ from gradwire.engine.step import Engine, StepResult
 from gradwire.engine.traffic_model import AgreedGather, costs
 from gradwire.engine.views import ContiguousRun
 from gradwire.exchanges.batch import RankBatch, Simulated, Sizes, blank, stacked
-from gradwire.exchanges.two_way import shard
+from gradwire.exchanges.shards import shard
 
 SERVED = "served"
 
@@ -73,7 +75,7 @@ class Batched:
 
     def _supports(self, lane: Lane, state: LaneState) -> bool:
         encoder = lane.encoder(self.engines[0].step)
-        served = encoder.exchange.serves and lane.feedback.indebted
+        served = encoder.exchange.serves and lane.feedback.keeps_error
         return supported(encoder) and state.carried is None and (SERVED in state.tensors) == served
 
     def step(self, grads: Sequence[Grads], unscale: float = 1.0) -> StepResult:
@@ -118,6 +120,7 @@ class Batched:
         whole = EncodeInput(flat, flat, {}, stacked(lane.units, self.world, cuts))
         sent, memory = _encode(encoder, whole, state, key, self.world, flags, self.engines[0].rollback)
         encoded = time.perf_counter()
+        assert encoder.exchange.simulate is not None
         found = encoder.exchange.simulate(sent, memory, encoder.codec, RankBatch(key, self.world, lane.units))
         spent = Clock(encode=encoded - began, decode=time.perf_counter() - encoded)
         for clock in (self.clock, *(engine.accounting.seconds[lane.label] for engine in self.engines)):
@@ -173,8 +176,9 @@ class Batched:
 def supported(encoder: Encoder) -> bool:
     """Whether ranks of one process may be encoded at once: everything must be done unit by unit."""
     codec = encoder.codec
-    drops = codec.indices is not None and codec.indices.drops
-    return encoder.exchange.simulates and not drops and not encoder.feedback.changes_mean and codec.transform is None
+    drops = codec.indices is not None and codec.indices.drop_overflow is not None
+    per_unit = not drops and encoder.feedback.finalize is None and codec.transform is None
+    return per_unit and encoder.exchange.simulate is not None
 
 
 def _encode(
@@ -187,20 +191,16 @@ def _encode(
         flags.append(bad)
         memory = codec.absorb(grad, state.tensors, state.observed)
         target, memory = encoder.feedback.compensate(grad, memory)
-        whole = EncodeInput(grad, target, memory, table)
-        if codec.memories:
-            _, sent, memory = codec.encode(whole, key)
-        else:
-            sent = codec.echo(whole, key)
-        sent = encoder.exchange.clipped(sent, codec, world)
-        return sent, dict(encoder.feedback.settle(target, sent, memory))
+        encoded = codec.encode(EncodeInput(grad, target, memory, table), key)
+        encoded = clip_for_sum(encoded, world) if encoder.exchange.adds_payloads else encoded
+        return encoded.sent, dict(encoder.feedback.update_memory(target, encoded.sent, encoded.memory))
     own = encoder.feedback.memories
     memory = dict(state.tensors)
     if rollback:
         memory |= {name: torch.empty_like(state.tensors[name]) for name in own}
     if isinstance(encoder, FusedTopK):
         found = encoder.select(ContiguousRun(0, flat, table.lengths), state, memory, flags)
-        sent = codec.echo_selected(found.indices, found.values, table, key)
+        sent = encode_selected(codec, found.indices, found.values, table, key, memory).sent
         encoder.settle_(memory, sent)
         return sent, memory
     assert isinstance(encoder, FusedDense)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradwire.comm.backend import Backend
 from gradwire.comm.collectives import Collective, fuse
-from gradwire.core.graph_refs import keeping
+from gradwire.core.graph_refs import pin_tables
 from gradwire.core.keys import RandomnessInGraph
 from gradwire.core.requests import Finished, Request, advance, intercept, run
 from gradwire.engine.drive import Clock, Rounds
@@ -150,7 +150,7 @@ def capture(generator: Collectives[T], backend: Backend, graphs: Callable[[], De
     """
     segments: list[Segment] = []
     result: Tensor | None = None
-    with keeping() as refs:
+    with pin_tables() as refs:
         while True:
             graph = graphs()
             try:

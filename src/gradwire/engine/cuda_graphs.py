@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.backend import Backend
-from gradwire.core.deferred_checks import unseen
+from gradwire.core.deferred_checks import defer_checks
 from gradwire.core.keys import Key
 from gradwire.core.layout import address
 from gradwire.engine import status
@@ -38,7 +38,7 @@ from gradwire.engine.drive import Clock, execute
 from gradwire.engine.gradients import Grads, views_of
 from gradwire.engine.graph_buffers import TRIES, BucketCaptures, CapturedBucket, Outside, present, restored, staged
 from gradwire.engine.hosts import HostEngine
-from gradwire.engine.step import BucketResult, Engine, StepResult
+from gradwire.engine.step import BucketResult, Engine, StepResult, named_updates
 from gradwire.engine.views import GradViews
 from gradwire.kernels.conditional import copy_if_, zero_if_
 
@@ -77,10 +77,10 @@ class GraphExecutor:
         """Compress and exchange one bucket."""
         bucket, core = self._buckets[i], self.engine.core
         core.drops.assert_valid()
-        if self._graphs is None or not self._capturable(i, grads):
+        where = None if self._graphs is None else self._addresses(i, grads)
+        if where is None:
             return self._eager(i, grads)
-        views = self._views(i, grads)
-        key = self._key(i, views)
+        key = self._key(i, where)
         found = bucket.captures.get(key)
         if found is not None:
             bucket.replays += 1
@@ -92,51 +92,52 @@ class GraphExecutor:
             bucket.eager += 1
             return self._eager(i, grads)
         self._stage_in(bucket, grads, i)
-        return self._capture(i, grads, views, key)
+        return self._capture(i, grads, key)
 
     def finish(self, results: Sequence[BucketResult], grads: Grads, complete: bool) -> StepResult:
         """Commit a step. ``complete``: all ranks have all gradients, so nothing is read from the device."""
-        captured = [self._is_captured(result) for result in results]
-        if not (complete and all(captured) and self._backend.stream_ordered):
+        captured = all(result.captured for result in results)
+        if not (complete and captured and self._backend.stream_ordered):
             outcome = execute(self.engine.finish(results, grads), self._backend, self._clock)
             return self._stage_out(grads, outcome)
         self._commit(results)
-        names = [name for lane in self.engine.whole.lanes for name in lane.tensors.names]
-        views = [x for result in results for view in result.views for x in view.grads]
-        return self._stage_out(grads, StepResult(dict(zip(names, views, strict=True)), False))
+        return self._stage_out(grads, StepResult(named_updates(self.engine.whole.lanes, results), False))
 
     # -- what can be captured ------------------------------------------------------------------------------------------
 
-    def _capturable(self, i: int, grads: Grads) -> bool:
-        """Whether all gradients are there, and no lane has anything to use up or to hand back late."""
-        core = self.engine.core
-        lanes = self.engine.whole.launches[i]
-        mine = [grads[name] for lane in lanes for name in lane.tensors.names]
-        dense = all(x is not None and x.layout == torch.strided and x.device == core.device for x in mine)
-        passing = any(state.carried is not None or state.observed is not None for state in core.states_of(i))
-        return dense and not passing and not any(lane.at(core.step)[1].delays for lane in lanes)
+    def _addresses(self, i: int, grads: Grads) -> tuple[int, ...] | None:
+        """Where captured work finds the gradients of a bucket; None if the step cannot be captured.
 
-    def _key(self, i: int, views: Sequence[GradViews]) -> Hashable:
+        All gradients must be there, and no lane may have anything to use up or to hand back late. Gradients that keep
+        coming to other addresses are staged in a buffer of the bucket's own; then addresses do not matter.
+        """
+        bucket, core, lanes = self._buckets[i], self.engine.core, self.engine.whole.launches[i]
+        passing = any(state.carried is not None or state.observed is not None for state in core.states_of(i))
+        if passing or any(lane.at(core.step)[1].delays for lane in lanes):
+            return None
+        mine = [grads[name] for lane in lanes for name in lane.tensors.names]
+        if any(x is None or x.layout != torch.strided for x in mine):
+            return None
+        if bucket.stage is not None:
+            return ()
+        where = tuple([address(present(x)) for x in mine])
+        if where == bucket.addresses:
+            return where
+        if any(present(x).device != core.device for x in mine):
+            return None
+        bucket.moves += bool(bucket.addresses)
+        bucket.addresses = where
+        if bucket.moves <= MOVES:
+            return where
+        bucket.forget()
+        bucket.tries, bucket.eager = TRIES, EAGER_STEPS
+        bucket.stage = [staged(views_of(lane, grads, core.device), core.device) for lane in lanes]
+        return ()
+
+    def _key(self, i: int, where: tuple[int, ...]) -> Hashable:
         core, lanes = self.engine.core, self.engine.core.plan.launches[i]
         fronts = tuple(state.front for state in core.states_of(i) if state.tensors)
-        where = tuple(address(x) for view in views for x in view.grads)
         return fronts, tuple(lane.encoder(core.step) for lane in lanes), where
-
-    def _views(self, i: int, grads: Grads) -> list[GradViews]:
-        """Where captured work finds the gradients: where they lie, or, if that changes, in a buffer of the bucket."""
-        bucket, device = self._buckets[i], self.engine.core.device
-        if bucket.stage is not None:
-            return bucket.stage
-        views = [views_of(lane, grads, device) for lane in self.engine.whole.launches[i]]
-        where = tuple(address(x) for view in views for x in view.grads)
-        bucket.moves += bool(bucket.addresses) and where != bucket.addresses
-        bucket.addresses = where
-        if bucket.moves > MOVES:
-            bucket.forget()
-            bucket.tries, bucket.eager = TRIES, EAGER_STEPS
-            bucket.stage = [staged(view, device) for view in views]
-            return bucket.stage
-        return views
 
     def _stage_in(self, bucket: BucketCaptures, grads: Grads, i: int) -> None:
         if bucket.stage is not None:
@@ -145,6 +146,8 @@ class GraphExecutor:
 
     def _stage_out(self, grads: Grads, outcome: StepResult) -> StepResult:
         """Copy updates from buffers of buckets to where the gradients lie."""
+        if all(bucket.stage is None for bucket in self._buckets):
+            return outcome
         updates = dict(outcome.updates)
         for bucket, lanes in zip(self._buckets, self.engine.whole.launches, strict=True):
             names = [name for lane in lanes for name in lane.tensors.names if bucket.stage is not None]
@@ -160,9 +163,6 @@ class GraphExecutor:
     def _eager(self, i: int, grads: Grads) -> BucketResult:
         self._commits.clear()
         return execute(self.engine.bucket(i, grads), self._backend, self._clock)
-
-    def _is_captured(self, result: BucketResult) -> bool:
-        return any(result is x.captured.value for bucket in self._buckets for x in bucket.captures.values())
 
     def _replay(self, i: int, found: CapturedBucket) -> BucketResult:
         core, clock = self.engine.core, Clock()
@@ -190,9 +190,10 @@ class GraphExecutor:
 
     # -- capturing -----------------------------------------------------------------------------------------------------
 
-    def _capture(self, i: int, grads: Grads, views: list[GradViews], key: Hashable) -> BucketResult:
+    def _capture(self, i: int, grads: Grads, key: Hashable) -> BucketResult:
         assert self._graphs is not None
         core, bucket = self.engine.core, self._buckets[i]
+        views = bucket.stage or [views_of(lane, grads, core.device) for lane in self.engine.whole.launches[i]]
         states, accounting = core.states_of(i), core.accounting
         encoded, dense = accounting.encoded.copy(), accounting.dense.copy()
         outside = Outside.of(states, core.rollback, core.device)
@@ -203,7 +204,7 @@ class GraphExecutor:
             rounds = self.engine.exchange(i, fresh, outside.local, outside.news, random)
             return in_collectives(outside.keep(rounds, states, corrupt), self._backend)
 
-        with unseen() as corrupt:
+        with defer_checks() as corrupt:
             try:
                 with restored(states, core.rollback):
                     found = capture(again(), self._backend, self._graphs)
@@ -212,7 +213,7 @@ class GraphExecutor:
                 accounting.encoded, accounting.dense = encoded, dense
                 corrupt.clear()
                 outside.hints_back(states)
-                return resume(again(), self._backend, error.results)
+                return resume(again(), self._backend, error.results)._replace(captured=False)
         said = accounting.encoded - encoded, accounting.dense - dense
         bucket.captures[key] = CapturedBucket(found, list(corrupt), *said)
         return found.value

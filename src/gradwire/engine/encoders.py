@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
+from gradwire.codecs.encoding import encode_selected
 from gradwire.codecs.stage import Decoded, EncodeInput
 from gradwire.core.payload import Payload
 from gradwire.core.segments import Segments
 from gradwire.engine.state import Generation, LaneState
 from gradwire.engine.views import ContiguousRun, GradViews
 from gradwire.exchanges.exchange import CommContext, Exchange, Message, ShardMessage
-from gradwire.exchanges.two_way import shard
+from gradwire.exchanges.shards import shard
 from gradwire.feedback import Feedback
 from gradwire.kernels import fused
 from gradwire.kernels.dispatch import accelerated
@@ -84,7 +85,7 @@ class Composed(Encoder):
         message = self.exchange.encode(EncodeInput(grad, target, memory, context.units), self.codec, context)
         if message.sent is None:
             return EncodedLane(message, target)
-        return EncodedLane(message._replace(memory=self.feedback.settle(target, message.sent, message.memory)))
+        return EncodedLane(message._replace(memory=self.feedback.update_memory(target, message.sent, message.memory)))
 
     def _add_carried(
         self, target: Tensor, memory: dict[str, Tensor], state: LaneState, context: CommContext
@@ -92,7 +93,7 @@ class Composed(Encoder):
         """Add errors that an earlier spec or exchange left behind."""
         if state.carried is not None:
             target = target + state.carried
-        if "served" in memory and "served" not in self.exchange.slots(context):
+        if "served" in memory and not (self.exchange.serves and context.keeps_error):
             start, stop = shard(context.units.total, context.world, context.key.rank)
             target = target.clone()
             target[start:stop] += context.world * memory["served"]
@@ -114,11 +115,11 @@ class FusedTopK(Encoder):
             window = _window(context.units, start, stop)
             cut = runs if len(runs) > 1 else [ContiguousRun(start, runs[0].flat[start:stop], window.lengths)]
             found = [self.select(run, state, memory, flags) for run in cut]
-            payload, sent = self.codec.encode_selected(*_together(found, cut), window, context.key)
-            self.settle_(memory, sent, start)
-            return ShardMessage(payload, None, memory)
+            encoded = encode_selected(self.codec, *_together(found, cut), window, context.key, memory)
+            self.settle_(memory, encoded.sent, start)
+            return ShardMessage(encoded.payload, None, memory)
 
-        return EncodedLane(self.exchange.collect(encode_shard, context))
+        return EncodedLane(self.exchange.encode_shards(encode_shard, context))
 
     def select(
         self, run: ContiguousRun, state: LaneState, memory: dict[str, Tensor], flags: list[Tensor]
@@ -132,7 +133,7 @@ class FusedTopK(Encoder):
         counts = tuple(map(self.codec.selector.capacity, run.lengths))
         hint = run.start, counts
         about = rule, run.lengths, counts, state.hints.get(hint)
-        if self.codec.plain:
+        if self.codec.is_identity_on_selected:
             found = fused.send_topk_(run.flat, before, after, self.feedback.masks, *about)
         else:
             found = fused.carry_topk_(run.flat, before, after, *about)
@@ -142,7 +143,7 @@ class FusedTopK(Encoder):
 
     def settle_(self, memory: dict[str, Tensor], sent: Decoded, start: int = 0) -> None:
         """Take what was sent off the error, unless the kernel has done so."""
-        if not self.codec.plain:
+        if not self.codec.is_identity_on_selected:
             assert sent.indices is not None
             residual, momentum = _pair(memory, slice(start, None))
             fused.settle_(residual, momentum if self.feedback.masks else None, sent.indices, sent.values)
@@ -161,7 +162,7 @@ class FusedDense(Encoder):
             payload = self.quantize(run.flat, start, stop, context.units, state, memory, flags)
             return ShardMessage(payload, None, memory)
 
-        return EncodedLane(self.exchange.collect(encode_shard, context))
+        return EncodedLane(self.exchange.encode_shards(encode_shard, context))
 
     def quantize(
         self,
@@ -189,7 +190,7 @@ def encoder_for(feedback: Feedback, codec: Codec, exchange: Exchange, others: Se
     # An exchange with an error of its own may leave it to another, which then has to add it.
     leaves = any(other.serves for other in others) and not exchange.serves
     rule = feedback.accumulation
-    composes = exchange.late or codec.transform is not None or codec.traits.linear or leaves
+    composes = exchange.compresses_in_protocol or codec.transform is not None or codec.traits.linear or leaves
     if accelerated() and rule is not None and not composes:
         if codec.selector is not None and codec.selector.exact_topk:
             return FusedTopK(feedback, codec, exchange)

@@ -98,7 +98,7 @@ class Outside:
                 if state.hints.get(hint, x) is not x:
                     x.copy_(state.hints[hint])
             state.hints = known
-        return result._replace(lanes=lanes, status=self.status)
+        return result._replace(lanes=lanes, status=self.status, captured=True)
 
     def hints_back(self, states: Sequence[LaneState]) -> None:
         """After a capture that failed: hints that it made lie in memory of graphs."""

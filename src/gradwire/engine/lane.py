@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec, Entries
+from gradwire.codecs.codec import Codec
+from gradwire.codecs.decoding import Entries
 from gradwire.codecs.stage import Memory, StateSpec
 from gradwire.core.keys import Key
 from gradwire.core.requests import CommGenerator
@@ -17,7 +18,7 @@ from gradwire.engine.state import Generation, LaneState
 from gradwire.engine.views import GradViews
 from gradwire.exchanges import Exchange
 from gradwire.exchanges.exchange import CommContext
-from gradwire.exchanges.two_way import shard
+from gradwire.exchanges.shards import shard
 from gradwire.feedback import Feedback
 
 
@@ -74,7 +75,9 @@ class Lane:
 
     def with_fixed_length(self) -> "Lane":
         """The same lane with messages of known length, if it can have them."""
-        return replace(self, table=tuple((start, codec.steady(), exchange) for start, codec, exchange in self.table))
+        return replace(
+            self, table=tuple((start, codec.with_fixed_length(), exchange) for start, codec, exchange in self.table)
+        )
 
     def step(
         self, views: GradViews, state: LaneState, new: Generation, context: CommContext, flags: list[Tensor]
@@ -92,13 +95,13 @@ class Lane:
         if state.carried is not None:
             encoder = Composed(encoder.feedback, encoder.codec, encoder.exchange)
         message, target = encoder.encode(views, state, new, context, flags)
-        aggregate = yield from encoder.exchange.talk(message, encoder.codec, context)
+        aggregate = yield from encoder.exchange.run(message, encoder.codec, context)
         mean, memory = aggregate.mean, aggregate.memory
         if aggregate.sent is not None:
             assert target is not None
-            memory = self.feedback.settle(target, aggregate.sent, memory)
-        if not isinstance(mean, Entries):
-            mean, memory = self.feedback.release(mean, memory)
+            memory = self.feedback.update_memory(target, aggregate.sent, memory)
+        if self.feedback.finalize is not None and not isinstance(mean, Entries):
+            mean, memory = self.feedback.finalize(mean, memory)
         return LaneResult(mean, Generation(dict(memory)), self._spare(views, state, memory))
 
     def _spare(self, views: GradViews, state: LaneState, memory: Memory) -> Generation | None:
@@ -110,8 +113,8 @@ class Lane:
 
     def context(self, key: Key, world: int, sparse: bool = False) -> CommContext:
         """The context of a step's exchange; ``sparse``: the update may be handed back as its entries."""
-        keeps = self.feedback.indebted, self.feedback.listens
-        return CommContext(key, world, self.units, self.tensors, *keeps, sparse and not self.feedback.changes_mean)
+        keeps = self.feedback.keeps_error, self.feedback.needs_decoded
+        return CommContext(key, world, self.units, self.tensors, *keeps, sparse and self.feedback.finalize is None)
 
     def slots(self, world: int) -> dict[str, StateSpec]:
         """All memories that the lane needs at any step of its table."""
@@ -119,13 +122,13 @@ class Lane:
         slots = {name: StateSpec(like, reshard) for name, reshard in self.feedback.memories.items()}
         for _, codec, exchange in self.table:
             slots |= {name: StateSpec(like) for name in codec.memories}
-            slots |= exchange.slots(self.context(Key(0, 0, 0), world))
+            slots |= exchange.slots(self.context(Key(0, 0, 0), world)) if exchange.slots else {}
         return slots
 
     def debt(self, state: LaneState, rank: int, world: int) -> Tensor:
         """This rank's share of the pending update: the mean of these over ranks is still to be applied."""
         n, memory = self.units.total, state.tensors
-        owed = self.feedback.debt(memory)
+        owed = self.feedback.error(memory)
         like = next(iter(memory.values()), torch.zeros(0))
         debt = like.new_zeros(n) if owed is None else owed.clone()
         if state.carried is not None:

@@ -28,9 +28,10 @@ class Method:
         if not steps or steps[0] != 0 or steps != sorted(set(steps)):
             raise ValueError(f"a step table must rise from step 0, but this one has steps {steps}")
         for _, chosen in self.table:
-            self.exchange.check(chosen)
+            if self.exchange.check is not None:
+                self.exchange.check(chosen)
             most = getattr(chosen.selector, "most", 1.0)
-            if most < 1.0 and not self.feedback.indebted:
+            if most < 1.0 and not self.feedback.keeps_error:
                 raise ValueError(
                     f"{chosen} may leave out entries that pass its test, and feedback 'none' would lose them; "
                     "use feedback='residual', or most=1.0"
@@ -39,7 +40,7 @@ class Method:
     def __str__(self) -> str:
         stages = [f"{step}: {chosen}" for step, chosen in self.table]
         codecs = "{" + ", ".join(stages) + "}" if len(stages) > 1 else str(self.table[0][1])
-        said = "" if self.exchange.late else f"{codecs}, "
+        said = "" if self.exchange.compresses_in_protocol else f"{codecs}, "
         return f"{said}feedback={self.feedback}, exchange={self.exchange}"
 
     @property
@@ -53,7 +54,7 @@ def method(spec: Spec, feedback: "str | Feedback | None" = None, exchange: "str 
     made: Any = parse(spec) if isinstance(spec, str) else spec
     if isinstance(made, Method):
         base = made
-    elif isinstance(made, Exchange) and made.late:
+    elif isinstance(made, Exchange) and made.compresses_in_protocol:
         base = Method(((0, codec("fp32")),), Residual(), made)
     elif isinstance(made, Mapping):
         base = _from_table(made)

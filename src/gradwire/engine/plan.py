@@ -99,7 +99,7 @@ def default_rules(
     """The spec for everything, but 1-D tensors (biases, norms) dense in one bundle, under the same feedback."""
     whole = method(spec, feedback, exchange)
     main = Rule(whole, granularity=granularity)
-    if bundle is None or (whole.last.traits.lossless and not whole.exchange.late):
+    if bundle is None or (whole.last.traits.lossless and not whole.exchange.compresses_in_protocol):
         return (main,)
     dense = Rule(
         Method(method(bundle).table, whole.feedback, _of_bundle(whole.exchange)), max_dim=1, granularity="model"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradwire.codecs.stage import StateSpec
 from gradwire.core.segments import Segments
-from gradwire.exchanges.two_way import shard
+from gradwire.exchanges.shards import shard
 
 
 @dataclass(eq=False)

@@ -32,12 +32,14 @@ class BucketResult(NamedTuple):
         views: By lane: where the update was written.
         status: Of all ranks, uint8 on the device.
         extra: What a caller that wraps the engine has to remember of the bucket.
+        captured: Whether the result belongs to a captured bucket, whose replays fill it anew.
     """
 
     lanes: list[LaneResult]
     views: list[GradViews]
     status: Tensor
     extra: Any = None
+    captured: bool = False
 
 
 class StepResult(NamedTuple):
@@ -178,7 +180,7 @@ class Engine:
     @property
     def silent(self) -> bool:
         """Whether no lane sends anything."""
-        return all(lane.at(self.step)[1].silent for lane in self.whole.lanes)
+        return all(lane.at(self.step)[1].local_only for lane in self.whole.lanes)
 
     def _used(self, grads: Grads) -> Rounds[Mapping[str, bool]]:
         """Which parameters have a gradient on any rank at all."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.codecs.codec import Entries
+from gradwire.codecs.decoding import Entries
 from gradwire.core.layout import adjacent, end_to_end, same_memory
 from gradwire.kernels import fused
 

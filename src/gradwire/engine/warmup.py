@@ -58,5 +58,5 @@ def _rehearse(lane: Lane, kind: Kind, world: int) -> None:
     if codec.selector is not None:  # how an update of few entries is written to long gradients, see `views`
         values, indices = torch.ones(1), torch.zeros(1, dtype=torch.int64)
         fused.scatter_mean_(torch.empty(2), values, indices, (0, 1), 0, world)
-    if codec.indices is not None:
-        codec.indices.rehearse()
+    if codec.indices is not None and codec.indices.warm_up is not None:
+        codec.indices.warm_up()

@@ -1,4 +1,4 @@
-"""How workers agree."""
+"""How ranks agree on one mean."""
 
 from gradwire.exchanges.allgather import AllGather
 from gradwire.exchanges.allreduce import AllReduce

@@ -1,4 +1,4 @@
-"""All-gather: everybody hears everybody, and adds by himself.
+"""All-gather: every rank receives all payloads and adds them up.
 
 Paper:    the exchange of Lin et al. (DGC, ICLR 2018) and of most sparse methods
 Formula:  mean = sum over ranks of decode(payload_r) / N, added in rank order
@@ -29,19 +29,17 @@ class AllGather(Exchange):
 
     examples: ClassVar[tuple[str, ...]] = ("allgather",)
     exact: ClassVar[bool] = True
-    simulates = True
 
-    def talk(self, said: Message, codec: Codec, around: CommContext) -> CommGenerator[Aggregate]:
-        assert isinstance(said.message, Payload)
-        size = codec.size(around.units) if codec.traits.fixed else None
-        payloads = yield Gather(said.message, size)
-        keys = [around.key.of(rank) for rank in range(around.world)]
-        heard = [payload.data for payload in payloads]
-        apart = around.apart and codec.sparse(around.units, around.world)
-        read = codec.entries if apart else codec.mean
-        about = codec, around.units, around.key.step, apart
-        mean = memoized(heard, about, lambda: read(payloads, around.units, keys))
-        return Aggregate(mean, said.memory)
+    def run(self, message: Message, codec: Codec, context: CommContext) -> CommGenerator[Aggregate]:
+        assert isinstance(message.content, Payload)
+        size = codec.size(context.units) if codec.traits.fixed else None
+        payloads = yield Gather(message.content, size)
+        keys = [context.key.of(rank) for rank in range(context.world)]
+        sparse = context.allow_sparse_result and codec.decoder.is_sparse(context.units, context.world)
+        decode = codec.decoder.entries if sparse else codec.decoder.mean
+        facts = codec, context.units, context.key.step, sparse
+        mean = memoized([x.data for x in payloads], facts, lambda: decode(payloads, context.units, keys))
+        return Aggregate(mean, message.memory)
 
     def simulate(self, sent: Decoded, memory: Memory, codec: Codec, batch: RankBatch) -> Simulated:
         starts = starts_of(codec, sent, stacked(batch.units, batch.world))

@@ -26,7 +26,7 @@ def choose(codec: Codec, units: Segments, world: int) -> Exchange:
     """Add where payloads can be added; else gather, unless the two legs of `two_way` are shorter.
 
     Selected entries are never sent the second leg: the union of N selections is not sparse as one is, so cutting it
-    again would lose what DGC and its kin rely upon.
+    again would lose what DGC and methods like it rely upon.
     """
     if codec.traits.linear:
         return AllReduce()
@@ -38,12 +38,12 @@ def choose(codec: Codec, units: Segments, world: int) -> Exchange:
 @register("auto", kind="exchange")
 @dataclass(frozen=True)
 class Auto(Exchange):
-    """A request to `choose`; a plan replaces it before any talk."""
+    """A request to `choose`; a plan replaces it before it runs."""
 
     examples: ClassVar[tuple[str, ...]] = ("auto",)
 
-    def talk(self, said: Message, codec: Codec, around: CommContext) -> CommGenerator[Aggregate]:
-        raise AssertionError("a plan resolves auto before any talk")
+    def run(self, message: Message, codec: Codec, context: CommContext) -> CommGenerator[Aggregate]:
+        raise AssertionError("a plan resolves auto before it runs")
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         return choose(codec, units, world).traffic(codec, units, world)

@@ -1,11 +1,11 @@
 """RankBatch: an exchange of all ranks of one process at once.
 
 The units of all ranks lie in one buffer, rank after rank, each named after its rank. An exchange that declares
-`simulate` computes the mean from what ranks would have decoded of each other, without writing a message, and tells the
+`simulate` computes the mean from what ranks would have decoded of each other, without writing a message, and lists the
 requests that ranks would have made, so that their bytes are counted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Decoded, Memory
-from gradwire.core.keys import Key, owned
+from gradwire.core.keys import Key, qualified
 from gradwire.core.payload import Payload
 from gradwire.core.requests import Request
 from gradwire.core.segments import Segments
@@ -45,7 +45,8 @@ class Sizes(NamedTuple):
     positions: Tensor | None  # int64[ranks]
 
 
-Simulated: TypeAlias = "tuple[Tensor, Memory, list[list[Request]] | Sizes]"  # mean, memory, requests by round and rank
+Simulated: TypeAlias = tuple[Tensor, Memory, list[list[Request]] | Sizes]  # mean, memory, requests by round and rank
+Simulate: TypeAlias = Callable[[Decoded, Memory, Codec, RankBatch], Simulated]
 
 
 def blank(n: int) -> Payload:
@@ -57,7 +58,7 @@ def blank(n: int) -> Payload:
 def stacked(units: Segments, world: int, cuts: tuple[tuple[int, int], ...] = ()) -> Segments:
     """The units of all ranks, one rank after the other; cut where an exchange encodes stretches apart."""
     tables = [units.window(*cut) for cut in cuts] or [units]
-    names = [owned(name, rank) for rank in range(world) for table in tables for name in table.names]
+    names = [qualified(name, rank) for rank in range(world) for table in tables for name in table.names]
     return Segments(tuple(names), tuple(shape for _ in range(world) for table in tables for shape in table.shapes))
 
 
@@ -68,10 +69,10 @@ def starts_of(codec: Codec, sent: Decoded, table: Segments) -> Sequence[int]:
     """
     if sent.indices is None:
         return ()
-    if sent.indices.numel() == codec.most(table):
+    if sent.indices.numel() == sum(codec.capacities(table)):
         return (0, *accumulate(codec.capacities(table)))
-    found: list[int] = torch.searchsorted(sent.indices, table.offsets_on(sent.indices.device)).tolist()
-    return found
+    starts: list[int] = torch.searchsorted(sent.indices, table.offsets_on(sent.indices.device)).tolist()
+    return starts
 
 
 def mean_of(sent: Decoded, starts: Sequence[int], n: int, world: int) -> Tensor:

@@ -9,30 +9,31 @@ Differs:  no compensation of the delay
 Spec:     delayed
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import EncodeInput, StateSpec
+from gradwire.codecs.stage import StateSpec
 from gradwire.core.registry import register
 from gradwire.core.requests import CommGenerator
 from gradwire.core.segments import Segments
 from gradwire.exchanges.auto import Auto
-from gradwire.exchanges.exchange import Aggregate, CommContext, EncodeShard, Exchange, Message
+from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
 
 
 @register("delayed", kind="exchange")
 @dataclass(frozen=True)
 class Delayed(Exchange):
-    """Hand back what the group agreed on one step ago."""
+    """Return the mean of the step before."""
 
     inner: Exchange = Auto()  # noqa: RUF009 - a frozen value
     examples: ClassVar[tuple[str, ...]] = ("delayed", "delayed(inner=two_way)")
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, Exchange) or self.inner.late or isinstance(self.inner, Delayed):
+        if not isinstance(self.inner, Exchange) or self.inner.compresses_in_protocol or isinstance(self.inner, Delayed):
             raise ValueError(f"delayed({self.inner}) cannot wrap that; it takes allreduce, allgather or two_way")
 
     delays: ClassVar[bool] = True
@@ -45,24 +46,23 @@ class Delayed(Exchange):
     def serves(self) -> bool:  # type: ignore[override]
         return self.inner.serves
 
-    def check(self, codec: Codec) -> None:
-        self.inner.check(codec)
+    @property
+    def adds_payloads(self) -> bool:  # type: ignore[override]
+        return self.inner.adds_payloads
 
-    def slots(self, around: CommContext) -> dict[str, StateSpec]:
-        pending = StateSpec(around.tensors.lengths, "same")
-        return {**self.inner.slots(around), "pending": pending}
+    @property
+    def check(self) -> Callable[[Codec], None] | None:  # type: ignore[override]
+        return self.inner.check
 
-    def encode(self, signal: EncodeInput, codec: Codec, around: CommContext) -> Message:
-        return self.inner.encode(signal, codec, around)
+    def slots(self, context: CommContext) -> dict[str, StateSpec]:
+        own = {} if self.inner.slots is None else self.inner.slots(context)
+        return {**own, "pending": StateSpec(context.tensors.lengths, "same")}
 
-    def collect(self, say: EncodeShard, around: CommContext) -> Message:
-        return self.inner.collect(say, around)
-
-    def talk(self, said: Message, codec: Codec, around: CommContext) -> CommGenerator[Aggregate]:
-        agreed = yield from self.inner.talk(said, codec, around._replace(apart=False))
-        assert isinstance(agreed.mean, Tensor)  # it is kept, so nobody else is to write it
-        last = agreed.memory["pending"]
-        return Aggregate(last, {**agreed.memory, "pending": agreed.mean})
+    def run(self, message: Message, codec: Codec, context: CommContext) -> CommGenerator[Aggregate]:
+        aggregate = yield from self.inner.run(message, codec, context._replace(allow_sparse_result=False))
+        assert isinstance(aggregate.mean, Tensor)
+        last = aggregate.memory["pending"]
+        return Aggregate(last, {**aggregate.memory, "pending": aggregate.mean})
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         return self.inner.traffic(codec, units, world)

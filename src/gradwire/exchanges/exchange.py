@@ -1,56 +1,63 @@
 """Exchange: how workers agree on one mean.
 
-An exchange speaks in asks and never sees the network. `encode` is local; `talk` is the conversation.
+An exchange yields requests and never sees the network. `encode` is local; `run` is the protocol.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec, Entries
+from gradwire.codecs.addends import clip_for_sum
+from gradwire.codecs.codec import Codec
+from gradwire.codecs.decoding import Entries
 from gradwire.codecs.stage import Decoded, EncodeInput, Memory, StateSpec
 from gradwire.core.keys import Key
 from gradwire.core.payload import Payload
 from gradwire.core.requests import CommGenerator
 from gradwire.core.segments import Segments
 from gradwire.core.spec import write
-from gradwire.exchanges.batch import RankBatch, Simulated
+from gradwire.exchanges.batch import Simulate
+from gradwire.exchanges.shards import shard
 
 
 class CommContext(NamedTuple):
-    """The circumstances of one conversation.
+    """The context of one exchange.
 
     Attributes:
-        key: My random bits for this step.
-        world: How many ranks take part.
+        key: The random bits of this rank and step.
+        world: Number of ranks.
         units: What the codec treats as one vector each.
         tensors: The parameters behind the same flat buffer, with their shapes.
-        indebted: Whether the lane keeps what is lost, so that a second leg should too.
-        listens: Whether anybody asks what will have been heard of this rank.
-        apart: Whether a mean with few entries may be handed back as those, for somebody else to write.
+        keeps_error: Whether the lane keeps what is lost, so that a second leg should too.
+        needs_decoded: Whether the feedback uses what receivers will decode.
+        allow_sparse_result: Whether a mean with few entries may be returned as those.
     """
 
     key: Key
     world: int
     units: Segments
     tensors: Segments
-    indebted: bool
-    listens: bool = True
-    apart: bool = False
+    keeps_error: bool
+    needs_decoded: bool = True
+    allow_sparse_result: bool = False
 
 
 class Message(NamedTuple):
-    """A message ready to go. ``sent`` is None when nobody asks, or only the group's answer tells what will be heard."""
+    """What a rank sends first: payloads by rank, one payload, or a vector that is compressed in the protocol.
 
-    message: Mapping[int, Payload] | Payload | Tensor
+    ``sent`` is None where it is not needed, or known only after the protocol.
+    """
+
+    content: Mapping[int, Payload] | Payload | Tensor
     sent: Decoded | None
     memory: Memory
 
 
 class Aggregate(NamedTuple):
-    """The group's mean, as a vector or, if that was asked for, as its entries; and the memory after the talk."""
+    """The group's mean, as a vector or, where allowed, as its entries; and the memory after the protocol."""
 
     mean: Tensor | Entries
     memory: Memory
@@ -58,7 +65,7 @@ class Aggregate(NamedTuple):
 
 
 class ShardMessage(NamedTuple):
-    """The message of one stretch of the buffer. ``sent`` is None when there is nothing left to settle."""
+    """The message of one stretch of the buffer. ``sent`` is None where no memory needs it any more."""
 
     payload: Payload
     sent: Decoded | None
@@ -69,63 +76,62 @@ EncodeShard: TypeAlias = Callable[[int, int], ShardMessage]  # encodes the stret
 
 
 class Exchange(ABC):
-    """A frozen rule of conversation."""
+    """A frozen protocol."""
 
     name: ClassVar[str]
     kind: ClassVar[str]
     examples: ClassVar[tuple[str, ...]]
     exact: ClassVar[bool] = False  # with fp32 the outcome is the mean, to rounding
-    late: ClassVar[bool] = False  # compresses by itself, in mid-conversation; no codec
-    silent: ClassVar[bool] = False  # requests nothing from the group
-    cuts: bool = False  # `collect` encodes stretches of the buffer apart
+    compresses_in_protocol: ClassVar[bool] = False  # after its first request; uses no codec
+    local_only: ClassVar[bool] = False  # requests nothing from the group
+    cuts: bool = False  # encodes shards of the buffer apart, one for each rank
     delays: ClassVar[bool] = False  # hands back the mean of the step before
-    simulates: bool = False  # has `simulate`
     serves: bool = False  # keeps an error of its own, the memory "served", where the lane keeps errors
+    adds_payloads: bool = False  # payloads are added as they are, so that values are limited
+    # Optional capabilities: an exchange that has one defines a method of that name.
+    check: Callable[[Codec], None] | None = None  # raises ValueError for a codec that this exchange cannot carry
+    slots: Callable[[CommContext], dict[str, StateSpec]] | None = None  # memories of the exchange's own
+    simulate: Simulate | None = None  # the exchange of all ranks at once (see `batch`); else they run one by one
 
     def __str__(self) -> str:
         return write(self)
 
-    def check(self, codec: Codec) -> None:
-        """Refuse a codec that this exchange cannot carry, with a sentence."""
-        del codec
+    def encode(self, signal: EncodeInput, codec: Codec, context: CommContext) -> Message:
+        """Encode ``signal.target``."""
+        if self.compresses_in_protocol:
+            return Message(signal.target, None, signal.memory)
 
-    def slots(self, around: CommContext) -> dict[str, StateSpec]:
-        """Memories of the exchange's own."""
-        del around
-        return {}
+        def encode_shard(start: int, stop: int) -> ShardMessage:
+            encoded = codec.encode(signal.cut(start, stop), context.key)
+            encoded = clip_for_sum(encoded, context.world) if self.adds_payloads else encoded
+            return ShardMessage(encoded.payload, encoded.sent if context.needs_decoded else None, encoded.memory)
 
-    def encode(self, signal: EncodeInput, codec: Codec, around: CommContext) -> Message:
-        """Turn what should be said into a message."""
+        return self.encode_shards(encode_shard, context)
 
-        def say(start: int, stop: int) -> ShardMessage:
-            part = signal.cut(start, stop)
-            if around.listens:
-                return ShardMessage(*codec.encode(part, around.key))
-            payload, memory = codec.message(part, around.key)
-            return ShardMessage(payload, None, memory)
-
-        return self.collect(say, around)
-
-    def collect(self, say: EncodeShard, around: CommContext) -> Message:
-        """Have the stretches of the buffer said that this exchange sends apart; most send it whole.
-
-        Every entry must be said once, since a stretch that is not has no memory afterwards.
-        """
-        return Message(*say(0, around.units.total))
-
-    def clipped(self, sent: Decoded, codec: Codec, world: int) -> Decoded:
-        """What receivers decode of a message, as this exchange limits it."""
-        del codec, world
-        return sent
-
-    def simulate(self, sent: Decoded, memory: Memory, codec: Codec, batch: RankBatch) -> Simulated:
-        """The exchange of all ranks at once (see `batch`); exchanges without it are run rank by rank."""
-        raise NotImplementedError(f"{self} is run rank by rank")
+    def encode_shards(self, encode: EncodeShard, context: CommContext) -> Message:
+        """Encode the buffer whole, or, where this exchange sends shards, one by one."""
+        n, world = context.units.total, context.world
+        if not self.cuts:
+            return Message(*encode(0, n))
+        cuts = [shard(n, world, rank) for rank in range(world)]
+        parts = [encode(*cut) for cut in cuts]
+        payloads = {rank: part.payload for rank, part in enumerate(parts)}
+        sent = _join([part.sent for part in parts], [start for start, _ in cuts])
+        return Message(payloads, sent, parts[-1].memory)
 
     @abstractmethod
-    def talk(self, said: Message, codec: Codec, around: CommContext) -> CommGenerator[Aggregate]:
-        """Hold the conversation."""
+    def run(self, message: Message, codec: Codec, context: CommContext) -> CommGenerator[Aggregate]:
+        """Agree on the mean with the group."""
 
     @abstractmethod
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         """Bytes that one rank sends in a step, for choosing and for plans."""
+
+
+def _join(parts: Sequence[Decoded | None], starts: Sequence[int]) -> Decoded | None:
+    """The parts of a buffer as one."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    indices = [part.indices + start for part, start in zip(known, starts, strict=True) if part.indices is not None]
+    return Decoded(torch.cat(indices) if indices else None, torch.cat([part.values for part in known]))

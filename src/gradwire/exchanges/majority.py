@@ -33,16 +33,16 @@ class Majority(Exchange):
         if codec.selector or codec.transform or not isinstance(codec.quantizer, Sign):
             raise ValueError(f"majority counts signs of every entry, which {codec} does not send; use sign")
 
-    def talk(self, said: Message, codec: Codec, around: CommContext) -> CommGenerator[Aggregate]:
-        assert isinstance(said.message, Payload)
-        payloads = yield Gather(said.message, codec.size(around.units))
+    def run(self, message: Message, codec: Codec, context: CommContext) -> CommGenerator[Aggregate]:
+        assert isinstance(message.content, Payload)
+        payloads = yield Gather(message.content, codec.size(context.units))
         votes = scale = None
         for rank, payload in enumerate(payloads):
-            heard = codec.decode(payload, around.units, around.key.of(rank))
-            votes = heard.sign() if votes is None else votes + heard.sign()
-            scale = heard.abs() if scale is None else scale + heard.abs()
+            decoded = codec.decode(payload, context.units, context.key.of(rank))
+            votes = decoded.sign() if votes is None else votes + decoded.sign()
+            scale = decoded.abs() if scale is None else scale + decoded.abs()
         assert votes is not None and scale is not None
-        return Aggregate(over(votes.sign() * scale, around.world), said.memory)
+        return Aggregate(over(votes.sign() * scale, context.world), message.memory)
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         return (world - 1) * codec.size(units)

@@ -23,16 +23,16 @@ from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Messag
 @register("noop", kind="exchange")
 @dataclass(frozen=True)
 class Noop(Exchange):
-    """Talk to nobody."""
+    """Send nothing."""
 
     examples: ClassVar[tuple[str, ...]] = ("noop",)
-    silent: ClassVar[bool] = True
+    local_only: ClassVar[bool] = True
 
-    def talk(self, said: Message, codec: Codec, around: CommContext) -> CommGenerator[Aggregate]:
-        assert isinstance(said.message, Payload)
-        silence: Iterator[Request] = iter(())
-        yield from silence
-        return Aggregate(codec.decode(said.message, around.units, around.key), said.memory)
+    def run(self, message: Message, codec: Codec, context: CommContext) -> CommGenerator[Aggregate]:
+        assert isinstance(message.content, Payload)
+        no_requests: Iterator[Request] = iter(())
+        yield from no_requests
+        return Aggregate(codec.decode(message.content, context.units, context.key), message.memory)
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         return 0.0

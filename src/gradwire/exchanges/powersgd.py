@@ -4,9 +4,9 @@ Paper:    Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient com
           NeurIPS 2019. https://arxiv.org/abs/1905.13727, Algorithms 1 and 2
 Formula:  P = mean_r(M_r Q);  P = orthonormal(P);  Q_r = M_r' P;  Q = mean_r(Q_r);  mean = P Q'
 Wire:     r (rows + columns) float32 per matrix, in two sums; other tensors dense float32, with the first sum
-Traits:   late: what was said is known only after the first sum; not exact
+Traits:   compresses in its protocol: what was sent is known only after the first sum; not exact
 Differs:  a matrix that r factors would not shrink travels dense; a basis column that died begins anew as it was first
-          drawn; the debt is taken against the rank's own projection P Q_r', whose mean over ranks is the update
+          drawn; the error is taken against the rank's own projection P Q_r', whose mean over ranks is the update
 Spec:     powersgd(2)
 """
 
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.quantizers import FP32
-from gradwire.codecs.stage import Decoded, EncodeInput, Memory, StateSpec
+from gradwire.codecs.stage import Decoded, Memory, StateSpec
 from gradwire.core.arguments import is_count
-from gradwire.core.graph_refs import kept
+from gradwire.core.graph_refs import cached_on_device
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.requests import CommGenerator, Sum
@@ -32,7 +32,7 @@ from gradwire.kernels import philox
 
 
 @dataclass(frozen=True)
-class Family:
+class ShapeGroup:
     """All matrices of one shape: where they lie in the flat buffer, and where their bases lie in theirs."""
 
     rows: int
@@ -42,7 +42,7 @@ class Family:
     names: tuple[str, ...]
 
 
-def families(tensors: Segments, rank: int) -> list[Family]:
+def shape_groups(tensors: Segments, rank: int) -> list[ShapeGroup]:
     """Low-rank work grouped by shape, so that one batched product serves many layers."""
     found: dict[tuple[int, int], list[tuple[int, int, str]]] = defaultdict(list)
     basis = 0
@@ -52,7 +52,7 @@ def families(tensors: Segments, rank: int) -> list[Family]:
             found[rows, columns].append((start, basis, name))
             basis += basis_length(shape, rank)
     return [
-        Family(rows, columns, *(tuple(part) for part in zip(*places, strict=True)))
+        ShapeGroup(rows, columns, *(tuple(part) for part in zip(*places, strict=True)))
         for (rows, columns), places in found.items()
     ]
 
@@ -94,7 +94,7 @@ class PowerSGD(Exchange):
 
     rank: int = 2
     examples: ClassVar[tuple[str, ...]] = ("powersgd", "powersgd(rank=1)")
-    late: ClassVar[bool] = True
+    compresses_in_protocol: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not is_count(self.rank):
@@ -106,35 +106,34 @@ class PowerSGD(Exchange):
                 f"{self} compresses by itself and would not use {codec}; give '{self}' as the spec instead"
             )
 
-    def slots(self, around: CommContext) -> dict[str, StateSpec]:
-        lengths = tuple(basis_length(shape, self.rank) for shape in around.tensors.shapes)
+    def slots(self, context: CommContext) -> dict[str, StateSpec]:
+        lengths = tuple(basis_length(shape, self.rank) for shape in context.tensors.shapes)
         return {"basis": StateSpec(lengths, "same")}
 
-    def encode(self, signal: EncodeInput, codec: Codec, around: CommContext) -> Message:
-        return Message(signal.target, None, signal.memory)
-
-    def talk(self, said: Message, codec: Codec, around: CommContext) -> CommGenerator[Aggregate]:
-        x, memory = said.message, said.memory
+    def run(self, message: Message, codec: Codec, context: CommContext) -> CommGenerator[Aggregate]:
+        x, memory = message.content, message.memory
         assert isinstance(x, Tensor)
-        shapes = families(around.tensors, self.rank)
+        shapes = shape_groups(context.tensors, self.rank)
         matrices = [_stack(x, f.starts, f.rows, f.columns) for f in shapes]
-        bases = self._bases(shapes, memory, around)
-        loose = _loose(around.tensors, self.rank, x.device)
+        bases = self._bases(shapes, memory, context)
+        uncompressed = _uncompressed(context.tensors, self.rank, x.device)
 
-        # Round 1: everyone's projection onto the shared basis, and what travels dense.
+        # Round 1: all ranks' projections onto the shared basis, and what travels dense.
         # Transposed, so that long rows of the matrix are read as they lie: several times faster on a CPU.
         left = [(q.mT @ m.mT).mT for m, q in zip(matrices, bases, strict=True)]
-        total = yield Sum(torch.cat([*(p.flatten() for p in left), x[loose]]))
-        *summed, dense = total.split([*(p.numel() for p in left), loose.numel()])
+        total = yield Sum(torch.cat([*(p.flatten() for p in left), x[uncompressed]]))
+        *summed, dense = total.split([*(p.numel() for p in left), uncompressed.numel()])
         left = [orthonormal(s.view_as(p)) for s, p in zip(summed, left, strict=True)]
 
-        # Round 2: everyone's coefficients.
+        # Round 2: all ranks' coefficients.
         mine = [(p.mT @ m).mT for m, p in zip(matrices, left, strict=True)]
         total = yield Sum(torch.cat([x.new_zeros(0), *(q.flatten() for q in mine)]))
-        right = [s.view_as(q) / around.world for s, q in zip(total.split([q.numel() for q in mine]), mine, strict=True)]
+        right = [
+            s.view_as(q) / context.world for s, q in zip(total.split([q.numel() for q in mine]), mine, strict=True)
+        ]
 
-        mean, own = torch.empty_like(x), torch.empty_like(x)  # factored or loose, everything is written
-        mean[loose], own[loose] = dense / around.world, x[loose]
+        mean, own = torch.empty_like(x), torch.empty_like(x)  # factored or uncompressed, everything is written
+        mean[uncompressed], own[uncompressed] = dense / context.world, x[uncompressed]
         for f, p, q, q_own in zip(shapes, left, right, mine, strict=True):
             _multiply_(mean, p, q, f.starts)
             _multiply_(own, p, q_own, f.starts)
@@ -148,9 +147,9 @@ class PowerSGD(Exchange):
         )
         return 2 * (world - 1) / world * 4 * factors
 
-    def _bases(self, shapes: list[Family], memory: Memory, around: CommContext) -> list[Tensor]:
-        # The same at every step, and hardly any needs it. A plain key: what is drawn only once may be recorded.
-        key = around.key.shared().fold("basis")
+    def _bases(self, shapes: list[ShapeGroup], memory: Memory, context: CommContext) -> list[Tensor]:
+        # The same at every step, and hardly any needs it. A plain key: what is drawn only once may be captured.
+        key = context.key.shared().fold("basis")
         fresh = Key(key.seed, 0, key.rank, key.purpose)
         bases = []
         for f in shapes:
@@ -161,9 +160,9 @@ class PowerSGD(Exchange):
         return bases
 
 
-@kept(512)
+@cached_on_device(512)
 def _drawn(key: Key, names: tuple[str, ...], n: int, device: torch.device) -> Tensor:
-    # Not on the device, where a recording that fails would leave here what nobody has drawn: a copy is refused there.
+    # Drawn on the host: a failed capture would leave an unwritten table here. During capture the copy is refused.
     return philox.normal(key, names, n, torch.device("cpu")).to(device)
 
 
@@ -202,8 +201,8 @@ def _unstack_(flat: Tensor, matrices: Tensor, starts: tuple[int, ...]) -> None:
         flat[start : start + matrix.numel()] = matrix.flatten()
 
 
-@kept(64)
-def _loose(tensors: Segments, rank: int, device: torch.device) -> Tensor:
+@cached_on_device(64)
+def _uncompressed(tensors: Segments, rank: int, device: torch.device) -> Tensor:
     """Positions of everything that is not factored."""
     places = [
         torch.arange(a, a + n)
@@ -213,7 +212,7 @@ def _loose(tensors: Segments, rank: int, device: torch.device) -> Tensor:
     return torch.cat([torch.zeros(0, dtype=torch.int64), *places]).to(device)
 
 
-def _remember(old: Tensor, shapes: list[Family], right: list[Tensor]) -> Tensor:
+def _remember(old: Tensor, shapes: list[ShapeGroup], right: list[Tensor]) -> Tensor:
     basis = old.clone()
     for f, q in zip(shapes, right, strict=True):
         _unstack_(basis, q, f.bases)

@@ -1,4 +1,4 @@
-"""What happens to what was lost."""
+"""What happens to the error of compression."""
 
 from gradwire.feedback.ef21 import EF21
 from gradwire.feedback.feedback import Feedback

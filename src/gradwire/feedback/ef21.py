@@ -1,4 +1,4 @@
-"""EF21: say how the gradient differs from what the group already knows of it.
+"""EF21: send how the gradient differs from the estimate that all ranks have of it.
 
 Paper:    Richtarik, Sokolov, Fatkhullin, "EF21: a new, simpler, theoretically better, and practically faster error
           feedback", NeurIPS 2021. https://arxiv.org/abs/2106.05203, Algorithm 2
@@ -25,15 +25,14 @@ class EF21(Feedback):
     """Compress differences; the group keeps the running mean."""
 
     examples: ClassVar[tuple[str, ...]] = ("ef21",)
-    changes_mean: ClassVar[bool] = True
     memories: ClassVar[dict[str, str]] = {"estimate": "mean", "estimate_mean": "same"}
 
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         return grad - memory["estimate"], memory
 
-    def settle(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
-        return {**memory, "estimate": sent.onto(memory["estimate"])}
+    def update_memory(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
+        return {**memory, "estimate": sent.add_to(memory["estimate"])}
 
-    def release(self, mean: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        agreed = memory["estimate_mean"] + mean
-        return agreed, {**memory, "estimate_mean": agreed}
+    def finalize(self, mean: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        update = memory["estimate_mean"] + mean
+        return update, {**memory, "estimate_mean": update}

@@ -1,11 +1,12 @@
-"""Feedback: what happens to what was lost.
+"""Feedback: what happens to the error of compression.
 
-The walk of one step: `compensate` adds yesterday's debt, the codec speaks, `settle` writes down today's debt (locally,
-before the wire), and `release` turns what the group agreed on into the update.
+In one step, `compensate` adds the error of the step before, the codec encodes, `update_memory` keeps the new error
+(locally, before the exchange), and `finalize`, where there is one, turns the group's mean into the update.
 """
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 from torch import Tensor
@@ -22,9 +23,11 @@ class Feedback(ABC):
     kind: ClassVar[str]
     examples: ClassVar[tuple[str, ...]]
     memories: ClassVar[dict[str, str]] = {}  # name -> how a new world reshards it (see `StateSpec`)
-    indebted: ClassVar[bool] = True  # what was not sent today is sent later
-    listens: ClassVar[bool] = True  # `settle` uses what receivers will decode
-    changes_mean: ClassVar[bool] = False  # `release` makes another update of the mean
+    keeps_error: ClassVar[bool] = True  # what was not sent in this step is sent later
+    needs_decoded: ClassVar[bool] = True  # `update_memory` uses what receivers will decode
+    clip: float | None = None  # the norm of the mean that local gradients are clipped for
+    # Optional: makes the update of the group's mean, where that is not the mean itself.
+    finalize: Callable[[Tensor, Memory], tuple[Tensor, Memory]] | None = None
     accumulation: Accumulation | None = None  # how a gradient enters the memories, if fused kernels know it
     masks: bool = False  # momentum is zeroed where an entry was sent
 
@@ -33,28 +36,17 @@ class Feedback(ABC):
 
     @abstractmethod
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        """What should be said today."""
+        """What should be sent in this step."""
 
     @abstractmethod
-    def settle(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
-        """The memory after saying ``sent`` where ``target`` was meant."""
+    def update_memory(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
+        """The memory after ``sent`` was sent in place of ``target``."""
 
-    def release(self, mean: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        """The update that the group's mean stands for."""
-        return mean, memory
-
-    def debt(self, memory: Memory) -> Tensor | None:
-        """What is still to be said; the mean over ranks is the pending update. None where nothing is owed."""
-        del memory
-        return None
+    def error(self, memory: Memory) -> Tensor | None:
+        """What is still to be sent, the memory "residual"; the mean over ranks is the pending update."""
+        return memory.get("residual")
 
     def clip_factor(self, norm: float, world: int) -> float:
-        """What a local gradient of this norm is multiplied by before anything else."""
-        del norm, world
-        return 1.0
-
-
-def clip_factor(norm: float, limit: float, world: int) -> float:
-    """DGC's local clipping: N workers of norm limit/sqrt(N) add up to about limit."""
-    most = limit / math.sqrt(world)
-    return most / norm if norm > most else 1.0
+        """What a local gradient of this norm is multiplied by first. N workers of norm clip/sqrt(N) add up to clip."""
+        limit = math.inf if self.clip is None else self.clip / math.sqrt(world)
+        return limit / norm if norm > limit else 1.0

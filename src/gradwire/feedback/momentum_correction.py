@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gradwire.codecs.stage import Decoded, Memory
 from gradwire.core.registry import register
-from gradwire.feedback.feedback import Feedback, clip_factor
+from gradwire.feedback.feedback import Feedback
 from gradwire.kernels.fused import Accumulation
 
 
@@ -72,14 +72,8 @@ class MomentumCorrection(Feedback):
             target = v + u
         return target, {**memory, "momentum": u}
 
-    def settle(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
+    def update_memory(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
         u = memory["momentum"]
         if self.masking and sent.indices is not None:
             u = u.index_fill(0, sent.indices, 0.0)
-        return {**memory, "momentum": u, "residual": sent.off(target)}
-
-    def debt(self, memory: Memory) -> Tensor | None:
-        return memory["residual"]
-
-    def clip_factor(self, norm: float, world: int) -> float:
-        return 1.0 if self.clip is None else clip_factor(norm, self.clip, world)
+        return {**memory, "momentum": u, "residual": sent.residual_of(target)}

@@ -21,14 +21,14 @@ from gradwire.feedback.feedback import Feedback
 @register("none", kind="feedback")
 @dataclass(frozen=True)
 class NoFeedback(Feedback):
-    """Forget the error."""
+    """Drop the error."""
 
     examples: ClassVar[tuple[str, ...]] = ("none",)
-    indebted: ClassVar[bool] = False
-    listens: ClassVar[bool] = False
+    keeps_error: ClassVar[bool] = False
+    needs_decoded: ClassVar[bool] = False
 
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         return grad, memory
 
-    def settle(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
+    def update_memory(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
         return memory

@@ -1,4 +1,4 @@
-"""Error feedback: say tomorrow what could not be said today.
+"""Error feedback: send in the next step what could not be sent in this one.
 
 Paper:    Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy et al., "Error feedback fixes
           SignSGD and other gradient compression schemes", ICML 2019. https://arxiv.org/abs/1901.09847
@@ -6,7 +6,7 @@ Formula:  target = g + decay * e;  e = target - C(target)
 Wire:     nothing
 Traits:   with decay 1, what was sent plus e equals what was compensated; one float per parameter
 Differs:  e is in gradient units, not in units of learning rate times gradient, so that any optimizer can follow; a drop
-          of the learning rate therefore rescales an old debt too
+          of the learning rate therefore rescales an old error too
 Spec:     residual
 """
 
@@ -32,7 +32,7 @@ class Residual(Feedback):
 
     def __post_init__(self) -> None:
         if not 0.0 < self.decay <= 1.0:
-            raise ValueError(f"residual(decay={self.decay}) must keep a share in (0, 1] of the debt")
+            raise ValueError(f"residual(decay={self.decay}) must keep a share in (0, 1] of the error")
 
     @property
     def accumulation(self) -> Accumulation:  # type: ignore[override]
@@ -41,8 +41,5 @@ class Residual(Feedback):
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         return grad + self.decay * memory["residual"], memory
 
-    def settle(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
-        return {**memory, "residual": sent.off(target)}
-
-    def debt(self, memory: Memory) -> Tensor | None:
-        return memory["residual"]
+    def update_memory(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
+        return {**memory, "residual": sent.residual_of(target)}

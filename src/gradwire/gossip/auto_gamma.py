@@ -175,7 +175,7 @@ def best_dense_step(topology: Topology) -> float:
 
 def known_step(topology: Topology, codec: Codec) -> float | None:
     """The step where entries are drawn at random and sent exactly, so that the waiting time is known; or None."""
-    if codec.selector is None or not (codec.selector.redrawn and codec.quantizer.traits.linear):
+    if codec.selector is None or not (codec.selector.receivers_redraw and codec.quantizer.traits.linear):
         return None
     if topology.period > 1:
         return None  # edges are used in turn, so entries wait longer

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from gradwire.codecs.addends import as_addend
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Memory
 from gradwire.core.registry import register
@@ -42,9 +43,9 @@ class Centralized(VectorMemory):
         require_cast(self, codec)
 
     def mix(self, x: Tensor, memory: Memory, codec: Codec, context: GossipContext) -> CommGenerator[MixResult]:
-        addend = codec.summand(encode_message(x, codec, context).payload)
+        addend = as_addend(codec, encode_message(x, codec, context).payload)
         total = yield Sum(addend * float("nan") if context.nonfinite else addend)  # so that all ranks see it
-        mean = codec.expand(total, context.units, context.key).float() / context.topology.size
+        mean = codec.decoder.expand(total, context.units, context.key).float() / context.topology.size
         if not bool(mean.isfinite().all()):
             raise Diverged(
                 f"the mean of all parameters is not finite at step {context.key.step}; lower the learning rate"

@@ -179,7 +179,7 @@ def decode_message(message: GossipMessage, codec: Codec, context: GossipContext,
 
 def densify(sent: Decoded, like: Tensor) -> Tensor:
     """A decoded message as a dense vector: zero, plus the values."""
-    return sent.onto(torch.zeros_like(like))
+    return sent.add_to(torch.zeros_like(like))
 
 
 def body_bytes(codec: Codec, context: GossipContext) -> int | None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import EncodeInput, IndexCoder
-from gradwire.core.keys import PER_RANK, Key, owned
+from gradwire.codecs.stage import EncodeInput
+from gradwire.core.keys import PER_RANK, Key, qualified
 from gradwire.core.segments import Segments
 from gradwire.gossip import auto_gamma
 from gradwire.gossip.auto_gamma_batched import BatchedAutoGamma
@@ -33,7 +33,7 @@ def stackable(method: GossipMethod, codec: Codec, topology: Topology) -> bool:
         return True
     if not isinstance(method, BroadcastRules) or (method.stacks_if_static and topology.period > 1):
         return False
-    keeps_all = codec.indices is None or type(codec.indices).fit is IndexCoder.fit
+    keeps_all = codec.indices is None or codec.indices.drop_overflow is None
     return codec.traits.fixed and keeps_all
 
 
@@ -61,7 +61,7 @@ class StackedNodes:
         first = self.nodes[0]
         self.method, self.codec, self.topology = first.method, first.codec, first.topology
         self.seed, units, ranks = first.seed, first.units, range(len(self.nodes))
-        names = tuple(owned(name, rank) for rank in ranks for name in units.names)
+        names = tuple(qualified(name, rank) for rank in ranks for name in units.names)
         self.units = Segments(names, units.shapes * len(ranks))
         self.gather()
 
@@ -102,7 +102,7 @@ class StackedNodes:
         """What receivers decode of every rank's message."""
         flat = target.flatten()
         key = Key(self.seed, self.step, PER_RANK)
-        return densify(self.codec.echo(EncodeInput(flat, flat, {}, self.units), key), flat).view_as(target)
+        return densify(self.codec.encode(EncodeInput(flat, flat, {}, self.units), key).sent, flat).view_as(target)
 
     # -- parameters that are not finite ----------------------------------------------------------------------------
 

@@ -154,7 +154,8 @@ class DDPHookState:
         else:
             # DDP drops what is handed back for a parameter that nobody used today: then wait and see who did.
             work = partial(self.wire.sync, grads, wait=self._may_lack)
-        completed = self._start(partial(self._complete, now.futures, now.views, work))
+        missing = {} if now.early and now.complete else now.views  # where updates go of gradients that are not there
+        completed = self._start(partial(self._complete, now.futures, missing, work))
         # DDP hides an exception of the hook: raise it from a callback that is queued after DDP's own.
         _at_the_end(lambda: _at_the_end(completed.result))
 
@@ -168,9 +169,10 @@ class DDPHookState:
         work: Callable[[], StepResult],
     ) -> None:
         try:
-            for name, update in work().updates.items():
-                if name in views and not same_memory(update, views[name]):  # it has no gradient on this rank
-                    views[name].copy_(update)
+            updates = work().updates
+            for name, view in views.items():
+                if name in updates and not same_memory(updates[name], view):  # it has no gradient on this rank
+                    view.copy_(updates[name])
         finally:
             for future, buffer in futures:
                 future.set_result(buffer)  # also after an error, which the user's backward() raises at its end

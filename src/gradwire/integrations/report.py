@@ -168,9 +168,9 @@ def _aligned(column: str, cell: str, width: int) -> str:
 
 def _row(lane: Lane, state: LaneState, step: int) -> tuple[str, ...]:
     codec, exchange = lane.at(step)
-    size = "-" if exchange.late else str(codec.size(lane.units))
+    size = "-" if exchange.compresses_in_protocol else str(codec.size(lane.units))
     floats = sum(x.numel() for x in state.tensors.values()) / max(1, lane.units.total)
-    said = "low rank" if exchange.late else " -> ".join(str(entry[1]) for entry in lane.table)
+    said = "low rank" if exchange.compresses_in_protocol else " -> ".join(str(entry[1]) for entry in lane.table)
     numbers = (str(len(lane.tensors)), str(len(lane.units)), str(lane.units.total))
     return (lane.label, *numbers, said, str(lane.feedback), str(exchange), size, f"{floats:.2f}")
 

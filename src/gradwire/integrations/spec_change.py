@@ -14,7 +14,7 @@ from gradwire.feedback import Feedback
 def going_on(spec: Spec, feedback: str | Feedback | None, current: Feedback | None) -> str | Feedback | None:
     """The feedback to take: a codec alone goes on under the one that keeps errors now."""
     made = parse(spec) if isinstance(spec, str) else spec
-    if feedback is not None or isinstance(made, Method) or current is None or not current.indebted:
+    if feedback is not None or isinstance(made, Method) or current is None or not current.keeps_error:
         return feedback
     return current
 

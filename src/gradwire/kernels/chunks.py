@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.core.graph_refs import kept
+from gradwire.core.graph_refs import cached_on_device
 from gradwire.kernels.dispatch import kernel
 
 
@@ -67,7 +67,7 @@ def chunk_topk(x: Tensor, lengths: tuple[int, ...], k: int, chunk: int) -> Tenso
     return at.gather(1, best).flatten()[held].sort().values
 
 
-@kept(16)
+@cached_on_device(16)
 def _rows(lengths: tuple[int, ...], k: int, chunk: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Starts and sizes of all chunks, and which of the best of each are there; kept, so that nobody waits for them."""
     where = chunks(lengths, k, chunk)

@@ -9,7 +9,7 @@ whose counter is (i div 4, step).
 import torch
 from torch import Tensor
 
-from gradwire.core.graph_refs import kept
+from gradwire.core.graph_refs import cached_on_device
 from gradwire.core.keys import Key
 
 _MASK = 0xFFFFFFFF
@@ -70,7 +70,7 @@ def _ragged(counts: Tensor) -> Tensor:
     return torch.arange(before.numel(), device=counts.device) - before
 
 
-@kept(64)
+@cached_on_device(64)
 def _keys(words: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     # Cached, since a unit's key is the same at every step; nobody may write into it.
     return torch.tensor(words, dtype=torch.int64, device=device).view(-1, 2)

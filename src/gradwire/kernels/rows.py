@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.core.graph_refs import kept
+from gradwire.core.graph_refs import cached_on_device
 from gradwire.core.payload import CorruptMessageError, as_bytes
 from gradwire.kernels.dispatch import kernel
 from gradwire.kernels.rice import (
@@ -40,7 +40,7 @@ _NUMBER = 4  # bytes
 Runs = tuple[tuple[int, int], ...]  # how many rows, of which width, one run after the other
 
 
-class Rows(NamedTuple):
+class RowTable(NamedTuple):
     """Where each row begins and how wide it is, int64[rows]."""
 
     starts: Tensor
@@ -63,12 +63,12 @@ def joined(runs: Runs, count: int) -> Runs:
     return tuple((rows, width) for rows, width in found if width)
 
 
-@kept(64)
-def table(runs: Runs, device: torch.device) -> Rows:
+@cached_on_device(64)
+def table(runs: Runs, device: torch.device) -> RowTable:
     """Row by row. Kept, since they are the same at every step: nobody may write into them."""
     numbers = torch.tensor([rows for rows, _ in runs], dtype=torch.int64)
     widths = torch.tensor([width for _, width in runs], dtype=torch.int64).repeat_interleave(numbers)
-    return Rows((widths.cumsum(0) - widths).to(device), widths.to(device))
+    return RowTable((widths.cumsum(0) - widths).to(device), widths.to(device))
 
 
 def narrow_enough(runs: Runs, count: int) -> bool:
@@ -160,7 +160,7 @@ def _number(rows: int, device: torch.device) -> Tensor:
     return as_bytes(torch.full((1,), rows, dtype=torch.int32, device=device))
 
 
-def _positions(gaps: Tensor, counts: Tensor, rows: Rows) -> Tensor:
+def _positions(gaps: Tensor, counts: Tensor, rows: RowTable) -> Tensor:
     mine = torch.arange(counts.numel(), device=gaps.device).repeat_interleave(counts)
     ahead = (gaps + 1).cumsum(0)
     before = torch.nn.functional.pad(ahead, (1, 0))[counts.cumsum(0) - counts]  # what earlier rows add up to

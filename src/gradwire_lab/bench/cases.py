@@ -235,7 +235,7 @@ def _powersgd(scene: Scene) -> Case:
 
     def step() -> None:
         nonlocal memory
-        generator = exchange.talk(Message(scene.x, None, memory), Codec.of((FP32(),)), around)
+        generator = exchange.run(Message(scene.x, None, memory), Codec.of((FP32(),)), around)
         memory = dict(run(generator, lambda request: request.tensor).memory)  # type: ignore[union-attr]
 
     return Case(16.0, step, False, True)

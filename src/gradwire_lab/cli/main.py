@@ -176,13 +176,13 @@ def _facts(whole: Method, workers: int) -> Table:
         if len(lane.table) > 1:
             table.add_row("")
             table.add_row("from step", str(step))
-        if not exchange.late:
+        if not exchange.compresses_in_protocol:
             table.add_row("codec", _spelled_out(codec))
             table.add_row("promises", str(codec.traits))
         table.add_row("exchange", str(exchange))
-        varies = not exchange.late and not codec.traits.fixed
+        varies = not exchange.compresses_in_protocol and not codec.traits.fixed
         # Of two ranks, each sends a ring its payload once: that is how low-rank factors are counted.
-        payload = exchange.traffic(codec, lane.units, 2) if exchange.late else codec.size(lane.units)
+        payload = exchange.traffic(codec, lane.units, 2) if exchange.compresses_in_protocol else codec.size(lane.units)
         sent = exchange.traffic(codec, lane.units, workers)
         dense = 4 * lane.units.total
         ring = 2 * (workers - 1) / workers * dense

@@ -117,7 +117,7 @@ def _lanes(made: Plan, last: int) -> Table:
     for number, launch in enumerate(made.launches):
         for lane in launch:
             codec, exchange = lane.at(last)
-            said = "low rank" if exchange.late else str(codec)
+            said = "low rank" if exchange.compresses_in_protocol else str(codec)
             counts = (str(len(lane.tensors)), str(len(lane.units)), f"{lane.units.total:,}")
             cost = forecast(lane, made.world, last)
             bound = "<= " if cost.bounded else ""

@@ -14,8 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec, Encoded
-from gradwire.codecs.stage import Decoded, EncodeInput, Memory
+from gradwire.codecs.codec import Codec
+from gradwire.codecs.encoding import Encoded
+from gradwire.codecs.stage import EncodeInput
 from gradwire.comm.backend import Backend
 from gradwire.core.keys import Key
 from gradwire.core.payload import Payload
@@ -95,11 +96,13 @@ def _unnamed(lane: Lane) -> Lane:
 def _exchange(lane: Lane, world: int, step: int) -> CommGenerator[Aggregate]:
     """The exchange of a lane, without content."""
     codec, exchange = lane.at(step)
-    context = CommContext(Key(0, step, 0), world, lane.units, lane.tensors, lane.feedback.indebted, listens=False)
+    context = CommContext(
+        Key(0, step, 0), world, lane.units, lane.tensors, lane.feedback.keeps_error, needs_decoded=False
+    )
     memory = {name: _vector(sum(slot.lengths)) for name, slot in lane.slots(world).items()}
     target, sizes_only = _vector(lane.units.total), cast(Codec, _SizeOnlyCodec(codec))
     message = exchange.encode(EncodeInput(target, target, memory, lane.units), sizes_only, context)
-    return exchange.talk(message, sizes_only, context)
+    return exchange.run(message, sizes_only, context)
 
 
 class _Recorder:
@@ -149,13 +152,12 @@ class _SizeOnlyCodec:
         return getattr(self._codec, name)
 
     def encode(self, signal: EncodeInput, key: Key) -> Encoded:
-        return Encoded(self._message(signal.segments), Decoded(None, signal.target), signal.memory)
+        table, body = signal.segments, self._message(signal.segments).data
+        return Encoded(self._codec, key, table, None, table.lengths, body, signal.memory)
 
-    def message(self, signal: EncodeInput, key: Key) -> tuple[Payload, Memory]:
-        return self._message(signal.segments), signal.memory
-
-    def clamped(self, payload: Payload, limit: float) -> Payload:
-        return payload
+    @property
+    def decoder(self) -> "_SizeOnlyCodec":
+        return self
 
     def merge(
         self, payloads: object, debt: Tensor | None, segments: Segments, *keys: object

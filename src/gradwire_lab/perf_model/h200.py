@@ -83,7 +83,7 @@ def cost(model: ModelProfile, spec: str, world: int) -> CodingCost:
     plan = model.plan(spec, world, 2**62)  # in one launch: what every launch costs beside is told apart
     (lane,) = [lane for lane in plan.lanes if lane.label == "*"]
     codec, exchange = lane.at(10**9)
-    if exchange.late:
+    if exchange.compresses_in_protocol:
         work = _LOW_RANK_BYTES * lane.units.total * copy_seconds() * _LOW_RANK_SLOWDOWN
         return CodingCost(work / 2, work / 2, start=_LOW_RANK_START)
     return _whole(lane, codec, world) if codec.selector is None else _selected(lane, codec, spec, world)

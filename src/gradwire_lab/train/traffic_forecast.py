@@ -19,9 +19,9 @@ def forecast(lane: Lane, world: int, step: int) -> Forecast:
     """One lane at one step."""
     codec, exchange = lane.at(step)
     # Of two ranks, each sends a ring its payload once: that is how low-rank factors are counted.
-    payload = exchange.traffic(codec, lane.units, 2) if exchange.late else codec.size(lane.units)
+    payload = exchange.traffic(codec, lane.units, 2) if exchange.compresses_in_protocol else codec.size(lane.units)
     sent = exchange.traffic(codec, lane.units, world) if world > 1 else 0.0
-    return Forecast(payload, sent, 4 * lane.units.total, not exchange.late and not codec.traits.fixed)
+    return Forecast(payload, sent, 4 * lane.units.total, not exchange.compresses_in_protocol and not codec.traits.fixed)
 
 
 def total(plan: Plan, step: int) -> Forecast:
@@ -46,7 +46,7 @@ def bytes_by_layer(plan: Plan, step: int) -> dict[str, int]:
     for lane in plan.lanes:
         codec, exchange = lane.at(step)
         whole = forecast(lane, plan.world, step).payload
-        single = len(lane.units) == len(lane.tensors) and not exchange.late
+        single = len(lane.units) == len(lane.tensors) and not exchange.compresses_in_protocol
         for name, shape, n in zip(lane.tensors.names, lane.tensors.shapes, lane.tensors.lengths, strict=True):
             alone = codec.size(Segments((name,), (shape,))) if single else whole * n / lane.units.total
             found[name] = round(alone)

@@ -33,7 +33,6 @@ class Gap16(IndexCoder):
     """Run lengths in 16 bits: two bytes a position at any usual density."""
 
     fixed = False
-    drops: ClassVar[bool] = True
     examples: ClassVar[tuple[str, ...]] = ("gap16",)
 
     def size(self, count: int, n: int) -> int:
@@ -61,7 +60,7 @@ class Gap16(IndexCoder):
         ahead = torch.where(named, stream + 1, _FILLER)[:used].cumsum(0)
         return ahead[named[:used]] - 1, 2 * used
 
-    def fit(self, indices: Tensor, n: int, key: Key) -> Tensor:
+    def drop_overflow(self, indices: Tensor, n: int, key: Key) -> Tensor:
         """The positions left when just enough were dropped, in random order, to make room.
 
         Dropping one position saves a word and costs one filler at most, so words never grow; and
@@ -73,12 +72,12 @@ class Gap16(IndexCoder):
             return indices
         drawn = words(key.fold("gap16"), "fit", indices.numel(), indices.device)
         order = drawn.argsort(stable=True)
-        dropped, kept = 0, indices
+        dropped, left = 0, indices
         while excess > 0:
             dropped += excess
-            kept = indices[order[dropped:].sort().values]
-            excess = _num_words(kept) - room
-        return kept
+            left = indices[order[dropped:].sort().values]
+            excess = _num_words(left) - room
+        return left
 
 
 def _gaps(indices: Tensor) -> Tensor:

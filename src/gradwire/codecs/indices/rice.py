@@ -49,7 +49,7 @@ class Rice(IndexCoder):
     """Entropy-coded gaps: within 2 % of the fewest bytes a random support can take.
 
     Attributes:
-        static: Whether all messages take the room of the longest, so that nobody has to wait for a length.
+        static: Whether all messages take the room of the longest, so that no length has to be waited for.
     """
 
     static: bool = False
@@ -75,7 +75,7 @@ class Rice(IndexCoder):
 
     def measure(self, indices: Tensor, n: int) -> Tensor:
         _check_length(n)
-        return rice_encode(indices, n)[1] if offers(indices.device.type, "rice_encode") else super().measure(indices, n)
+        return rice_encode(indices, n)[1]
 
     def decode(self, data: Tensor, count: int, n: int) -> tuple[Tensor, int]:
         if not self.static:

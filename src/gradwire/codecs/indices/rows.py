@@ -18,7 +18,7 @@ Differs:  no paper to differ from. Positions of a gradient are not spread evenly
 Spec:     rows
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar
 
@@ -43,9 +43,10 @@ class Rows(IndexCoder):
 
     fixed = False
     examples: ClassVar[tuple[str, ...]] = ("rows",)
+    _bound_to: Runs | None = field(default=None, init=False, repr=False)
 
-    def over(self, table: Segments) -> IndexCoder:
-        return _over(table.rows)
+    def bind(self, table: Segments) -> IndexCoder:
+        return _bound(table.rows)
 
     def size(self, count: int, n: int) -> int:
         return 1 + _RICE.size(count, n) if count else 0
@@ -71,24 +72,16 @@ class Rows(IndexCoder):
             raise CorruptMessageError(f"positions here cannot be of the form {form}; the message was cut or damaged")
         return indices, 1 + used
 
-    def rehearse(self) -> None:
-        decode_in_rows(encode_in_rows(torch.arange(3), ((2, 8),)), 3, ((2, 8),))  # few positions are said as gaps
+    def warm_up(self) -> None:
+        decode_in_rows(encode_in_rows(torch.arange(3), ((2, 8),)), 3, ((2, 8),))  # few positions are coded as gaps
 
     def _runs(self, n: int) -> Runs:
-        return ((1, n),)
-
-
-@dataclass(frozen=True)
-class _RowsOf(Rows):
-    """The same for a table with these rows."""
-
-    runs: Runs = ()
-
-    def _runs(self, n: int) -> Runs:
-        assert n == sum(rows * width for rows, width in self.runs)
-        return self.runs
+        assert self._bound_to is None or n == sum(rows * width for rows, width in self._bound_to)
+        return ((1, n),) if self._bound_to is None else self._bound_to
 
 
 @lru_cache(maxsize=256)
-def _over(runs: Runs) -> IndexCoder:
-    return _RowsOf(runs)
+def _bound(runs: Runs) -> IndexCoder:
+    coder = Rows()
+    object.__setattr__(coder, "_bound_to", runs)
+    return coder

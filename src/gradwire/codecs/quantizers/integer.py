@@ -58,8 +58,8 @@ class AbsMax(Quantizer):
         del names, key
         return quantize.integer_decode(data, lengths, self.bits, self.block)
 
-    def merge(self, shards: Tensor, debt: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
-        return fused.merge_integer(shards, debt, lengths, self.bits, self.block)
+    def merge(self, shards: Tensor, error: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        return fused.merge_integer(shards, error, lengths, self.bits, self.block)
 
     @property
     def traits(self) -> Traits:

@@ -28,7 +28,7 @@ from gradwire.kernels.bits import packed_bytes
 @register("onebit", kind="quantizer")
 @dataclass(frozen=True)
 class OneBit(Quantizer):
-    """Each value is heard as the mean of those on its side of zero."""
+    """Each value is decoded as the mean of those on its side of zero."""
 
     examples: ClassVar[tuple[str, ...]] = ("onebit",)
 

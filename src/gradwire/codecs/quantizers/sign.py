@@ -53,8 +53,8 @@ class Sign(Quantizer):
         del names, key
         return quantize.sign_decode(data, lengths)
 
-    def merge(self, shards: Tensor, debt: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
-        return fused.merge_sign(shards, debt, lengths, self.scale == "norm")
+    def merge(self, shards: Tensor, error: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        return fused.merge_sign(shards, error, lengths, self.scale == "norm")
 
     @property
     def traits(self) -> Traits:

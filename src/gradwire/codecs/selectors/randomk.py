@@ -44,7 +44,7 @@ class RandomK(Selector):
     shared: bool = True
     unbiased: bool = False
 
-    redrawn = True
+    receivers_redraw = True
     examples: ClassVar[tuple[str, ...]] = (
         "randomk(0.01)",
         "randomk(0.3, shared=False)",

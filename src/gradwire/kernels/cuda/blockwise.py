@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.core.graph_refs import kept
+from gradwire.core.graph_refs import cached_on_device
 from gradwire.core.keys import Key
 from gradwire.kernels.cuda.accumulate import PLAIN, READ, enter, put, report
 from gradwire.kernels.cuda.codes import (
@@ -58,7 +58,7 @@ class Slabs(NamedTuple):
     aligned: bool  # all starts and blocks are multiples of 8
 
 
-@kept(64)
+@cached_on_device(64)
 def slabs(lengths: tuple[int, ...], block: int, device: torch.device, slab: int = _SLAB) -> Slabs:
     """Cut segments into slabs of whole blocks, of about so many values."""
     width = triton.next_power_of_2(block)

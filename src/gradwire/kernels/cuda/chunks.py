@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.core.graph_refs import kept
+from gradwire.core.graph_refs import cached_on_device
 from gradwire.kernels import chunks as plain
 from gradwire.kernels.cuda.accumulate import fetch, readable
 from gradwire.kernels.cuda.launch import form, launch
@@ -149,7 +149,7 @@ def _choose(
         _choose_many(x + begin, to, begin, top, size, wanted, some, K)
 
 
-@kept(64)
+@cached_on_device(64)
 def _table(lengths: tuple[int, ...], k: int, chunk: int, device: torch.device) -> Tensor:
     return torch.stack(plain.chunks(lengths, k, chunk)[:5], 1).contiguous().to(device)
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.core.graph_refs import kept
+from gradwire.core.graph_refs import cached_on_device
 from gradwire.core.keys import Key
 
 _MASK = 0xFFFFFFFF
@@ -236,7 +236,7 @@ def seeds(key: Key, names: tuple[str, ...], device: torch.device) -> Tensor:
     return _seeds(key.seed, key.rank, key.purpose, names, device)
 
 
-@kept(256)
+@cached_on_device(256)
 def _seeds(seed: int, rank: int, purpose: str, names: tuple[str, ...], device: torch.device) -> Tensor:
     pairs = [Key(seed, 0, rank, purpose).words(name) for name in names]
     # Two's complement: the upper word may have its highest bit set.

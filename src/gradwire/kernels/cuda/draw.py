@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.core.graph_refs import kept
+from gradwire.core.graph_refs import cached_on_device
 from gradwire.core.keys import Key
 from gradwire.kernels import select
 from gradwire.kernels.cuda.codes import philox_words, seeds, step_words
@@ -39,7 +39,7 @@ class Networks(NamedTuple):
     small: bool  # whether all numbers are of 31 bits
 
 
-@kept(64)
+@cached_on_device(64)
 def networks(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Networks:
     """Lay out the words and the results of these units."""
     size, count = torch.tensor(lengths, dtype=torch.int64), torch.tensor(counts, dtype=torch.int64)

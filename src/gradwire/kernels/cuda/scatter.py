@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.core.graph_refs import kept
+from gradwire.core.graph_refs import cached_on_device
 from gradwire.kernels import fused
 from gradwire.kernels.cuda.launch import form, launch
 from gradwire.kernels.cuda.tables import definition, placed
@@ -170,6 +170,6 @@ def _tile(n: int, most: int) -> int:
     return int(min(max(triton.next_power_of_2(wanted + 1) // 2, _CHUNK), 8192))
 
 
-@kept(256)
+@cached_on_device(256)
 def _table(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)

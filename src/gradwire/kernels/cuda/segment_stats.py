@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.core.graph_refs import kept
+from gradwire.core.graph_refs import cached_on_device
 from gradwire.kernels.cuda.accumulate import READ, enter, report
 from gradwire.kernels.cuda.codes import store_codes
 from gradwire.kernels.cuda.tables import BLOCK, Grid
@@ -267,6 +267,6 @@ def room(where: Grid, device: torch.device) -> Tensor:
     return torch.empty(max(where.rows + where.rows // GROUP, 1) * _PARTS.value, dtype=torch.float64, device=device)
 
 
-@kept(64)
+@cached_on_device(64)
 def _float64(x: float, device: torch.device) -> Tensor:
     return torch.tensor(x, dtype=torch.float64, device=device)  # as an argument it would be a float32

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.core.graph_refs import kept
+from gradwire.core.graph_refs import cached_on_device
 from gradwire.core.keys import Key
 from gradwire.kernels.cuda.accumulate import fetch
 from gradwire.kernels.cuda.codes import inverse, quotient, seeds, step_words, store_codes, uniform, uniform_fours
@@ -224,7 +224,7 @@ def trits(
         )
 
 
-@kept(64)
+@cached_on_device(64)
 def _owners(lengths: tuple[int, ...], tile: int, device: torch.device) -> Tensor:
     """The segment that each tile's first value belongs to; int32[tiles]."""
     ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradwire.core.graph_refs import kept
+from gradwire.core.graph_refs import cached_on_device
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,7 +53,7 @@ class Grid(NamedTuple):
     eights: bool
 
 
-@kept(64)
+@cached_on_device(64)
 def grid(lengths: tuple[int, ...], device: torch.device) -> Grid:
     """The tiles of segments of these lengths."""
     size = torch.tensor(lengths, dtype=torch.int64)

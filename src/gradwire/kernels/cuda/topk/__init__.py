@@ -1,7 +1,7 @@
 """Exact top-k, with or without error feedback: one pass over all memory and a few short launches.
 
-1. `sample`: a sample of the target says in which range of keys each segment's last winner lies. A key is the bits of a
-   magnitude, which order as magnitudes do.
+1. `sample` and `refine`: a sample of the target says in which range of keys each segment's last winner lies. A key is
+   the bits of a magnitude, which order as magnitudes do.
 2. `mark`: the pass over memory. It accumulates the gradient and marks candidates, the entries in that range.
 3. `compact`: candidates are put aside, chunk by chunk, and counted in fine bins.
 4. `threshold`: the last winner is searched among the few candidates of one bin (`binary_search`).

@@ -2,7 +2,9 @@
 
 Nothing is remembered from step to step, so that what a gradient was before does not matter: it may be the same again,
 or a thousand times as large. Programs count a sample's magnitudes in coarse bins; the last program of a segment sets
-its range. Inside a bin keys are taken to be spread evenly. A wrong range costs time, and never changes the result.
+its range. Where few are selected, `refine` counts the coarse bin at the lower end of the range once more, in fine bins:
+error feedback leaves very many entries just below the last winner, and hardly any above it. Where many are selected,
+keys are taken to be spread evenly inside a bin. A wrong range costs time, and never changes the result.
 """
 
 import triton
@@ -20,17 +22,21 @@ from gradwire.kernels.cuda.topk.workspace import (
     COUNT,
     DENSE,
     HIGH,
+    KEY,
     KIND,
+    LAST,
     LENGTH,
     LOW,
     ROWS,
     SMALL,
+    SPARSE,
     START,
 )
 
 _SHIFT = tl.constexpr(20)  # bits of a key below its coarse bin: 8 bins for a factor of two
 _WIDTH = tl.constexpr(1 << _SHIFT.value)  # keys of a bin
 _LOWEST = tl.constexpr(27 << 3)  # bin 0 is for all below 2^-100
+_FINE = tl.constexpr(_SHIFT.value - 10)  # bits of a key below its fine bin: as many fine bins as there are bins
 _RUN = tl.constexpr(64)  # neighbors that are sampled together
 _CHUNKS = tl.constexpr(64)  # of a segment, at least, that are sampled if there are so many
 _SPARSE_BITS = tl.constexpr(14)  # of a key below its fine bin: 512 bins for a factor of two
@@ -76,14 +82,36 @@ def _set_range(entry, line, bins):
         bits = ((high - low).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126 - 10  # 1024 bins or fewer
     else:
         # Half as many again, four standard deviations, and a few more where hardly any are due.
-        low = _key_at(counts, reached, 1.5 * due + 4 * tl.sqrt(due) + 4)
+        rank = 1.5 * due + 4 * tl.sqrt(due) + 4
+        bin = tl.sum((reached >= rank).to(tl.int32), 0) - 1
+        inside = tl.arange(0, BINS) == bin
+        above = tl.sum(tl.where(inside, reached - counts, 0), 0).to(tl.float32)
+        low = tl.where(bin > 0, (bin + _LOWEST) << _SHIFT, 1)
         high = low * 0 + NEVER
         bits = tl.where(low > 1, low * 0 + _SPARSE_BITS, _ALL_BITS)
+        tl.store(line + KEY, low.to(tl.int64))  # for `refine`: where the bin begins, and how many of it are wanted
+        tl.store(line + LAST, (rank - above).to(tl.int64))
     tl.store(line + LOW, low.to(tl.int64))
     tl.store(line + HIGH, high.to(tl.int64))
     tl.store(line + BITS, tl.maximum(bits, 0).to(tl.int64))
     tl.debug_barrier()
     tl.store(bins + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
+
+
+@triton.jit
+def _sampled(grad, residual, momentum, entry, mine, chunks, m, decay, RULE: tl.constexpr):
+    """The keys of a chunk's sample."""
+    run = mine * ROWS + tl.arange(0, ROWS)
+    at = tl.load(entry + START) + run[:, None] * (tl.load(entry + LENGTH) // (chunks * ROWS))
+    at = tl.reshape(at + tl.arange(0, _RUN)[None, :], [ROWS * _RUN])
+    v, _, _ = target_of(grad, residual, momentum, at, at >= 0, m, decay, RULE, False)
+    return key_of(v)
+
+
+@triton.jit
+def _count(bins, bin, live):
+    counts = tl.histogram(bin, BINS, mask=live)
+    tl.atomic_add(bins + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit
@@ -100,12 +128,30 @@ def sample(
         tl.store(line + HIGH, NEVER)
         tl.store(line + BITS, _ALL_BITS)
     elif mine % every == 0:
-        run = mine * ROWS + tl.arange(0, ROWS)
-        at = tl.load(entry + START) + run[:, None] * (tl.load(entry + LENGTH) // (chunks * ROWS))
-        at = tl.reshape(at + tl.arange(0, _RUN)[None, :], [ROWS * _RUN])
-        v, _, _ = target_of(grad, residual, momentum, at, at >= 0, m, decay, RULE, False)
-        bin = tl.minimum(tl.maximum((key_of(v) >> _SHIFT) - _LOWEST, 0), BINS - 1)
-        counts = tl.histogram(bin, BINS)
-        tl.atomic_add(bins + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
+        key = _sampled(grad, residual, momentum, entry, mine, chunks, m, decay, RULE)
+        _count(bins, tl.minimum(tl.maximum((key >> _SHIFT) - _LOWEST, 0), BINS - 1), key >= 0)
         if is_last(line, (chunks + every - 1) // every):
             _set_range(entry, line, bins)
+
+
+@triton.jit
+def refine(
+    grad, residual, momentum, table, chunk_segment, state, coarse, m, decay, RULE: tl.constexpr
+):  # fmt: skip
+    """Count the bin at the lower end of the range in fine bins, where few are selected."""
+    chunk = tl.program_id(0)
+    segment = tl.load(chunk_segment + chunk)
+    entry, line, bins = table + segment * COLUMNS, state + segment * COLUMNS, coarse + segment * BINS
+    mine, chunks = chunk - tl.load(entry + CHUNK), tl.load(entry + CHUNKS)
+    every, begin = chunks // _CHUNKS + 1, tl.load(line + KEY).to(tl.int32)
+    if (tl.load(entry + KIND) == SPARSE) & (mine % every == 0) & (tl.load(line + BITS) == _SPARSE_BITS):
+        key = _sampled(grad, residual, momentum, entry, mine, chunks, m, decay, RULE)
+        fine = tl.minimum(tl.maximum((key - begin) >> _FINE, 0), BINS - 1)
+        _count(bins, fine, (key >= begin) & (key - begin < _WIDTH))
+        if is_last(line, (chunks + every - 1) // every):
+            counts = tl.load(bins + tl.arange(0, BINS), volatile=True)
+            reached = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+            lowest = tl.sum((reached >= tl.load(line + LAST)).to(tl.int32), 0) - 1
+            tl.store(line + LOW, (begin + (tl.maximum(lowest, 0) << _FINE)).to(tl.int64))
+            tl.debug_barrier()
+            tl.store(bins + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))

@@ -12,7 +12,7 @@ from gradwire.kernels.cuda.tables import BLOCK, definition, placed
 from gradwire.kernels.cuda.topk.compact import compact
 from gradwire.kernels.cuda.topk.mark import mark
 from gradwire.kernels.cuda.topk.radix import DIGITS, count_digits, count_ties
-from gradwire.kernels.cuda.topk.sample import sample
+from gradwire.kernels.cuda.topk.sample import refine, sample
 from gradwire.kernels.cuda.topk.threshold import threshold
 from gradwire.kernels.cuda.topk.workspace import Scratch, SelectionPlan, plan, stream_of
 from gradwire.kernels.cuda.topk.write import write
@@ -116,6 +116,7 @@ class _Selection:
         numbers = rule.momentum, rule.decay
         sampled = (p.table, p.chunk_segment, scratch.state, scratch.coarse, *numbers, kind)
         launch(sample, p.chunks, facts, read, sampled, num_warps=8)
+        launch(refine, p.chunks, facts, read, sampled, num_warps=8)
         marked = (
             scratch.broken, tiles.n, *numbers, tiles.tile_row, tiles.row_segment, p.table, scratch.state,
             scratch.words, scratch.over, kind, p.silent, p.dense, BLOCK,

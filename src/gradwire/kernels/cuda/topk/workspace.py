@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.core.graph_refs import keep
+from gradwire.core.graph_refs import pin
 from gradwire.kernels.cuda.tables import BLOCK, Grid, grid
 
 COLUMNS = tl.constexpr(16)
@@ -118,7 +118,7 @@ def plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device
         if len(_recent) >= _PLANS:
             _recent.clear()
         entry = _recent[key] = (lengths, counts, _cached(lengths, counts, device))
-    return keep(entry[2])
+    return pin(entry[2])
 
 
 def _cached(*what: Any) -> SelectionPlan:

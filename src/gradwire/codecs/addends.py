@@ -1,0 +1,40 @@
+"""Addends: payloads of linear codecs, which are added as they are."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.encoding import Encoded
+from gradwire.core.payload import Payload, as_bytes, from_bytes
+
+if TYPE_CHECKING:
+    from gradwire.codecs.codec import Codec
+
+
+def dtype_of(codec: "Codec") -> torch.dtype:
+    """The format that a linear codec's values are sent in."""
+    dtype: torch.dtype = codec.quantizer.dtype  # type: ignore[attr-defined]
+    return dtype
+
+
+def as_addend(codec: "Codec", payload: Payload) -> Tensor:
+    """A linear codec's message as numbers that may be added across ranks."""
+    return from_bytes(payload.data, dtype_of(codec))
+
+
+def clip_for_sum(encoded: Encoded, world: int) -> Encoded:
+    """The same with every value limited so that ``world`` of them may be added."""
+    dtype = dtype_of(encoded.codec)
+    limit = max_addend(dtype, world)
+    body = as_bytes(from_bytes(encoded.body, dtype).clamp(-limit, limit))
+    return replace(encoded, body=body, exact=None)
+
+
+def max_addend(dtype: torch.dtype, world: int) -> float:
+    """The largest magnitude of which ``world`` may be added in ``dtype``, in any order, without overflow."""
+    info = torch.finfo(dtype)
+    # Each addition rounds up by eps/2 at most; and as soon as that matters more than the addend, sums cease to grow.
+    growth = min(2.0, (1 + info.eps) ** world)
+    return info.max / world / growth

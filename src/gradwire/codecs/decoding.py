@@ -1,0 +1,205 @@
+"""Decoding: from messages of several ranks to their sum, mean or entries."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.stage import Decoded, EncodeInput, IndexCoder
+from gradwire.core.deferred_checks import check
+from gradwire.core.keys import Key
+from gradwire.core.payload import COUNT_BYTES, CorruptMessageError, Payload, as_rows, from_bytes
+from gradwire.core.segments import Segments, on
+from gradwire.kernels import groups
+from gradwire.kernels.fused import scatter_mean, scatter_mean_
+
+if TYPE_CHECKING:
+    from gradwire.codecs.codec import Codec
+
+
+class Entries(NamedTuple):
+    """The entries of sparse messages, rank by rank.
+
+    Attributes:
+        values: Of all ranks.
+        indices: Their positions, which rise within a message.
+        bounds: Where each rank's begin, and where the last one's end.
+    """
+
+    values: Tensor
+    indices: Tensor
+    bounds: tuple[int, ...]
+
+    def mean(self, n: int) -> Tensor:
+        """The mean over ranks, of so many entries."""
+        return scatter_mean(*self, n, len(self.bounds) - 1)
+
+    def mean_(self, out: Tensor) -> Tensor:
+        """The same, written over what is there."""
+        scatter_mean_(out, *self, 0, len(self.bounds) - 1)
+        return out
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Reads messages that a codec wrote."""
+
+    codec: "Codec"
+
+    def total(self, payloads: Iterable[Payload], segments: Segments, keys: Iterable[Key]) -> Tensor:
+        """The sum of several ranks' messages, added in the order given. -> float32[segments.total]."""
+        out: Tensor | None = None
+        key = None
+        for payload, key in zip(payloads, keys, strict=True):
+            indices, values = self._read(payload, segments, key)
+            if indices is None:
+                out = values if out is None else out.add_(values)  # decoded values share no memory
+                continue
+            if out is None:
+                out = values.new_zeros(self.codec.transformed(segments).total)
+            out.index_add_(0, indices, values)  # distinct within one message
+        assert out is not None and key is not None
+        return self._inverse(out, segments, key)
+
+    def mean(self, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]) -> Tensor:
+        """The mean of several ranks' messages, bit for bit their `total` over their number."""
+        if self.is_sparse(segments, len(payloads)):
+            return self.entries(payloads, segments, keys).mean(segments.total)
+        return groups.over_(self.total(payloads, segments, keys), len(payloads))
+
+    def is_sparse(self, segments: Segments, ranks: int) -> bool:
+        """Whether `entries` serve. Messages longer together than the vector are better read one after the other."""
+        codec = self.codec
+        if codec.transform is not None or codec.selector is None:
+            return False
+        return ranks * sum(codec.capacities(segments)) <= segments.total
+
+    def entries(self, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]) -> Entries:
+        """The entries of sparse messages."""
+        together = self._entries_together(payloads, segments, keys)
+        if together is not None:
+            return together
+        decoded = [self._read(payload, segments, key) for payload, key in zip(payloads, keys, strict=True)]
+        values = torch.cat([one.values for one in decoded])
+        indices = torch.cat([one.indices for one in decoded if one.indices is not None])
+        return Entries(values, indices, (0, *accumulate(one.values.numel() for one in decoded)))
+
+    def _entries_together(self, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]) -> Entries | None:
+        """`entries`, reading the device once for all messages. None: read each by itself, which also names errors."""
+        codec, coder, first, ranks = self.codec, self.codec.coder(segments), payloads[0].data, len(payloads)
+        if coder is None or coder.decode_rows is None:
+            return None
+        if not codec.header_bytes:
+            return self._entries_known(coder, payloads, segments, keys)
+        if len({payload.nbytes for payload in payloads}) > 1 or first.numel() < COUNT_BYTES:
+            return None
+        counts, rows = codec.capacities(segments), as_rows(payloads)
+        found = coder.decode_rows(rows[:, COUNT_BYTES:], sum(counts), segments.total)
+        if found is None:
+            return None
+        headers = from_bytes(rows[:, :COUNT_BYTES].reshape(-1), torch.int32).long()
+        *numbers, faulty = torch.cat((headers, found.used, found.faults.any().long()[None])).tolist()
+        size = codec.quantizer.size(counts)
+        starts = [COUNT_BYTES + used for used in numbers[ranks:]]
+        if faulty or set(numbers[:ranks]) != {sum(counts)} or max(starts) + size > first.numel():
+            return None
+        bodies = [row[start : start + size] for row, start in zip(rows, starts, strict=True)]
+        return self._entries_of(bodies, found.indices, counts, segments, keys)
+
+    def _entries_known(
+        self, coder: IndexCoder, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]
+    ) -> Entries | None:
+        """`entries` of messages whose parts all lie at known places, so that the device is not read."""
+        counts = self.codec.capacities(segments)
+        room, size = coder.size(sum(counts), segments.total), self.codec.quantizer.size(counts)
+        if any(payload.nbytes != room + size for payload in payloads):
+            return None
+        rows = as_rows(payloads)
+        found = coder.decode_rows(rows[:, :room], sum(counts), segments.total) if coder.decode_rows else None
+        if found is None:
+            return None
+        check(found.faults, "a message names positions that it cannot mean; it was damaged on the way")
+        return self._entries_of([row[room:] for row in rows], found.indices, counts, segments, keys)
+
+    def _entries_of(
+        self, bodies: list[Tensor], indices: Tensor, counts: tuple[int, ...], segments: Segments, keys: Sequence[Key]
+    ) -> Entries:
+        """Of messages that all have as many entries as they may."""
+        lengths, decode = on(counts, indices.device), self.codec.quantizer.decode
+        values = [decode(body, lengths, segments.names, key) for body, key in zip(bodies, keys, strict=True)]
+        bounds = tuple(sum(counts) * rank for rank in range(len(bodies) + 1))
+        return Entries(values[0] if len(values) == 1 else torch.cat(values), indices.flatten(), bounds)
+
+    def merge(
+        self, payloads: Sequence[Payload], error: Tensor | None, segments: Segments, keys: Sequence[Key], key: Key
+    ) -> tuple[Payload, Tensor | None]:
+        """The mean of several ranks' messages plus an error, encoded under ``key``; and the new error.
+
+        Without an error, none is kept.
+        """
+        codec = self.codec
+        if codec.selector is None and codec.transform is None and codec.quantizer.merge is not None:
+            body, error = codec.quantizer.merge(as_rows(payloads), error, segments.lengths)
+            return Payload(body), error
+        target = groups.over(self.total(payloads, segments, keys), len(payloads))
+        target = target if error is None else target + error
+        encoded = codec.encode(EncodeInput(target, target, {}, segments), key)
+        return encoded.payload, None if error is None else encoded.sent.residual_of(target)
+
+    def expand(self, values: Tensor, segments: Segments, key: Key) -> Tensor:
+        """A sum of addends, or their mean, as a dense float32 vector."""
+        if self.codec.selector is not None:
+            table = self.codec.transformed(segments)
+            indices = self.codec.selector.select(EncodeInput(values, values, {}, table), key)
+            values = values.new_zeros(table.total).index_copy_(0, indices, values)
+        return self._inverse(values, segments, key)
+
+    def _inverse(self, y: Tensor, segments: Segments, key: Key) -> Tensor:
+        return self.codec.transform.inverse(y, segments, key) if self.codec.transform else y
+
+    def _read(self, payload: Payload, segments: Segments, key: Key) -> Decoded:
+        codec, table = self.codec, self.codec.transformed(segments)
+        indices, start = self._read_indices(payload.data, table, key)
+        counts = codec.counts(indices, table)
+        stop = start + codec.quantizer.size(counts)
+        if stop > payload.nbytes:
+            raise CorruptMessageError(
+                f"a message of {payload.nbytes} bytes ends before its values do ({stop} bytes); "
+                "was it cut, or written by another version?"
+            )
+        body = payload.data[start:stop]
+        return Decoded(indices, codec.quantizer.decode(body, on(counts, body.device), table.names, key))
+
+    def _read_indices(self, data: Tensor, table: Segments, key: Key) -> tuple[Tensor | None, int]:
+        codec, coder = self.codec, self.codec.coder(table)
+        if codec.selector is None:
+            return None, 0
+        if coder is None:
+            empty = data.new_zeros(0)
+            return codec.selector.select(EncodeInput(empty, empty, {}, table), key), 0
+        count = most = sum(codec.capacities(table))
+        if codec.header_bytes:
+            if data.numel() < COUNT_BYTES:
+                raise CorruptMessageError(f"a message of {data.numel()} bytes is too short for its count")
+            count = int.from_bytes(bytes(data[:COUNT_BYTES].tolist()), "little")
+        if count > most:
+            raise CorruptMessageError(f"a message claims {count} entries where at most {most} may be sent")
+        indices, used = coder.decode(data[codec.header_bytes :], count, table.total)
+        return _checked(indices, table.total), codec.header_bytes + used
+
+
+def _checked(indices: Tensor, n: int) -> Tensor:
+    """A corrupted message may not write outside the buffer, nor twice at one place."""
+    if indices.numel() == 0:
+        return indices
+    # Compared, not subtracted: the difference of two damaged positions may wrap around.
+    rising = (indices[1:] > indices[:-1]).all() & (indices[0] >= 0) & (indices[-1] < n)
+    read = check(
+        ~rising,
+        f"a message names positions that do not rise from 0 to {n - 1}; "
+        "it was damaged on the way, or comes from another model",
+    )
+    return indices if read else indices.clamp(0, n - 1)

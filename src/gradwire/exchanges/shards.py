@@ -1,0 +1,9 @@
+"""Shards: which stretch of a buffer each rank reduces."""
+
+_EIGHT = 8  # codes of any width are whole bytes then, so that kernels serve a shard as it lies
+
+
+def shard(n: int, world: int, rank: int) -> tuple[int, int]:
+    """The stretch of an n-element buffer that a rank serves; the last ones may be short or empty."""
+    each = -(-n // (world * _EIGHT)) * _EIGHT
+    return min(rank * each, n), min((rank + 1) * each, n)
