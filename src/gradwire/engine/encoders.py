@@ -12,7 +12,7 @@ The law: a fused encoder makes the same messages and memories as the composed on
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ class Encoder(ABC):
     feedback: Feedback
     codec: Codec
     exchange: Exchange
+    keeps_spare: ClassVar[bool] = False  # on a CPU, the old memories' storage is worth keeping for the next step
 
     @abstractmethod
     def encode(
@@ -103,6 +104,8 @@ class Composed(Encoder):
 
 class FusedTopK(Encoder):
     """Exact top-k, where the gradients lie."""
+
+    keeps_spare: ClassVar[bool] = True
 
     def encode(
         self, views: GradViews, state: LaneState, new: Generation, context: CommContext, flags: list[Tensor]

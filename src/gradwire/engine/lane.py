@@ -95,6 +95,8 @@ class Lane:
         if state.carried is not None:
             encoder = Composed(encoder.feedback, encoder.codec, encoder.exchange)
         message, target = encoder.encode(views, state, new, context, flags)
+        if not encoder.codec.decoder.is_sparse(context.units, context.world):
+            views.free_copy()
         aggregate = yield from encoder.exchange.run(message, encoder.codec, context)
         mean, memory = aggregate.mean, aggregate.memory
         if aggregate.sent is not None:
@@ -102,11 +104,11 @@ class Lane:
             memory = self.feedback.update_memory(target, aggregate.sent, memory)
         if self.feedback.finalize is not None and not isinstance(mean, Entries):
             mean, memory = self.feedback.finalize(mean, memory)
-        return LaneResult(mean, Generation(dict(memory)), self._spare(views, state, memory))
+        return LaneResult(mean, Generation(dict(memory)), self._spare(encoder, views, state, memory))
 
-    def _spare(self, views: GradViews, state: LaneState, memory: Memory) -> Generation | None:
+    def _spare(self, encoder: Encoder, views: GradViews, state: LaneState, memory: Memory) -> Generation | None:
         """Old memories that kernels have replaced. On a CPU, fresh pages would cost more than the step itself."""
-        if not self.fused or views.device.type != "cpu" or not views.in_place:
+        if not encoder.keeps_spare or views.device.type != "cpu" or not views.in_place:
             return None
         old = {name: state.tensors[name] for name in self.feedback.memories}
         return None if any(memory[name] is x for name, x in old.items()) else Generation(old)

@@ -70,6 +70,10 @@ class GradViews:
             flat = self._copy = flat * self.factor
         return flat
 
+    def free_copy(self) -> None:
+        """Free the copy that was encoded: a dense update is not written there."""
+        self._copy = None
+
     def runs(self) -> list[ContiguousRun]:
         """The gradients where they lie, if the average run is long; else one run of a copy."""
         if self.in_place:
