@@ -88,6 +88,7 @@ class GraphExecutor:
             return self._replay(i, found)
         if len(bucket.captures) >= 2:  # state or codecs were replaced
             bucket.forget()
+            self._commits.clear()
         if bucket.eager < EAGER_STEPS or bucket.tries <= 0:
             bucket.eager += 1
             return self._eager(i, grads)
@@ -109,7 +110,8 @@ class GraphExecutor:
         """Where captured work finds the gradients of a bucket; None if the step cannot be captured.
 
         All gradients must be there, and no lane may have anything to use up or to hand back late. Gradients that keep
-        coming to other addresses are staged in a buffer of the bucket's own; then addresses do not matter.
+        coming to other addresses, or are not contiguous, are staged in a buffer of the bucket's own; then addresses do
+        not matter.
         """
         bucket, core, lanes = self._buckets[i], self.engine.core, self.engine.whole.launches[i]
         passing = any(state.carried is not None or state.observed is not None for state in core.states_of(i))
@@ -127,9 +129,10 @@ class GraphExecutor:
             return None
         bucket.moves += bool(bucket.addresses)
         bucket.addresses = where
-        if bucket.moves <= MOVES:
+        if bucket.moves <= MOVES and all(present(x).is_contiguous() for x in mine):
             return where
         bucket.forget()
+        self._commits.clear()
         bucket.tries, bucket.eager = TRIES, EAGER_STEPS
         bucket.stage = [staged(views_of(lane, grads, core.device), core.device) for lane in lanes]
         return ()
@@ -221,6 +224,7 @@ class GraphExecutor:
     def _refuse(self, bucket: BucketCaptures, error: CaptureError) -> None:
         """Go on eagerly. What was refused for its randomness is never tried again."""
         bucket.forget()
+        self._commits.clear()
         bucket.tries = 0 if error.permanent else bucket.tries - 1
         if not error.permanent:
             _log.warning("gradwire: a bucket could not be captured (%s); it runs eagerly", error.__cause__)
@@ -230,7 +234,7 @@ class GraphExecutor:
     def _commit(self, results: Sequence[BucketResult]) -> None:
         """Commit as if all were well; if not, the device puts everything back."""
         core = self.engine.core
-        key = tuple(map(id, results))  # the results belong to captures, which live as long as this table
+        key = tuple(map(id, results))  # of captures: the table is cleared whenever one is forgotten
         if key not in self._commits:
             self._commits[key] = self._capture_commit(results)
         elif (found := self._commits[key]) is not None:
