@@ -7,6 +7,8 @@ STAMP := .venv/.installed
 # Some virtual machines advertise AMX without offering its tiles, and there a bfloat16 matmul dies
 # with SIGILL. Keeping oneDNN to AVX-512 costs little and works everywhere.
 test study train interpret: export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
+# Tests start hundreds of processes. Byte code is written, whatever the environment says, so that they share it.
+test study interpret: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test study interpret check format docs

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradwire.integrations.lightning import Compression
+from gradwire.integrations.lightning import LightningCompression
 
 
 class Student(LightningModule):
@@ -37,7 +37,7 @@ with torch.no_grad():
     labels = teacher(images).argmax(1)
 loader = DataLoader(TensorDataset(images, labels), batch_size=32, shuffle=True)
 
-compression = Compression("topk(0.05) | sign")  # this line, and the callback below
+compression = LightningCompression("topk(0.05) | sign")  # this line, and the callback below
 trainer = Trainer(
     accelerator="cpu",
     devices=2,

@@ -9,7 +9,7 @@ import sys
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from gradwire.integrations.transformers import Compression
+from gradwire.integrations.transformers import TrainerCompression
 
 torch.manual_seed(0)
 starts = torch.randint(0, 16, (512, 1))
@@ -31,7 +31,7 @@ arguments = TrainingArguments(
 )
 trainer = Trainer(model, arguments, train_dataset=data)
 
-compression = Compression(trainer, "topk(0.05) | sign")  # these two lines
+compression = TrainerCompression(trainer, "topk(0.05) | sign")  # these two lines
 trainer.add_callback(compression)
 
 loss = trainer.train().training_loss  # the folder's checkpoint holds the residuals of every rank

@@ -4,16 +4,11 @@ Arguments and results cross as bytes: a tensor that arrives shares no memory wit
 """
 
 import datetime
-import io
-import multiprocessing
+import pickle
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire_lab import launch
+from gradwire_lab.launch import RankError
 
 # Imported once in the fork server and inherited by every rank; what is missing is skipped. Optimizers import dynamo.
 PRELOAD = [
@@ -38,12 +34,6 @@ PRELOAD = [
     "tests.numba_tables",
 ]
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=30)
-
-_context = multiprocessing.get_context("forkserver")
-
-
-class RankError(RuntimeError):
-    """A rank raised an exception or died; the message names the rank and contains its traceback."""
 
 
 class Answers(dict[str, Any]):
@@ -86,10 +76,9 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: flo
         RankError: A rank raised or died; of several, the one that died, or the first to raise.
         TimeoutError: Some ranks did not answer in time.
     """
-    deadline = time.monotonic() + timeout
-    job = _pack((function, args))
-    with tempfile.TemporaryDirectory() as folder, _started(world, job, folder) as ranks:
-        return _collect(ranks, deadline, timeout)
+    return launch.launch(
+        function, world, *args, timeout=COLLECTIVE_TIMEOUT, limit_seconds=timeout, grace_seconds=0, threads=1
+    )
 
 
 def run_cases(
@@ -135,7 +124,7 @@ def _run_all(rank: int, world: int, function: Callable[..., Any], cases: list[An
     for i, case in enumerate(cases):
         whole = Path(folder, f"{i}-{rank}")
         partial = whole.with_suffix(".partial")
-        partial.write_bytes(_pack(function(rank, world, case, *args)))
+        partial.write_bytes(pickle.dumps(function(rank, world, case, *args)))
         partial.rename(whole)
 
 
@@ -145,7 +134,7 @@ def _finished(folder: str, world: int, count: int) -> Iterator[list[Any]]:
         files = [Path(folder, f"{i}-{rank}") for rank in range(world)]
         if not all(file.exists() for file in files):
             return
-        yield [_unpack(file.read_bytes()) for file in files]
+        yield [pickle.loads(file.read_bytes()) for file in files]
 
 
 def call_case(rank: int, world: int, case: Callable[..., Any], *args: Any) -> Any:
@@ -179,108 +168,3 @@ def use_nccl() -> None:
 
 def _has_case(item: Any) -> bool:
     return "case" in getattr(getattr(item, "callspec", None), "params", ())
-
-
-Rank = tuple[ForkServerProcess, Connection]
-
-
-@contextmanager
-def _started(world: int, job: bytes, folder: str) -> Iterator[list[Rank]]:
-    ranks: list[Rank] = []
-    try:
-        for rank in range(world):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_rank, args=(rank, world, folder, job, theirs), daemon=True)
-            ranks.append((process, ours))
-            with closing(theirs):  # or a rank's death would not show as the end of its pipe
-                process.start()
-        yield ranks
-        _reap(ranks, grace=5)
-    except BaseException:
-        _reap(ranks, grace=0)
-        raise
-
-
-def _collect(ranks: list[Rank], deadline: float, timeout: float) -> list[Any]:
-    waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
-    results: dict[int, Any] = {}
-    while waiting:
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            late = ", ".join(str(rank) for rank in sorted(waiting.values()))
-            raise TimeoutError(f"no answer within {timeout:g} s from rank {late} of {len(ranks)}")
-        failures = []
-        for pipe in ready:
-            rank = waiting.pop(pipe)
-            moment, ok, answer = _receive(ranks[rank])
-            if ok:
-                results[rank] = answer
-            else:
-                failures.append((moment, rank, answer))
-        if failures:  # the others often fail because of the first
-            _, rank, text = min(failures)
-            raise RankError(f"rank {rank} of {len(ranks)} failed:\n{text}")
-    return [results[rank] for rank in range(len(ranks))]
-
-
-def _receive(rank: Rank) -> tuple[float, bool, Any]:
-    process, pipe = rank
-    try:
-        moment, ok, answer = _unpack(pipe.recv_bytes())
-    except EOFError:
-        process.join(5)
-        return 0.0, False, f"died without an answer, exit code {process.exitcode}"
-    return moment, ok, answer
-
-
-def _reap(ranks: list[Rank], grace: float) -> None:
-    for _, pipe in ranks:
-        pipe.close()  # a rank that has answered waits for this
-    running = [process for process, _ in ranks if process.pid is not None]
-    _join(running, grace)
-    for stop in (ForkServerProcess.terminate, ForkServerProcess.kill):
-        for process in running:
-            if process.is_alive():
-                stop(process)
-        _join(running, 2)
-    for process, _ in ranks:
-        process.close()
-
-
-def _join(processes: list[ForkServerProcess], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-
-
-def _rank(rank: int, world: int, folder: str, job: bytes, pipe: Connection) -> None:
-    """The body of one process. It answers before it cleans up, because other ranks may be waiting."""
-    torch.set_num_threads(1)
-    try:
-        function, args = _unpack(job)
-        dist.init_process_group(
-            "gloo",
-            init_method=Path(folder, "rendezvous").as_uri(),
-            rank=rank,
-            world_size=world,
-            timeout=COLLECTIVE_TIMEOUT,
-        )
-        answer = _pack((time.monotonic(), True, function(rank, world, *args)))
-    except BaseException:
-        answer = _pack((time.monotonic(), False, traceback.format_exc()))
-    pipe.send_bytes(answer)
-    with suppress(EOFError, OSError):
-        pipe.recv_bytes()  # waits for the end: leaving earlier would break connections that other ranks still make
-    pipe.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _pack(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def _unpack(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=False)

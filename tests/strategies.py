@@ -21,7 +21,7 @@ KINDS = ("normal", "zeros", "spike", "denormal", "huge", "constant", "bf16", "st
 
 def examples(*kinds: str) -> list[str]:
     """The examples of every registered class of these kinds."""
-    return [spec for made in gradwire.registered(*kinds).values() for spec in made.examples]  # type: ignore[attr-defined]
+    return [spec for made in gradwire.registered(*kinds).values() for spec in made.examples]
 
 
 STAGES = examples("transform", "selector", "quantizer", "indices")
@@ -31,7 +31,7 @@ EXCHANGES = examples("exchange")
 
 def _chains() -> list[str]:
     quantizers, coders = examples("quantizer"), examples("indices")
-    selectors = [made.examples for made in gradwire.registered("selector").values()]  # type: ignore[attr-defined]
+    selectors = [made.examples for made in gradwire.registered("selector").values()]
     return [
         *quantizers,
         *examples("selector"),

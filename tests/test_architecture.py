@@ -158,9 +158,6 @@ def test_importing_is_light(heavy: tuple[str, ...]) -> None:
 
 # -- limits ------------------------------------------------------------------------------------------------------------
 
-OVER_LONG = {"launch.py", "autotune/tuner.py"}  # still to be divided
-OVER_WIDE = {"AutoTuner"}
-
 
 def classes() -> Iterator[tuple[Path, ast.ClassDef]]:
     for path in modules():
@@ -175,17 +172,16 @@ def methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
 
 def test_files_fit_300_lines() -> None:
     long = {str(inside(path)) for path in modules() if path.read_text().count("\n") > 300}
-    assert long == OVER_LONG
+    assert not long
 
 
 def test_classes_have_20_methods_at_most() -> None:
-    assert {node.name for _, node in classes() if len(methods(node)) > 20} == OVER_WIDE
+    assert not {node.name for _, node in classes() if len(methods(node)) > 20}
 
 
 def test_no_two_public_classes_share_a_name() -> None:
     names = [node.name for path, node in classes() if not node.name.startswith("_")]
-    trainers = {"Compression"}  # what users of Lightning and of the Hugging Face Trainer import, each from its module
-    assert {name for name in names if names.count(name) > 1} == trainers
+    assert not {name for name in names if names.count(name) > 1}
 
 
 def test_no_concrete_method_is_overridden() -> None:

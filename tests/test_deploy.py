@@ -18,8 +18,12 @@ PAGE = ROOT / "docs" / "coming-from.md"
 def test_the_manifest_fits_its_schema():
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
     yaml = pytest.importorskip("yaml")
-    for part in yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text()):
+    parts = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text()))
+    assert {"Service", "Job"} <= {part["kind"] for part in parts}
+    for part in parts:
         kubernetes_validate.validate(part, kubernetes_validate.latest_version(), strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError, match="replicaz"):
+        kubernetes_validate.validate({**parts[0], "replicaz": 1}, kubernetes_validate.latest_version(), strict=True)
 
 
 def test_the_slurm_script_is_a_script():

@@ -29,7 +29,7 @@ from gradwire.kernels.rice import encode_blocks, gaps_of, width_of
 from gradwire.kernels.select import share
 from gradwire_lab.train.data.cifar import cifar10
 from gradwire_lab.train.data.text import ptb
-from gradwire_lab.train.models.lstm import lstm
+from gradwire_lab.train.models.lstm import LanguageLSTM
 from gradwire_lab.train.models.resnet9 import resnet9
 
 STEPS, EVERY, RULE = 60, 20, Accumulation(momentum=0.9)
@@ -49,7 +49,7 @@ def images(root: Path) -> tuple[nn.Module, Iterator[Tensor]]:
 
 def words(root: Path) -> tuple[nn.Module, Iterator[Tensor]]:
     task = ptb(root, strict=False)
-    model = lstm(len(task.vocab), hidden=700, dropout=0.0)
+    model = LanguageLSTM(len(task.vocab), hidden=700, dropout=0.0)
 
     def losses() -> Iterator[Tensor]:
         rows = task.train[: len(task.train) // 20 * 20].view(20, -1)

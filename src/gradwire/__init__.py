@@ -1,7 +1,6 @@
 """gradwire: training over thin wires."""
 
-import warnings
-
+import gradwire.core.renamed as _renamed
 from gradwire.codecs import Codec, codec
 from gradwire.comm.liveness import PeerLostError
 from gradwire.core.payload import CorruptMessageError
@@ -68,11 +67,4 @@ _RENAMED = {  # the old names of one release
     "listing": "registered",
 }
 
-
-def __getattr__(name: str) -> object:
-    """An old name, with a warning."""
-    if name not in _RENAMED:
-        raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
-    new = _RENAMED[name]
-    warnings.warn(f"gradwire.{name} is now gradwire.{new}", DeprecationWarning, stacklevel=2)
-    return globals()[new]
+__getattr__ = _renamed.renamed(_RENAMED, globals())

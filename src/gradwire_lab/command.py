@@ -1,4 +1,4 @@
-"""Where the `gradwire` command begins: it tells which extra is missing before anything that needs it is imported."""
+"""Where the `gradwire` command begins: it names the extra that is missing before anything that needs it is imported."""
 
 import sys
 

@@ -46,14 +46,6 @@ class LaunchedRank(NamedTuple):
     pipe: Connection
 
 
-class Failure(NamedTuple):
-    """Why a rank gave no result. Failures sort by time; a rank that died (time 0) comes before those that raised."""
-
-    time: float
-    rank: int
-    why: str
-
-
 def launch(
     function: Callable[..., Any],
     world: int,
@@ -99,13 +91,14 @@ def launch(
         left = dict.fromkeys(range(world), restarts)
 
         def restart(rank: int, why: str) -> bool:
+            if left[rank] == 0:
+                return False
             left[rank] -= 1
-            if left[rank] >= 0:
-                if on_restart is not None:
-                    on_restart(rank, why)
-                ranks[rank].pipe.close()
-                ranks[rank] = _start(rank, world, job, folder)
-            return left[rank] >= 0
+            if on_restart is not None:
+                on_restart(rank, why)
+            ranks[rank].pipe.close()
+            ranks[rank] = _start(rank, world, job, folder)
+            return True
 
         return _collect(ranks, on_message, restart if restarts else None, limit_seconds, grace_seconds)
 
@@ -166,13 +159,13 @@ def join_group(
 
 def threads_per_rank(world: int) -> int:
     """How many threads each of ``world`` ranks on this machine should use: its share, unless OMP_NUM_THREADS says."""
-    given = os.environ.get(
-        "OMP_NUM_THREADS", ""
-    )  # torchrun sets it too, so what is measured under it must have as many
-    if given.isdigit() and int(given):
-        return int(given)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // world)
+    given = os.environ.get("OMP_NUM_THREADS", "")  # set by torchrun, too
+    return int(given) if given.isdigit() and int(given) else max(1, usable_cores() // world)
+
+
+def usable_cores() -> int:
+    """How many cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # -- in the launcher ---------------------------------------------------------------------------------------------------
@@ -181,14 +174,14 @@ def threads_per_rank(world: int) -> int:
 @contextmanager
 def _started(world: int, job: bytes, folder: str) -> Iterator[list[LaunchedRank]]:
     ranks: list[LaunchedRank] = []
+    grace_seconds = 0.0
     try:
         for rank in range(world):
             ranks.append(_start(rank, world, job, folder))
         yield ranks
-        _stop(ranks, grace_seconds=5)
-    except BaseException:
-        _stop(ranks, grace_seconds=0)
-        raise
+        grace_seconds = 5.0
+    finally:
+        _stop(ranks, grace_seconds)
 
 
 def _start(rank: int, world: int, job: bytes, folder: str) -> LaunchedRank:
@@ -206,16 +199,16 @@ def _collect(
     limit_seconds: float | None,
     grace_seconds: float,
 ) -> list[Any]:
-    running = {one.pipe: rank for rank, one in enumerate(ranks)}
+    running = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
     results: dict[int, Any] = {}
-    failures: list[Failure] = []
+    failures: list[tuple[float, int, str]] = []  # the time (0: the rank died), the rank, and why
     deadline = None if limit_seconds is None else time.monotonic() + limit_seconds
     while running:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready = wait(list(running), grace_seconds if failures else left)
         if not ready and not failures:
             late = ", ".join(map(str, sorted(running.values())))
-            raise TimeoutError(f"no answer within {limit_seconds:g} s from rank {late} of {len(ranks)}")
+            raise TimeoutError(f"no result within {limit_seconds:g} s from rank {late} of {len(ranks)}")
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = running[pipe]
@@ -232,13 +225,13 @@ def _collect(
             elif restart is not None and moment == 0.0 and restart(rank, value):  # it died
                 running[ranks[rank].pipe] = rank
             else:
-                failures.append(Failure(moment, rank, value))
+                failures.append((moment, rank, value))
         # The others often fail because of the first, whose own report, or death, may arrive after theirs.
-        if failures and (not ready or min(failures).time == 0.0):
+        if failures and (not ready or min(failures)[0] == 0.0):
             break
     if failures:
-        first = min(failures)
-        raise RankError(f"rank {first.rank} of {len(ranks)} {first.why}")
+        _, rank, why = min(failures)
+        raise RankError(f"rank {rank} of {len(ranks)} {why}")
     return [results[rank] for rank in range(len(ranks))]
 
 
@@ -247,27 +240,23 @@ def _receive(rank: LaunchedRank) -> tuple[str, float, Any]:
         what, moment, value = pickle.loads(rank.pipe.recv_bytes())
     except EOFError:
         rank.process.join(30)  # the exit code comes from the fork server, a little later
-        return "failure", 0.0, f"died without a word: {_cause(rank.process.exitcode)}"
+        code = rank.process.exitcode
+        cause = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        return "failure", 0.0, f"died without a result: {cause}"
     return what, moment, value
-
-
-def _cause(exitcode: int | None) -> str:
-    if exitcode is None or exitcode >= 0:
-        return f"exit code {exitcode}"
-    return f"killed by {signal.Signals(-exitcode).name}"
 
 
 def _stop(ranks: list[LaunchedRank], grace_seconds: float) -> None:
     for _, pipe in ranks:
-        pipe.close()  # a rank that has answered waits for this
-    running = [process for process, _ in ranks if process.pid is not None]
-    _join(running, grace_seconds)
+        pipe.close()  # a rank that has sent its result waits for this
+    processes = [process for process, _ in ranks]
+    _join(processes, grace_seconds)
     for stop in (ForkServerProcess.terminate, ForkServerProcess.kill):
-        for process in running:
+        for process in processes:
             if process.is_alive():
                 stop(process)
-        _join(running, 2)
-    for process, _ in ranks:
+        _join(processes, 2)
+    for process in processes:
         process.close()
 
 
@@ -281,7 +270,7 @@ def _join(processes: list[ForkServerProcess], seconds: float) -> None:
 
 
 def _rank(rank: int, world: int, folder: str, job: bytes, pipe: Connection) -> None:
-    """The body of one process. It answers first and tidies up later: others may be waiting."""
+    """The body of one process. It sends its result before it cleans up, because other ranks may be waiting."""
     global _launcher
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C, and stops its ranks
     if sys.platform == "linux":
@@ -291,15 +280,15 @@ def _rank(rank: int, world: int, folder: str, job: bytes, pipe: Connection) -> N
         function, args, backend, timeout, link, threads = pickle.loads(job)
         torch.set_num_threads(threads)
         os.environ.pop(emulated.VARIABLE, None)  # the fork server's, which is that of its first use
-        emulated.ask_for(link)
+        emulated.set_emulated_link(link)
         os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}  # all on this host
         if backend:
             store = Path(folder, "rendezvous").as_uri()
             dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=timeout)
-        answer = pickle.dumps(("result", time.monotonic(), function(rank, world, *args)))
+        result = pickle.dumps(("result", time.monotonic(), function(rank, world, *args)))
     except BaseException:
-        answer = pickle.dumps(("failure", time.monotonic(), f"failed:\n{traceback.format_exc()}"))
-    pipe.send_bytes(answer)
+        result = pickle.dumps(("failure", time.monotonic(), f"failed:\n{traceback.format_exc()}"))
+    pipe.send_bytes(result)
     with suppress(EOFError, OSError):
         pipe.recv_bytes()  # only its end comes: leaving earlier would break connections that others still make
     pipe.close()

@@ -64,7 +64,7 @@ def test_addresses_move() -> None:
 def test_ranks_write_rows(tmp_path: Path) -> None:
     path = tmp_path / "calls.jsonl"
     words = ["calls", "--ranks", "2", "--model", "one", "--size", "5000", "--spec", "int4", "--repeats", "1"]
-    done = CliRunner().invoke(app, [*words, "--door", "hosts", "--jsonl", str(path)])
+    done = CliRunner().invoke(app, [*words, "--entry-point", "hosts", "--jsonl", str(path)])
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["spec"] for row in rows] == [calls.PLAIN, "int4"]
@@ -76,13 +76,19 @@ def test_ranks_write_rows(tmp_path: Path) -> None:
     ("words", "named"),
     [
         (("--model", "vgg"), "'vgg'"),
-        (("--door", "window"), "'window'"),
+        (("--entry-point", "window"), "'window'"),
         (("--addresses", "none"), "'none'"),
         (("--spec", "nonsense(3)"), "nonsense"),
-        (("--door", "hosts", "--ranks", "3"), "--ranks 4"),
+        (("--entry-point", "hosts", "--ranks", "3"), "--ranks 4"),
         (("--device", "foo"), "'foo'"),
     ],
 )
 def test_bad_input_is_named(words: tuple[str, ...], named: str) -> None:
     done = CliRunner().invoke(app, ["calls", "--size", "1000", *words])
     assert done.exit_code == 2 and named in done.stderr
+
+
+def test_the_old_name_of_the_entry_point_works() -> None:
+    with pytest.warns(DeprecationWarning, match="--entry-point"):
+        done = CliRunner().invoke(app, ["calls", "--size", "1000", "--door", "window"])
+    assert done.exit_code == 2 and "'window'" in done.stderr

@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gradwire_lab.cli.main import app
-from gradwire_lab.cli.train import _left, _tell_unused
+from gradwire_lab.cli.train import _left, _note_unused
 from gradwire_lab.train import checkpoint, recipe_files
 from gradwire_lab.train.record import read
 from training_fixtures import DIGITS
@@ -192,7 +192,7 @@ def test_an_interrupt_ends_all_workers(tmp_path):
     assert checkpoint.find(tmp_path, "last").name == "step-5"
 
 
-def test_a_pretended_link_of_the_environment_is_read_before_anything_starts(tmp_path):
+def test_an_emulated_link_of_the_environment_is_read_before_anything_starts(tmp_path):
     done = run("train", "digits", "--workers", "2", "--folder", str(tmp_path / "run"), GRADWIRE_LINK="fast")
     assert done.exit_code == 2 and "cannot read 'fast'" in done.stderr
     assert not (tmp_path / "run").exists()
@@ -202,8 +202,8 @@ def test_a_pretended_link_of_the_environment_is_read_before_anything_starts(tmp_
 def test_a_spec_that_workers_who_gossip_do_not_use_is_told(capsys):
     for overrides in (["gossip.codec=sign"], ["sync.spec=dense"], []):
         assert capsys.readouterr().err == ""
-        _tell_unused(recipe_files.resolve(["digits", "ring8"], overrides))
-    assert "sync.spec = 'topk(0.01) | sign' is for workers that agree" in capsys.readouterr().err
+        _note_unused(recipe_files.resolve(["digits", "ring8"], overrides))
+    assert "sync.spec = 'topk(0.01) | sign' is not used" in capsys.readouterr().err
 
 
 def test_no_checkpoint_is_promised_where_there_is_none(tmp_path):
@@ -231,13 +231,13 @@ def test_no_checkpoint_is_promised_where_there_is_none(tmp_path):
         (["train", "digits", "--workers", "200", "--runs", "/dev/null"], "too small for 200 workers"),
         (
             ["train", "digits", "--set", "data.name=text", "--set", "data.options.file=own.txt", "--runs", "{tmp}"],
-            "the model cnn takes images, and the data text are text; name a model that reads, as in --set model.name=",
+            "the model cnn takes images, and the data text are text; name another model, as in --set model.name=lstm",
         ),
         (
             ["plan", "digits", "--set", "model.name=gpt"],
-            "the model gpt reads text, and the data digits are images; name a model that takes them, as in --set",
+            "the model gpt takes text, and the data digits are images; name another model, as in --set model.name=cnn",
         ),
-        (["plan", "pydoc-lstm", "--set", "data.name=text"], "say it with --set data.options.file=FILE"),
+        (["plan", "pydoc-lstm", "--set", "data.name=text"], "--set data.options.file=FILE"),
     ],
 )
 def test_what_is_wrong_gets_a_sentence(tmp_path, words, sentence):

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from gradwire.codecs.transforms import Hadamard
-from gradwire.codecs.transforms.hadamard import walsh
 from gradwire.core.keys import Key
 from gradwire.core.segments import Segments
+from gradwire.kernels.hadamard import walsh
 
 KEY = Key(seed=1, step=2, rank=0)
 MIXED = Segments(("a", "none", "b", "one", "c", "d"), ((3, 5), (0,), (64,), (1,), (100,), (13,)))

@@ -8,7 +8,7 @@ import torch
 
 from gradwire.comm.alphabeta import Cost
 from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, BroadcastOp, Collective
-from gradwire.comm.emulated import VARIABLE, EmulatedBackend, Medium, pretended
+from gradwire.comm.emulated import VARIABLE, EmulatedBackend, SharedLink, maybe_emulated
 from gradwire.comm.single import SingleBackend
 from spawn import run_ranks
 
@@ -20,7 +20,7 @@ class FourRanks(SingleBackend):
 
 
 def emulated(spec: str = "10mbit,2ms") -> EmulatedBackend:
-    return EmulatedBackend(FourRanks(), spec, Medium())
+    return EmulatedBackend(FourRanks(), spec, SharedLink())
 
 
 X = torch.zeros(20_000)
@@ -43,8 +43,8 @@ def test_a_collective_takes_the_time_of_the_formula(collective: Collective) -> N
 
 
 def test_concurrent_messages_share_the_link() -> None:
-    medium, ends = Medium(), []
-    links = [EmulatedBackend(FourRanks(), "10mbit", medium) for _ in range(3)]
+    shared, ends = SharedLink(), []
+    links = [EmulatedBackend(FourRanks(), "10mbit", shared) for _ in range(3)]
     began = time.perf_counter()
 
     def send(link: EmulatedBackend) -> None:
@@ -61,10 +61,10 @@ def test_concurrent_messages_share_the_link() -> None:
 
 
 def test_delays_overlap_where_bytes_do_not() -> None:
-    medium = Medium()
-    assert medium.book(10.0, Cost(1.0, 5.0)) == 16.0
-    assert medium.book(10.0, Cost(1.0, 5.0)) == 17.0
-    assert medium.book(30.0, Cost(1.0, 0.0)) == 31.0
+    shared = SharedLink()
+    assert shared.reserve(10.0, Cost(1.0, 5.0)) == 16.0
+    assert shared.reserve(10.0, Cost(1.0, 5.0)) == 17.0
+    assert shared.reserve(30.0, Cost(1.0, 0.0)) == 31.0
 
 
 def test_jitter_and_loss_cannot_be_emulated() -> None:
@@ -75,16 +75,16 @@ def test_jitter_and_loss_cannot_be_emulated() -> None:
 def test_the_environment_asks_for_an_emulated_link(monkeypatch: pytest.MonkeyPatch) -> None:
     link = FourRanks()
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert pretended(link) is link
+    assert maybe_emulated(link) is link
     monkeypatch.setenv(VARIABLE, "1gbit")
-    assert isinstance(pretended(link), EmulatedBackend)
+    assert isinstance(maybe_emulated(link), EmulatedBackend)
 
 
 def late_swap(rank: int, world: int) -> tuple[float, float]:
     """Two neighbors exchange data, and one comes late."""
     from gradwire.comm.torch_backend import connect
 
-    link = EmulatedBackend(connect(), "50mbit", Medium())
+    link = EmulatedBackend(connect(), "50mbit", SharedLink())
     each = (0, 500_000) if rank == 0 else (500_000, 0)
     swap = AllToAllOp(torch.zeros(500_000, dtype=torch.uint8), each, each)
     link.run(swap)  # connections are made
@@ -104,7 +104,7 @@ def ranks(rank: int, world: int) -> tuple[list[float], float, float]:
     from gradwire.comm.torch_backend import connect
 
     plain = connect()
-    link = EmulatedBackend(plain, "20mbit", Medium())
+    link = EmulatedBackend(plain, "20mbit", SharedLink())
     x = torch.full((50_000,), float(rank + 1))
     began = time.perf_counter()
     total = link.run(AllReduceOp(x, "sum"))

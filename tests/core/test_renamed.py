@@ -1,4 +1,5 @@
 import importlib
+from operator import attrgetter
 
 import pytest
 
@@ -15,7 +16,7 @@ def test_an_old_name_still_works_and_warns(old: str) -> None:
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="nothing_of_the_kind"):
-        gradwire.nothing_of_the_kind  # noqa: B018
+        gradwire.nothing_of_the_kind  # noqa: B018 - the access raises
 
 
 @pytest.mark.parametrize("name", ["accelerate", "lightning", "transformers"])
@@ -27,10 +28,22 @@ def test_an_old_module_still_works_and_warns(name: str) -> None:
     assert public <= set(vars(old))
 
 
+@pytest.mark.parametrize("package", ["integrations", "adapters"])
+@pytest.mark.parametrize(
+    ("name", "new"), [("lightning", "LightningCompression"), ("transformers", "TrainerCompression")]
+)
+def test_the_old_name_of_a_callback_still_works_and_warns(package: str, name: str, new: str) -> None:
+    module = importlib.import_module(f"gradwire.{package}.{name}")
+    with pytest.warns(DeprecationWarning, match=new):
+        assert module.Compression is getattr(module, new)
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        module.nothing_of_the_kind  # noqa: B018
+
+
 @pytest.mark.parametrize("old", sorted(_RENAMED_OF_CODEC))
 def test_an_old_name_of_a_codec_still_works_and_warns(old: str) -> None:
     codec = gradwire.codec("topk(0.01)")
     with pytest.warns(DeprecationWarning, match=_RENAMED_OF_CODEC[old]):
-        getattr(codec, old)
+        assert getattr(codec, old) == attrgetter(_RENAMED_OF_CODEC[old])(codec)
     with pytest.raises(AttributeError, match="nothing_of_the_kind"):
-        codec.nothing_of_the_kind  # type: ignore[attr-defined]  # noqa: B018
+        codec.nothing_of_the_kind  # noqa: B018 - the access raises

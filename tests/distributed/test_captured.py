@@ -68,12 +68,12 @@ def train(rank: int, options: dict[str, Any], loads: bool) -> Trained:
 
 
 def both(rank: int, world: int, case: tuple[dict[str, Any], bool]) -> tuple[Trained, Trained]:
-    Setup.stays_on_device = property(lambda setup: True)  # type: ignore[assignment, method-assign]
-    dispatch.faster = lambda device: {}  # type: ignore[assignment]
-    fused._largest, encoders.zero_nonfinite = largest, zero_nonfinite  # type: ignore[assignment]
+    Setup.stays_on_device = property(lambda setup: True)
+    dispatch.faster = lambda device: {}
+    fused._largest, encoders.zero_nonfinite = largest, zero_nonfinite
     wires.graphs_on = lambda device: None
     eager = train(rank, *case)
-    wires.graphs_on = lambda device: WrittenGraphs()  # type: ignore[assignment, return-value]
+    wires.graphs_on = lambda device: WrittenGraphs()
     return eager, train(rank, *case)
 
 

@@ -4,14 +4,14 @@ import logging
 
 import pytest
 import torch
+from numba.core import event
 
-from gradwire.integrations.compile_notice import telling_of_compilers
+from gradwire.integrations.compile_notice import compile_notice
 
 
 @pytest.mark.parametrize(("kind", "first", "lines"), [("cpu", True, 1), ("cpu", False, 0), ("cuda", True, 0)])
 def test_compiling_is_logged_once(kind: str, first: bool, lines: int, caplog: pytest.LogCaptureFixture) -> None:
-    event = pytest.importorskip("numba.core.event")
-    with caplog.at_level(logging.WARNING, "gradwire"), telling_of_compilers(torch.device(kind), first):
+    with caplog.at_level(logging.WARNING, "gradwire"), compile_notice(torch.device(kind), first):
         for _ in range(2):
             with event.trigger_event("numba:compile"):
                 assert caplog.text.count("compiling CPU kernels") == lines  # while it lasts, not after

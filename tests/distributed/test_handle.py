@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import fixtures
 import gradwire
-from gradwire.codecs import Sign, TopK
+from gradwire.codecs.quantizers import Sign
+from gradwire.codecs.selectors import TopK
 from gradwire.core.segments import Segments
 from gradwire.exchanges import AllGather
 from gradwire.feedback import Residual

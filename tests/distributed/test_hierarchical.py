@@ -406,8 +406,8 @@ def test_ranks_of_a_host_share_the_work():
 
 
 def test_hosts_are_found_in_the_environment():
-    assert HostLayout.found([(0, 2), (1, 2), (0, 2), (1, 2)]) == HostLayout.of(HOSTS)
-    assert HostLayout.found([(0, 1)] * 3).hosts == ((0,), (1,), (2,))
+    assert HostLayout.from_launcher([(0, 2), (1, 2), (0, 2), (1, 2)]) == HostLayout.of(HOSTS)
+    assert HostLayout.from_launcher([(0, 1)] * 3).hosts == ((0,), (1,), (2,))
     assert HostLayout.of([[3, 1], [2, 0]]).hosts == ((0, 2), (1, 3))
 
 
@@ -421,7 +421,7 @@ def test_hosts_are_found_in_the_environment():
     ],
 )
 def test_an_environment_without_equal_hosts_is_refused(places: Any, words: tuple[str, ...]):
-    fixtures.check_message([(fixtures.error_text(lambda: HostLayout.found(places)), ("ValueError", *words))])
+    fixtures.check_message([(fixtures.error_text(lambda: HostLayout.from_launcher(places)), ("ValueError", *words))])
 
 
 @pytest.mark.parametrize("groups", [[[0, 1], [2]], [[0, 1], [1, 2]], [[0, 3], [1, 2]], []])
@@ -447,7 +447,7 @@ def attached(rank: int, world: int, case: str) -> str:
         across = WRONG[case][0][min(rank, 1)]
         return fixtures.error_text(lambda: gradwire.compress(net, "topk(0.1)", across=across))
     wire = gradwire.compress(net, "topk(0.1)", across="hosts")
-    assert wire.link.grouping == HostLayout.of(HOSTS)
+    assert wire.link.host_layout == HostLayout.of(HOSTS)
     fixtures.plain_loop(net, wire, fixtures.sgd(net), range(2), rank)
     assert wire.report().hosts == 2
     assert isinstance(wire.link.between, EmulatedBackend) and not isinstance(wire.link.local, EmulatedBackend)

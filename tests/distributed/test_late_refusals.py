@@ -44,7 +44,7 @@ CHANGES: dict[str, tuple[Attempt, tuple[str, ...]]] = {
         ("ValueError", "wire-1.safetensors", "checksum"),
     ),
     "a model instead of a wire": (
-        lambda wire, rank, old: gradwire.save(fixtures.model(), "folder"),  # type: ignore[arg-type]
+        lambda wire, rank, old: gradwire.save(fixtures.model(), "folder"),
         ("Sequential", "compress"),
     ),
 }

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import fixtures
 import gradwire
 import spawn
-from gradwire.comm.liveness import PeerLostError, ProbeAddress, door, lost, probe
+from gradwire.comm.liveness import PeerLostError, ProbeAddress, diagnose, probe, probe_address
 
 
 def lose_last_rank(rank: int, folder: str, across: Any) -> None:
@@ -50,8 +50,8 @@ def test_a_rank_that_ended_is_named(across: Any, tmp_path: Path):
 
 
 def test_a_probe_tells_who_is_there():
-    mine = door()
-    assert door() == mine, "one for each process"
+    mine = probe_address()
+    assert probe_address() == mine, "one for each process"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         closed = ProbeAddress("here", "127.0.0.1", taken.getsockname()[1])
     silent = socket.create_server(("127.0.0.1", 0), backlog=0)
@@ -62,13 +62,13 @@ def test_a_probe_tells_who_is_there():
     assert answers[1] == errno.ECONNREFUSED
     assert answers[2] not in (0, errno.ECONNREFUSED)
     timeout = RuntimeError("[/source/buffer.cc:81] Timed out waiting 3000ms for recv operation to complete")
-    error = lost(timeout, 0, {0: mine, 1: closed, 2: nowhere, 3: nowhere}, seconds=0.3)
+    error = diagnose(timeout, 0, {0: mine, 1: closed, 2: nowhere, 3: nowhere}, seconds=0.3)
     assert isinstance(error, PeerLostError)
     for words in ("rank 0", "rank 1 on here", "rank 2 and 3 on away", "Timed out waiting 3000ms for recv operation"):
         assert words in str(error)
-    everywhere = str(lost(timeout, 0, {0: mine, 1: mine}))
+    everywhere = str(diagnose(timeout, 0, {0: mine, 1: mine}))
     assert "rank 1" not in everywhere and "Timed out" in everywhere, "no rank is blamed where all answer"
     other = RuntimeError("invalid tensor size")
-    assert lost(other, 0, {0: mine}) is other, "an error that is not of the network is left alone"
+    assert diagnose(other, 0, {0: mine}) is other, "an error that is not of the network is left alone"
     for each in (silent, full):
         each.close()

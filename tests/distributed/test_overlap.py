@@ -26,7 +26,7 @@ def overlapped(rank: int, world: int, spec: str) -> tuple[list[int], int, int]:
             early.append(len(results))
         return original(self, bucket)
 
-    ddp.DDPHookState.receive = receive  # type: ignore[method-assign]
+    ddp.DDPHookState.receive = receive
     try:
         net = fixtures.ddp(fixtures.model())
         wire = gradwire.compress(net, spec, launch_mb=fixtures.LAUNCH_MB)
@@ -37,7 +37,7 @@ def overlapped(rank: int, world: int, spec: str) -> tuple[list[int], int, int]:
             optimizer.step()
         return early, len(wire.engine.plan.launches), wire.report().collectives
     finally:
-        ddp.DDPHookState.receive = original  # type: ignore[method-assign]
+        ddp.DDPHookState.receive = original
 
 
 answers = cases_fixture(overlapped, 2, SPECS)

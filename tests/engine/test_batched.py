@@ -7,6 +7,7 @@ from torch import nn
 from gradwire.engine import Lockstep
 from gradwire.engine.batched import Batched
 from gradwire.engine.plan import Rule
+from gradwire.integrations.setup import Options, Setup
 from gradwire.integrations.simulated import SimulatedBackend
 from gradwire.integrations.wire import Wire
 
@@ -38,7 +39,7 @@ CASES = {
     "int4": {"spec": "int4"},
     "natural": {"spec": "natural", "feedback": "none"},
     "onebit": {"spec": "onebit"},
-    "two rules, several buckets": {"spec": "topk(0.05)", "rules": [Rule("sign", name="b.*")], "launch_bytes": 600},
+    "two rules, several buckets": {"spec": "topk(0.05)", "rules": [Rule("sign", name="b.*")], "launch_mb": 600 / 2**20},
 }
 UNSUPPORTED = {
     "powersgd": {"spec": "powersgd(2)"},
@@ -56,7 +57,9 @@ def make_wires(world, case):
     wires = []
     for rank in range(world):
         parameters = {name: nn.Parameter(torch.zeros(shape, device=DEVICE)) for name, shape in SHAPES.items()}
-        wires.append(Wire(parameters, SimulatedBackend(group, rank), **{"seed": 5, **case}))
+        options = {"seed": 5, **case}
+        spec = options.pop("spec")
+        wires.append(Wire(Setup(parameters, SimulatedBackend(group, rank), Options(**options)), spec))
     return group, wires
 
 

@@ -99,7 +99,7 @@ class Rank:
 
 
 def plan_of(name: str) -> Plan:
-    plan = build(SHAPES, default_rules(*SPECS[name]), 1, launch_bytes=4 * 1000)  # type: ignore[arg-type]
+    plan = build(SHAPES, default_rules(*SPECS[name]), 1, launch_bytes=4 * 1000)
     assert len(plan.launches) == 2
     return plan
 
@@ -159,7 +159,7 @@ def addresses(rank: Rank) -> list[int]:
 
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_state_that_is_changed_in_place_stays_there(name: str) -> None:
-    rules = (Rule("fp16", name="b.weight", feedback="residual"), *default_rules(*SPECS[name]))  # type: ignore[arg-type]
+    rules = (Rule("fp16", name="b.weight", feedback="residual"), *default_rules(*SPECS[name]))
     plan = build(SHAPES, rules, 1, launch_bytes=4)
     assert {lane.fused for lane in plan.lanes} == {True, False}  # what no kernel changes is copied to where it was
     eager, replayed = Rank(plan, None, bad={}), Rank(plan, WrittenGraphs(), rollback=False, bad={})
@@ -180,7 +180,7 @@ def fail_captures(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool])
         segments[0] += 1
         if fails(segments[0]):
             raise RuntimeError("operation not permitted when stream is capturing")
-        return known(*args)  # type: ignore[arg-type]
+        return known(*args)
 
     monkeypatch.setattr(capture, "advance", advance)
 
@@ -231,7 +231,7 @@ def test_without_room_for_a_copy_nothing_is_captured_in_place(monkeypatch: pytes
     def capture_in_little_room(*args: object) -> object:
         with monkeypatch.context() as patch:
             patch.setattr(Tensor, "clone", full)
-            return capturing(*args)  # type: ignore[arg-type]
+            return capturing(*args)
 
     monkeypatch.setattr(cuda_graphs.GraphExecutor, "_capture", capture_in_little_room)
     for number in range(EAGER_STEPS + 2):

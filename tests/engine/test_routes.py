@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fixtures
 import gradwire
@@ -31,6 +31,7 @@ from gradwire.engine.encoders import Composed, Encoder, FusedDense, FusedTopK
 from gradwire.engine.hosts import HostEngine
 from gradwire.engine.step import Engine
 from gradwire.integrations import wire as wires
+from gradwire.integrations.setup import Options, Setup
 from gradwire.integrations.wire import Wire
 from gradwire.kernels import dispatch, fused
 
@@ -65,8 +66,8 @@ class Trace:
         ):
             patch.setattr(owner, name, self._noting(self._called.add, lambda _, word=word: word, getattr(owner, name)))
         for owner, name in (*((kind, "encode") for kind in KINDS), (batched, "_encode")):
-            kind_of = lambda encoder: KINDS[type(encoder)]  # noqa: E731
-            patch.setattr(owner, name, self._noting(self.encoders.add, kind_of, getattr(owner, name)))
+            noted = self._noting(self.encoders.add, lambda encoder: KINDS[type(encoder)], getattr(owner, name))
+            patch.setattr(owner, name, noted)
 
     def _noting(
         self, add: Callable[[str], None], word: Callable[[Any], str], function: Callable[..., Any]
@@ -119,13 +120,17 @@ class WaitingBackend(SingleBackend):
 
 
 def options_of(spec: str) -> dict[str, Any]:
-    return {"spec": spec, "feedback": "ef21" if spec == "sign" else "residual", "bundle": None}
+    return {"feedback": "ef21" if spec == "sign" else "residual", "bundle": None}
+
+
+def wire_of(net: nn.Module, backend: SingleBackend, spec: str) -> Wire:
+    return Wire(Setup(dict(net.named_parameters()), backend, Options(**options_of(spec))), spec)
 
 
 def loop_steps(backend: SingleBackend, spec: str) -> Iterator[None]:
     """A plain loop in a world of one, whose gradients stay where they are: it yields once attached, and after steps."""
     net = fixtures.model()
-    sync = Wire(dict(net.named_parameters()), backend, **options_of(spec))
+    sync = wire_of(net, backend, spec)
     yield
     for step in range(STEPS):
         net.zero_grad(set_to_none=False)
@@ -135,7 +140,7 @@ def loop_steps(backend: SingleBackend, spec: str) -> Iterator[None]:
 
 
 def simulated_steps(spec: str) -> Iterator[None]:
-    nets, workers = fixtures.replicas(2, **options_of(spec))
+    nets, workers = fixtures.replicas(2, spec=spec, **options_of(spec))
     yield
     for step in range(STEPS):
         for rank, net in enumerate(nets):
@@ -212,6 +217,7 @@ def test_there_are_no_other_executors() -> None:
     }
     assert modules_that(calls("interleave")) == {
         "gradwire/engine/step.py",
+        "gradwire/engine/lockstep.py",  # collectives of the ranks of a group, not lanes
         "gradwire_lab/perf_model/comm_schedule.py",  # on tensors without content
         *(f"gradwire/integrations/gossip/{name}.py" for name in ("batched", "elastic", "gossip_sync")),  # no gradients
     }
@@ -234,7 +240,7 @@ def test_all_routes_of_a_world_of_one_lead_to_the_same(spec: str, monkeypatch: p
             if not graphs:
                 patch.setattr(wires, "graphs_on", lambda device: None)
             net = fixtures.model()
-            sync, optimizer = Wire(dict(net.named_parameters()), backend, **options_of(spec)), fixtures.sgd(net)
+            sync, optimizer = wire_of(net, backend, spec), fixtures.sgd(net)
         for step in range(STEPS):
             optimizer.zero_grad(set_to_none=False)
             fixtures.loss(net, 0, step).backward()

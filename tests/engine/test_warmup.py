@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gradwire
-from gradwire.engine import build, default_rules, warmup
+from gradwire.engine import Engine, Lockstep, build, default_rules, warmup
 from gradwire.kernels import dispatch
 from gradwire.kernels.dispatch import reference_only
 
@@ -21,11 +21,30 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "_warm", set())
 
 
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the CPU kernels that were called."""
+    names: list[str] = []
+    faster = dispatch.faster("cpu")
+    for name, kernel in faster.items():
+        monkeypatch.setitem(faster, name, lambda *args, k=kernel, n=name, **named: names.append(n) or k(*args, **named))
+    return names
+
+
+@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("granularity", ["layer", "model"])
-def test_every_kind_of_lane_can_be_warmed_up(spec: str, granularity: str) -> None:
-    for world in (1, 3):
-        warmup.warm_up(build(SHAPES, default_rules(spec, granularity=granularity), world), CPU)
+def test_a_step_calls_only_kernels_that_were_warmed_up(
+    granularity: str, spec: str, world: int, called: list[str]
+) -> None:
+    plan = build(SHAPES, default_rules(spec, granularity=granularity), world)
+    warmup.warm_up(plan, CPU)
+    warm = set(called)
+    called.clear()
+    engines = [Engine(plan, rank, world, 0, CPU) for rank in range(world)]
+    for _ in range(2):
+        Lockstep(world).drive([engine.run({n: torch.randn(s) for n, s in SHAPES.items()}) for engine in engines])
+    assert called and set(called) <= warm
 
 
 def test_all_codecs_of_a_ramp_are_warmed_up() -> None:
@@ -42,13 +61,7 @@ def test_the_global_generator_is_left_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_attaching_calls_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    called = []
-    faster = dispatch.faster("cpu")
-    for name, kernel in faster.items():
-        monkeypatch.setitem(
-            faster, name, lambda *args, k=kernel, n=name, **named: called.append(n) or k(*args, **named)
-        )
+def test_attaching_calls_the_kernels(called: list[str]) -> None:
     model = torch.nn.Linear(30, 20)
     gradwire.compress(model, "topk(0.1)")
     assert any("topk" in name for name in called)
@@ -61,7 +74,7 @@ def test_attaching_calls_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "decode_in_rows" in called  # though so few positions are encoded as gaps
 
 
-def test_reference_kernels_need_no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_kernels_need_no_warm_up() -> None:
     with reference_only():
         warmup.warm_up(build(SHAPES, default_rules("topk(0.01)"), 2), CPU)
     assert not warmup._warm
@@ -69,7 +82,7 @@ def test_reference_kernels_need_no_warm_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_long_warm_up_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(warmup, "_LONG_SECONDS", 0.01)
-    monkeypatch.setattr(warmup, "_rehearse", lambda *args: time.sleep(0.02))
+    monkeypatch.setattr(warmup, "_take_steps", lambda *args: time.sleep(0.02))
     with caplog.at_level(logging.WARNING, "gradwire"):
         warmup.warm_up(build(SHAPES, default_rules("topk(0.01)"), 2), CPU)
     assert "compiled" in caplog.text

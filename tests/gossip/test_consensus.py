@@ -137,18 +137,19 @@ def test_choco_converges_as_the_theorem_says(spec: str, codec: str, delta: float
         assert error <= factor**rounds * errors[0]
 
 
-def test_a_single_rank_keeps_its_parameters() -> None:
-    for spec in METHODS:
-        if "social" not in spec and "arrows" not in spec:
-            x = vectors(1)
-            codec = {"dcd": "fp32", "ecd": "fp32"}.get(spec[:3])
-            assert torch.allclose(simulated(1, spec, codec).mix(x), x, atol=1e-6), spec
+@pytest.mark.parametrize("spec", [spec for spec in METHODS if "social" not in spec and "arrows" not in spec])
+def test_a_single_rank_keeps_its_parameters(spec: str) -> None:
+    x = vectors(1)
+    codec = {"dcd": "fp32", "ecd": "fp32"}.get(spec[:3])
+    assert torch.allclose(simulated(1, spec, codec).mix(x), x, atol=1e-6)
 
 
-def test_method_specs_round_trip() -> None:
-    for made in gradwire.registered("gossip").values():
-        for spec in made.examples:  # type: ignore[attr-defined]
-            assert gossip_method(str(gossip_method(spec))) == gossip_method(spec)
+@pytest.mark.parametrize("spec", [spec for made in gradwire.registered("gossip").values() for spec in made.examples])
+def test_a_method_is_read_as_it_is_written(spec: str) -> None:
+    assert gossip_method(str(gossip_method(spec))) == gossip_method(spec)
+
+
+def test_gamma_is_chosen_by_default() -> None:
     assert gossip_method("choco(ring, gamma=auto)") == gossip_method("choco(ring)")
 
 
@@ -180,12 +181,17 @@ def test_positions_beyond_float32_integers() -> None:
     assert n - 7 in codec("topk(0.0000001)").decoder.entries([encoded.payload], table, [Key(0, 0, 0)]).indices.tolist()
 
 
-def test_memory_is_two_vectors_whatever_the_degree() -> None:
-    for spec, floats in (("choco(ring, gamma=0.5)", 2), ("choco(complete, gamma=0.5)", 2), ("dpsgd(ring)", 0)):
-        net = simulated(8, spec)
-        net.mix(vectors(8))
-        assert net.report().memory_floats == floats
-    net = simulated(8, "choco(one_peer_exponential, gamma=0.5)")
+@pytest.mark.parametrize(
+    ("spec", "floats"),
+    [
+        ("dpsgd(ring)", 0),
+        ("choco(ring, gamma=0.5)", 2),
+        ("choco(complete, gamma=0.5)", 2),
+        ("choco(one_peer_exponential, gamma=0.5)", 6),  # three out-neighbors, three in-neighbors
+    ],
+)
+def test_memory_is_two_vectors_whatever_the_degree_of_a_static_graph(spec: str, floats: int) -> None:
+    net = simulated(8, spec)
     net.mix(vectors(8))
-    assert net.report().memory_floats == 6  # three out-neighbors, three in-neighbors
+    assert net.report().memory_floats == floats
     assert net.nodes[0].tensors.total == LENGTH

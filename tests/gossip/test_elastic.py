@@ -170,11 +170,11 @@ def test_a_killed_rank_rejoins_and_training_ends_as_undisturbed(tmp_path: Path) 
         while len(results) < WORLD and time.monotonic() < deadline:
             for pipe in wait(pipes, timeout=1.0):
                 try:
-                    answer = pipe.recv()  # type: ignore[union-attr]
+                    answer = pipe.recv()
                     results[answer[0]] = answer
                 except EOFError:
                     pass
-                pipes.remove(pipe)  # type: ignore[arg-type]
+                pipes.remove(pipe)
     finally:
         for process in processes:
             process.join(5)

@@ -118,15 +118,15 @@ def save_load_refuse(rank: int, world: int, folder: str) -> dict[str, str]:
     model = fixtures.model()
     net, sgd = gradwire.gossip(model, "choco(ring, gamma=auto)", "sign", across=NODES), optimizers([model])[0]
     train(net, model, sgd, rank, range(12))
-    gradwire.save(net, folder)  # type: ignore[arg-type]
+    gradwire.save(net, folder)
     dist.barrier()
     copy = fixtures.model()
     other, sgd_other = gradwire.gossip(copy, "choco(ring, gamma=auto)", "sign", across=NODES), optimizers([copy])[0]
     copy.load_state_dict(model.state_dict())
     sgd_other.load_state_dict(deepcopy(sgd.state_dict()))
-    gradwire.load(other, folder)  # type: ignore[arg-type]
+    gradwire.load(other, folder)
     flat = gradwire.gossip(fixtures.model(), "choco(ring, gamma=auto)", "sign")
-    refused = {"other nodes": fixtures.error_text(lambda: gradwire.load(flat, folder))}  # type: ignore[arg-type]
+    refused = {"other nodes": fixtures.error_text(lambda: gradwire.load(flat, folder))}
     for each, trained, optimizer in ((net, model, sgd), (other, copy, sgd_other)):
         train(each, trained, optimizer, rank, range(12, 20))
     assert fixtures.same(fixtures.tensors(model), fixtures.tensors(copy))
@@ -178,6 +178,6 @@ def test_nodes_save_load_and_refuse(tmp_path: Any) -> None:
 
 
 def test_nccl_with_overlap_is_refused() -> None:
-    require_one_thread(SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
+    require_one_thread(SimpleNamespace(device=torch.device("cpu")))
     with pytest.raises(ValueError, match=r"from two threads.*leave overlap=True out"):
-        require_one_thread(SimpleNamespace(device=torch.device("cuda")))  # type: ignore[arg-type]
+        require_one_thread(SimpleNamespace(device=torch.device("cuda")))

@@ -107,7 +107,7 @@ def resumed(rank: int, world: int, folder: str) -> bool:
     model = fixtures.model()
     net, sgd = gradwire.gossip(model, "choco(ring)", "sign", overlap=True), optimizers([model])
     train(net, [model], sgd, range(rank, rank + 1), range(5))
-    gradwire.save(net, folder)  # type: ignore[arg-type]
+    gradwire.save(net, folder)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     moments = sgd[0].state_dict()
     copy = fixtures.model()
@@ -116,7 +116,7 @@ def resumed(rank: int, world: int, folder: str) -> bool:
     sgd_other[0].load_state_dict(
         {**moments, "state": {k: {n: v.clone() for n, v in s.items()} for k, s in moments["state"].items()}}
     )
-    gradwire.load(other, folder)  # type: ignore[arg-type]
+    gradwire.load(other, folder)
     train(net, [model], sgd, range(rank, rank + 1), range(5, 10))
     train(other, [copy], sgd_other, range(rank, rank + 1), range(5, 10))
     return fixtures.same(fixtures.tensors(model), fixtures.tensors(copy))

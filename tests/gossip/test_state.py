@@ -40,7 +40,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(spec: str, codec: str | N
 
     again = replicas(3)
     other, sgd_again = gradwire.gossip_lockstep(again, spec, codec, **options), optimizers(again)
-    states, weights, moments = saved  # type: ignore[misc]
+    states, weights, moments = saved
     other.load_state_dict(states)
     for model, optimizer, weight, moment in zip(again, sgd_again, weights, moments, strict=True):
         model.load_state_dict(weight)

@@ -15,9 +15,12 @@ from gradwire.gossip.lr_scaling import rate_scale
 from gradwire.topology import graph
 from gradwire_lab.cli.main import app
 from gradwire_lab.report.gossip_table import gossip_page
+from gradwire_lab.train.data.images import Batch
+from gradwire_lab.train.forward_backward import Passes
 from gradwire_lab.train.gossip_study import finished, read, run
-from gradwire_lab.train.replicas import Replicas
-from gradwire_lab.train.vmap_layers import interleave_channels
+from gradwire_lab.train.gossip_workers import GossipWorkers
+from gradwire_lab.train.rank_info import simulated_ranks
+from gradwire_lab.train.recipe_files import resolve
 
 
 class Small(nn.Module):
@@ -41,33 +44,29 @@ def make() -> nn.Module:
     return Small()
 
 
-def objective(model: object, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y)  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("way", ["together", "beside", "in turn"])
+@pytest.mark.parametrize("way", ["together", "sequential"])
 def test_stacked_replicas_equal_single_ones(way: str) -> None:
     """Losses, gradients and running statistics, after two steps that drive them apart."""
     generator = torch.Generator().manual_seed(0)
     inputs, targets = torch.randn(3, 8, 2, 8, 8, generator=generator), torch.randint(0, 10, (3, 8), generator=generator)
-    stacked, singles = Replicas(make(), 3), [make() for _ in range(3)]
-    for _ in range(2):
-        x = interleave_channels(inputs) if way == "beside" else inputs
-        if way == "in turn":
-            losses = torch.stack([stacked.alone(i, objective, inputs[i], targets[i]) for i in range(3)])
-        else:
-            losses = stacked.together(objective, x, targets)
+    recipe = resolve(["digits"], ["gossip.method=dpsgd"])
+    stacked, singles = GossipWorkers(make(), simulated_ranks(3), recipe), [make() for _ in range(3)]
+    passes = Passes(recipe, stacked, way)
+    for step in range(2):
+        _, mean_loss = passes(Batch(inputs.flatten(0, 1), targets.flatten()), step)
         stacked.rows -= 0.1 * stacked.grads
+        losses = []
         for rank, model in enumerate(singles):
             model.zero_grad()
             loss = F.cross_entropy(model(inputs[rank]), targets[rank])
             loss.backward()
-            assert losses[rank].item() == pytest.approx(loss.item(), abs=1e-5)
+            losses.append(loss.item())
             with torch.no_grad():
                 for p in model.parameters():
                     p -= 0.1 * p.grad
+        assert mean_loss.item() == pytest.approx(sum(losses) / 3, abs=1e-5)
     for rank, model in enumerate(singles):
-        shown = stacked.show_(stacked.rows[rank], stacked.own_buffers(rank)).state_dict()
+        shown = stacked.show_(stacked.rows[rank], stacked.buffers[rank]).state_dict()
         for name, value in model.state_dict().items():
             assert torch.allclose(shown[name], value, atol=1e-5), name
 
@@ -89,9 +88,9 @@ def test_a_study_trains_and_resumes(tmp_path: Path) -> None:
     (tmp_path / "study.toml").write_text(STUDY)
     cells, results = read(tmp_path / "study.toml"), tmp_path / "out" / "cells.jsonl"
     assert [cell.seed for cell in cells] == [0, 1, 0]
-    run(cells[1:], results, tell=lambda line: None)
+    run(cells[1:], results, log=lambda line: None)
     messages: list[str] = []
-    run(cells, results, tell=messages.append)
+    run(cells, results, log=messages.append)
     assert messages[0].startswith("1 of 3 cells") and len(messages) == 2
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     assert [line["name"] for line in lines] == ["sign", "noise", "sign"]
@@ -156,7 +155,7 @@ def line_of(name: str, value: float, seed: int = 0, **options: float) -> dict[st
 def test_a_page_lists_missing_cells() -> None:
     study = {"about": "# Digits", "cell": [{"name": "sign", "seeds": [2, 3]}, {"name": "topk"}]}
     line = line_of("sign", 0.1, 2, gamma=0.5)
-    line["final"] |= {"diverged": "not finite at step 7; lower it"}  # type: ignore[operator]
+    line["final"] |= {"diverged": "not finite at step 7; lower it"}
     page = gossip_page(study, [line], ["study.toml"])
     assert "| sign, seed 2 | 0.5 | 1.0 | diverged at step 7 |" in page
     assert "Not trained yet: sign, seed 3, topk." in page

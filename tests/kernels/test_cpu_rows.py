@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradwire.kernels import rows
+from gradwire.kernels.cpu import rows as fast
 from gradwire.kernels.rice import encode_blocks
 
-fast = pytest.importorskip("gradwire.kernels.cpu.rows")
 encode, decode = unwrap(rows.encode_in_rows), unwrap(rows.decode_in_rows)
 
 TABLES: tuple[rows.Runs, ...] = (
@@ -157,7 +157,7 @@ def test_a_message_may_lie_anywhere(stride: int) -> None:
 
 def _read(reader: object, message: Tensor, count: int, runs: rows.Runs) -> object:
     try:
-        found, used = reader(message, count, runs)  # type: ignore[operator]
+        found, used = reader(message, count, runs)
         return found.tolist(), used
     except rows.CorruptMessageError as wrong:
         return str(wrong)

@@ -32,7 +32,12 @@ def test_as_defined(dropped: bool, sizes: tuple[int, ...]) -> None:
         assert torch.equal(update.nan_to_num(5.0), torch.zeros_like(known) if dropped else known.nan_to_num(5.0))
 
 
-def test_nothing_to_undo() -> None:
+def test_tensors_without_elements_are_left_out() -> None:
     flag = torch.tensor(True, device=DEVICE)
+    empty, full = torch.zeros(0, device=DEVICE), torch.ones(5, device=DEVICE)
     cuda.copy_if_(flag, [], [])
-    cuda.zero_if_(flag, [torch.zeros(0, device=DEVICE)])
+    cuda.zero_if_(flag, [])
+    cuda.zero_if_(flag, [empty, full, empty])
+    assert not full.any()
+    cuda.copy_if_(flag, [empty, full], [empty, torch.ones(5, device=DEVICE)])
+    assert full.all()

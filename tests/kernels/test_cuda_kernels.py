@@ -197,6 +197,17 @@ def test_a_sample_that_misleads(kind, ratio):
     same(cuda.topk(x.to(DEVICE), lengths, counts), plain(fused.topk, x, lengths, counts))
 
 
+@pytest.mark.parametrize("spread", [1e-6, 1e-4, 1e-3])
+def test_magnitudes_that_crowd_into_one_bin(spread):
+    """The bin that holds the last winner is cut into finer ones."""
+    lengths, counts = (300_000, 70), (2500, 3)
+    x = 1.1 + spread * torch.rand(sum(lengths), generator=torch.Generator().manual_seed(3))
+    x[::7] *= 1.5
+    same(cuda.topk(x.to(DEVICE), lengths, counts), plain(fused.topk, x, lengths, counts))
+    x[::7] /= 1.5
+    same(cuda.topk(x.to(DEVICE), lengths, counts), plain(fused.topk, x, lengths, counts))
+
+
 @pytest.mark.parametrize("filled", [0.05, 0.25])
 def test_many_equals_in_several_chunks(filled):
     """More are wanted than are not zero; or very many are equal."""
@@ -257,6 +268,24 @@ def coders(lengths):
             yield "qsgd_encode", "qsgd_decode", (names, KEY, levels, bucket), (levels, bucket, biased)
     for clip in (0.0, 2.5):
         yield "ternary_encode", "ternary_decode", (names, KEY, clip), ()
+
+
+@pytest.mark.parametrize("lengths", SHAPES, ids=str)
+def test_coders_decode_to_where_they_are_told(lengths):
+    n = sum(lengths)
+    x, table = draw("normal", n), torch.tensor(lengths)
+    decoders = {
+        plain(quantize.sign_encode, x, table, False): (quantize.sign_decode,),
+        plain(quantize.integer_encode, x, table, 4, 128): (quantize.integer_decode, 4, 128),
+        plain(quantize.integer_encode, x, table, 2, 100): (quantize.integer_decode, 2, 100),
+    }
+    for data, (decode, *options) in decoders.items():
+        expected = plain(decode, data, table, *options)
+        for device in {"cpu", DEVICE}:
+            out = torch.full((n + 1,), 7.0, device=device)
+            found = decode(data.to(device), table.to(device), *options, out[1:])
+            same(found, expected)
+            assert found.data_ptr() == out[1:].data_ptr() and out[0] == 7.0
 
 
 @pytest.mark.parametrize("lengths", SHAPES, ids=str)
@@ -634,16 +663,13 @@ def test_draws_from_more_than_int32():
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
-def test_every_shard_is_served_by_the_kernel(world, monkeypatch):
+@pytest.mark.parametrize(("name", "how"), [("sign", (False,)), ("integer", (4, 256)), ("integer", (2, 64))], ids=str)
+def test_every_shard_is_served_by_the_kernel(world, name, how, monkeypatch):
     units = Segments(("conv", "norm", "fc", "bias"), ((16, 3, 3, 3), (16,), (10, 40), (10,)))
-
-    def refused(*_):
-        raise AssertionError("the definition is slower by two orders, and waits")
-
-    monkeypatch.setattr(merge, "definition", refused)
+    by_definition = []
+    monkeypatch.setattr(merge, "definition", lambda kernel: by_definition.append(kernel) or kernel.__wrapped__)
     for rank in range(world):
         lengths = units.window(*shard(units.total, world, rank)).lengths
-        table = torch.tensor(lengths)
-        for name, how in (("sign", (False,)), ("integer", (4, 256)), ("integer", (2, 64))):
-            said = plain(getattr(quantize, f"{name}_encode"), draw("normal", sum(lengths)), table, *how)
-            getattr(cuda, f"merge_{name}")(torch.stack([said] * world).to(DEVICE), None, lengths, *how)
+        message = plain(getattr(quantize, f"{name}_encode"), draw("normal", sum(lengths)), torch.tensor(lengths), *how)
+        getattr(cuda, f"merge_{name}")(torch.stack([message] * world).to(DEVICE), None, lengths, *how)
+    assert not by_definition  # which would be slower by two orders, and wait for the device

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from gradwire.core.payload import CorruptMessageError
 from gradwire.kernels import rice
 from gradwire.kernels.dispatch import reference_only
 
@@ -93,3 +94,17 @@ def test_damaged_messages_are_told_and_stay_inside():
     short = cuda.rice_decode(data[None, :-1].to(DEVICE), count, n)
     assert short.faults.any()
     assert cuda.rice_decode(data[None, :3].to(DEVICE), count, n).faults.any()
+
+
+@pytest.mark.parametrize("count, most, width", [(0, 1, 1), (3, 200, 1), (700, 40, 2), (1500, 10_000, 3)])
+def test_blocks_of_any_gaps(count, most, width):
+    gaps = torch.randint(most, (count,), generator=torch.Generator().manual_seed(count))
+    with reference_only():
+        expected = rice.encode_blocks(gaps, width)
+    data = cuda.encode_blocks(gaps.to(DEVICE), width)
+    assert torch.equal(data.cpu(), expected)
+    back, used = cuda.decode_blocks(torch.nn.functional.pad(data, (0, 9)), count, width)
+    assert torch.equal(back.cpu(), gaps) and used == expected.numel()
+    if count:
+        with pytest.raises(CorruptMessageError):
+            cuda.decode_blocks(data[:-1], count, width)

@@ -1,4 +1,4 @@
-"""Positions row by row are plain torch on a GPU: the same bytes as on a CPU, and back."""
+"""Positions row by row on a GPU: the same bytes as on a CPU, and back."""
 
 import pytest
 import torch

@@ -7,7 +7,7 @@ from itertools import cycle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -38,7 +38,7 @@ class Group:
     """Ranks of one process, and their state."""
 
     def __init__(self, whole: Method, world: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES, **options: object):
-        plan = build(shapes, [Rule(whole, **options)], world, launch_bytes=300)  # type: ignore[arg-type]
+        plan = build(shapes, [Rule(whole, **options)], world, launch_bytes=300)
         self.lockstep = Lockstep(world)
         self.sessions = [Engine(plan, rank, world, 11, CPU) for rank in range(world)]
 
@@ -74,7 +74,7 @@ def gradients(
 
 
 def mean_of(grads: Sequence[Grads]) -> dict[str, Tensor]:
-    return {name: torch.stack([grad[name] for grad in grads]).double().mean(0) for name in grads[0]}  # type: ignore
+    return {name: torch.stack([grad[name] for grad in grads]).double().mean(0) for name in grads[0]}
 
 
 def legal(exchanges: Sequence[str], feedbacks: Sequence[str], codecs: Sequence[str]) -> Iterator[Method]:
@@ -143,10 +143,8 @@ def _assert_common_memories_agree(group: Group) -> None:
     world=st.sampled_from(WORLDS),
 )
 def test_any_legal_method_takes_any_gradient(spec: str, exchange: str, feedback: str, kind: str, world: int) -> None:
-    try:
-        whole = method(spec, feedback, exchange)
-    except ValueError:
-        return
+    whole = next(legal([exchange], [feedback], [spec]), None)
+    assume(whole is not None)
     group = Group(whole, world)
     for step in range(2):
         grads = gradients(world, step, kind)
@@ -166,7 +164,7 @@ def test_sums_stay_finite(spec: str) -> None:
         for kind in ("huge", "constant"):
             group = Group(method(spec, "residual", "allreduce"), world)
             for step in range(2):
-                grads = [{name: x * 1e7 for name, x in g.items()} for g in gradients(world, step, kind)]  # type: ignore
+                grads = [{name: x * 1e7 for name, x in g.items()} for g in gradients(world, step, kind)]
                 updates = group.step(grads)[0].updates
                 assert all(x.isfinite().all() for x in updates.values()), f"{spec} at {world} ranks, {kind}"
                 assert group.debts().isfinite().all()
@@ -252,7 +250,7 @@ VELOCITIES = [str(MomentumCorrection(0.8, nesterov=nesterov, masking=False)) for
 def test_momentum_correction_conserves_velocity(whole: Method, world: int) -> None:
     """Sum of updates + mean pending error = sum of mean velocities."""
     velocity: dict[str, Tensor] = {}
-    nesterov = whole.feedback.nesterov  # type: ignore[attr-defined]
+    nesterov = whole.feedback.nesterov
 
     def velocities(grads: Sequence[Grads]) -> dict[str, Tensor]:
         sent = {}
@@ -288,7 +286,7 @@ def test_a_bad_gradient_on_one_rank_changes_nothing_on_any(whole: Method) -> Non
     group.step(gradients(3, 0))
     before = [[dict(state.tensors) for state in session.states] for session in group.sessions]
     grads = gradients(3, 1)
-    grads[1]["b.weight"][0] = float("nan")  # type: ignore[index]
+    grads[1]["b.weight"][0] = float("nan")
     verdicts = group.step(grads)
     assert all(verdict.skipped and not any(x.any() for x in verdict.updates.values()) for verdict in verdicts)
     for session, memories in zip(group.sessions, before, strict=True):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import fixtures
 from gradwire.comm.emulated import VARIABLE
 from gradwire_lab.bench.network import grid, methods, results_table, runner
 from gradwire_lab.bench.network.emulation_error import EXCHANGES, compare
@@ -40,9 +41,9 @@ def test_options_follow_the_spec() -> None:
     assert methods.parse("int8; rollback=false")[1] == {"rollback": False}
 
 
-def test_every_contestant_that_is_measured_by_default_exists() -> None:
-    for name in methods.ALL:
-        methods.check(name)
+@pytest.mark.parametrize("name", methods.ALL)
+def test_every_method_that_is_measured_by_default_exists(name: str) -> None:
+    assert fixtures.error_text(lambda: methods.check(name)) == fixtures.NO_ERROR
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     assert "<svg" in drawn and drawn.count(">link</text>") == 1
 
 
-def test_ranks_on_a_pretended_link_make_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_an_emulated_link_make_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     budget = Budget(rounds=1, steps=2, warmup=2)
     methods = ["ddp-fp32", "ddp-bf16", "fp16"]
@@ -166,7 +167,7 @@ def test_rows_are_shown_as_json(tmp_path: Path) -> None:
 @pytest.mark.study
 @pytest.mark.skipif(bool(lacking()), reason=lacking() or "hosts can be made")
 @pytest.mark.parametrize("link", ["100mbit", "1gbit"])
-def test_pretended_links_are_like_shaped_ones(link: str) -> None:
+def test_emulated_links_are_like_shaped_ones(link: str) -> None:
     """Within 15 % at 4 hosts. Timings: run it on an idle machine."""
     found = list(compare("linear", link, 4, Budget(rounds=3, steps=8), lambda line: None, list(EXCHANGES)))
     assert len(found) == 4

@@ -20,8 +20,7 @@ import gradwire
 from gradwire.comm.rates import parse_rate, parse_seconds, parse_share
 from gradwire_lab.cli.hosts import app
 from gradwire_lab.network import Hosts, HostsUnavailableError, LinkSpec, namespaces, shaping, sweep
-from gradwire_lab.network import launch as launching
-from gradwire_lab.network.launch import RankProcess, RankProcesses
+from gradwire_lab.network.launch import RankProcesses
 from gradwire_lab.network.userspace_switch import Port, Switch
 
 real = pytest.mark.skipif(bool(namespaces.lacking()), reason=namespaces.lacking() or "hosts can be made")
@@ -343,24 +342,24 @@ def test_nothing_survives_its_owner() -> None:
 
 
 def test_a_signal_waits_until_the_rank_that_starts_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Heard(Exception):
+    class Received(Exception):
         pass
 
-    def hear(number: int, frame: object) -> None:
-        raise Heard
+    def receive(number: int, frame: object) -> None:
+        raise Received
 
-    def interrupted(*args: Any) -> RankProcess:
+    def interrupted(*args: Any, **options: Any) -> "subprocess.Popen[bytes]":
         signal.raise_signal(signal.SIGTERM)
-        started = launch(*args)
+        started = start(*args, **options)
         signal.raise_signal(signal.SIGTERM)
         return started
 
-    launch = launching.launch
-    monkeypatch.setattr(launching, "launch", interrupted)
-    before = signal.signal(signal.SIGTERM, hear)
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    before = signal.signal(signal.SIGTERM, receive)
     processes = RankProcesses(lambda rank, line: None)
     try:
-        with pytest.raises(Heard):
+        with pytest.raises(Received):
             processes.start("rank 0", ["sleep", "60"], os.environ, None)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gradwire.comm.rates import LinkSpec
+from gradwire.core.segments import Segments
 from gradwire.engine.method import method
 from gradwire_lab.perf_model.advice import ERROR, LOSS, advise, corners
 from gradwire_lab.perf_model.break_even import break_even
@@ -97,15 +98,19 @@ def test_of_equals_the_one_that_loses_least() -> None:
     assert found.choice.seconds < 1.03 * found.ways[0].seconds
 
 
-def test_break_even_is_where_both_take_as_long() -> None:
+@pytest.mark.parametrize("spec", ["sign", "topk(0.01) | sign"])
+def test_break_even_is_where_both_take_as_long(spec: str) -> None:
     cluster = place("100mbit")
-    for spec in ("sign", "topk(0.01) | sign"):
-        span = break_even(FIGURES, cluster, spec)
-        assert span is not None and span.low == 1e3
-        for factor, pays in ((0.95, True), (1.05, False)):
-            there = replace(cluster, link=LinkSpec(factor * span.high))
-            dense = min(predict(FIGURES, each, there).seconds for each in ("ddp-fp32", "ddp-bf16"))
-            assert (predict(FIGURES, spec, there).seconds < dense) is pays
+    span = break_even(FIGURES, cluster, spec)
+    assert span is not None and span.low == 1e3
+    for factor, pays in ((0.95, True), (1.05, False)):
+        there = replace(cluster, link=LinkSpec(factor * span.high))
+        dense = min(predict(FIGURES, each, there).seconds for each in ("ddp-fp32", "ddp-bf16"))
+        assert (predict(FIGURES, spec, there).seconds < dense) is pays
+
+
+def test_a_spec_that_never_pays_has_no_break_even() -> None:
+    cluster = place("100mbit")
     never = replace(FIGURES, costs={**COSTS, "sign": CodingCost(1e9, 1e9)})
     assert break_even(never, cluster, "sign") is None
 
@@ -162,10 +167,13 @@ def test_bytes_of_a_gather_grow_with_the_world_and_of_sums_do_not() -> None:
     assert predict(FIGURES, summed, many).sent < 1.4 * predict(FIGURES, summed, few).sent
 
 
-def test_hosts_exchange_less_than_their_workers_would() -> None:
-    flat, hosts = place("1gbit", 32, 8), place("1gbit", 32, 8)
-    for spec in ("ddp-bf16", "topk(0.01) | sign"):
-        assert predict_across(FIGURES, spec, hosts).seconds < predict(FIGURES, spec, flat).seconds
+@pytest.mark.parametrize("spec", ["ddp-bf16", "topk(0.01) | sign"])
+def test_hosts_exchange_less_than_their_workers_would(spec: str) -> None:
+    cluster = place("1gbit", 32, 8)
+    assert predict_across(FIGURES, spec, cluster).seconds < predict(FIGURES, spec, cluster).seconds
+
+
+def test_hosts_of_one_worker_are_workers() -> None:
     alone = place("1gbit", 4, 1)
     assert predict_across(FIGURES, "sign", alone).seconds == pytest.approx(predict(FIGURES, "sign", alone).seconds)
 
@@ -215,8 +223,14 @@ def test_refusals_are_sentences() -> None:
         arguments("int4; depth=3")
 
 
-def test_candidates_are_ways_to_compress() -> None:
-    assert all(method(spec) for spec in CANDIDATES)
+@pytest.mark.parametrize("spec", CANDIDATES)
+def test_a_candidate_compresses(spec: str) -> None:
+    dense, whole, units = method("fp32"), method(spec), Segments(("a",), ((300, 400),))
+    sent = [each.exchange.traffic(each.table[-1][1], units, 4) for each in (whole, dense)]
+    assert sent[0] < sent[1] / 2
+
+
+def test_candidates_and_their_options_are_read() -> None:
     assert set(automatic()) == set(CANDIDATES) - {"dgc(0.001)"}
     assert arguments("topk(0.001) | fp16; bundle=none; exchange=allgather") == (
         "topk(0.001) | fp16",

@@ -13,10 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
 import gradwire
+from gradwire.comm.rates import LinkSpec
 from gradwire.engine.step import Engine
-from gradwire_lab.autotune import tuner
-from gradwire_lab.autotune.tuner import AutoTuner, StepTimes
+from gradwire_lab.autotune import tuner, wire_costs
+from gradwire_lab.autotune.tuner import AutoTuner
+from gradwire_lab.autotune.wire_costs import StepTimes, WireCosts
 from gradwire_lab.cli.main import app
+from gradwire_lab.perf_model.calibration import Calibration
+from gradwire_lab.perf_model.cluster import Cluster
+from gradwire_lab.perf_model.costs import Prediction
+from gradwire_lab.perf_model.timeline import StepTime
 from gradwire_lab.train.compression import arguments, corrects_momentum
 from gradwire_lab.train.recipe_files import resolve
 from spawn import RankError, run_ranks
@@ -90,9 +96,9 @@ def between_thin_hosts(rank: int, world: int) -> dict[str, Any]:
     began = time.monotonic()
     train(model, wire, 1, rank, plain=False)
     took = time.monotonic() - began
-    network = tuner.ModelProfile.of(wire.parameters)
-    due = tuner_of(wire)._summing(network, tuner.LinkSpec.parse(THIN))
-    cluster = tuner_of(wire)._cluster(network, StepTimes(1.0, 0.5, due, due))
+    costs = tuner_of(wire)._costs()
+    due = costs.dense_seconds(LinkSpec.parse(THIN))
+    cluster = costs.cluster(StepTimes(1.0, 0.5, due, due))
     return {"took": took, "due": due, "cluster": cluster}
 
 
@@ -105,9 +111,10 @@ def test_a_thin_link_between_hosts_is_emulated_and_measured() -> None:
 
 def on_hosts_that_differ(rank: int, world: int) -> tuple[list[float], str]:
     """Ranks that reckon with processors of their own would choose different specs, and refuse each other's."""
-    tuner._cores = lambda device: (8.0, 0.5)[rank]
+    wire_costs.cores_per_thread = lambda device: (8.0, 0.5)[rank]
     wire = gradwire.compress(net(8), "auto", link="10mbit")
-    cores = [tuner_of(wire)._cores(), tuner._cores(torch.device("cpu"))]
+    shared = tuner_of(wire)._costs().free_coding(StepTimes(1.0, 0.5, 0.1, 0.1))
+    cores = [shared.cores, wire_costs.cores_per_thread(torch.device("cpu"))]
     with pytest.raises(ValueError, match="another spec") as refused:
         gradwire.compress(net(8), "auto", link=("10mbit", "1gbit")[rank])
     return cores, str(refused.value)
@@ -173,11 +180,11 @@ def test_on_a_fast_link_it_leaves_ddp_alone(plain: bool) -> None:
 def slower_than_expected(rank: int, world: int) -> dict[str, Any]:
     """As if forecasts had been wrong: what is chosen turns out slower than dense."""
 
-    def choose(self: Any, calibration: object, cluster: object) -> None:
-        self._try("topk(0.1)", "on trial")
+    def best(self: WireCosts, calibration: Calibration, cluster: Cluster) -> Prediction:
+        return Prediction("topk(0.1)", StepTime(0.0, 0.0, 0.0, 0.0, step=0.0), 0.0, 0, 0)
 
-    AutoTuner._promising = lambda *_: ["topk(0.1)"]  # type: ignore[method-assign, assignment]
-    AutoTuner._choose = choose  # type: ignore[method-assign]
+    WireCosts.promising = lambda *_: ["topk(0.1)"]
+    WireCosts.best = best
     inner = net(24)
     model = DistributedDataParallel(inner)
     wire = gradwire.compress(model, "auto", link="100gbit")
@@ -187,7 +194,7 @@ def slower_than_expected(rank: int, world: int) -> dict[str, Any]:
         time.sleep(0.03)
         return bucket(self, *args)
 
-    Engine.bucket = slow  # type: ignore[method-assign]
+    Engine.bucket = slow
     train(model, wire, STEPS, rank, plain=False)
     owed = max(float(debt.abs().max()) for debt in wire.debts().values())
     return {**outcome(wire, inner), "owed": owed}
@@ -207,7 +214,7 @@ def in_halves(rank: int, world: int) -> dict[str, Any]:
     model = DistributedDataParallel(inner)
     wire = gradwire.compress(model, "auto")
     draw = torch.Generator().manual_seed(rank)
-    AutoTuner._promising = lambda *_: []  # type: ignore[method-assign, assignment]
+    WireCosts.promising = lambda *_: []
     for _ in range(12):
         model(torch.randn(8, 24, generator=draw).to(torch.bfloat16)).square().mean().backward()
     found = outcome(wire, inner)

@@ -107,31 +107,31 @@ def test_cells_come_seed_by_seed_and_say_what_they_are(tmp_path: Path) -> None:
 def test_finished_cells_are_skipped_and_broken_ones_go_on(tmp_path: Path) -> None:
     made = grid(["digits"], arms(SPECS), range(2), runs=tmp_path)
     runner = Runner(call2=OutOfTime())
-    progress = run_grid(made, runner, tell=quiet)
+    progress = run_grid(made, runner, log=quiet)
     assert [cell.folder.name for cell in progress.ran] == ["digits-fp32-0"]
     assert [cell.folder.name for cell in progress.left] == [cell.folder.name for cell in made[1:]]
     assert not finished(made[1].folder)
 
     runner = Runner()
     said: list[str] = []
-    progress = run_grid(made, runner, tell=said.append)
+    progress = run_grid(made, runner, log=said.append)
     assert runner.calls == [cell.folder.name for cell in made[1:]]
     assert [cell.folder.name for cell in progress.skipped] == ["digits-fp32-0"]
     assert "finished before" in said[0] and "goes on" in said[1] and "starts" in said[2]
-    assert run_grid(made, Runner(), tell=quiet).skipped == made
+    assert run_grid(made, Runner(), log=quiet).skipped == made
 
 
 def test_the_budget_stops_before_the_next_cell(tmp_path: Path) -> None:
     made = grid(["digits"], arms(SPECS), range(3), runs=tmp_path)
     hours = iter(range(100))
     runner = Runner()
-    progress = run_grid(made, runner, budget_seconds=2.5, tell=quiet, clock=lambda: float(next(hours)))
+    progress = run_grid(made, runner, budget_seconds=2.5, log=quiet, clock=lambda: float(next(hours)))
     assert len(runner.calls) == 2 and len(progress.left) == 4
 
 
 def test_several_cells_run_at_once(tmp_path: Path) -> None:
     made = grid(["digits"], arms(SPECS), range(2), runs=tmp_path)
-    progress = run_grid(made, Pair(), tell=quiet, jobs=2)
+    progress = run_grid(made, Pair(), log=quiet, jobs=2)
     assert len(progress.ran) == 4 and not progress.failed
 
 
@@ -139,37 +139,37 @@ def test_a_refusal_ends_what_runs_beside_it(tmp_path: Path) -> None:
     made = grid(["digits"], arms(SPECS), range(2), runs=tmp_path)
     runner = Runner(call1=ValueError("no such key"))
     with pytest.raises(ValueError, match="no such key"):
-        run_grid(made, runner, tell=quiet)
+        run_grid(made, runner, log=quiet)
     assert runner.calls[-1] == "stop"
 
 
 def test_what_is_stopped_has_not_failed(tmp_path: Path) -> None:
     made, said = grid(["digits"], arms(SPECS), range(1), runs=tmp_path), list[str]()
     with pytest.raises(KeyboardInterrupt):
-        run_grid(made, Interrupted(), tell=said.append, jobs=2)
+        run_grid(made, Interrupted(), log=said.append, jobs=2)
     assert len(said) == 2 and all("starts" in line for line in said)
 
 
 def test_a_failed_cell_does_not_stop_the_others(tmp_path: Path) -> None:
     made = grid(["digits"], arms(SPECS), range(2), runs=tmp_path)
-    progress = run_grid(made, Runner(call1=RuntimeError("rank 2 died")), tell=quiet)
+    progress = run_grid(made, Runner(call1=RuntimeError("rank 2 died")), log=quiet)
     assert [why for _, why in progress.failed] == ["rank 2 died"]
     assert len(progress.ran) == 3
 
 
 def test_a_cell_of_another_question_is_refused(tmp_path: Path) -> None:
     made = grid(["digits"], arms("fp32"), range(1), ["train.epochs=1"], tmp_path)
-    run_grid(made, Runner(), command="gradwire compare digits", tell=quiet)
+    run_grid(made, Runner(), command="gradwire compare digits", log=quiet)
     assert load(made[0].folder).command == "gradwire compare digits"
     other = grid(["digits"], arms("fp32"), range(1), ["train.epochs=9"], tmp_path)
     with pytest.raises(ValueError, match=r"was made by .*train\.epochs=1.*--suffix"):
-        run_grid(other, Runner(), tell=quiet)
+        run_grid(other, Runner(), log=quiet)
 
 
 def test_differences_are_paired_with_the_first_spec(tmp_path: Path) -> None:
     made = grid(["digits"], arms(SPECS), range(3), runs=tmp_path)
     assert outcome(made) is None
-    run_grid(made, Runner(), tell=quiet)
+    run_grid(made, Runner(), log=quiet)
     task = outcome(made)
     assert task is not None and [group.label for group in task.groups] == ["fp32", "topk(0.01)|sign"]
     assert task.difference(task.groups[0]) is None

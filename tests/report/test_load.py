@@ -82,7 +82,7 @@ def test_each_is_measured_against_the_dense_training_that_is_most_like_it(tmp_pa
         "qsgd(4), batch 256": -2.56,
         "qsgd(4), batch 128": -1.28,
     }
-    assert "against the dense twin" in [column.title for column in columns(task)]
+    assert "against the dense baseline" in [column.title for column in columns(task)]
     assert len(set(colors(task).range)) == 4  # also the two that are dense
 
 
@@ -133,11 +133,11 @@ def test_what_else_differs_from_the_twin_is_told(tmp_path: Path) -> None:
     assert [group.label for group in task.groups] == ["fp32", "qsgd(4), epochs 1"]
 
 
-def test_a_run_of_several_sittings_tells_of_all(tmp_path: Path) -> None:
+def test_a_run_of_several_sessions_lists_all(tmp_path: Path) -> None:
     folder = write_run(tmp_path, epochs=2, world=4)
     log = folder / "run.jsonl"
     first, *rest = map(json.loads, log.read_text().splitlines())
-    sittings = [
+    sessions = [
         first | {"world": world, "step": step, "steps_per_epoch": 20, "command": ["gradwire", "train", *words]}
         for world, step, *words in (
             (2, 0, "digits", "--workers", "2"),
@@ -150,11 +150,11 @@ def test_a_run_of_several_sittings_tells_of_all(tmp_path: Path) -> None:
         next(i for i, r in enumerate(rest) if r["step"] == step and r["event"] == "epoch") for step in (20, 40)
     )
     lines = [
-        *sittings[:2],
+        *sessions[:2],
         *rest[: half + 1],
-        sittings[2],
+        sessions[2],
         *rest[half + 1 : end + 1],
-        sittings[3],
+        sessions[3],
         rest[-1] | {"ring": 7e6},
     ]
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -163,7 +163,7 @@ def test_a_run_of_several_sittings_tells_of_all(tmp_path: Path) -> None:
     assert (run.ranks, run.world) == ("2, then 4", 4)
     assert run.wire_ratio == 2 * 7e6 / (run.last["sent"] + run.last["received"])
     log.write_text(log.read_text().replace('"command"', '"unknown"'))
-    assert load(folder).command.endswith("  # 2 of 3 sittings noted none")
+    assert load(folder).command.endswith("  # 2 of 3 sessions noted none")
 
 
 def test_the_front_is_what_nobody_beats() -> None:

@@ -1,11 +1,13 @@
 """Known edges, known spectral gaps, and refused sizes, weights and specs."""
 
 import pickle
+import re
 from itertools import pairwise
 
 import pytest
 import torch
 
+import gradwire.codecs  # noqa: F401 - the spec "sign" must be known to be refused as a quantizer
 from gradwire.topology import Edges, ErdosRenyi, Matrix, OnePeerExponential, Topology, Torus, graph
 from gradwire.topology.graphs.standard import sides
 
@@ -144,7 +146,7 @@ def test_datacenter_is_complete_inside_and_thin_between() -> None:
 
 def test_edges_listed_by_the_user() -> None:
     topology = Edges(((0, 1), (1, 0), (1, 2))).on(3)
-    assert topology.rounds == Edges([[2, 1], [1, 0]]).on(3).rounds  # type: ignore[arg-type]
+    assert topology.rounds == Edges([[2, 1], [1, 0]]).on(3).rounds
     assert torch.equal(topology.matrix(), graph("path").on(3).matrix())
 
 
@@ -159,7 +161,7 @@ def test_arrows_split_what_they_send() -> None:
 
 def test_matrix_takes_a_tensor() -> None:
     ring = graph("ring").on(5)
-    own = Matrix(ring.matrix()).on(5)  # type: ignore[arg-type]
+    own = Matrix(ring.matrix()).on(5)
     assert torch.equal(own.matrix(), ring.matrix())
     assert own.symmetric
 
@@ -224,11 +226,8 @@ def test_impossible_sizes_and_weights_are_refused(spec: str, size: int, sentence
     ],
 )
 def test_invalid_specs_are_refused(spec: str, sentence: str) -> None:
-    import gradwire.codecs  # noqa: F401  (so that sign is known)
-
-    with pytest.raises(ValueError, match=r"\w") as refused:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
         graph(spec)
-    assert sentence in str(refused.value)
 
 
 @pytest.mark.parametrize("rank", [-1, 8])

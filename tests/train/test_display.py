@@ -35,8 +35,8 @@ def told(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> str:
     ]
     with display.Display(console) as shown:
         for record in records:
-            shown.hear(record)
-    said: str = console.file.getvalue()  # type: ignore[attr-defined]
+            shown.show(record)
+    said: str = console.file.getvalue()
     return said
 
 
@@ -65,8 +65,8 @@ def test_a_run_that_has_ended_and_a_worker_alone_are_called_so() -> None:
     spent = dict.fromkeys(("seconds", "encode_seconds", "wire_seconds", "decode_seconds", "sent", "payload"), 0)
     final = {"event": "final", "metric": "top1", "value": 0.5, "best": 0.5, "skipped": 0, **ratios, **spent}
     with display.Display(console) as shown:
-        shown.hear(start)
-        shown.hear(final)
-    said = console.file.getvalue()  # type: ignore[attr-defined]
+        shown.show(start)
+        shown.show(final)
+    said = console.file.getvalue()
     assert "1 worker on cpu" in said and "ended already, at step 100: nothing is left to train" in said
     assert re.search(r"sent +nothing *\n", said) and "inf" not in said

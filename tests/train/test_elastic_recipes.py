@@ -68,11 +68,11 @@ def test_the_display_says_who_is_started_anew_and_who_is_back() -> None:
     start |= {"steps_per_epoch": 3, "step": 0, "method": "choco(ring) with sign"}
     console = Console(file=StringIO(), force_terminal=True, width=160)
     with Display(console) as display:
-        display.hear(start)
-        display.hear({"event": "anew", "worker": 0, "why": "died without a word: killed by SIGKILL"})
-        display.hear({"event": "back", "worker": 0, "step": 5})
-        display.hear({**start, "step": 5})  # a second live line
-    said = console.file.getvalue()  # type: ignore[attr-defined]
+        display.show(start)
+        display.show({"event": "anew", "worker": 0, "why": "died without a word: killed by SIGKILL"})
+        display.show({"event": "back", "worker": 0, "step": 5})
+        display.show({**start, "step": 5})  # a second live line
+    said = console.file.getvalue()
     for words in ("worker 0 died without a word: killed by SIGKILL; it is started anew", "worker 0 is back, at step 5"):
         assert words in said
 
@@ -120,7 +120,7 @@ def test_a_group_resumes_bit_for_bit(tmp_path: Path, overlap: bool) -> None:
 
 def test_virtual_workers_do_not_die(tmp_path: Path) -> None:
     command = ["train", "digits", "ring8", "choco", "sign", "--set", "gossip.elastic=true"]
-    for more, words in ((["--in-process", "4"], "--workers"), (["--link", "1gbit,1ms"], "do not pretend")):
+    for more, words in ((["--in-process", "4"], "--workers"), (["--link", "1gbit,1ms"], "gossip.elastic")):
         done = CliRunner().invoke(app, [*command, *more, "--runs", str(tmp_path)])
         assert done.exit_code == 2 and words in done.output
     with pytest.raises(ValueError, match=r"leave gossip\.across out"):

@@ -97,7 +97,7 @@ def test_workers_of_a_node_are_one(tmp_path: Path, stopped: bool) -> None:
     """In processes, each of which gossips some layers, as in one; and processes go on where they stopped."""
     common = (*RING, "gossip.options.gamma=0.4", "gossip.passes=sequential", "gossip.across=[[0, 1], [2, 3]]")
     recipe, (here, there) = recipe_of("digits", *common), (tmp_path / "here", tmp_path / "there")
-    assert scale_of(recipe, 4, 240, beside=2) == 4.0  # two nodes that hear each other, of two workers each
+    assert scale_of(recipe, 4, 240, workers_per_node=2) == 4.0  # two nodes that hear each other, of two workers each
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

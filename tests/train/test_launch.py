@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import fixtures
 from gradwire_lab.launch import RankError, launch, send_message, threads_per_rank
 
 
@@ -48,8 +49,8 @@ def test_news_arrives_in_the_order_of_each_rank():
         assert [news for r, news in heard if r == rank] == [(rank, i) for i in range(3)]
 
 
-def test_news_goes_nowhere_outside_a_rank():
-    send_message("anybody there?")
+def test_messages_sent_outside_of_a_rank_are_dropped():
+    assert fixtures.error_text(lambda: send_message("no launcher")) == fixtures.NO_ERROR
 
 
 def test_an_exception_names_its_rank():
@@ -58,7 +59,7 @@ def test_an_exception_names_its_rank():
 
 
 def test_a_death_names_its_rank():
-    with pytest.raises(RankError, match="rank 1 of 2 died without a word: killed by SIGKILL"):
+    with pytest.raises(RankError, match=r"rank 1 of 2 .*SIGKILL"):
         launch(die_in_one, 2)
 
 

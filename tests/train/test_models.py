@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradwire_lab.train.models import LANGUAGE, MODELS, LanguageLSTM, build, load, regime_of, settings_at, transform_of
+from gradwire_lab.train.models import LANGUAGE, MODELS, build, load
 from gradwire_lab.train.models.gpt import GPT, angles, rotate
+from gradwire_lab.train.models.lstm import LanguageLSTM
+from gradwire_lab.train.models.regime import regime_of, settings_at, transform_of
 
 IMAGE_MODELS = ["resnet20", "resnet9", "alexnet", "vgg16-cifar"]
 
@@ -96,7 +98,7 @@ def test_zero_init_makes_every_block_its_shortcut(name: str) -> None:
 def test_option_a_shortcut_has_no_parameters_and_keeps_every_other_pixel() -> None:
     block = build("resnet20").layer2[0]
     x = torch.arange(16.0 * 16).view(1, 16, 4, 4)
-    short = block.shortcut(x)
+    short = block.downsample(x)
     assert short.shape == (1, 32, 2, 2)
     assert torch.equal(short[:, 8:24], x[:, :, ::2, ::2])
     assert not short[:, :8].any() and not short[:, 24:].any()
@@ -259,7 +261,7 @@ def test_a_model_of_an_installed_package() -> None:
         ("none.py:make", {}, "no model file none.py"),
         ("resnet9", {"scales": 1.0}, "did you mean 'scale'"),
         ("resnet9", {"zero_init": True}, "no option called 'zero_init'"),
-        ("lstm", {}, "needs the option 'vocab'; say it with --set model.options.vocab=VOCAB"),
+        ("lstm", {}, "needs the option 'vocab'; give it with --set model.options.vocab=VOCAB"),
         ("lstm", {"vocab": 5, "layers": 0}, "at least one layer"),
         ("gpt", {"positions": "sinus"}, "choose 'learned' or 'rotary'"),
         ("gpt", {"width": 10}, "does not make 8 heads"),
@@ -273,7 +275,7 @@ def test_what_cannot_be_built_is_said(text: str, options: dict[str, object], sen
 
 
 def test_a_depth_that_no_resnet_has() -> None:
-    from gradwire_lab.train.models.resnet_cifar import resnet
+    from gradwire_lab.train.models.resnet import resnet
 
     with pytest.raises(ValueError, match=r"6n \+ 2"):
         resnet(21)

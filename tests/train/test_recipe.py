@@ -62,7 +62,8 @@ def test_a_recipe_resolves_and_reads_back_as_itself(name):
 def test_a_recipe_names_options_that_its_model_knows(name):
     recipe = recipe_files.resolve([name])
     with torch.device("meta"):
-        models.build(recipe.model.name, recipe.model.options, {"vocab": 100, "classes": 10})
+        model = models.build(recipe.model.name, recipe.model.options, {"vocab": 100, "classes": 10})
+    assert any(parameter.is_meta for parameter in model.parameters())
 
 
 def test_later_files_win_and_overrides_win_over_them():

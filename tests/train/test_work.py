@@ -100,7 +100,7 @@ def test_devices_are_dealt_in_turn():
 def test_a_killed_worker_is_named_and_the_last_checkpoint_is_whole(tmp_path):
     recipe = recipe_of("digits", "model.name=training_fixtures:KillsRank1")
     open_folder(tmp_path, recipe)
-    with pytest.raises(RankError, match="rank 1 of 2 died without a word: killed by SIGKILL"):
+    with pytest.raises(RankError, match=r"rank 1 of 2 .*SIGKILL"):
         run_modes.train_spawned(run_modes.TrainJob(recipe, tmp_path), 2, lambda record: None)
     found = checkpoint.find(tmp_path, "last")
     assert found is not None

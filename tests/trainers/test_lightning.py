@@ -58,11 +58,11 @@ def fit(
     """The Trainer, its callback and the net, after some epochs on a CPU; in a world of one, without DDP."""
     from lightning.pytorch import Trainer
 
-    from gradwire.integrations.lightning import Compression
+    from gradwire.integrations.lightning import LightningCompression
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": "x"}
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    compression = Compression(spec, launch_mb=fixtures.LAUNCH_MB)
+    compression = LightningCompression(spec, launch_mb=fixtures.LAUNCH_MB)
     where = {"accelerator": "cpu", "devices": world, "strategy": "ddp" if world > 1 else "auto"}
     options = {"use_distributed_sampler": False, **where, **quiet, **options}
     trainer = Trainer(max_epochs=epochs, callbacks=[compression, *more], **options)
@@ -122,9 +122,9 @@ def bfloat16(rank: int, world: int, folder: Path) -> None:
 def resumed(rank: int, world: int, folder: Path) -> None:
     stopped, _, _ = fit(rank, world, epochs=1)
     stopped.save_checkpoint(folder / "stopped.ckpt")
-    _, going_on, net = fit(rank, world, epochs=2, start=folder / "stopped.ckpt")
-    assert equal(going_on.wire, net, loop(rank, world, epochs=2)), "resuming changes nothing"
-    assert going_on.wire.report().steps == STEPS, "the report is of the second fit alone"
+    _, feedback_after, net = fit(rank, world, epochs=2, start=folder / "stopped.ckpt")
+    assert equal(feedback_after.wire, net, loop(rank, world, epochs=2)), "resuming changes nothing"
+    assert feedback_after.wire.report().steps == STEPS, "the report is of the second fit alone"
 
 
 def scaled(rank: int, world: int, folder: Path) -> None:

@@ -48,7 +48,7 @@ def train(
     from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
 
-    from gradwire.integrations.transformers import Compression
+    from gradwire.integrations.transformers import TrainerCompression
 
     AcceleratorState._reset_state()
     resume = options.pop("resume", None)
@@ -57,7 +57,7 @@ def train(
     quiet |= {"lr_scheduler_type": "constant"}
     options = {"max_steps": steps, "per_device_train_batch_size": BATCH, **quiet, **options}
     trainer = Trainer(gpt(), TrainingArguments(str(folder), **options), train_dataset=texts())
-    compression = Compression(trainer, spec, resume=resume, launch_mb=fixtures.LAUNCH_MB)
+    compression = TrainerCompression(trainer, spec, resume=resume, launch_mb=fixtures.LAUNCH_MB)
     trainer.add_callback(compression)
     trainer.train(resume_from_checkpoint=start)
     return compression, trainer.model

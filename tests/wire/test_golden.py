@@ -37,7 +37,7 @@ def vector(n: int, salt: int = 0) -> Tensor:
 def specs() -> list[str]:
     first = {
         kind: [made.examples[0] for made in gradwire.registered(kind).values()] for kind in ("quantizer", "selector")
-    }  # type: ignore[attr-defined]
+    }
     coders = [f"{SELECTED} | {name}" for name in gradwire.registered("indices")]
     rotated = [f"{name} | int8" for name in gradwire.registered("transform")]
     return [*first["quantizer"], *first["selector"], *coders, *rotated]

@@ -30,7 +30,7 @@ DOORS = ("loop", "ddp")
 class Numbered(Capture):
     """One notebook for each group, in the order in which they were made."""
 
-    made: list["Numbered"] = []  # noqa: RUF012
+    made: list["Numbered"] = []  # noqa: RUF012 - all groups of a process share it
 
     def __init__(self, store: dist.Store, rank: int, world: int, timeout: Any) -> None:
         super().__init__(store, rank, world, timeout)

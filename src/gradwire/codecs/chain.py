@@ -1,7 +1,8 @@
 """Chain: ``transform? | selector? | quantizer | index coder``, each stage in its slot."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 from gradwire.codecs.indices import Rice
 from gradwire.codecs.quantizers import FP32
@@ -11,13 +12,8 @@ _ORDER = (Transform, Selector, Quantizer, IndexCoder)
 _WORDS = ("transform", "selector", "quantizer", "index coder")
 
 
-class ResolvedStages(NamedTuple):
-    """The stage of each slot."""
-
-    transform: Transform | None
-    selector: Selector | None
-    quantizer: Quantizer
-    indices: IndexCoder | None
+# The stage of each slot.
+ResolvedStages: TypeAlias = tuple[Transform | None, Selector | None, Quantizer, IndexCoder | None]
 
 
 def resolve_stages(stages: Sequence[Stage]) -> ResolvedStages:
@@ -27,7 +23,7 @@ def resolve_stages(stages: Sequence[Stage]) -> ResolvedStages:
         ValueError: The stages stand in the wrong order, or do not go together.
     """
     slots = [_slot(stage) for stage in stages]
-    for (i, left), right in zip(enumerate(slots), slots[1:], strict=False):
+    for i, (left, right) in enumerate(pairwise(slots)):
         if left >= right:
             raise ValueError(_refusal(stages[i], stages[i + 1], left, right))
     by_slot: dict[int, Any] = dict(zip(slots, stages, strict=True))
@@ -40,7 +36,7 @@ def resolve_stages(stages: Sequence[Stage]) -> ResolvedStages:
         raise ValueError(
             f"{selector} remembers coordinates, which {transform} mixes anew at every step; drop one of them"
         )
-    return ResolvedStages(transform, selector, by_slot.get(2, FP32()), coder or (Rice() if sends_indices else None))
+    return transform, selector, by_slot.get(2, FP32()), coder or (Rice() if sends_indices else None)
 
 
 def _slot(stage: Stage) -> int:

@@ -60,7 +60,7 @@ class Codec:
 
     def with_fixed_length(self) -> "Codec":
         """The same codec with messages of known length, which need no agreement on it, if it can have them."""
-        if self.selector is not None and self.selector.fixed and self.indices == Rice():
+        if self.selector is not None and self.selector.traits.fixed and self.indices == Rice():
             return replace(self, indices=Rice(static=True))
         return self
 
@@ -73,7 +73,7 @@ class Codec:
             unbiased=quantizer.unbiased and selector.unbiased,
             contraction=quantizer.contraction and selector.contraction,
             lossless=quantizer.lossless and self.selector is None and self.transform is None,
-            fixed=(self.selector is None or self.selector.fixed) and (self.indices is None or self.indices.fixed),
+            fixed=selector.fixed and (self.indices is None or self.indices.fixed),
         )
 
     @property

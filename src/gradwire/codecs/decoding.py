@@ -49,26 +49,36 @@ class Decoder:
 
     codec: "Codec"
 
-    def total(self, payloads: Iterable[Payload], segments: Segments, keys: Iterable[Key]) -> Tensor:
-        """The sum of several ranks' messages, added in the order given. -> float32[segments.total]."""
-        out: Tensor | None = None
+    def total(
+        self, payloads: Iterable[Payload], segments: Segments, keys: Iterable[Key], out: Tensor | None = None
+    ) -> Tensor:
+        """The sum of several ranks' messages, added in the order given. -> float32[segments.total].
+
+        It may lie in ``out``, or in new memory.
+        """
+        total: Tensor | None = None
         key = None
         for payload, key in zip(payloads, keys, strict=True):
-            indices, values = self._read(payload, segments, key)
+            indices, values = self._read(payload, segments, key, out if total is None else None)
             if indices is None:
-                out = values if out is None else out.add_(values)  # decoded values share no memory
+                total = values if total is None else total.add_(values)  # decoded values share no memory
                 continue
-            if out is None:
-                out = values.new_zeros(self.codec.transformed(segments).total)
-            out.index_add_(0, indices, values)  # distinct within one message
-        assert out is not None and key is not None
-        return self._inverse(out, segments, key)
+            if total is None:
+                total = values.new_zeros(self.codec.transformed(segments).total)
+            total.index_add_(0, indices, values)  # distinct within one message
+        assert total is not None and key is not None
+        return self._inverse(total, segments, key)
 
-    def mean(self, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]) -> Tensor:
-        """The mean of several ranks' messages, bit for bit their `total` over their number."""
+    def mean(
+        self, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key], out: Tensor | None = None
+    ) -> Tensor:
+        """The mean of several ranks' messages, bit for bit their `total` over their number.
+
+        It may lie in ``out``, or in new memory.
+        """
         if self.is_sparse(segments, len(payloads)):
             return self.entries(payloads, segments, keys).mean(segments.total)
-        return groups.over_(self.total(payloads, segments, keys), len(payloads))
+        return groups.over_(self.total(payloads, segments, keys, out), len(payloads))
 
     def is_sparse(self, segments: Segments, ranks: int) -> bool:
         """Whether `entries` serve. Messages longer together than the vector are better read one after the other."""
@@ -160,7 +170,7 @@ class Decoder:
     def _inverse(self, y: Tensor, segments: Segments, key: Key) -> Tensor:
         return self.codec.transform.inverse(y, segments, key) if self.codec.transform else y
 
-    def _read(self, payload: Payload, segments: Segments, key: Key) -> Decoded:
+    def _read(self, payload: Payload, segments: Segments, key: Key, out: Tensor | None = None) -> Decoded:
         codec, table = self.codec, self.codec.transformed(segments)
         indices, start = self._read_indices(payload.data, table, key)
         counts = codec.counts(indices, table)
@@ -171,7 +181,10 @@ class Decoder:
                 "was it cut, or written by another version?"
             )
         body = payload.data[start:stop]
-        return Decoded(indices, codec.quantizer.decode(body, on(counts, body.device), table.names, key))
+        lengths = on(counts, body.device)
+        if out is not None and codec.quantizer.decode_into and codec.selector is None and codec.transform is None:
+            return Decoded(None, codec.quantizer.decode_into(body, lengths, out))
+        return Decoded(indices, codec.quantizer.decode(body, lengths, table.names, key))
 
     def _read_indices(self, data: Tensor, table: Segments, key: Key) -> tuple[Tensor | None, int]:
         codec, coder = self.codec, self.codec.coder(table)

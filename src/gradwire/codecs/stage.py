@@ -113,7 +113,6 @@ class Selector(Stage):
     """Chooses which positions are sent."""
 
     receivers_redraw: bool = False  # receivers can redraw the choice from the sender's key, so no indices travel
-    fixed: bool = True  # each segment sends exactly `capacity(n)` entries
     exact_topk: ClassVar[bool] = False  # `select` is exact top-k, which fused kernels know
     memories: tuple[str, ...] = ()  # elementwise buffers of its own
     # What sent values of a segment of n elements are multiplied by, to undo a bias.
@@ -129,7 +128,7 @@ class Selector(Stage):
 
     @abstractmethod
     def select(self, signal: EncodeInput, key: Key) -> Tensor:
-        """Rising flat int64 positions, at most ``capacity`` in each segment. The order of `signal` is not kept."""
+        """Rising flat int64 positions, exactly ``capacity`` in each segment, or at most so many where not `fixed`."""
 
     @property
     @abstractmethod
@@ -141,6 +140,10 @@ class Quantizer(Stage):
 
     feedback_kernel: FeedbackKernel | None = None
     merge: MergeKernel | None = None
+    # (data, lengths) -> whether a value that is not finite was encoded, a bool on the device, as the message tells.
+    has_nonfinite: Callable[[Tensor, tuple[int, ...]], Tensor] | None = None
+    # (data, lengths, out) -> what `decode` gives, written to ``out``.
+    decode_into: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     @abstractmethod
     def size(self, lengths: tuple[int, ...]) -> int:
@@ -160,7 +163,7 @@ class Quantizer(Stage):
 
 
 class IndexCoder(Stage):
-    """Turns rising flat positions into bytes. How many positions there are travels beside them when it must."""
+    """Turns rising flat positions into bytes. Their number travels with them where receivers do not know it."""
 
     fixed: bool = True  # the number of bytes depends on count and n alone
     # The same coder with all that it may know of a segment table; others know its length alone.

@@ -1,8 +1,7 @@
-"""Who moves bytes."""
+"""Backends: what carries out collectives."""
 
-from gradwire.comm.backend import Backend
-from gradwire.comm.collectives import Traffic
-from gradwire.comm.single import SingleBackend
-from gradwire.comm.torch_backend import TorchBackend, connect
-
-__all__ = ["Backend", "SingleBackend", "TorchBackend", "Traffic", "connect"]
+from gradwire.comm.backend import Backend as Backend
+from gradwire.comm.collectives import Traffic as Traffic
+from gradwire.comm.single import SingleBackend as SingleBackend
+from gradwire.comm.torch_backend import TorchBackend as TorchBackend
+from gradwire.comm.torch_backend import connect as connect

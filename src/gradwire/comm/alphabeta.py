@@ -119,14 +119,14 @@ def ring_pieces(chunk: float) -> int:
 
 
 def scatter(sent: float, received: float, costs: AlphaBeta, peers: int = 1) -> float:
-    """Messages straight to so many peers. One for which nobody waits yet is announced first."""
+    """Messages straight to so many peers. One that the receiver does not wait for yet is announced first."""
     most = max(sent, received)
     meeting = 1 + _MEETING * most / (most + _BUFFERED) if peers > 1 else 1.0
     return 2 * costs.alpha + meeting * costs.carry(sent, received)
 
 
 def cost(kind: Kind, nbytes: float, world: int, link: AlphaBeta | LinkSpec) -> Cost:
-    """`seconds`, told apart into what occupies a rank's link and what does not."""
+    """`seconds`, divided into those that occupy a rank's link and those that do not."""
     costs = AlphaBeta.of(link) if isinstance(link, LinkSpec) else link
     busy = seconds(kind, nbytes, world, replace(costs, alpha=0.0))
     return Cost(busy, seconds(kind, nbytes, world, costs) - busy)

@@ -1,7 +1,7 @@
-"""Backend: the only seam to the network."""
+"""Backend: what carries out collectives. Nothing else knows the network."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class Backend(ABC):
     world: int
     traffic: Traffic
     device = torch.device("cpu")  # where small agreements must live
-    grouping: HostLayout | None = None  # which ranks share a host, where that makes a difference
+    host_layout: HostLayout | None = None  # which ranks share a host, where that makes a difference
     inside = Traffic()  # bytes that stay inside a host
     stream_ordered = False  # collectives of CUDA tensors only queue up on the device: the host waits in none
 
@@ -47,29 +47,38 @@ class Backend(ABC):
 
     def size_of(self, scope: str) -> int:
         """How many ranks a request of this scope reaches."""
-        if self.grouping is None or scope == "world":
+        if self.host_layout is None or scope == "world":
             return self.world
-        return self.grouping.beside if scope == "local" else len(self.grouping.hosts)
+        return self.host_layout.ranks_per_host if scope == "local" else len(self.host_layout.hosts)
 
     def broadcast_(self, tensor: Tensor) -> None:
         """Overwrite a tensor with rank 0's."""
         tensor.copy_(self.run(BroadcastOp(tensor)))
 
 
+def delegated(owner: str, name: str) -> Any:
+    """An attribute that is one of another object."""
+    return property(
+        lambda self: getattr(getattr(self, owner), name),
+        lambda self, value: setattr(getattr(self, owner), name, value),
+    )
+
+
 class CountingBackend(Backend):
     """A backend that moves bytes by itself, and counts what it moves."""
 
+    move_into: Callable[[Collective, Tensor], None] | None = None  # optional: `move` that writes to a given tensor
+
     def __init__(self) -> None:
         self.traffic = Traffic()
-
-    @abstractmethod
-    def move_into(self, collective: Collective, out: Tensor) -> None:
-        """As `move`, with the result written to ``out``."""
 
     def run(self, collective: Collective) -> Tensor:
         self.traffic += traffic(collective, self.rank, self.world)
         return self.move(collective)
 
     def run_into(self, collective: Collective, out: Tensor) -> None:
-        self.traffic += traffic(collective, self.rank, self.world)
-        self.move_into(collective, out)
+        if self.move_into is None:
+            out.copy_(self.run(collective))
+        else:
+            self.traffic += traffic(collective, self.rank, self.world)
+            self.move_into(collective, out)

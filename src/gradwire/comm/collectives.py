@@ -5,13 +5,15 @@ in-process `lockstep` share every line of it, and their bytes are counted in one
 """
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from gradwire.comm.alphabeta import ring_pieces
+from gradwire.core.layout import joined
 from gradwire.core.payload import Payload
 from gradwire.core.requests import Gather, Max, Request, Scope, SendRecv, Sum
 
@@ -64,12 +66,7 @@ class Traffic:
     messages: float = 0.0  # that this rank sends: what headers and acknowledgments are for
 
     def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(
-            self.sent + other.sent,
-            self.received + other.received,
-            self.collectives + other.collectives,
-            self.messages + other.messages,
-        )
+        return Traffic(*map(add, astuple(self), astuple(other)))
 
 
 def traffic(collective: Collective, rank: int, world: int) -> Traffic:
@@ -80,8 +77,7 @@ def traffic(collective: Collective, rank: int, world: int) -> Traffic:
     broadcast is a binomial tree, in which rank r passes the tensor on to every r + 2^i with 2^i > r.
     NCCL chooses among algorithms by size and topology; where it takes rings, this holds there too.
     """
-    x = collective.tensor
-    n = x.numel() * x.element_size()
+    x, n = collective.tensor, collective.tensor.nbytes
     if isinstance(collective, AllReduceOp):
         around = 2 * (world - 1) / world
         pieces = min(x.numel(), world * ring_pieces(n / world))
@@ -127,7 +123,7 @@ def _gather(gathers: dict[int, Gather], answers: list[Any], scope: Scope) -> Gen
         longest = yield AllReduceOp(used, "max", scope)
         sizes.update(zip(varying, longest.tolist(), strict=True))
     padded = [_pad(r.payload.data, sizes[i]) for i, r in gathers.items()]
-    rows = yield AllGatherOp(torch.cat(padded), scope)
+    rows = yield AllGatherOp(joined(padded), scope)
     columns = rows.split([sizes[i] for i in gathers], dim=1)
     for i, column in zip(gathers, columns, strict=True):
         answers[i] = [Payload(row) for row in column.unbind(0)]

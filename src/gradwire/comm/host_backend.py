@@ -1,13 +1,12 @@
 """Hosts: one backend inside a host, one to the counterparts on other hosts, and bytes counted for each."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm.backend import Backend, CountingBackend
-from gradwire.comm.collectives import Collective, Traffic
+from gradwire.comm.backend import Backend, CountingBackend, delegated
+from gradwire.comm.collectives import Collective
 from gradwire.comm.emulated import EmulatedBackend
 from gradwire.comm.host_layout import HostLayout
 from gradwire.comm.single import SingleBackend
@@ -27,54 +26,46 @@ class HostBackend(Backend):
         inside: Bytes inside the host.
     """
 
+    traffic = delegated("between", "traffic")
+    inside = delegated("local", "traffic")
+
     def __init__(
-        self, grouping: HostLayout, whole: CountingBackend, local: CountingBackend, between: CountingBackend
+        self, host_layout: HostLayout, whole: CountingBackend, local: CountingBackend, between: CountingBackend
     ) -> None:
-        self.grouping: HostLayout | None = grouping
+        self.host_layout: HostLayout | None = host_layout
         self.whole, self.local, self.between = whole, local, between
         self.rank, self.world, self.device = whole.rank, whole.world, whole.device
         self.stream_ordered = local.stream_ordered and between.stream_ordered
 
-    @property
-    def traffic(self) -> Any:
-        return self.between.traffic
-
-    @traffic.setter
-    def traffic(self, count: Any) -> None:
-        self.between.traffic = count
-
-    @property
-    def inside(self) -> Traffic:
-        return self.local.traffic
-
-    @inside.setter
-    def inside(self, count: Traffic) -> None:
-        self.local.traffic = count
+    def _counting(self, collective: Collective) -> CountingBackend | None:
+        return {"local": self.local, "across": self.between}.get(collective.scope)
 
     def run(self, collective: Collective) -> Tensor:
-        if collective.scope != "world":
-            return (self.local if collective.scope == "local" else self.between).run(collective)
-        return self.whole.move(collective)
+        backend = self._counting(collective)
+        return self.whole.move(collective) if backend is None else backend.run(collective)
 
     def move(self, collective: Collective) -> Tensor:
         return self.whole.move(collective)
 
     def run_into(self, collective: Collective, out: Tensor) -> None:
-        if collective.scope == "world":
-            out.copy_(self.run(collective))
+        backend = self._counting(collective)
+        if backend is None:
+            out.copy_(self.whole.move(collective))
         else:
-            (self.local if collective.scope == "local" else self.between).run_into(collective, out)
+            backend.run_into(collective, out)
 
 
-def subdivide(whole: Backend, grouping: HostLayout) -> HostBackend:
+def subdivide(whole: Backend, host_layout: HostLayout) -> HostBackend:
     """The same ranks, with groups for every host and between hosts. All ranks must call it."""
     if not isinstance(whole, CountingBackend):
         raise ValueError(f"a {type(whole).__name__} cannot be divided into hosts; leave link= out")
     fast = whole.inner if isinstance(whole, EmulatedBackend) else whole
-    local, between = (_group(fast, ranks) for ranks in (grouping.mates(whole.rank), grouping.rail(whole.rank)))
-    if isinstance(whole, EmulatedBackend):  # it is the way between hosts that is thin
+    local, between = (
+        _group(fast, ranks) for ranks in (host_layout.local_ranks(whole.rank), host_layout.counterparts(whole.rank))
+    )
+    if isinstance(whole, EmulatedBackend):  # the link between hosts is thin
         between = EmulatedBackend(between, whole.spec)
-    return HostBackend(grouping, whole, local, between)
+    return HostBackend(host_layout, whole, local, between)
 
 
 def _group(whole: CountingBackend, ranks: Sequence[int]) -> CountingBackend:
@@ -85,6 +76,7 @@ def _group(whole: CountingBackend, ranks: Sequence[int]) -> CountingBackend:
             f"a {type(whole).__name__} cannot be divided into hosts; leave link= out, or hand in a HostBackend"
         )
     members = [rank if whole.group is None else dist.get_global_rank(whole.group, rank) for rank in ranks]
-    link = TorchBackend(subgroup(members, whole.group))
-    link.book = whole.book  # of everybody: who is missed on one link may have been lost on another
-    return link
+    backend = TorchBackend(subgroup(members, whole.group))
+    # Of all ranks: one that is missed here may be lost to another group.
+    backend.probe_addresses = whole.probe_addresses
+    return backend

@@ -1,15 +1,15 @@
-"""Grouping: which ranks share a host.
+"""Host layout: which ranks share a host.
 
-    hosts     ((0, 1), (2, 3))     two hosts of two ranks
-    mates     (0, 1)               of rank 0: those on its host
-    rail      (0, 2)               of rank 0: its counterparts, one on each host
+    hosts          ((0, 1), (2, 3))     two hosts of two ranks
+    local_ranks    (0, 1)               of rank 0: those on its host
+    counterparts   (0, 2)               of rank 0: one on each host
 
-Ranks of a host find each other by what their launcher says of each: its number among the ranks of its host, and how
-many those are.
+The layout is found from what the launcher sets for each rank: its number on its host, and how many are there.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 Across: TypeAlias = str | Sequence[Sequence[int]]
@@ -26,7 +26,7 @@ _VARIABLES = (
 )
 
 
-class Seated(NamedTuple):
+class HostPlace(NamedTuple):
     """Where a rank is: the number of its host, and its own number there."""
 
     host: int
@@ -48,7 +48,7 @@ class HostLayout:
                 f"hosts with ranks {self} are not equally large, and a rank would have no counterpart on some of them; "
                 "start equally many ranks on every host"
             )
-        if any(rail != tuple(sorted(rail)) for rail in zip(*self.hosts, strict=True)):
+        if any(list(counterparts) != sorted(counterparts) for counterparts in zip(*self.hosts, strict=True)):
             raise ValueError(
                 f"hosts with ranks {self} are interlaced: first ranks, second ranks and so on must each rise from host "
                 "to host, as in [[0, 1], [2, 3]] or [[0, 2], [1, 3]]; number the ranks so"
@@ -60,69 +60,61 @@ class HostLayout:
         return cls(tuple(sorted(tuple(sorted(group)) for group in groups)))
 
     @classmethod
-    def found(cls, places: Sequence[tuple[int, int] | None]) -> "HostLayout":
-        """Hosts from what every rank's environment says: its number on its host, and how many are there."""
-        hosts: list[tuple[int, ...]] = []
-        rank = 0
-        while rank < len(places):
-            size = _known(places, rank)[1]
-            for local in range(size):
-                if rank + local >= len(places) or _known(places, rank + local) != (local, size):
-                    _refuse(places, rank, size)
-            hosts.append(tuple(range(rank, rank + size)))
-            rank += size
-        return cls(tuple(hosts))
+    def from_launcher(cls, places: Sequence[tuple[int, int] | None]) -> "HostLayout":
+        """Hosts from every rank's environment: its number on its host, and how many are there."""
+        known = [_known(place, rank) for rank, place in enumerate(places)]
+        starts = [rank for rank, (local, _) in enumerate(known) if local == 0]
+        hosts = tuple(tuple(range(start, stop)) for start, stop in pairwise((*starts, len(known))))
+        for host in hosts:
+            local_ranks, sizes = zip(*(known[rank] for rank in host), strict=True)
+            if local_ranks != tuple(range(len(host))) or set(sizes) != {len(host)}:
+                raise ValueError(
+                    f"rank {host[0]} is one of {sizes[0]} on its host, but ranks {list(host)} have the numbers "
+                    f"{list(local_ranks)} there; where ranks of a host do not follow each other, {_REMEDY}"
+                )
+        return cls(hosts)
 
     def check(self, world: int) -> None:
-        """Refuse a number of ranks that is not this grouping's."""
+        """Refuse a number of ranks that is not this layout's."""
         if self.world != world:
             raise ValueError(f"across={self} has {self.world} ranks, and there are {world}; name each of them once")
 
     @property
     def world(self) -> int:
-        return len(self.hosts) * self.beside
+        return len(self.hosts) * self.ranks_per_host
 
     @property
-    def beside(self) -> int:
-        """How many ranks share a host."""
+    def ranks_per_host(self) -> int:
         return len(self.hosts[0])
 
-    def seat(self, rank: int) -> Seated:
-        host = next(i for i, ranks in enumerate(self.hosts) if rank in ranks)
-        return Seated(host, self.hosts[host].index(rank))
+    def place_of(self, rank: int) -> HostPlace:
+        ranks = self.local_ranks(rank)
+        return HostPlace(self.hosts.index(ranks), ranks.index(rank))
 
-    def mates(self, rank: int) -> tuple[int, ...]:
-        return self.hosts[self.seat(rank).host]
+    def local_ranks(self, rank: int) -> tuple[int, ...]:
+        """The ranks of a rank's host."""
+        return next(host for host in self.hosts if rank in host)
 
-    def rail(self, rank: int) -> tuple[int, ...]:
-        local = self.seat(rank).local
-        return tuple(host[local] for host in self.hosts)
+    def counterparts(self, rank: int) -> tuple[int, ...]:
+        """The ranks with the same number on every host."""
+        return next(ranks for ranks in zip(*self.hosts, strict=True) if rank in ranks)
 
     def __str__(self) -> str:
         return str([list(host) for host in self.hosts])
 
 
-def seated(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """A rank's number on its host and how many are there, as its launcher says; None where it does not."""
+def launcher_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """A rank's number on its host and how many are there, as its launcher set them; None where it did not."""
     for local, size in _VARIABLES:
         if environment.get(local, "").isdigit() and environment.get(size, "").isdigit():
             return int(environment[local]), int(environment[size])
     return None
 
 
-def _known(places: Sequence[tuple[int, int] | None], rank: int) -> tuple[int, int]:
-    place = places[rank]
+def _known(place: tuple[int, int] | None, rank: int) -> tuple[int, int]:
     if place is None or place[1] < 1:
         raise ValueError(
             f"nothing says which ranks share the host of rank {rank}: LOCAL_RANK and LOCAL_WORLD_SIZE, which torchrun "
             f"sets, are missing; {_REMEDY}"
         )
     return place
-
-
-def _refuse(places: Sequence[tuple[int, int] | None], rank: int, size: int) -> None:
-    said = [place[0] for place in places[rank : rank + size] if place is not None]
-    raise ValueError(
-        f"rank {rank} is one of {size} on its host, but the ranks from it on are the numbers {said} of theirs; where "
-        f"ranks of a host do not follow each other, {_REMEDY}"
-    )

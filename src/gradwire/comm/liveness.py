@@ -1,25 +1,25 @@
-"""Roll call: who can still be reached, when a collective has failed.
+"""Liveness: which ranks can still be reached, when a collective has failed.
 
-A process group ends with its first lost member, and its error names nobody. So every rank keeps a door that nobody ever
-enters: a socket that listens. Others knock when a collective has failed. That it answers shows that its rank is alive
-and its host within reach; that it is gone shows that the rank has ended; and silence, that one of the two hosts is down
-or cut off.
+A process group ends with its first lost member, and its error names no rank. So every rank keeps a listening socket,
+and the others try to connect to it when a collective has failed. A connection shows that the rank is alive and its host
+is reachable; a refusal, that the rank has ended; no answer, that one of the two hosts is down or cut off.
 """
 
 import atexit
 import errno
 import os
 import re
-import selectors
 import socket
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import NamedTuple
 
-SECONDS = 3.0  # until a door that has not answered is taken to be out of reach
-_PAUSES = (0.2, 1.0)  # a process that ends closes its sockets one after the other, and the door may not be the first
-_BREAKS = re.compile(r"tim(ed|e) ?out|connection|closed|broken pipe|unreachable|no route|socket", re.IGNORECASE)
+SECONDS = 3.0  # until a rank that has not answered is taken to be out of reach
+_PAUSES = (0.2, 1.0)  # a process that ends closes its sockets one after the other, and the listener may be late
+_MOST_PROBES = 256  # at a time
+_NETWORK_ERROR = re.compile(r"tim(ed|e) ?out|connection|closed|broken pipe|unreachable|no route|socket", re.IGNORECASE)
 
 
 class PeerLostError(RuntimeError):
@@ -27,17 +27,17 @@ class PeerLostError(RuntimeError):
 
 
 class ProbeAddress(NamedTuple):
-    """Where a rank can be knocked at. An address of "" is not known."""
+    """Where a rank listens for probes. An address of "" is not known."""
 
     host: str
     address: str
     port: int
 
 
-Book = Mapping[int, ProbeAddress]  # by rank, in the numbers that people see
+ProbeAddresses = Mapping[int, ProbeAddress]  # by rank, in the numbers that people see
 
 
-def door() -> ProbeAddress:
+def probe_address() -> ProbeAddress:
     """This process's own."""
     listener = _listener(os.getpid())
     address, port = listener.getsockname() if listener is not None else ("", 0)
@@ -45,91 +45,68 @@ def door() -> ProbeAddress:
     return ProbeAddress(name, address, port)
 
 
-def lost(wrong: RuntimeError, me: int, book: Book, seconds: float = SECONDS) -> RuntimeError:
+def diagnose(error: RuntimeError, me: int, addresses: ProbeAddresses, seconds: float = SECONDS) -> RuntimeError:
     """The error to raise instead of a collective's own, where that is the network's."""
-    if not _BREAKS.search(str(wrong)):
-        return wrong
-    others = {rank: where for rank, where in book.items() if rank != me and where.address}
+    if not _NETWORK_ERROR.search(str(error)):
+        return error
+    others = {rank: where for rank, where in addresses.items() if rank != me and where.address}
     answers: dict[int, int] = {}
     for pause in _PAUSES:
         time.sleep(pause)
         answers = probe(others, seconds)
         if any(answers.values()):
             break
-    gone = [rank for rank, number in answers.items() if number == errno.ECONNREFUSED]
+    ended = [rank for rank, number in answers.items() if number == errno.ECONNREFUSED]
     silent = [rank for rank, number in answers.items() if number not in (0, errno.ECONNREFUSED)]
-    told = []
-    if gone:
-        told.append(f"{_named(gone, book)} ended")
+    causes = [f"{_named(ended, addresses)} ended"] if ended else []
     if silent:
-        here = book[me].host if me in book else "here"
-        told.append(f"{_named(silent, book)} cannot be reached from {here}: a host is down or cut off")
-    if not told:
-        told.append("all ranks are there, but one came too late, or they asked different things")
-    return PeerLostError(f"a collective failed on rank {me}: {'; '.join(told)} ({_reason(wrong)})")
+        here = addresses[me].host if me in addresses else "here"
+        causes.append(f"{_named(silent, addresses)} cannot be reached from {here}: a host is down or cut off")
+    text = "; ".join(causes) or "all ranks answer, but one was too late, or they called different collectives"
+    return PeerLostError(f"a collective failed on rank {me}: {text} ({_reason(error)})")
 
 
-def probe(doors: Book, seconds: float) -> dict[int, int]:
-    """By rank: 0 where the door is there, else the error number; a door that never answers has timed out."""
-    found = dict.fromkeys(doors, errno.ETIMEDOUT)
-    deadline = time.monotonic() + seconds
-    with selectors.DefaultSelector() as waiting:
-        for rank, where in doors.items():
-            knocker = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            knocker.setblocking(False)
-            found[rank] = knocker.connect_ex((where.address, where.port))
-            if found[rank] == errno.EINPROGRESS:
-                found[rank] = errno.ETIMEDOUT
-                waiting.register(knocker, selectors.EVENT_WRITE, rank)
-            else:
-                knocker.close()
-        while waiting.get_map() and time.monotonic() < deadline:
-            for key, _ in waiting.select(deadline - time.monotonic()):
-                assert isinstance(key.fileobj, socket.socket)
-                found[key.data] = key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                waiting.unregister(key.fileobj)
-                key.fileobj.close()
-        for key in list(waiting.get_map().values()):
-            assert isinstance(key.fileobj, socket.socket)
-            key.fileobj.close()
-    return found
+def probe(addresses: ProbeAddresses, seconds: float) -> dict[int, int]:
+    """By rank: 0 where it listens, else the error number of the connection."""
+
+    def connect(where: ProbeAddress) -> int:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as line:
+            line.settimeout(seconds)
+            return line.connect_ex((where.address, where.port))
+
+    with ThreadPoolExecutor(_MOST_PROBES) as threads:
+        return dict(zip(addresses, threads.map(connect, addresses.values()), strict=True))
 
 
-def _named(ranks: list[int], book: Book) -> str:
+def _named(ranks: list[int], addresses: ProbeAddresses) -> str:
     hosts: dict[str, list[str]] = {}
     for rank in ranks:
-        hosts.setdefault(book[rank].host, []).append(str(rank))
+        hosts.setdefault(addresses[rank].host, []).append(str(rank))
     return ", ".join(f"rank {' and '.join(numbers)} on {host}" for host, numbers in hosts.items())
 
 
-def _reason(wrong: RuntimeError) -> str:
-    """What the transport says, without where in its source it says so."""
-    first = str(wrong).splitlines()[0]
+def _reason(error: RuntimeError) -> str:
+    """The transport's own reason, without the place in its source."""
+    first = str(error).splitlines()[0]
     return re.sub(r"^\[[^\]]*\] ", "", first).partition(". This is")[0]
 
 
 @lru_cache(maxsize=1)
 def _listener(process: int) -> socket.socket | None:
-    """One for each process, as long as it lives; a forked child has none of its own yet."""
-    del process
+    """One for each process, as long as it lives; a forked child needs its own."""
     try:
-        address = _address()
-        made = socket.create_server((address, 0), backlog=64) if address else None
+        listener = socket.create_server((_address(), 0), backlog=64)
     except OSError:
         return None
-    if made is not None:
-        atexit.register(made.close)
-    return made
+    atexit.register(listener.close)
+    return listener
 
 
 def _address() -> str:
-    """The address from which this host reaches the meeting place; its own loopback where all ranks are on one host."""
-    place = os.environ.get("MASTER_ADDR")
-    if not place:
+    """The address from which this host reaches the rendezvous; its loopback where all ranks are on one host."""
+    rendezvous = os.environ.get("MASTER_ADDR")
+    if not rendezvous:
         return "127.0.0.1"
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((place, 1))  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
+        line.connect((rendezvous, 1))  # sends nothing
+        return str(line.getsockname()[0])

@@ -15,6 +15,7 @@ class EdgeAgreement:
     """One rank's part in the protocol that `peer_mesh` draws. Reader threads call `handle`.
 
     Attributes:
+        edges: The connections.
         next_step: The step in which this rank exchanges messages next.
         joined: Whether that is known, so that edges may be agreed on.
         joined_before: Whether it ever was.
@@ -22,7 +23,7 @@ class EdgeAgreement:
     """
 
     def __init__(self, rank: int, edges: EdgeTable) -> None:
-        self.rank, self._edges = rank, edges
+        self.rank, self.edges = rank, edges
         self.next_step = 0
         self.joined = self.joined_before = False
         self.snapshot: tuple[int, Snapshot] | None = None
@@ -40,7 +41,7 @@ class EdgeAgreement:
 
         Else peers would wait for a rank that hangs, again and again.
         """
-        return self.joined and time.monotonic() < self._active + self._edges.timeout / 2
+        return self.joined and time.monotonic() < self._active + self.edges.timeout / 2
 
     @contextlib.contextmanager
     def active(self, edges: Iterable[Edge] = ()) -> Iterator[None]:
@@ -57,12 +58,12 @@ class EdgeAgreement:
         for edge in edges:
             if not edge.announced:
                 edge.announced = True
-                self._edges.send(edge, FrameKind.READY, self.next_step)
+                self.edges.send(edge, FrameKind.READY, self.next_step)
             self._offer(edge)
 
     def _offer(self, edge: Edge) -> None:
         """The lower rank offers the first step that neither has passed, a little further after each refusal."""
-        with self._edges.changed:
+        with self.edges.changed:
             possible = self.is_active() and edge.peer_step is not None and edge.alive and edge.start is None
             if not possible or self.rank > edge.peer or edge.offered is not None:
                 return
@@ -70,7 +71,7 @@ class EdgeAgreement:
             step = edge.offered = max(self.next_step, edge.peer_step) + (2**edge.tries - 1)
             edge.tries = min(edge.tries + 1, 6)
             digest = self._digest(edge, step)
-        self._edges.send(edge, FrameKind.OFFER, step, body=digest)
+        self.edges.send(edge, FrameKind.OFFER, step, body=digest)
 
     def _digest(self, edge: Edge, step: int) -> bytes:
         """Of this rank's copies of an edge, if it goes on with the step that they fit."""
@@ -79,36 +80,36 @@ class EdgeAgreement:
     def send_state(self, edges: Iterable[Edge]) -> None:
         """Send this rank's parameters to the peers that wait for them, if there are any yet."""
         for edge in edges:
-            with self._edges.changed:
+            with self.edges.changed:
                 snapshot = self.snapshot if edge.wants_state else None
                 edge.wants_state = edge.wants_state and snapshot is None
             if snapshot is not None:
-                self._edges.send(edge, FrameKind.STATE, snapshot[0], 0, snapshot[1]())
+                self.edges.send(edge, FrameKind.STATE, snapshot[0], 0, snapshot[1]())
 
     def handle(self, edge: Edge, kind: int, step: int, index: int, body: bytes) -> None:
         """Take a frame in, and answer it."""
-        with self._edges.changed:
+        with self.edges.changed:
             edge.last_seen = time.monotonic()
             taken = kind == FrameKind.OFFER and self.joined and step >= self.next_step
             if taken:
                 edge.start, edge.resumed = step, bool(body) and body == self._digest(edge, step)
             else:
                 _record(edge, kind, step, index, body)
-            self._edges.changed.notify_all()
+            self.edges.changed.notify_all()
         if kind in (FrameKind.READY, FrameKind.REFUSE):
             self._offer(edge)
         elif taken:
-            self._edges.send(edge, FrameKind.TAKE, step, body=body if edge.resumed else b"")
+            self.edges.send(edge, FrameKind.TAKE, step, body=body if edge.resumed else b"")
         elif kind == FrameKind.OFFER:
-            self._edges.send(edge, FrameKind.REFUSE, self.next_step)
+            self.edges.send(edge, FrameKind.REFUSE, self.next_step)
         elif kind == FrameKind.PULL:
             self.send_state([edge])
 
     def reset(self) -> list[Edge]:
         """Agree to nothing until `join` is called again. Returns the edges that were agreed on. With the lock held."""
         self.joined = False
-        agreed = [edge for edge in self._edges.live() if edge.start is not None or edge.offered is not None]
-        for edge in self._edges.live():
+        agreed = [edge for edge in self.edges.live() if edge.start is not None or edge.offered is not None]
+        for edge in self.edges.live():
             edge.announced, edge.start, edge.tries = False, None, 0
         return agreed
 

@@ -5,12 +5,13 @@ import logging
 import socket
 import struct
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from gradwire.comm.collectives import Traffic
 from gradwire.comm.framing import FRAME, Edge, FrameKind, pack_frame, receive_frame, shut, timeval
 from gradwire.comm.peer_agreement import EdgeAgreement
-from gradwire.comm.peer_edges import BROKEN_CONNECTION, EdgeTable
+from gradwire.comm.peer_edges import BROKEN_CONNECTION
 from gradwire.comm.rendezvous import Rendezvous
 
 _REDIAL_SECONDS = 0.05
@@ -21,24 +22,18 @@ class Connector:
     """Threads that accept and dial, and one thread for each edge, which reads until the connection ends."""
 
     def __init__(
-        self,
-        rank: int,
-        neighbors: Iterable[int],
-        rendezvous: Rendezvous,
-        digest: bytes,
-        host: str,
-        edges: EdgeTable,
-        agreement: EdgeAgreement,
+        self, agreement: EdgeAgreement, neighbors: Iterable[int], rendezvous: Rendezvous, digest: bytes, host: str
     ) -> None:
-        self._rank, self._neighbors, self._rendezvous = rank, tuple(neighbors), rendezvous
-        self._hello = struct.pack("<I", rank) + digest
-        self._edges, self._agreement = edges, agreement
-        self._dialing: set[int] = set()
+        self._rank, self._edges, self._agreement = agreement.rank, agreement.edges, agreement
+        self._neighbors, self._rendezvous = tuple(neighbors), rendezvous
+        self._hello = struct.pack("<I", self._rank) + digest
         self._refused: set[int] = set()  # peers of another training, which are logged once
         self._listener = socket.create_server((host, 0))
-        rendezvous.write(rank, (host, self._listener.getsockname()[1]))
-        for work in (self._accept, self._dial):
-            threading.Thread(target=work, name=f"gradwire-{work.__name__}", daemon=True).start()
+        rendezvous.write(self._rank, (host, self._listener.getsockname()[1]))
+        _start(self._accept)
+        for peer in self._neighbors:
+            if peer < self._rank:  # the higher rank of an edge dials
+                _start(self._dial, peer)
 
     def close(self) -> None:
         """Stop to accept. The edges are closed already."""
@@ -48,31 +43,20 @@ class Connector:
         self._listener.close()
 
     def _accept(self) -> None:
-        while not self._edges.closed:
-            try:
-                line, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(line, None), daemon=True).start()
+        with contextlib.suppress(OSError):  # the listener was closed
+            while not self._edges.closed:
+                _start(self._serve, self._listener.accept()[0], None)
 
-    def _dial(self) -> None:
-        """The higher rank of an edge dials."""
+    def _dial(self, peer: int) -> None:
+        """Connect to a peer whose address is known, again and again while there is no connection."""
         edges = self._edges
         while not edges.closed:
-            for peer in self._neighbors:
-                if peer < self._rank and peer not in edges.by_peer and peer not in self._dialing and not edges.closed:
-                    self._dialing.add(peer)
-                    threading.Thread(target=self._connect, args=(peer,), daemon=True).start()
+            address = self._rendezvous.read(peer) if peer not in edges.by_peer else None
+            with contextlib.suppress(OSError):
+                if address is not None:
+                    self._serve(socket.create_connection(address, timeout=edges.timeout), peer)
             with edges.changed:
                 edges.changed.wait_for(lambda: edges.closed, _REDIAL_SECONDS)
-
-    def _connect(self, peer: int) -> None:
-        """Connect to a peer whose address is known. A second connection meanwhile would end the first."""
-        address = self._rendezvous.read(peer)
-        with contextlib.suppress(OSError):
-            if address is not None:
-                self._serve(socket.create_connection(address, timeout=self._edges.timeout), peer)
-        self._dialing.discard(peer)
 
     def _serve(self, line: socket.socket, dialed: int | None) -> None:
         """Exchange hellos, then read until the end. Runs in the edge's own thread."""
@@ -119,3 +103,7 @@ class Connector:
             elif peer not in self._refused:
                 self._refused.add(peer)
                 _log.warning("%s. Going on without it.", message)
+
+
+def _start(work: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=work, args=args, name=f"gradwire-{work.__name__}", daemon=True).start()

@@ -60,7 +60,7 @@ class PeerMesh:
         self._agreement = EdgeAgreement(rank, self.edges)
         self._deadline = 0.0  # when the step ends, with those that have answered
         self._writers = ThreadPoolExecutor(2 * len(self._neighbors) + 1, "gradwire-writer")
-        self._connector = Connector(rank, self._neighbors, rendezvous, digest, host, self.edges, self._agreement)
+        self._connector = Connector(self._agreement, self._neighbors, rendezvous, digest, host)
 
     # -- joining and leaving -------------------------------------------------------------------------------------------
 
@@ -181,25 +181,22 @@ class PeerMesh:
             return {p: e.messages.pop((step, index)) for p, e in edges.items() if (step, index) in e.messages}
 
     def _await_messages(self, edges: Collection[Edge], step: int, index: int) -> None:
+        """Wait for the messages of all peers, and drop those that were silent too long."""
         began = last_sent = time.monotonic()
-        while self._still_waits(edges, step, index, began):
+        while True:
+            with self.edges.changed:
+                now = time.monotonic()
+                missing = [edge for edge in edges if edge.alive and (step, index) not in edge.messages]
+                for edge in missing:
+                    if now > min(max(edge.last_seen, began) + self.timeout, self._deadline):
+                        self.edges.drop(edge)
+                if not any(edge.alive for edge in missing):
+                    return
+                self.edges.changed.wait(self.timeout / 10)
             if time.monotonic() - last_sent >= self.timeout / 5:
                 last_sent = time.monotonic()
                 for edge in edges:
                     self._writers.submit(self.edges.send, edge, FrameKind.WAIT, step)
-
-    def _still_waits(self, edges: Iterable[Edge], step: int, index: int, began: float) -> bool:
-        """Drop peers that were silent too long; wait a little for the others. Whether any message is still to come."""
-        with self.edges.changed:
-            now = time.monotonic()
-            waiting = [edge for edge in edges if edge.alive and (step, index) not in edge.messages]
-            for edge in waiting:
-                if now > min(max(edge.last_seen, began) + self.timeout, self._deadline):
-                    self.edges.drop(edge)
-            if any(edge.alive for edge in waiting):
-                self.edges.changed.wait(self.timeout / 10)
-                return True
-            return False
 
     def finish(self, step: int, snapshot: Snapshot) -> None:
         """The step is over; a rank that comes back may start from these parameters."""

@@ -14,13 +14,26 @@ Address = tuple[str, int]
 class Rendezvous(ABC):
     """A table of addresses that outlives any of its readers."""
 
-    @abstractmethod
     def write(self, rank: int, address: Address) -> None:
         """Enter an address; it replaces the one before."""
+        host, port = address
+        self.set_text(f"peer-{rank}", f"{host} {port}")
 
-    @abstractmethod
     def read(self, rank: int) -> Address | None:
         """The last address of a rank; None where there is none, or the table cannot be read now."""
+        try:
+            host, port = self.get_text(f"peer-{rank}").split()
+            return host, int(port)
+        except (OSError, RuntimeError, ValueError):
+            return None
+
+    @abstractmethod
+    def set_text(self, key: str, text: str) -> None:
+        """Enter a text under a key, at once for all readers."""
+
+    @abstractmethod
+    def get_text(self, key: str) -> str:
+        """The text under a key; empty or an error where there is none."""
 
 
 class FolderRendezvous(Rendezvous):
@@ -30,18 +43,13 @@ class FolderRendezvous(Rendezvous):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def write(self, rank: int, address: Address) -> None:
-        host, port = address
-        partial = self.folder / f"peer-{rank}.{os.getpid()}.partial"
-        partial.write_text(f"{host} {port}\n")
-        partial.replace(self.folder / f"peer-{rank}")  # a reader sees the old address or the new one
+    def set_text(self, key: str, text: str) -> None:
+        partial = self.folder / f"{key}.{os.getpid()}.partial"
+        partial.write_text(f"{text}\n")
+        partial.replace(self.folder / key)  # a reader sees the old address or the new one
 
-    def read(self, rank: int) -> Address | None:
-        try:
-            host, port = (self.folder / f"peer-{rank}").read_text().split()
-            return host, int(port)
-        except (OSError, ValueError):
-            return None
+    def get_text(self, key: str) -> str:
+        return (self.folder / key).read_text()
 
 
 class StoreRendezvous(Rendezvous):
@@ -52,18 +60,11 @@ class StoreRendezvous(Rendezvous):
             host, port, is_master=False, timeout=timedelta(seconds=seconds)
         )
 
-    def write(self, rank: int, address: Address) -> None:
-        host, port = address
-        self.store.set(f"peer-{rank}", f"{host} {port}")
+    def set_text(self, key: str, text: str) -> None:
+        self.store.set(key, text)
 
-    def read(self, rank: int) -> Address | None:
-        try:
-            if not self.store.check([f"peer-{rank}"]):
-                return None
-            host, port = self.store.get(f"peer-{rank}").decode().split()
-            return host, int(port)
-        except (RuntimeError, ValueError):
-            return None
+    def get_text(self, key: str) -> str:
+        return str(self.store.get(key).decode()) if self.store.check([key]) else ""
 
 
 def rendezvous(place: str | Path | Rendezvous) -> Rendezvous:

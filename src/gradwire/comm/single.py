@@ -16,6 +16,3 @@ class SingleBackend(CountingBackend):
     def move(self, collective: Collective) -> Tensor:
         x = collective.tensor
         return x[None] if isinstance(collective, AllGatherOp) else x
-
-    def move_into(self, collective: Collective, out: Tensor) -> None:
-        out.copy_(self.move(collective))

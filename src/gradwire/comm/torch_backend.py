@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gradwire.comm.backend import Backend, CountingBackend
 from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, Collective
-from gradwire.comm.emulated import pretended
-from gradwire.comm.liveness import Book, ProbeAddress, door, lost
+from gradwire.comm.emulated import maybe_emulated
+from gradwire.comm.liveness import ProbeAddress, ProbeAddresses, diagnose, probe_address
 from gradwire.comm.single import SingleBackend
 from gradwire.core.payload import Payload
 from gradwire.core.requests import Gather
@@ -24,39 +24,38 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def private_group(group: dist.ProcessGroup | None, waits: timedelta | None = None) -> dist.ProcessGroup:
+def private_group(group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> dist.ProcessGroup:
     """A group of our own over the same ranks, so that our collectives never mix with the user's.
 
-    It waits for its members as long as the given one does, or as it is told.
+    Its timeout is that of the given one, unless another is given.
     """
     parent = group if group is not None else dist.group.WORLD
-    if not isinstance(parent, dist.ProcessGroup):  # what torch hands to those outside
+    if not isinstance(parent, dist.ProcessGroup):  # what torch hands to ranks outside
         raise ValueError(f"rank {dist.get_rank()} is not in the process_group; attach only on the ranks that are")
-    # Ranks outside a smaller group are not here to help. Of the whole world all are, and then nobody needs the name
-    # that torch makes of how many groups a rank has joined, which may differ between ranks.
+    # Ranks outside a smaller group do not take part in making it. Of the whole world all do, and then the name is not
+    # needed that torch makes of how many groups a rank has joined, which may differ between ranks.
     local = parent is not dist.group.WORLD
-    ranks = dist.get_process_group_ranks(parent)
-    made = dist.new_group(ranks, timeout=waits or patience(parent), use_local_synchronization=local)
+    return subgroup(dist.get_process_group_ranks(parent), parent, timeout, local)
+
+
+def subgroup(
+    ranks: Sequence[int], parent: dist.ProcessGroup | None, timeout: timedelta | None = None, local: bool = True
+) -> dist.ProcessGroup:
+    """A group of some ranks of the world, with their parent's timeout. If ``local``, only they must call it."""
+    timeout = timeout or timeout_of(parent if parent is not None else dist.group.WORLD)
+    made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=local)
     assert isinstance(made, dist.ProcessGroup)
     return made
 
 
-def subgroup(ranks: Sequence[int], parent: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """A group of some ranks of the world, as patient as their parent; only they must call it."""
-    waits = patience(parent if parent is not None else dist.group.WORLD)
-    made = dist.new_group(list(ranks), timeout=waits, use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
-
-
-def patience(group: dist.ProcessGroup | None) -> timedelta | None:
-    """How long a group waits for its members. A new one would wait half an hour, whatever its parent was told."""
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
+    """The timeout of a group's collectives. A new group would have half an hour, whatever its parent has."""
     try:
         assert group is not None
-        found = group._get_backend(group._device_types[0]).options._timeout
-    except (AssertionError, AttributeError, IndexError, RuntimeError):  # a backend that keeps it to itself
+        timeout = group._get_backend(group._device_types[0]).options._timeout
+    except (AssertionError, AttributeError, IndexError, RuntimeError):  # a backend that does not show it
         return None
-    return found if isinstance(found, timedelta) else None
+    return timeout if isinstance(timeout, timedelta) else None
 
 
 class TorchBackend(CountingBackend):
@@ -72,45 +71,39 @@ class TorchBackend(CountingBackend):
             self.device = torch.device("cuda", torch.cuda.current_device())
         # Of CUDA tensors gloo takes only some collectives; through the host it takes all of them.
         self._via_host = dist.get_backend(group) == "gloo"
-        self.book: Book = {}  # where members can be knocked at, if they do not answer
+        self.probe_addresses: ProbeAddresses = {}
 
-    def introduce(self) -> None:
-        """Tell each other where to knock. All members must call it."""
-        note = torch.tensor(list(json.dumps([dist.get_rank(), *door()]).encode()), dtype=torch.uint8)
-        (heard,) = self.answer([Gather(Payload(note.to(self.device)))])
-        rows = [json.loads(bytes(payload.data.tolist()).rstrip(b"\0")) for payload in heard]
-        self.book = {rank: ProbeAddress(*where) for rank, *where in rows}
+    def exchange_probe_addresses(self) -> None:
+        """Let all members know where each listens for probes. All members must call it."""
+        mine = torch.tensor(list(json.dumps([dist.get_rank(), *probe_address()]).encode()), dtype=torch.uint8)
+        (payloads,) = self.answer([Gather(Payload(mine.to(self.device)))])
+        rows = [json.loads(bytes(payload.data.tolist()).rstrip(b"\0")) for payload in payloads]
+        self.probe_addresses = {rank: ProbeAddress(*where) for rank, *where in rows}
 
     def move(self, collective: Collective) -> Tensor:
         x = collective.tensor
-        try:
-            if self._via_host and x.is_cuda:
-                return self._move(collective, x.cpu()).to(x.device)
-            return self._move(collective, x.detach().contiguous())
-        except RuntimeError as wrong:
-            raise lost(wrong, dist.get_rank(), self.book) from wrong
-
-    def move_into(self, collective: Collective, out: Tensor) -> None:
-        if self._via_host:
-            out.copy_(self.move(collective))
-            return
-        try:
-            self._fill_(out, collective, collective.tensor.contiguous())
-        except RuntimeError as wrong:
-            raise lost(wrong, dist.get_rank(), self.book) from wrong
-
-    def _move(self, collective: Collective, x: Tensor) -> Tensor:
+        shape: Sequence[int] = x.shape
         if isinstance(collective, AllGatherOp):
-            out = x.new_empty(self.world, x.numel())
+            shape = (self.world, x.numel())
         elif isinstance(collective, AllToAllOp):
-            out = x.new_empty(sum(collective.into))
-        else:
-            out = torch.empty_like(x)
-        self._fill_(out, collective, x)
+            shape = (sum(collective.into),)
+        out = x.new_empty(shape)
+        self.move_into(collective, out)
         return out
 
-    def _fill_(self, out: Tensor, collective: Collective, x: Tensor) -> None:
-        """Write a collective's result to where it belongs."""
+    def move_into(self, collective: Collective, out: Tensor) -> None:
+        x = collective.tensor.detach().contiguous()
+        try:
+            if self._via_host and x.is_cuda:
+                on_host = torch.empty_like(out, device="cpu")
+                self._move_into(on_host, collective, x.cpu())
+                out.copy_(on_host)
+            else:
+                self._move_into(out, collective, x)
+        except RuntimeError as error:
+            raise diagnose(error, dist.get_rank(), self.probe_addresses) from error
+
+    def _move_into(self, out: Tensor, collective: Collective, x: Tensor) -> None:
         if isinstance(collective, AllReduceOp):
             dist.all_reduce(out.copy_(x), _OPS[collective.op], group=self.group)
         elif isinstance(collective, AllGatherOp):
@@ -118,15 +111,15 @@ class TorchBackend(CountingBackend):
         elif isinstance(collective, AllToAllOp):
             splits = list(collective.into), list(collective.out)
             if self._via_host:
-                self._hand_round(x.split(splits[1]), out.split(splits[0]))
+                self._pairwise_all_to_all(x.split(splits[1]), out.split(splits[0]))
             else:
                 dist.all_to_all_single(out, x, *splits, group=self.group)
         else:
             root = 0 if self.group is None else dist.get_global_rank(self.group, 0)
             dist.broadcast(out.copy_(x), root, group=self.group)
 
-    def _hand_round(self, mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
-        """All-to-all in turns, to the next rank, the one after it and so on.
+    def _pairwise_all_to_all(self, mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+        """Send to the next rank, then to the one after it and so on.
 
         Gloo's own sends to all at once, and to each peer in one direction at a time: on a thin link that takes 1.4
         times as long among 4 ranks, and twice as long between 2.
@@ -134,23 +127,23 @@ class TorchBackend(CountingBackend):
         theirs[self.rank].copy_(mine[self.rank])
         turns = [(self.rank + turn) % self.world for turn in range(1, self.world)]
         ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-        receipts = [
+        receives = [
             dist.irecv(theirs[peer], ranks[peer], group=self.group) for peer in turns[::-1] if theirs[peer].numel()
         ]
         for peer in turns:
             if mine[peer].numel():
                 _wait(dist.isend(mine[peer], ranks[peer], group=self.group))
-        for receipt in receipts:
-            _wait(receipt)
+        for receive in receives:
+            _wait(receive)
 
 
 def _wait(work: dist.Work | None) -> None:
-    assert work is not None, "a rank hands nothing to itself"
+    assert work is not None, "a rank sends nothing to itself"
     work.wait()
 
 
-def connect(group: dist.ProcessGroup | None = None, patience: timedelta | None = None) -> Backend:
-    """A link of our own beside the user's group; a world of one where no process group exists."""
+def connect(group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> Backend:
+    """A backend of our own over the ranks of the user's group; a world of one where no process group exists."""
     if not (dist.is_available() and dist.is_initialized()):
         ranks = os.environ.get("WORLD_SIZE", "1")
         if ranks != "1":
@@ -159,6 +152,6 @@ def connect(group: dist.ProcessGroup | None = None, patience: timedelta | None =
                 "call torch.distributed.init_process_group before gradwire, or unset WORLD_SIZE"
             )
         return SingleBackend()
-    link = TorchBackend(private_group(group, patience))
-    link.introduce()
-    return pretended(link)
+    backend = TorchBackend(private_group(group, timeout))
+    backend.exchange_probe_addresses()
+    return maybe_emulated(backend)

@@ -1,6 +1,7 @@
 """Arguments: what numbers in a spec may be. A bool is an int to Python, but not here."""
 
 import math
+from typing import Any
 
 
 def is_number(value: object) -> bool:
@@ -16,3 +17,18 @@ def is_fraction(value: float) -> bool:
 def is_count(value: object, least: int = 1) -> bool:
     """Whether an argument is a whole number from ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_argument(stage: Any, name: str, valid: bool, wanted: str) -> None:
+    """Refuse an argument of a stage.
+
+    Raises:
+        ValueError: It is not valid. The message names the stage and the argument, and says what is wanted.
+    """
+    if not valid:
+        raise ValueError(f"{stage}: {name}={getattr(stage, name)!r} must be {wanted}")
+
+
+def check_fraction(stage: Any, name: str, example: str) -> None:
+    """Refuse an argument that is no number in (0, 1]."""
+    check_argument(stage, name, is_fraction(getattr(stage, name)), f"in (0, 1], for example {example}")

@@ -26,6 +26,11 @@ def cached() -> Iterator[None]:
         _cache.reset(token)
 
 
+def shares_decoded() -> bool:
+    """Whether several ranks use what one of them decodes."""
+    return _cache.get() is not None
+
+
 def memoized(inputs: Sequence[Tensor], facts: tuple[Any, ...], decode: Callable[[], T]) -> T:
     """``decode()``, or its result for another rank. The result must not be written into.
 

@@ -1,4 +1,4 @@
-"""Payload: exactly the bytes that travel, nothing kept locally."""
+"""Payload: exactly the bytes that travel."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +23,18 @@ class Payload:
     @property
     def nbytes(self) -> int:
         return self.data.numel()
+
+
+def with_spare_byte(whole: Tensor, n: int) -> Tensor:
+    """The first ``n`` bytes of a buffer as a message. The byte behind them is free: a status may travel there."""
+    data = whole[:n]
+    data.spare_byte = whole[n : n + 1]  # type: ignore[attr-defined]
+    return data
+
+
+def spare_byte(payload: Payload) -> Tensor | None:
+    """The free byte behind a message, if it has one."""
+    return getattr(payload.data, "spare_byte", None)
 
 
 def as_bytes(x: Tensor) -> Tensor:

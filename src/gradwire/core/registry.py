@@ -4,7 +4,8 @@ import difflib
 import inspect
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import TypeVar, dataclass_transform
 
 # Kinds of things that have a name: which slot of a spec they may fill.
 KINDS = ("transform", "selector", "quantizer", "indices", "feedback", "exchange", "preset", "topology", "gossip")
@@ -13,13 +14,20 @@ T = TypeVar("T")
 _ENTRIES: dict[str, tuple[str, Callable[..., object]]] = {}
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def register(name: str, kind: str) -> Callable[[T], T]:
-    """Class decorator: give a stage its name in specs. A name taken twice is an error."""
+    """Decorator: give a stage its name in specs, and make its class a frozen dataclass, if it is none yet.
+
+    Raises:
+        ValueError: The name is registered already.
+    """
     assert kind in KINDS, kind
 
     def enter(entry: T) -> T:
         if name in _ENTRIES:
             raise ValueError(f"the name {name!r} is registered twice; pick another for {entry!r}")
+        if isinstance(entry, type) and "__dataclass_fields__" not in vars(entry):
+            dataclass(frozen=True)(entry)
         assert callable(entry)
         entry.name, entry.kind = name, kind  # type: ignore[attr-defined]
         _ENTRIES[name] = (kind, entry)

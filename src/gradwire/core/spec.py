@@ -8,7 +8,6 @@ import ast
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -86,10 +85,10 @@ def _argument(name: str, node: ast.expr, text: str) -> Any:
     """The value of a keyword. Of a bare word that is no name, the sentence says whose value it was to be."""
     try:
         return _build(node, text)
-    except ValueError as wrong:
+    except ValueError as error:
         if not isinstance(node, ast.Name):
             raise
-        raise ValueError(f"{name}={node.id} in the spec {text!r} does not fit: {wrong}") from None
+        raise ValueError(f"{name}={node.id} in the spec {text!r} does not fit: {error}") from None
 
 
 def _operands(node: ast.expr) -> list[ast.expr]:
@@ -117,22 +116,16 @@ def _call(name: str, args: list[Any], named: dict[str, Any]) -> Any:
     known = inspect.signature(make)
     try:
         given = known.bind_partial(*args, **named).arguments
-    except TypeError as wrong:
-        raise ValueError(f"{name}{_signature(make)} does not fit: {wrong}") from None
-    if missing := [word for word, one in known.parameters.items() if _required(one) and word not in given]:
-        examples = getattr(make, "examples", ()) or (f"{name}({', '.join(known.parameters)})",)
-        raise ValueError(f"{name} needs {' and '.join(missing)}, as in {examples[0]}")
-    try:
+        if missing := [word for word, one in known.parameters.items() if _required(one) and word not in given]:
+            examples = getattr(make, "examples", ()) or (f"{name}({', '.join(known.parameters)})",)
+            raise ValueError(f"{name} needs {' and '.join(missing)}, as in {examples[0]}")
         return make(*args, **named)
-    except TypeError as wrong:  # a word where a number belongs, and the like
+    except TypeError as error:  # too many arguments, an unknown one, a text where a number belongs, and the like
         written = [*map(_literal, args), *(f"{word}={_literal(value)}" for word, value in named.items())]
-        raise ValueError(f"{name}({', '.join(written)}) does not fit {name}{_signature(make)}: {wrong}") from None
+        signature = str(known).partition(" ->")[0]
+        raise ValueError(f"{name}({', '.join(written)}) does not fit {name}{signature}: {error}") from None
 
 
 def _required(parameter: inspect.Parameter) -> bool:
     many = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return parameter.default is inspect.Parameter.empty and not many
-
-
-def _signature(make: Callable[..., object]) -> str:
-    return str(inspect.signature(make)).partition(" ->")[0]

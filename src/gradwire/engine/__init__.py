@@ -1,25 +1,12 @@
-"""Lanes, plans, and the drive that steps them together."""
+"""Engine: plans, lanes, and the step of one rank."""
 
-from gradwire.engine.lane import Lane
-from gradwire.engine.lockstep import Lockstep
-from gradwire.engine.method import Method, method
-from gradwire.engine.plan import Plan, Rule, build, default_rules
-from gradwire.engine.presets import dense, dgc, ef_signsgd, majority_vote, ramped
-from gradwire.engine.step import Engine
-
-__all__ = [
-    "Engine",
-    "Lane",
-    "Lockstep",
-    "Method",
-    "Plan",
-    "Rule",
-    "build",
-    "default_rules",
-    "dense",
-    "dgc",
-    "ef_signsgd",
-    "majority_vote",
-    "method",
-    "ramped",
-]
+from gradwire.engine.lane import Lane as Lane
+from gradwire.engine.lockstep import Lockstep as Lockstep
+from gradwire.engine.method import Method as Method
+from gradwire.engine.method import method as method
+from gradwire.engine.plan import Plan as Plan
+from gradwire.engine.plan import Rule as Rule
+from gradwire.engine.plan import build as build
+from gradwire.engine.plan import default_rules as default_rules
+from gradwire.engine.presets import ramped as ramped
+from gradwire.engine.step import Engine as Engine

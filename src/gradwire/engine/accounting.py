@@ -41,4 +41,4 @@ def nbytes(request: Request) -> int:
         return request.payload.nbytes
     if isinstance(request, SendRecv):
         return sum(payload.nbytes for payload in request.out.values())
-    return request.tensor.numel() * request.tensor.element_size()
+    return request.tensor.nbytes

@@ -22,7 +22,7 @@ from gradwire.core.requests import Request
 from gradwire.engine.accounting import nbytes
 from gradwire.engine.drive import Clock
 from gradwire.engine.encoders import Composed, Encoder, FusedDense, FusedTopK, zero_nonfinite
-from gradwire.engine.gradients import Grads, views_of
+from gradwire.engine.gradients import Grads, by_name, views_of
 from gradwire.engine.lane import Lane
 from gradwire.engine.lockstep import Lockstep
 from gradwire.engine.state import Generation, LaneState
@@ -49,29 +49,21 @@ class Batched:
     group: Lockstep
 
     def __post_init__(self) -> None:
-        self.clock = Clock()
+        self.world, self.clock = len(self.engines), Clock()
         self._stacked: list[LaneState] = []
         self._fronts: list[list[Generation]] = []  # as the engines were left with them, by lane and rank
         # By lane: each rank's first gradient, and all gradients, where they lie end to end.
         self._flats: dict[int, tuple[list[Tensor], Tensor]] = {}
 
-    @property
-    def world(self) -> int:
-        return len(self.engines)
-
     def supports(self, grads: Sequence[Grads]) -> bool:
         """Whether this step can be taken for all ranks at once."""
         first = self.engines[0]
-        plain = self.group.grouping is None and all(engine.step == first.step for engine in self.engines)
+        plain = self.group.host_layout is None and all(engine.step == first.step for engine in self.engines)
         dense = all(x is not None and x.layout == torch.strided for own in grads for x in own.values())
         lanes = zip(first.plan.lanes, first.states, strict=True)
-        return plain and dense and not first.clips and self._alike and all(self._supports(*pair) for pair in lanes)
-
-    @property
-    def _alike(self) -> bool:
-        """Whether moments were observed on all ranks or on none."""
-        held = [[state.observed is not None for state in engine.states] for engine in self.engines]
-        return all(each == held[0] for each in held)
+        # Moments were observed on all ranks or on none.
+        alike = len({tuple(state.observed is None for state in engine.states) for engine in self.engines}) == 1
+        return plain and dense and alike and not first.clips and all(self._supports(*pair) for pair in lanes)
 
     def _supports(self, lane: Lane, state: LaneState) -> bool:
         encoder = lane.encoder(self.engines[0].step)
@@ -86,8 +78,8 @@ class Batched:
         """
         first, self.clock = self.engines[0], Clock()
         first.drops.synchronize()
-        states, flags, results = self._states(), list[Tensor](), list[Simulated]()
-        for i, (lane, state) in enumerate(zip(first.plan.lanes, states, strict=True)):
+        lanes, flags, results = first.plan.lanes, list[Tensor](), list[Simulated]()
+        for i, (lane, state) in enumerate(zip(lanes, self._states(), strict=True)):
             flat = self._flat(i, lane, grads, unscale)
             results.append(self._step_lane(lane, flat, state, Key(first.seed, first.step, PER_RANK), flags))
         nonfinite, requests = _read(flags, [result[2] for result in results])
@@ -96,9 +88,9 @@ class Batched:
             first.drops.assert_revertible()
             for engine in self.engines:
                 engine.drop()
-            return StepResult(_split(first, [torch.zeros_like(mean) for mean, _, _ in results]), True)
+            return StepResult(by_name(lanes, [torch.zeros_like(mean) for mean, _, _ in results]), True)
         self._commit([Generation(dict(memory)) for _, memory, _ in results])
-        return StepResult(_split(first, [mean for mean, _, _ in results]), False)
+        return StepResult(by_name(lanes, [mean for mean, _, _ in results]), False)
 
     # -- one lane --------------------------------------------------------------------------------------------------
 
@@ -222,16 +214,6 @@ def _read(
             each = [[AgreedGather(blank(n), max(sizes)) for n in sizes]]
         requests.append(each)
     return bool(bad), requests
-
-
-def _split(engine: Engine, updates: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {
-        name: flat.view(shape)
-        for lane, update in zip(engine.plan.lanes, updates, strict=True)
-        for name, flat, shape in zip(
-            lane.tensors.names, update.split(lane.tensors.lengths), lane.tensors.shapes, strict=True
-        )
-    }
 
 
 def _stack(states: Sequence[LaneState]) -> LaneState:

@@ -9,6 +9,7 @@ ranks together are what a single rank in its place would have saved.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import TypeAlias
 
 import torch
@@ -35,16 +36,10 @@ def save(engine: AnyEngine, spec: str) -> dict[str, Tensor]:
     """
     core = engine.core
     core.drops.synchronize()
-    saved = {
-        "gradwire/format": torch.tensor(WIRE_FORMAT),
-        "gradwire/model": _fingerprint(engine),
-        "gradwire/rank": torch.tensor(core.rank),
-        "gradwire/seed": torch.tensor(core.seed),
-        "gradwire/skipped": torch.tensor(core.skipped),
-        "gradwire/spec": torch.tensor(list(spec.encode()), dtype=torch.uint8),
-        "gradwire/step": torch.tensor(core.step),
-        "gradwire/world": torch.tensor(core.world),
-    }
+    numbers = {name: getattr(core, name) for name in ("rank", "seed", "skipped", "step", "world")}
+    saved = {f"gradwire/{name}": torch.tensor(n) for name, n in {"format": WIRE_FORMAT, **numbers}.items()}
+    saved["gradwire/model"] = _fingerprint(engine)
+    saved["gradwire/spec"] = torch.tensor(list(spec.encode()), dtype=torch.uint8)
     for lane, state in zip(core.plan.lanes, core.states, strict=True):
         held = _tensors(state)
         for memory, spec_ in _specs(lane, held, core.world).items():
@@ -73,12 +68,12 @@ def num_savers(saved: Saved) -> int:
 
 def same_shape(engine: AnyEngine, saved: Saved) -> bool:
     """Whether a state was saved by as many ranks on as many hosts."""
-    return _place(saved)[1::2] == (engine.core.world, engine.beside)
+    return _place(saved)[1::2] == (engine.core.world, engine.ranks_per_host)
 
 
 def _is_own(engine: AnyEngine, saved: Saved) -> bool:
     """Whether a state is of this very rank, in a world of the same shape."""
-    return _place(saved) == (engine.core.rank, engine.core.world, engine.local, engine.beside)
+    return _place(saved) == (engine.core.rank, engine.core.world, engine.local, engine.ranks_per_host)
 
 
 def _place(saved: Saved) -> tuple[int, ...]:
@@ -96,24 +91,21 @@ def _by_host(engine: AnyEngine, states: Sequence[Saved]) -> list[Saved]:
         return list(states)
     if len(states) == 1 and _is_own(engine, states[0]):
         return list(states)
-    hosts: dict[int, dict[int, Saved]] = {}
-    for state in states:
-        rank, _, local, _ = _place(state)
-        hosts.setdefault(rank, {})[local] = state
-    _, world, _, beside = _place(states[0])
-    if len(states) != world * beside or any(len(host) != beside for host in hosts.values()):
-        found = sorted(_place(state)[::2] for state in states)
+    _, world, _, per_host = _place(states[0])
+    by_place = {_place(state)[::2]: state for state in states}
+    places = list(product(range(world), range(per_host)))
+    if sorted(by_place) != places or len(states) != len(places):
         raise ValueError(
-            f"the states are of ranks {found} as (host, rank on it), where {world} hosts of {beside} saved theirs; "
-            f"load each rank's own state or, to change hosts or ranks, the states of all {world * beside} ranks"
+            f"the states are of ranks {sorted(by_place)} as (host, rank on it), of {world} hosts with {per_host} each; "
+            f"load each rank's own state or, to change hosts or ranks, the states of all {len(places)} ranks"
         )
-    return [_joined(hosts[rank]) for rank in sorted(hosts)]
+    return [_joined([by_place[rank, local] for local in range(per_host)]) for rank in range(world)]
 
 
-def _joined(host: Mapping[int, Saved]) -> Saved:
+def _joined(host: Sequence[Saved]) -> Saved:
     """What the ranks of one host hold together."""
-    whole = {key: x for local in sorted(host) for key, x in host[local].items()}
-    return {key: x for key, x in whole.items() if key not in ("gradwire/local", "gradwire/beside")}
+    of_rank = ("gradwire/local", "gradwire/beside")
+    return {key: x for state in host for key, x in state.items() if key not in of_rank}
 
 
 def load(engine: AnyEngine, states: Sequence[Saved]) -> None:
@@ -138,7 +130,7 @@ def _load_lane(core: Engine, lane: Lane, state: LaneState, mine: Sequence[Saved]
     if core.rollback:
         state.replace(found)
         return
-    for name, x in state.tensors.items():  # captured steps would keep the old memories beside the new
+    for name, x in state.tensors.items():  # captured steps would keep the old memories as well as the new
         x.copy_(found[name])
     state.hints.clear()
 
@@ -148,15 +140,15 @@ def _buffers(core: Engine, lane: Lane, mine: Sequence[Saved], states: Sequence[S
     places = {key.partition("/")[::2] for state in states for key in state}
     found = {memory: torch.zeros(0) for memory, name in places if name in lane.slices}
     specs = _specs(lane, found, core.world)
-    homeless = "served" in found and "served" not in specs
-    if homeless:  # this world's exchange has no servers, so their error is carried by all
+    unserved = "served" in found and "served" not in specs
+    if unserved:  # this world's exchange has no servers, so their error is carried by all
         specs[_CARRIED] = StateSpec(lane.tensors.lengths)
     buffers = zeros(specs, lane.tensors, core.rank, core.world, core.device)
     for memory, spec in specs.items():
         for name, span in spans(spec, lane.tensors, core.rank, core.world).items():
             held = states if spec.reshard == "shard" else mine
             whole = _merge([state.get(f"{memory}/{name}") for state in held], spec, span.length)
-            if memory == _CARRIED and homeless:
+            if memory == _CARRIED and unserved:
                 whole = whole + _merge([state.get(f"served/{name}") for state in states], _SERVED, span.length)
             buffers[memory][span.live] = whole[span.own].to(core.device)
     return buffers

@@ -23,7 +23,7 @@ from torch import Tensor
 from gradwire.comm.backend import Backend
 from gradwire.core.deferred_checks import defer_checks
 from gradwire.core.keys import Key
-from gradwire.core.layout import address
+from gradwire.core.layout import addresses
 from gradwire.engine import status
 from gradwire.engine.capture import (
     Captured,
@@ -117,19 +117,21 @@ class GraphExecutor:
         passing = any(state.carried is not None or state.observed is not None for state in core.states_of(i))
         if passing or any(lane.at(core.step)[1].delays for lane in lanes):
             return None
-        mine = [grads[name] for lane in lanes for name in lane.tensors.names]
-        if any(x is None or x.layout != torch.strided for x in mine):
-            return None
+        mine = []
+        for grad in (grads[name] for lane in lanes for name in lane.tensors.names):
+            if grad is None or grad.layout != torch.strided:
+                return None
+            mine.append(grad)
         if bucket.stage is not None:
             return ()
-        where = tuple([address(present(x)) for x in mine])
+        where = addresses(mine)
         if where == bucket.addresses:
             return where
-        if any(present(x).device != core.device for x in mine):
+        if any(x.device != core.device for x in mine):
             return None
         bucket.moves += bool(bucket.addresses)
         bucket.addresses = where
-        if bucket.moves <= MOVES and all(present(x).is_contiguous() for x in mine):
+        if bucket.moves <= MOVES and all(x.is_contiguous() for x in mine):
             return where
         bucket.forget()
         self._commits.clear()
@@ -140,7 +142,8 @@ class GraphExecutor:
     def _key(self, i: int, where: tuple[int, ...]) -> Hashable:
         core, lanes = self.engine.core, self.engine.core.plan.launches[i]
         fronts = tuple(state.front for state in core.states_of(i) if state.tensors)
-        return fronts, tuple(lane.encoder(core.step) for lane in lanes), where
+        # By identity: lanes hold their encoders, and to compare those takes long.
+        return fronts, tuple([id(lane.encoder(core.step)) for lane in lanes]), where
 
     def _stage_in(self, bucket: BucketCaptures, grads: Grads, i: int) -> None:
         if bucket.stage is not None:
@@ -187,8 +190,9 @@ class GraphExecutor:
             self._step = torch.zeros(2, dtype=torch.int64, device=core.device)
         if self._counted != core.step:
             self._counted = core.step
-            self._step[0].fill_(core.step & 0xFFFFFFFF)
-            self._step[1].fill_(core.step >> 32)
+            self._step[:1].fill_(core.step & 0xFFFFFFFF)
+            if core.step >> 32:
+                self._step[1].fill_(core.step >> 32)
         return self._step
 
     # -- capturing -----------------------------------------------------------------------------------------------------

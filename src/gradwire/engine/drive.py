@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from gradwire.comm.backend import Backend
-from gradwire.core.requests import CommGenerator, Finished, Request, advance, intercept, run
+from gradwire.core.requests import Finished, R, Request, advance, intercept, run
 
 T = TypeVar("T")
 Rounds: TypeAlias = Generator[list[Request], list[Any], T]
@@ -38,19 +38,14 @@ class Clock:
         self.wire += share * other.wire if wire else 0.0
 
 
-def interleave(generators: Sequence[CommGenerator[T]]) -> Rounds[list[T]]:
+def interleave(generators: Sequence[Generator[R, Any, T]]) -> Generator[list[R], list[Any], list[T]]:
     """Step all generators together: each round yields the requests of those that have not ended."""
-    results: list[Any] = [None] * len(generators)
-    pending = {i: advance(generator) for i, generator in enumerate(generators)}
-    while True:
-        for i, step in list(pending.items()):
-            if isinstance(step, Finished):
-                results[i] = step.value
-                del pending[i]
-        if not pending:
-            return results
-        answers = yield [request for request in pending.values() if not isinstance(request, Finished)]
-        pending = {i: advance(generators[i], answer) for i, answer in zip(pending, answers, strict=True)}
+    steps = [advance(generator) for generator in generators]
+    while pending := {i: step for i, step in enumerate(steps) if not isinstance(step, Finished)}:
+        answers = yield list(pending.values())
+        for i, answer in zip(pending, answers, strict=True):
+            steps[i] = advance(generators[i], answer)
+    return [step.value for step in steps if isinstance(step, Finished)]
 
 
 def execute(rounds: Rounds[T], backend: Backend, clock: Clock) -> T:

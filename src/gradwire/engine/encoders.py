@@ -73,10 +73,47 @@ class Composed(Encoder):
     def encode(
         self, views: GradViews, state: LaneState, new: Generation, context: CommContext, flags: list[Tensor]
     ) -> EncodedLane:
-        del new
-        grad, bad = zero_nonfinite(views.flat())
+        flat = views.flat()
+        if flat.device.type == "cpu":
+            return self._encode_finite(flat, state, context, flags)
+        if self._compensates_by_kernel and state.carried is None:
+            return self._compensate(flat, state, new, flags)
+        if not self._message_tells:
+            return self._encode_finite(flat, state, context, flags)
+        encoded = self.encode_flat(
+            flat, state, context
+        )  # what is encoded of values that are not finite will be dropped
+        content, check = encoded.message.content, self.codec.quantizer.has_nonfinite
+        assert isinstance(content, Payload) and check is not None
+        flags.append(check(content.data, context.units.lengths))
+        return encoded
+
+    def _encode_finite(self, flat: Tensor, state: LaneState, context: CommContext, flags: list[Tensor]) -> EncodedLane:
+        grad, bad = zero_nonfinite(flat)
         flags.append(bad)
         return self.encode_flat(grad, state, context)
+
+    @property
+    def _message_tells(self) -> bool:
+        """Whether nothing but a message of known length is made of the gradient, and the message tells if it is bad."""
+        codec, exchange = self.codec, self.exchange
+        whole = codec.selector is None and codec.transform is None and not exchange.compresses_in_protocol
+        return whole and not exchange.cuts and not self.feedback.memories and codec.quantizer.has_nonfinite is not None
+
+    @property
+    def _compensates_by_kernel(self) -> bool:
+        """Whether the exchange takes off what it sends, and all that is left is to add the error."""
+        settles = self.exchange.settles and tuple(self.feedback.memories) == ("residual",)
+        return settles and self.feedback.accumulation is not None and accelerated()
+
+    def _compensate(self, flat: Tensor, state: LaneState, new: Generation, flags: list[Tensor]) -> EncodedLane:
+        """Add the error in one pass. The sum lies where the exchange leaves the new error."""
+        rule, old = self.feedback.accumulation, state.tensors["residual"]
+        assert rule is not None
+        target = new.tensors.get("residual")
+        target = torch.empty_like(old) if target is None or target is old else target
+        flags.append(fused.accumulate_(flat, target, None, rule, old))
+        return EncodedLane(Message(target, None, {**state.tensors, "residual": target}), target)
 
     def encode_flat(self, grad: Tensor, state: LaneState, context: CommContext) -> EncodedLane:
         """The same of a finite gradient."""

@@ -29,17 +29,24 @@ def views_of(lane: Lane, grads: Grads, device: torch.device, factor: float = 1.0
     return GradViews(dense, device, factor, [grads[name] is not None for name in lane.tensors.names])
 
 
+def by_name(lanes: Sequence[Lane], flats: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The flat vectors of some lanes as tensors by parameter."""
+    return {
+        name: flat[place].view(shape)
+        for lane, flat in zip(lanes, flats, strict=True)
+        for (name, place), shape in zip(lane.slices.items(), lane.tensors.shapes, strict=True)
+    }
+
+
 def _is_sparse(grad: Tensor) -> bool:
     return grad.layout != torch.strided
 
 
 def unsupported_message(grads: Grads) -> str:
     """Why a step is refused."""
-    remedy = "only dense gradients are compressed; build embeddings with sparse=False"
-    for name, grad in grads.items():
-        if grad is not None and _is_sparse(grad):
-            return f"the gradient of {name!r} is sparse, and {remedy}"
-    return f"another rank has a sparse gradient, and {remedy}"
+    name = next((name for name, grad in grads.items() if grad is not None and _is_sparse(grad)), None)
+    which = "another rank has a sparse gradient" if name is None else f"the gradient of {name!r} is sparse"
+    return f"{which}, and only dense gradients are compressed; build embeddings with sparse=False"
 
 
 def check_moments(moments: Mapping[str, Tensor], plan: Plan) -> None:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from gradwire.core.payload import Payload, as_bytes, from_bytes
-from gradwire.engine.lane import Lane
 
 
 class HostMean(NamedTuple):
@@ -38,11 +37,3 @@ def host_message(numbers: Sequence[Tensor], notes: Sequence[Tensor]) -> Payload:
 
 def read_message(message: Payload, n: int) -> tuple[Tensor, Tensor]:
     return from_bytes(message.data[: 4 * n], torch.float32), message.data[4 * n :]
-
-
-def by_name(lanes: Sequence[Lane], flats: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {
-        name: flat[place].view(shape)
-        for lane, flat in zip(lanes, flats, strict=True)
-        for (name, place), shape in zip(lane.slices.items(), lane.tensors.shapes, strict=True)
-    }

@@ -26,8 +26,8 @@ from gradwire.core.requests import Max, Request, Scope, SendRecv, Sum, T, interc
 from gradwire.core.segments import on
 from gradwire.engine import status
 from gradwire.engine.drive import Rounds
-from gradwire.engine.gradients import Grads, check_moments, host_status, views_of
-from gradwire.engine.host_messages import HostMean, by_name, host_message, read_message
+from gradwire.engine.gradients import Grads, by_name, check_moments, host_status, views_of
+from gradwire.engine.host_messages import HostMean, host_message, read_message
 from gradwire.engine.lane import Lane
 from gradwire.engine.partition import Owners, share
 from gradwire.engine.plan import Plan
@@ -60,17 +60,17 @@ class HostEngine:
         self,
         whole: Plan,
         owned: Owners,
-        grouping: HostLayout,
+        host_layout: HostLayout,
         rank: int,
         seed: int,
         device: torch.device,
         rollback: bool = True,
     ) -> None:
-        host, self.local = grouping.seat(rank)
-        self.beside = grouping.beside
+        host, self.local = host_layout.place_of(rank)
+        self.ranks_per_host = host_layout.ranks_per_host
         self.whole = whole
-        self.shares = [share(whole, owned, local) for local in range(self.beside)]
-        self.core = Engine(self.shares[self.local], host, len(grouping.hosts), seed, device, rollback, whole)
+        self.shares = [share(whole, owned, local) for local in range(self.ranks_per_host)]
+        self.core = Engine(self.shares[self.local], host, len(host_layout.hosts), seed, device, rollback, whole)
         self._moments: dict[str, Tensor] = {}
         self._next = {
             name: torch.zeros(n, device=device)
@@ -111,7 +111,7 @@ class HostEngine:
         if found & MISSING and not found & UNSUPPORTED:
             mine = {name: x for result in results for name, x in result.extra.mean.known().items()}
         alike = [x._replace(status=torch.full_like(x.status, found), views=x.extra.views) for x in results]
-        outcome = yield from among_hosts(self.core.finish(alike, mine, alone=self.beside == 1))
+        outcome = yield from among_hosts(self.core.finish(alike, mine, alone=False))
         updates = named_updates(self.whole.lanes, results)
         if outcome.skipped:
             for view in (view for result in results for view in result.views):
@@ -136,16 +136,16 @@ class HostEngine:
         lanes = list(zip(self.whole.launches[i], views, strict=True))
         grads = {name: x for lane, view in lanes for name, x in zip(lane.tensors.names, view.grads, strict=True)}
         present = {name: x for lane, view in lanes for name, x in zip(lane.tensors.names, view.present, strict=True)}
-        if self.beside == 1:
-            there = None if all(present.values()) else on(tuple(map(int, present.values())), self.core.device)
-            return HostMean(grads, there, local)
+        if self.ranks_per_host == 1:
+            flags = None if all(present.values()) else on(tuple(map(int, present.values())), self.core.device)
+            return HostMean(grads, flags, local)
         messages = {
-            mate: self._gradients(self.shares[mate].launches[i], grads, present, local & UNSUPPORTED)
-            for mate in range(self.beside)
+            peer: self._gradients(self.shares[peer].launches[i], grads, present, local & UNSUPPORTED)
+            for peer in range(self.ranks_per_host)
         }
         size = messages[self.local].nbytes
         (received,) = yield [SendRecv(messages, dict.fromkeys(messages, size), LOCAL)]
-        return self._mean(i, [received[mate] for mate in messages])
+        return self._mean(i, [received[peer] for peer in messages])
 
     def _gradients(
         self, lanes: Sequence[Lane], grads: Mapping[str, Tensor], present: Mapping[str, bool], local: Tensor
@@ -165,22 +165,20 @@ class HostEngine:
         lanes = self.core.plan.launches[i]
         tested = [k for k, lane in enumerate(lanes) if self._tests_variance(lane)]
         sizes = [lane.tensors.total for lane in lanes] + [lanes[k].tensors.total for k in tested]
-        total, notes = read_message(received[0], sum(sizes))
-        for payload in received[1:]:
-            x, more = read_message(payload, sum(sizes))
-            total, notes = total + x, torch.maximum(notes, more)
-        present, found, observed = notes[:-2], notes[-2:-1], notes[-1:]
-        parts = total.split(sizes)
+        numbers, notes = zip(*(read_message(payload, sum(sizes)) for payload in received), strict=True)
+        worst = reduce(torch.maximum, notes)
+        present, status_of_host, observed = worst[:-2], worst[-2:-1], worst[-1:]
+        parts = reduce(torch.add, numbers).split(sizes)
         if tested and bool(observed):
             for k, moments in zip(tested, parts[len(lanes) :], strict=True):
-                # The host's gradient is the mean of its ranks', so each sample weighs 1 / beside of what it did.
-                self.core.states_of(i)[k].observed = moments / self.beside**2
-        grads = by_name(lanes, [part / self.beside for part in parts[: len(lanes)]])
-        return HostMean(grads, present, found | ((present == 0).any() * MISSING).to(torch.uint8))
+                # The host's gradient is the mean over its ranks, so each sample weighs so much less.
+                self.core.states_of(i)[k].observed = moments / self.ranks_per_host**2
+        grads = by_name(lanes, [part / self.ranks_per_host for part in parts[: len(lanes)]])
+        return HostMean(grads, present, status_of_host | ((present == 0).any() * MISSING).to(torch.uint8))
 
     def _clip(self, means: Sequence[HostMean], unscale: float) -> Rounds[float]:
         mine: dict[str, Tensor | None] = {name: grad for mean in means for name, grad in mean.grads.items()}
-        if self.beside == 1 or not self.core.clips:
+        if self.ranks_per_host == 1 or not self.core.clips:
             return self.core.clip_factor(mine, unscale)
         squares = [grad.double().square().sum() for grad in mine.values() if grad is not None]
         own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.core.device)
@@ -189,7 +187,7 @@ class HostEngine:
 
     def observe(self, moments: Mapping[str, Tensor]) -> None:
         """Keep measured second moments until the next step sends them to the ranks that need them."""
-        if self.beside == 1:
+        if self.ranks_per_host == 1:
             self.core.observe(moments)
             return
         check_moments(moments, self.whole)
@@ -217,27 +215,27 @@ class HostEngine:
         lanes, device = self.core.plan.launches[i], self.core.device
         shares = [GradViews([mean.grads[name] for name in lane.tensors.names], device, factor) for lane in lanes]
         result = yield from among_hosts(self.core.exchange(i, shares, mean.status, news, key))
-        if self.beside == 1:
+        if self.ranks_per_host == 1:
             return result._replace(views=views, extra=HostBucket(mean, shares, {}))
         agreed = [
             [one.new.tensors["pending"]] if self._is_delayed(lane) else [x.reshape(-1) for x in view.grads]
             for lane, one, view in zip(lanes, result.lanes, shares, strict=True)
         ]
         message = host_message([x for parts in agreed for x in parts], [result.status.view(1)])
-        sizes = {mate: sum(lane.tensors.total for lane in self.shares[mate].launches[i]) for mate in range(self.beside)}
-        into = {mate: 4 * n + 1 for mate, n in sizes.items()}
-        (received,) = yield [SendRecv(dict.fromkeys(sizes, message), into, LOCAL)]
+        sizes = [sum(lane.tensors.total for lane in served.launches[i]) for served in self.shares]
+        into = {peer: 4 * n + 1 for peer, n in enumerate(sizes)}
+        (received,) = yield [SendRecv(dict.fromkeys(into, message), into, LOCAL)]
         worst = reduce(torch.bitwise_or, [payload.data[-1] for payload in received.values()])
-        following = self._write_(i, views, {mate: read_message(received[mate], n)[0] for mate, n in sizes.items()})
+        following = self._write_(i, views, [read_message(received[peer], n)[0] for peer, n in enumerate(sizes)])
         return result._replace(views=views, status=worst, extra=HostBucket(mean, shares, following))
 
-    def _write_(self, i: int, views: Sequence[GradViews], numbers: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    def _write_(self, i: int, views: Sequence[GradViews], numbers: Sequence[Tensor]) -> dict[str, Tensor]:
         """Write the updates of all shares over the gradients; what delayed lanes hand back at the next step."""
         updates: dict[str, Tensor] = {}
         following: dict[str, Tensor] = {}
-        for mate, flat in numbers.items():
-            served = self.shares[mate].launches[i]
-            for lane, part in zip(served, flat.split([lane.tensors.total for lane in served]), strict=True):
+        for served, flat in zip(self.shares, numbers, strict=True):
+            lanes = served.launches[i]
+            for lane, part in zip(lanes, flat.split([lane.tensors.total for lane in lanes]), strict=True):
                 (following if self._is_delayed(lane) else updates).update(by_name([lane], [part]))
         before = self.pending if following else {}
         updates |= {name: before[name].view(x.shape) for name, x in following.items()}
@@ -247,8 +245,6 @@ class HostEngine:
 
     def _used_anywhere(self, updates: Mapping[str, Tensor], mine: StepResult) -> Rounds[dict[str, Tensor]]:
         """The updates of parameters that any rank of any host has a gradient for."""
-        if self.beside == 1:
-            return {name: x for name, x in updates.items() if name in mine.updates}
         flags = torch.tensor([name in mine.updates for name in updates], dtype=torch.int32, device=self.core.device)
         (flags,) = yield [Max(flags, LOCAL)]
         used = dict(zip(updates, map(bool, flags.tolist()), strict=True))
@@ -264,10 +260,10 @@ class HostEngine:
 
     @property
     def extra_state(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold beside the memories."""
-        if self.beside == 1:
+        """What a checkpoint must hold besides the memories."""
+        if self.ranks_per_host == 1:
             return {}
-        place = {"gradwire/local": torch.tensor(self.local), "gradwire/beside": torch.tensor(self.beside)}
+        place = {"gradwire/local": torch.tensor(self.local), "gradwire/beside": torch.tensor(self.ranks_per_host)}
         return {**place, **{f"pending/{name}": x.clone().cpu() for name, x in self._next.items()}}
 
     def load_extra_state(self, saved: Mapping[str, Tensor]) -> None:

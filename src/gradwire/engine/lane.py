@@ -113,10 +113,18 @@ class Lane:
         old = {name: state.tensors[name] for name in self.feedback.memories}
         return None if any(memory[name] is x for name, x in old.items()) else Generation(old)
 
-    def context(self, key: Key, world: int, sparse: bool = False) -> CommContext:
-        """The context of a step's exchange; ``sparse``: the update may be handed back as its entries."""
+    def context(self, key: Key, world: int, sparse: bool = False, out: Tensor | None = None) -> CommContext:
+        """The context of a step's exchange.
+
+        Args:
+            key: Of this step's random bits.
+            world: Number of ranks.
+            sparse: The update may be handed back as its entries.
+            out: The update may be written there.
+        """
         keeps = self.feedback.keeps_error, self.feedback.needs_decoded
-        return CommContext(key, world, self.units, self.tensors, *keeps, sparse and self.feedback.finalize is None)
+        sparse = sparse and self.feedback.finalize is None
+        return CommContext(key, world, self.units, self.tensors, *keeps, sparse, out)
 
     def slots(self, world: int) -> dict[str, StateSpec]:
         """All memories that the lane needs at any step of its table."""

@@ -11,7 +11,7 @@ from gradwire.exchanges import Auto, Exchange
 from gradwire.feedback import Feedback, NoFeedback, Residual
 
 Spec: TypeAlias = "str | Stage | Codec | Exchange | Method | Mapping[int, str | Stage | Codec]"
-_DOORS = {"feedback": "as feedback=", "exchange": "as exchange=", "gossip": "to gradwire.gossip"}
+_ARGUMENTS = {"feedback": "as feedback=", "exchange": "as exchange=", "gossip": "to gradwire.gossip"}
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Method:
     def __str__(self) -> str:
         stages = [f"{step}: {chosen}" for step, chosen in self.table]
         codecs = "{" + ", ".join(stages) + "}" if len(stages) > 1 else str(self.table[0][1])
-        said = "" if self.exchange.compresses_in_protocol else f"{codecs}, "
-        return f"{said}feedback={self.feedback}, exchange={self.exchange}"
+        stages_text = "" if self.exchange.compresses_in_protocol else f"{codecs}, "
+        return f"{stages_text}feedback={self.feedback}, exchange={self.exchange}"
 
     @property
     def last(self) -> Codec:
@@ -50,7 +50,7 @@ class Method:
 
 
 def method(spec: Spec, feedback: "str | Feedback | None" = None, exchange: "str | Exchange | None" = None) -> Method:
-    """Make a method of a spec; feedback and exchange given beside it win over the spec's own."""
+    """Make a method of a spec; feedback and exchange given with it win over the spec's own."""
     made: Any = parse(spec) if isinstance(spec, str) else spec
     if isinstance(made, Method):
         base = made
@@ -62,7 +62,7 @@ def method(spec: Spec, feedback: "str | Feedback | None" = None, exchange: "str 
         base = _from_table({0: made})
     else:
         kind = getattr(made, "kind", type(made).__name__)
-        where = f", and pass {spec!r} {_DOORS[kind]}" if kind in _DOORS else ""
+        where = f", and pass {spec!r} {_ARGUMENTS[kind]}" if kind in _ARGUMENTS else ""
         raise ValueError(
             f"{spec!r} is of kind {kind}, not a way to compress; give a codec, for example topk(0.01) | sign{where}"
         )
@@ -76,7 +76,7 @@ def _from_table(table: Mapping[int, Any]) -> Method:
 
 
 def _step(key: object) -> int:
-    # Tables that were read from a file may have words for keys.
+    # The keys of tables that were read from a file may be texts.
     if isinstance(key, int) or (isinstance(key, str) and key.isdecimal()):
         return int(key)
     raise ValueError(
@@ -85,7 +85,7 @@ def _step(key: object) -> int:
 
 
 def _default_feedback(chosen: Codec) -> Feedback:
-    """Keep debts where something is left out or rounded one way; not for casts and unbiased codecs."""
+    """Error feedback where entries are left out or rounded one way; none for casts and unbiased codecs."""
     if chosen.selector is not None:
         return NoFeedback() if chosen.selector.traits.unbiased else Residual()
     traits = chosen.traits

@@ -1,7 +1,8 @@
-"""Shares: which rank of a host speaks for which parameters.
+"""Partition: which rank of a host compresses which parameters.
 
-Every rank of a host compresses some parameters for all of them, and talks to its counterparts on the other hosts. What
-a codec sees as one vector is never cut, so that hosts say exactly what single ranks with the same gradients would say.
+Every rank of a host compresses some parameters for all of them, and exchanges them with its counterparts on the other
+hosts. What a codec treats as one vector is never cut, so that hosts send exactly what single ranks with the same
+gradients would send.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,49 +13,41 @@ from gradwire.engine.lane import Lane
 from gradwire.engine.plan import Plan
 
 Owners = Mapping[str, int]  # by parameter: the number, on its host, of the rank that serves it
-Atom = tuple[tuple[str, ...], int]  # what one rank must serve as a whole, and its length
+Atom = tuple[tuple[str, ...], int]  # parameters that one rank must serve together, and their length
 
 
-def owners(plan: Plan, beside: int) -> dict[str, int]:
-    """Share all parameters out, so that the ranks of a host have about as much to do in each launch.
-
-    The largest go first, each to whom it makes the launch least longer; among equals, to whom has least in all.
-    """
-    found: dict[str, int] = {}
-    total = [0] * beside
+def assign_owners(plan: Plan, ranks_per_host: int) -> dict[str, int]:
+    """Assign all parameters to the ranks of a host, with about as much work for each in every bucket."""
+    owners: dict[str, int] = {}
+    total = [0] * ranks_per_host
     for launch in plan.launches:
-        found |= deal(_atoms(launch), total)
-    return found
+        owners |= balance([atom for lane in launch for atom in _atoms(lane)], total)
+    return owners
 
 
-def deal(atoms: Iterable[Atom], total: list[int]) -> dict[str, int]:
-    """Who gets what, and how much each has then: ``total`` is brought up to date."""
-    found: dict[str, int] = {}
+def balance(atoms: Iterable[Atom], total: list[int]) -> dict[str, int]:
+    """Assign atoms to ranks. ``total`` is what each rank has in all; it is brought up to date.
+
+    The largest go first, each to the rank that keeps the bucket shortest; among equals, to the one with least in all.
+    """
+    owners: dict[str, int] = {}
     filled = [0] * len(total)
     for names, size in sorted(atoms, key=lambda atom: -atom[1]):
-        local = _lightest(filled, total, size)
+        local = min(range(len(total)), key=lambda i: (max(*filled, filled[i] + size), total[i], i))
         filled[local] += size
         total[local] += size
-        found.update(dict.fromkeys(names, local))
-    return found
+        owners |= dict.fromkeys(names, local)
+    return owners
 
 
-def _lightest(filled: list[int], total: list[int], size: int) -> int:
-    return min(range(len(total)), key=lambda i: (max(*filled, filled[i] + size), total[i], i))
-
-
-def _atoms(launch: tuple[Lane, ...]) -> list[Atom]:
-    atoms: list[Atom] = []
-    for lane in launch:
-        if lane.units == lane.tensors:
-            atoms += [((name,), n) for name, n in zip(lane.tensors.names, lane.tensors.lengths, strict=True)]
-        else:
-            atoms.append((lane.tensors.names, lane.tensors.total))
-    return atoms
+def _atoms(lane: Lane) -> list[Atom]:
+    if lane.units == lane.tensors:
+        return [((name,), n) for name, n in zip(lane.tensors.names, lane.tensors.lengths, strict=True)]
+    return [(lane.tensors.names, lane.tensors.total)]
 
 
 def share(plan: Plan, owned: Owners, local: int) -> Plan:
-    """What one rank of a host serves: as many launches, some of them perhaps empty."""
+    """What one rank of a host serves: as many buckets, some of them perhaps empty."""
     launches = tuple(
         tuple(part for lane in launch if (part := _part(lane, owned, local)) is not None) for launch in plan.launches
     )

@@ -6,7 +6,7 @@ which backward delivers them, and cut into *launches*: sets of lanes that travel
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -66,10 +66,9 @@ class Rule:
     def label(self) -> str:
         """The condition, for tables."""
         parts = [self.name] if self.name != "*" else []
-        parts += [f"dim>={self.min_dim}"] if self.min_dim else []
-        parts += [f"dim<={self.max_dim}"] if self.max_dim is not None else []
-        parts += [f"size>={self.min_size}"] if self.min_size else []
-        parts += [f"size<={self.max_size}"] if self.max_size is not None else []
+        least = {"dim": self.min_dim or None, "size": self.min_size or None}
+        for what, most in (("dim", self.max_dim), ("size", self.max_size)):
+            parts += [f"{what}{sign}{n}" for sign, n in ((">=", least[what]), ("<=", most)) if n is not None]
         return " ".join(parts) or "*"
 
 
@@ -108,7 +107,7 @@ def default_rules(
 
 
 def _of_bundle(exchange: Exchange) -> Exchange:
-    """A bundle that waited for its own mean would make the whole step wait; one that spoke would not be silent."""
+    """The exchange of the bundle: it must be delayed, or send nothing, where the rest of the step does."""
     if isinstance(exchange, Delayed):
         return Delayed()
     return exchange if isinstance(exchange, Noop) else Auto()
@@ -134,19 +133,15 @@ def build(shapes: Shapes, rules: Sequence[Rule], world: int, launch_bytes: int =
 
 
 def _refuse_idle(rule: Rule, shapes: Shapes) -> None:
-    """A rule that names what is not there is a slip; one by size or dimension may have nothing to do in a model."""
+    """Refuse a rule by name that serves no parameter; one by size or dimension may serve none in some models."""
     if rule.name == "*" or any(rule.matches(name, shape) for name, shape in shapes.items()):
         return
     named = [name for name in shapes if fnmatchcase(name, rule.name)]
     if named:
         found = ", ".join(f"{name} {shapes[name]}" for name in named[:3])
         raise ValueError(f"the rule [{rule.label}] fits none of the parameters that it names: {found}; loosen it")
-    near = ", ".join(_nearest(rule.name, shapes))
+    near = ", ".join(difflib.get_close_matches(rule.name.replace("*", ""), list(shapes), n=3, cutoff=0.0))
     raise ValueError(f"the rule [{rule.label}] names no trainable parameter; the nearest names are {near}")
-
-
-def _nearest(glob: str, names: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(glob.replace("*", ""), list(names), n=3, cutoff=0.0)
 
 
 def _first(rules: Sequence[Rule], name: str, shape: tuple[int, ...]) -> int:
@@ -191,11 +186,10 @@ def uncompressed(rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
     Nothing is lost, so no error is kept; what is kept already is sent at once.
     """
-    return tuple(_uncompressed(rule) for rule in rules)
-
-
-def _uncompressed(rule: Rule) -> Rule:
-    whole = method(rule.spec, rule.feedback, rule.exchange)
-    exchange = Delayed() if whole.exchange.delays else Auto()
-    dense = Method(((0, codec("fp32")),), whole.feedback, exchange)
-    return replace(rule, spec=dense, feedback=None, exchange=None)
+    dense = []
+    for rule in rules:
+        lossy = method(rule.spec, rule.feedback, rule.exchange)
+        exchange = Delayed() if lossy.exchange.delays else Auto()
+        spec = Method(((0, codec("fp32")),), lossy.feedback, exchange)
+        dense.append(replace(rule, spec=spec, feedback=None, exchange=None))
+    return tuple(dense)

@@ -35,7 +35,7 @@ def dgc(
 
 @register("ef_signsgd", kind="preset")
 def ef_signsgd() -> Method:
-    """EF-SignSGD (Karimireddy et al., ICML 2019): one bit and a debt."""
+    """EF-SignSGD (Karimireddy et al., ICML 2019): one bit, with error feedback."""
     return Method(((0, codec(Sign())),), Residual(), Auto())
 
 
@@ -62,11 +62,9 @@ def ramped(spec: Method | Codec | Stage, steps: int) -> Method:
     if steps < 1:
         raise ValueError(f"ramp(..., steps={steps}) must take at least one step")
     stages = _densities(ratio)
-    table: list[tuple[int, Codec]] = []
-    for i, density in enumerate(stages):
-        at = steps * i // max(1, len(stages))
-        selector: Any = replace(chain.selector, ratio=density)  # type: ignore[type-var]
-        table = [entry for entry in table if entry[0] != at] + [(at, replace(chain, selector=selector))]
+    selector: Any = chain.selector
+    densities = {steps * i // len(stages): density for i, density in enumerate(stages)}
+    table = [(at, replace(chain, selector=replace(selector, ratio=density))) for at, density in densities.items()]
     return replace(whole, table=(*table, (steps, chain)))
 
 

@@ -1,4 +1,4 @@
-"""Status: what a rank reports to the group beside its payloads. It travels with the first round of a bucket.
+"""Status: what a rank reports to the group besides its payloads. It travels with the first round of a bucket.
 
 The status of a bucket is one byte for all ranks: the bits below, of any rank. It is read at once by steps that run
 eagerly. Captured steps (`engine/cuda_graphs.py`) leave it on the device: the device undoes a bad step by itself, and
@@ -6,14 +6,15 @@ eagerly. Captured steps (`engine/cuda_graphs.py`) leave it on the device: the de
 """
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire.core.decode_cache import memoized
-from gradwire.core.payload import CorruptMessageError, Payload
-from gradwire.core.requests import Finished, Gather, Request, SendRecv, Sum, advance
+from gradwire.core.payload import CorruptMessageError, Payload, spare_byte
+from gradwire.core.requests import Gather, Request, SendRecv, Sum, intercept
 from gradwire.engine.drive import Rounds, T
 
 NONFINITE = 1  # a gradient is not finite
@@ -42,15 +43,19 @@ def with_status(
         The result, and the status of all ranks, uint8 on the device; None if there was no round.
     """
     status: Tensor | None = None
-    first = advance(rounds)
-    if isinstance(first, Finished):
-        return first.value, None
-    *answers, answer = yield [*first, request_for(merged(local, flags), first[0], world)]
-    status = status_in(answer)
-    step = advance(rounds, answers)
-    while not isinstance(step, Finished):
-        step = advance(rounds, (yield step))
-    return step.value, status
+
+    def serve(requests: list[Request]) -> Rounds[list[Any]]:
+        nonlocal status
+        if status is not None:
+            return (yield requests)
+        mine, first = merged(local, flags), requests[0]
+        if len(requests) == 1 and isinstance(first, Gather) and (spare := spare_byte(first.payload)) is not None:
+            mine = spare.copy_(mine)  # so that message and status need not be laid end to end
+        *answers, answer = yield [*requests, request_for(mine, first, world)]
+        status = status_in(answer)
+        return answers
+
+    return (yield from intercept(rounds, serve)), status
 
 
 def merged(local: Tensor, flags: Sequence[Tensor]) -> Tensor:
@@ -64,21 +69,21 @@ def ask(mine: Tensor) -> Rounds[Tensor]:
     return status_in(answer)
 
 
-def request_for(mine: Tensor, beside: Request, world: int) -> Request:
+def request_for(mine: Tensor, other: Request, world: int) -> Request:
     """The status as a request that fuses with another one of the same round."""
-    if isinstance(beside, Sum):
-        return Sum(_addend(mine).to(beside.tensor.dtype))
-    if isinstance(beside, Gather):
+    if isinstance(other, Sum):
+        return Sum(_addend(mine).to(other.tensor.dtype))
+    if isinstance(other, Gather):
         return Gather(Payload(mine), 1)
-    assert isinstance(beside, SendRecv)
+    assert isinstance(other, SendRecv)
     return SendRecv(dict.fromkeys(range(world), Payload(mine)), dict.fromkeys(range(world), 1))
 
 
 def _addend(mine: Tensor) -> Tensor:
     """A number whose sum over ranks tells the worst of their statuses: nan, infinity, or how many lack gradients."""
-    found = (mine & MISSING != 0).float()
-    found = torch.where(mine & NONFINITE != 0, torch.inf, found)
-    return torch.where(mine & UNSUPPORTED != 0, torch.nan, found)
+    addend = (mine & MISSING != 0).float()
+    addend = torch.where(mine & NONFINITE != 0, torch.inf, addend)
+    return torch.where(mine & UNSUPPORTED != 0, torch.nan, addend)
 
 
 def status_in(answer: Any) -> Tensor:
@@ -87,11 +92,8 @@ def status_in(answer: Any) -> Tensor:
         worst = torch.where(answer == torch.inf, NONFINITE, (answer > 0).to(torch.uint8) * MISSING)
         return torch.where(answer.isnan(), UNSUPPORTED, worst).to(torch.uint8).view(())
     parts = [payload.data[:1] for payload in (answer.values() if isinstance(answer, Mapping) else answer)]
-    status = parts[0]
-    for part in parts[1:]:
-        status = status | part
-    found: Tensor = status.view(())
-    return found
+    status: Tensor = reduce(torch.bitwise_or, parts)
+    return status.view(())
 
 
 def read(status: Tensor) -> int:

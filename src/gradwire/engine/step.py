@@ -71,7 +71,7 @@ class Engine:
     rollback: bool = True
     full_plan: Plan | None = None
 
-    local, beside = 0, 1  # where several ranks of a host share the work: which of how many this is
+    local, ranks_per_host = 0, 1  # where several ranks of a host share the work: which of how many this is
 
     def __post_init__(self) -> None:
         self.core = self  # the engine that holds this rank's state
@@ -132,10 +132,12 @@ class Engine:
         """
         flags: list[Tensor] = []
         parts = zip(self.plan.launches[i], views, self.states_of(i), news, strict=True)
-        lanes = [
-            self.accounting.counted(lane, lane.step(view, state, new, lane.context(key, self.world, True), flags))
-            for lane, view, state, new in parts
-        ]
+        # Several lanes wait for each other's rounds. A capture that fails meanwhile starts again from the gradients.
+        out = views[0].whole() if len(views) == 1 else None
+        lanes = []
+        for lane, view, state, new in parts:
+            context = lane.context(key, self.world, True, out)
+            lanes.append(self.accounting.counted(lane, lane.step(view, state, new, context, flags)))
         results, found = yield from status.with_status(interleave(lanes), local, flags, self.world)
         if found is None:
             mine = status.merged(local, flags)

@@ -1,13 +1,14 @@
 """Views: where the gradients of a lane lie. They are read there, and the update is written to the same place."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradwire.codecs.decoding import Entries
-from gradwire.core.layout import adjacent, end_to_end, same_memory
+from gradwire.core.layout import adjacent, end_to_end, laid_out, same_memory
 from gradwire.kernels import fused
 
 LONG_RUN = 2**17  # elements: shorter runs are read faster once they are laid end to end
@@ -45,7 +46,7 @@ class GradViews:
         self.present = tuple(present) or (True,) * len(self.grads)
         self._copy: Tensor | None = None  # gradients end to end, where that took a copy
 
-    @property
+    @cached_property
     def in_place(self) -> bool:
         """Whether gradients can be read and overwritten as the flat vectors that they are."""
         plain = all(x.is_contiguous() and x.dtype == torch.float32 and x.device == self.device for x in self.grads)
@@ -63,12 +64,16 @@ class GradViews:
         parts = [x.reshape(-1).to(self.device, dtype).contiguous() for x in self.grads]
         view = end_to_end(parts)
         if view is None or not self.in_place:
-            self._copy = torch.cat(parts) if view is None else view
+            self._copy = laid_out(parts) if view is None else view
         flat = self._copy if view is None else view
         assert flat is not None
         if self.factor != 1.0:
             flat = self._copy = flat * self.factor
         return flat
+
+    def whole(self) -> Tensor | None:
+        """The gradients where they lie, if that is end to end."""
+        return end_to_end([x.view(-1) for x in self.grads]) if self.in_place else None
 
     def free_copy(self) -> None:
         """Free the copy that was encoded: a dense update is not written there."""

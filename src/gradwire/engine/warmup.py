@@ -39,12 +39,12 @@ def warm_up(plan: Plan, device: torch.device) -> None:
             kind = (lane.feedback, codec, exchange)
             if kind not in _warm:
                 _warm.add(kind)
-                _rehearse(lane, kind, min(plan.world, 2))
+                _take_steps(lane, kind, min(plan.world, 2))
     if (seconds := time.perf_counter() - began) > _LONG_SECONDS:
         _log.warning("gradwire: CPU kernels were compiled in %.0f s; the next start will find them on disk", seconds)
 
 
-def _rehearse(lane: Lane, kind: Kind, world: int) -> None:
+def _take_steps(lane: Lane, kind: Kind, world: int) -> None:
     feedback, codec, exchange = kind
     units = _TINY if lane.units == lane.tensors else _TINY.merged()
     tiny = replace(lane, tensors=_TINY, units=units, feedback=feedback, table=((0, codec, exchange),))

@@ -8,27 +8,27 @@ Differs:  as in the paper
 Spec:     allgather
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
+from torch import Tensor
 
 from gradwire.codecs.codec import Codec
+from gradwire.codecs.decoding import Entries
 from gradwire.codecs.stage import Decoded, Memory
-from gradwire.core.decode_cache import memoized
+from gradwire.core.decode_cache import memoized, shares_decoded
 from gradwire.core.payload import Payload
 from gradwire.core.registry import register
 from gradwire.core.requests import CommGenerator, Gather
 from gradwire.core.segments import Segments
-from gradwire.exchanges.batch import RankBatch, Simulated, blank, mean_of, sizes_of, stacked, starts_of
+from gradwire.exchanges.batch import RankBatch, Simulated, blank, sizes_of, stacked, starts_of
 from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
+from gradwire.kernels.rank_mean import rank_mean
 
 
 @register("allgather", kind="exchange")
-@dataclass(frozen=True)
 class AllGather(Exchange):
     """Gather payloads, decode all, take the mean."""
 
-    examples: ClassVar[tuple[str, ...]] = ("allgather",)
-    exact: ClassVar[bool] = True
+    examples = ("allgather",)
+    exact = True
 
     def run(self, message: Message, codec: Codec, context: CommContext) -> CommGenerator[Aggregate]:
         assert isinstance(message.content, Payload)
@@ -36,14 +36,20 @@ class AllGather(Exchange):
         payloads = yield Gather(message.content, size)
         keys = [context.key.of(rank) for rank in range(context.world)]
         sparse = context.allow_sparse_result and codec.decoder.is_sparse(context.units, context.world)
-        decode = codec.decoder.entries if sparse else codec.decoder.mean
         facts = codec, context.units, context.key.step, sparse
-        mean = memoized([x.data for x in payloads], facts, lambda: decode(payloads, context.units, keys))
+        out = None if shares_decoded() else context.out
+
+        def decode() -> Tensor | Entries:
+            if sparse:
+                return codec.decoder.entries(payloads, context.units, keys)
+            return codec.decoder.mean(payloads, context.units, keys, out)
+
+        mean = memoized([x.data for x in payloads], facts, decode)
         return Aggregate(mean, message.memory)
 
     def simulate(self, sent: Decoded, memory: Memory, codec: Codec, batch: RankBatch) -> Simulated:
         starts = starts_of(codec, sent, stacked(batch.units, batch.world))
-        mean = mean_of(sent, starts, batch.units.total, batch.world)
+        mean = rank_mean(sent.values, sent.indices, starts, batch.units.total, batch.world)
         if not codec.traits.fixed:
             return mean, memory, sizes_of(codec, sent, starts, batch)
         n = codec.size(batch.units)

@@ -9,8 +9,7 @@ Differs:  summands are limited to 1/N of their format's range, less what sums ma
 Spec:     allreduce
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
+from functools import reduce
 
 import torch
 
@@ -28,12 +27,11 @@ from gradwire.kernels.quantize import cast_decode
 
 
 @register("allreduce", kind="exchange")
-@dataclass(frozen=True)
 class AllReduce(Exchange):
     """Sum linear payloads."""
 
-    examples: ClassVar[tuple[str, ...]] = ("allreduce",)
-    exact: ClassVar[bool] = True
+    examples = ("allreduce",)
+    exact = True
     adds_payloads = True
 
     def check(self, codec: Codec) -> None:
@@ -51,10 +49,8 @@ class AllReduce(Exchange):
 
     def simulate(self, sent: Decoded, memory: Memory, codec: Codec, batch: RankBatch) -> Simulated:
         rows = sent.values.to(dtype_of(codec)).view(batch.world, -1)
-        total = rows[0].clone()
-        for row in rows[1:]:
-            total = total + row
-        mean = codec.decoder.expand(over(total.float(), batch.world), batch.units, batch.key.of(0))
+        total = reduce(torch.add, rows[1:], rows[0].clone()).float()
+        mean = codec.decoder.expand(over(total, batch.world), batch.units, batch.key.of(0))
         addend: Request = Sum(torch.empty_like(rows[0], device=META))
         return mean, memory, [[addend] * batch.world]
 

@@ -9,9 +9,6 @@ Differs:  no paper to differ from
 Spec:     auto
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from gradwire.codecs.codec import Codec
 from gradwire.core.registry import register
 from gradwire.core.requests import CommGenerator
@@ -36,11 +33,10 @@ def choose(codec: Codec, units: Segments, world: int) -> Exchange:
 
 
 @register("auto", kind="exchange")
-@dataclass(frozen=True)
 class Auto(Exchange):
     """A request to `choose`; a plan replaces it before it runs."""
 
-    examples: ClassVar[tuple[str, ...]] = ("auto",)
+    examples = ("auto",)
 
     def run(self, message: Message, codec: Codec, context: CommContext) -> CommGenerator[Aggregate]:
         raise AssertionError("a plan resolves auto before it runs")

@@ -19,7 +19,6 @@ from gradwire.core.keys import Key, qualified
 from gradwire.core.payload import Payload
 from gradwire.core.requests import Request
 from gradwire.core.segments import Segments
-from gradwire.kernels.groups import over
 
 META = torch.device("meta")
 
@@ -63,31 +62,8 @@ def stacked(units: Segments, world: int, cuts: tuple[tuple[int, int], ...] = ())
 
 
 def starts_of(codec: Codec, sent: Decoded, table: Segments) -> Sequence[int]:
-    """Where the entries of each unit of all ranks begin, and where the last ones end; empty for dense messages.
-
-    Mostly every rank sends as many as it may: then the device need not be read.
-    """
-    if sent.indices is None:
-        return ()
-    if sent.indices.numel() == sum(codec.capacities(table)):
-        return (0, *accumulate(codec.capacities(table)))
-    starts: list[int] = torch.searchsorted(sent.indices, table.offsets_on(sent.indices.device)).tolist()
-    return starts
-
-
-def mean_of(sent: Decoded, starts: Sequence[int], n: int, world: int) -> Tensor:
-    """The mean over ranks of what all of them sent, added in their order as `Codec.total` does."""
-    values, total = sent.values, sent.values.new_zeros(n)
-    if sent.indices is not None and sent.indices.numel() <= n:
-        places, each = sent.indices % n, (len(starts) - 1) // world  # units of a rank
-        for start, stop in pairwise(starts[::each]):
-            total.index_add_(0, places[start:stop], values[start:stop])  # distinct within a rank
-        return over(total, world)
-    if sent.indices is not None:  # together longer than the vector: zeros in between cost less
-        values = values.new_zeros(world * n).index_copy_(0, sent.indices, values)
-    for row in values.view(world, n):
-        total += row
-    return over(total, world)
+    """Where the entries of each unit of all ranks begin, and where the last ones end; empty for dense messages."""
+    return () if sent.indices is None else (0, *accumulate(codec.counts(sent.indices, table)))
 
 
 def sizes_of(codec: Codec, sent: Decoded, starts: Sequence[int], batch: RankBatch) -> Sizes:

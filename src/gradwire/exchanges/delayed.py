@@ -9,10 +9,6 @@ Differs:  no compensation of the delay
 Spec:     delayed
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
@@ -25,41 +21,25 @@ from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Messag
 
 
 @register("delayed", kind="exchange")
-@dataclass(frozen=True)
 class Delayed(Exchange):
     """Return the mean of the step before."""
 
-    inner: Exchange = Auto()  # noqa: RUF009 - a frozen value
-    examples: ClassVar[tuple[str, ...]] = ("delayed", "delayed(inner=two_way)")
+    inner: Exchange = Auto()
+    examples = ("delayed", "delayed(inner=two_way)")
+    delays = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Exchange) or self.inner.compresses_in_protocol or isinstance(self.inner, Delayed):
             raise ValueError(f"delayed({self.inner}) cannot wrap that; it takes allreduce, allgather or two_way")
-
-    delays: ClassVar[bool] = True
-
-    @property
-    def cuts(self) -> bool:  # type: ignore[override]
-        return self.inner.cuts
-
-    @property
-    def serves(self) -> bool:  # type: ignore[override]
-        return self.inner.serves
-
-    @property
-    def adds_payloads(self) -> bool:  # type: ignore[override]
-        return self.inner.adds_payloads
-
-    @property
-    def check(self) -> Callable[[Codec], None] | None:  # type: ignore[override]
-        return self.inner.check
+        for name in ("cuts", "serves", "adds_payloads", "check"):  # are those of the exchange within
+            object.__setattr__(self, name, getattr(self.inner, name))
 
     def slots(self, context: CommContext) -> dict[str, StateSpec]:
         own = {} if self.inner.slots is None else self.inner.slots(context)
         return {**own, "pending": StateSpec(context.tensors.lengths, "same")}
 
     def run(self, message: Message, codec: Codec, context: CommContext) -> CommGenerator[Aggregate]:
-        aggregate = yield from self.inner.run(message, codec, context._replace(allow_sparse_result=False))
+        aggregate = yield from self.inner.run(message, codec, context._replace(allow_sparse_result=False, out=None))
         assert isinstance(aggregate.mean, Tensor)
         last = aggregate.memory["pending"]
         return Aggregate(last, {**aggregate.memory, "pending": aggregate.mean})

@@ -34,6 +34,7 @@ class CommContext(NamedTuple):
         keeps_error: Whether the lane keeps what is lost, so that a second leg should too.
         needs_decoded: Whether the feedback uses what receivers will decode.
         allow_sparse_result: Whether a mean with few entries may be returned as those.
+        out: Memory that a mean may be written to, after the first request: that of the gradient.
     """
 
     key: Key
@@ -43,6 +44,7 @@ class CommContext(NamedTuple):
     keeps_error: bool
     needs_decoded: bool = True
     allow_sparse_result: bool = False
+    out: Tensor | None = None
 
 
 class Message(NamedTuple):
@@ -85,6 +87,7 @@ class Exchange(ABC):
     compresses_in_protocol: ClassVar[bool] = False  # after its first request; uses no codec
     local_only: ClassVar[bool] = False  # requests nothing from the group
     cuts: bool = False  # encodes shards of the buffer apart, one for each rank
+    settles: ClassVar[bool] = False  # takes what is sent off the message, where that is the memory "residual" itself
     delays: ClassVar[bool] = False  # hands back the mean of the step before
     serves: bool = False  # keeps an error of its own, the memory "served", where the lane keeps errors
     adds_payloads: bool = False  # payloads are added as they are, so that values are limited

@@ -9,8 +9,7 @@ Differs:  scaled by the mean of the workers' scales, so that the learning rate k
 Spec:     majority
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
+import torch
 
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.quantizers import Sign
@@ -23,11 +22,10 @@ from gradwire.kernels.groups import over
 
 
 @register("majority", kind="exchange")
-@dataclass(frozen=True)
 class Majority(Exchange):
     """Vote on signs."""
 
-    examples: ClassVar[tuple[str, ...]] = ("majority",)
+    examples = ("majority",)
 
     def check(self, codec: Codec) -> None:
         if codec.selector or codec.transform or not isinstance(codec.quantizer, Sign):
@@ -36,12 +34,10 @@ class Majority(Exchange):
     def run(self, message: Message, codec: Codec, context: CommContext) -> CommGenerator[Aggregate]:
         assert isinstance(message.content, Payload)
         payloads = yield Gather(message.content, codec.size(context.units))
-        votes = scale = None
+        votes = scale = torch.zeros((), device=message.content.data.device)
         for rank, payload in enumerate(payloads):
             decoded = codec.decode(payload, context.units, context.key.of(rank))
-            votes = decoded.sign() if votes is None else votes + decoded.sign()
-            scale = decoded.abs() if scale is None else scale + decoded.abs()
-        assert votes is not None and scale is not None
+            votes, scale = votes + decoded.sign(), scale + decoded.abs()
         return Aggregate(over(votes.sign() * scale, context.world), message.memory)
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:

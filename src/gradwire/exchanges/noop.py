@@ -9,8 +9,6 @@ Spec:     noop
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar
 
 from gradwire.codecs.codec import Codec
 from gradwire.core.payload import Payload
@@ -21,12 +19,11 @@ from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Messag
 
 
 @register("noop", kind="exchange")
-@dataclass(frozen=True)
 class Noop(Exchange):
     """Send nothing."""
 
-    examples: ClassVar[tuple[str, ...]] = ("noop",)
-    local_only: ClassVar[bool] = True
+    examples = ("noop",)
+    local_only = True
 
     def run(self, message: Message, codec: Codec, context: CommContext) -> CommGenerator[Aggregate]:
         assert isinstance(message.content, Payload)

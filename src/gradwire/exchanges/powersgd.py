@@ -11,6 +11,7 @@ Spec:     powersgd(2)
 """
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -75,16 +76,26 @@ def basis_length(shape: tuple[int, ...], rank: int) -> int:
 
 def orthonormal(p: Tensor) -> Tensor:
     """Gram-Schmidt over the columns of a batch of tall matrices [b, rows, r]; a dependent column becomes zero."""
-    done: list[Tensor] = []
-    for column in p.unbind(-1):
+    done = p.mT.contiguous()  # columns as they lie in memory
+    for i in range(done.shape[1]):
+        column, others = done[:, i : i + 1], done[:, :i]
         before = column.norm(dim=-1, keepdim=True)
-        for _ in range(2):  # once more, since a single pass leaves float32 columns visibly oblique
-            for other in done:
-                column = column - (other * column).sum(-1, keepdim=True) * other
+        for _ in range(2 if i else 0):  # once more, since a single pass leaves float32 columns visibly oblique
+            column = column - (column @ others.mT) @ others
         norm = column.norm(dim=-1, keepdim=True)
         alive = norm > 1e-6 * before
-        done.append(torch.where(alive, column / norm.clamp(min=torch.finfo(p.dtype).tiny), 0.0))
-    return torch.stack(done, -1)
+        done[:, i : i + 1] = torch.where(alive, column / norm.clamp(min=torch.finfo(p.dtype).tiny), 0.0)
+    return done.mT
+
+
+def orthonormal_all(matrices: list[Tensor]) -> list[Tensor]:
+    """`orthonormal` of several batches. On a GPU all are made equally tall with zeros, so that one call serves all."""
+    if len(matrices) < 2 or matrices[0].device.type == "cpu":
+        return [orthonormal(p) for p in matrices]
+    most = max(p.shape[1] for p in matrices)
+    tall = torch.cat([torch.nn.functional.pad(p, (0, 0, 0, most - p.shape[1])) for p in matrices])
+    parts = orthonormal(tall).split([p.shape[0] for p in matrices])
+    return [part[:, : p.shape[1]] for part, p in zip(parts, matrices, strict=True)]
 
 
 @register("powersgd", kind="exchange")
@@ -95,6 +106,7 @@ class PowerSGD(Exchange):
     rank: int = 2
     examples: ClassVar[tuple[str, ...]] = ("powersgd", "powersgd(rank=1)")
     compresses_in_protocol: ClassVar[bool] = True
+    settles: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not is_count(self.rank):
@@ -123,22 +135,26 @@ class PowerSGD(Exchange):
         left = [(q.mT @ m.mT).mT for m, q in zip(matrices, bases, strict=True)]
         total = yield Sum(torch.cat([*(p.flatten() for p in left), x[uncompressed]]))
         *summed, dense = total.split([*(p.numel() for p in left), uncompressed.numel()])
-        left = [orthonormal(s.view_as(p)) for s, p in zip(summed, left, strict=True)]
+        left = orthonormal_all([s.view_as(p) for s, p in zip(summed, left, strict=True)])
 
         # Round 2: all ranks' coefficients.
         mine = [(p.mT @ m).mT for m, p in zip(matrices, left, strict=True)]
         total = yield Sum(torch.cat([x.new_zeros(0), *(q.flatten() for q in mine)]))
-        right = [
-            s.view_as(q) / context.world for s, q in zip(total.split([q.numel() for q in mine]), mine, strict=True)
-        ]
+        parts = (total / context.world).split([q.numel() for q in mine])
+        right = [s.view_as(q) for s, q in zip(parts, mine, strict=True)]
 
-        mean, own = torch.empty_like(x), torch.empty_like(x)  # factored or uncompressed, everything is written
-        mean[uncompressed], own[uncompressed] = dense / context.world, x[uncompressed]
+        # Factored or uncompressed, everything is written.
+        settles = memory.get("residual") is x
+        mean = context.out if settles and context.out is not None else torch.empty_like(x)
+        own = x if settles else torch.empty_like(x)
+        if uncompressed.numel():
+            own[uncompressed] = 0.0 if settles else x[uncompressed]
+            mean[uncompressed] = dense / context.world
         for f, p, q, q_own in zip(shapes, left, right, mine, strict=True):
             _multiply_(mean, p, q, f.starts)
-            _multiply_(own, p, q_own, f.starts)
+            _multiply_(own, p, q_own, f.starts, subtract=settles)
         memory = {**memory, "basis": _remember(memory["basis"], shapes, right)}
-        return Aggregate(mean, memory, Decoded(None, own))
+        return Aggregate(mean, memory, None if settles else Decoded(None, own))
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         factors = sum(
@@ -167,20 +183,27 @@ def _drawn(key: Key, names: tuple[str, ...], n: int, device: torch.device) -> Te
 
 
 def _stack(flat: Tensor, starts: tuple[int, ...], rows: int, columns: int) -> Tensor:
-    matrices = [flat[s : s + rows * columns].view(rows, columns) for s in starts]
-    return torch.stack(matrices) if len(matrices) > 1 else matrices[0][None]
+    matrices = [view for _, view in _views(flat, starts, rows, columns)]
+    return torch.cat(matrices) if len(matrices) > 1 else matrices[0]
 
 
-def _multiply_(flat: Tensor, left: Tensor, right: Tensor, starts: tuple[int, ...]) -> None:
-    """The products of left and right factors, written where the matrices lie."""
-    rows, columns = left.shape[1], right.shape[1]
+def _multiply_(flat: Tensor, left: Tensor, right: Tensor, starts: tuple[int, ...], subtract: bool = False) -> None:
+    """The products of left and right factors, written where the matrices lie, or taken off what lies there."""
+    for (i, j), out in _views(flat, starts, left.shape[1], right.shape[1]):
+        if subtract:
+            out.baddbmm_(left[i:j], right[i:j].mT, alpha=-1)
+        elif j == i + 1:
+            torch.mm(left[i], right[i].mT, out=out[0])
+        else:
+            torch.bmm(left[i:j], right[i:j].mT, out=out)
+
+
+def _views(flat: Tensor, starts: tuple[int, ...], rows: int, columns: int) -> Iterator[tuple[tuple[int, int], Tensor]]:
+    """The matrices of one shape where they lie: one view for each stretch of equal distances."""
     for i, j in _runs(starts):
-        if j == i + 1:
-            torch.mm(left[i], right[i].mT, out=flat[starts[i] : starts[i] + rows * columns].view(rows, columns))
-            continue
-        steps = (starts[i + 1] - starts[i], columns, 1)
-        out = flat.as_strided((j - i, rows, columns), steps, flat.storage_offset() + starts[i])
-        torch.bmm(left[i:j], right[i:j].mT, out=out)
+        step = starts[i + 1] - starts[i] if j > i + 1 else rows * columns
+        where = flat.storage_offset() + starts[i]
+        yield (i, j), flat.as_strided((j - i, rows, columns), (step, columns, 1), where)
 
 
 @lru_cache(maxsize=1024)
@@ -196,11 +219,6 @@ def _runs(starts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _unstack_(flat: Tensor, matrices: Tensor, starts: tuple[int, ...]) -> None:
-    for matrix, start in zip(matrices, starts, strict=True):
-        flat[start : start + matrix.numel()] = matrix.flatten()
-
-
 @cached_on_device(64)
 def _uncompressed(tensors: Segments, rank: int, device: torch.device) -> Tensor:
     """Positions of everything that is not factored."""
@@ -213,7 +231,8 @@ def _uncompressed(tensors: Segments, rank: int, device: torch.device) -> Tensor:
 
 
 def _remember(old: Tensor, shapes: list[ShapeGroup], right: list[Tensor]) -> Tensor:
-    basis = old.clone()
+    basis = torch.empty_like(old)  # all of it is written
     for f, q in zip(shapes, right, strict=True):
-        _unstack_(basis, q, f.bases)
+        for (i, j), out in _views(basis, f.bases, *q.shape[1:]):
+            out.copy_(q[i:j])
     return basis

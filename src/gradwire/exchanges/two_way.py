@@ -12,8 +12,6 @@ Spec:     two_way
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,18 +23,18 @@ from gradwire.core.keys import qualified
 from gradwire.core.registry import register
 from gradwire.core.requests import CommGenerator, Gather, Request, SendRecv
 from gradwire.core.segments import Segments
-from gradwire.exchanges.batch import RankBatch, Simulated, blank, mean_of, stacked, starts_of
+from gradwire.exchanges.batch import RankBatch, Simulated, blank, stacked, starts_of
 from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
 from gradwire.exchanges.shards import shard
+from gradwire.kernels.rank_mean import rank_mean
 
 
 @register("two_way", kind="exchange")
-@dataclass(frozen=True)
 class TwoWay(Exchange):
     """All-to-all of encoded shards, sum in float32, encode again, all-gather."""
 
-    examples: ClassVar[tuple[str, ...]] = ("two_way",)
-    exact: ClassVar[bool] = True
+    examples = ("two_way",)
+    exact = True
     cuts = serves = True
 
     def check(self, codec: Codec) -> None:
@@ -82,7 +80,8 @@ class TwoWay(Exchange):
         """All shards at once: end to end they are the buffer."""
         n, world, units = batch.units.total, batch.world, batch.units
         cuts = tuple(shard(n, world, rank) for rank in range(world))
-        target = mean_of(sent, starts_of(codec, sent, stacked(units, world, cuts)), n, world)
+        starts = starts_of(codec, sent, stacked(units, world, cuts))
+        target = rank_mean(sent.values, sent.indices, starts, n, world)
         served = memory.get("served")
         if served is not None:
             target = target + served

@@ -1,9 +1,7 @@
 """What happens to the error of compression."""
 
-from gradwire.feedback.ef21 import EF21
-from gradwire.feedback.feedback import Feedback
-from gradwire.feedback.momentum_correction import MomentumCorrection
-from gradwire.feedback.none import NoFeedback
-from gradwire.feedback.residual import Residual
-
-__all__ = ["EF21", "Feedback", "MomentumCorrection", "NoFeedback", "Residual"]
+from gradwire.feedback.ef21 import EF21 as EF21
+from gradwire.feedback.feedback import Feedback as Feedback
+from gradwire.feedback.momentum_correction import MomentumCorrection as MomentumCorrection
+from gradwire.feedback.none import NoFeedback as NoFeedback
+from gradwire.feedback.residual import Residual as Residual

@@ -9,7 +9,6 @@ Differs:  as in the paper, with h and G starting at zero
 Spec:     ef21
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -20,11 +19,10 @@ from gradwire.feedback.feedback import Feedback
 
 
 @register("ef21", kind="feedback")
-@dataclass(frozen=True)
 class EF21(Feedback):
     """Compress differences; the group keeps the running mean."""
 
-    examples: ClassVar[tuple[str, ...]] = ("ef21",)
+    examples = ("ef21",)
     memories: ClassVar[dict[str, str]] = {"estimate": "mean", "estimate_mean": "same"}
 
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:

@@ -14,7 +14,6 @@ Differs:  whatever a quantizer rounded away stays in v; where nothing was select
 Spec:     momentum_correction(0.9)
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -26,7 +25,6 @@ from gradwire.kernels.fused import Accumulation
 
 
 @register("momentum_correction", kind="feedback")
-@dataclass(frozen=True)
 class MomentumCorrection(Feedback):
     """Accumulate velocity, not gradient, in the residual.
 
@@ -41,7 +39,7 @@ class MomentumCorrection(Feedback):
     nesterov: bool = False
     masking: bool = True
     clip: float | None = None
-    examples: ClassVar[tuple[str, ...]] = (
+    examples = (
         "momentum_correction",
         "momentum_correction(momentum=0.8, nesterov=True)",
         "momentum_correction(masking=False)",

@@ -8,9 +8,6 @@ Differs:  as in the papers
 Spec:     none
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import Tensor
 
 from gradwire.codecs.stage import Decoded, Memory
@@ -19,13 +16,12 @@ from gradwire.feedback.feedback import Feedback
 
 
 @register("none", kind="feedback")
-@dataclass(frozen=True)
 class NoFeedback(Feedback):
     """Drop the error."""
 
-    examples: ClassVar[tuple[str, ...]] = ("none",)
-    keeps_error: ClassVar[bool] = False
-    needs_decoded: ClassVar[bool] = False
+    examples = ("none",)
+    keeps_error = False
+    needs_decoded = False
 
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         return grad, memory

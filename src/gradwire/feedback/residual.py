@@ -10,7 +10,6 @@ Differs:  e is in gradient units, not in units of learning rate times gradient, 
 Spec:     residual
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -22,12 +21,11 @@ from gradwire.kernels.fused import Accumulation
 
 
 @register("residual", kind="feedback")
-@dataclass(frozen=True)
 class Residual(Feedback):
     """Keep the error and add it to the next gradient, times ``decay``."""
 
     decay: float = 1.0
-    examples: ClassVar[tuple[str, ...]] = ("residual", "residual(decay=0.95)")
+    examples = ("residual", "residual(decay=0.95)")
     memories: ClassVar[dict[str, str]] = {"residual": "mean"}
 
     def __post_init__(self) -> None:

@@ -2,16 +2,14 @@
 
 from gradwire.gossip.centralized import Centralized
 from gradwire.gossip.choco import Choco
-from gradwire.gossip.dcd import DCD
 from gradwire.gossip.deepsqueeze import DeepSqueeze
 from gradwire.gossip.dpsgd import DPSGD
-from gradwire.gossip.ecd import ECD
-from gradwire.gossip.gossip import GossipContext, GossipMethod, MixResult
-from gradwire.gossip.message import Diverged
+from gradwire.gossip.gossip import GossipMethod, MixResult, gossip_method
+from gradwire.gossip.message import Diverged, GossipContext
 from gradwire.gossip.node import Node
 from gradwire.gossip.powergossip import PowerGossip
 from gradwire.gossip.sgp import SGP
-from gradwire.gossip.spec import gossip_method
+from gradwire.gossip.unbiased import DCD, ECD
 
 __all__ = [
     "DCD",

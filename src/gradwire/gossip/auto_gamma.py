@@ -160,7 +160,7 @@ def _wanted_step(state: Tensor, used: float, age: float, topology: Topology, cod
     gain, lag, lag_response = state[smoothed].tolist()
     response = min(1.0, max(gain, lag_response / lag)) if lag > 0.0 else min(1.0, gain)
     if codec.selector is not None and gain > 0.0:
-        lag = max(lag, LEAST_LAG / gain)  # entries that are left out wait, whatever else goes on
+        lag = max(lag, LEAST_LAG / gain)  # entries that are left out wait in any case
     best = min(1.0, best_dense_step(topology) / ((2.0 - response) * lag)) if lag > 0.0 else 1.0
     factor = min(MOST_UP, max(MOST_DOWN, (best / used) ** DAMPING))
     return float(max(LEAST, min(1.0, used * factor)))

@@ -14,15 +14,14 @@ from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Memory
 from gradwire.core.requests import CommGenerator
 from gradwire.gossip.gossip import (
-    GossipContext,
     GossipMethod,
     MixResult,
     VectorMemory,
-    body_bytes,
     decode_message,
     encode_message,
+    send_to_all,
 )
-from gradwire.gossip.message import GossipMessage, exchange_messages
+from gradwire.gossip.message import GossipContext, GossipMessage
 
 Weight: TypeAlias = float | Tensor  # of one rank, or float64 [ranks, 1]
 
@@ -77,12 +76,7 @@ class BroadcastRules(GossipMethod):
     ) -> CommGenerator[tuple[MixResult, NeighborMessages, dict[int, GossipMessage]]]:
         """The two rules and the exchange between them; also the messages, decoded and as received."""
         own = encode_message(self.message(x, memory, context.key.step), codec, context)
-        received = yield from exchange_messages(
-            context.header(),
-            dict.fromkeys(context.out_weights, own.payload),
-            dict.fromkeys(context.in_weights, body_bytes(codec, context)),
-            metadata,
-        )
+        received = yield from send_to_all(own.payload, codec, context, metadata)
         weights = {peer: weight for peer, weight in context.in_weights.items() if peer in received}
         others = [(weight, decode_message(received[peer], codec, context, peer)) for peer, weight in weights.items()]
         messages = NeighborMessages(own.decoded, 1.0 - sum(weights.values()), others)

@@ -18,8 +18,8 @@ from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Memory
 from gradwire.core.registry import register
 from gradwire.core.requests import CommGenerator, Sum
-from gradwire.gossip.gossip import GossipContext, MixResult, VectorMemory, encode_message
-from gradwire.gossip.message import Diverged
+from gradwire.gossip.gossip import MixResult, VectorMemory, encode_message
+from gradwire.gossip.message import Diverged, GossipContext
 from gradwire.gossip.requirements import require_cast
 from gradwire.topology import Graph, Topology
 from gradwire.topology.graphs import Complete

@@ -31,16 +31,15 @@ from gradwire.core.requests import CommGenerator
 from gradwire.gossip import auto_gamma
 from gradwire.gossip.broadcast import BroadcastRules, NeighborMessages
 from gradwire.gossip.gossip import (
-    GossipContext,
     MixResult,
     OutgoingMessage,
     body_bytes,
     decode_message,
     encode_message,
 )
-from gradwire.gossip.message import GossipMessage, exchange_messages
+from gradwire.gossip.message import GossipContext, GossipMessage, exchange_messages
 from gradwire.gossip.requirements import require_consensus_step, require_contraction, require_doubly_stochastic
-from gradwire.topology import Graph, Topology
+from gradwire.topology import Topology
 
 AUTO = "auto"
 _DENSE = as_codec("fp32")  # of the first message on a new edge
@@ -52,11 +51,9 @@ class Choco(BroadcastRules):
     """Compressed gossip with error feedback: what a message leaves out stays in the next difference.
 
     Attributes:
-        graph: Which ranks exchange messages.
         gamma: The consensus step in (0, 1], or "auto".
     """
 
-    graph: Graph
     gamma: float | str = AUTO
     examples: ClassVar[tuple[str, ...]] = ("choco(ring)", "choco(torus, gamma=0.45)", "choco(one_peer_exponential)")
     elastic: ClassVar[bool] = True
@@ -122,7 +119,7 @@ class Choco(BroadcastRules):
         sent = {peer: encode_message(d, codecs[peer], context, peer) for peer, d in differences.items()}
         varies = body_bytes(codec, context) is None
         received = yield from exchange_messages(
-            context.header(),
+            context,
             {peer: message.payload for peer, message in sent.items()},
             {peer: None if varies else body_bytes(codecs[peer], context) for peer in context.in_weights},
             self._metadata(memory, context),
@@ -202,10 +199,10 @@ def _mix_all(x: Tensor, memory: Memory, gamma: float, context: GossipContext) ->
 
 
 def _average_copies(memory: Memory, new: Collection[int]) -> Memory:
-    """Both copies of a new edge go on from their mean.
+    """Both copies of a new edge continue from their mean.
 
-    Left apart, they would push for as long as a codec takes to send that the ends have met: where few entries differ by
-    much, as after a long absence, sign needs hundreds of steps, and replicas are thrown far beyond each other.
+    Left as they are, they would push until the codec has sent the whole difference: where few entries differ by much,
+    as after a long absence, sign needs hundreds of steps, and replicas overshoot each other by far.
     """
     means = {peer: (memory[f"to_{peer}"] + memory[f"from_{peer}"]) / 2 for peer in new}
     return {**memory, **{f"{way}_{peer}": x.clone() for peer, x in means.items() for way in ("to", "from")}}

@@ -21,7 +21,7 @@ from gradwire.core.registry import register
 from gradwire.gossip.broadcast import BroadcastMethod, NeighborMessages
 from gradwire.gossip.gossip import MixResult
 from gradwire.gossip.requirements import require_consensus_step, require_contraction, require_doubly_stochastic
-from gradwire.topology import Graph, Topology
+from gradwire.topology import Topology
 
 
 @register("deepsqueeze", kind="gossip")
@@ -30,11 +30,9 @@ class DeepSqueeze(BroadcastMethod):
     """Error feedback on whole models.
 
     Attributes:
-        graph: Which ranks exchange messages.
         gamma: The consensus step in (0, 1].
     """
 
-    graph: Graph
     gamma: float = 0.01
     examples: ClassVar[tuple[str, ...]] = ("deepsqueeze(ring)", "deepsqueeze(ring, gamma=0.05)")
     memories: ClassVar[tuple[str, ...]] = ("residual",)

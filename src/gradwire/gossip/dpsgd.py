@@ -10,7 +10,6 @@ Differs:  the local step comes before the averaging, so that neighbors receive i
 Spec:     dpsgd(ring), dpsgd(one_peer_exponential)
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -21,15 +20,13 @@ from gradwire.core.registry import register
 from gradwire.gossip.broadcast import BroadcastMethod, NeighborMessages
 from gradwire.gossip.gossip import MixResult
 from gradwire.gossip.requirements import require_cast, require_doubly_stochastic
-from gradwire.topology import Graph, Topology
+from gradwire.topology import Topology
 
 
 @register("dpsgd", kind="gossip")
-@dataclass(frozen=True)
 class DPSGD(BroadcastMethod):
     """Average whole models with the neighbors."""
 
-    graph: Graph
     examples: ClassVar[tuple[str, ...]] = ("dpsgd(ring)", "dpsgd(one_peer_exponential)")
     elastic: ClassVar[bool] = True
 

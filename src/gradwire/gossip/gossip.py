@@ -5,7 +5,8 @@ returns new parameters; it never sees the network. Its memories are flat buffers
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
@@ -14,68 +15,12 @@ from torch import Tensor
 
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Decoded, EncodeInput, Memory, StateSpec
-from gradwire.core.keys import Key
 from gradwire.core.payload import Payload
+from gradwire.core.registry import registered
 from gradwire.core.requests import CommGenerator
-from gradwire.core.segments import Segments
-from gradwire.core.spec import write
-from gradwire.gossip.message import GossipMessage, Header
+from gradwire.core.spec import parse, write
+from gradwire.gossip.message import GossipContext, GossipMessage, exchange_messages
 from gradwire.topology import Graph, Topology, graph
-
-CPU = torch.device("cpu")
-
-
-class GossipContext(NamedTuple):
-    """Context of one round on one rank.
-
-    Attributes:
-        key: This rank's random bits for this step; it holds the rank.
-        topology: The mixing weights.
-        units: What the codec treats as one vector each.
-        tensors: The parameters behind the same flat buffer, with their shapes.
-        number: How many messages this rank has written before.
-        nonfinite: Whether this rank's parameters are not finite, so that its messages must not be used.
-        live: With elastic training, the peers that take part in this step, and whether the edge is new to both ends;
-            None where all peers always take part.
-        decoded: Messages that ranks of this process have decoded in this step, by (sender, receiver).
-        device: Where messages lie.
-    """
-
-    key: Key
-    topology: Topology
-    units: Segments
-    tensors: Segments
-    number: int = 0
-    nonfinite: bool = False
-    live: Mapping[int, bool] | None = None
-    decoded: MutableMapping[tuple[int, int], Tensor] | None = None
-    device: torch.device = CPU
-
-    @property
-    def rank(self) -> int:
-        return self.key.rank
-
-    @property
-    def elastic(self) -> bool:
-        return self.live is not None
-
-    @property
-    def in_weights(self) -> dict[int, float]:
-        """The peers that this rank receives from in this step, with the weight it gives them."""
-        return self._present(self.topology.peers(self.rank, self.key.step))
-
-    @property
-    def out_weights(self) -> dict[int, float]:
-        """The peers that this rank sends to in this step, with the weight they give it."""
-        return self._present(self.topology.out_peers(self.rank, self.key.step))
-
-    def header(self, iteration: int = 0) -> Header:
-        """The header of a message of this step, by its number within the step."""
-        number = self.number + iteration
-        return Header(self.rank, self.device, self.key.step, number, self.nonfinite, self.elastic)
-
-    def _present(self, peers: Mapping[int, float]) -> dict[int, float]:
-        return {peer: weight for peer, weight in sorted(peers.items()) if self.live is None or peer in self.live}
 
 
 class MixResult(NamedTuple):
@@ -95,17 +40,22 @@ class MixResult(NamedTuple):
     flows: Mapping[int, Tensor] = MappingProxyType({})
 
 
+@dataclass(frozen=True)
 class GossipMethod(ABC):
-    """A frozen rule by which neighbors mix their parameters."""
+    """A frozen rule by which neighbors mix their parameters.
 
+    Attributes:
+        graph: Which ranks exchange messages.
+    """
+
+    graph: Graph
     name: ClassVar[str]
     kind: ClassVar[str]
     examples: ClassVar[tuple[str, ...]]
     compresses: ClassVar[bool] = False  # by itself, so that it takes no codec
     overlaps: ClassVar[bool] = True  # what it adds to x may as well be added one step later
-    elastic: ClassVar[bool] = False  # goes on when neighbors die
+    elastic: ClassVar[bool] = False  # continues when neighbors die
     all_reduces: ClassVar[bool] = False  # sums over all ranks instead of exchanging messages with neighbors
-    graph: Graph
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "graph", graph(self.graph))
@@ -139,6 +89,17 @@ class GossipMethod(ABC):
     def dense_bytes(self, elements: int, degree: int, world: int) -> float:
         """Bytes that a rank would send in a step, were they all float32."""
         return 4.0 * elements * (2 * (world - 1) / world if self.all_reduces else degree)
+
+
+def gossip_method(spec: str | GossipMethod) -> GossipMethod:
+    """A method from its text, or itself: ``"choco(ring, gamma=auto)"`` is ``Choco(Ring())``."""
+    made = parse(spec) if isinstance(spec, str) else spec
+    if not isinstance(made, GossipMethod):
+        raise ValueError(
+            f"{spec!r} is no gossip method but a {getattr(made, 'kind', type(made).__name__)}; "
+            f"write one of {', '.join(registered('gossip'))} with a graph, for example choco(ring)"
+        )
+    return made
 
 
 class VectorMemory(GossipMethod):
@@ -175,6 +136,15 @@ def decode_message(message: GossipMessage, codec: Codec, context: GossipContext,
     if context.decoded is not None and (sender, to) in context.decoded:
         return context.decoded[sender, to]
     return codec.decode(message.body, context.units, context.key.of(sender))
+
+
+def send_to_all(
+    payload: Payload, codec: Codec, context: GossipContext, metadata: tuple[float, ...] = ()
+) -> CommGenerator[dict[int, GossipMessage]]:
+    """Send one message to all neighbors, and receive theirs."""
+    size = codec.size(context.units) if codec.traits.fixed else None
+    out, into = dict.fromkeys(context.out_weights, payload), dict.fromkeys(context.in_weights, size)
+    return (yield from exchange_messages(context, out, into, metadata))
 
 
 def densify(sent: Decoded, like: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from gradwire.codecs.codec import Codec
 from gradwire.core.keys import Key
 from gradwire.core.requests import CommGenerator
 from gradwire.core.segments import Segments
-from gradwire.gossip.gossip import CPU, GossipContext, GossipMethod
+from gradwire.gossip.gossip import GossipMethod
+from gradwire.gossip.message import GossipContext
 from gradwire.gossip.optimal_gamma import modes
 from gradwire.topology import Topology
 
@@ -74,19 +75,10 @@ class Node:
         """Start from the parameters that all ranks hold."""
         self.memory = self.method.initial_memory(common, self.codec, self.context())
 
-    def context(
-        self,
-        live: Mapping[int, bool] | None = None,
-        decoded: MutableMapping[tuple[int, int], Tensor] | None = None,
-        nonfinite: bool = False,
-        device: torch.device = CPU,
-    ) -> GossipContext:
-        """The context of this step's round."""
-        live = {} if self.elastic and live is None else live
-        key = Key(self.seed, self.step, self.rank)
-        return GossipContext(
-            key, self.topology, self.units, self.tensors, self.number, nonfinite, live, decoded, device
-        )
+    def context(self) -> GossipContext:
+        """The context of this step's round; with elastic training, without neighbors."""
+        key, live = Key(self.seed, self.step, self.rank), dict[int, bool]() if self.elastic else None
+        return GossipContext(key, self.topology, self.units, self.tensors, self.number, live=live)
 
     def run(
         self,
@@ -98,7 +90,7 @@ class Node:
         nonfinite = not bool(torch.isfinite(x).all())
         if nonfinite:
             x = torch.zeros_like(x)  # receivers do not use this message
-        context = self.context(live, decoded, nonfinite, x.device)
+        context = self.context()._replace(nonfinite=nonfinite, live=live, decoded=decoded, device=x.device)
         result = yield from self.method.mix(x, self.memory, self.codec, context)
         self.memory, self.gamma = dict(result.memory), result.gamma
         self.moved = (result.x - x).norm()
@@ -137,17 +129,21 @@ class Node:
         scale = math.sqrt(sum(mu * mu for mu in values) / len(values)) if values else 1.0
         return float(self.moved) / self.gamma / scale
 
+    def _lengths(self) -> dict[str, tuple[int, ...]]:
+        """How much of each memory belongs to each parameter; memories that belong to none are left out."""
+        specs = self.method.state_specs(self.context())
+        return {name: spec.lengths for name, spec in specs.items()} | {"pending": self.tensors.lengths}
+
     def save(self) -> dict[str, Tensor]:
         """Memories by parameter name, and whole where they belong to none."""
-        specs = self.method.state_specs(self.context())
-        state = {}
-        for memory, buffer in {**self.memory, **({} if self.pending is None else {"pending": self.pending})}.items():
-            if memory in specs or memory == "pending":
-                lengths = specs[memory].lengths if memory in specs else self.tensors.lengths
-                for name, part in zip(self.tensors.names, buffer.split(list(lengths)), strict=True):
-                    state[f"{memory}/{name}"] = part.clone().cpu()
-            else:
+        lengths, state = self._lengths(), {}
+        buffers = self.memory if self.pending is None else {**self.memory, "pending": self.pending}
+        for memory, buffer in buffers.items():
+            if memory not in lengths:
                 state[f"gradwire/memory/{memory}"] = buffer.clone().cpu()
+                continue
+            for name, part in zip(self.tensors.names, buffer.split(list(lengths[memory])), strict=True):
+                state[f"{memory}/{name}"] = part.clone().cpu()
         return state
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -156,12 +152,11 @@ class Node:
         Raises:
             ValueError: Some of it is missing, or of another model.
         """
-        specs = self.method.state_specs(self.context())
-        lengths = {name: spec.lengths for name, spec in specs.items()}
-        if any(key.startswith("pending/") for key in state):
-            lengths["pending"] = self.tensors.lengths
+        lengths = self._lengths()
+        if not any(key.startswith("pending/") for key in state):
+            del lengths["pending"]
         loaded: dict[str, Tensor] = {}
-        device = next((x.device for name, x in self.memory.items() if name in specs), torch.device("cpu"))
+        device = next((x.device for name, x in self.memory.items() if name in lengths), torch.device("cpu"))
         for memory, sizes in lengths.items():
             parts = []
             for name, n in zip(self.tensors.names, sizes, strict=True):

@@ -13,6 +13,7 @@ Differs:  a matrix that a pair of vectors would not shrink travels dense; a vect
 Spec:     powergossip(ring), powergossip(ring, iterations=2)
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -26,11 +27,11 @@ from gradwire.core.payload import Payload, as_bytes, from_bytes
 from gradwire.core.registry import register
 from gradwire.core.requests import CommGenerator
 from gradwire.core.segments import Segments
-from gradwire.gossip.gossip import GossipContext, GossipMethod, MixResult
-from gradwire.gossip.message import exchange_messages
+from gradwire.gossip.gossip import GossipMethod, MixResult
+from gradwire.gossip.message import GossipContext, exchange_messages
 from gradwire.gossip.requirements import require_static_symmetric
 from gradwire.kernels import philox
-from gradwire.topology import Graph, Topology
+from gradwire.topology import Topology
 
 
 @register("powergossip", kind="gossip")
@@ -39,11 +40,9 @@ class PowerGossip(GossipMethod):
     """Rank-one gossip without anything to tune.
 
     Attributes:
-        graph: Which ranks exchange messages.
         iterations: Messages per step and edge.
     """
 
-    graph: Graph
     iterations: int = 1
     examples: ClassVar[tuple[str, ...]] = ("powergossip(ring)", "powergossip(ring, iterations=2)")
     compresses: ClassVar[bool] = True
@@ -59,18 +58,16 @@ class PowerGossip(GossipMethod):
         require_static_symmetric(self, topology)
 
     def state_specs(self, context: GossipContext) -> dict[str, StateSpec]:
-        left, right = (tuple(side(shape, i) for shape in context.tensors.shapes) for i in (0, 1))
-        peers = sorted(context.topology.peers(context.rank))
-        return {f"left_{peer}": StateSpec(left) for peer in peers} | {
-            f"right_{peer}": StateSpec(right) for peer in peers
-        }
+        table, peers = _matrices(context.tensors), sorted(context.topology.peers(context.rank))
+        left, right = StateSpec(tuple(m.rows for m in table)), StateSpec(tuple(m.columns for m in table))
+        return {f"left_{peer}": left for peer in peers} | {f"right_{peer}": right for peer in peers}
 
     def initial_memory(self, common: Tensor, codec: Codec, context: GossipContext) -> dict[str, Tensor]:
         return {name: common.new_zeros(sum(spec.lengths)) for name, spec in self.state_specs(context).items()}
 
     def body_bytes(self, tensors: Segments, onto_right: bool) -> int:
         """The length of a message without its header: X v or X' u of every matrix, and all other tensors."""
-        return 4 * sum((p.rows if onto_right else p.columns) if p.rows else p.length for p in _matrices(tensors))
+        return 4 * sum(matrix.projected(onto_right) for matrix in _matrices(tensors))
 
     def mix(self, x: Tensor, memory: Memory, codec: Codec, context: GossipContext) -> CommGenerator[MixResult]:
         memory = dict(memory)
@@ -84,7 +81,7 @@ class PowerGossip(GossipMethod):
         self,
         x: Tensor,
         memory: dict[str, Tensor],
-        table: list["MatrixSlice"],
+        table: list["MatrixShape"],
         onto_right: bool,
         context: GossipContext,
         iteration: int,
@@ -96,94 +93,86 @@ class PowerGossip(GossipMethod):
         mine = {peer: _project(x, table, basis, onto_right) for peer, basis in bases.items()}
         bodies = {peer: Payload(as_bytes(flat)) for peer, flat in mine.items()}
         sizes: Mapping[int, int | None] = {peer: body.nbytes for peer, body in bodies.items()}
-        received = yield from exchange_messages(context.header(iteration), bodies, sizes)
+        received = yield from exchange_messages(context, bodies, sizes, iteration=iteration)
         moved = x
         for peer, weight in context.in_weights.items():
             theirs = from_bytes(received[peer].body.data, torch.float32)
             # Both ends subtract the lower rank's from the higher's: they find the same vectors, bit for bit.
             between = theirs - mine[peer] if context.rank < peer else mine[peer] - theirs
             toward = weight if context.rank < peer else -weight
-            moved = moved + toward * _expand(between, table, bases[peer], onto_right, x)
+            moved = moved + toward * _expand(between, table, bases[peer], onto_right)
             memory[f"{updated}_{peer}"] = _normalized(between, table, onto_right, memory[f"{updated}_{peer}"])
         return moved
 
 
-class MatrixSlice(NamedTuple):
-    """A tensor in the flat buffer; ``rows`` is 0 for one that travels dense."""
+class MatrixShape(NamedTuple):
+    """A tensor as a matrix; ``rows`` and ``columns`` are 0 for one that travels dense."""
 
     name: str
-    start: int
     length: int
     rows: int
     columns: int
 
-
-def side(shape: tuple[int, ...], i: int) -> int:
-    """Rows or columns of a tensor that is worth factoring; else 0."""
-    if len(shape) < 2:
-        return 0
-    rows, columns = shape[0], 1
-    for n in shape[1:]:
-        columns *= n
-    return (rows, columns)[i] if rows + columns < rows * columns else 0
+    def projected(self, right: bool) -> int:
+        """How many numbers are sent: X v or X' u, or the whole tensor."""
+        return (self.rows if right else self.columns) or self.length
 
 
-def _matrices(tensors: Segments) -> list[MatrixSlice]:
-    spans = zip(tensors.names, tensors.shapes, tensors.offsets[:-1], tensors.lengths, strict=True)
-    return [MatrixSlice(name, start, n, side(shape, 0), side(shape, 1)) for name, shape, start, n in spans]
+def _matrices(tensors: Segments) -> list[MatrixShape]:
+    """The tensors; those that a pair of vectors would not shrink travel dense."""
+    sides = [(shape[0], math.prod(shape[1:])) if len(shape) > 1 else (0, 0) for shape in tensors.shapes]
+    worth = [(rows, columns) if rows + columns < rows * columns else (0, 0) for rows, columns in sides]
+    return [MatrixShape(name, n, *side) for name, n, side in zip(tensors.names, tensors.lengths, worth, strict=True)]
 
 
-def _vectors(flat: Tensor, table: list[MatrixSlice], right: bool) -> list[Tensor]:
+def _vectors(flat: Tensor, table: list[MatrixShape], right: bool) -> list[Tensor]:
     """A buffer of left or right vectors, cut up; empty for dense tensors."""
-    return list(flat.split([place.columns if right else place.rows for place in table]))
+    return list(flat.split([matrix.columns if right else matrix.rows for matrix in table]))
 
 
-def _nonzero(basis: Tensor, table: list[MatrixSlice], right: bool, context: GossipContext, peer: int) -> Tensor:
+def _projections(flat: Tensor, table: list[MatrixShape], right: bool) -> list[Tensor]:
+    """A message, cut up."""
+    return list(flat.split([matrix.projected(right) for matrix in table]))
+
+
+def _nonzero(basis: Tensor, table: list[MatrixShape], right: bool, context: GossipContext, peer: int) -> Tensor:
     """The basis, its zero vectors drawn anew by both ends alike."""
     edge = "-".join(map(str, sorted((context.rank, peer))))
     key = context.key.shared().fold(f"edge {edge}")
     out = []
-    for place, v in zip(table, _vectors(basis, table, right), strict=True):
+    for matrix, v in zip(table, _vectors(basis, table, right), strict=True):
         if v.numel() and not bool(v.any()):
-            v = philox.normal(key, (place.name,), v.numel(), v.device)[0]
+            v = philox.normal(key, (matrix.name,), v.numel(), v.device)[0]
             v = v / v.norm()
         out.append(v)
     return torch.cat(out)
 
 
-def _project(x: Tensor, table: list[MatrixSlice], basis: Tensor, right: bool) -> Tensor:
+def _project(x: Tensor, table: list[MatrixShape], basis: Tensor, right: bool) -> Tensor:
     """X v or X' u of every matrix, other tensors as they are, laid end to end."""
     parts = []
-    for place, v in zip(table, _vectors(basis, table, right), strict=True):
-        flat = x[place.start : place.start + place.length]
-        if place.rows:
-            matrix = flat.view(place.rows, place.columns)
-            flat = matrix @ v if right else matrix.T @ v
+    for matrix, flat, v in zip(table, x.split([m.length for m in table]), _vectors(basis, table, right), strict=True):
+        if matrix.rows:
+            square = flat.view(matrix.rows, matrix.columns)
+            flat = square @ v if right else square.T @ v
         parts.append(flat)
     return torch.cat(parts)
 
 
-def _parts(between: Tensor, table: list[MatrixSlice], right: bool) -> list[Tensor]:
-    return list(between.split([(p.rows if right else p.columns) if p.rows else p.length for p in table]))
-
-
-def _expand(between: Tensor, table: list[MatrixSlice], basis: Tensor, right: bool, like: Tensor) -> Tensor:
+def _expand(between: Tensor, table: list[MatrixShape], basis: Tensor, right: bool) -> Tensor:
     """The projected difference, as a flat buffer of models."""
-    out = torch.empty_like(like)
-    vectors = _vectors(basis, table, right)
-    for place, v, p in zip(table, vectors, _parts(between, table, right), strict=True):
-        if place.rows:
-            p = (torch.outer(p, v) if right else torch.outer(v, p)).flatten()
-        out[place.start : place.start + place.length] = p
-    return out
+    parts = []
+    for v, p in zip(_vectors(basis, table, right), _projections(between, table, right), strict=True):
+        dense = not v.numel()
+        parts.append(p if dense else (torch.outer(p, v) if right else torch.outer(v, p)).flatten())
+    return torch.cat(parts)
 
 
-def _normalized(between: Tensor, table: list[MatrixSlice], right: bool, old: Tensor) -> Tensor:
+def _normalized(between: Tensor, table: list[MatrixShape], right: bool, old: Tensor) -> Tensor:
     """The other side's vectors for the next iteration; where models agree, the old ones stay."""
     out = []
-    rows = zip(table, _parts(between, table, right), _vectors(old, table, not right), strict=True)
-    for place, p, before in rows:
-        if place.rows:
+    for p, before in zip(_projections(between, table, right), _vectors(old, table, not right), strict=True):
+        if before.numel():
             norm = p.norm()
             out.append(torch.where(norm > 0, p / norm.clamp(min=torch.finfo(p.dtype).tiny), before))
     return torch.cat([old.new_zeros(0), *out])

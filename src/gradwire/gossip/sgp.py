@@ -11,8 +11,6 @@ Differs:  what a cast loses stays with the sender, so that the sum of p is kept 
 Spec:     sgp(exponential), sgp(one_peer_exponential)
 """
 
-import struct
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -22,18 +20,16 @@ from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Memory, StateSpec
 from gradwire.core.registry import register
 from gradwire.core.requests import CommGenerator
-from gradwire.gossip.gossip import GossipContext, GossipMethod, MixResult, body_bytes, decode_message, encode_message
-from gradwire.gossip.message import exchange_messages
+from gradwire.gossip.gossip import GossipMethod, MixResult, decode_message, encode_message, send_to_all
+from gradwire.gossip.message import GossipContext
 from gradwire.gossip.requirements import require_cast
-from gradwire.topology import Graph, Topology
+from gradwire.topology import Topology
 
 
 @register("sgp", kind="gossip")
-@dataclass(frozen=True)
 class SGP(GossipMethod):
     """Push-sum: weights travel with the models, and undo what an uneven graph does to them."""
 
-    graph: Graph
     examples: ClassVar[tuple[str, ...]] = ("sgp(exponential)", "sgp(one_peer_exponential)")
     overlaps: ClassVar[bool] = False
 
@@ -50,24 +46,11 @@ class SGP(GossipMethod):
         share = float(memory["weight"])
         pushed = memory["pushed"] + (x - memory["pushed"] / share)
         own = encode_message(pushed, codec, context)
-        received = yield from exchange_messages(
-            context.header(),
-            dict.fromkeys(context.out_weights, own.payload),
-            dict.fromkeys(context.in_weights, body_bytes(codec, context)),
-            (share,),
-        )
+        received = yield from send_to_all(own.payload, codec, context, (share,))
         sent = sum(context.out_weights.values())
         pushed = pushed - sent * own.decoded
-        share = share - sent * _float32(share)
+        share = share - sent * float(torch.tensor(share, dtype=torch.float32))  # in float32, as headers carry it
         for peer, weight in context.in_weights.items():
             pushed = pushed + weight * decode_message(received[peer], codec, context, peer)
             share += weight * received[peer].metadata[0]
-        return MixResult(
-            pushed / share, {**memory, "pushed": pushed, "weight": torch.tensor([share], dtype=torch.float64)}
-        )
-
-
-def _float32(number: float) -> float:
-    """As a header carries it."""
-    (rounded,) = struct.unpack("<f", struct.pack("<f", number))
-    return float(rounded)
+        return MixResult(pushed / share, {"pushed": pushed, "weight": torch.tensor([share], dtype=torch.float64)})

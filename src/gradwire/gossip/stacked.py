@@ -6,7 +6,6 @@ waits for the device within a step. Bytes are counted as messages would have had
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from gradwire.gossip.auto_gamma_batched import BatchedAutoGamma
 from gradwire.gossip.broadcast import BroadcastRules, NeighborMessages
 from gradwire.gossip.centralized import Centralized
 from gradwire.gossip.choco import Choco
-from gradwire.gossip.gossip import GossipMethod, densify
+from gradwire.gossip.gossip import GossipMethod, MixResult, densify
 from gradwire.gossip.message import HEADER, Diverged
 from gradwire.gossip.neighbor_table import neighbor_columns, own_weights
 from gradwire.gossip.node import Node
@@ -37,7 +36,6 @@ def stackable(method: GossipMethod, codec: Codec, topology: Topology) -> bool:
     return codec.traits.fixed and keeps_all
 
 
-@dataclass
 class StackedNodes:
     """The nodes of all ranks, as one.
 
@@ -45,63 +43,62 @@ class StackedNodes:
         nodes: One for each rank. Their memories lie here; `scatter_` hands them back.
         device: Where rows lie.
         memory: By name, [ranks, N].
-        step: Steps taken.
+        moved: How far the last step moved each rank, [ranks].
+        bad: The first step at which parameters were not finite; -1 before.
     """
 
-    nodes: Sequence[Node]
-    device: torch.device
-    memory: dict[str, Tensor] = field(init=False, default_factory=dict)
-    auto_gamma: BatchedAutoGamma | None = field(init=False, default=None)
-    step: int = field(init=False, default=0)
-    moved: Tensor = field(init=False)  # how far the last step moved each rank, [ranks]
-    gamma: float = field(init=False, default=1.0)
-    bad: Tensor = field(init=False)  # the first step at which parameters were not finite; -1 before
+    memory: dict[str, Tensor]
+    moved: Tensor
+    bad: Tensor
 
-    def __post_init__(self) -> None:
-        first = self.nodes[0]
+    def __init__(self, nodes: Sequence[Node], device: torch.device) -> None:
+        self.nodes, self.device, first = nodes, device, nodes[0]
         self.method, self.codec, self.topology = first.method, first.codec, first.topology
-        self.seed, units, ranks = first.seed, first.units, range(len(self.nodes))
-        names = tuple(qualified(name, rank) for rank in ranks for name in units.names)
-        self.units = Segments(names, units.shapes * len(ranks))
+        names = tuple(qualified(name, rank) for rank in range(len(nodes)) for name in first.units.names)
+        self.units = Segments(names, first.units.shapes * len(nodes))
+        self.auto_gamma: BatchedAutoGamma | None = None
         self.gather()
+
+    @property
+    def step(self) -> int:
+        return self.nodes[0].step
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def run(self, x: Tensor) -> Tensor:
         """One step of all ranks: parameters in, parameters out. [ranks, N] -> [ranks, N]."""
         self._check_finite(x)
-        mixed = self._mean(x) if isinstance(self.method, Centralized) else self._broadcast(x)
-        self.moved = (mixed - x).norm(dim=1)
-        self.step += 1
-        return mixed
+        result = self._mean(x) if isinstance(self.method, Centralized) else self._broadcast(x)
+        self.memory, self.moved = dict(result.memory), (result.x - x).norm(dim=1)
+        for node in self.nodes:
+            node.step = node.number = node.step + 1
+            node.gamma = result.gamma
+        return result.x
 
-    def _broadcast(self, x: Tensor) -> Tensor:
+    def _broadcast(self, x: Tensor) -> MixResult:
         assert isinstance(self.method, BroadcastRules)
         sent = self._decoded(self.method.message(x, self.memory, self.step))
         phase = self.step % self.topology.period
         others = [(c.weights, sent[c.peers]) for c in neighbor_columns(self.topology, phase, x.device)]
         messages = NeighborMessages(sent, own_weights(self.topology, phase, x.device), others)
         result = self.method.update(x, self.memory, messages, self.step)
-        if self.auto_gamma is not None:
-            assert isinstance(self.method, Choco)
-            self.auto_gamma.after_step(self.method.measurement(x, self.memory, messages))
-            self.memory = {**result.memory, "gauge": self.auto_gamma.state}
-        else:
-            self.memory = dict(result.memory)
-        self.gamma = result.gamma
-        return result.x
+        if self.auto_gamma is None:
+            return result
+        assert isinstance(self.method, Choco)
+        self.auto_gamma.after_step(self.method.measurement(x, self.memory, messages))
+        return result._replace(memory={**result.memory, "gauge": self.auto_gamma.state})
 
-    def _mean(self, x: Tensor) -> Tensor:
+    def _mean(self, x: Tensor) -> MixResult:
         sent = self._decoded(x).to(self.codec.quantizer.dtype)  # type: ignore[attr-defined]
         total = sent[0]
         for row in sent[1:]:
             total = total + row
-        return (total.float() / len(x)).expand_as(x).contiguous()
+        return MixResult((total.float() / len(x)).expand_as(x).contiguous(), self.memory)
 
     def _decoded(self, target: Tensor) -> Tensor:
         """What receivers decode of every rank's message."""
         flat = target.flatten()
-        key = Key(self.seed, self.step, PER_RANK)
+        key = Key(self.nodes[0].seed, self.step, PER_RANK)
         return densify(self.codec.encode(EncodeInput(flat, flat, {}, self.units), key).sent, flat).view_as(target)
 
     # -- parameters that are not finite ----------------------------------------------------------------------------
@@ -129,10 +126,8 @@ class StackedNodes:
     def gather(self) -> None:
         """Stack the memories of all nodes."""
         nodes, first = self.nodes, self.nodes[0]
-        self.memory = {
-            name: torch.stack([node.memory[name] for node in nodes]) for name in first.memory if name != "gauge"
-        }
-        self.step = first.step
+        names = [name for name in first.memory if name != "gauge"]
+        self.memory = {name: torch.stack([node.memory[name] for node in nodes]) for name in names}
         self.moved = torch.stack([node.moved.to(self.device) for node in nodes])
         self.bad = torch.full((), -1, device=self.device)
         if "gauge" in first.memory:
@@ -147,5 +142,4 @@ class StackedNodes:
             node.memory = {name: rows[rank].clone() for name, rows in self.memory.items() if name != "gauge"}
             if states is not None:
                 node.memory["gauge"] = states[rank]
-            node.step = node.number = self.step
-            node.moved, node.gamma = self.moved[rank], self.gamma
+            node.moved = self.moved[rank]

@@ -1,17 +1,15 @@
-"""Accelerate's door: what `gradwire.compress` does, told of the Accelerator's scaler and of its checkpoints."""
+"""Accelerate: `gradwire.compress` with the Accelerator's scaler and checkpoints."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from gradwire.engine.method import Spec
 from gradwire.integrations.checkpoint import load, save
 from gradwire.integrations.compress import compress
 from gradwire.integrations.ddp import find_ddp
-from gradwire.integrations.optimizer import refuse_second_momentum
+from gradwire.integrations.optimizer import check_optimizer
 from gradwire.integrations.wire import Wire
 
 
@@ -32,24 +30,12 @@ def attach(accelerator: Any, model: nn.Module, spec: Spec, **options: Any) -> Wi
     """
     wire = compress_prepared(accelerator, model, spec, options)
     for prepared in accelerator._optimizers:
-        if _steps(prepared.optimizer, wire):
-            refuse_second_momentum(prepared.optimizer, wire.executor.engine.whole)
+        check_optimizer(prepared.optimizer, wire)
 
-    def keep(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-        save(wire, Path(folder))
-
-    def recall(models: list[nn.Module], folder: str) -> None:
-        load(wire, Path(folder))
-
-    accelerator.register_save_state_pre_hook(keep)
-    accelerator.register_load_state_pre_hook(recall)
+    # The hooks also get the models, and the weights to be saved.
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: save(wire, folder))
+    accelerator.register_load_state_pre_hook(lambda models, folder: load(wire, folder))
     return wire
-
-
-def _steps(optimizer: Optimizer, wire: Wire) -> bool:
-    """Whether it is an optimizer of what the wire synchronizes."""
-    ours = {id(p) for p in wire.parameters.values()}
-    return any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
 
 
 def compress_prepared(accelerator: Any, model: nn.Module, spec: Spec, options: Mapping[str, Any]) -> Wire:

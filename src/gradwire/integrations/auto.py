@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
+from gradwire.comm.backend import Backend
 from gradwire.comm.rates import LinkSpec
 from gradwire.engine.method import Spec
-from gradwire.exchanges import Exchange
-from gradwire.feedback import Feedback
+from gradwire.integrations.setup import Options
 
 AUTO = "auto"
 GROUP = "gradwire.autotune"
@@ -35,7 +35,7 @@ class Tuner(Protocol):
         """What a report leaves out."""
 
     def lines(self) -> list[str]:
-        """What to show beside the plan."""
+        """Lines to show below the plan."""
 
 
 def find_tuner() -> Callable[..., Tuner]:
@@ -45,29 +45,27 @@ def find_tuner() -> Callable[..., Tuner]:
         ModuleNotFoundError: None is installed.
     """
     for point in entry_points(group=GROUP, name=AUTO):
-        found: Callable[..., Tuner] = point.load()
-        return found
+        return point.load()  # type: ignore[no-any-return]
     raise ModuleNotFoundError(
         f"no installed package offers the entry point {AUTO!r} of {GROUP!r}; install gradwire as a package "
         "(pip install gradwire), or name a spec"
     )
 
 
-def described_link(
-    spec: Spec, link: str | None, feedback: str | Feedback | None, exchange: str | Exchange | None
-) -> LinkSpec | None:
+def described_link(spec: Spec, link: Backend | str | None, options: Options) -> LinkSpec | None:
     """The link as the caller describes it. Only ``auto`` uses it.
 
     Raises:
         ValueError: Arguments exclude each other.
     """
-    if spec != AUTO:
-        if link is not None:
-            raise ValueError(
-                f"link={link!r} describes a link, which is only used with the spec 'auto'; to emulate a slow link, set "
-                "GRADWIRE_LINK in the environment"
-            )
-        return None
-    if feedback is not None or exchange is not None:
-        raise ValueError("'auto' chooses feedback and exchange by itself; leave them out, or name a spec")
-    return None if link is None else LinkSpec.parse(link)
+    text = link if isinstance(link, str) else None
+    if spec == AUTO:
+        if options.feedback is not None or options.exchange is not None:
+            raise ValueError("'auto' chooses feedback and exchange by itself; leave them out, or name a spec")
+        return None if text is None else LinkSpec.parse(text)
+    if text is not None:
+        raise ValueError(
+            f"link={text!r} describes a link, which is only used with the spec 'auto'; to emulate a slow link, set "
+            "GRADWIRE_LINK in the environment"
+        )
+    return None

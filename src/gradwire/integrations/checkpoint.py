@@ -1,19 +1,25 @@
-"""Checkpoint: every rank's state as a file in one folder."""
+"""Checkpoints: every rank's state as a file in one folder, or all states in one place."""
 
 from pathlib import Path
+from typing import TypeAlias
 
+import safetensors.torch as safetensors
+import torch
 from torch import Tensor
 
+from gradwire.comm.collectives import AllGatherOp, AllToAllOp
 from gradwire.engine.checkpoint import num_savers
 from gradwire.integrations import checksums
-from gradwire.integrations.consistency import telling
+from gradwire.integrations.consistency import errors_on_all_ranks
 from gradwire.integrations.gossip.elastic import ElasticGossip
 from gradwire.integrations.gossip.gossip_sync import GossipSync
 from gradwire.integrations.optimizer import DistributedOptimizer
 from gradwire.integrations.wire import Wire
 
+Handle: TypeAlias = Wire | GossipSync | ElasticGossip
 
-def save(wire: "Wire | DistributedOptimizer | GossipSync | ElasticGossip", folder: str | Path) -> Path:
+
+def save(wire: Handle | DistributedOptimizer, folder: str | Path) -> Path:
     """Write this rank's state into a folder that all ranks share, as safetensors."""
     wire = _handle(wire)
     rank = wire.rank if isinstance(wire, ElasticGossip) else wire.link.rank
@@ -23,26 +29,50 @@ def save(wire: "Wire | DistributedOptimizer | GossipSync | ElasticGossip", folde
     return path
 
 
-def load(wire: "Wire | DistributedOptimizer | GossipSync | ElasticGossip", folder: str | Path) -> None:
+def load(wire: Handle | DistributedOptimizer, folder: str | Path) -> None:
     """Read the states that `save` wrote: one's own where the world is the same, else all of them."""
     wire = _handle(wire)
-    if isinstance(wire, ElasticGossip):  # its peers may be away, and are not asked
+    if isinstance(wire, ElasticGossip):  # its peers may be away, so there is nothing to agree on
         wire.load_state_dict(_read(folder, wire.rank))
         return
-    with telling(wire.link):
+    with errors_on_all_ranks(wire.link):
         first = _read(folder, 0)
         ranks = [wire.link.rank] if wire.fits(first) else range(num_savers(first))
         states = [_read(folder, rank) for rank in ranks]
     wire.load_state_dict(states)
 
 
-def _handle(wire: "Wire | DistributedOptimizer | GossipSync | ElasticGossip") -> Wire | GossipSync | ElasticGossip:
+def gather_states(wire: Wire) -> list[dict[str, Tensor]]:
+    """All ranks' states by rank, as `Wire.load_state_dict` takes them; an empty list on all ranks but the first.
+
+    All ranks must call it. They send one after another, uncounted, so that the first rank's device
+    never holds more than one state.
+    """
+    link = wire.link
+    mine = torch.frombuffer(bytearray(safetensors.save(wire.state_dict())), dtype=torch.uint8).to(link.device)
+    lengths = link.move(AllGatherOp(torch.tensor([len(mine)], device=link.device))).flatten().tolist()
+    states = [safetensors.load(_bytes(mine))] if link.rank == 0 else []
+    nothing = (0,) * (link.world - 1)
+    for sender in range(1, link.world):
+        n = lengths[sender]
+        out = mine if link.rank == sender else mine[:0]
+        into = tuple(n if link.rank == 0 and peer == sender else 0 for peer in range(link.world))
+        received = link.move(AllToAllOp(out, (len(out), *nothing), into))
+        states += [safetensors.load(_bytes(received))] if link.rank == 0 else []
+    return states
+
+
+def _bytes(x: Tensor) -> bytes:
+    return x.cpu().numpy().tobytes()
+
+
+def _handle(wire: Handle | DistributedOptimizer) -> Handle:
     if isinstance(wire, DistributedOptimizer):
         return wire.wire
     if not isinstance(wire, Wire | GossipSync | ElasticGossip):
         raise TypeError(
             f"{type(wire).__name__} is no handle; pass what gradwire.compress, gradwire.gossip or "
-            "gradwire.DistributedOptimizer returned, and save the model beside it"
+            "gradwire.DistributedOptimizer returned, and save the model by itself"
         )
     return wire
 

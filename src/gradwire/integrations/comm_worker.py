@@ -1,6 +1,6 @@
-"""CommWorker: communication beside the training.
+"""CommWorker: communication while training continues.
 
-Work that waits for messages runs on one thread, in order: ranks would otherwise meet in the wrong collective. Work that
+Work that waits for messages runs on one thread, in order: ranks would otherwise mix up collectives. Work that
 never waits for a device needs no thread: it is queued at once, on a stream of its own.
 """
 
@@ -40,6 +40,7 @@ class CommWorker:
         self._thread: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
         self._ready: torch.cuda.Event | None = None
+        self._done: torch.cuda.Event | None = None
 
     def submit(self, work: Callable[[], T]) -> "Future[T]":
         """Do some work on the thread, after all that was submitted before."""
@@ -49,7 +50,7 @@ class CommWorker:
         return self._thread.submit(self._work, work, ready)
 
     def enqueue(self, work: Callable[[], T]) -> "CompletedFuture[T]":
-        """Do some work at once, on a stream beside the current one, after all that was enqueued there."""
+        """Do some work at once, on another stream than the current one, after all that was enqueued there."""
         kind = self._device.type
         ready = None
         if kind == "cuda":  # the stream waits at once for what is recorded, so that one event serves all
@@ -71,7 +72,9 @@ class CommWorker:
             return work()
         done = self.enqueue(work)
         if self._stream is not None:
-            torch.cuda.current_stream(self._device.index).wait_stream(self._stream)
+            finished = self._done = self._done or torch.cuda.Event()
+            finished.record(self._stream)
+            torch.cuda.current_stream(self._device.index).wait_event(finished)
         return done.result()
 
     def _work(self, work: Callable[[], T], ready: "torch.cuda.Event | None") -> T:
@@ -87,10 +90,12 @@ class CommWorker:
 @contextmanager
 def _on(stream: torch.cuda.Stream, index: int) -> Iterator[None]:
     """As `torch.cuda.stream`, which looks up the number of the device each time, and takes 30 us for it."""
-    before = [torch.cuda.current_stream(i) for i in (index, torch.cuda.current_device())]
+    before = [torch.cuda.current_stream(index)]
+    if index != (current := torch.cuda.current_device()):
+        before.append(torch.cuda.current_stream(current))  # which brings its device back, too
     torch.cuda.set_stream(stream)
     try:
         yield
     finally:
-        for one in before:  # the last one brings its device back, too
+        for one in before:
             torch.cuda.set_stream(one)

@@ -1,4 +1,4 @@
-"""First use: whoever waits for kernels to be compiled is told so while they wait."""
+"""Compile notice: the first use of kernels takes a while, so a warning says why."""
 
 import logging
 from collections.abc import Iterator
@@ -13,26 +13,26 @@ _log = logging.getLogger("gradwire")
 
 
 @contextmanager
-def telling_of_compilers(device: torch.device, first: bool) -> Iterator[None]:
-    """On the first rank, say it once when Numba begins to compile a kernel that it does not find on disk."""
+def compile_notice(device: torch.device, first: bool) -> Iterator[None]:
+    """On the first rank, warn once when Numba begins to compile a kernel that it does not find on disk."""
     if not first or device.type != "cpu" or not accelerated() or versions("cpu") is None:
         yield
         return
     from numba.core import event
 
-    class Teller(event.Listener):
-        told = False
+    class Notice(event.Listener):
+        shown = False
 
-        def on_start(self, happened: Any) -> None:
-            if not self.told:
-                self.told = True
+        def on_start(self, event: Any) -> None:
+            if not self.shown:
+                self.shown = True
                 _log.warning(
                     "gradwire: compiling CPU kernels, which takes up to a minute, or longer on a busy machine; it "
                     "happens once, since they are kept on disk"
                 )
 
-        def on_end(self, happened: Any) -> None:
-            """Nothing is said of a single kernel."""
+        def on_end(self, event: Any) -> None:
+            """The end of a single kernel is not logged."""
 
-    with event.install_listener("numba:compile", Teller()):
+    with event.install_listener("numba:compile", Notice()):
         yield

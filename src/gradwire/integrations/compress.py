@@ -1,7 +1,6 @@
-"""The doors: one call that makes a model, or an optimizer, send few bytes."""
+"""`compress`: one call after which a model sends few bytes."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,17 +8,17 @@ from torch import nn
 
 from gradwire.comm.backend import Backend
 from gradwire.comm.host_layout import Across
-from gradwire.comm.torch_backend import connect
 from gradwire.engine.method import Spec
 from gradwire.engine.plan import LAUNCH_BYTES, Rule
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.auto import described_link
-from gradwire.integrations.consistency import telling
+from gradwire.integrations.consistency import errors_on_all_ranks
 from gradwire.integrations.ddp import find_ddp, make_wire
-from gradwire.integrations.host_discovery import arrange
+from gradwire.integrations.host_discovery import find_backend
 from gradwire.integrations.model import refuse_sparse, refuse_wrapped, trainable
 from gradwire.integrations.optimizer import refuse_at_first_step
+from gradwire.integrations.setup import Options, Setup
 from gradwire.integrations.wire import Wire
 
 
@@ -64,11 +63,11 @@ def compress(
         launch_mb: Megabytes of gradients that travel together under DDP.
         rollback: Keep the memories of before a step until all ranks have agreed on it, so that a gradient that is not
             finite drops the step. False changes them in place, where a fused kernel serves: half the memory, the same
-            bits, but such a gradient is an error then, unless a ``scaler`` asks beforehand.
+            bits, but such a gradient is an error then, unless there is a ``scaler``.
         across: ``"hosts"`` compresses only between hosts, which are found from the environment that torchrun, mpirun
             or srun sets, and takes dense means inside; so does a list of the ranks of each host, ``[[0, 1], [2, 3]]``.
         link: Who moves the bytes, if not torch.distributed. With ``"auto"``, what the link between hosts can do, as in
-            ``"100mbit,5ms"``; the first steps tell if this does not.
+            ``"100mbit,5ms"``; measured in the first steps if not given.
 
     Returns:
         A handle: ``report()``, ``state_dict()``, ``set(...)``, ``off()``; callable in plain loops.
@@ -76,26 +75,16 @@ def compress(
     if not isinstance(model, nn.Module):
         raise TypeError(f"compress takes the model itself, not {type(model).__name__}; pass an nn.Module")
     ddp = find_ddp(model)
-    inner = ddp.module if ddp is not None else model
-    text = link if isinstance(link, str) else None
-    mover = link if isinstance(link, Backend) else connect(ddp.process_group if ddp is not None else process_group)
-    link = arrange(mover, across)
-    ignored = ddp.parameters_to_ignore if ddp is not None else ()
-    with telling(link):
+    inner = model if ddp is None else ddp.module
+    backend = find_backend(link, process_group if ddp is None else ddp.process_group, across)
+    ignored = () if ddp is None else ddp.parameters_to_ignore
+    options = Options(feedback, exchange, granularity, rules, bundle, scaler, seed, launch_mb, rollback)
+    with errors_on_all_ranks(backend):
         refuse_wrapped(inner)
         refuse_sparse(inner)
         parameters = trainable((name, p) for name, p in inner.named_parameters() if name not in ignored)
-        described = described_link(spec, text, feedback, exchange)
-    options: dict[str, Any] = {
-        "granularity": granularity,
-        "rules": rules,
-        "bundle": bundle,
-        "scaler": scaler,
-        "seed": seed,
-        "launch_bytes": int(launch_mb * 2**20),
-        "rollback": rollback,
-        "shared": None if ddp is not None else dict((*inner.named_parameters(), *inner.named_buffers())),
-    }
-    wire = make_wire(parameters, link, spec, described, ddp, feedback=feedback, exchange=exchange, **options)
+        described = described_link(spec, link, options)
+    shared = {} if ddp is not None else dict((*inner.named_parameters(), *inner.named_buffers()))
+    wire = make_wire(Setup(parameters, backend, options, ddp is not None, shared), spec, described, ddp)
     refuse_at_first_step(wire)
     return wire

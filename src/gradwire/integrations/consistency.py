@@ -1,6 +1,6 @@
-"""Agreement: before anything is sent, all ranks must mean the same thing by it.
+"""Consistency: before anything is sent, all ranks must have the same configuration.
 
-Every rank shows what it attached: package and wire-format version, spec, model. What is wrong on one rank, be it only a
+Every rank sends what it attached: package and wire-format version, spec, model. What is wrong on one rank, be it only a
 typing error in a spec, is raised on all of them.
 """
 
@@ -27,7 +27,7 @@ _REMEDY = {
 
 
 def agree(link: Backend, spec: str, model: Mapping[str, str], step: int = 0, error: str | None = None) -> None:
-    """Compare notes with all ranks.
+    """Compare the configuration with all ranks.
 
     Raises:
         ValueError: Some rank failed, or attached or loaded something else.
@@ -38,7 +38,7 @@ def agree(link: Backend, spec: str, model: Mapping[str, str], step: int = 0, err
 
 
 def compare(link: Backend, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Show all ranks a note, and refuse what must not differ; the notes of all."""
+    """Send all ranks a note, and refuse what must not differ; the notes of all."""
     error = mine.get("error")
     mine = {"version": VERSION, "format": WIRE_FORMAT, "spec": "", "model": "", "step": 0, "error": None, **mine}
     note = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(link.device)
@@ -51,13 +51,13 @@ def compare(link: Backend, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
     for rank, other in enumerate(notes):
         for field, remedy in _REMEDY.items():
             if other[field] != notes[0][field]:
-                theirs, ours = _apart(str(other[field]), str(notes[0][field]))
+                theirs, ours = _differences(str(other[field]), str(notes[0][field]))
                 raise ValueError(f"rank {rank} has another {field} than rank 0: {theirs}, not {ours}; {remedy}")
     return notes
 
 
-def _apart(one: str, other: str) -> tuple[str, str]:
-    """Of two lists of clauses, those that the other has not: nobody should have to look for them."""
+def _differences(one: str, other: str) -> tuple[str, str]:
+    """Of two lists of clauses, those that the other lacks."""
     lists = one.split("; "), other.split("; ")
     only = [[clause for clause in mine if clause not in theirs] for mine, theirs in (lists, lists[::-1])]
     if not (only[0] and only[1]):  # a clause more, or another order
@@ -66,8 +66,8 @@ def _apart(one: str, other: str) -> tuple[str, str]:
 
 
 @contextmanager
-def telling(link: Backend) -> Iterator[None]:
-    """What goes wrong in here is told to all ranks, who hear it at their next agreement."""
+def errors_on_all_ranks(link: Backend) -> Iterator[None]:
+    """An error in here is raised on all ranks, on the others at their next agreement."""
     try:
         yield
     except (ValueError, TypeError, OSError) as wrong:

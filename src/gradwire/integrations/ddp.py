@@ -12,9 +12,9 @@ complained, so captured steps leave their status on the device.
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.comm.backend import Backend
 from gradwire.comm.rates import LinkSpec
 from gradwire.core.layout import same_memory
 from gradwire.engine.gradients import Grads
@@ -32,6 +31,7 @@ from gradwire.engine.plan import Plan
 from gradwire.engine.step import BucketResult, StepResult
 from gradwire.integrations.auto import AUTO, find_tuner
 from gradwire.integrations.comm_worker import Pending, T
+from gradwire.integrations.setup import Setup
 from gradwire.integrations.wire import Wire
 
 
@@ -102,7 +102,8 @@ class DDPHookState:
         for i, number in info.awaited.items():
             now.missing[i] -= number
         while now.early and len(now.results) < len(now.missing) and not now.missing[len(now.results)]:
-            now.results.append(self._start(partial(self._bucket, len(now.results), self._grads(now))))
+            bucket_step = partial(self.wire.executor.bucket, len(now.results), self._grads(now))
+            now.results.append(self._start(bucket_step))
         if bucket.is_last():
             self._finish(now)
         return future
@@ -131,7 +132,7 @@ class DDPHookState:
         return known
 
     def _start(self, work: Callable[[], T]) -> Pending[T]:
-        """Do some work beside backward, in order."""
+        """Do some work while backward goes on, in order."""
         worker = self.wire.worker
         return worker.enqueue(work) if self.wire.setup.stays_on_device else worker.submit(work)
 
@@ -142,9 +143,6 @@ class DDPHookState:
             for name in self.wire.parameters
         }
 
-    def _bucket(self, i: int, grads: Grads) -> BucketResult:
-        return self.wire.executor.bucket(i, grads)
-
     def _finish(self, now: BackwardPass) -> None:
         grads = self._grads(now)
         self._pass = None
@@ -152,7 +150,7 @@ class DDPHookState:
         if now.early:
             work = partial(self._commit, now.results, grads, now.complete)
         else:
-            # DDP drops what is handed back for a parameter that nobody used today: then wait and see who did.
+            # DDP drops the update of a parameter that no rank used in this step, so wait until that is known.
             work = partial(self.wire.sync, grads, wait=self._may_lack)
         missing = {} if now.early and now.complete else now.views  # where updates go of gradients that are not there
         completed = self._start(partial(self._complete, now.futures, missing, work))
@@ -183,10 +181,9 @@ def _sum(group: dist.ProcessGroup, bucket: GradBucket, dtype: torch.dtype) -> to
     if dtype == bucket.buffer().dtype:
         return allreduce_hook(group, bucket)
     buffer = bucket.buffer()
-    said = buffer.to(dtype).div_(group.size())
-    work = dist.all_reduce(said, group=group, async_op=True)
+    work = dist.all_reduce(buffer.to(dtype).div_(group.size()), group=group, async_op=True)
     assert work is not None
-    done: torch.futures.Future[Tensor] = work.get_future().then(lambda heard: buffer.copy_(heard.value()[0]))
+    done: torch.futures.Future[Tensor] = work.get_future().then(lambda total: buffer.copy_(total.value()[0]))
     return done
 
 
@@ -202,9 +199,9 @@ def hook(state: DDPHookState, bucket: GradBucket) -> torch.futures.Future[torch.
 
 def attach(wire: Wire, ddp: DistributedDataParallel) -> DDPHookState:
     """Hand DDP's gradients to a wire from now on."""
-    courier = DDPHookState(wire, ddp)
+    state = DDPHookState(wire, ddp)
     try:
-        ddp.register_comm_hook(courier, hook)
+        ddp.register_comm_hook(state, hook)
     except RuntimeError as wrong:
         if "once" not in str(wrong):
             raise
@@ -212,25 +209,20 @@ def attach(wire: Wire, ddp: DistributedDataParallel) -> DDPHookState:
             "this DistributedDataParallel has a communication hook already, and takes no second one; compress it once, "
             "change the spec with wire.set(...), or wrap the module anew"
         ) from wrong
-    return courier
+    return state
 
 
 def make_wire(
-    parameters: Mapping[str, nn.Parameter],
-    link: Backend,
-    spec: Spec,
-    described: LinkSpec | None,
-    ddp: DistributedDataParallel | None,
-    **options: Any,
+    setup: Setup, spec: Spec, described: LinkSpec | None = None, ddp: DistributedDataParallel | None = None
 ) -> Wire:
     """A wire, attached to DDP if there is one; with the spec ``auto``, dense until a tuner decides."""
-    if spec != AUTO:
-        wire = Wire(parameters, link, spec, hooked=ddp is not None, **options)
-        if ddp is not None:
-            attach(wire, ddp)
+    if spec == AUTO:
+        tuner = find_tuner()
+        setup.note = "" if described is None else f"; a link of {described}"
+        wire = Wire(setup, "fp32")
+        wire.tuner = tuner(wire, ddp, described)
         return wire
-    tuner = find_tuner()
-    note = "" if described is None else f"; a link of {described}"
-    wire = Wire(parameters, link, "fp32", hooked=ddp is not None, note=note, **options)
-    wire.tuner = tuner(wire, ddp, described)
+    wire = Wire(setup, spec)
+    if ddp is not None:
+        attach(wire, ddp)
     return wire

@@ -1,6 +1,6 @@
-"""Lightning's door: a callback that compresses the gradients of what a Trainer fits.
+"""Lightning: a callback that compresses the gradients of what a Trainer fits.
 
-Lightning registers no communication hook on a CPU. The callback does not ask it to: it hands the model that the
+Lightning registers no communication hook on a CPU. So the callback hands the model that the
 strategy has wrapped in DistributedDataParallel to `gradwire.compress`. On a single device there is no such model, and
 the wire is called where Lightning is about to step.
 """
@@ -8,11 +8,12 @@ the wire is called where Lightning is about to step.
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from gradwire.core.renamed import renamed
 from gradwire.engine.method import Spec
+from gradwire.integrations.checkpoint import gather_states
 from gradwire.integrations.compress import compress
 from gradwire.integrations.ddp import find_ddp
-from gradwire.integrations.gather_state import gathered
-from gradwire.integrations.optimizer import refuse_second_momentum
+from gradwire.integrations.optimizer import check_optimizer
 from gradwire.integrations.wire import Wire
 
 if TYPE_CHECKING:
@@ -26,11 +27,11 @@ else:
 KEY = "gradwire"  # of the states in a checkpoint
 
 
-class Compression(Callback):
+class LightningCompression(Callback):
     """Compresses gradients while a Trainer fits; pass it in ``Trainer(callbacks=[...])``.
 
-    A checkpoint holds the memories of all ranks, and ``fit(ckpt_path=...)`` goes on with them, also on another number
-    of ranks. At the end of every epoch, loggers are told what was sent.
+    A checkpoint holds the memories of all ranks, and ``fit(ckpt_path=...)`` continues with them, also on another number
+    of ranks. At the end of every epoch, loggers get the bytes sent.
 
     Attributes:
         wire: The handle, from the start of a fit on; ``wire.report()`` and the rest.
@@ -51,7 +52,7 @@ class Compression(Callback):
         scaler = None if self._called else getattr(trainer.precision_plugin, "scaler", None)
         self.wire = compress(model, self.spec, scaler=scaler, **self.options)
         for optimizer in trainer.optimizers:
-            refuse_second_momentum(optimizer, self.wire.executor.engine.whole)
+            check_optimizer(optimizer, self.wire)
         if self._saved:
             self.wire.load_state_dict(self._saved)
             self._saved = []
@@ -63,13 +64,14 @@ class Compression(Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         assert self.wire is not None
         report = self.wire.report()
-        told = {"sent_mb": report.sent / 1e6, "payload_ratio": report.payload_ratio, "skipped": float(report.skipped)}
+        sent, ratio, skipped = report.sent / 1e6, report.payload_ratio, float(report.skipped)
+        metrics = {"gradwire/sent_mb": sent, "gradwire/payload_ratio": ratio, "gradwire/skipped": skipped}
         for logger in trainer.loggers:
-            logger.log_metrics({f"gradwire/{name}": value for name, value in told.items()}, trainer.global_step)
+            logger.log_metrics(metrics, trainer.global_step)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self.wire is not None:
-            checkpoint[KEY] = gathered(self.wire)
+            checkpoint[KEY] = gather_states(self.wire)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if not trainer.training:
@@ -90,3 +92,6 @@ def _refuse_others(trainer: Any) -> None:
             f"on a single device, gradients are compressed before the optimizer steps, and here are "
             f"{len(trainer.optimizers)} optimizers; train with one, or on several devices with strategy='ddp'"
         )
+
+
+__getattr__ = renamed({"Compression": "LightningCompression"}, globals())

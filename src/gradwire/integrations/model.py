@@ -30,7 +30,7 @@ def trainable(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Paramet
 
 
 def refuse_sparse(model: nn.Module) -> None:
-    """Sparse embedding gradients would fail at the first step, on one rank after the other; say so at once."""
+    """Refuse sparse embedding gradients at once: they would fail at the first step, on one rank after the other."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ValueError(
@@ -52,11 +52,11 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def _check(name: str, parameter: nn.Parameter) -> None:
-    # A DTensor, or with a mark that FSDP leaves: the door may see parameters alone.
+    # A DTensor, or marked by FSDP: an optimizer is given parameters without their module.
     if hasattr(parameter, "full_tensor") or hasattr(parameter, "_fsdp_flattened"):
         raise ValueError(f"the parameter {name!r} {_SHARDED}")
     if parameter.is_complex():
-        raise ValueError(f"the parameter {name!r} is complex; keep its real and imaginary parts apart instead")
+        raise ValueError(f"the parameter {name!r} is complex; hold its real and imaginary parts in two parameters")
     if not parameter.is_floating_point():
         raise ValueError(f"the parameter {name!r} is {parameter.dtype}; only floating-point gradients are compressed")
 

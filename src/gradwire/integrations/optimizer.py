@@ -1,9 +1,9 @@
-"""The optimizer's door, Horovod-style: wrap an optimizer, and its ``step()`` synchronizes first."""
+"""`DistributedOptimizer`, as in Horovod: wrap an optimizer, and its ``step()`` synchronizes first."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,17 +13,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradwire.comm.backend import Backend
 from gradwire.comm.host_layout import Across
-from gradwire.comm.torch_backend import connect
 from gradwire.engine.method import Spec
-from gradwire.engine.plan import LAUNCH_BYTES, Plan, Rule
-from gradwire.exchanges import Exchange
-from gradwire.feedback import Feedback, MomentumCorrection
+from gradwire.engine.plan import Plan
+from gradwire.feedback import MomentumCorrection
 from gradwire.integrations import scaling
 from gradwire.integrations.auto import described_link
-from gradwire.integrations.consistency import telling
+from gradwire.integrations.consistency import errors_on_all_ranks
 from gradwire.integrations.ddp import make_wire
-from gradwire.integrations.host_discovery import arrange
+from gradwire.integrations.host_discovery import find_backend
 from gradwire.integrations.model import trainable
+from gradwire.integrations.setup import Options, Setup
 from gradwire.integrations.wire import Wire
 
 
@@ -47,53 +46,30 @@ class DistributedOptimizer(Optimizer):
         spec: Spec,
         *,
         named_buffers: Iterable[tuple[str, torch.Tensor]] = (),
-        feedback: str | Feedback | None = None,
-        exchange: str | Exchange | None = None,
-        granularity: str = "layer",
-        rules: Sequence[Rule] = (),
-        bundle: str | None = "fp16",
         scaler: torch.amp.GradScaler | None = None,
         process_group: dist.ProcessGroup | None = None,
-        seed: int = 0,
-        launch_mb: float = LAUNCH_BYTES / 2**20,
-        rollback: bool = True,
         across: Across | None = None,
         link: Backend | str | None = None,
+        **options: Any,
     ) -> None:
-        mover, named = link if isinstance(link, Backend) else connect(process_group), list(named_parameters)
-        mover, text = arrange(mover, across), link if isinstance(link, str) else None
-        with telling(mover):
+        backend, named = find_backend(link, process_group, across), list(named_parameters)
+        chosen = Options(**options)
+        with errors_on_all_ranks(backend):
             _check_named(optimizer, named)
             parameters = trainable(named)
             _check_covered(optimizer, parameters)
-            described = described_link(spec, text, feedback, exchange)
+            described = described_link(spec, link, chosen)
         self.inner = optimizer
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
         self.state = optimizer.state
-        options: dict[str, Any] = {
-            "granularity": granularity,
-            "rules": rules,
-            "bundle": bundle,
-            "seed": seed,
-            "launch_bytes": int(launch_mb * 2**20),
-            "rollback": rollback,
-            "shared": dict((*named, *named_buffers)),
-            "veto": partial(refuse_second_momentum, optimizer),
-        }
-        self.wire = make_wire(parameters, mover, spec, described, None, feedback=feedback, exchange=exchange, **options)
+        veto, shared = partial(refuse_second_momentum, optimizer), dict((*named, *named_buffers))
+        self.wire = make_wire(Setup(parameters, backend, chosen, shared=shared, veto=veto), spec, described)
         self._scaler = scaler
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Synchronize, then let the inner optimizer step; under a GradScaler, skip on all ranks or none."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss(closure)
         if self._synchronize():
             self.inner.step()
         return loss
@@ -110,7 +86,7 @@ class DistributedOptimizer(Optimizer):
     def _overflown(self) -> bool:
         if self._scaler is None:
             raise ValueError(
-                "a GradScaler is at work that the optimizer was not told of, and the ranks' scales would drift apart; "
+                "a GradScaler is used that the optimizer does not know, and the ranks' scales would drift apart; "
                 "build it with DistributedOptimizer(..., scaler=scaler)"
             )
         engine = self.wire.engine
@@ -118,8 +94,8 @@ class DistributedOptimizer(Optimizer):
             return False
         engine.drop()
         # A rank whose own gradients were fine must back off as well.
-        for found in self._scaler._found_inf_per_device(self).values():
-            found.fill_(1.0)
+        for flag in self._scaler._found_inf_per_device(self).values():
+            flag.fill_(1.0)
         return True
 
     def _unscale_(self, scale: torch.Tensor) -> None:
@@ -146,7 +122,7 @@ class DistributedOptimizer(Optimizer):
 
 
 def refuse_second_momentum(optimizer: Optimizer, plan: Plan) -> None:
-    """Momentum before compression and again after it is not what anybody wants."""
+    """Refuse an optimizer that applies momentum once more, after momentum correction."""
     if isinstance(optimizer, SGD) or not _corrects(plan):
         return
     for group in optimizer.param_groups:
@@ -157,33 +133,37 @@ def refuse_second_momentum(optimizer: Optimizer, plan: Plan) -> None:
             )
 
 
+def check_optimizer(optimizer: Optimizer, wire: Wire) -> None:
+    """The same for an optimizer that may step parameters of a wire."""
+    own = {id(p) for p in wire.parameters.values()}
+    if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        refuse_second_momentum(optimizer, wire.engine.whole)
+
+
 def refuse_at_first_step(wire: Wire) -> None:
-    """The same where nobody has shown us the optimizer: it shows itself when it steps, before it changes anything."""
-    _fitting[wire] = weakref.WeakKeyDictionary()
-    _watch()
+    """The same for optimizers that are not known yet: each is checked before its first step."""
+    _checked[wire] = weakref.WeakKeyDictionary()
+    _register_hook()
 
 
-_fitting: weakref.WeakKeyDictionary[Wire, weakref.WeakKeyDictionary[Optimizer, Plan]] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[Wire, weakref.WeakKeyDictionary[Optimizer, Plan]] = weakref.WeakKeyDictionary()
 
 
 @lru_cache(maxsize=1)
-def _watch() -> None:
-    """Once, and for good: torch walks through its hooks, and none may go meanwhile."""
-    register_optimizer_step_pre_hook(_look)
+def _register_hook() -> None:
+    """Once, and for good: torch iterates over its hooks, and none may be removed meanwhile."""
+    register_optimizer_step_pre_hook(_check_wires)
 
 
-def _look(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Compare an optimizer that is about to step with the plans of all wires that it serves, once each."""
+def _check_wires(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Check an optimizer that is about to step against the plans of all wires, once each."""
     if torch.compiler.is_compiling():
         return
-    for held in _fitting.keyrefs():
-        wire = held()
-        if wire is None or _fitting[wire].get(optimizer) is (plan := wire.engine.whole):
-            continue
-        mine = {id(p) for p in wire.parameters.values()}
-        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-            refuse_second_momentum(optimizer, plan)
-        _fitting[wire][optimizer] = plan
+    for reference in _checked.keyrefs():
+        wire = reference()
+        if wire is not None and _checked[wire].get(optimizer) is not (plan := wire.engine.whole):
+            check_optimizer(optimizer, wire)
+            _checked[wire][optimizer] = plan
 
 
 def _corrects(plan: Plan) -> bool:
@@ -212,6 +192,13 @@ def _check_covered(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter])
                 )
 
 
+def _loss(closure: Callable[[], float] | None) -> float | None:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class SGD(Optimizer):
     """SGD for updates that carry momentum already, as `momentum_correction` hands them out.
 
@@ -230,39 +217,28 @@ class SGD(Optimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(params, defaults)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Apply the updates that lie in ``p.grad``."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss(closure)
         for group in self.param_groups:
-            held = [(p, p.grad) for p in group["params"] if p.grad is not None]
-            if not held:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
                 continue
-            params, updates = [p.data for p, _ in held], [update for _, update in held]
+            updates = [p.grad for p in params]
             if group["weight_decay"]:
-                updates = list(torch._foreach_add(updates, self._decay([p for p, _ in held], params, group)))
-            torch._foreach_add_(params, updates, alpha=-group["lr"])
+                updates = list(torch._foreach_add(updates, self._decay(params, group)))
+            torch._foreach_add_([p.data for p in params], updates, alpha=-group["lr"])
         return loss
 
-    def _decay(
-        self, owners: list[nn.Parameter], params: list[torch.Tensor], group: dict[str, Any]
-    ) -> list[torch.Tensor]:
-        today = torch._foreach_mul(params, group["weight_decay"])
-        buffers = list(today)
-        known = [i for i, p in enumerate(owners) if "decay" in self.state[p]]
-        if known:
-            old = torch._foreach_mul([self.state[owners[i]]["decay"] for i in known], group["momentum"])
-            for i, buffer in zip(known, torch._foreach_add(old, [today[i] for i in known]), strict=True):
-                buffers[i] = buffer
-        for p, buffer in zip(owners, buffers, strict=True):
-            self.state[p]["decay"] = buffer
+    def _decay(self, params: list[nn.Parameter], group: dict[str, Any]) -> list[torch.Tensor]:
+        for p in params:
+            if "decay" not in self.state[p]:
+                self.state[p]["decay"] = torch.zeros_like(p)
+        today = torch._foreach_mul([p.data for p in params], group["weight_decay"])
+        buffers = [self.state[p]["decay"] for p in params]
+        torch._foreach_mul_(buffers, group["momentum"])
+        torch._foreach_add_(buffers, today)
         if not group["nesterov"]:
             return buffers
         return list(torch._foreach_add(today, torch._foreach_mul(buffers, group["momentum"])))

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 from gradwire.comm.collectives import Traffic
 from gradwire.engine.accounting import Accounting
@@ -57,37 +58,22 @@ class Report:
     note: str = ""
 
     @classmethod
-    def of(
-        cls,
-        steps: int,
-        skipped: int,
-        world: int,
-        traffic: Traffic,
-        clock: Clock,
-        accounting: Accounting,
-    ) -> "Report":
-        """Put the accounts together."""
+    def of(cls, traffic: Traffic, clock: Clock, accounting: Accounting, **others: Any) -> "Report":
+        """Put the accounts together; ``others`` are the fields that they do not have."""
         rules = {label: (accounting.encoded[label], dense) for label, dense in accounting.dense.items()}
-        seconds = {label: (spent.encode, spent.decode) for label, spent in accounting.seconds.items()}
         return cls(
-            steps=steps,
-            skipped=skipped,
             sent=traffic.sent,
             received=traffic.received,
             collectives=traffic.collectives,
             payload=sum(payload for payload, _ in rules.values()),
             dense=sum(dense for _, dense in rules.values()),
-            world=world,
             encode_seconds=clock.encode,
             wire_seconds=clock.wire,
             decode_seconds=clock.decode,
             rules=rules,
-            rule_seconds=seconds,
+            rule_seconds={label: (spent.encode, spent.decode) for label, spent in accounting.seconds.items()},
+            **others,
         )
-
-    def among(self, hosts: int, inside: Traffic) -> "Report":
-        """The same account, of a rank that shares a host with others."""
-        return replace(self, hosts=hosts, sent_inside=inside.sent, received_inside=inside.received)
 
     @property
     def sent_per_step(self) -> float:
@@ -147,8 +133,8 @@ def show(engine: AnyEngine, rank: int, world: int) -> str:
     """The plan of an engine as a table."""
     core = engine.core
     title = f"gradwire, rank {rank} of {world}"
-    if engine.beside > 1:
-        title += f", {engine.local + 1} of {engine.beside} on host {core.rank + 1} of {core.world}: its share"
+    if engine.ranks_per_host > 1:
+        title += f", {engine.local + 1} of {engine.ranks_per_host} on host {core.rank + 1} of {core.world}: its share"
     lanes = zip(core.plan.lanes, core.states, strict=True)
     rows = [_COLUMNS, *(_row(lane, state, core.step) for lane, state in lanes)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -170,9 +156,9 @@ def _row(lane: Lane, state: LaneState, step: int) -> tuple[str, ...]:
     codec, exchange = lane.at(step)
     size = "-" if exchange.compresses_in_protocol else str(codec.size(lane.units))
     floats = sum(x.numel() for x in state.tensors.values()) / max(1, lane.units.total)
-    said = "low rank" if exchange.compresses_in_protocol else " -> ".join(str(entry[1]) for entry in lane.table)
+    codecs = "low rank" if exchange.compresses_in_protocol else " -> ".join(str(entry[1]) for entry in lane.table)
     numbers = (str(len(lane.tensors)), str(len(lane.units)), str(lane.units.total))
-    return (lane.label, *numbers, said, str(lane.feedback), str(exchange), size, f"{floats:.2f}")
+    return (lane.label, *numbers, codecs, str(lane.feedback), str(exchange), size, f"{floats:.2f}")
 
 
 def _times(ratio: float) -> str:

@@ -17,10 +17,10 @@ def scale_of(scaler: torch.amp.GradScaler | None) -> float:
 
 
 def overflows(grads: Grads, backend: Backend, device: torch.device) -> bool:
-    """Whether a gradient of any rank is not finite; asked before anything is encoded."""
+    """Whether a gradient of any rank is not finite; found out before anything is encoded."""
     dense = [g for g in grads.values() if g is not None and g.layout == torch.strided]
     bad = torch.tensor([int(not all(bool(torch.isfinite(g).all()) for g in dense))], device=device)
-    scopes: tuple[Scope, ...] = ("world",) if backend.grouping is None else ("local", "across")
+    scopes: tuple[Scope, ...] = ("world",) if backend.host_layout is None else ("local", "across")
     for scope in scopes:
         (bad,) = backend.answer([Max(bad, scope)])
     return bool(bad.item())
@@ -28,9 +28,9 @@ def overflows(grads: Grads, backend: Backend, device: torch.device) -> bool:
 
 def infinite(parameters: Mapping[str, nn.Parameter], grads: Grads) -> StepResult:
     """Updates of infinity: a GradScaler looks for them on each rank for itself, so all of them back off."""
-    found: dict[str, Tensor] = {}
+    updates: dict[str, Tensor] = {}
     for name, p in parameters.items():
         grad = grads.get(name)
         usable = grad is not None and grad.layout == torch.strided
-        found[name] = grad.detach().fill_(torch.inf) if usable and grad is not None else torch.full_like(p, torch.inf)
-    return StepResult(found, skipped=True)
+        updates[name] = grad.detach().fill_(torch.inf) if usable and grad is not None else torch.full_like(p, torch.inf)
+    return StepResult(updates, skipped=True)

@@ -9,24 +9,43 @@ from torch import Tensor, nn
 
 from gradwire.comm.backend import Backend
 from gradwire.engine.hosts import HostEngine
-from gradwire.engine.method import Method, Spec, method
-from gradwire.engine.partition import owners
-from gradwire.engine.plan import Plan, Rule, build, default_rules, uncompressed
+from gradwire.engine.method import Spec, method
+from gradwire.engine.partition import assign_owners
+from gradwire.engine.plan import LAUNCH_BYTES, Plan, Rule, build, default_rules, uncompressed
 from gradwire.engine.step import Engine
 from gradwire.engine.warmup import warm_up
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
-from gradwire.integrations.compile_notice import telling_of_compilers
-from gradwire.integrations.consistency import agree, telling
-from gradwire.integrations.options import Options
-from gradwire.integrations.spec_change import going_on
+from gradwire.integrations.compile_notice import compile_notice
+from gradwire.integrations.consistency import agree, errors_on_all_ranks
+from gradwire.integrations.spec_change import feedback_after
+
+
+@dataclass(frozen=True)
+class Options:
+    """How gradients are compressed; see `compress` for each."""
+
+    feedback: str | Feedback | None = None
+    exchange: str | Exchange | None = None
+    granularity: str = "layer"
+    rules: Sequence[Rule] = ()
+    bundle: str | None = "fp16"
+    scaler: torch.amp.GradScaler | None = None
+    seed: int = 0
+    launch_mb: float = LAUNCH_BYTES / 2**20
+    rollback: bool = True
+
+    @property
+    def launch_bytes(self) -> int:
+        """Bytes of gradients that travel together."""
+        return int(self.launch_mb * 2**20)
 
 
 class AgreedPlan(NamedTuple):
-    """What all ranks agreed on: the plan, the main rule's method, and the rules as text."""
+    """What all ranks agreed on: the plan, the main rule's feedback, and the rules as text."""
 
     plan: Plan
-    main: Method
+    feedback: Feedback
     text: str
 
 
@@ -39,18 +58,18 @@ class Setup:
         backend: Of this rank.
         options: As given.
         hooked: Whether DDP calls the wire.
-        note: What else must be the same on all ranks.
         shared: Tensors that start as rank 0's, by name.
         veto: Raises where a plan does not go with the rest of the training.
+        note: What else must be the same on all ranks.
     """
 
     parameters: Mapping[str, nn.Parameter]
     backend: Backend
     options: Options
     hooked: bool = False
-    note: str = ""
     shared: Mapping[str, Tensor] = field(default_factory=dict)
     veto: Callable[[Plan], None] = lambda plan: None
+    note: str = ""
 
     @property
     def device(self) -> torch.device:
@@ -60,7 +79,7 @@ class Setup:
     @property
     def parties(self) -> int:
         """Between how many parties messages are compressed: ranks, or hosts."""
-        grouping = self.backend.grouping
+        grouping = self.backend.host_layout
         return self.backend.world if grouping is None else len(grouping.hosts)
 
     @property
@@ -68,44 +87,44 @@ class Setup:
         """Whether gradients and messages stay on a GPU, so that the host need not wait for any."""
         return self.device.type == "cuda" and self.backend.stream_ordered
 
-    def agree(
-        self,
-        spec: Spec,
-        feedback: str | Feedback | None,
-        exchange: str | Exchange | None,
-        extra: Sequence[Rule],
-        current: Feedback | None = None,
-        seed: int | None = None,
-    ) -> AgreedPlan:
-        """Make a plan of the spec, and make sure that all ranks made the same."""
-        with telling(self.backend):
-            for rule in extra:
+    def agree(self, spec: Spec, options: Options, current: Feedback | None = None) -> AgreedPlan:
+        """Make a plan of the spec, and make sure that all ranks made the same.
+
+        Args:
+            spec: To compress by.
+            options: Which may differ from those at the start in feedback, exchange, rules and seed.
+            current: The feedback until now.
+        """
+        with errors_on_all_ranks(self.backend):
+            for rule in options.rules:
                 if not isinstance(rule, Rule):
                     raise TypeError(f"{rule!r} is no rule; write gradwire.Rule('fp16', name='head.*')")
-            feedback = going_on(spec, feedback, current)
-            main = method(spec, feedback, exchange)
-            rules = (*extra, *self._defaults(spec, feedback, exchange))
+            feedback = feedback_after(spec, options.feedback, current)
+            main = method(spec, feedback, options.exchange).feedback
+            rules = (*options.rules, *self._defaults(spec, feedback, options.exchange))
             text = describe(rules)
-            if self.parties == 1 and self.backend.grouping is not None:
+            if self.parties == 1 and self.backend.host_layout is not None:
                 rules = uncompressed(rules)
-            plan = build(self._shapes, rules, self.parties, self.options.launch_bytes)
+            plan = self._build(rules)
             self.veto(plan)
             if self.stays_on_device:
                 plan = plan.with_fixed_length()
-        agree(self.backend, f"{text}; {self._circumstances(seed)}", self.tensors())
+        agree(self.backend, f"{text}; {self._circumstances(options)}", self.tensors())
         return AgreedPlan(plan, main, text)
 
     def engine(self, plan: Plan, seed: int) -> Engine | HostEngine:
         """This rank's side of a plan."""
         backend, options = self.backend, self.options
-        with telling_of_compilers(self.device, first=backend.rank == 0):
+        with compile_notice(self.device, first=backend.rank == 0):
             warm_up(plan, self.device)
-        if backend.grouping is None:
+        if backend.host_layout is None:
             return Engine(plan, backend.rank, backend.world, seed, self.device, options.rollback)
         # Owners follow from rules, not from specs: then nothing changes hands when the spec changes.
         lossy = (*options.rules, *self._defaults("sign"))
-        owned = owners(build(self._shapes, lossy, plan.world, options.launch_bytes), backend.grouping.beside)
-        return HostEngine(plan, owned, backend.grouping, backend.rank, seed, self.device, options.rollback)
+        owned = assign_owners(
+            build(self._shapes, lossy, plan.world, options.launch_bytes), backend.host_layout.ranks_per_host
+        )
+        return HostEngine(plan, owned, backend.host_layout, backend.rank, seed, self.device, options.rollback)
 
     def text_of(self, spec: Spec) -> str:
         """The rules that a spec stands for, as text."""
@@ -113,8 +132,8 @@ class Setup:
 
     def tensors(self) -> dict[str, str]:
         """Shape, format and trainability of all tensors, by name."""
-        found = {**self.shared, **self.parameters}
-        return {name: f"{tuple(x.shape)} {x.dtype} {x.requires_grad}" for name, x in found.items()}
+        tensors = {**self.shared, **self.parameters}
+        return {name: f"{tuple(x.shape)} {x.dtype} {x.requires_grad}" for name, x in tensors.items()}
 
     def broadcast(self) -> None:
         """Start as rank 0 does."""
@@ -127,20 +146,33 @@ class Setup:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(p.shape) for name, p in self.parameters.items()}
 
+    def _build(self, rules: Sequence[Rule]) -> Plan:
+        """The plan of some rules. Only DDP overlaps buckets, so elsewhere a GPU takes more small gradients at once.
+
+        Large gradients stay apart: they are read where they lie, while several together take a copy.
+        """
+        shapes, size = self._shapes, self.options.launch_bytes
+        plan = build(shapes, rules, self.parties, size)
+        shared = any(x.serves for lane in plan.lanes for _, _, x in lane.table)  # shards are cut out of buckets
+        fixed = shared or any(rule.granularity == "bucket" for rule in rules) or self.backend.host_layout is not None
+        large = any(4 * p.numel() > size for p in self.parameters.values())
+        if self.hooked or self.device.type != "cuda" or fixed or large:
+            return plan
+        return build(shapes, rules, self.parties, max(size, 5 * LAUNCH_BYTES))
+
     def _defaults(
         self, spec: Spec, feedback: str | Feedback | None = None, exchange: str | Exchange | None = None
     ) -> tuple[Rule, ...]:
         return default_rules(spec, feedback, exchange, self.options.granularity, self.options.bundle)
 
-    def _circumstances(self, seed: int | None) -> str:
+    def _circumstances(self, options: Options) -> str:
         """What else must be the same on all ranks, or they would exchange different things."""
-        options = self.options
         scaler = "no GradScaler" if options.scaler is None else "a GradScaler"
-        door = "DDP" if self.hooked else "no DDP"
+        hook = "DDP" if self.hooked else "no DDP"
         undo = "rollback" if options.rollback else "no rollback"
-        hosts = "" if self.backend.grouping is None else f"; hosts {self.backend.grouping}"
-        used = options.seed if seed is None else seed
-        return f"seed {used}; launches of {options.launch_bytes} bytes; {scaler}; {door}; {undo}{hosts}{self.note}"
+        hosts = "" if self.backend.host_layout is None else f"; hosts {self.backend.host_layout}"
+        launches = f"launches of {options.launch_bytes} bytes"
+        return f"seed {options.seed}; {launches}; {scaler}; {hook}; {undo}{hosts}{self.note}"
 
 
 def describe(rules: Sequence[Rule]) -> str:

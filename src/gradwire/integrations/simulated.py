@@ -16,9 +16,9 @@ from gradwire.engine.drive import profile
 from gradwire.engine.gradients import Grads
 from gradwire.engine.lockstep import Lockstep, move
 from gradwire.engine.method import Spec
-from gradwire.engine.plan import LAUNCH_BYTES
 from gradwire.engine.step import StepResult
 from gradwire.integrations.model import refuse_sparse, trainable
+from gradwire.integrations.setup import Options, Setup
 from gradwire.integrations.wire import Wire, write_missing
 
 
@@ -30,7 +30,7 @@ class SimulatedBackend(Backend):
 
     def __init__(self, group: Lockstep, rank: int) -> None:
         self.group = group
-        self.rank, self.world, self.grouping = rank, group.world, group.grouping
+        self.rank, self.world, self.host_layout = rank, group.world, group.host_layout
 
     @property
     def traffic(self) -> Any:
@@ -104,26 +104,17 @@ class SimulatedGroup:
 class SimulatedWorkers:
     """Wires of N replicas. Call it after all of them have run ``backward()``."""
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        spec: Spec,
-        launch_mb: float = LAUNCH_BYTES / 2**20,
-        across: Across | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, models: Sequence[nn.Module], spec: Spec, across: Across | None = None, **options: Any) -> None:
         if not models:
             raise ValueError("lockstep got no replica to train; pass a list of models that are built alike")
         if options.get("scaler") is not None:
             raise ValueError("lockstep knows no GradScaler; unscale the gradients of all replicas before the call")
         self.group = assemble(len(models), across)
-        options["launch_bytes"] = int(launch_mb * 2**20)
         self.wires = []
         for rank, model in enumerate(models):
             refuse_sparse(model)
-            self.wires.append(
-                Wire(trainable(model.named_parameters()), SimulatedBackend(self.group, rank), spec, **options)
-            )
+            parameters, backend = trainable(model.named_parameters()), SimulatedBackend(self.group, rank)
+            self.wires.append(Wire(Setup(parameters, backend, Options(**options)), spec))
         self._ranks = SimulatedGroup(self.wires, self.group)
         with torch.no_grad():
             for model in models[1:]:
@@ -133,10 +124,10 @@ class SimulatedWorkers:
         """One synchronization of all replicas."""
         grads = [wire.grads() for wire in self.wires]
         for wire, own, result in zip(self.wires, grads, self._ranks.step(grads), strict=True):
-            there = {name: x.detach() for name, x in own.items() if x is not None and name in result.updates}
-            apart = [name for name, x in there.items() if not same_memory(x, result.updates[name])]
-            if apart:
-                torch._foreach_copy_([there[name] for name in apart], [result.updates[name] for name in apart])
+            pairs = [(own[name], update) for name, update in result.updates.items()]
+            elsewhere = [(g.detach(), update) for g, update in pairs if g is not None and not same_memory(g, update)]
+            if elsewhere:
+                torch._foreach_copy_([g for g, _ in elsewhere], [update for _, update in elsewhere])
             write_missing(wire.parameters, result)
 
 

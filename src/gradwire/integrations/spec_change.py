@@ -1,4 +1,4 @@
-"""Spec change: what a wire keeps when it goes on in another way."""
+"""Spec change: what state a wire keeps when its spec changes."""
 
 import torch
 
@@ -11,8 +11,8 @@ from gradwire.engine.state import spans
 from gradwire.feedback import Feedback
 
 
-def going_on(spec: Spec, feedback: str | Feedback | None, current: Feedback | None) -> str | Feedback | None:
-    """The feedback to take: a codec alone goes on under the one that keeps errors now."""
+def feedback_after(spec: Spec, feedback: str | Feedback | None, current: Feedback | None) -> str | Feedback | None:
+    """The feedback to take: a codec alone keeps the current one, if that keeps errors."""
     made = parse(spec) if isinstance(spec, str) else spec
     if feedback is not None or isinstance(made, Method) or current is None or not current.keeps_error:
         return feedback
@@ -37,7 +37,7 @@ def migrate_state(old: AnyEngine, new: AnyEngine) -> None:
                 whole = saved.get(f"{memory}/{name}")
                 if whole is not None and whole.numel() == span.length:
                     state.tensors[memory][span.live] = whole[span.own].to(after.device)
-        kept = lane.debt(state, after.rank, after.world).to(after.device)
-        left = torch.cat([owed[name] for name in lane.tensors.names]) - kept
+        in_memory = lane.debt(state, after.rank, after.world).to(after.device)
+        left = torch.cat([owed[name] for name in lane.tensors.names]) - in_memory
         if bool((left != 0).any()):
             state.carried = left

@@ -1,4 +1,4 @@
-"""The door of Hugging Face's Trainer: a callback that compresses gradients and keeps memories beside checkpoints."""
+"""Hugging Face's Trainer: a callback that compresses gradients and saves memories with checkpoints."""
 
 import warnings
 from pathlib import Path
@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradwire.comm.collectives import AllReduceOp
+from gradwire.core.renamed import renamed
 from gradwire.engine.method import Spec
 from gradwire.integrations.accelerate import compress_prepared
 from gradwire.integrations.checkpoint import load, save
 from gradwire.integrations.ddp import find_ddp
-from gradwire.integrations.optimizer import refuse_second_momentum
+from gradwire.integrations.optimizer import check_optimizer
 from gradwire.integrations.wire import Wire
 
 if TYPE_CHECKING:
@@ -20,10 +21,12 @@ else:
     from transformers import TrainerCallback
 
 
-class Compression(TrainerCallback):
-    """Compresses gradients while a Trainer trains: ``trainer.add_callback(Compression(trainer, "topk(0.01) | sign"))``.
+class TrainerCompression(TrainerCallback):
+    """Compresses gradients while a Trainer trains.
 
-    Every checkpoint folder gets the memories of all ranks, and ``train(resume_from_checkpoint=...)`` goes on with
+    Add it by ``trainer.add_callback(TrainerCompression(trainer, "topk(0.01) | sign"))``.
+
+    Every checkpoint folder gets the memories of all ranks, and ``train(resume_from_checkpoint=...)`` continues with
     them, also on another number of ranks.
 
     Attributes:
@@ -34,23 +37,23 @@ class Compression(TrainerCallback):
         """Take a Trainer, whose callback this is to be.
 
         Args:
-            trainer: A `transformers.Trainer`. What it tells its callbacks is not enough: they never see the model in
-                its DistributedDataParallel.
+            trainer: A `transformers.Trainer`. Its callbacks never see the model in its DistributedDataParallel, so
+                they need the Trainer itself.
             spec: See `gradwire.compress`.
             resume: The checkpoint that is resumed from, if it is neither one of ``args.output_dir`` nor
-                ``args.resume_from_checkpoint``: a Trainer does not tell that either.
+                ``args.resume_from_checkpoint``.
             options: Those of `gradwire.compress`, but for the scaler, which is the Trainer's own.
         """
         self.trainer, self.spec, self.resume, self.options = trainer, spec, resume, options
         self.wire: Wire | None = None
         self._model: Any = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **around: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         model = self.trainer.model_wrapped
         if self.wire is None or model is not self._model:
             self._attach(model)
         if state.global_step:
-            self._recall(args, state)
+            self._load(args, state)
 
     def _attach(self, model: Any) -> None:
         accelerator = self.trainer.accelerator
@@ -61,30 +64,32 @@ class Compression(TrainerCallback):
             )
         self._model, self.wire = model, compress_prepared(accelerator, model, self.spec, self.options)
         optimizer = self.trainer.optimizer
-        refuse_second_momentum(getattr(optimizer, "optimizer", optimizer), self.wire.executor.engine.whole)
+        check_optimizer(getattr(optimizer, "optimizer", optimizer), self.wire)
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **around: Any) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if self.wire is not None and find_ddp(self._model) is None:
             self.wire()
 
-    def on_save(self, args: Any, state: Any, control: Any, **around: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if self.wire is not None and not args.save_only_model:
             save(self.wire, _checkpoint(args, state))
 
-    def _recall(self, args: Any, state: Any) -> None:
+    def _load(self, args: Any, state: Any) -> None:
         assert self.wire is not None
         folder = Path(self.resume or args.resume_from_checkpoint or _checkpoint(args, state))
-        found = any(folder.glob("wire-*.safetensors"))
-        flag = torch.tensor([int(found)], device=self.wire.link.device)
+        flag = torch.tensor([int(any(folder.glob("wire-*.safetensors")))], device=self.wire.link.device)
         if self.wire.link.move(AllReduceOp(flag, "max")).item():  # or some ranks would load, and others not
             load(self.wire, folder)
             return
         warnings.warn(
-            f"training goes on from step {state.global_step}, but {folder} holds no compression memories, and they "
-            "begin empty; if the checkpoint lies elsewhere, pass Compression(..., resume=FOLDER)",
+            f"training continues from step {state.global_step}, but {folder} holds no compression memories, and they "
+            "begin empty; if the checkpoint lies elsewhere, pass TrainerCompression(..., resume=FOLDER)",
             stacklevel=2,
         )
 
 
 def _checkpoint(args: Any, state: Any) -> Path:
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+__getattr__ = renamed({"Compression": "TrainerCompression"}, globals())

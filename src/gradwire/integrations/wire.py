@@ -1,6 +1,6 @@
 """Wire: the handle that every entry point returns. Plain loops call it between ``backward()`` and ``step()``."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.comm.backend import Backend
 from gradwire.comm.collectives import Traffic
 from gradwire.engine import checkpoint
 from gradwire.engine.capture import graphs_on
@@ -17,17 +16,15 @@ from gradwire.engine.drive import Clock
 from gradwire.engine.gradients import Grads
 from gradwire.engine.hosts import HostEngine
 from gradwire.engine.method import Spec
-from gradwire.engine.plan import Plan
 from gradwire.engine.step import Engine, StepResult
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations import scaling
 from gradwire.integrations.auto import Tuner
 from gradwire.integrations.comm_worker import CommWorker
-from gradwire.integrations.consistency import agree, telling
-from gradwire.integrations.options import Options
+from gradwire.integrations.consistency import agree, errors_on_all_ranks
 from gradwire.integrations.report import Report, show
-from gradwire.integrations.setup import AgreedPlan, Setup
+from gradwire.integrations.setup import Options, Setup
 from gradwire.integrations.spec_change import migrate_state
 
 
@@ -42,36 +39,25 @@ class Wire:
         setup: What plans of this model depend on.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        link: Backend,
-        spec: Spec,
-        *,
-        hooked: bool = False,
-        shared: Mapping[str, Tensor] | None = None,
-        veto: Callable[[Plan], None] = lambda plan: None,
-        note: str = "",
-        **options: Any,
-    ) -> None:
-        chosen = Options(**options)
-        self.parameters = dict(parameters)
-        self.link, self.scaler = link, chosen.scaler
-        self.setup = Setup(self.parameters, link, chosen, hooked, note, dict(shared or {}), veto)
-        self.device = self.setup.device  # where gradients are compressed
+    def __init__(self, setup: Setup, spec: Spec) -> None:
+        self.setup, self.parameters, options = setup, dict(setup.parameters), setup.options
+        self.link, self.scaler = setup.backend, options.scaler
+        self.device = setup.device  # where gradients are compressed
         self.clock = Clock()
         self.worker = CommWorker(self.device)
         self._pending: Future[StepResult] | None = None  # a delayed step that is under way
         self.tuner: Tuner | None = None  # chooses the spec, where it is ``auto``
+        self._feedback: Feedback | None = None  # of the main rule
         self._first_step = self._first_skipped = 0  # where this wire's own account begins
-        self._go_on(None, self.setup.agree(spec, chosen.feedback, chosen.exchange, chosen.rules))
-        self.setup.broadcast()
-        link.traffic = Traffic()  # the account of bytes begins with the first step
+        self._start(spec, options)
+        setup.broadcast()
+        self.link.traffic = Traffic()  # the account of bytes begins with the first step
 
-    def _go_on(self, old: Engine | HostEngine | None, agreed: AgreedPlan) -> None:
-        """Start as all ranks agreed, with the state of before."""
-        self._main, self.spec = agreed.main, agreed.text
-        self._engine = self.setup.engine(agreed.plan, self.setup.options.seed if old is None else old.core.seed)
+    def _start(self, spec: Spec, options: Options, old: Engine | HostEngine | None = None) -> None:
+        """Make the engine that all ranks agree on, with the state of the old one."""
+        agreed = self.setup.agree(spec, options, self._feedback)
+        self._feedback, self.spec = agreed.feedback, agreed.text
+        self._engine = self.setup.engine(agreed.plan, options.seed)
         self.executor = GraphExecutor(self._engine, self.link, self.clock, graphs_on(self.device))
         if old is not None:
             migrate_state(old, self._engine)
@@ -164,19 +150,19 @@ class Wire:
     # -- changing the spec -----------------------------------------------------------------------------------------
 
     def set(self, spec: Spec, feedback: str | Feedback | None = None, exchange: str | Exchange | None = None) -> None:
-        """Compress in another way from now on. All ranks must call it; errors that are kept stay.
+        """Compress by another spec from now on. All ranks must call it; errors stay.
 
-        A codec goes on under the feedback that keeps errors now; a preset brings its own. Rules stay.
+        A codec keeps the current feedback, if that keeps errors; a preset brings its own. Rules stay.
         """
-        old, setup = self.engine, self.setup
-        agreed = setup.agree(spec, feedback, exchange, setup.options.rules, self._main.feedback, old.core.seed)
-        self._go_on(old, agreed)
+        old = self.engine
+        self._start(spec, replace(self.setup.options, feedback=feedback, exchange=exchange, seed=old.core.seed), old)
 
     def off(self) -> None:
         """Stop compressing: dense float32 from now on, under the same feedback, so that errors and momentum survive."""
-        old, current = self.engine, self._main.feedback
-        agreed = self.setup.agree("fp32", current, None, (), current, old.core.seed)
-        self._go_on(old, agreed)
+        old, current = self.engine, self._feedback
+        self._start(
+            "fp32", replace(self.setup.options, feedback=current, exchange=None, rules=(), seed=old.core.seed), old
+        )
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -194,7 +180,7 @@ class Wire:
             self.tuner.before_load(bytes(states[0]["gradwire/spec"].tolist()).decode())
         engine = self.engine
         core = engine.core
-        with telling(self.link):
+        with errors_on_all_ranks(self.link):
             checkpoint.check(engine, states, self.spec)
         account = self.link.traffic
         agree(self.link, self.spec, self.setup.tensors(), int(states[0]["gradwire/step"]))
@@ -212,23 +198,26 @@ class Wire:
         """This rank's share of the pending update by name; its mean over ranks is still to be applied."""
         engine = self.engine
         core = engine.core
-        found = {name: torch.zeros(p.shape, device=self.device) for name, p in self.parameters.items()}
+        debts = {name: torch.zeros(p.shape, device=self.device) for name, p in self.parameters.items()}
         for lane, state in zip(core.plan.lanes, core.states, strict=True):
-            debt = lane.debt(state, core.rank, core.world).to(self.device) * engine.beside  # for all of its host
+            debt = (
+                lane.debt(state, core.rank, core.world).to(self.device) * engine.ranks_per_host
+            )  # for all of its host
             for (name, place), shape in zip(lane.slices.items(), lane.tensors.shapes, strict=True):
-                found[name] = debt[place].view(shape)
-        return found
+                debts[name] = debt[place].view(shape)
+        return debts
 
     # -- reports ---------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
         """Bytes, ratios and seconds so far."""
         core, link = self.engine.core, self.link
-        steps, skipped = core.step - self._first_step, core.skipped - self._first_skipped
-        report = Report.of(steps, skipped, link.world, link.traffic, self.clock, core.accounting)
-        if self.tuner is not None:
-            report = replace(report, note=self.tuner.note())
-        return report if link.grouping is None else report.among(self.setup.parties, link.inside)
+        counts: dict[str, Any] = {"steps": core.step - self._first_step, "skipped": core.skipped - self._first_skipped}
+        if link.host_layout is not None:
+            counts |= {"hosts": self.setup.parties, "sent_inside": link.inside.sent}
+            counts["received_inside"] = link.inside.received
+        note = "" if self.tuner is None else self.tuner.note()
+        return Report.of(link.traffic, self.clock, core.accounting, world=link.world, note=note, **counts)
 
     @property
     def decisions(self) -> Sequence[Any]:

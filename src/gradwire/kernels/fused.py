@@ -60,8 +60,15 @@ def topk(x: Tensor, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Tensor
 
 
 @kernel
-def accumulate_(grad: Tensor, residual: Tensor, momentum: Tensor | None, rule: Accumulation) -> Tensor:
-    """Add a gradient to the memories; ``residual`` becomes the target. Returns whether the gradient was broken."""
+def accumulate_(
+    grad: Tensor, residual: Tensor, momentum: Tensor | None, rule: Accumulation, before: Tensor | None = None
+) -> Tensor:
+    """Add a gradient to the memories; ``residual`` becomes the target. Returns whether the gradient was broken.
+
+    What the residual was may lie in ``before``, which stays as it is.
+    """
+    if before is not None:
+        residual.copy_(before)
     finite = torch.isfinite(grad)
     g = torch.where(finite, grad, 0.0)
     if momentum is None:

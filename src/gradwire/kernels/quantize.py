@@ -43,11 +43,12 @@ def sign_encode(values: Tensor, lengths: Tensor, norm: bool) -> Tensor:
 
 
 @kernel
-def sign_decode(data: Tensor, lengths: Tensor) -> Tensor:
+def sign_decode(data: Tensor, lengths: Tensor, out: Tensor | None = None) -> Tensor:
+    """The values, in new memory or in ``out``."""
     head = 4 * lengths.numel()
     scales = spread(from_bytes(data[:head], torch.float32), lengths)
     positive = unpack(data[head:], 1, scales.numel()) == 1
-    return torch.where(positive, scales, -scales)
+    return _into(out, torch.where(positive, scales, -scales))
 
 
 @kernel
@@ -99,7 +100,10 @@ def qsgd_encode(
 
 
 @kernel
-def qsgd_decode(data: Tensor, lengths: Tensor, levels: int, bucket: int | None, biased: bool) -> Tensor:
+def qsgd_decode(
+    data: Tensor, lengths: Tensor, levels: int, bucket: int | None, biased: bool, out: Tensor | None = None
+) -> Tensor:
+    """The values, in new memory or in ``out``."""
     buckets = blocks(lengths, bucket)
     head = 4 * buckets.numel()
     norms = from_bytes(data[:head], torch.float32).double()
@@ -107,7 +111,7 @@ def qsgd_decode(data: Tensor, lengths: Tensor, levels: int, bucket: int | None, 
         norms = norms / (1 + omega(buckets, levels))
     scales = spread(norms.float(), buckets)
     codes = unpack(data[head:], (2 * levels).bit_length(), scales.numel()) - levels
-    return scales * over(codes, levels)
+    return _into(out, scales * over(codes, levels))
 
 
 @kernel
@@ -122,13 +126,14 @@ def integer_encode(values: Tensor, lengths: Tensor, bits: int, block: int) -> Te
 
 
 @kernel
-def integer_decode(data: Tensor, lengths: Tensor, bits: int, block: int) -> Tensor:
+def integer_decode(data: Tensor, lengths: Tensor, bits: int, block: int, out: Tensor | None = None) -> Tensor:
+    """The values, in new memory or in ``out``."""
     cut = blocks(lengths, block)
     head = 4 * cut.numel()
     levels = (1 << bits - 1) - 1
     scales = spread(from_bytes(data[:head], torch.float32), cut)
     q = unpack(data[head:], bits, scales.numel()) - levels
-    return scales * over(q, levels)
+    return _into(out, scales * over(q, levels))
 
 
 @kernel
@@ -155,6 +160,10 @@ def omega(lengths: Tensor, levels: int) -> Tensor:
     """QSGD's variance bound, for vectors of these lengths."""
     b = lengths.double()
     return torch.minimum(over(b, levels**2), over(b.sqrt(), levels))
+
+
+def _into(out: Tensor | None, values: Tensor) -> Tensor:
+    return values if out is None else out.copy_(values)
 
 
 def _norms(values: Tensor, buckets: Tensor) -> Tensor:

@@ -7,8 +7,7 @@ rounds does not merely pass values round in a circle.
 
 import math
 from collections.abc import Sequence
-from functools import reduce
-from typing import Literal
+from typing import Any, Literal
 
 Promise = Literal["symmetric", "doubly", "column"]
 MixingRows = tuple[tuple[tuple[int, float], ...], ...]  # W of a round: rank -> (peer, weight) pairs
@@ -17,31 +16,45 @@ Neighbors = Sequence[set[int]]  # rank -> its in-neighbors, perhaps itself among
 TOLERANCE = 1e-9
 
 
+def networkx() -> Any:
+    """Imported at the first use: it takes half a second."""
+    import networkx  # type: ignore[import-untyped,unused-ignore]
+
+    return networkx
+
+
 def check(name: str, promise: Promise, rounds: tuple[MixingRows, ...]) -> None:
     """Check that the weights keep the promise in every round, and mix over a period.
 
     Raises:
         ValueError: They do not.
     """
-    if any(len(weights) != len(rounds[0]) for weights in rounds):
-        raise ValueError(f"{name}: rounds have {_counts(rounds)} ranks; give every round one row for each rank")
+    sizes = sorted({len(weights) for weights in rounds})
+    if len(sizes) > 1:
+        raise ValueError(
+            f"{name}: rounds have {' or '.join(map(str, sizes))} ranks; give every round one row for each rank"
+        )
     for weights in rounds:
         _check_entries(name, weights)
-        _check_sums(name, promise, weights)
+        if promise != "column":
+            remedy = (
+                "give each rank itself what its neighbors leave over, or declare the graph directed and use push-sum"
+            )
+            _check_sums(f"{name}: row", weights, remedy)
+        _check_sums(f"{name}: column", transposed(weights), "let the weights that all ranks give to one rank sum to 1")
         if promise == "symmetric":
             _check_symmetry(name, weights)
     _check_connection(name, rounds)
     _check_mixing(name, rounds)
 
 
-def distances_from(root: int, neighbors: Neighbors) -> dict[int, int]:
-    """The ranks that can be reached from ``root``, with the number of edges to each."""
-    distances, frontier = {root: 0}, [root]
-    while frontier:
-        nearest = {j for i in frontier for j in neighbors[i] if j not in distances}
-        distances.update(dict.fromkeys(nearest, distances[frontier[0]] + 1))
-        frontier = sorted(nearest)
-    return distances
+def transposed(weights: MixingRows) -> MixingRows:
+    """The columns of W as rows."""
+    columns: list[list[tuple[int, float]]] = [[] for _ in weights]
+    for i, row in enumerate(weights):
+        for j, weight in row:
+            columns[j].append((i, weight))
+    return tuple(map(tuple, columns))
 
 
 def _check_entries(name: str, weights: MixingRows) -> None:
@@ -58,27 +71,11 @@ def _check_entries(name: str, weights: MixingRows) -> None:
                 raise ValueError(f"{name}: rank {i} gives rank {j} the weight {weight}; weights are at least 0")
 
 
-def _check_sums(name: str, promise: Promise, weights: MixingRows) -> None:
-    columns: list[list[float]] = [[] for _ in weights]
-    for row in weights:
-        for j, weight in row:
-            columns[j].append(weight)
-    rows = [[weight for _, weight in row] for row in weights]
-    if promise != "column":
-        _sum_to_one(
-            name,
-            "row",
-            rows,
-            "give each rank itself what its neighbors leave over, or declare the graph directed and use push-sum",
-        )
-    _sum_to_one(name, "column", columns, "let the weights that all ranks give to one rank sum to 1")
-
-
-def _sum_to_one(name: str, kind: str, lines: list[list[float]], remedy: str) -> None:
+def _check_sums(what: str, lines: MixingRows, remedy: str) -> None:
     for rank, line in enumerate(lines):
-        total = math.fsum(line)
+        total = math.fsum(weight for _, weight in line)
         if abs(total - 1.0) > TOLERANCE:
-            raise ValueError(f"{name}: {kind} {rank} of the weights sums to {total:.12g}, not to 1; {remedy}")
+            raise ValueError(f"{what} {rank} of the weights sums to {total:.12g}, not to 1; {remedy}")
 
 
 def _check_symmetry(name: str, weights: MixingRows) -> None:
@@ -94,49 +91,29 @@ def _check_symmetry(name: str, weights: MixingRows) -> None:
 
 
 def _check_connection(name: str, rounds: tuple[MixingRows, ...]) -> None:
-    supports = [_support(weights) for weights in rounds]
-    union = [set[int]().union(*them) for them in zip(*supports, strict=True)]
-    for neighbors, sentence in ((union, "to rank 0 from rank {}"), (_reversed(union), "to rank {} from rank 0")):
-        unreached = set(range(len(neighbors))) - distances_from(0, neighbors).keys()
+    union = networkx().DiGraph()
+    union.add_nodes_from(range(len(rounds[0])))
+    union.add_edges_from((j, i) for weights in rounds for i, row in enumerate(weights) for j, w in row if w > 0.0)
+    paths = {"to rank 0 from rank {}": networkx().ancestors, "to rank {} from rank 0": networkx().descendants}
+    for path, reached in paths.items():
+        unreached = set(union) - reached(union, 0) - {0}
         if unreached:
             raise ValueError(
-                f"{name} is disconnected: there is no path {sentence.format(min(unreached))}; "
+                f"{name} is disconnected: there is no path {path.format(min(unreached))}; "
                 "add an edge that leads from one to the other"
             )
 
 
 def _check_mixing(name: str, rounds: tuple[MixingRows, ...]) -> None:
-    supports = [_support(weights) for weights in rounds]
-    if all(i in support[i] for support in supports for i in range(len(support))):
+    sources = [{rank} for rank in range(len(rounds[0]))]  # of each rank's value, over the rounds so far
+    supports = [[{j for j, weight in row if weight > 0.0} for row in weights] for weights in rounds]
+    if all(i in them for support in supports for i, them in enumerate(support)):
         return  # connected, and every rank keeps some of its own
-    period = reduce(_after, supports)
-    distances = distances_from(0, period)
-    strong = len(distances) == len(distances_from(0, _reversed(period))) == len(period)
-    # All closed walks have a multiple of `laps` steps; averaging needs walks of every length.
-    laps = math.gcd(*(distances[i] + 1 - distances[j] for i in distances for j in period[i]))
-    if not strong or laps != 1:
+    for support in supports:
+        sources = [set[int]().union(*(sources[j] for j in them)) for them in support]
+    period = networkx().DiGraph([(j, i) for i, them in enumerate(sources) for j in them])
+    if not (networkx().is_strongly_connected(period) and networkx().is_aperiodic(period)):
         raise ValueError(
             f"{name} passes values round without ever averaging them, since ranks keep too little of their own; "
             "give them a weight of their own, as weights='metropolis' does"
         )
-
-
-def _reversed(neighbors: Neighbors) -> list[set[int]]:
-    out: list[set[int]] = [set() for _ in neighbors]
-    for i, them in enumerate(neighbors):
-        for j in them:
-            out[j].add(i)
-    return out
-
-
-def _counts(rounds: tuple[MixingRows, ...]) -> str:
-    return " or ".join(map(str, sorted({len(weights) for weights in rounds})))
-
-
-def _support(weights: MixingRows) -> list[set[int]]:
-    return [{j for j, weight in row if weight > 0.0} for row in weights]
-
-
-def _after(first: list[set[int]], then: list[set[int]]) -> list[set[int]]:
-    """The in-neighbors over two rounds, one after the other."""
-    return [set[int]().union(*(first[k] for k in middle)) for middle in then]

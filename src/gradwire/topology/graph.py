@@ -8,7 +8,7 @@ from gradwire.core.registry import registered
 from gradwire.core.spec import parse, write
 from gradwire.topology.checks import MixingRows, Promise
 from gradwire.topology.topology import Topology
-from gradwire.topology.weights import known, neighbors, weigh
+from gradwire.topology.weights import neighbors, require_rule, weigh
 
 
 class Graph(ABC):
@@ -48,7 +48,7 @@ class Undirected(Graph):
     promise: ClassVar[Promise] = "symmetric"
 
     def __post_init__(self) -> None:
-        known(self.weights)
+        require_rule(self.weights)
 
     @abstractmethod
     def edges(self, size: int) -> Iterable[tuple[int, int]]:

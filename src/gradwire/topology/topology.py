@@ -11,7 +11,7 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
-from gradwire.topology.checks import TOLERANCE, MixingRows, Promise, check, distances_from
+from gradwire.topology.checks import TOLERANCE, MixingRows, Promise, check, networkx, transposed
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Topology:
     @staticmethod
     def of(name: str, promise: Promise, matrices: Sequence[Tensor]) -> "Topology":
         """From one matrix per round of a period."""
-        return Topology(name, promise, tuple(_sparse(matrix) for matrix in matrices))
+        return Topology(name, promise, tuple(sparse_rows(matrix.tolist()) for matrix in matrices))
 
     def __str__(self) -> str:
         short = self.name if len(self.name) <= 60 else f"{self.name[:57]}..."
@@ -54,16 +54,15 @@ class Topology:
 
     def peers(self, rank: int, step: int = 0) -> dict[int, float]:
         """In-neighbors of a rank, with the weight it gives them; the rank itself excluded."""
-        return {j: weight for j, weight in self._row(rank, step) if j != rank and weight}
+        return {j: weight for j, weight in self._line(self.rounds, rank, step) if j != rank and weight}
 
     def out_peers(self, rank: int, step: int = 0) -> dict[int, float]:
         """Out-neighbors of a rank, with the weight they give it; the rank itself excluded."""
-        self._check_rank(rank)
-        return self._out_weights[step % self.period][rank].copy()
+        return {i: weight for i, weight in self._line(self._columns, rank, step) if i != rank and weight}
 
     def self_weight(self, rank: int, step: int = 0) -> float:
         """W[rank, rank]."""
-        return dict(self._row(rank, step)).get(rank, 0.0)
+        return dict(self._line(self.rounds, rank, step)).get(rank, 0.0)
 
     def matrix(self, step: int = 0) -> Tensor:
         """W at a step, float64 [size, size]."""
@@ -100,7 +99,8 @@ class Topology:
     @property
     def degrees(self) -> tuple[int, ...]:
         """How many messages each rank sends in a step, the most over a period."""
-        return tuple(max(len(weights[rank]) for weights in self._out_weights) for rank in range(self.size))
+        steps, ranks = range(self.period), range(self.size)
+        return tuple(max(len(self.out_peers(rank, step)) for step in steps) for rank in ranks)
 
     @property
     def degree(self) -> int:
@@ -109,18 +109,15 @@ class Topology:
 
     def distances(self, root: int) -> tuple[int, ...]:
         """How many edges of step 0 lie between each rank and ``root``; as many as there are ranks where no path is."""
-        found = distances_from(root, [set(self.peers(rank)) for rank in range(self.size)])
-        return tuple(found.get(rank, self.size) for rank in range(self.size))
+        edges = [(rank, peer) for rank in range(self.size) for peer in self.peers(rank)]
+        lengths = networkx().single_source_shortest_path_length(networkx().DiGraph([(root, root), *edges]), root)
+        return tuple(lengths.get(rank, self.size) for rank in range(self.size))
 
     @cached_property
     def symmetric(self) -> bool:
         """Whether W[i, j] = W[j, i] in every round."""
-        return all(
-            abs(weight - self._out_weights[step][i].get(j, 0.0)) <= TOLERANCE
-            for step in range(self.period)
-            for i in range(self.size)
-            for j, weight in self.peers(i, step).items()
-        )
+        matrices = map(self.matrix, range(self.period))
+        return all(bool((matrix - matrix.T).abs().max() <= TOLERANCE) for matrix in matrices)
 
     @cached_property
     def doubly_stochastic(self) -> bool:
@@ -128,27 +125,17 @@ class Topology:
         return all(abs(sum(weight for _, weight in row) - 1.0) <= TOLERANCE for line in self.rounds for row in line)
 
     @cached_property
-    def _out_weights(self) -> tuple[tuple[dict[int, float], ...], ...]:
-        table: tuple[tuple[dict[int, float], ...], ...] = tuple(
-            tuple({} for _ in range(self.size)) for _ in self.rounds
-        )
-        for step in range(self.period):
-            for i in range(self.size):
-                for j, weight in self.peers(i, step).items():
-                    table[step][j][i] = weight
-        return table
+    def _columns(self) -> tuple[MixingRows, ...]:
+        return tuple(map(transposed, self.rounds))
 
-    def _row(self, rank: int, step: int) -> tuple[tuple[int, float], ...]:
-        self._check_rank(rank)
-        return self.rounds[step % self.period][rank]
-
-    def _check_rank(self, rank: int) -> None:
+    def _line(self, table: tuple[MixingRows, ...], rank: int, step: int) -> tuple[tuple[int, float], ...]:
         if not 0 <= rank < self.size:
             raise ValueError(f"{self} has no rank {rank}; ranks run from 0 to {self.size - 1}")
+        return table[step % self.period][rank]
 
 
-def _sparse(matrix: Tensor) -> MixingRows:
-    rows = matrix.tolist()
+def sparse_rows(rows: Sequence[Sequence[float]]) -> MixingRows:
+    """The entries of W that are not zero, and those of each rank itself."""
     return tuple(
         tuple((j, float(weight)) for j, weight in enumerate(row) if weight or i == j) for i, row in enumerate(rows)
     )

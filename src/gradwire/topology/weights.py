@@ -15,30 +15,31 @@ Spec:     ring(weights='uniform'), social(weights='max_degree')
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from gradwire.topology.checks import MixingRows, Neighbors
+
+EXTRA = {"metropolis": 1, "uniform": 1, "max_degree": 0}  # by rule: what is added to the larger degree
 
 
 def neighbors(pairs: Iterable[tuple[int, int]], size: int) -> list[set[int]]:
     """The neighbors of each rank if edges lead both ways. Double edges are merged; loops are kept."""
-    found: list[set[int]] = [set() for _ in range(size)]
+    table: list[set[int]] = [set() for _ in range(size)]
     for a, b in pairs:
-        found[a].add(b)
-        found[b].add(a)
-    return found
+        table[a].add(b)
+        table[b].add(a)
+    return table
 
 
 def weigh(neighbors: Neighbors, rule: str, name: str) -> MixingRows:
     """The rows of W, by the rule of that name."""
-    known(rule)
-    degrees = RULES[rule][0](neighbors)
+    extra = EXTRA[rule]
+    degrees = [len(them - {i} if extra else them) for i, them in enumerate(neighbors)]
     if rule == "uniform" and len(set(degrees)) > 1:
         raise ValueError(
             f"{name} on {len(neighbors)} ranks has degrees {min(degrees)} to {max(degrees)}; weights='uniform' needs "
             "them equal; write weights='metropolis'"
         )
-    extra = RULES[rule][1]
     rows = []
     for i, them in enumerate(neighbors):
         row = {j: 1.0 / (extra + max(degrees[i], degrees[j])) for j in them if j != i}
@@ -62,23 +63,7 @@ def rest(weights: Iterable[float]) -> float:
     return left if abs(left) > 1e-12 else 0.0
 
 
-def known(rule: str) -> None:
+def require_rule(rule: str) -> None:
     """Refuse the name of an unknown rule."""
-    if rule not in RULES:
+    if rule not in EXTRA:
         raise ValueError(f"there are no weights={rule!r}; write weights='metropolis', 'uniform' or 'max_degree'")
-
-
-def _others(neighbors: Neighbors) -> list[int]:
-    return [len(them - {i}) for i, them in enumerate(neighbors)]
-
-
-def _all(neighbors: Neighbors) -> list[int]:
-    return [len(them) for them in neighbors]
-
-
-# rule -> (how degrees are counted, what is added to the larger one)
-RULES: dict[str, tuple[Callable[[Neighbors], list[int]], int]] = {
-    "metropolis": (_others, 1),
-    "uniform": (_others, 1),
-    "max_degree": (_all, 0),
-}

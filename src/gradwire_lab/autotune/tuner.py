@@ -7,42 +7,32 @@ not faster than the dense steps were, dense training goes on. Under DDP, dense i
 hook unless there was one before.
 """
 
-import os
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
 from enum import Enum
-from functools import partial
 from statistics import median
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.comm.alphabeta import seconds as collective_seconds
-from gradwire.comm.collectives import AllReduceOp
 from gradwire.comm.emulated import EmulatedBackend
 from gradwire.comm.host_backend import HostBackend
-from gradwire.comm.host_layout import seated
 from gradwire.comm.rates import LinkSpec
 from gradwire.integrations.ddp import DDPHookState, attach
 from gradwire.integrations.wire import Wire
-from gradwire_lab.perf_model.accuracy_records import free_of_losses
-from gradwire_lab.perf_model.advice import ENOUGH, Predict, advise
-from gradwire_lab.perf_model.calibration import Calibration, CodingCost
+from gradwire_lab.autotune.wire_costs import StepTimes, WireCosts
+from gradwire_lab.perf_model.advice import ENOUGH
 from gradwire_lab.perf_model.candidates import automatic
-from gradwire_lab.perf_model.cluster import Cluster, steady
-from gradwire_lab.perf_model.costs import predict, predict_across
-from gradwire_lab.perf_model.microbenchmark import time_coding
+from gradwire_lab.perf_model.cluster import steady
 from gradwire_lab.perf_model.model import DENSE, ModelProfile
-from gradwire_lab.perf_model.probe import delay_of, fitting
+from gradwire_lab.perf_model.timing import now, slowest
 
 T = TypeVar("T")
 WARMUP = 3  # steps that do not count: DDP rebuilds its buckets, kernels compile
 MEASURED = 5  # steps whose median counts
-REHEARSED = 4  # candidates at most that are worth a pause
 
 
 @dataclass(frozen=True)
@@ -57,22 +47,12 @@ class Decision:
         return f"step {self.step}: {self.spec}, {self.why}"
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """The median step, in seconds, of the slowest rank."""
-
-    period: float
-    backward: float
-    exposed: float
-    comm: float
-
-
 class TuningStage(Enum):
     """What the tuner does with the next measurement."""
 
     DENSE = "weigh the dense steps"
     TRIAL = "compare a trial with the dense steps"
-    PAYING = "one dense step, in which all errors are sent"
+    DRAINING = "one dense step, in which all errors are sent"
     DECIDED = "nothing"
 
 
@@ -135,14 +115,14 @@ class AutoTuner:
         """Run a step of a plain loop, and measure it."""
         if self._ddp is not None or self.decided:
             return step()
-        began = self._now()
+        began = now(self.wire.device)
         result = step()
-        ended = self._now()
+        ended = now(self.wire.device)
         if self._last is not None:
             self._measured.append(StepTimes(ended - self._last, began - self._last, ended - began, ended - began))
         self._steps += 1
         self._consider()
-        self._last = self._now()
+        self._last = now(self.wire.device)
         return result
 
     def _before_step(self, module: nn.Module, inputs: object) -> None:
@@ -151,81 +131,46 @@ class AutoTuner:
         assert ddp is not None
         if self.decided or not (ddp.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync):
             return
-        now = self._now()
+        began = now(self.wire.device)
         if self._last is not None:
             self._steps += 1
-            self._measured.append(self._logged(ddp, now - self._last))
+            self._measured.append(_logged(ddp, began - self._last))
         self._consider()
-        self._last = self._now()
-
-    def _logged(self, ddp: DistributedDataParallel, period: float) -> StepTimes:
-        """What DDP itself noted of its last step, in nanoseconds."""
-        told = ddp._get_ddp_logging_data()
-        compute, comm, overlap = (
-            told.get(f"backward_{name}_time", 0) / 1e9 for name in ("compute", "comm", "compute_comm_overlap")
-        )
-        exposed = min(max(0.0, comm - overlap), 0.99 * period)
-        backward = min(compute, period - exposed) or (period - exposed) * 2 / 3
-        return StepTimes(period, backward, exposed, comm)
-
-    def _now(self) -> float:
-        if self.wire.device.type == "cuda":
-            torch.cuda.synchronize(self.wire.device)
-        return time.perf_counter()
+        self._last = now(self.wire.device)
 
     def _consider(self) -> None:
         if len(self._measured) == self._wanted > 0:
             seen, self._measured = self._measured[-MEASURED:], []
-            columns = zip(*((one.period, one.backward, one.exposed, one.comm) for one in seen), strict=True)
-            times = StepTimes(*self._agreed_on([median(column) for column in columns]))
-            {TuningStage.DENSE: self._weigh, TuningStage.TRIAL: self._judge_trial, TuningStage.PAYING: self._settled}[
-                self._stage
-            ](times)
-
-    def _agreed_on(self, mine: Sequence[float]) -> list[float]:
-        """The largest of all ranks' figures: the same everywhere, so that all decide alike."""
-        told = torch.tensor(list(mine), dtype=torch.float64, device=self.wire.link.device)
-        found: list[float] = self.wire.link.move(AllReduceOp(told, "max")).tolist()
-        return found
+            medians = [median(column) for column in zip(*map(astuple, seen), strict=True)]
+            times = StepTimes(*slowest(self.wire.link, medians))
+            if self._stage is TuningStage.DENSE:
+                self._weigh(times)
+            elif self._stage is TuningStage.TRIAL:
+                self._judge_trial(times)
+            else:
+                self._halve("all errors have been sent")
 
     # -- deciding --------------------------------------------------------------------------------------------------
 
-    def _weigh(self, seen: StepTimes) -> None:
+    def _weigh(self, dense: StepTimes) -> None:
         """After the dense steps: is there anything that pays?"""
-        self._dense_seconds = seen.period
-        model = ModelProfile.of(self.wire.parameters)
-        forward = max(0.0, seen.period - seen.backward - seen.exposed)
-        cluster = self._cluster(model, seen)
-        free = {spec: CodingCost(0.0, 0.0) for spec in (*DENSE[:2], *free_of_losses(automatic()))}
-        calibration = Calibration(model, forward, seen.backward, free, self._cores(), world=self.wire.setup.parties)
-        self._halves = seen.exposed > 2 * (1 - ENOUGH) * seen.period and len(model.dense) > 1
-        promising = self._promising(calibration, cluster, seen)
+        self._dense_seconds = dense.period
+        costs = self._costs()
+        self._halves = dense.exposed > 2 * (1 - ENOUGH) * dense.period and len(costs.model.dense) > 1
+        calibration, cluster = costs.free_coding(dense), costs.cluster(dense)
+        promising = costs.promising(calibration, cluster, ENOUGH * dense.period)
         if not promising:
-            self._halve(f"no way to compress would beat {_ms(seen.period)} a step, even if it cost nothing")
+            self._halve(f"no way to compress would beat {_ms(dense.period)} a step, even if it cost nothing")
             return
-        costs = {**{spec: free[spec] for spec in DENSE[:2]}, **self._rehearsed(model, promising)}
-        self._choose(replace(calibration, costs=costs), cluster)
-
-    def _promising(self, calibration: Calibration, cluster: Cluster, seen: StepTimes) -> list[str]:
-        ways = [self._predict(calibration, spec, cluster) for spec in free_of_losses(automatic())]
-        fast = sorted((way for way in ways if way.seconds < ENOUGH * seen.period), key=lambda way: way.seconds)
-        return [way.spec for way in fast[:REHEARSED]]
-
-    def _rehearsed(self, model: ModelProfile, specs: Sequence[str]) -> dict[str, CodingCost]:
-        draw = torch.Generator().manual_seed(0)
-        setup, parameters = self.wire.setup, self.wire.parameters
-        grads = {name: torch.randn(p.shape, generator=draw).to(p) for name, p in parameters.items()}
-        plans = [model.plan(spec, setup.parties, setup.options.launch_bytes) for spec in specs]
-        found = [time_coding(plan, grads, repeats=2) for plan in plans]
-        shared = iter(self._agreed_on([seconds for one in found for seconds in (one.encode, one.decode)]))
-        return {spec: CodingCost(next(shared), next(shared)) for spec in specs}
-
-    def _choose(self, calibration: Calibration, cluster: Cluster) -> None:
-        choice = advise(calibration, cluster, free_of_losses(automatic()), self._predict).trial
-        if choice.spec in DENSE or choice.seconds > ENOUGH * self._dense_seconds:
-            self._halve(f"no way to compress is surely faster than {_ms(self._dense_seconds)} a step")
+        choice = costs.best(costs.with_coding(calibration, promising), cluster)
+        if choice.spec in DENSE or choice.seconds > ENOUGH * dense.period:
+            self._halve(f"no way to compress is surely faster than {_ms(dense.period)} a step")
             return
-        self._try(choice.spec, f"on trial: {_ms(choice.seconds)} a step expected, {_ms(self._dense_seconds)} dense")
+        self._try(choice.spec, f"on trial: {_ms(choice.seconds)} a step expected, {_ms(dense.period)} dense")
+
+    def _costs(self) -> WireCosts:
+        ddp_reduces = self._ddp is not None and self._hook is None
+        return WireCosts(self.wire, self._ddp is not None and self.wire.scaler is None, ddp_reduces, self._described)
 
     def _halve(self, why: str) -> None:
         """Dense it is; in bfloat16, if float32 waits long enough for the network to make that worth a trial."""
@@ -254,12 +199,9 @@ class AutoTuner:
         elif self._chosen == "bf16":
             self._conclude("fp32", f"back to float32: {why}")
         else:
-            self.wire.off()  # for one step, in which all that is owed is paid
+            self.wire.off()  # for one step, in which all errors are sent
             self._chosen = "fp32"
-            self._decide(TuningStage.PAYING, 1, f"back to dense: {why}")
-
-    def _settled(self, seen: StepTimes) -> None:
-        self._halve("all errors have been sent")
+            self._decide(TuningStage.DRAINING, 1, f"back to dense: {why}")
 
     def _decide(self, stage: TuningStage, wanted: int, why: str) -> None:
         self._stage, self._wanted = stage, wanted
@@ -304,43 +246,17 @@ class AutoTuner:
         way = self.wire.link.between if isinstance(self.wire.link, HostBackend) else self.wire.link
         return isinstance(way, EmulatedBackend)
 
-    @property
-    def _predict(self) -> Predict:
-        across = self.wire.link.grouping is not None
-        overlaps = self._ddp is not None and self.wire.scaler is None
-
-        def predicted(calibration: Calibration, spec: str, cluster: Cluster) -> Any:
-            way = predict_across if across else predict
-            return way(calibration, spec, cluster, overlaps, (self.wire.setup.options.launch_bytes,))
-
-        return predicted
-
-    def _cluster(self, model: ModelProfile, seen: StepTimes) -> Cluster:
-        beside = 1 if self.wire.link.grouping is None else self.wire.link.grouping.beside
-        link = self._described or fitting(seen.comm, delay_of(self.wire.link), partial(self._summing, model))
-        return Cluster(self.wire.link.world, link, beside)
-
-    def _summing(self, model: ModelProfile, link: LinkSpec) -> float:
-        """How long the dense sums of a step take on a link: DDP's own, or those of this wire."""
-        own, setup = self._ddp is None or self._hook is not None, self.wire.setup
-        spec, world = ("fp32", setup.parties) if own else (DENSE[0], self.wire.link.world)
-        buckets = model.buckets(spec, world, setup.options.launch_bytes)
-        sums = (call.nbytes for bucket in buckets for call in bucket.calls)
-        return sum(collective_seconds("all_reduce", nbytes, world, link) for nbytes in sums)
-
-    def _cores(self) -> float:
-        """Processors for each thread that computes, on the host that has fewest; all ranks ask at once."""
-        return -self._agreed_on([-_cores(self.wire.device)])[0]
-
-
-def _cores(device: torch.device) -> float:
-    """The same on this host; a GPU does one thing after the other."""
-    if device.type == "cuda":
-        return 1.0
-    place = seated(os.environ)
-    beside = place[1] if place is not None else 1
-    return (os.cpu_count() or 1) / beside / torch.get_num_threads()
-
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _logged(ddp: DistributedDataParallel, period: float) -> StepTimes:
+    """What DDP itself logged of its last step, in nanoseconds."""
+    log = ddp._get_ddp_logging_data()
+    compute, comm, overlap = (
+        log.get(f"backward_{name}_time", 0) / 1e9 for name in ("compute", "comm", "compute_comm_overlap")
+    )
+    exposed = min(max(0.0, comm - overlap), 0.99 * period)
+    backward = min(compute, period - exposed) or (period - exposed) * 2 / 3
+    return StepTimes(period, backward, exposed, comm)

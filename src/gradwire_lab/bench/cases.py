@@ -70,7 +70,7 @@ def _feedback(scene: Scene, bits: int, lane: bool) -> Case:
 
     spare = torch.empty_like(residual) if lane else residual
 
-    def speak(memory: Tensor, before: Tensor | None = None) -> None:
+    def encode(memory: Tensor, before: Tensor | None = None) -> None:
         if bits == 1:
             fused.feedback_sign_(scene.x, memory, 1.0, scene.lengths, False, before)
         else:
@@ -78,10 +78,10 @@ def _feedback(scene: Scene, bits: int, lane: bool) -> Case:
 
     def commit() -> None:
         nonlocal residual, spare
-        speak(spare, residual)
+        encode(spare, residual)
         residual, spare = spare, residual
 
-    return Case(needed, commit, False) if lane else Case(needed, lambda: speak(residual))
+    return Case(needed, commit, False) if lane else Case(needed, lambda: encode(residual))
 
 
 # -- coders ------------------------------------------------------------------------------------------------------------

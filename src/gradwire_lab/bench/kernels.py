@@ -18,6 +18,7 @@ from gradwire.kernels.dispatch import reference_only
 from gradwire_lab.bench import cases
 from gradwire_lab.bench.scene import Case, Scene
 from gradwire_lab.bench.selections import GAUSSIAN
+from gradwire_lab.perf_model.timing import Stopwatch
 
 # The same work as a person would write it, timed before the kernel.
 COMPOSED = {
@@ -66,7 +67,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Time every kernel whose name contains ``only``, on buffers of these sizes, or of segments of these lengths.
 
-    ``report`` is told each row as soon as it is measured.
+    ``report`` is called with each row as soon as it is measured.
 
     Raises:
         ValueError: A size is none, or no kernel has such a name.
@@ -156,15 +157,12 @@ def _median(run: Callable[[], object], device: torch.device, repeats: int, warm:
     """Milliseconds of one call: the median of several, after some that do not count."""
     for _ in range(warm):
         run()
-    if device.type != "cuda":
-        return statistics.median(_clocked(run) for _ in range(repeats))
-    pairs = [(_event(), _event()) for _ in range(repeats)]
-    for start, end in pairs:
-        start.record()
+    watch, moments = Stopwatch(device), []
+    for _ in range(repeats):
+        began = watch()
         run()
-        end.record()
-    torch.cuda.synchronize()
-    return float(statistics.median(start.elapsed_time(end) for start, end in pairs))
+        moments.append((began, watch()))
+    return 1e3 * statistics.median(watch.seconds(began, ended) for began, ended in moments)
 
 
 def _replayed(run: Callable[[], object], repeats: int) -> float:
@@ -173,10 +171,6 @@ def _replayed(run: Callable[[], object], repeats: int) -> float:
     with torch.cuda.graph(graph):
         run()
     return _median(graph.replay, torch.device("cuda"), repeats)
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
 
 
 def _clocked(run: Callable[[], object]) -> float:

@@ -1,6 +1,6 @@
 """Memory: how many floats per parameter a method keeps, and how many more it holds for a moment in a step.
 
-On a GPU the allocator tells. On a CPU the system does: the resident pages of a process of its own for each method,
+On a GPU the allocator counts. On a CPU the system does: the resident pages of a process of its own for each method,
 whose high-water mark is set back before the steps that count. Gradients are there before; whatever the method adds is
 counted, its messages included.
 """
@@ -55,7 +55,7 @@ class Meter:
         self._begun = self._held()
 
     def read(self, run: Callable[[], object]) -> tuple[int | None, int | None]:
-        """Run something, and tell; None on a CPU, where other things of the process cannot be told apart."""
+        """Run something, and return both; None on a CPU, where other memory of the process would count."""
         if self._device.type != "cuda":
             return None, None
         _set_back(self._device)
@@ -83,7 +83,7 @@ def measure(specs: Sequence[str], device: str, size: int) -> Iterator[dict[str, 
         RuntimeError: A spec could not be measured.
     """
     for spec in specs:
-        if device == "cuda":  # its allocator tells one from the other
+        if device == "cuda":  # its allocator counts each by itself
             yield weigh(spec, torch.device(device, 0), size)
             continue
         job = json.dumps({"spec": spec, "device": device, "size": size})

@@ -2,18 +2,16 @@
 
 Every method trains its own copy of the model, in the same processes and in turns of a few steps, so that whatever else
 the machine does hits all alike. Ratios are of neighbors in time: a block of steps over the block of plain DDP in the
-same round. Run as a program, this is one rank's side; it says what it measured, a line at a time.
+same round.
 """
 
 import copy
-import json
 import os
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,8 +21,10 @@ import torch.distributed as dist
 from gradwire_lab.bench.memory import Meter
 from gradwire_lab.bench.network import methods
 from gradwire_lab.bench.network.methods import NO_COMM, POWERSGD, build_method
+from gradwire_lab.bench.network.rank_main import quartiles
 from gradwire_lab.bench.network.workloads import SMALL_GPT, Workload, images, text
-from gradwire_lab.network.launch import run_local
+from gradwire_lab.launch import launch, send_message
+from gradwire_lab.perf_model.timing import now
 
 DENSE = "ddp-fp32"
 ALWAYS = (NO_COMM, DENSE)  # what all others are compared with
@@ -40,7 +40,6 @@ METHODS = (
     "int8",
     "powersgd(4)",
 )
-MARK = "gradwire bench step: "
 _WARM = 3  # steps of each method before anything counts: kernels are compiled, DDP rebuilds its buckets
 _SPARE = 1  # steps of each block that do not count: caches are the last method's
 
@@ -85,58 +84,41 @@ class Runner:
     """One method with a model of its own."""
 
     def __init__(self, method: str, workload: Workload, device: torch.device) -> None:
-        self.method = method
-        self._loss, self._device = workload.loss, device
+        self.method, self._device = method, device
         meter = Meter(device)
         model = copy.deepcopy(workload.model)
-        self._built = build_method(method, Workload(model, workload.loss))
-        self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        built = build_method(method, Workload(model, workload.loss))
+        self.step = partial(built.step, workload.loss, torch.optim.SGD(model.parameters(), lr=1e-3))
         for _ in range(_WARM):
             self.step()
         self.kept, self.peak = meter.read(self.step)
-
-    def step(self) -> None:
-        self._optimizer.zero_grad(set_to_none=False)  # gradients stay where DDP sends them from
-        self._loss(self._built.run).backward()
-        self._optimizer.step()
-        self._built.after()
 
     def block(self, steps: int) -> dict[str, float]:
         """Seconds of a step, by the clock and of this process's processors."""
         for _ in range(_SPARE):
             self.step()
         dist.barrier()
-        self._settle()
-        began, worked = time.perf_counter(), time.process_time()
+        began, worked = now(self._device), time.process_time()
         for _ in range(steps):
             self.step()
-        self._settle()
-        seconds, busy = time.perf_counter() - began, time.process_time() - worked
+        seconds, busy = now(self._device) - began, time.process_time() - worked
         return {"seconds": seconds / steps, "busy": busy / steps}
 
-    def _settle(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
 
-
-def run_rank(job: StepBench) -> None:
-    """Meet the other ranks, build every method, and give each its blocks."""
+def run_rank(rank: int, world: int, job: StepBench) -> None:
+    """Build every method, and give each its blocks."""
     device = torch.device(job.device)
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        device = torch.device("cuda", torch.cuda.current_device())
-    else:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    torch.manual_seed(dist.get_rank())
+        torch.cuda.set_device(rank)
+        device = torch.device("cuda", rank)
+    torch.manual_seed(rank)
     make, usual = WORKLOADS[job.workload]
     workload = make(job.batch or usual, device)
     runners = list(_runners(job, workload, device))
     for number in range(job.rounds):
         turn = number % max(len(runners), 1)
-        for runner in runners[turn:] + runners[:turn]:  # nobody always follows the same one
-            _emit(method=runner.method, round=number, **runner.block(job.steps))
-    dist.destroy_process_group()
+        for runner in runners[turn:] + runners[:turn]:  # no method always follows the same one
+            send_message({"method": runner.method, "round": number, **runner.block(job.steps)})
 
 
 def _runners(job: StepBench, workload: Workload, device: torch.device) -> Iterator[Runner]:
@@ -145,14 +127,10 @@ def _runners(job: StepBench, workload: Workload, device: torch.device) -> Iterat
         try:
             runner = Runner(method, workload, device)
         except (TypeError, ValueError, RuntimeError) as wrong:
-            _emit(method=method, refused=f"{type(wrong).__name__}: {wrong}")
+            send_message({"method": method, "refused": f"{type(wrong).__name__}: {wrong}"})
             continue
-        _emit(method=method, params=params, kept=runner.kept, peak=runner.peak)
+        send_message({"method": method, "params": params, "kept": runner.kept, "peak": runner.peak})
         yield runner
-
-
-def _emit(**event: Any) -> None:
-    print(MARK + json.dumps(event), flush=True)
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------
@@ -176,25 +154,19 @@ def measure(job: StepBench, world: int, report: Callable[[str], object] = lambda
     """Start the ranks, and make a row of each method.
 
     Raises:
-        RuntimeError: A rank died.
+        RankError: A rank died.
     """
     check(job)
     events: list[dict[str, Any]] = []
-    others: list[str] = []
 
-    def add(rank: int, line: str) -> None:
-        if not line.startswith(MARK):
-            others.append(line)
-            return
-        event = json.loads(line.removeprefix(MARK)) | {"rank": rank}
+    def add(rank: int, event: dict[str, Any]) -> None:
         events.append(event)
         if rank == 0:
             report(f"{event['method']}: {_progress(event)}")
 
     before = os.getloadavg()[0]
-    ended = run_local([sys.executable, "-m", "gradwire_lab.bench.step", json.dumps(asdict(job))], world, add)
-    if ended.code:
-        raise RuntimeError(f"{ended.why} " + "\n".join(others[-20:]))
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    launch(run_rank, world, job, on_message=add, backend="nccl" if job.device == "cuda" else "gloo", threads=threads)
     about = {"workload": job.workload, "device": job.device, "world": world, "rounds": job.rounds, "steps": job.steps}
     load = {"load_before": before, "load_after": os.getloadavg()[0]}
     return [about | row | load for row in _rows(events, job.methods)]
@@ -235,20 +207,13 @@ def _by_round(events: Sequence[dict[str, Any]], what: str) -> dict[str, list[flo
 
 def _compared(times: dict[str, list[float]], method: str) -> dict[str, Any]:
     """With plain DDP and with no communication at all, round by round."""
-    found: dict[str, Any] = {}
+    compared: dict[str, Any] = {}
     for name, other in (("dense", DENSE), ("silent", NO_COMM)):
         if other in times:
             ratios = [mine / theirs for mine, theirs in zip(times[method], times[other], strict=True)]
-            found[f"to_{name}"] = statistics.median(ratios)
-            found[f"to_{name}_quartiles"] = _quartiles(ratios)
-    return found
-
-
-def _quartiles(ratios: list[float]) -> list[float]:
-    if len(ratios) < 2:
-        return [ratios[0], ratios[0]]
-    low, _, high = statistics.quantiles(ratios, n=4)
-    return [low, high]
+            compared[f"to_{name}"] = statistics.median(ratios)
+            compared[f"to_{name}_quartiles"] = quartiles(ratios)
+    return compared
 
 
 def _memory(mine: dict[str, Any], dense: dict[str, Any]) -> dict[str, Any]:
@@ -257,8 +222,3 @@ def _memory(mine: dict[str, Any], dense: dict[str, Any]) -> dict[str, Any]:
         return {"kept_floats": None, "peak_floats": None}
     n = 4 * mine["params"]
     return {"kept_floats": (mine["kept"] - dense["kept"]) / n, "peak_floats": (mine["peak"] - dense["peak"]) / n}
-
-
-if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
-    run_rank(StepBench(**asked | {"methods": tuple(asked["methods"])}))

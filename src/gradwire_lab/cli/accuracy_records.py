@@ -17,8 +17,8 @@ def collected(folders: Iterable[Path]) -> Iterator[AccuracyRecord]:
     """Every group of finished runs that has a dense baseline."""
     for task in tasks([load(folder) for folder in find(list(folders))]):
         for group in task.groups:
-            if group.ended and _usual(group) and (told := _compared(task, group)) is not None:
-                yield told
+            if group.ended and _usual(group) and (record := _compared(task, group)) is not None:
+                yield record
 
 
 def _usual(group: Group) -> bool:
@@ -27,7 +27,7 @@ def _usual(group: Group) -> bool:
     return not group.dense and sync.get("granularity", "layer") == "layer" and not sync.get("ramp")
 
 
-def _said(group: Group) -> str:
+def _spec_text(group: Group) -> str:
     """The spec, and what else the recipe says of it."""
     sync = group.runs[0].recipe.get("sync", {})
     named = [(key, sync.get(key, "auto")) for key in ("feedback", "exchange")]
@@ -41,7 +41,7 @@ def _compared(task: Task, group: Group) -> AccuracyRecord | None:
     shared = set(group.values) & set(baseline.values)
     ratio = group.mean("payload_ratio")
     return AccuracyRecord(
-        _said(group),
+        _spec_text(group),
         task.name,
         task.metric.axis,
         group.runs[0].world,

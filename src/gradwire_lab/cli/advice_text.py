@@ -3,57 +3,55 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from gradwire.comm.rates import FASTEST_BITS, SLOWEST_BITS, LinkSpec
+from gradwire.engine.plan import LAUNCH_BYTES
 from gradwire_lab.cli.output import make_table
+from gradwire_lab.perf_model.accuracy_records import free_of_losses, records_of
+from gradwire_lab.perf_model.advice import Advice
+from gradwire_lab.perf_model.break_even import RateRange
+from gradwire_lab.perf_model.calibration import Calibration
+from gradwire_lab.perf_model.candidates import arguments
+from gradwire_lab.perf_model.cluster import Cluster
+from gradwire_lab.perf_model.costs import Prediction
+from gradwire_lab.perf_model.model import DENSE
+from gradwire_lab.report.numbers import in_bytes
 
-if TYPE_CHECKING:
-    from gradwire_lab.perf_model.advice import Advice
-    from gradwire_lab.perf_model.break_even import RateRange
-    from gradwire_lab.perf_model.calibration import Calibration
-    from gradwire_lab.perf_model.cluster import Cluster
-    from gradwire_lab.perf_model.costs import Prediction
 
-
-def advice_table(found: "Calibration", cluster: "Cluster", advice: "Advice", barred: Sequence[str]) -> Table:
+def advice_table(found: Calibration, cluster: Cluster, advice: Advice, barred: Sequence[str]) -> Table:
     place = f"{cluster.workers} workers" + (f" on {cluster.hosts} hosts" if cluster.per_host > 1 else "")
     title = f"{found.model.elements:,} parameters, {place}, link {cluster.link}; milliseconds of a step, predicted"
     columns = ("", "step", "compute", "encode", "wire", "decode", "hidden", "sent", "accuracy against dense")
-    table = make_table(title, columns, (columns[0], columns[-1]))
-    table.title_justify = "left"
+    caption = f"{found.note}. step = compute + encode + wire + decode - hidden"
+    table = make_table(title, columns, (columns[0], columns[-1]), caption)
     for way in advice.ways:
         split = way.split
         parts = (split.step, split.compute, split.encode, split.wire, split.decode, split.hidden)
         name = Text(found.model.called(way.spec), style="bold" if way.spec == advice.choice.spec else "")
         known = ("not taken: " if way.spec in barred else "") + _known(way.spec)
-        table.add_row(name, *(f"{1e3 * part:,.1f}" for part in parts), _bytes(way.sent), known)
-    table.caption = f"{found.note}. step = compute + encode + wire + decode - hidden"
-    table.caption_justify = "left"
+        table.add_row(name, *(f"{1e3 * part:,.1f}" for part in parts), in_bytes(way.sent), known)
     return table
 
 
 def _known(spec: str) -> str:
-    from gradwire_lab.perf_model.accuracy_records import free_of_losses, records_of
-    from gradwire_lab.perf_model.model import DENSE
-
     if spec in DENSE:
         return ""
     doubt = "" if free_of_losses([spec]) else "lost accuracy: "
     return doubt + ("; ".join(map(str, records_of(spec))) or "no evidence yet")
 
 
-def verdict(found: "Calibration", cluster: "Cluster", advice: "Advice", limit: "tuple[str, RateRange | None]") -> str:
+def verdict(found: Calibration, cluster: Cluster, advice: Advice, limit: tuple[str, RateRange | None]) -> str:
     dense = found.model.called(advice.dense.spec).removeprefix("ddp-")
     if not advice.compresses:
-        said = f"Stay with {dense} DDP: {_ms(advice.dense.seconds)} a step."
+        text = f"Stay with {dense} DDP: {_ms(advice.dense.seconds)} a step."
         if advice.uncertain_gain is not None:
             way = advice.uncertain_gain
-            said += f" {way.spec} would take {_ms(way.seconds)}, if all figures were exact; they are trusted to 15 %."
-        return f"{said} {_until(*limit)}"
+            text += f" {way.spec} would take {_ms(way.seconds)}, if all figures were exact; they are trusted to 15 %."
+        return f"{text} {_until(*limit)}"
     choice = advice.choice
     return (
         f"Take {choice.spec}: {_ms(choice.seconds)} a step, {advice.speedup:.2g} times faster than {dense} DDP "
@@ -63,20 +61,17 @@ def verdict(found: "Calibration", cluster: "Cluster", advice: "Advice", limit: "
     )
 
 
-def _arguments(choice: "Prediction", cluster: "Cluster") -> str:
-    """What `gradwire.compress` is told, in Python."""
-    from gradwire.engine.plan import LAUNCH_BYTES
-    from gradwire_lab.perf_model.candidates import arguments
-
+def _arguments(choice: Prediction, cluster: Cluster) -> str:
+    """The arguments of `gradwire.compress`, in Python."""
     spec, options = arguments(choice.spec)
-    told: dict[str, Any] = {**options, "across": "hosts"} if cluster.per_host > 1 else dict(options)
+    keywords: dict[str, Any] = {**options, "across": "hosts"} if cluster.per_host > 1 else dict(options)
     if choice.launch_bytes != LAUNCH_BYTES:
-        told["launch_mb"] = choice.launch_bytes // 2**20
-    quoted = json.dumps(spec)
-    return ", ".join([quoted, *(f"{key}={json.dumps(value) if value else value}" for key, value in told.items())])
+        keywords["launch_mb"] = choice.launch_bytes // 2**20
+    named = (f"{key}={json.dumps(value) if value else value}" for key, value in keywords.items())
+    return ", ".join([json.dumps(spec), *named])
 
 
-def _until(spec: str, span: "RateRange | None") -> str:
+def _until(spec: str, span: RateRange | None) -> str:
     if span is None:
         return f"{spec} would not pay on any link."
     low, high = (LinkSpec(float(f"{bits:.2g}")) for bits in span)
@@ -85,17 +80,14 @@ def _until(spec: str, span: "RateRange | None") -> str:
     return f"{spec} pays on links below {high}." if span.high < FASTEST_BITS else f"{spec} pays on any link."
 
 
-def _paying(spec: str, span: "RateRange | None") -> dict[str, Any]:
+def _paying(spec: str, span: RateRange | None) -> dict[str, Any]:
     low, high = span or (None, None)
     return {"spec": spec, "bits_per_second": high, "from_bits_per_second": low}
 
 
 def as_object(
-    found: "Calibration", cluster: "Cluster", advice: "Advice", limit: "tuple[str, RateRange | None]"
+    found: Calibration, cluster: Cluster, advice: Advice, limit: tuple[str, RateRange | None]
 ) -> dict[str, Any]:
-    from gradwire_lab.perf_model.accuracy_records import records_of
-    from gradwire_lab.perf_model.model import DENSE
-
     return {
         "link": str(cluster.link),
         "workers": cluster.workers,
@@ -126,11 +118,3 @@ def as_object(
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:,.3g} s"
-
-
-def _bytes(n: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if n < 1000:
-            return f"{n:.3g} {unit}"
-        n /= 1000
-    return f"{n:,.3g} GB"

@@ -3,35 +3,48 @@
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
+import torch
 import typer
 from rich.text import Text
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gradwire.comm.rates import LinkSpec
+from gradwire.engine import method
+from gradwire_lab.bench.network import calibrate, calibration_cache, devices, workloads
+from gradwire_lab.bench.network.workloads import Workload
 from gradwire_lab.cli.advice_text import advice_table, as_object, verdict
+from gradwire_lab.cli.options import AsJson
 from gradwire_lab.cli.output import refusing, show
-
-if TYPE_CHECKING:
-    from gradwire_lab.bench.network.workloads import Workload
-    from gradwire_lab.launcher_env import LauncherRank
-    from gradwire_lab.perf_model.advice import Advice, Predict
-    from gradwire_lab.perf_model.break_even import RateRange
-    from gradwire_lab.perf_model.calibration import Calibration
-    from gradwire_lab.perf_model.cluster import Cluster
-    from gradwire_lab.perf_model.costs import Prediction
-    from gradwire_lab.train.recipe import Recipe
+from gradwire_lab.cli.plan import facts_and_steps
+from gradwire_lab.launch import RankError, join_group
+from gradwire_lab.launcher_env import LauncherRank, launcher_rank
+from gradwire_lab.perf_model.accuracy_records import free_of_losses
+from gradwire_lab.perf_model.advice import advise as weigh
+from gradwire_lab.perf_model.break_even import break_even
+from gradwire_lab.perf_model.calibration import Calibration, load
+from gradwire_lab.perf_model.calibration import save as write
+from gradwire_lab.perf_model.candidates import CANDIDATES, PRESETS, arguments
+from gradwire_lab.perf_model.cluster import Cluster
+from gradwire_lab.perf_model.costs import predict
+from gradwire_lab.perf_model.model import ModelProfile
+from gradwire_lab.perf_model.probe import probe, timeout_message
+from gradwire_lab.train.loading import batch_of, recurrent
+from gradwire_lab.train.models import build
+from gradwire_lab.train.recipe import Recipe
+from gradwire_lab.train.recipe_files import resolve
 
 _SECONDS = 6.0  # to be spent on microbenchmarks, unless single ones take longer
-_LONGEST_PATIENCE = 86400.0
+_LONGEST_TIMEOUT = 86400.0
 _OPTION = re.compile(r"\s*\w+\s*=")
-
-# Whatever imports torch is imported where it is used: help and refusals should not wait for it.
 
 
 def advise(
@@ -54,49 +67,44 @@ def advise(
     dtype: Annotated[str, typer.Option(help="Of gradients: float32, bfloat16, ...; else the model's own.")] = "",
     device: Annotated[str, typer.Option(help="cpu, cuda (the GPUs in turn), cuda:1; else where the model is.")] = "",
     overlap: Annotated[bool, typer.Option(help="As under DDP: messages leave during the backward pass.")] = True,
-    patience: Annotated[float, typer.Option(help="Seconds that a probe waits for other ranks.")] = 10.0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    probe_timeout: Annotated[float, typer.Option(help="Seconds that a probe waits for other ranks.")] = 10.0,
+    patience: Annotated[float | None, typer.Option(hidden=True)] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Say whether compression pays, which spec to take, and what to expect of it.
 
-    Specs that lost more than a percent in the project's own trainings, or that nobody has trained with, are shown, but
+    Specs that lost more than a percent in the project's own trainings, or that were never trained with, are shown, but
     taken only if --specs names them.
     Computing and compressing are measured here, on the processors of this machine or with --device cuda on its GPUs,
     in the format that --dtype says. The link is what --link says; started by torchrun on all hosts without it, a short
-    probe between the ranks tells, and there are as many workers as ranks.
+    probe between the ranks measures it, and there are as many workers as ranks.
     """
-    from gradwire.engine import method
-    from gradwire_lab.launch import RankError
-    from gradwire_lab.launcher_env import launcher_rank
-    from gradwire_lab.perf_model.accuracy_records import free_of_losses
-    from gradwire_lab.perf_model.advice import advise as weigh
-    from gradwire_lab.perf_model.candidates import CANDIDATES, PRESETS, arguments
-    from gradwire_lab.perf_model.model import ModelProfile
-
+    if patience is not None:
+        warnings.warn("advise --patience is now --probe-timeout", DeprecationWarning, stacklevel=2)
+        probe_timeout = patience
     with refusing("advise", ValueError, TypeError), refusing("advise", RankError, code=1):
         chosen = tuple(part.strip() for part in _parted(specs)) or (*CANDIDATES, *PRESETS)
         for spec in chosen:
             method(arguments(spec)[0])
         where = launcher_rank(os.environ)
-        cluster = _cluster(workers, hosts, per_host, _link(link, where, patience), inside, where)
-        if where is not None and where.rank:  # another one speaks
+        cluster = _cluster(workers, hosts, per_host, _link(link, where, probe_timeout), inside, where)
+        if where is not None and where.rank:  # rank 0 prints
             return
-        beside = sharing or (cluster.per_host if where is None else where.local_world)
+        sharers = sharing or (cluster.per_host if where is None else where.local_world)
         wanted = Wanted(recipes, model, chosen, device, dtype)
         if dtype:
-            ModelProfile({}, dtype=dtype)  # or a sentence that says which there are
-        found = _figures(wanted, cluster, beside, fresh) if calibration is None else _read(calibration)
+            ModelProfile({}, dtype=dtype)  # or an error that names those there are
+        found = _figures(wanted, cluster, sharers, fresh) if calibration is None else load(calibration)
         found = replace(found, model=replace(found.model, dtype=dtype or found.model.dtype))
         for spec in chosen if specs else ():
-            found.cost(spec, cluster.workers)  # or a sentence that says what was calibrated
+            found.cost(spec, cluster.workers)  # or an error that names what was calibrated
         if save is not None:
-            from gradwire_lab.perf_model.calibration import save as keep
-
-            keep(found, save)
-        predictor = _predictor(cluster, overlap)
+            write(found, save)
+        predictor = partial(predict, overlaps=overlap, across=cluster.per_host > 1)
         barred = () if specs else tuple({*chosen} - {*free_of_losses(CANDIDATES)})
         advice = weigh(found, cluster, chosen, predictor, barred=barred)
-    limit = _limit(found, cluster, advice, predictor)
+    way = advice.choice if advice.compresses else advice.runner_up or advice.fastest
+    limit = way.spec, break_even(found, cluster, way.spec, predictor)
     if as_json:
         typer.echo(json.dumps(as_object(found, cluster, advice, limit)))
         return
@@ -122,11 +130,9 @@ def _cluster(
     per_host: int | None,
     link: LinkSpec,
     inside: str,
-    where: "LauncherRank | None",
-) -> "Cluster":
+    where: LauncherRank | None,
+) -> Cluster:
     """As the person says, or as the ranks have been started. Those of a single host exchange among themselves."""
-    from gradwire_lab.perf_model.cluster import Cluster
-
     each = per_host or (1 if where is None or where.local_world == where.world else where.local_world)
     if hosts is not None and workers not in (None, hosts * each):
         raise ValueError(f"{hosts} hosts of {each} are not {workers} workers; leave one of them out")
@@ -138,29 +144,26 @@ def _cluster(
             "by itself, with --link"
         )
     if count < 2:
-        raise ValueError("a single worker has nobody to send to; ask about 2 or more")
+        raise ValueError("a single worker has no other to send to; ask about 2 or more")
     return Cluster(count, link, each, LinkSpec.parse(inside))
 
 
-def _link(text: str, where: "LauncherRank | None", patience: float) -> LinkSpec:
-    """What the person says, or what the ranks that torchrun started find out."""
-    if not 0 < patience <= _LONGEST_PATIENCE:
-        raise ValueError(f"a probe cannot wait {patience:g} s; give --patience more than 0, and a day at most")
+def _link(text: str, where: LauncherRank | None, timeout: float) -> LinkSpec:
+    """As described, or as the ranks that torchrun started measure it."""
+    if not 0 < timeout <= _LONGEST_TIMEOUT:
+        raise ValueError(f"a probe cannot wait {timeout:g} s; give --probe-timeout more than 0, and a day at most")
     if text:
         return LinkSpec.parse(text)
     if where is None:
         raise ValueError(
             "what is the link between the workers? Say --link 100mbit,5ms, or start this by torchrun on all hosts"
         )
-    from gradwire_lab.launch import join_group
-    from gradwire_lab.perf_model.probe import probe, unheard
-
-    limit = timedelta(seconds=patience)
+    limit = timedelta(seconds=timeout)
     try:
         with join_group(where, "gloo", limit, limit):
-            found = probe(patience)
-    except RuntimeError:  # somebody never came, and torch says so in many ways
-        raise ValueError(unheard(patience)) from None
+            found = probe(timeout)
+    except RuntimeError:  # a rank never came, and torch says so in many ways
+        raise ValueError(timeout_message(timeout)) from None
     typer.echo(f"rank {where.rank} of {where.world}: the link is about {found}", err=True)
     return found
 
@@ -175,62 +178,39 @@ class Wanted(NamedTuple):
     dtype: str
 
 
-def _read(path: Path) -> "Calibration":
-    from gradwire_lab.perf_model.calibration import load
-
-    return load(path)
-
-
-def _figures(wanted: Wanted, cluster: "Cluster", beside: int, fresh: bool) -> "Calibration":
+def _figures(wanted: Wanted, cluster: Cluster, sharers: int, fresh: bool) -> Calibration:
     """From the cache, or measured."""
-    from gradwire_lab.bench.network import calibrate, calibration_cache, devices
-
     make, facts = _subject(wanted.recipes, wanted.model, cluster.workers)
-    speakers = cluster.hosts if cluster.per_host > 1 else cluster.workers
+    parties = cluster.hosts if cluster.per_host > 1 else cluster.workers
     device = devices.parse(wanted.device)
     here = devices.facts(device, wanted.dtype)
-    home = calibration_cache.place({**facts, **here, "specs": wanted.specs, "speakers": speakers, "beside": beside})
+    home = calibration_cache.place({**facts, **here, "specs": wanted.specs, "speakers": parties, "beside": sharers})
     found = None if fresh else calibration_cache.find(home)
     if found is None:
-        job = calibrate.CalibrationJob(
-            make, wanted.specs, speakers, seconds=_SECONDS, device=device, dtype=wanted.dtype
-        )
-        job = calibrate.checked(job)  # what is wrong with it is said here, and not by a rank
+        job = calibrate.CalibrationJob(make, wanted.specs, parties, seconds=_SECONDS, device=device, dtype=wanted.dtype)
+        job = calibrate.checked(job)  # what is wrong with it is an error here, and not of a rank
         typer.echo("measuring here; this takes some seconds", err=True)
         busy = calibration_cache.disturbance()
-        found = calibrate.calibrate(job, beside)
+        found = calibrate.calibrate(job, sharers)
         if busy:
             return replace(found, note=f"{found.note}, {busy}")
         calibration_cache.keep(found, home)
     return found
 
 
-def _subject(recipes: list[str] | None, model: str, workers: int) -> "tuple[Callable[[], Workload], dict[str, str]]":
+def _subject(recipes: list[str] | None, model: str, workers: int) -> tuple[Callable[[], Workload], dict[str, str]]:
     """How to make the workload, and what its figures depend on."""
     if model and recipes:
         raise ValueError("give a recipe or --model, not both")
     if model:
-        from gradwire_lab.bench.network import workloads
-
         return partial(workloads.load, model), {"model": model, "source": workloads.source(model)}
-    from gradwire_lab.train.recipe_files import resolve
-
     recipe = resolve(recipes or ["digits"])
     return partial(recipe_workload, recipe, workers), {"recipe": recipe.model_dump_json(), "workers": str(workers)}
 
 
-def recipe_workload(recipe: "Recipe", world: int) -> "Workload":
+def recipe_workload(recipe: Recipe, world: int) -> Workload:
     """A step of a recipe, on a random batch of the shape that its data have."""
-    import torch
-    from torch import Tensor, nn
-    from torch.nn import functional as F
-
-    from gradwire_lab.bench.network.workloads import Workload
-    from gradwire_lab.cli.plan import facts_of
-    from gradwire_lab.train.loading import batch_of, recurrent
-    from gradwire_lab.train.models import build
-
-    facts = facts_of(recipe, world)
+    facts, _ = facts_and_steps(recipe, world)
     model = build(recipe.model.name, recipe.model.options, facts, seed=0)
     batch = batch_of(recipe, world)
     if "vocab" in facts:
@@ -247,24 +227,3 @@ def recipe_workload(recipe: "Recipe", world: int) -> "Workload":
         return F.cross_entropy(logits.flatten(0, -2), targets)
 
     return Workload(model, loss)
-
-
-def _predictor(cluster: "Cluster", overlap: bool) -> "Predict":
-    from gradwire_lab.perf_model.costs import predict, predict_across
-
-    way = predict_across if cluster.per_host > 1 else predict
-
-    def predicted(calibration: "Calibration", spec: str, place: "Cluster") -> "Prediction":
-        return way(calibration, spec, place, overlap)
-
-    return predicted
-
-
-def _limit(
-    found: "Calibration", cluster: "Cluster", advice: "Advice", predictor: "Predict"
-) -> "tuple[str, RateRange | None]":
-    """The way to ask about, and the rates at which it pays."""
-    from gradwire_lab.perf_model.break_even import break_even
-
-    way = advice.choice if advice.compresses else advice.runner_up or advice.fastest
-    return way.spec, break_even(found, cluster, way.spec, predictor)

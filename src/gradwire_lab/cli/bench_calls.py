@@ -1,25 +1,29 @@
 """`gradwire bench calls`: what a user's call costs, beside the bytes that it cannot avoid."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from gradwire_lab.bench import calls as bench_calls
 from gradwire_lab.cli.bench_checks import check_device
-from gradwire_lab.cli.output import make_table, refusing, show
+from gradwire_lab.cli.options import Device
+from gradwire_lab.cli.output import ResultRows, make_table, refusing
 
-COLUMNS = ("model", "door", "spec", "bytes", "floor ms", "ms", "without", "x floor", "worst ms", "host ms")
+COLUMNS = ("model", "entry point", "spec", "bytes", "floor ms", "ms", "without", "x floor", "worst ms", "host ms")
 
 
 def calls(
-    door: Annotated[list[str] | None, typer.Option(help="loop, ddp, optimizer, hosts; several.")] = None,
+    entry_point: Annotated[list[str] | None, typer.Option(help="loop, ddp, optimizer, hosts; several.")] = None,
+    door: Annotated[list[str] | None, typer.Option(hidden=True)] = None,
     model: Annotated[
         list[str] | None, typer.Option(help="one, resnet50, gpt2; several. By default the first two.")
     ] = None,
     spec: Annotated[list[str] | None, typer.Option(help="'dgc(0.001)', int4, ...; several.")] = None,
     size: Annotated[int, typer.Option(min=0, help="Parameters in all, about; 0 for the model's own.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     addresses: Annotated[
         str, typer.Option(help="same: gradients stay in place; moving: they are freed and allocated.")
     ] = "same",
@@ -30,33 +34,31 @@ def calls(
     ] = None,
 ) -> None:
     """Time what a user's call costs: the bytes it cannot avoid, plain torch DGC, and wire() by several methods."""
-    from gradwire_lab.bench import calls as bench_calls
-
-    check_device(device, "calls")
+    if door:
+        warnings.warn("bench calls --door is now --entry-point", DeprecationWarning, stacklevel=2)
     title = f"calls on {device}: the floor is a copy of the bytes that the call must read and write"
-    table = make_table(title, COLUMNS, COLUMNS[:3], no_wrap=True)
     printed = jsonl is not None and str(jsonl) == "-"
+    results = ResultRows(printed, make_table(title, COLUMNS, COLUMNS[:3], no_wrap=True))
 
     def report(row: dict[str, Any]) -> None:
         if jsonl is not None and not printed:
             with jsonl.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         line = f"{row['model']}, {row['door']}, {row['spec']}: {row['call_ms']:.3f} ms, {row['to_floor']:.2f} x floor"
-        typer.echo(json.dumps(row) if printed else line, err=not printed)
-        table.add_row(*_cells(row))
+        results.add(row, _cells(row), line)
 
     with refusing("bench calls", ValueError, TypeError, RuntimeError, OSError):
+        check_device(device)
         benches = [
             bench_calls.CallBench(m, d, tuple(spec or bench_calls.SPECS), size, device, addresses, repeats)
             for m in model or ("one", "resnet50")
-            for d in door or ("loop",)
+            for d in entry_point or door or ("loop",)
         ]
         for bench in benches:
             bench_calls.check(bench, ranks)
         for bench in benches:
             bench_calls.measure(bench, ranks, report)
-    if not printed:
-        show(table)
+    results.show()
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -3,33 +3,35 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from gradwire_lab.cli.output import refuse
+import torch
+
+from gradwire_lab.bench.network import devices
 
 
-def check_device(device: str, command: str, workers: int = 1) -> None:
-    """Say that there is no such device before ranks are started on it."""
-    import torch
+def check_device(device: str, ranks: int = 1) -> None:
+    """Check a device before ranks are started on it.
 
-    from gradwire_lab.bench.network import devices
-
-    try:
-        if device not in ("cpu", "cuda"):
-            raise ValueError(f"nothing is measured on {device!r}; say --device cpu or cuda")
-        devices.parse(device)
-    except ValueError as wrong:
-        refuse(f"bench {command}", wrong)
-    if device == "cuda" and workers > torch.cuda.device_count():
-        refuse(f"bench {command}", f"{workers} ranks need as many GPUs, and torch sees {torch.cuda.device_count()}")
+    Raises:
+        ValueError: It is no device to measure on, or there are too few.
+    """
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"nothing is measured on {device!r}; say --device cpu or cuda")
+    devices.parse(device)
+    if device == "cuda" and ranks > torch.cuda.device_count():
+        raise ValueError(f"{ranks} ranks need as many GPUs, and torch sees {torch.cuda.device_count()}")
 
 
-def check_picture(path: Path | None, command: str) -> None:
-    """Say what drawing needs before hours of measuring, not after."""
-    wrong = ""
-    if path is not None and not all(map(find_spec, ("altair", "vl_convert"))):
-        wrong = "a picture needs two more packages; pip install 'gradwire[report]'"
-    elif path is not None and path.suffix not in (".png", ".svg"):
-        wrong = f"a picture is a PNG or an SVG, and {path} is none; name it {path.stem or 'picture'}.png"
-    elif path is not None and not path.parent.is_dir():
-        wrong = f"there is no folder {path.parent} for the picture; make it first"
-    if wrong:
-        refuse(f"bench {command}", wrong)
+def check_picture(path: Path | None) -> None:
+    """Check what drawing needs before hours of measuring, not after.
+
+    Raises:
+        ValueError: A package or a folder is missing, or the file has another kind.
+    """
+    if path is None:
+        return
+    if not all(map(find_spec, ("altair", "vl_convert"))):
+        raise ValueError("a picture needs two more packages; pip install 'gradwire[report]'")
+    if path.suffix not in (".png", ".svg"):
+        raise ValueError(f"a picture is a PNG or an SVG, and {path} is none; name it {path.stem or 'picture'}.png")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent} for the picture; make it first")

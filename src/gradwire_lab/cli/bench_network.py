@@ -2,25 +2,26 @@
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from torch import Tensor
 
+from gradwire.comm.emulated import EmulatedBackend
 from gradwire.comm.rates import LinkSpec
+from gradwire.comm.single import SingleBackend
+from gradwire_lab.bench.network import grid, methods, results_table, runner, workloads
+from gradwire_lab.bench.network.emulation_error import EXCHANGES, compare
+from gradwire_lab.bench.network.grid import Budget, Scenario, Where
+from gradwire_lab.bench.network.runner import Print
 from gradwire_lab.cli.bench_checks import check_picture
-from gradwire_lab.cli.output import make_table, refusing, show
+from gradwire_lab.cli.options import AsJson
+from gradwire_lab.cli.output import ResultRows, make_table, refusing, show
 from gradwire_lab.network.namespaces import HostsUnavailableError, lacking
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import Tensor
-
-    from gradwire_lab.bench.network.grid import Scenario, Where
-    from gradwire_lab.bench.network.results_table import MeasuredMethod
-    from gradwire_lab.bench.network.runner import Print
 
 
 def network(
@@ -38,38 +39,37 @@ def network(
     out: Annotated[Path | None, typer.Option(help="JSONL to append to; what it holds is not measured again.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="But what failed is.")] = False,
     throttled: Annotated[
-        bool, typer.Option("--throttled", help="On a link that pretends, also where hosts could be made.")
+        bool, typer.Option("--throttled", help="On an emulated link, also where hosts could be made.")
     ] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw the multiples into this PNG or SVG.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="The table as Markdown.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time the same training step over shaped links, by torch's methods and ours.
 
-    As root, every rank is a host of its own, in a network namespace; otherwise, ranks share a link that pretends. What
+    As root, every rank is a host of its own, in a network namespace; otherwise, ranks share an emulated link. What
     timed out in an earlier run is measured again with a longer --timeout.
     """
-    from gradwire_lab.bench.network import grid, methods, results_table, runner
-
-    check_picture(picture, "network")
     names = method or list(methods.ALL)
     where = _where(throttled)
     with (
         refusing("bench network", ValueError, TypeError, OSError, HostsUnavailableError),
         refusing("bench network", runner.StartupError, code=1),
     ):
+        check_picture(picture)
         usual = grid.Budget(rounds, steps, turn_seconds=turn)
         rows = grid.read(out)
         for name in names:
             methods.check(name)
         named = [_named(text, where) for text in link or ("unshaped", "1gbit", "100mbit", "10mbit")]
-        weights = _weights(model or ["lstm"])
-        chosen = list(grid.scenarios(list(weights), named, workers or [2, 4, 8], where))
+        # What is wrong with a workload is an error here, and not of every rank.
+        weights = {name: _nbytes(workloads.load(name).model.parameters()) for name in model or ["lstm"]}
+        chosen = [Scenario(*place, where) for place in product(weights, named, workers or [2, 4, 8])]
         for scenario in chosen:
             derived = grid.with_timeout(usual, scenario, weights[scenario.model])
             budget = derived if timeout is None else replace(usual, timeout=timeout)
             for row in runner.measure(
-                scenario, grid.missing(scenario, names, rows, budget, retry), budget, _tell(scenario)
+                scenario, grid.missing(scenario, names, rows, budget, retry), budget, _progress(scenario)
             ):
                 grid.append(out, row)
                 rows.append(row)
@@ -84,52 +84,35 @@ def network(
     if markdown:
         typer.echo(results_table.markdown(found))
         return
-    _show(found)
-
-
-def _weights(models: list[str]) -> dict[str, int]:
-    """Bytes of each workload's gradients. What is wrong with one is said here, and not by every rank."""
-    from gradwire_lab.bench.network import workloads
-
-    return {name: _nbytes(workloads.load(name).model.parameters()) for name in models}
-
-
-def _nbytes(parameters: "Iterable[Tensor]") -> int:
-    return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-
-
-def _where(throttled: bool) -> "Where":
-    missing = lacking()
-    if missing and not throttled:
-        typer.echo(f"{missing}; measuring with links that pretend instead", err=True)
-    return "throttled" if throttled or missing else "hosts"
-
-
-def _named(text: str, where: "Where") -> str:
-    """A link as rows call it; on hosts it may have jitter and loss, too."""
-    from gradwire.comm.emulated import EmulatedBackend
-    from gradwire.comm.single import SingleBackend
-
-    link = LinkSpec.parse(text)
-    return str(link if where == "hosts" else EmulatedBackend(SingleBackend(), link).spec)
-
-
-def _tell(scenario: "Scenario") -> "Print":
-    return lambda line: typer.echo(f"{scenario.model}, {scenario.link}, {scenario.world} ranks, {line}", err=True)
-
-
-def _show(found: "list[MeasuredMethod]") -> None:
-    from gradwire_lab.bench.network.results_table import COLUMNS as columns
-    from gradwire_lab.bench.network.results_table import words
-
     title = "silent: the same step without communication; dense: the better of torch's fp32 and 16 bits"
-    table = make_table(title, columns, ("model", "link", "method"))
+    table = make_table(title, results_table.COLUMNS, ("model", "link", "method"))
     for one in found:
-        table.add_row(*words(one))
+        table.add_row(*results_table.words(one))
     show(table)
     for one in found:
         if "failed" in one.row:
             typer.echo(f"{one.row['link']}, {one.row['world']} ranks, {one.row['method']}: {one.row['failed']}")
+
+
+def _nbytes(parameters: Iterable[Tensor]) -> int:
+    return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+
+
+def _where(throttled: bool) -> Where:
+    missing = lacking()
+    if missing and not throttled:
+        typer.echo(f"{missing}; measuring with emulated links instead", err=True)
+    return "throttled" if throttled or missing else "hosts"
+
+
+def _named(text: str, where: Where) -> str:
+    """A link as rows call it; on hosts it may have jitter and loss, too."""
+    link = LinkSpec.parse(text)
+    return str(link if where == "hosts" else EmulatedBackend(SingleBackend(), link).spec)
+
+
+def _progress(scenario: Scenario) -> Print:
+    return lambda line: typer.echo(f"{scenario.model}, {scenario.link}, {scenario.world} ranks, {line}", err=True)
 
 
 def emulation_error(
@@ -139,14 +122,11 @@ def emulation_error(
     exchange: Annotated[list[str] | None, typer.Option(help="all-reduce, all-gather, two-way, gossip.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each exchange, interleaved.")] = 3,
     steps: Annotated[int, typer.Option(min=2, help="Of one turn.")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Compare step times on a link that pretends with those among hosts on shaped links. Needs root."""
-    from gradwire_lab.bench.network.emulation_error import EXCHANGES, compare
-    from gradwire_lab.bench.network.grid import Budget, Scenario
-
-    columns = ("link", "exchange", "method", "shaped", "pretended", "ratio")
-    table = make_table(f"{workers} ranks, milliseconds of a step", columns, columns[:3])
+    """Compare step times on an emulated link with those among hosts on shaped links. Needs root."""
+    columns = ("link", "exchange", "method", "shaped", "emulated", "ratio")
+    results = ResultRows(as_json, make_table(f"{workers} ranks, milliseconds of a step", columns, columns[:3]))
     with refusing("bench link", ValueError, HostsUnavailableError):
         if missing := lacking():
             raise HostsUnavailableError(missing)
@@ -156,13 +136,11 @@ def emulation_error(
                 raise ValueError(f"there is no exchange {name!r}; take {', '.join(EXCHANGES)}")
         for text in link or ("100mbit", "1gbit", "100mbit,5ms", "100mbit,20ms"):
             named = str(LinkSpec.parse(text))
-            tell = _tell(Scenario(model, named, workers, "hosts"))
-            for one in compare(model, named, workers, Budget(rounds, steps), tell, chosen):
-                if as_json:
-                    load = os.getloadavg()[0]
-                    found = {**one._asdict(), "ratio": one.ratio, "load": load}
-                    typer.echo(json.dumps({"link": named, "world": workers, "model": model, **found}))
-                shown = one.failed or f"{one.shaped:.1f}"
-                table.add_row(named, one.exchange, one.method, shown, f"{one.pretended:.1f}", f"{one.ratio:.3f}")
-    if not as_json:
-        show(table, width=120)
+            report = _progress(Scenario(model, named, workers, "hosts"))
+            for one in compare(model, named, workers, Budget(rounds, steps), report, chosen):
+                place = {"link": named, "world": workers, "model": model}
+                both = {**one._asdict(), "pretended": one.emulated}  # the old name of the field, for one release
+                row = {**place, **both, "ratio": one.ratio, "load": os.getloadavg()[0]}
+                times = (one.failed or f"{one.shaped:.1f}", f"{one.emulated:.1f}", f"{one.ratio:.3f}")
+                results.add(row, (named, one.exchange, one.method, *times))
+    results.show(width=120)

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from gradwire_lab.bench.network import grid
+from gradwire_lab.bench.network.prediction_error import REGRET, TOLERANCE, ChoiceComparison, StepComparison, compare
 from gradwire_lab.cli.output import make_table, refusing, show
 from gradwire_lab.network.namespaces import HostsUnavailableError
 
@@ -14,9 +16,6 @@ def forecast(
     out: Annotated[Path | None, typer.Option(help="JSONL of every comparison.")] = None,
 ) -> None:
     """Compare the steps that advise predicts with those that bench network measured; calibrates first, so be quiet."""
-    from gradwire_lab.bench.network import grid
-    from gradwire_lab.bench.network.prediction_error import REGRET, TOLERANCE, ChoiceComparison, StepComparison, compare
-
     with refusing("bench forecast", ValueError, HostsUnavailableError):
         rows = grid.read(results)
         if not rows:

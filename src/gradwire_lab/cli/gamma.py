@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from gradwire_lab.bench.gamma import CODECS, PROBLEMS, compare, table
+
 
 def gamma(
     results: Annotated[Path, typer.Option(help="Where lines go, one JSON object each; what is there is not redone.")],
@@ -13,8 +15,6 @@ def gamma(
     only: Annotated[str, typer.Option(help="Only codecs whose name holds this.")] = "",
 ) -> None:
     """Compare ``gamma=auto`` with the best of a grid of gammas on noisy quadratics, and print a table of Markdown."""
-    from gradwire_lab.bench.gamma import CODECS, PROBLEMS, compare, table
-
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
     done = {(line["graph"], line["codec"], len(line["seeds"])) for line in lines}
     results.parent.mkdir(parents=True, exist_ok=True)

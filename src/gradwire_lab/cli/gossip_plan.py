@@ -1,6 +1,5 @@
 """What `gradwire plan` prints of a training in which workers gossip."""
 
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
@@ -14,12 +13,12 @@ from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.schedule import scale_of
 
 
-def show_gossip(recipe: Recipe, model: nn.Module, world: int, console: Console) -> None:
+def gossip_table(recipe: Recipe, model: nn.Module, world: int) -> Table:
     """The graph, the messages, and the rate."""
     table = Table(title="gossip", title_justify="left", show_header=False)
     for label, text in rows(recipe, model, world):
         table.add_row(label, text)
-    console.print(table)
+    return table
 
 
 def rows(recipe: Recipe, model: nn.Module, world: int) -> list[tuple[str, str]]:
@@ -33,22 +32,22 @@ def rows(recipe: Recipe, model: nn.Module, world: int) -> list[tuple[str, str]]:
     units = tensors if recipe.gossip.granularity == "layer" else tensors.merged()
     method, chosen = method_of(recipe), as_codec(recipe.gossip.codec or "fp32")
     hosts = nodes(world, None if recipe.gossip.across == "ranks" else recipe.gossip.across)
-    beside = len(hosts[0])
+    workers = len(hosts[0])
     topology = method.graph.on(len(hosts))
     node = Node(method, chosen, topology, 0, recipe.train.seed, tensors, units, recipe.gossip.overlap)
-    told = [
+    facts = [
         ("method", str(method)),
         ("graph", f"{topology}, spectral gap {topology.rho:.4g}, {_span(topology.degrees)} neighbors"),
-        ("rate", f"{recipe.optimizer.lr:g} x {scale_of(recipe, world, batch_of(recipe, world), beside):.4g}"),
+        ("rate", f"{recipe.optimizer.lr:g} x {scale_of(recipe, world, batch_of(recipe, world), workers):.4g}"),
     ]
-    if beside > 1:
-        told.append(
-            ("nodes", f"of {beside} workers, which share what the node sends; read workers, and ranks, as nodes")
+    if workers > 1:
+        facts.append(
+            ("nodes", f"of {workers} workers, which share what the node sends; read workers, and ranks, as nodes")
         )
     if isinstance(method, Centralized):
         summed = 2 * (len(hosts) - 1) / len(hosts) * chosen.size(units)
-        return [*told, ("codec", str(chosen)), ("sent", f"{summed:,.0f} bytes by each worker in a step")]
-    return [*told, *(_factors(node, method) if isinstance(method, PowerGossip) else _letters(node))]
+        return [*facts, ("codec", str(chosen)), ("sent", f"{summed:,.0f} bytes by each worker in a step")]
+    return [*facts, *(_factors(node, method) if isinstance(method, PowerGossip) else _messages(node))]
 
 
 def _factors(node: Node, method: PowerGossip) -> list[tuple[str, str]]:
@@ -59,21 +58,21 @@ def _factors(node: Node, method: PowerGossip) -> list[tuple[str, str]]:
     return [("sent", f"at most {most:,} bytes by the busiest worker in a step")]
 
 
-def _letters(node: Node) -> list[tuple[str, str]]:
+def _messages(node: Node) -> list[tuple[str, str]]:
     auto = isinstance(node.method, Choco) and node.method.gamma == "auto"
     notes = 4 * (auto_gamma.METADATA_NUMBERS) if auto else 4 * isinstance(node.method, SGP)
     most = HEADER.size + notes + node.codec.size(node.units)
     bound = "" if node.codec.traits.fixed else "at most "
     whole = 4 * node.tensors.total
-    told = [
+    facts = [
         ("codec", str(node.codec)),
         ("message", f"{bound}{most:,} bytes, {whole / most:,.1f}x smaller than float32"),
         ("sent", f"{bound}{most * node.topology.degree:,} bytes by the busiest worker in a step"),
     ]
     if auto:
         first = auto_gamma.gamma(auto_gamma.initial_state(node.codec, node.units, node.topology))
-        told.append(("gamma", f"auto, at first {first:.3g}"))
-    return told
+        facts.append(("gamma", f"auto, at first {first:.3g}"))
+    return facts
 
 
 def _span(degrees: tuple[int, ...]) -> str:

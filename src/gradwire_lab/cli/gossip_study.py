@@ -6,16 +6,17 @@ from typing import Annotated
 
 import typer
 
+from gradwire_lab.cli.options import Data
 from gradwire_lab.cli.output import refusing
 from gradwire_lab.report.gossip_table import gossip_page
+from gradwire_lab.train import gossip_study as work
+from gradwire_lab.train.run_modes import device_of, devices_of
 
 
 def gossip_study(
     study: Annotated[Path, typer.Argument(help="A TOML file: recipes, set, and [[cell]] with name, set, seeds.")],
     results: Annotated[Path, typer.Option(help="Where finished cells are written, one JSON object a line.")],
-    data: Annotated[
-        str, typer.Option("--data", help="The folder that holds data sets in their standard layouts.")
-    ] = "",
+    data: Data = "",
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="For all cells, and not part of what they are: data.options...")
     ] = None,
@@ -28,9 +29,6 @@ def gossip_study(
     train: Annotated[bool, typer.Option(help="With --no-train, only write the page.")] = True,
 ) -> None:
     """Train the cells of a study that are not finished yet, all workers of a cell in one process."""
-    from gradwire_lab.train import gossip_study as work
-    from gradwire_lab.train.run_modes import device_of, devices_of
-
     extra = [*([f"data.root={data}"] if data else []), *(overrides or [])]
     with refusing("gossip-study", ValueError):
         cells = work.read(study)

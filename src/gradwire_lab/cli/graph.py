@@ -53,10 +53,10 @@ def facts(topology: Topology, delta: float | None = None) -> list[tuple[str, str
 
 
 def picture(topology: Topology) -> str:
-    """The adjacency as characters: row i hears column j.
+    """The adjacency as characters: row i receives from column j.
 
     Up to `WIDEST` ranks, each entry is one character: ``#`` an edge (where weights change, the last digit of the round
-    in which it speaks), ``o`` a rank itself, ``x`` itself where it keeps nothing of its own. Beyond that one character
+    in which it sends), ``o`` a rank itself, ``x`` itself where it keeps nothing of its own. Beyond that one character
     stands for a block of entries, darker with more edges.
     """
     if topology.size > WIDEST:
@@ -72,9 +72,9 @@ def picture(topology: Topology) -> str:
 
 def _legend(topology: Topology) -> str:
     if topology.size > WIDEST:
-        return "rows hear columns; the darker a block, the more of its ranks do"
+        return "rows receive from columns; the darker a block, the more of its ranks do"
     mark = "#" if topology.period == 1 else "digit: in that round"
-    return f"rows hear columns ({mark}); o is the rank itself"
+    return f"rows receive from columns ({mark}); o is the rank itself"
 
 
 def _blocks(topology: Topology, side: int) -> str:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradwire.codecs import Codec
-from gradwire.comm.emulated import VARIABLE, ask_for
+from gradwire.comm.emulated import VARIABLE, set_emulated_link
 from gradwire.engine import Method, Rule, build, method
 from gradwire.version import VERSION
 from gradwire_lab.cli import bench, hosts
@@ -20,10 +20,16 @@ from gradwire_lab.cli.forecast import forecast
 from gradwire_lab.cli.gamma import gamma
 from gradwire_lab.cli.gossip_study import gossip_study
 from gradwire_lab.cli.graph import graph
+from gradwire_lab.cli.options import Link
+from gradwire_lab.cli.output import make_table, refusing
 from gradwire_lab.cli.pages import codecs_page
 from gradwire_lab.cli.report import report
 from gradwire_lab.cli.simulate import simulate
 from gradwire_lab.cli.train import evaluate, plan, recipes, train
+from gradwire_lab.launch import RankError, launch
+from gradwire_lab.train.data.digits import TRAIN
+from gradwire_lab.train.demo import DemoJob, train_all
+from gradwire_lab.train.traffic_forecast import forecast as traffic
 
 DEFAULT = "topk(0.01) | sign"
 
@@ -82,7 +88,7 @@ def codecs(
 @app.command()
 def show(spec: Spec, feedback: Feedback = None, exchange: Exchange = None, workers: Workers = 4) -> None:
     """Say what a spec stands for, and what it costs."""
-    whole = _method(spec, feedback, exchange)
+    whole = _method("show", spec, feedback, exchange)
     console = Console()
     console.print(Text(f"{spec} = {whole}", style="bold"))
     console.print(_facts(whole, workers))
@@ -97,43 +103,30 @@ def demo(
     exchange: Exchange = None,
     workers: Workers = 4,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the 1200 images.")] = 18,
-    link: Annotated[str, typer.Option(help="Pretend that ranks are joined by such links: 100mbit,20ms.")] = "",
+    link: Link = "",
     seed: Annotated[int, typer.Option(help="Of weights, shuffling and random bits.")] = 0,
 ) -> None:
     """Train on handwritten digits in real processes, dense and compressed, and compare."""
     named = specs or [DEFAULT]
     for spec in named:
-        _method(spec, feedback, exchange)
-    try:
-        ask_for(link or os.environ.get(VARIABLE, ""))
-    except ValueError as wrong:
-        typer.echo(str(wrong), err=True)
-        raise typer.Exit(2) from None
-
-    from gradwire_lab.launch import RankError, launch
-    from gradwire_lab.train.data.digits import TRAIN
-    from gradwire_lab.train.demo import DemoJob, train_all
+        _method("demo", spec, feedback, exchange)
+    with refusing("demo", ValueError):
+        set_emulated_link(link or os.environ.get(VARIABLE, ""))
 
     jobs = [DemoJob("dense", epochs=epochs), *(DemoJob(spec, feedback, exchange, epochs) for spec in named)]
     console = Console()
     console.print(f"{workers} gloo processes, {epochs} epochs of {TRAIN} digits, seed {seed}")
-    try:
+    with refusing("demo", RankError, code=1):
         finals = launch(train_all, workers, jobs, seed, on_message=lambda _, record: console.print(_line(record)))
-    except RankError as wrong:
-        typer.echo(str(wrong), err=True)
-        raise typer.Exit(1) from None
     console.print(_comparison(finals[0]))
 
 
-def _method(spec: str, feedback: str | None, exchange: str | None) -> Method:
+def _method(command: str, spec: str, feedback: str | None, exchange: str | None) -> Method:
     """The method, or a plain sentence and exit code 2."""
-    try:
+    with refusing(command, ValueError, TypeError):
         if spec == "auto":
             raise ValueError("auto measures the link and chooses while it trains; `gradwire advise` says what it would")
         return method(spec, feedback, exchange)
-    except (ValueError, TypeError) as wrong:
-        typer.echo(str(wrong), err=True)
-        raise typer.Exit(2) from None
 
 
 # -- codecs ------------------------------------------------------------------------------------------------------------
@@ -180,23 +173,17 @@ def _facts(whole: Method, workers: int) -> Table:
             table.add_row("codec", _spelled_out(codec))
             table.add_row("promises", str(codec.traits))
         table.add_row("exchange", str(exchange))
-        varies = not exchange.compresses_in_protocol and not codec.traits.fixed
-        # Of two ranks, each sends a ring its payload once: that is how low-rank factors are counted.
-        payload = exchange.traffic(codec, lane.units, 2) if exchange.compresses_in_protocol else codec.size(lane.units)
-        sent = exchange.traffic(codec, lane.units, workers)
-        dense = 4 * lane.units.total
+        payload, sent, dense, varies = traffic(lane, workers, step)
         ring = 2 * (workers - 1) / workers * dense
+        ranks = f"by each of {workers} ranks in a step"
         table.add_row("payload", _cost(payload, dense, varies, "for a million parameters", "smaller than float32"))
-        table.add_row(
-            "sent",
-            _cost(sent, ring, varies, f"by each of {workers} ranks in a step", "less than a float32 ring all-reduce"),
-        )
+        table.add_row("sent", _cost(sent, ring, varies, ranks, "less than a float32 ring all-reduce"))
     return table
 
 
 def _cost(cost: float, dense: float, varies: bool, per: str, than: str) -> str:
-    said = f"{'at most ' if varies else ''}{cost:,.0f} bytes {per}"
-    return f"{said}, {'at least ' if varies else ''}{dense / cost:,.1f}x {than}" if cost else said
+    size = f"{'at most ' if varies else ''}{cost:,.0f} bytes {per}"
+    return f"{size}, {'at least ' if varies else ''}{dense / cost:,.1f}x {than}" if cost else size
 
 
 def _spelled_out(codec: Codec) -> str:
@@ -215,15 +202,13 @@ def _line(record: dict[str, Any]) -> Text:
 
 
 def _comparison(finals: list[dict[str, Any]]) -> Table:
-    table = Table(title="on the test images, after the last epoch", title_justify="left")
-    for title in ("spec", "accuracy", "sent per rank", "payload ratio", "wire ratio", "seconds"):
-        table.add_column(title, justify="left" if title == "spec" else "right")
+    columns = ("spec", "accuracy", "sent per rank", "payload ratio", "wire ratio", "seconds")
+    caption = "payload ratio: float32 bytes / bytes encoded; wire ratio: bytes of a float32 ring / bytes sent"
+    table = make_table("on the test images, after the last epoch", columns, ("spec",), caption)
     for final in finals:
         ratios = (f"{final[name]:,.1f}" for name in ("payload_ratio", "wire_ratio"))
         size = f"{final['sent'] / 1e6:,.2f} MB"
         table.add_row(final["job"], f"{final['value']:.2%}", size, *ratios, f"{final['seconds']:.1f}")
-    table.caption = "payload ratio: float32 bytes / bytes encoded; wire ratio: bytes of a float32 ring / bytes sent"
-    table.caption_justify = "left"
     return table
 
 

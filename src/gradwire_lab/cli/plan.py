@@ -1,21 +1,25 @@
 """What `gradwire plan` prints: a training that has not happened."""
 
 import math
+from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from gradwire.engine import Plan, build, default_rules
 from gradwire.integrations.auto import AUTO
-from gradwire_lab.cli.gossip_plan import show_gossip
+from gradwire_lab.cli.gossip_plan import gossip_table
+from gradwire_lab.cli.output import make_table
 from gradwire_lab.train.compression import arguments, method_of
-from gradwire_lab.train.data import Task, TextTask, load
+from gradwire_lab.train.data import Task, load
+from gradwire_lab.train.data.text import TextTask
 from gradwire_lab.train.loading import batch_of, check_sizes, loader_of
 from gradwire_lab.train.models import build as build_model
-from gradwire_lab.train.models import regime_of
+from gradwire_lab.train.models.regime import regime_of
 from gradwire_lab.train.optimizers import apply_regime
 from gradwire_lab.train.rank_info import RankInfo
 from gradwire_lab.train.recipe import Recipe
@@ -35,34 +39,34 @@ KNOWN: dict[str, tuple[dict[str, object], int]] = {
 }
 
 
-def show(recipe: Recipe, world: int, console: Console) -> None:
-    """Print it all."""
-    facts, steps = _facts(recipe, world)
+def parts(recipe: Recipe, world: int) -> Iterator[RenderableType]:
+    """All that is printed, in order."""
+    facts, steps = facts_and_steps(recipe, world)
     with torch.device("meta"):
         model = build_model(recipe.model.name, recipe.model.options, facts)
     parameters = sum(p.numel() for p in model.parameters())
     last = recipe.train.iterations or math.ceil(recipe.train.epochs * steps)
     who = f"{world} workers" if world > 1 else "1 worker"
-    console.print(Text(f"{recipe.model.name} on {recipe.data.name}: {parameters:,} parameters, {who}"))
+    yield Text(f"{recipe.model.name} on {recipe.data.name}: {parameters:,} parameters, {who}")
     batch = batch_of(recipe, world) * recipe.train.accumulate
-    console.print(f"{batch} examples a worker and step, {steps:,} steps an epoch, {last:,} steps in all")
+    yield f"{batch} examples a worker and step, {steps:,} steps an epoch, {last:,} steps in all"
     regime = regime_of(model)
     recipe = apply_regime(recipe, regime)
-    console.print(Text(_optimizer(recipe, world, steps, by_model=regime is not None)))
+    yield Text(_optimizer(recipe, world, steps, by_model=regime is not None))
     if recipe.data.sizes:
         check_sizes(recipe, model, facts)
         grown = ", ".join(f"{side} from epoch {epoch}" for epoch, side in recipe.data.sizes)
-        console.print(f"pixels on a side: {grown}; evaluated in full")
+        yield f"pixels on a side: {grown}; evaluated in full"
     if recipe.gossip.method:
-        show_gossip(recipe, model, world, console)
+        yield gossip_table(recipe, model, world)
         return
     made = _plan(recipe, model, world, round(recipe.sync.ramp * steps))
     if recipe.sync.across != "ranks":
-        console.print("only hosts compress: read workers, and ranks, as hosts")
+        yield "only hosts compress: read workers, and ranks, as hosts"
     if recipe.sync.spec == AUTO:
-        console.print("auto decides while it trains; these are the dense steps that it begins with")
-    console.print(_lanes(made, last))
-    console.print(_bytes(made, last))
+        yield "auto decides while it trains; these are the dense steps that it begins with"
+    yield _lanes(made, last)
+    yield _bytes(made, last)
 
 
 def _optimizer(recipe: Recipe, world: int, steps: int, by_model: bool) -> str:
@@ -86,7 +90,7 @@ def _plan(recipe: Recipe, model: torch.nn.Module, world: int, ramp: int) -> Plan
     return build(shapes, (*options["rules"], *rules), world, int(recipe.sync.launch_mb * 2**20))
 
 
-def _facts(recipe: Recipe, world: int) -> tuple[dict[str, object], int]:
+def facts_and_steps(recipe: Recipe, world: int) -> tuple[dict[str, object], int]:
     """What the model must know of the data, and the steps of an epoch; without the data, from what is known of them."""
     try:
         task: Task = load(recipe.data.name, recipe.data.root or None, recipe.data.options)
@@ -104,38 +108,36 @@ def _facts(recipe: Recipe, world: int) -> tuple[dict[str, object], int]:
     return dict(task.facts), loader_of(recipe, task, model, place).steps
 
 
-def facts_of(recipe: Recipe, world: int) -> dict[str, object]:
-    """What the model must know of the data."""
-    return _facts(recipe, world)[0]
-
-
 def _lanes(made: Plan, last: int) -> Table:
     settled = max(step for step in stages(made) if step <= last)
-    table = Table(title=f"lanes from step {settled:,} on" if settled else "lanes", title_justify="left")
-    for column in ("launch", "rule", "tensors", "units", "parameters", "codec", "feedback", "exchange", "bytes"):
-        table.add_column(column, justify="right" if column in ("tensors", "units", "parameters", "bytes") else "left")
+    title = f"lanes from step {settled:,} on" if settled else "lanes"
+    columns = ("launch", "rule", "tensors", "units", "parameters", "codec", "feedback", "exchange", "bytes")
+    table = make_table(title, columns, ("launch", "rule", "codec", "feedback", "exchange"))
     for number, launch in enumerate(made.launches):
         for lane in launch:
             codec, exchange = lane.at(last)
-            said = "low rank" if exchange.compresses_in_protocol else str(codec)
+            codec_text = "low rank" if exchange.compresses_in_protocol else str(codec)
             counts = (str(len(lane.tensors)), str(len(lane.units)), f"{lane.units.total:,}")
             cost = forecast(lane, made.world, last)
             bound = "<= " if cost.bounded else ""
             table.add_row(
-                str(number), lane.label, *counts, said, str(lane.feedback), str(exchange), f"{bound}{cost.payload:,.0f}"
+                str(number),
+                lane.label,
+                *counts,
+                codec_text,
+                str(lane.feedback),
+                str(exchange),
+                f"{bound}{cost.payload:,.0f}",
             )
     return table
 
 
 def _bytes(made: Plan, last: int) -> Table:
-    table = Table(title="bytes of one rank in one step", title_justify="left")
-    for column in ("from step", "payload", "ratio", "sent", "ratio to a float32 ring"):
-        table.add_column(column, justify="right")
-    told: tuple[str, ...] = ()
-    for step in stages(made):
-        if step <= last and (row := _costs(made, step)) != told:
-            told = row
-            table.add_row(f"{step:,}", *row)
+    columns = ("from step", "payload", "ratio", "sent", "ratio to a float32 ring")
+    table = make_table("bytes of one rank in one step", columns)
+    steps = [step for step in stages(made) if step <= last]
+    for row, same in groupby(steps, key=lambda step: _costs(made, step)):
+        table.add_row(f"{next(same):,}", *row)
     return table
 
 

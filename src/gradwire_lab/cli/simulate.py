@@ -3,13 +3,16 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import typer
 
-if TYPE_CHECKING:
-    from gradwire_lab.perf_model.simulation import SimulatedModel
-    from gradwire_lab.perf_model.stragglers import Stragglers
+from gradwire_lab.cli.output import needing_charts, refusing
+from gradwire_lab.cli.simulated_models import simulated_models
+from gradwire_lab.perf_model.calibration import load
+from gradwire_lab.perf_model.cluster import Algorithm
+from gradwire_lab.perf_model.simulation import INSIDE, LINKS, WORKERS, SimulatedModel, grid, judge
+from gradwire_lab.perf_model.stragglers import Stragglers
 
 PAGE, ROWS = Path("simulation.html"), Path("simulation.jsonl")
 _ASSUMED = (
@@ -35,74 +38,47 @@ def simulate(
     slowdown: Annotated[float, typer.Option(help="By what factor those are.")] = 2.0,
     seed: Annotated[int, typer.Option(help="Of the uneven workers.")] = 0,
 ) -> None:
-    """Predict what auto would gain on clusters that nobody has rented, and where compression loses."""
-    from gradwire_lab.perf_model.simulation import INSIDE, LINKS, WORKERS
-    from gradwire_lab.perf_model.stragglers import Stragglers
-
-    try:
+    """Predict what auto would gain on clusters that are not at hand, and where compression loses."""
+    with refusing("simulate", ValueError, OSError), needing_charts("simulate"):
         for path in (output, rows):
             if path.is_dir():
                 raise ValueError(f"{path} is a folder; name a file")
+        if algorithm not in get_args(Algorithm):
+            raise ValueError(f"there is no algorithm {algorithm!r}; take ring, tree or best")
         uneven = Stragglers(jitter, stragglers, slowdown, seed)
-        simulated_models = _subjects(calibration)
-        how = (algorithm, inside or INSIDE, uneven)
-        places = {"flat": _grid(simulated_models, workers or WORKERS, link or LINKS, 1, *how)}
+        models = _models(calibration)
+        places = {"flat": (workers or WORKERS, 1)}
         if per_host > 1:
             named = f"hierarchical, {per_host} workers to a host"
-            places[named] = _grid(
-                simulated_models, _several(workers or WORKERS, per_host), link or LINKS, per_host, *how
-            )
-        measured = simulated_models[0].measured
-        said = _ASSUMED if measured is None else f"Computing and compressing: {measured.note}."
-        _write(places, f"{said} {_MARKED}", output, rows)
-    except (ValueError, OSError) as wrong:
-        typer.echo(f"gradwire simulate: {wrong}", err=True)
-        raise typer.Exit(2) from None
-    except ModuleNotFoundError as missing:
-        if missing.name not in ("altair", "vl_convert", "jinja2"):
-            raise
-        typer.echo("gradwire simulate: the page needs two more packages; pip install 'gradwire[report]'", err=True)
-        raise typer.Exit(1) from None
+            places[named] = (_several(workers or WORKERS, per_host), per_host)
+        grids = {
+            place: [
+                judge(cell, uneven)
+                for cell in grid(models, counts, link or LINKS, each, cast(Algorithm, algorithm), inside or INSIDE)
+            ]
+            for place, (counts, each) in places.items()
+        }
+        measured = models[0].measured
+        source = _ASSUMED if measured is None else f"Computing and compressing: {measured.note}."
+        _write(grids, f"{source} {_MARKED}", output, rows)
 
 
 def _several(workers: Sequence[int], per_host: int) -> list[int]:
-    """Workers of a hierarchical grid, each number once: one host has nobody to talk to, so there are two at least."""
+    """Workers of a hierarchical grid, each number once: a hierarchy needs two hosts at least."""
     few = [count for count in workers if count < 2 * per_host]
     if few:
-        told = " and ".join(map(str, few))
+        names = " and ".join(map(str, few))
         typer.echo(
-            f"{told} workers are not two hosts of {per_host}; the hierarchical grid begins at {2 * per_host}", err=True
+            f"{names} workers are not two hosts of {per_host}; the hierarchical grid begins at {2 * per_host}", err=True
         )
     return list(dict.fromkeys(max(count, 2 * per_host) for count in workers))
 
 
-def _subjects(path: Path | None) -> "tuple[SimulatedModel, ...]":
+def _models(path: Path | None) -> tuple[SimulatedModel, ...]:
     if path is None:
-        from gradwire_lab.cli.simulated_models import simulated_models
-
         return simulated_models()
-    from gradwire_lab.perf_model.calibration import load
-    from gradwire_lab.perf_model.simulation import SimulatedModel
-
     found = load(path)
     return (SimulatedModel(path.stem, "as measured", found.model, found.compute, found.note, found),)
-
-
-def _grid(
-    simulated_models: "tuple[SimulatedModel, ...]",
-    workers: Any,
-    links: Any,
-    per_host: int,
-    algorithm: str,
-    inside: str,
-    uneven: "Stragglers",
-) -> list[dict[str, Any]]:
-    from gradwire_lab.perf_model.simulation import grid, judge
-
-    if algorithm not in ("ring", "tree", "best"):
-        raise ValueError(f"there is no algorithm {algorithm!r}; take ring, tree or best")
-    way: Any = algorithm
-    return [judge(cell, uneven) for cell in grid(simulated_models, workers, links, per_host, way, inside)]
 
 
 def _write(places: dict[str, list[dict[str, Any]]], note: str, output: Path, rows: Path) -> None:

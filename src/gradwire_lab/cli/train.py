@@ -1,75 +1,77 @@
 """``gradwire train RECIPE...``, ``evaluate RUN``, ``plan RECIPE...`` and ``recipes``."""
 
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gradwire.comm.emulated import VARIABLE, set_emulated_link
+from gradwire.comm.liveness import PeerLostError
 from gradwire_lab.cli.interrupts import sigterm_interrupts
-
-if TYPE_CHECKING:
-    from gradwire_lab.train.recipe import Recipe
-    from gradwire_lab.train.run_modes import TrainJob
-
-# Whatever imports torch is imported where it is used: help and refusals should not wait for it.
+from gradwire_lab.cli.options import Data, Devices, InProcess, Link, Overrides, Processes
+from gradwire_lab.cli.output import refuse, refusing, show
+from gradwire_lab.cli.plan import parts
+from gradwire_lab.launch import RankError
+from gradwire_lab.launcher_env import launcher_rank
+from gradwire_lab.train import checkpoint, run_modes
+from gradwire_lab.train.display import Display
+from gradwire_lab.train.gossip_workers import check_graph
+from gradwire_lab.train.loading import batch_of
+from gradwire_lab.train.recipe import Recipe
+from gradwire_lab.train.recipe_files import dumps, registered, resolve
+from gradwire_lab.train.record import begun, open_folder
+from gradwire_lab.train.resume_check import check_resume
+from gradwire_lab.train.run import evaluate as examine
+from gradwire_lab.train.run_modes import TrainJob, device_of, devices_of
+from gradwire_lab.train.run_names import title
 
 INTERRUPTED = 130
 
 Names = Annotated[list[str] | None, typer.Argument(help="Recipes and fragments, merged in order; digits by default.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="A key of the recipe: train.epochs=5.")]
-Root = Annotated[str, typer.Option("--data", help="The folder that holds data sets in their standard layouts.")]
 Seed = Annotated[int | None, typer.Option(help="Of weights, order, augmentation and random bits.")]
 Model = Annotated[str, typer.Option(help="A model of your own: file.py:make.")]
 Spec = Annotated[str | None, typer.Option(help="Short for --set sync.spec=SPEC.")]
-InProcess = Annotated[
-    int | None, typer.Option("--in-process", min=1, help="Virtual workers in one process, on one device.")
-]
 
 
 def train(
     recipes: Names = None,
     overrides: Overrides = None,
     spec: Spec = None,
-    data: Root = "",
+    data: Data = "",
     model: Model = "",
     seed: Seed = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes on this machine.")] = None,
+    workers: Processes = None,
     in_process: InProcess = None,
-    devices: Annotated[str, typer.Option(help="Of the workers of this host, in order: 0,0,1,1 or cpu.")] = "",
+    devices: Devices = "",
     suffix: Annotated[str, typer.Option(help="Sets the run's folder apart.")] = "",
     runs: Annotated[Path, typer.Option(help="Where run folders lie.")] = Path("runs"),
     folder: Annotated[
         Path | None, typer.Option(help="The run's folder; by default made of recipe, suffix, seed.")
     ] = None,
-    link: Annotated[str, typer.Option(help="Pretend that workers are joined by such links: 100mbit,20ms.")] = "",
+    link: Link = "",
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")] = False,
 ) -> None:
     """Train a recipe.
 
     With --workers, in processes that are started here. Started by torchrun, mpirun, horovodrun or srun, as the rank
-    that they give. With --in-process, as virtual workers in lockstep: the same maths and bytes, on one device.
+    that they give. With --in-process, as simulated workers in lockstep: the same maths and bytes, on one device.
     """
-    from gradwire_lab.train.recipe_files import title
-
     names = recipes or ["digits"]
-    with _sentences():
+    with refusing("train", ValueError):
         if link and in_process:
-            raise ValueError("virtual workers have no link that could pretend; leave --link or --in-process out")
+            raise ValueError("simulated workers have no link to emulate; leave --link or --in-process out")
         recipe = _resolve(names, overrides, spec, data, model, seed)
         if link and recipe.gossip.elastic:
-            raise ValueError("connections of gossip.elastic do not pretend; leave --link or gossip.elastic out")
+            raise ValueError("connections of gossip.elastic are not emulated; leave --link or gossip.elastic out")
         if not in_process:
-            from gradwire.comm.emulated import VARIABLE, ask_for
-
-            ask_for(link or os.environ.get(VARIABLE, ""))  # what cannot be is said here, and not by every rank
+            set_emulated_link(
+                link or os.environ.get(VARIABLE, "")
+            )  # a bad link is an error here, and not of every rank
         place = folder or runs / "-".join(filter(None, (title(names), suffix, str(recipe.train.seed))))
         _start(names, recipe, place, workers, in_process, devices, resume, overwrite)
 
@@ -78,14 +80,11 @@ def evaluate(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")],
     last: Annotated[bool, typer.Option("--last", help="The last checkpoint instead of the best.")] = False,
     split: Annotated[str, typer.Option(help="test, or of text also valid.")] = "test",
-    data: Root = "",
+    data: Data = "",
     device: Annotated[str, typer.Option(help="cpu, 0, ...; by default the first GPU.")] = "",
 ) -> None:
     """Evaluate a checkpoint of a run."""
-    with _sentences():
-        from gradwire_lab.train.run import evaluate as examine
-        from gradwire_lab.train.run_modes import device_of, devices_of
-
+    with refusing("evaluate", ValueError):
         if not (run / "recipe.toml").is_file():
             raise ValueError(f"{run} is no run folder: it has no recipe.toml")
         where = device_of(0, devices_of(device, 1))
@@ -99,31 +98,24 @@ def plan(
     recipes: Names = None,
     overrides: Overrides = None,
     spec: Spec = None,
-    data: Root = "",
+    data: Data = "",
     model: Model = "",
     workers: Annotated[int | None, typer.Option(min=1, help="How many; by default the recipe's number.")] = None,
     toml: Annotated[bool, typer.Option("--toml", help="Print only the resolved recipe.")] = False,
 ) -> None:
     """Print what a training would be: steps, optimizer, lanes, and the bytes of a step; --toml: the whole recipe."""
-    from gradwire_lab.train.recipe_files import dumps
-
-    with _sentences():
+    with refusing("plan", ValueError):
         recipe = _resolve(recipes or ["digits"], overrides, spec, data, model, None)
         if toml:
             typer.echo(dumps(recipe), nl=False)
             return
-        from gradwire_lab.cli.plan import show
-
-        show(recipe, workers or recipe.train.workers, Console(width=None if sys.stdout.isatty() else 160))
+        show(*parts(recipe, workers or recipe.train.workers), width=160)
 
 
 def recipes(
     fragments: Annotated[bool, typer.Option("--fragments", help="Only those that add to a recipe.")] = False,
 ) -> None:
     """List recipes, and the fragments that may be added to them."""
-    from gradwire_lab.train.recipe_files import registered
-
-    console = Console(width=None if sys.stdout.isatty() else 160)
     for wanted, heading in ((False, "Recipes"), (True, "Fragments, to be added to a recipe")):
         if fragments and not wanted:
             continue
@@ -131,7 +123,7 @@ def recipes(
         for entry in registered().values():
             if entry.fragment is wanted:
                 table.add_row(Text(entry.name, style="bold"), Text(entry.about))
-        console.print(table)
+        show(table, width=160)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -139,23 +131,19 @@ def recipes(
 
 def _resolve(
     names: list[str], overrides: list[str] | None, spec: str | None, data: str, model: str, seed: int | None
-) -> "Recipe":
-    from gradwire_lab.train.recipe_files import resolve
-
+) -> Recipe:
     short = {"sync.spec": spec, "data.root": data or None, "model.name": model or None}
     given = [f"{key}={value}" for key, value in short.items() if value is not None]
     given += [] if seed is None else [f"train.seed={seed}"]
     recipe = resolve(names, [*given, *(overrides or [])])
     if spec and recipe.gossip.method:
-        raise ValueError(
-            f"--spec is for workers that agree, and these gossip; write --set 'gossip.codec={spec}' instead"
-        )
+        raise ValueError(f"--spec is not for workers that gossip; write --set 'gossip.codec={spec}' instead")
     return recipe
 
 
 def _start(
     names: list[str],
-    recipe: "Recipe",
+    recipe: Recipe,
     folder: Path,
     workers: int | None,
     in_process: int | None,
@@ -163,17 +151,10 @@ def _start(
     resume: bool,
     overwrite: bool,
 ) -> None:
-    from gradwire_lab.launcher_env import launcher_rank
-    from gradwire_lab.train import run_modes
-    from gradwire_lab.train.display import Display
-    from gradwire_lab.train.gossip_workers import check_graph
-    from gradwire_lab.train.loading import batch_of
-    from gradwire_lab.train.recipe_files import title
-
     where = launcher_rank(os.environ)
     if sum(x is not None for x in (workers, in_process, where)) > 1:
         raise ValueError(
-            "workers are started here (--workers), or virtual (--in-process), or started by torchrun, mpirun or srun"
+            "workers are started here (--workers), or simulated (--in-process), or started by torchrun, mpirun or srun"
         )
     first = where is None or where.rank == 0
     restarted = where is not None and where.attempt > 0
@@ -186,35 +167,29 @@ def _start(
     if first or not recipe.gossip.elastic:  # ranks that come one by one find what the first has begun
         _refuse_begun(folder, recipe, resume or restarted, overwrite)
     if first:
-        _tell_unused(recipe)
+        _note_unused(recipe)
         _claim(folder)
     job = run_modes.TrainJob(recipe, folder, named, resume, title(names))
     with sigterm_interrupts(), Display() as display:
-        _train(job, where, workers, in_process, display.hear)
+        _train(job, where, workers, in_process, display.show)
     if first:
         typer.echo(str(folder))
 
 
-def _tell_unused(recipe: "Recipe") -> None:
-    """Say what a recipe's spec does for workers that gossip, whose messages it might be thought to compress."""
-    unused = recipe.sync.spec not in ("dense", "fp32") and recipe.gossip.method
-    if unused and not recipe.gossip.codec:
+def _note_unused(recipe: Recipe) -> None:
+    """Say that a recipe's spec does not compress the messages of workers that gossip."""
+    if recipe.sync.spec not in ("dense", "fp32") and recipe.gossip.method and not recipe.gossip.codec:
         typer.echo(
-            f"these workers gossip in float32: sync.spec = {recipe.sync.spec!r} is for workers that agree; to "
-            "compress, write --set gossip.codec=CODEC",
+            f"these workers gossip in float32: sync.spec = {recipe.sync.spec!r} is not used; to compress, write "
+            "--set gossip.codec=CODEC",
             err=True,
         )
 
 
 def _train(
-    job: "TrainJob", where: Any, workers: int, in_process: int | None, display: Callable[[dict[str, Any]], None]
+    job: TrainJob, where: Any, workers: int, in_process: int | None, display: Callable[[dict[str, Any]], None]
 ) -> None:
-    from gradwire.comm.liveness import PeerLostError
-    from gradwire_lab.launch import RankError
-    from gradwire_lab.train import run_modes
-    from gradwire_lab.train.record import open_folder
-
-    begun = where is not None and where.rank > 0  # only the first hears of it
+    begun = where is not None and where.rank > 0  # only the first rank gets records
 
     def listen(record: dict[str, Any]) -> None:
         nonlocal begun
@@ -231,15 +206,13 @@ def _train(
         else:
             run_modes.train_spawned(job, workers, listen)
     except (RankError, PeerLostError) as wrong:
-        _stop(f"{wrong}\n{_left(job.folder)}" if begun else str(wrong), 1)
+        refuse("train", f"{wrong}\n{_left(job.folder)}" if begun else wrong, 1)
     except KeyboardInterrupt:
-        _stop(f"stopped; {_left(job.folder)}" if begun else "stopped before the first step", INTERRUPTED)
+        refuse("train", f"stopped; {_left(job.folder)}" if begun else "stopped before the first step", INTERRUPTED)
 
 
 def _left(folder: Path) -> str:
     """What there is to go on from."""
-    from gradwire_lab.train import checkpoint
-
     try:
         found = checkpoint.find(folder, "last")
         if found is None:
@@ -250,11 +223,8 @@ def _left(folder: Path) -> str:
     return "the last checkpoint is whole: --resume goes on from it"
 
 
-def _refuse_begun(folder: Path, recipe: "Recipe", resume: bool, overwrite: bool) -> None:
+def _refuse_begun(folder: Path, recipe: Recipe, resume: bool, overwrite: bool) -> None:
     """Refuse to write over a run; on every rank, or those that do not write would wait for the one that does."""
-    from gradwire_lab.train.record import begun
-    from gradwire_lab.train.resume_check import check_resume
-
     if resume:
         check_resume(folder, recipe)
     elif begun(folder) and not overwrite:
@@ -271,18 +241,3 @@ def _claim(folder: Path) -> None:
         raise ValueError(
             f"cannot make the folder {folder} ({wrong.strerror}); name another place with --runs or --folder"
         ) from None
-
-
-@contextmanager
-def _sentences() -> Iterator[None]:
-    """What is wrong with what a person asked for is a sentence and exit code 2, not a traceback."""
-    try:
-        yield
-    except ValueError as wrong:
-        _stop(str(wrong), 2)
-
-
-def _stop(sentence: str, code: int) -> NoReturn:
-    sys.stdout.flush()
-    typer.echo(sentence, err=True)
-    raise typer.Exit(code) from None

@@ -1,4 +1,4 @@
-"""Addresses for hosts that nobody else on the machine uses."""
+"""Addresses for hosts, none of them in use on the machine."""
 
 import ipaddress
 import os

@@ -165,7 +165,7 @@ class Hosts:
         return device["stats64"]["tx"]["bytes"], device["stats64"]["rx"]["bytes"]
 
     def cut(self, host: int) -> None:
-        """Take a host's link down: it hears and is heard by nobody."""
+        """Take a host's link down: it neither sends nor receives."""
         ip("-n", self._name(host), "link", "set", DEVICE, "down")
 
     def heal(self, host: int) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from gradwire_lab.network.signals import signals_deferred
@@ -46,11 +46,11 @@ class RankProcess:
 
     title: str
     process: "subprocess.Popen[bytes]"
-    unfinished: bytes = field(default=b"")
+    unfinished: bytes = b""
 
 
 def place(rank: int, per_host: int, num_hosts: int, meeting: tuple[str, int], device: str) -> dict[str, str]:
-    """The variables that tell a rank who it is and where to meet the others."""
+    """The variables that give a rank its number and the address of the rendezvous."""
     host, local = divmod(rank, per_host)
     address, port = meeting
     found = {
@@ -87,23 +87,6 @@ def run_local(argv: Sequence[str], world: int, sink: Sink, variables: Mapping[st
         processes.close()
 
 
-def launch(title: str, argv: list[str], env: Mapping[str, str], cwd: str | None) -> RankProcess:
-    """Start a process in a session of its own that dies when this one does."""
-    process = subprocess.Popen(
-        argv,
-        env=env,
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        preexec_fn=_die_with_parent,
-    )
-    assert process.stdout
-    os.set_blocking(process.stdout.fileno(), False)
-    return RankProcess(title, process)
-
-
 def _die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -116,12 +99,25 @@ class RankProcesses:
         self.sink = sink
 
     def start(self, title: str, argv: list[str], env: Mapping[str, str], cwd: str | None) -> None:
-        """Start one more rank. A signal waits until the rank is known, so that `close` finds it.
+        """Start one more rank, in a session of its own; it dies when this process does.
 
-        Nor would it arrive earlier: what handlers raise while Python forks goes no further than that.
+        A signal waits until the rank is known, so that `close` finds it. Nor would it arrive earlier: what handlers
+        raise while Python forks goes no further than that.
         """
         with signals_deferred():
-            self.ranks.append(launch(title, argv, env, cwd))
+            process = subprocess.Popen(
+                argv,
+                env=env,
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+            self.ranks.append(RankProcess(title, process))
+        assert process.stdout
+        os.set_blocking(process.stdout.fileno(), False)
 
     def wait(
         self,
@@ -146,9 +142,9 @@ class RankProcesses:
                 pipes.register(rank.process.stdout, selectors.EVENT_READ, number)
             while running := self._running():
                 self._forward(pipes, _TICK_SECONDS)
-                if not code and (failed := self._failed()):
-                    why, code = _how_it_ended(failed), _shell_code(failed)
-                    deadline = min(deadline, time.monotonic() + grace_seconds)
+                if not code:
+                    why, code = self._failure()
+                    deadline = min(deadline, time.monotonic() + grace_seconds) if code else deadline
                 if not code and network_gone():
                     why, code, deadline = "The ranks still running were stopped.", 1, -math.inf
                 if time.monotonic() > deadline:
@@ -157,8 +153,8 @@ class RankProcesses:
                         why, code = f"The run was stopped after {timeout_seconds:g} s; still running: {titles}.", 124
                     self._end(pipes)
             self._forward(pipes, 0)
-        if not code and (failed := self._failed()):
-            why, code = _how_it_ended(failed), _shell_code(failed)
+        if not code:
+            why, code = self._failure()
         if code:
             why = " ".join(filter(None, (network_fault(), why)))
         return Ended(tuple(rank.process.wait() for rank in self.ranks), why, code)
@@ -176,13 +172,19 @@ class RankProcesses:
     def _running(self) -> list[RankProcess]:
         return [rank for rank in self.ranks if rank.process.poll() is None]
 
-    def _failed(self) -> RankProcess | None:
-        return next((rank for rank in self.ranks if rank.process.poll()), None)
+    def _failure(self) -> tuple[str, int]:
+        """How the first rank that failed ended, and the exit code of a shell; nothing if none failed."""
+        failed = next((rank for rank in self.ranks if rank.process.poll()), None)
+        if failed is None:
+            return "", 0
+        code = failed.process.returncode
+        how = f"exited with code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+        return f"{failed.title} {how}, and the ranks still running were stopped.", code if code > 0 else 128 - code
 
     def _end(self, pipes: selectors.BaseSelector) -> None:
         self._signal(signal.SIGTERM)
-        patience = time.monotonic() + _KILL_SECONDS
-        while self._running() and time.monotonic() < patience:
+        kill_at = time.monotonic() + _KILL_SECONDS
+        while self._running() and time.monotonic() < kill_at:
             self._forward(pipes, _TICK_SECONDS)
         self._signal(signal.SIGKILL)
         for rank in self.ranks:
@@ -208,14 +210,3 @@ class RankProcesses:
 
 def _text(line: bytes) -> str:
     return line.decode(errors="replace").rstrip("\r")
-
-
-def _how_it_ended(rank: RankProcess) -> str:
-    code = rank.process.returncode
-    how = f"exited with code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
-    return f"{rank.title} {how}, and the ranks still running were stopped."
-
-
-def _shell_code(rank: RankProcess) -> int:
-    code: int = rank.process.returncode
-    return code if code > 0 else 128 - code

@@ -1,7 +1,7 @@
 """Network namespaces by name, and whose they are.
 
 A name holds the process that made it and the moment that process started, so that leftovers of a dead owner can be
-told from the namespaces of a living one, even after its process id has been given to another.
+distinguished from the namespaces of a living one, even after its process id has been given to another.
 """
 
 import itertools
@@ -20,9 +20,9 @@ from typing import Any
 PLACE = Path("/run/netns")  # where `ip netns` keeps its names
 
 _OURS = re.compile(r"gw(\d+)t(\d+)s\d+(?:h\d+|hub)")
-SBIN = "/usr/sbin:/sbin"  # root's tools, not on everybody's path
+SBIN = "/usr/sbin:/sbin"  # root's tools, not on every user's path
 _NEEDED = {12: "CAP_NET_ADMIN", 21: "CAP_SYS_ADMIN"}  # by the kernel's numbers
-_PATIENCE_SECONDS = 5.0  # with those that do not die at once
+_KILL_SECONDS = 5.0  # with those that do not die at once
 _serial = itertools.count(1)
 
 
@@ -101,7 +101,7 @@ def inside(name: str, argv: Sequence[str]) -> list[str]:
 
 def remove(names: list[str]) -> None:
     """End what runs inside, then delete; a name that is already gone is no error."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + _KILL_SECONDS
     while (pids := residents(names)) and time.monotonic() < deadline:  # again: some may have started others meanwhile
         for pid in pids:
             with suppress(ProcessLookupError):

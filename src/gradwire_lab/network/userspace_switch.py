@@ -93,7 +93,7 @@ class Switch:
         self.idle_at = [0.0] * len(ports)  # when the way out is free
 
     def take(self, source: int, frame: bytes, now: float) -> None:
-        """A frame came in: to the port that owns its address, to all others if nobody does."""
+        """A frame came in: to the port that owns its address, to all others if none does."""
         target = self.table.get(frame[:6])
         for out in range(len(self.ports)) if target is None else (target,):
             port = self.ports[out]
@@ -160,7 +160,7 @@ def _enter(namespace: str) -> None:
 
 
 def _open(port: Port) -> int:
-    """A TAP device in the namespace of its port: it is born where the process is at that moment."""
+    """A TAP device in the namespace of its port: it is made where the process is at that moment."""
     _enter(port.namespace)
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", port.device.encode(), _IFF_TAP | _IFF_NO_PI))

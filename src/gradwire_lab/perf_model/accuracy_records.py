@@ -80,7 +80,7 @@ def records_of(spec: str) -> list[AccuracyRecord]:
 
 
 def free_of_losses(specs: Iterable[str]) -> tuple[str, ...]:
-    """Those that nothing speaks against: trainings lost less than a percent on average, none more for certain."""
+    """Those without known losses: trainings lost less than a percent on average, none more for certain."""
     return tuple(spec for spec in specs if _bearable(records_of(spec)))
 
 

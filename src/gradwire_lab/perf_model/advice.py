@@ -9,6 +9,7 @@ them.
 import itertools
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from gradwire.comm.rates import FASTEST_BITS, SLOWEST_BITS, LinkSpec
 from gradwire_lab.perf_model.calibration import Calibration
@@ -89,12 +90,27 @@ def advise(
     dense = min(plain, key=_seconds)
     fit = [way for way in found if way.spec not in barred]
     faster = [way for way in fit if way.seconds * (1 + TIE) < dense.seconds]
-    box = _ErrorBox(calibration, cluster, predictor, error)
-    fastest = next((way for way in sorted(faster, key=_seconds) if box.tolerates(way.spec)), None)
+    extremes = list(corners(calibration, cluster, error))
+
+    @cache
+    def seconds_at(corner: int, spec: str) -> float:
+        truth, place = extremes[corner]
+        return predictor(truth, spec, place).seconds
+
+    @cache
+    def is_safe(spec: str) -> bool:
+        """Whether a way is at no corner much slower than dense."""
+        specs = plain_ways(calibration)
+        return all(
+            seconds_at(i, spec) <= (1 + LOSS) * min(seconds_at(i, dense) for dense in specs)
+            for i in range(len(extremes))
+        )
+
+    fastest = next((way for way in sorted(faster, key=_seconds) if is_safe(way.spec)), None)
     choice = dense
     if fastest is not None:
         equals = [way for way in fit if way.seconds <= fastest.seconds * (1 + TIE)]
-        choice = next(way for way in equals if way is fastest or box.tolerates(way.spec))
+        choice = next(way for way in equals if is_safe(way.spec))
     runner_up = min(fit, key=_seconds, default=None)
     return Advice(tuple(sorted((*plain, *found), key=_seconds)), dense, choice, runner_up)
 
@@ -107,33 +123,6 @@ def known(calibration: Calibration, specs: Sequence[str]) -> list[str]:
 def plain_ways(calibration: Calibration) -> list[str]:
     """Dense ways that were calibrated, and make a difference to gradients of this model's format."""
     return known(calibration, calibration.model.dense)
-
-
-class _ErrorBox:
-    """All that may be true, and what dense training takes there."""
-
-    def __init__(self, calibration: Calibration, cluster: Cluster, predictor: Predict, error: float) -> None:
-        self._predictor = predictor
-        self._corners = list(corners(calibration, cluster, error))
-        self._dense: dict[int, float] = {}
-
-    def tolerates(self, spec: str) -> bool:
-        """Whether a way is nowhere much slower than dense."""
-        return all(self._predictor(*self._at(i, spec)).seconds <= (1 + LOSS) * self._plain(i) for i in self._numbers)
-
-    @property
-    def _numbers(self) -> range:
-        return range(len(self._corners))
-
-    def _at(self, i: int, spec: str) -> tuple[Calibration, str, Cluster]:
-        truth, place = self._corners[i]
-        return truth, spec, place
-
-    def _plain(self, i: int) -> float:
-        if i not in self._dense:
-            specs = plain_ways(self._corners[i][0])
-            self._dense[i] = min(self._predictor(*self._at(i, spec)).seconds for spec in specs)
-        return self._dense[i]
 
 
 def corners(calibration: Calibration, cluster: Cluster, error: float) -> Iterator[tuple[Calibration, Cluster]]:

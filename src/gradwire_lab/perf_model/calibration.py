@@ -16,10 +16,10 @@ class CodingCost:
 
     Attributes:
         encode: Until messages are ready.
-        decode: From what was heard to the update.
+        decode: From the received messages to the update.
         per_peer: By how much decoding grows with every further rank.
         fill: Bytes sent over the most that could have been.
-        start: Seconds that every launch takes beside, however small.
+        start: Further seconds of every launch, however small.
     """
 
     encode: float
@@ -27,6 +27,10 @@ class CodingCost:
     per_peer: float = 0.0
     fill: float = 1.0
     start: float = 0.0
+
+    def share(self, of: float) -> "CodingCost":
+        """Of a part of the model; a launch starts as usual."""
+        return replace(self, encode=self.encode * of, decode=self.decode * of)
 
     def scaled(self, by: float) -> "CodingCost":
         """The same at another speed."""

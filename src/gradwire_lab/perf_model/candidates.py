@@ -1,6 +1,6 @@
 """Candidates: the ways to synchronize that are weighed against dense training, from the one that loses least.
 
-Momentum correction, as in ``dgc``, needs an optimizer without momentum, which nobody but its owner can arrange: it is
+Momentum correction, as in ``dgc``, needs an optimizer without momentum, which only its owner can arrange: it is
 weighed in advice, but never chosen by ``auto``.
 """
 
@@ -22,7 +22,7 @@ CANDIDATES = (
     "dgc(0.001)",
 )
 
-# The other methods that have a name of their own (`ef_signsgd` is `sign`): predicted, and taken by whoever names them.
+# The other methods that have a name of their own (`ef_signsgd` is `sign`): predicted, and taken if --specs names them.
 PRESETS = ("qsgd", "terngrad", "majority_vote")
 
 

@@ -55,8 +55,8 @@ class Cluster:
         if call.kind == "all_to_all" and self.hosts > 1:
             # Unlike a ring, which enters and leaves a host once, the messages of all workers meet on the host's link.
             beyond = (self.workers - self.per_host) / (self.workers - 1)
-            crowd = replace(call, nbytes=call.nbytes * self.per_host * beyond)
-            return self._among(crowd, self.workers, cost)
+            shared = replace(call, nbytes=call.nbytes * self.per_host * beyond)
+            return self._among(shared, self.workers, cost)
         return self._among(call, self.workers, cost)
 
     def between(self, call: CollectiveCall) -> float:
@@ -74,16 +74,16 @@ class Cluster:
             ways = _WAYS[call.kind]
             chosen = ways.values() if self.algorithm == "best" else (ways[self.algorithm],)
             return min(way(call.nbytes, world, cost) for way in chosen)
-        extra = self._greetings(world, cost) if call.kind == "all_to_all" else 0.0
+        extra = self._packets(world, cost) if call.kind == "all_to_all" else 0.0
         return seconds(call.kind, call.nbytes, world, cost) + extra
 
-    def _greetings(self, world: int, cost: AlphaBeta) -> float:
+    def _packets(self, world: int, cost: AlphaBeta) -> float:
         """A message to each of very many peers costs a packet's time each, however short."""
         return (world - 1) * _PACKET * cost.beta
 
 
 def steady(link: LinkSpec) -> LinkSpec:
-    """A link, if it is one that forecasts can speak of.
+    """A link, if forecasts know its kind.
 
     Raises:
         ValueError: It has jitter, or loses frames.
@@ -105,7 +105,7 @@ def tree(nbytes: float, world: int, cost: AlphaBeta) -> float:
 
 
 def doubling(nbytes: float, world: int, cost: AlphaBeta) -> float:
-    """An all-gather in which everybody holds twice as much after every round."""
+    """An all-gather in which every worker holds twice as much after every round."""
     total = (world - 1) * nbytes
     return math.ceil(math.log2(world)) * cost.alpha + cost.carry(total, total)
 

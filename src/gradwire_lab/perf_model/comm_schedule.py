@@ -34,11 +34,19 @@ _EXACT = 16  # ranks; larger worlds are extrapolated, since an exchange may cut 
 
 @dataclass(frozen=True)
 class BucketSchedule:
-    """The parameters that are exchanged together, and their collectives in order."""
+    """Gradients that are exchanged together.
+
+    Attributes:
+        names: Of the parameters.
+        elements: How many.
+        calls: The collectives that carry them, in order.
+        ready: When in the backward pass the last gradient is there, 0 to 1.
+    """
 
     names: tuple[str, ...]
     elements: int
     calls: tuple[CollectiveCall, ...]
+    ready: float = 1.0
 
 
 def schedule(plan: Plan, step: int) -> tuple[BucketSchedule, ...]:

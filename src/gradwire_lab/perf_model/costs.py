@@ -5,23 +5,23 @@ elements. `timeline.play` runs all buckets beside the backward pass.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TypeAlias
 
 from gradwire.engine.plan import LAUNCH_BYTES
 from gradwire_lab.perf_model.calibration import Calibration, CodingCost
 from gradwire_lab.perf_model.cluster import Cluster
-from gradwire_lab.perf_model.comm_schedule import sent_by
+from gradwire_lab.perf_model.comm_schedule import BucketSchedule, sent_by
 from gradwire_lab.perf_model.loopback import CollectiveCall
-from gradwire_lab.perf_model.model import DENSE, ModelProfile, ReadyBucket
+from gradwire_lab.perf_model.model import DENSE
 from gradwire_lab.perf_model.timeline import BucketTimeline, CommWork, StepTime, play
 
 CLEARLY = 0.97
 LAUNCHES = (LAUNCH_BYTES, 16 * LAUNCH_BYTES)  # large ones leave late, but start fewer kernels and collectives
 
 WorkOf: TypeAlias = Callable[[CollectiveCall], CommWork]
-BucketWork: TypeAlias = Callable[[ReadyBucket, CodingCost], tuple[CommWork, ...]]
+BucketWork: TypeAlias = Callable[[BucketSchedule, CodingCost], tuple[CommWork, ...]]
 
 
 @dataclass(frozen=True)
@@ -53,50 +53,42 @@ def predict(
     cluster: Cluster,
     overlaps: bool = True,
     launches: Sequence[int] = LAUNCHES,
+    across: bool = False,
 ) -> Prediction:
-    """The step of one way to synchronize, all workers in one exchange, with the best of some sizes of launches."""
-    work_of = _work_of(calibration, cluster.flat, cluster.workers)
-    sized = partial(
-        _sized, calibration, spec, cluster.workers, overlaps, lambda bucket, cost: _bucket_work(bucket, cost, work_of)
-    )
-    return _best(calibration.model, spec, sized, launches)
+    """The step of one way to synchronize.
 
-
-def predict_across(
-    calibration: Calibration,
-    spec: str,
-    cluster: Cluster,
-    overlaps: bool = True,
-    launches: Sequence[int] = LAUNCHES,
-) -> Prediction:
-    """The same with a dense mean inside every host first, so that only hosts exchange messages."""
-    across = _work_of(calibration, cluster.between, cluster.hosts)
+    Args:
+        calibration: Of the model and the machine.
+        spec: One of `DENSE`, or a spec.
+        cluster: Where.
+        overlaps: Whether messages leave during the backward pass.
+        launches: Sizes; the larger are taken where they are clearly faster. DDP's buckets are as they are.
+        across: Whether every host computes a dense mean first, so that only hosts exchange messages; otherwise all
+            workers take part in one exchange.
+    """
+    world = cluster.hosts if across else cluster.workers
+    exchange = _work_of(calibration, cluster.between if across else cluster.flat, world)
     inside = _work_of(calibration, cluster.within, cluster.per_host)
     share = 1 / cluster.per_host
 
-    def work(bucket: ReadyBucket, cost: CodingCost) -> tuple[CommWork, ...]:
-        """Every worker of a host serves its share: the others send it their gradients, and receive the update."""
+    def work(bucket: BucketSchedule, cost: CodingCost) -> tuple[CommWork, ...]:
+        if not across:
+            return _bucket_work(bucket, cost, exchange)
+        if spec in DENSE:
+            return inside(bucket.calls[0]), *_bucket_work(bucket, cost, exchange)
+        # Every worker of a host serves its share: the others send it their gradients, and receive the update.
         swap = inside(CollectiveCall("all_to_all", 4 * bucket.elements * (1 - share)))
-        served = replace(cost, encode=cost.encode * share, decode=cost.decode * share)
-        return swap, *_bucket_work(bucket, served, across), swap
+        return swap, *_bucket_work(bucket, cost.share(share), exchange), swap
 
-    def plain(bucket: ReadyBucket, cost: CodingCost) -> tuple[CommWork, ...]:
-        (call,) = bucket.calls
-        return inside(call), *_bucket_work(bucket, cost, across)
+    sized = partial(_sized, calibration, spec, world, overlaps, work)
+    best = sized(launches[0])
+    if spec not in DENSE and calibration.model.elements * 4 > launches[0]:
+        for other in map(sized, launches[1:]):
+            best = other if other.seconds < CLEARLY * best.seconds else best
+    return best
 
-    sized = partial(_sized, calibration, spec, cluster.hosts, overlaps, plain if spec in DENSE else work)
-    return _best(calibration.model, spec, sized, launches)
 
-
-def _best(model: ModelProfile, spec: str, sized: Callable[[int], Prediction], launches: Sequence[int]) -> Prediction:
-    """With large launches where those are clearly faster; DDP's buckets are as they are."""
-    usual, *others = launches
-    found = sized(usual)
-    if spec in DENSE or model.elements * 4 <= usual:
-        return found
-    for other in map(sized, others):
-        found = other if other.seconds < CLEARLY * found.seconds else found
-    return found
+predict_across = partial(predict, across=True)
 
 
 def _sized(
@@ -104,17 +96,19 @@ def _sized(
 ) -> Prediction:
     cost = calibration.cost(spec, world)
     buckets = calibration.model.buckets(spec, world, launch_bytes)
-    timelines = [BucketTimeline(bucket.ready, work(bucket, cost)) for bucket in buckets]
+    timelines = [
+        BucketTimeline(bucket.ready, work(bucket, cost.share(bucket.elements / calibration.model.elements)))
+        for bucket in buckets
+    ]
     split = play(calibration.forward, calibration.backward, timelines, calibration.cores, overlaps)
     calls = [_filled(call, cost.fill) for bucket in buckets for call in bucket.calls]
     sent = sum(sent_by(call, world) for call in calls)
     return Prediction(spec, split, sent, len(calls), launch_bytes)
 
 
-def _bucket_work(bucket: ReadyBucket, cost: CodingCost, work_of: WorkOf) -> tuple[CommWork, ...]:
+def _bucket_work(bucket: BucketSchedule, cost: CodingCost, work_of: WorkOf) -> tuple[CommWork, ...]:
     sent = (work_of(_filled(call, cost.fill)) for call in bucket.calls)
-    encode = CommWork("encode", cost.start + cost.encode * bucket.share)
-    return encode, *sent, CommWork("decode", cost.decode * bucket.share)
+    return CommWork("encode", cost.start + cost.encode), *sent, CommWork("decode", cost.decode)
 
 
 def _work_of(calibration: Calibration, wire: Callable[[CollectiveCall], float], world: int) -> WorkOf:

@@ -80,7 +80,7 @@ def cost(model: ModelProfile, spec: str, world: int) -> CodingCost:
     if spec in DENSE:
         cast = 0.0 if spec == "ddp-fp32" else 6 * model.elements * copy_seconds()
         return CodingCost(cast, cast)
-    plan = model.plan(spec, world, 2**62)  # in one launch: what every launch costs beside is told apart
+    plan = model.plan(spec, world, 2**62)  # in one launch: the cost of starting a launch is a figure of its own
     (lane,) = [lane for lane in plan.lanes if lane.label == "*"]
     codec, exchange = lane.at(10**9)
     if exchange.compresses_in_protocol:
@@ -90,12 +90,12 @@ def cost(model: ModelProfile, spec: str, world: int) -> CodingCost:
 
 
 def _whole(lane: Lane, codec: Codec, world: int) -> CodingCost:
-    """Two legs: my share of everybody's message and its sum said again, then everybody's share of that."""
+    """Two legs: a rank's shard of every message, whose sum is encoded again; then every rank's shard of that."""
     n = lane.units.total
     name = str(codec.quantizer)
-    fused, said, heard = f"feedback_{'int4' if name == 'int8' else name}", f"{name}_encode", f"{name}_decode"
-    decode = 2 * kernel(heard, n) + kernel(said, n / world)
-    return CodingCost(kernel(fused, n), decode, start=start(fused, heard, said, heard))
+    fused, encode, decode = f"feedback_{'int4' if name == 'int8' else name}", f"{name}_encode", f"{name}_decode"
+    seconds = 2 * kernel(decode, n) + kernel(encode, n / world)
+    return CodingCost(kernel(fused, n), seconds, start=start(fused, decode, encode, decode))
 
 
 def _selected(lane: Lane, codec: Codec, spec: str, world: int) -> CodingCost:

@@ -5,7 +5,6 @@ in place of the other ranks. So encoding, and decoding the messages of N ranks, 
 and the collectives that would have carried them are recorded.
 """
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -17,6 +16,7 @@ from gradwire.engine.drive import Clock, execute
 from gradwire.engine.plan import Plan
 from gradwire.engine.step import Engine
 from gradwire_lab.perf_model.loopback import CollectiveCall, LoopbackBackend
+from gradwire_lab.perf_model.timing import now
 
 Grads = Mapping[str, Tensor]
 
@@ -29,7 +29,7 @@ class CodingTime:
 
     Attributes:
         encode: Until the first message of a launch is ready, all launches together.
-        decode: From what was heard to the update, written back.
+        decode: From the received messages to the update, written back.
         calls: The collectives of the step, in order.
     """
 
@@ -64,9 +64,9 @@ def time_coding(
         return _step(engine, own)
 
     for _ in range(WARMUP):
-        began = time.perf_counter()
+        began = now(device)
         step()
-    count = repeats if isinstance(repeats, int) else repeats(time.perf_counter() - began)
+    count = repeats if isinstance(repeats, int) else repeats(now(device) - began)
     found = [step() for _ in range(count)]
     return CodingTime(median(one.encode for one in found), median(one.decode for one in found), found[-1].calls)
 
@@ -82,18 +82,9 @@ def end_to_end(grads: Grads) -> dict[str, Tensor]:
 
 
 def _step(engine: Engine, grads: Grads) -> CodingTime:
-    device = engine.device
-    link, clock = LoopbackBackend(engine.world, device), Clock()
-    _settle(device)
-    began = time.perf_counter()
+    link, clock = LoopbackBackend(engine.world, engine.device), Clock()
+    began = now(engine.device)
     execute(engine.run(grads), link, clock)
-    _settle(device)
-    # A clock of the host does not see what a GPU still has to do; the end of the step does.
-    decode = time.perf_counter() - began - clock.encode - clock.wire
+    # The host's clock does not see what a GPU still has to do; the end of the step does.
+    decode = now(engine.device) - began - clock.encode - clock.wire
     return CodingTime(clock.encode, decode, tuple(link.calls))
-
-
-def _settle(device: torch.device) -> None:
-    """Wait for the device, so that what was launched before is not counted with what comes after."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -22,23 +22,6 @@ _FORMATS = {str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES.value
 _FIRST_BUCKET = 2**20  # bytes: DDP's first bucket is small, so that something is on the wire early
 _BUCKET = 25 * 2**20
 _SETTLED = 10**9  # a step at which all warm-up is over
-
-
-@dataclass(frozen=True)
-class ReadyBucket:
-    """Gradients that are exchanged together.
-
-    Attributes:
-        calls: The collectives that carry it.
-        elements: How many it holds.
-        ready: When in the backward pass its last gradient is there, 0 to 1.
-        share: Of the model's elements.
-    """
-
-    calls: tuple[CollectiveCall, ...]
-    elements: int
-    ready: float
-    share: float
 
 
 @dataclass(frozen=True, eq=False)  # one of a kind: looking plans up by hundreds of shapes would cost more than they do
@@ -112,22 +95,20 @@ class ModelProfile:
         text, options = arguments(spec)
         return build(self.shapes, default_rules(text, **options), world, launch_bytes)  # type: ignore[arg-type]
 
-    def buckets(self, spec: str, world: int, launch_bytes: int = LAUNCH_BYTES) -> tuple[ReadyBucket, ...]:
+    def buckets(self, spec: str, world: int, launch_bytes: int = LAUNCH_BYTES) -> tuple[BucketSchedule, ...]:
         """What is sent in a step once all warm-up is over, in order."""
         key = (spec, world, launch_bytes)
         if key not in self._known:
             dense = spec in DENSE
             buckets = self._buckets(spec) if dense else schedule(self.plan(*key), _SETTLED)
-            self._known[key] = tuple(map(self._ready_bucket, buckets))
+            self._known[key] = tuple(
+                replace(bucket, ready=max(self.delivered[name] for name in bucket.names)) for bucket in buckets
+            )
         return self._known[key]
 
     @cached_property
-    def _known(self) -> dict[tuple[str, int, int], tuple[ReadyBucket, ...]]:
+    def _known(self) -> dict[tuple[str, int, int], tuple[BucketSchedule, ...]]:
         return {}
-
-    def _ready_bucket(self, bucket: BucketSchedule) -> ReadyBucket:
-        ready = max(self.delivered[name] for name in bucket.names)
-        return ReadyBucket(bucket.calls, bucket.elements, ready, bucket.elements / self.elements)
 
     def _buckets(self, spec: str) -> Iterator[BucketSchedule]:
         """What DDP sends: gradients in the reverse order of registration, a bucket closed once it is full."""

@@ -1,6 +1,5 @@
 """Probe: what the link between the ranks can do, measured by sending a little over it."""
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -11,33 +10,34 @@ from gradwire.comm.backend import Backend
 from gradwire.comm.collectives import AllReduceOp, Collective
 from gradwire.comm.rates import FASTEST_BITS, SLOWEST_BITS, LinkSpec
 from gradwire.comm.torch_backend import connect
+from gradwire_lab.perf_model.timing import now, slowest
 
 _PROBES = 5
-_ENOUGH, _ENOUGH_SECONDS = 1.25, 0.05  # what takes so much longer than the delay alone tells the rate well
+_ENOUGH, _ENOUGH_SECONDS = 1.25, 0.05  # what takes so much longer than the delay alone shows the rate well
 _FIRST, _MOST = 2**14, 2**24  # bytes
 
 
-def probe(patience_seconds: float = 10.0) -> LinkSpec:
+def probe(timeout_seconds: float = 10.0) -> LinkSpec:
     """Measure the link among all ranks of the world; every rank calls this at once.
 
     Raises:
         ValueError: Some rank did not answer in time; the sentence says what to do.
     """
     try:
-        return found(connect(patience=timedelta(seconds=patience_seconds)))
+        return measured_link(connect(timeout=timedelta(seconds=timeout_seconds)))
     except RuntimeError:  # whatever a backend calls it
-        raise ValueError(unheard(patience_seconds)) from None
+        raise ValueError(timeout_message(timeout_seconds)) from None
 
 
-def unheard(patience_seconds: float) -> str:
-    """What to say when somebody does not answer, or never came."""
+def timeout_message(timeout_seconds: float) -> str:
+    """The error when a rank does not answer, or never came."""
     return (
-        f"the link probe did not hear from all ranks within {patience_seconds:g} s; start all of them, see that "
+        f"the link probe got no answer from some ranks within {timeout_seconds:g} s; start all of them, see that "
         "they reach each other, or say what the link is, as in 100mbit,20ms"
     )
 
 
-def found(link: Backend) -> LinkSpec:
+def measured_link(link: Backend) -> LinkSpec:
     """The rate and delay of a link, the same on every rank."""
     if link.world < 2:
         return LinkSpec()
@@ -45,7 +45,7 @@ def found(link: Backend) -> LinkSpec:
     idle = seconds("all_reduce", _FIRST, link.world, AlphaBeta(alpha=delay))
     nbytes = _FIRST
     while True:
-        took = _slowest(link, min(_seconds(link, _sum(link, nbytes)) for _ in range(2)))
+        took = _fastest(link, AllReduceOp(torch.zeros(nbytes // 4, device=link.device), "sum"), 2)
         if took >= _ENOUGH * idle + _ENOUGH_SECONDS or nbytes >= _MOST:
             break
         nbytes *= 4
@@ -55,7 +55,7 @@ def found(link: Backend) -> LinkSpec:
 def delay_of(link: Backend) -> float:
     """Seconds from one rank to the next, software included."""
     tiny = AllReduceOp(torch.zeros(1, device=link.device), "max")
-    took = _slowest(link, min(_seconds(link, tiny) for _ in range(_PROBES)))
+    took = _fastest(link, tiny, _PROBES)
     return took / seconds("all_reduce", tiny.tensor.element_size(), link.world, AlphaBeta(alpha=1.0))
 
 
@@ -76,24 +76,17 @@ def fitting(took: float, delay: float, table: Callable[[LinkSpec], float]) -> Li
     return LinkSpec(low, delay)
 
 
-def _sum(link: Backend, nbytes: int) -> AllReduceOp:
-    return AllReduceOp(torch.zeros(nbytes // 4, device=link.device), "sum")
-
-
 def _round(link: LinkSpec) -> LinkSpec:
     """In three digits, which are more than is known."""
     assert link.rate_bits is not None
     return LinkSpec(float(f"{link.rate_bits:.3g}"), float(f"{link.delay_seconds:.3g}"))
 
 
-def _seconds(link: Backend, collective: Collective) -> float:
-    began = time.perf_counter()
-    link.move(collective)
-    if link.device.type == "cuda":
-        torch.cuda.synchronize(link.device)
-    return time.perf_counter() - began
-
-
-def _slowest(link: Backend, seconds: float) -> float:
-    told = torch.tensor([seconds], dtype=torch.float64, device=link.device)
-    return float(link.move(AllReduceOp(told, "max")))
+def _fastest(link: Backend, collective: Collective, repeats: int) -> float:
+    """The fastest of several calls, on the slowest rank."""
+    times = []
+    for _ in range(repeats):
+        began = now(link.device)
+        link.move(collective)
+        times.append(now(link.device) - began)
+    return slowest(link, [min(times)])[0]

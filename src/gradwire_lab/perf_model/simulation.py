@@ -1,13 +1,11 @@
-"""Simulation: the same costs and the same decision, for clusters that nobody has rented.
+"""Simulation: the same costs and the same decision, for clusters that are not at hand.
 
 A grid has a point for each model, with one batch size on one kind of machine, on each cluster: what dense training
 takes there, what `auto` would choose, and what it gains or loses.
 """
 
-import math
-import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from gradwire.codecs.codec import codec
@@ -16,7 +14,7 @@ from gradwire.comm.rates import LinkSpec
 from gradwire.core.segments import Segments
 from gradwire_lab.perf_model import h200
 from gradwire_lab.perf_model.accuracy_records import free_of_losses
-from gradwire_lab.perf_model.advice import ENOUGH, Advice, Predict, advise, known, scaled
+from gradwire_lab.perf_model.advice import ENOUGH, Advice, Predict, advise
 from gradwire_lab.perf_model.calibration import Calibration
 from gradwire_lab.perf_model.candidates import CANDIDATES, automatic
 from gradwire_lab.perf_model.cluster import Algorithm, Cluster
@@ -28,9 +26,7 @@ WORKERS = (8, 64, 512, 4096)
 LINKS = ("10mbit,20ms", "100mbit,5ms", "1gbit,500us", "25gbit,20us", "400gbit,5us")
 CHOOSABLE = free_of_losses(automatic())  # what `auto` weighs
 INSIDE = "3.6tbit,2us"  # NVLink of an H200: 450 GB/s in each direction, as published
-MANY_EXPOSED = 0.25  # share of a dense step that is exposed communication, from which compression ought to pay
-GAIN = 1.2  # by how much, there
-GOSSIPED, NEIGHBORS = "sign", 2  # what workers on a ring tell each of their neighbors
+GOSSIPED, NEIGHBORS = "sign", 2  # what workers on a ring send to each of their neighbors
 
 
 @dataclass(frozen=True)
@@ -70,8 +66,8 @@ class SimulationPoint:
     across: bool = False
 
     @property
-    def speakers(self) -> int:
-        """Who exchanges compressed messages: workers, or hosts."""
+    def parties(self) -> int:
+        """How many exchange compressed messages: workers, or hosts."""
         return self.cluster.hosts if self.across else self.cluster.workers
 
     @property
@@ -105,10 +101,10 @@ def grid(
 def judge(cell: SimulationPoint, stragglers: Stragglers = Stragglers()) -> dict[str, Any]:  # noqa: B008 - a frozen value
     """What `auto` would do in a cell, as a row."""
     uneven = stragglers.together(cell.cluster.workers)
-    calibration = cell.model_run.calibrated(cell.speakers, CHOOSABLE).scaled(compute=uneven)
+    calibration = cell.model_run.calibrated(cell.parties, CHOOSABLE).scaled(compute=uneven)
     found = advise(calibration, cell.cluster, CHOOSABLE, cell.predictor)
     bf16 = cell.predictor(calibration, "ddp-bf16", cell.cluster)
-    best, choice = found.fastest, cell.predictor(calibration, _tried(cell, calibration, found), cell.cluster)
+    best, choice = found.fastest, cell.predictor(calibration, settled_spec(cell, calibration, found), cell.cluster)
     return {
         "model": cell.model_run.name,
         "batch": cell.model_run.batch,
@@ -135,7 +131,7 @@ def judge(cell: SimulationPoint, stragglers: Stragglers = Stragglers()) -> dict[
 
 
 def gossip(calibration: Calibration, cluster: Cluster) -> float:
-    """Seconds of a step in which workers tell only their neighbors, after it: the bytes do not grow with the world."""
+    """Seconds of a step after which workers exchange with their neighbors alone: bytes do not grow with the world."""
     cost = calibration.cost(GOSSIPED, NEIGHBORS + 1)
     shapes = calibration.model.shapes
     payload = codec(GOSSIPED).size(Segments(tuple(shapes), tuple(shapes.values())))
@@ -144,73 +140,15 @@ def gossip(calibration: Calibration, cluster: Cluster) -> float:
 
 
 def _gossiping(cell: SimulationPoint, stragglers: Stragglers) -> float | None:
-    """The same beside the other ways of a cell; None where what neighbors would be told was not measured."""
+    """The same for a cell; None where the coding of gossip was not measured."""
     figures = cell.model_run.calibrated(NEIGHBORS + 1, (GOSSIPED,))
     if GOSSIPED not in figures.costs:
         return None
     return gossip(figures.scaled(compute=stragglers.in_a_ring(cell.cluster.workers)), cell.cluster)
 
 
-@dataclass(frozen=True)
-class ScoredDecision:
-    """A decision on wrong figures, and what came of it on the true ones; speed-ups are over overlapped bfloat16 DDP.
-
-    Attributes:
-        cell: Where.
-        choice: What `auto` stays with.
-        speedup: By that.
-        advised: By what was advised, with no trial to correct it.
-        exposed: Communication that bfloat16 DDP waits for, as a share of its step.
-    """
-
-    cell: SimulationPoint
-    choice: str
-    speedup: float
-    advised: float
-    exposed: float
-
-    @property
-    def loses(self) -> bool:
-        """More than two percent slower than not compressing, for someone who trusts the advice or for `auto`."""
-        return min(self.speedup, self.advised) < 1 / 1.02
-
-    @property
-    def misses(self) -> bool:
-        """Much to gain, and not gained."""
-        return self.exposed > MANY_EXPOSED and self.speedup < GAIN
-
-
-def inverted(cell: SimulationPoint, error: float, draw: random.Random) -> ScoredDecision:
-    """Decide on figures that are off by ``error``, each of them up or down by itself, and score on the true ones."""
-    truth = cell.model_run.calibrated(cell.speakers, CHOOSABLE)
-    found = advise(*_mistaken(cell, truth, error, draw), CHOOSABLE, cell.predictor)
-    choice = _tried(cell, truth, found)
-    bf16, taken, advised = (
-        cell.predictor(truth, spec, cell.cluster) for spec in ("ddp-bf16", choice, found.choice.spec)
-    )
-    exposed = bf16.split.exposed / bf16.seconds
-    return ScoredDecision(cell, choice, bf16.seconds / taken.seconds, bf16.seconds / advised.seconds, exposed)
-
-
-def _mistaken(
-    cell: SimulationPoint, truth: Calibration, error: float, draw: random.Random
-) -> tuple[Calibration, Cluster]:
-    def off() -> float:
-        return 1 + draw.choice((-1, 1)) * error
-
-    seen = replace(truth.scaled(off()), costs={spec: cost.scaled(off()) for spec, cost in truth.costs.items()})
-    return seen, replace(cell.cluster, link=scaled(cell.cluster.link, off(), off()))
-
-
-def _tried(cell: SimulationPoint, truth: Calibration, found: Advice) -> str:
+def settled_spec(cell: SimulationPoint, truth: Calibration, advice: Advice) -> str:
     """What `auto` stays with: it goes back from what turns out no faster than the dense steps before it."""
-    trial, plain = (cell.predictor(truth, spec, cell.cluster).seconds for spec in (found.trial.spec, found.dense.spec))
-    return found.trial.spec if trial < ENOUGH * plain else found.dense.spec
-
-
-def best_possible(cell: SimulationPoint) -> float:
-    """The largest gain over bfloat16 DDP that any candidate has, on true figures."""
-    truth = cell.model_run.calibrated(cell.speakers, CHOOSABLE)
-    bf16 = cell.predictor(truth, "ddp-bf16", cell.cluster).seconds
-    ways = known(truth, (*DENSE, *CHOOSABLE))
-    return bf16 / min((cell.predictor(truth, spec, cell.cluster).seconds for spec in ways), default=math.inf)
+    trial, dense = advice.trial.spec, advice.dense.spec
+    seconds_of = {spec: cell.predictor(truth, spec, cell.cluster).seconds for spec in (trial, dense)}
+    return trial if seconds_of[trial] < ENOUGH * seconds_of[dense] else dense

@@ -5,7 +5,6 @@ are measured between the ranks of this machine, over a link that is as fast as t
 core, they are what unshaped training waits for.
 """
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -16,6 +15,7 @@ from gradwire.comm.backend import Backend
 from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, Collective
 from gradwire_lab.perf_model.comm_schedule import sent_by
 from gradwire_lab.perf_model.loopback import CollectiveCall
+from gradwire_lab.perf_model.timing import now, slowest
 
 _SMALL = 4096  # bytes
 _LARGE = {"all_reduce": 2**23, "all_gather": 2**21, "all_to_all": 2**21}  # about what a step sends; caches matter
@@ -62,8 +62,8 @@ _SUMMED = (torch.float16, torch.bfloat16)
 
 
 def measure(link: Backend, meet: Callable[[], None] = lambda: None) -> Software:
-    """Time collectives among all ranks of a link; every rank calls this at once, and hears the slowest's figures."""
-    assert link.world > 1, "one rank has nobody to send to"
+    """Time collectives among all ranks of a link; every rank calls this at once and gets the same figures."""
+    assert link.world > 1, "one rank has no other to send to"
     latency, per_byte = {}, {}
     for name, make in _makers(link).items():
         kind = name.partition(" ")[0]
@@ -72,7 +72,8 @@ def measure(link: Backend, meet: Callable[[], None] = lambda: None) -> Software:
             latency[kind] = small
         more = sent_by(CollectiveCall(kind, _LARGE[kind] - _SMALL), link.world)  # type: ignore[arg-type]
         per_byte[name] = max(0.0, large - small) / more
-    return _agreed(Software(latency, per_byte, link.world), link)
+    shared = iter(slowest(link, [*latency.values(), *per_byte.values()]))
+    return Software(dict(zip(latency, shared, strict=False)), dict(zip(per_byte, shared, strict=True)), link.world)
 
 
 def _makers(link: Backend) -> dict[str, Callable[[int], Collective]]:
@@ -94,20 +95,10 @@ def _makers(link: Backend) -> dict[str, Callable[[int], Collective]]:
 
 
 def _seconds(link: Backend, collective: Collective, meet: Callable[[], None]) -> float:
-    found = []
+    times = []
     for _ in range(_REPEATS):
         meet()
-        began = time.perf_counter()
+        began = now(link.device)
         link.move(collective)
-        found.append(time.perf_counter() - began)
-    return median(found[1:])
-
-
-def _agreed(mine: Software, link: Backend) -> Software:
-    """The same figures on every rank."""
-    names = [*mine.latency, *mine.per_byte]
-    told = torch.tensor([*mine.latency.values(), *mine.per_byte.values()], dtype=torch.float64, device=link.device)
-    most = link.move(AllReduceOp(told, "max")).tolist()
-    cut = len(mine.latency)
-    latency = dict(zip(names[:cut], most[:cut], strict=True))
-    return Software(latency, dict(zip(names[cut:], most[cut:], strict=True)), link.world)
+        times.append(now(link.device) - began)
+    return median(times[1:])

@@ -1,6 +1,6 @@
 """Stragglers: who waits for whom when workers are not equally fast at every step.
 
-In an all-reduce everybody waits for the slowest of all; in gossip only for the slowest neighbor, whose own delays
+In an all-reduce every worker waits for the slowest of all; in gossip only for the slowest neighbor, whose own delays
 arrive a little later. Both are played on the same drawn speeds.
 """
 

@@ -1,6 +1,7 @@
 """The page of a gossip study: what its file says about it, and tables of the cells that are finished."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 HEADINGS = ("cell", "gamma", "message", "accuracy", "of the workers", "mean model", "distance", "published")
@@ -26,10 +27,8 @@ def gossip_page(study: Mapping[str, Any], finished: Sequence[Line], sources: Seq
         if group:
             lines.append(f"| **{group}** |" + " |" * 7)
         for entry in inside[group]:
-            told = sorted(
-                (line for line in finished if line["name"] == entry["name"]), key=lambda line: int(line["seed"])
-            )
-            lines += [_row(entry.get("published", "") if line is told[0] else "", line) for line in told]
+            same = sorted((line for line in finished if line["name"] == entry["name"]), key=itemgetter("seed"))
+            lines += [_row(entry.get("published", "") if line is same[0] else "", line) for line in same]
     against = [row for group in groups for row in _against(group, inside[group], finished)]
     if against:
         lines += ["", study.get("compared", "").strip(), "", *_head(AGAINST), *against]

@@ -53,14 +53,14 @@ class RunRecord:
 
     Attributes:
         folder: Where it lies.
-        start: The record that opened the latest sitting.
+        start: The record that opened the latest session.
         steps: A record for each step that was logged, in order, each step once.
         epochs: A record for each epoch, in order, each epoch once.
         final: The closing record; None while the run is unfinished.
         recipe: The resolved recipe.
         recipe_text: The same as the file has it.
         environment: Versions, machine, revision and command, as far as they were noted.
-        sittings: The records that opened each sitting of which something is left, in order.
+        starts: The records that opened each session of which something is left, in order.
     """
 
     folder: Path
@@ -71,7 +71,7 @@ class RunRecord:
     recipe: Mapping[str, Any] = field(default_factory=dict)
     recipe_text: str = ""
     environment: Mapping[str, Any] = field(default_factory=dict)
-    sittings: tuple[Record, ...] = ()
+    starts: tuple[Record, ...] = ()
 
     @property
     def last(self) -> Record:
@@ -81,10 +81,10 @@ class RunRecord:
     @property
     def name(self) -> str:
         """The recipe's name, which opens the folder's."""
-        told = self.start.get("recipe")
-        if isinstance(told, list | tuple):
-            return "-".join(str(part) for part in told)
-        return told if isinstance(told, str) else self.stem
+        recipe = self.start.get("recipe")
+        if isinstance(recipe, list | tuple):
+            return "-".join(map(str, recipe))
+        return recipe if isinstance(recipe, str) else self.stem
 
     @property
     def spec(self) -> str:
@@ -96,9 +96,9 @@ class RunRecord:
 
     @property
     def ranks(self) -> str:
-        """How many, in the order of the sittings."""
-        told = [str(sitting.get("world", 1)) for sitting in self.sittings or (self.start,)]
-        return ", then ".join(one for one, _ in groupby(told))
+        """How many, in the order of the starts."""
+        counts = [str(start.get("world", 1)) for start in self.starts or (self.start,)]
+        return ", then ".join(count for count, _ in groupby(counts))
 
     @property
     def stem(self) -> str:
@@ -107,11 +107,10 @@ class RunRecord:
 
     @property
     def seed(self) -> int:
-        told = self.start.get("seed")
-        if told is None:
-            ending = re.search(r"-(\d+)$", self.folder.name)
-            told = ending[1] if ending else 0
-        return int(told)
+        if (seed := self.start.get("seed")) is not None:
+            return int(seed)
+        ending = re.search(r"-(\d+)$", self.folder.name)
+        return int(ending[1]) if ending else 0
 
     @property
     def metric(self) -> Metric:
@@ -120,16 +119,16 @@ class RunRecord:
 
     @property
     def command(self) -> str:
-        """What was typed, in all sittings; otherwise what would repeat the run."""
+        """What was typed, in all sessions; otherwise what would repeat the run."""
         noted = self.environment.get("command")
         if noted and not isinstance(noted, list):
             return str(noted)
-        typed = [sitting["command"] for sitting in self.sittings if sitting.get("command")]
+        typed = [start["command"] for start in self.starts if start.get("command")]
         typed = typed or ([noted] if noted else [])
         if not typed:
             return f"gradwire train {self.folder / 'recipe.toml'}"
-        missing = len(self.sittings) - len(typed)
-        return _lines(typed) + (f"  # {missing} of {len(self.sittings)} sittings noted none" if missing > 0 else "")
+        missing = len(self.starts) - len(typed)
+        return _lines(typed) + (f"  # {missing} of {len(self.starts)} sessions noted none" if missing > 0 else "")
 
     @property
     def diverged(self) -> bool:
@@ -140,13 +139,13 @@ class RunRecord:
 
     def value(self, record: Record) -> float:
         """The metric in a record, in the unit that people read; not a number where the run diverged."""
-        told = record.get("value")
-        return math.nan if told is None else self.metric.scale * float(told)
+        value = record.get("value")
+        return math.nan if value is None else self.metric.scale * float(value)
 
     def number(self, key: str) -> float | None:
         """A number of the latest record, if it is there."""
-        told = self.last.get(key)
-        return None if told is None else float(told)
+        value = self.last.get(key)
+        return None if value is None else float(value)
 
     @property
     def wire_ratio(self) -> float | None:
@@ -155,7 +154,7 @@ class RunRecord:
         if not (dense and moved):
             return None
         parties, ring = self.number("hosts") or self.world, self.number("ring")
-        # Older logs do not tell the ring, and all their steps are taken as made by as many as the last.
+        # Older logs do not hold the ring, and all their steps are taken as made by as many as the last.
         return 2 * (2 * (parties - 1) / parties * dense if ring is None else ring) / moved
 
 
@@ -194,7 +193,7 @@ def load(folder: Path) -> RunRecord:
     Raises:
         ValueError: A file is damaged, the log otherwise than by an end in mid-line.
     """
-    starts: list[Record] = []
+    opened: list[Record] = []
     steps: dict[int, Record] = {}
     epochs: dict[float, Record] = {}
     final: Record | None = None
@@ -202,7 +201,7 @@ def load(folder: Path) -> RunRecord:
         # A resumed run repeats what lies behind its checkpoint, and the later account counts.
         match record.get("event"):
             case "start":
-                starts.append(record)
+                opened.append(record)
             case "step":
                 steps[int(record["step"])] = record
             case "epoch":
@@ -211,32 +210,32 @@ def load(folder: Path) -> RunRecord:
                 final = record
     text = _parsed(folder / "recipe.toml", str)
     end = max((*epochs, float((final or {}).get("epoch", 0.0))))
-    sittings = tuple(start for start in starts if _began(start) < end) or tuple(starts[-1:])
+    starts = tuple(start for start in opened if _began(start) < end) or tuple(opened[-1:])
     return RunRecord(
         folder,
-        sittings[-1] if sittings else {},
+        starts[-1] if starts else {},
         tuple(steps[step] for step in sorted(steps)),
         tuple(epochs[epoch] for epoch in sorted(epochs)),
         final,
         _parsed(folder / "recipe.toml", tomllib.loads),
         text,
         _environment(folder),
-        sittings,
+        starts,
     )
 
 
 def records(log: Path) -> list[Record]:
     """The records of a log. A last line without its end is what a killed process leaves: it is passed over."""
     lines: list[str] = _parsed(log, str.splitlines)
-    told: list[Record] = []
+    parsed: list[Record] = []
     for number, line in enumerate(lines, 1):
         try:
-            told.append(dict(json.loads(line)))
+            parsed.append(dict(json.loads(line)))
         except (TypeError, ValueError):
             if number == len(lines) and line.startswith("{"):
                 break
             raise ValueError(f"line {number} of {log} is no JSON of a record; {REMEDY}") from None
-    return told
+    return parsed
 
 
 def finished(folder: Path) -> bool:
@@ -245,16 +244,16 @@ def finished(folder: Path) -> bool:
 
 
 def _began(start: Record) -> float:
-    """In which epoch a sitting began: one that began at the run's end has added nothing."""
+    """In which epoch a session began: one that began at the run's end has added nothing."""
     return float(start.get("step", 0)) / float(start.get("steps_per_epoch") or 1)
 
 
 def _lines(typed: Sequence[Sequence[str]]) -> str:
     """Commands that one would type again; those that only went on with the one before are left out."""
-    said: list[str] = []
+    commands: list[str] = []
     for words, _ in groupby([word for word in command[1:] if word != "--resume"] for command in typed):
-        said.append(f"gradwire {shlex.join([*words, *(['--resume'] if said else [])])}")
-    return " && ".join(said)
+        commands.append(f"gradwire {shlex.join([*words, *(['--resume'] if commands else [])])}")
+    return " && ".join(commands)
 
 
 def _environment(folder: Path) -> dict[str, Any]:

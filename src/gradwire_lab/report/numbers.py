@@ -25,27 +25,27 @@ def ratio(times: float) -> str:
     return f"{times:,.0f}x" if times >= 100 else f"{times:.3g}x"
 
 
-def mean_and_spread(told: Estimate) -> str:
+def mean_and_spread(estimate: Estimate) -> str:
     """A mean with its sample standard deviation; of a single value only itself."""
-    if math.isnan(told.mean):
+    if math.isnan(estimate.mean):
         return "diverged"
-    return f"{told.mean:.2f}" if told.spread is None else f"{told.mean:.2f} +- {told.spread:.2f}"
+    return f"{estimate.mean:.2f}" if estimate.spread is None else f"{estimate.mean:.2f} +- {estimate.spread:.2f}"
 
 
-def ends(told: Estimate, least: float, most: float) -> str:
+def ends(estimate: Estimate, least: float, most: float) -> str:
     """The 95 % interval, as far as it is possible."""
-    if told.low is None or told.high is None or math.isnan(told.mean):
+    if estimate.low is None or estimate.high is None or math.isnan(estimate.mean):
         return ""
-    cut = told.within(least, most)
-    return f"{cut.low:.2f} to {cut.high:.2f}{' (cut)' * (cut != told)}"
+    cut = estimate.within(least, most)
+    return f"{cut.low:.2f} to {cut.high:.2f}{' (cut)' * (cut != estimate)}"
 
 
-def difference(told: Estimate, reach: float = math.inf) -> str:
+def difference(estimate: Estimate, reach: float = math.inf) -> str:
     """A mean difference with the ends of its 95 % interval, of which none can be more than ``reach``."""
-    if told.low is None or told.high is None:
-        return f"{told.mean:+.2f}"
-    cut = told.within(-reach, reach)
-    return f"{told.mean:+.2f} [{cut.low:+.2f}, {cut.high:+.2f}]{' (cut)' * (cut != told)}"
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.mean:+.2f}"
+    cut = estimate.within(-reach, reach)
+    return f"{estimate.mean:+.2f} [{cut.low:+.2f}, {cut.high:+.2f}]{' (cut)' * (cut != estimate)}"
 
 
 def rounded(value: float | None) -> float | None:

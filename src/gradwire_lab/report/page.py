@@ -62,8 +62,7 @@ def bound(title: str, subtitle: str, sections: Sequence[Section], specs: Mapping
 
 def spec(figure: Figure) -> dict[str, Any]:
     """A chart as Vega-Lite's JSON, without the address of its schema and with the look left open."""
-    told = figure.chart.to_dict()
-    return {key: value for key, value in told.items() if key not in ("$schema", "config")}
+    return {key: value for key, value in figure.chart.to_dict().items() if key not in ("$schema", "config")}
 
 
 def _section(task: Task, drawn: Sequence[Figure]) -> Section:
@@ -79,19 +78,19 @@ def _section(task: Task, drawn: Sequence[Figure]) -> Section:
 
 
 def _note(task: Task) -> str:
-    said = (
+    text = (
         f"{task.metric.title.capitalize()} after the last epoch: mean \u00b1 sample standard deviation over seeds, and "
         "the 95 % t-interval of the mean. Payload ratio: float32 gradient bytes / bytes a rank encodes. Wire ratio: "
         "bytes a rank sends and receives in a float32 ring all-reduce / in ours."
     )
     if task.baseline is not None and len(task.groups) > 1:
-        said += f" Against {against(task)}: the mean of the differences seed by seed, with its 95 % t-interval."
+        text += f" Against {against(task)}: the mean of the differences seed by seed, with its 95 % t-interval."
     if any(group.diverged for group in task.groups):
-        said += " Diverged: the loss is not finite, or most steps were skipped, so that the metric says nothing."
+        text += " Diverged: the loss is not finite, or most steps were skipped, so that the metric says nothing."
     sizes = {int(run.start.get("parameters", 0)) for group in task.groups for run in group.runs} - {0}
     if sizes:
-        said += f" The model has {' or '.join(f'{size:,}' for size in sorted(sizes))} parameters."
-    return said
+        text += f" The model has {' or '.join(f'{size:,}' for size in sorted(sizes))} parameters."
+    return text
 
 
 def _recipe(group: Group) -> dict[str, Any]:
@@ -111,8 +110,8 @@ def _recipe(group: Group) -> dict[str, Any]:
 def _subtitle(tasks: Sequence[Task]) -> str:
     runs = [run for task in tasks for group in task.groups for run in group.runs]
     under_way = sum(run.final is None for run in runs)
-    said = f"{len(runs)} run{'s' * (len(runs) != 1)}"
-    return f"{said}, {under_way} of them not finished" if under_way else said
+    text = f"{len(runs)} run{'s' * (len(runs) != 1)}"
+    return f"{text}, {under_way} of them not finished" if under_way else text
 
 
 def _typeset(cell: TableCell) -> TableCell:

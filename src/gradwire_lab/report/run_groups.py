@@ -1,11 +1,15 @@
 """Runs that differ only in their seed, side by side with the other ways of doing the same task."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from gradwire_lab.report.load import DENSE, Metric, RunRecord
 from gradwire_lab.report.statistics import Estimate, estimate, paired
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 _ASIDE = ("train.seed", "train.workers", "train.eval_every", "train.log_every", "train.save_every", "data.root")
 _HOW = ("sync.", "gossip.")  # tables that say how workers agree, which is what is compared
@@ -44,8 +48,8 @@ class Group:
     @property
     def skipped(self) -> tuple[int, int]:
         """Steps that were skipped because gradients were not finite, and all steps."""
-        told = [[int(run.number(key) or 0) for run in self.runs] for key in ("skipped", "step")]
-        return sum(told[0]), sum(told[1])
+        skipped, steps = (sum(int(run.number(key) or 0) for run in self.runs) for key in ("skipped", "step"))
+        return skipped, steps
 
     @property
     def estimate(self) -> Estimate:
@@ -103,15 +107,21 @@ def tasks(runs: Iterable[RunRecord]) -> list[Task]:
 
     Runs of the same model on the same data make a task; those whose folders' names differ only in the seed, a group.
     """
-    by_key: dict[tuple[str, int], list[RunRecord]] = {}
-    for run in runs:
-        if run.last:
-            by_key.setdefault((task_name(run), int(run.start.get("parameters", 0))), []).append(run)
+    recorded = [run for run in runs if run.last]
+    by_key = grouped(recorded, lambda run: (task_name(run), int(run.start.get("parameters", 0))))
     names = [name for name, _ in by_key]
     return [
         _task(name if names.count(name) == 1 else f"{name}, {size:,} parameters", by_key[name, size])
         for name, size in sorted(by_key)
     ]
+
+
+def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Values by key, in the order in which they came."""
+    groups: dict[K, list[T]] = {}
+    for value in values:
+        groups.setdefault(key(value), []).append(value)
+    return groups
 
 
 def task_name(run: RunRecord) -> str:
@@ -121,7 +131,7 @@ def task_name(run: RunRecord) -> str:
 
 
 def front(points: Sequence[tuple[float, float]], metric: Metric) -> list[int]:
-    """Which (cost, value) nobody beats at the same or a lower cost, cheapest first."""
+    """The Pareto front of some (cost, value), cheapest first."""
     best: list[int] = []
     by_cost = sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1] * _sign(metric)))
     for i in by_cost:
@@ -145,18 +155,15 @@ def _task(name: str, runs: list[RunRecord]) -> Task:
 
 
 def _groups(runs: list[RunRecord]) -> tuple[Group, ...]:
-    by_key: dict[tuple[str, str], list[RunRecord]] = {}
-    for run in runs:
-        by_key.setdefault((str(run.folder.parent), run.stem), []).append(run)
-    inside = list(by_key.values())
+    inside = list(grouped(runs, lambda run: (str(run.folder.parent), run.stem)).values())
     made = [Group(_label(group[0], inside), tuple(sorted(group, key=lambda run: run.seed))) for group in inside]
     return tuple(sorted(made, key=lambda group: (not group.dense, -(group.mean("sent") or 0))))
 
 
 def _label(run: RunRecord, by_key: list[list[RunRecord]]) -> str:
-    """The spec, what of the exchange is unusual, and what else tells this group from its baseline and from its like."""
-    rivals = [shelf[0] for shelf in by_key if shelf[0].spec == run.spec]
-    dense = [] if run.spec in DENSE else [shelf[0] for shelf in by_key if shelf[0].spec in DENSE]
+    """The spec, what of the exchange is unusual, and what else differs from the baseline and from similar groups."""
+    rivals = [runs[0] for runs in by_key if runs[0].spec == run.spec]
+    dense = [] if run.spec in DENSE else [runs[0] for runs in by_key if runs[0].spec in DENSE]
     unlike = min((_differences(run, baseline) for baseline in dense), key=len, default=())
     mine = _settings(run)
     theirs = [_settings(rival) for rival in rivals]
@@ -184,7 +191,7 @@ def _differences(run: RunRecord, baseline: RunRecord) -> list[str]:
 
 
 def _settings(run: RunRecord) -> dict[str, object]:
-    """What the recipe decides, less what differs between seeds or machines, and how often somebody looks."""
+    """What the recipe decides, less what differs between seeds or machines, and how often it was evaluated or saved."""
     tables = {name: table for name, table in run.recipe.items() if isinstance(table, dict)}
     flat = {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()}
     return {key: value for key, value in flat.items() if key not in _ASIDE} | {"ranks": run.ranks}

@@ -58,12 +58,12 @@ def _figures(rows: Sequence[Row], place: str) -> list[Figure]:
 def _maps(place: str, rows: Sequence[Row], figures: Sequence[Figure], note: str) -> Section:
     lost = sum(bool(row["compression_loses"]) for row in rows)
     dense = sum(row["choice"].startswith("ddp-") for row in rows)
-    said = (
+    note_text = (
         f"In {lost} of {len(rows)} cells nothing that compresses beats the better dense DDP. In {dense}, auto stays "
         f"dense: there, or since what looks faster might not be. {note}"
     )
     captions = [{"key": one.name, "title": one.title, "caption": one.caption} for one in figures]
-    return Section(slug(place), place, said, (), (), captions, ())
+    return Section(slug(place), place, note_text, (), (), captions, ())
 
 
 def _table(place: str, rows: Sequence[Row]) -> Section:

@@ -14,7 +14,7 @@ class Estimate:
     """A mean of n values, their sample standard deviation, and the 95 % t-interval of the mean.
 
     Of one value nothing is known but itself: the spread and the ends of the interval are then None. Values that are all
-    alike tell nothing of how far others would lie apart: there is no interval then.
+    equal show nothing of how far others would lie apart: there is no interval then.
     """
 
     n: int

@@ -24,65 +24,56 @@ class TableCell:
 
 
 def columns(task: Task) -> list[TableColumn]:
-    versus = [TableColumn(f"against {against(task)}")] if _compares(task) else []
-    skipped = [TableColumn("skipped steps")] if _skips(task) else []
-    return [
-        TableColumn("spec", numeric=False),
-        TableColumn("ranks"),
-        TableColumn("seeds"),
-        TableColumn(task.metric.axis),
-        TableColumn("95 % interval"),
-        *versus,
-        TableColumn("payload ratio"),
-        TableColumn("wire ratio"),
-        TableColumn("sent by a rank"),
-        TableColumn("wall time"),
-        *skipped,
-    ]
-
-
-def against(task: Task) -> str:
-    """Whom the groups of a task are measured against, in words."""
-    baselines = task.baselines
-    return baselines[0].label if len(baselines) == 1 else "the dense twin"
+    return [TableColumn(title, numeric=title != "spec") for title in _readers(task)]
 
 
 def cells(task: Task, group: Group) -> list[TableCell]:
     """One line, in the order of the columns."""
-    told, metric = group.estimate, task.metric
-    return [
-        TableCell(group.label if group.ended else f"{group.label} ({_standing(group)})"),
-        TableCell(ranks(group.runs[0]), group.runs[0].world),
-        TableCell(str(len(group.runs)), len(group.runs)),
-        _known(told.mean, _outcome(group) or mean_and_spread(told)),
-        _known(told.half_width, ends(told, metric.least, metric.most)),
-        *([_lead(task, group)] if _compares(task) else []),
-        _measured(group.mean("payload_ratio"), ratio),
-        _measured(group.wire_ratio, ratio),
-        _measured(group.mean("sent"), in_bytes),
-        _measured(group.mean("seconds"), in_seconds),
-        *([_skipped(group)] if _skips(task) else []),
-    ]
+    return [read(group) for read in _readers(task).values()]
+
+
+def _readers(task: Task) -> dict[str, Callable[[Group], TableCell]]:
+    """By the title of a column: the cell of a group."""
+    readers: dict[str, Callable[[Group], TableCell]] = {
+        "spec": lambda group: TableCell(group.label if group.ended else f"{group.label} ({_progress(group)})"),
+        "ranks": lambda group: TableCell(ranks(group.runs[0]), group.runs[0].world),
+        "seeds": lambda group: TableCell(str(len(group.runs)), len(group.runs)),
+        task.metric.axis: lambda group: _known(
+            group.estimate.mean, _divergence(group) or mean_and_spread(group.estimate)
+        ),
+        "95 % interval": lambda group: _known(
+            group.estimate.half_width, ends(group.estimate, task.metric.least, task.metric.most)
+        ),
+    }
+    if task.baseline is not None and len(task.groups) > 1:
+        readers[f"against {against(task)}"] = lambda group: _lead(task, group)
+    readers |= {
+        "payload ratio": lambda group: _measured(group.mean("payload_ratio"), ratio),
+        "wire ratio": lambda group: _measured(group.wire_ratio, ratio),
+        "sent by a rank": lambda group: _measured(group.mean("sent"), in_bytes),
+        "wall time": lambda group: _measured(group.mean("seconds"), in_seconds),
+    }
+    if any(group.skipped[0] for group in task.groups):
+        readers["skipped steps"] = _skipped
+    return readers
+
+
+def against(task: Task) -> str:
+    """The baseline of a task's groups, in words."""
+    baselines = task.baselines
+    return baselines[0].label if len(baselines) == 1 else "the dense baseline"
 
 
 def ranks(run: RunRecord) -> str:
-    """How many, and whether they were played by one process."""
+    """How many, and whether one process simulated them."""
     return f"{run.ranks} virtual" if run.start.get("virtual") else run.ranks
 
 
-def _standing(group: Group) -> str:
+def _progress(group: Group) -> str:
     """How far the run that is furthest from its end has come."""
     behind = min((run for run in group.runs if not run.final), key=lambda run: float(run.last.get("step", 0)))
     steps, whole = float(behind.start.get("steps_per_epoch", 0)), float(behind.start.get("steps", 0))
     return f"unfinished: epoch {behind.last['epoch']:g} of {whole / steps:g}" if steps else "unfinished"
-
-
-def _compares(task: Task) -> bool:
-    return task.baseline is not None and len(task.groups) > 1
-
-
-def _skips(task: Task) -> bool:
-    return any(group.skipped[0] for group in task.groups)
 
 
 def _skipped(group: Group) -> TableCell:
@@ -90,7 +81,7 @@ def _skipped(group: Group) -> TableCell:
     return TableCell(f"{skipped:,} of {steps:,}" if skipped else "0", skipped / max(1, steps))
 
 
-def _outcome(group: Group) -> str:
+def _divergence(group: Group) -> str:
     """That a metric means nothing, where it does: what diverged is no result."""
     if not group.diverged:
         return ""
@@ -102,7 +93,7 @@ def _lead(task: Task, group: Group) -> TableCell:
     if versus is None or baseline is None:
         return TableCell("", "")
     if math.isnan(versus.mean):
-        return TableCell("diverged" if group.diverged else "the twin diverged", "")
+        return TableCell("diverged" if group.diverged else "the baseline diverged", "")
     return TableCell(difference(versus, task.metric.most - task.metric.least), rounded(versus.mean))
 
 

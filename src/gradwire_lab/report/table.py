@@ -12,7 +12,7 @@ def markdown(tasks: Sequence[Task], base: Path | None = None) -> str:
     """A heading, a table and its sources for each task.
 
     Args:
-        tasks: What to tell of.
+        tasks: Each has a table.
         base: The folder that links to the logs start from: the one that the text will lie in.
     """
     return "\n".join(_section(task, base or Path()) for task in tasks)
@@ -20,7 +20,7 @@ def markdown(tasks: Sequence[Task], base: Path | None = None) -> str:
 
 def _section(task: Task, base: Path) -> str:
     heads = [column.title for column in columns(task)]
-    said = list(dict.fromkeys(run.command for group in task.groups for run in group.runs))
+    typed = list(dict.fromkeys(run.command for group in task.groups for run in group.runs))
     lines = [
         f"## {task.name}",
         "",
@@ -28,10 +28,10 @@ def _section(task: Task, base: Path) -> str:
         _row(["---", *(["---:"] * (len(heads) - 1)), "---", "---"]),
     ]
     for group in task.groups:
-        commands = sorted({said.index(run.command) + 1 for run in group.runs})
+        commands = sorted({typed.index(run.command) + 1 for run in group.runs})
         shown = [_text(cell.text) for cell in cells(task, group)]
         lines.append(_row([*shown, ", ".join(f"({number})" for number in commands), _logs(group, base)]))
-    lines += ["", *(f"({number}) `{command}`\n" for number, command in enumerate(said, 1))]
+    lines += ["", *(f"({number}) `{command}`\n" for number, command in enumerate(typed, 1))]
     return "\n".join(lines)
 
 

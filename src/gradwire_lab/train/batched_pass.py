@@ -1,6 +1,6 @@
 """Batched pass: one forward and backward for all workers of a process, which `torch.func` maps over their batches.
 
-Workers share one model, so every parameter is expanded, without a copy, to one for each worker; what is derived is each
+Parameters are one for each worker: workers that share a model expand them, without a copy. What is derived is each
 worker's own gradient. Where a worker makes several passes in a step, and how much they differ is asked for, these are
 mapped over as well.
 
@@ -18,10 +18,10 @@ from torch.func import functional_call, vmap
 
 from gradwire.core.segments import Segments
 from gradwire_lab.train.cuda_graphs import CapturedPass
-from gradwire_lab.train.data import Batch
-from gradwire_lab.train.local_workers import Grads, LocalWorkers
-from gradwire_lab.train.models import State
+from gradwire_lab.train.data.images import Batch
+from gradwire_lab.train.models.lstm import State
 from gradwire_lab.train.vmap_layers import WideLayers, interleave_channels
+from gradwire_lab.train.workers import Grads, Workers, views
 
 States = list[list[State]]  # by worker
 # (model, examples, targets, what a recurrent model remembers) -> the mean loss, and the memory after.
@@ -38,44 +38,34 @@ class BatchedPass:
 
     Attributes:
         objective: What to derive.
-        scaled: Multiplies a loss by the scale of a GradScaler.
-        tables: The parameters of each lane.
-        rows: Where their gradients are wanted, [workers, ...], lane by lane.
-        max_norm: The longest gradient that a worker may have; None: any.
+        tables: Parameters, as they lie in
+        rows: where their gradients are wanted, [workers, ...].
         graphs: Whether passes may be captured as CUDA graphs.
         parts: How many passes a worker makes in a step.
-        scale: What the loss was scaled by, if it is asked for how much the passes of a worker differ.
+        observed: Whether it is asked for how much the passes of a worker differ.
         moments: By worker and name, the sum over its passes of (gradient / parts)^2; the next pass overwrites it.
     """
 
-    workers: LocalWorkers
+    workers: Workers
     objective: Objective
-    scaled: Callable[[Tensor], Tensor]
     tables: Sequence[Segments]
     rows: Sequence[Tensor]
-    max_norm: Callable[[], Tensor | float] | None
     graphs: bool
     parts: int = 1
-    scale: Callable[[], Tensor | float] | None = None
+    observed: bool = False
 
     def __post_init__(self) -> None:
-        self.num_batches = len(self.workers.wires) * self.parts
-        self._runs: dict[torch.Size, Callable[[Tensor, Tensor], Tensor]] = {}
-        self._stacked = self.workers.stacked_buffers()
+        self.num_batches = len(self.workers.buffers) * self.parts
+        self._runs: dict[torch.Size, Callable[..., Tensor]] = {}
         self._state: State | None = None
         self._shown: States = []
         self._grads: list[Grads] = [{**own} for own in self._by_worker(self.rows)]
         self._apart = self.rows if self.parts == 1 else [x.new_empty(self.num_batches, x.shape[1]) for x in self.rows]
-        self._seen = [] if self.scale is None else [torch.empty_like(rows) for rows in self.rows]
-        self.moments = [] if self.scale is None else self._by_worker(self._seen)
+        self._squares = [torch.empty_like(rows) for rows in self.rows] if self.observed else []
+        self.moments = self._by_worker(self._squares) if self.observed else []
         self._into = self._by_name(self._apart)
-        named = self.workers.wire.parameters
-        for p in named.values():
-            p.data = p.data.contiguous()  # as gradients are: an optimizer then takes them all at once
-        self._leaves = {
-            name: named[name].detach().expand(self.num_batches, *named[name].shape).requires_grad_()
-            for name in self._into
-        }
+        leaves = self.workers.leaves(self.num_batches)
+        self._leaves = {name: leaves[name] for name in self._into}
 
     def __call__(self, batch: Batch, states: States) -> tuple[list[Grads], Tensor, States]:
         """Every worker's gradients, which the next pass overwrites, the mean of their losses, and their memories.
@@ -103,16 +93,18 @@ class BatchedPass:
         for part, new in zip(self._state, given, strict=True):
             part.copy_(new)
 
-    def _prepared(self, inputs: Tensor, targets: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    def _prepared(self, inputs: Tensor, targets: Tensor) -> Callable[..., Tensor]:
         """Try a pass, and capture it; that leaves no trace in statistics and memories."""
-        changing = [*self._stacked.values(), *(self._state or ())]
+        changing = [*self.workers.stacked_buffers.values(), *(self._state or ())]
         before = [x.clone() for x in changing]
         try:
             self._pass(inputs, targets)
             return CapturedPass(self._pass, inputs, targets) if self.graphs else self._pass
-        except RuntimeError as wrong:
-            why = " ".join(str(wrong).split())
-            raise Unsupported(f"workers cannot pass together ({why}); use train.passes = 'sequential'") from None
+        except RuntimeError as error:
+            why = " ".join(str(error).split())
+            raise Unsupported(
+                f"workers cannot pass together ({why}); use train.passes = 'sequential', or with gossip gossip.passes"
+            ) from None
         finally:
             for x, old in zip(changing, before, strict=True):
                 x.copy_(old)
@@ -133,8 +125,9 @@ class BatchedPass:
         columns = (1,) * len(state)
         with WideLayers():
             mapped = vmap(one, (0, 0, 0, 0, *columns), (0, *columns), randomness="different")
-            losses, *after = mapped(self._leaves, self._stacked, x, y, *state)
-        grads = torch.autograd.grad(self.scaled(losses).sum() / self.parts, list(self._leaves.values()))
+            losses, *after = mapped(self._leaves, self.workers.stacked_buffers, x, y, *state)
+        loss, leaves = self.workers.scaled(losses).sum() / self.parts, list(self._leaves.values())
+        grads = torch.autograd.grad(loss, leaves, materialize_grads=self.workers.zero_missing)
         for into, grad in zip(self._into.values(), grads, strict=True):
             into.copy_(grad)
         self._close([part.flatten(1, 2) for part in after])
@@ -145,31 +138,29 @@ class BatchedPass:
         for part, new in zip(self._state or (), after, strict=True):
             part.copy_(new)
         self._add_up()
-        if self.max_norm is not None:
+        if self.workers.local_clip:
+            max_norm = self.workers.local_clip * self.workers.loss_scale
             norms = torch.stack([rows.norm(dim=1) for rows in self.rows]).norm(dim=0)
-            factors = (self.max_norm() / (norms + 1e-6)).clamp(max=1.0)
+            factors = (max_norm / (norms + 1e-6)).clamp(max=1.0)[:, None]
             for rows in self.rows:
-                rows.mul_(factors[:, None])
-            for seen in self._seen:
-                seen.mul_(factors[:, None].square())
+                rows.mul_(factors)
+            for squares in self._squares:
+                squares.mul_(factors.square())
 
     def _add_up(self) -> None:
         """Each worker's gradient from those of its passes, and how much these differ."""
         for rows, apart in zip(self.rows, self._apart, strict=True):
             if apart is not rows:
                 torch.sum(apart.unflatten(0, (-1, self.parts)), 1, out=rows)
-        for seen, apart in zip(self._seen, self._apart, strict=False):
-            assert self.scale is not None
-            torch.sum((apart / self.scale()).square_().unflatten(0, (-1, self.parts)), 1, out=seen)
+        for squares, apart in zip(self._squares, self._apart, strict=False):
+            each = (apart / self.workers.loss_scale).square_()
+            torch.sum(each.unflatten(0, (-1, self.parts)), 1, out=squares)
 
     def _by_name(self, lanes: Sequence[Tensor]) -> dict[str, Tensor]:
         """Each parameter's part of rows such as those of gradients: views."""
-        return {
-            name: part.view(len(rows), *shape)
-            for table, rows in zip(self.tables, lanes, strict=True)
-            for name, shape, part in zip(table.names, table.shapes, rows.split(list(table.lengths), dim=1), strict=True)
-        }
+        pairs = zip(self.tables, lanes, strict=True)
+        return {name: view for table, rows in pairs for name, view in views(table, rows).items()}
 
     def _by_worker(self, lanes: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        views = self._by_name(lanes)
-        return [{name: view[i] for name, view in views.items()} for i in range(len(self.workers.wires))]
+        by_name = self._by_name(lanes)
+        return [{name: view[i] for name, view in by_name.items()} for i in range(len(self.workers.buffers))]

@@ -1,4 +1,4 @@
-"""Keywords: call a maker with what a person wrote, and what the data can tell."""
+"""Call a maker with the options of a recipe, and with facts of the data."""
 
 import difflib
 import inspect
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def nearest(word: str, words: Mapping[str, object]) -> str:
-    """The end of a sentence about a word nobody knows: the nearest one that is known, or all of them."""
+    """The end of an error about an unknown word: the nearest known word, or all of them."""
     near = difflib.get_close_matches(word, words, n=1)
     return f"did you mean {near[0]!r}?" if near else f"choose among {', '.join(words) or 'none at all'}"
 
@@ -20,7 +20,7 @@ def call_with_options(
     """``maker(**facts, **options)``: every option must be a keyword of the maker, a fact is left out if it is not.
 
     Options win over facts. A maker with ``**keywords`` takes any option. An option must be of the type that the maker
-    says, where that is a number, a switch or a string. Options are those of a recipe's ``table``.
+    declares, where that is a number, a switch or a string. Options are those of a recipe's ``table``.
     """
     what = f"the {table} {name}"
     known = inspect.signature(maker).parameters
@@ -35,13 +35,13 @@ def call_with_options(
     given = {**{word: fact for word, fact in facts.items() if word in words}, **options}
     for word, each in words.items():
         if each.default is each.empty and word not in given:
-            remedy = f"say it with --set {table}.options.{word}={word.upper()}"
+            remedy = f"give it with --set {table}.options.{word}={word.upper()}"
             raise ValueError(f"{what} needs the option {word!r}; {remedy}")
     return maker(**given)
 
 
 def _fits(value: object, annotation: object) -> bool:
-    """Whether a value is what a plain annotation says; nothing is said of others."""
+    """Whether a value is of an annotated type, if that is a plain one."""
     if annotation in (int, float):
         return isinstance(value, int | annotation) and not isinstance(value, bool)
     return not (annotation is bool or annotation is str) or type(value) is annotation

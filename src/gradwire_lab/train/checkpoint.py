@@ -12,7 +12,7 @@ process dies, both name a whole checkpoint. No pickle is written or read.
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ MODEL, OPTIMIZER, PROGRESS = "model.safetensors", "optimizer.safetensors", "prog
 
 
 class Damaged(ValueError):
-    """A file of a checkpoint cannot be read; the sentence says which, and what can be done."""
+    """A file of a checkpoint cannot be read; the message names it, and the remedies."""
 
     def __init__(self, path: Path, why: object) -> None:
         super().__init__(
@@ -68,8 +68,8 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     """The inverse of `save_tensors`."""
     try:
         return checksums.read(path)
-    except checksums.Unreadable as wrong:
-        raise Damaged(path, wrong) from None
+    except checksums.Unreadable as error:
+        raise Damaged(path, error) from None
 
 
 def inspect(folder: Path) -> None:
@@ -82,39 +82,22 @@ def inspect(folder: Path) -> None:
         try:
             with safe_open(path, "pt"):
                 pass
-        except (OSError, SafetensorError) as wrong:
-            raise Damaged(path, wrong) from None
+        except (OSError, SafetensorError) as error:
+            raise Damaged(path, error) from None
 
 
-def save(
-    run: Path,
-    step: int,
-    ranks: Mapping[int, State],
-    common: Callable[[Path], None] | None,
-    barrier: Callable[[], None],
-    best: bool,
-) -> None:
-    """Write the states of some ranks and, in the process that writes for all, what they have in common.
-
-    Args:
-        run: The run's folder.
-        step: Names the checkpoint.
-        ranks: States of the ranks of this process.
-        common: Writes model, optimizer and progress into a folder; None in all processes but one.
-        barrier: Waits for all processes.
-        best: Whether it is also the best so far.
-    """
+def open_folder(run: Path, step: int) -> Path:
+    """The folder of a new checkpoint."""
     folder = run / "checkpoints" / f"step-{step}"
     folder.mkdir(parents=True, exist_ok=True)
-    for rank, state in ranks.items():
-        save_tensors(state, folder / f"rank-{rank}.safetensors")
-    if common is not None:
-        common(folder)
-    barrier()
-    if common is not None:
-        for which in ("best", "last") if best else ("last",):
-            write_text(folder.parent / f"{which}.json", json.dumps({"folder": folder.name}))
-        _sweep(run)
+    return folder
+
+
+def publish(folder: Path, best: bool) -> None:
+    """Name a complete checkpoint as the last one, and perhaps as the best, and remove those that are neither."""
+    for which in ("best", "last") if best else ("last",):
+        write_text(folder.parent / f"{which}.json", json.dumps({"folder": folder.name}))
+    _sweep(folder.parents[1])
 
 
 def save_tensors(state: State, path: Path) -> None:
@@ -154,8 +137,8 @@ def load_model(model: nn.Module, name: str, folder: Path) -> None:
     """Give a model, which a recipe calls ``name``, the weights of a checkpoint."""
     try:
         model.load_state_dict(load_tensors(folder / MODEL))
-    except RuntimeError as wrong:
-        why = " ".join(str(wrong).split())
+    except RuntimeError as error:
+        why = " ".join(str(error).split())
         raise ValueError(
             f"{folder / MODEL} holds another model than {name} makes now ({why}); name the model and the "
             "options that it was trained with"
@@ -177,13 +160,13 @@ def clear(run: Path) -> None:
 
 
 def _sweep(run: Path) -> None:
-    """Remove checkpoints that are neither last nor best; none, where that cannot be told."""
+    """Remove checkpoints that are neither last nor best; none, where that is not known."""
     try:
-        kept = {find(run, "last"), find(run, "best")}
+        named = {find(run, "last"), find(run, "best")}
     except Damaged:
         return
     for folder in (run / "checkpoints").glob("step-*"):
-        if folder not in kept:
+        if folder not in named:
             shutil.rmtree(folder)
 
 
@@ -191,8 +174,8 @@ def _json(path: Path, key: str) -> dict[str, Any]:
     """An object with a key that it must have."""
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as wrong:
-        raise Damaged(path, wrong) from None
+    except (OSError, ValueError) as error:
+        raise Damaged(path, error) from None
     if not isinstance(read, dict) or key not in read:
         raise Damaged(path, f"it has no {key!r}")
     return read

@@ -1,4 +1,4 @@
-"""A grid of specs and seeds: run what is missing, then say what each spec costs against the first.
+"""A grid of specs and seeds: run what is missing, then compare each spec with the first.
 
 Each cell of the grid is a run folder. One that has its closing record is never run again; one that was interrupted
 goes on from its checkpoint; and what is left when the time is up waits for the next command.
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from threading import Event
 from typing import Protocol
@@ -16,6 +17,7 @@ from typing import Protocol
 from gradwire_lab.report.load import CELL, finished, load
 from gradwire_lab.report.run_groups import Group, Task, task_name
 from gradwire_lab.report.slug import slug
+from gradwire_lab.train.run_names import title
 
 
 class OutOfTime(Exception):
@@ -28,7 +30,7 @@ class RunCell(Protocol):
     def __call__(self, recipes: tuple[str, ...], overrides: tuple[str, ...], folder: Path) -> None: ...
 
     def stop(self) -> None:
-        """End whatever is running, in order: somebody wants to leave."""
+        """End in order whatever is running."""
 
 
 @dataclass(frozen=True)
@@ -78,23 +80,18 @@ def arms(text: str) -> tuple[Arm, ...]:
     Raises:
         ValueError: There is no spec, or one twice.
     """
-    made = []
+    parsed = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
         spec, *overrides = (piece.strip() for piece in part.split("@"))
-        made.append(Arm(spec, tuple(overrides)))
-    if not made:
+        parsed.append(Arm(spec, tuple(overrides)))
+    if not parsed:
         raise ValueError("there is no spec to compare; write for example --specs 'fp32; topk(0.01)|sign'")
     by_folder: dict[str, Arm] = {}
-    for arm in made:
+    for arm in parsed:
         other = by_folder.setdefault(slug(arm.label), arm)
         if other is not arm:
             raise ValueError(f"{arm.label!r} and {other.label!r} would share a run folder; drop one or write it apart")
-    return tuple(made)
-
-
-def title(recipes: Sequence[str]) -> str:
-    """What runs of these are called, as `gradwire train` calls them."""
-    return "+".join(Path(name).stem if name.endswith(".toml") else name for name in recipes)
+    return tuple(parsed)
 
 
 def grid(
@@ -105,17 +102,13 @@ def grid(
     runs: Path = Path("runs"),
     suffix: str = "",
 ) -> list[GridCell]:
-    """The cells, seed by seed: whatever the time allows, each spec then has its twin of the same seed."""
-    arms = tuple(arms)
-    return [_cell(tuple(recipes), arm, seed, tuple(overrides), runs, suffix) for seed in seeds for arm in arms]
-
-
-def _cell(
-    recipes: tuple[str, ...], arm: Arm, seed: int, overrides: tuple[str, ...], runs: Path, suffix: str
-) -> GridCell:
-    folder = runs / "-".join(filter(None, (title(recipes), slug(suffix), slug(arm.label), str(seed))))
-    whole = (*overrides, f"sync.spec={arm.spec}", *arm.overrides, f"train.seed={seed}")
-    return GridCell(arm, seed, recipes, whole, folder)
+    """The cells, seed by seed: so each spec has a baseline of the same seed, also if the time is up early."""
+    arms, cells = tuple(arms), []
+    for seed, arm in product(seeds, arms):
+        folder = runs / "-".join(filter(None, (title(recipes), slug(suffix), slug(arm.label), str(seed))))
+        settings = (*overrides, f"sync.spec={arm.spec}", *arm.overrides, f"train.seed={seed}")
+        cells.append(GridCell(arm, seed, tuple(recipes), settings, folder))
+    return cells
 
 
 def run_grid(
@@ -123,13 +116,13 @@ def run_grid(
     run_cell: RunCell,
     budget_seconds: float | None = None,
     command: str = "",
-    tell: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     clock: Callable[[], float] = time.monotonic,
     jobs: int = 1,
 ) -> Progress:
     """Run every cell that is not finished, ``jobs`` at once, until all are or the time is up.
 
-    A cell that fails is told of and left behind; the others go on. Each cell's folder notes what was asked of it, so
+    A cell that fails is logged and left behind; the others go on. Each cell's folder notes what was asked of it, so
     that no later grid mistakes it for another, and the command, which tables name as their source.
 
     Raises:
@@ -144,15 +137,15 @@ def run_grid(
         place = f"[{number}/{len(cells)}] {cell.name}"
         if finished(cell.folder):
             progress.skipped.append(cell)
-            tell(f"{place}: finished before")
+            log(f"{place}: finished before")
         elif halted.is_set() or progress.left or (end is not None and clock() >= end):
             progress.left.append(cell)
         else:
-            tell(f"{place}: {'goes on' if (cell.folder / CELL).is_file() else 'starts'}")
+            log(f"{place}: {'goes on' if (cell.folder / CELL).is_file() else 'starts'}")
             cell.folder.mkdir(parents=True, exist_ok=True)
             (cell.folder / CELL).write_text(json.dumps(cell.asked | {"command": command}, indent=2) + "\n")
             try:
-                _run(cell, run_cell, progress, tell, halted)
+                _run(cell, run_cell, progress, log, halted)
             except BaseException:
                 halted.set()  # before this thread takes the next
                 raise
@@ -169,17 +162,17 @@ def run_grid(
     return progress
 
 
-def _run(cell: GridCell, run_cell: RunCell, progress: Progress, tell: Callable[[str], None], halted: Event) -> None:
+def _run(cell: GridCell, run_cell: RunCell, progress: Progress, log: Callable[[str], None], halted: Event) -> None:
     try:
         run_cell(cell.recipes, cell.overrides, cell.folder)
     except OutOfTime:
         progress.left.append(cell)
-    except (RuntimeError, OSError) as wrong:
+    except (RuntimeError, OSError) as error:
         if halted.is_set():  # it was stopped, as all were
             progress.left.append(cell)
             return
-        progress.failed.append((cell, str(wrong)))
-        tell(f"{cell.name} failed: {wrong}")
+        progress.failed.append((cell, str(error)))
+        log(f"{cell.name} failed: {error}")
     else:
         progress.ran.append(cell)
 
@@ -195,16 +188,14 @@ def _check(cell: GridCell) -> None:
 
 
 def outcome(cells: Sequence[GridCell]) -> Task | None:
-    """What the finished cells say, in the order of the specs; the twin is the first spec. None before any is."""
-    shelves: dict[Arm, list[GridCell]] = {}
-    for cell in cells:
-        shelves.setdefault(cell.arm, [])
-        if finished(cell.folder):
-            shelves[cell.arm].append(cell)
-    groups = {
-        arm: Group(arm.label, tuple(load(cell.folder) for cell in inside)) for arm, inside in shelves.items() if inside
-    }
-    if not groups:
+    """The results of the finished cells, in the order of the specs; the baseline is the first. None before any is."""
+    groups = {arm: _group(arm, cells) for arm in dict.fromkeys(cell.arm for cell in cells)}
+    trained = [group for group in groups.values() if group.runs]
+    if not trained:
         return None
-    some = next(iter(groups.values())).runs[0]
-    return Task(task_name(some), some.metric, tuple(groups.values()), groups.get(next(iter(shelves))))
+    some, first = trained[0].runs[0], groups[cells[0].arm]
+    return Task(task_name(some), some.metric, tuple(trained), first if first.runs else None)
+
+
+def _group(arm: Arm, cells: Sequence[GridCell]) -> Group:
+    return Group(arm.label, tuple(load(cell.folder) for cell in cells if cell.arm == arm and finished(cell.folder)))

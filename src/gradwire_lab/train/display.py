@@ -1,74 +1,74 @@
-"""Display: a training as a person watches it: a live line in a terminal, plain lines anywhere else."""
+"""Display: what is printed while a training goes on: a live line in a terminal, plain lines anywhere else."""
 
 import sys
 import time
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 QUIET_SECONDS = 10.0  # between plain lines of steps
 
+LINES = {
+    "decision": "auto, step {step}: {spec}, {why}",
+    "anew": "worker {worker} {why}; it is started anew",
+    "back": "worker {worker} is back, at step {step}",
+}
 Record = dict[str, Any]
 
 
 class Display:
-    """Hears the records of one training."""
+    """Shows the records of one training."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(width=None if sys.stdout.isatty() else 160)
+        columns = TextColumn("{task.description}"), BarColumn(10), TimeRemainingColumn()
+        self._live = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self._start: Record = {}
-        self._live: Progress | None = None
-        self._bar: TaskID | None = None
         self._last: Record = {}
         self._tested: Record = {}
-        self._spoke = time.monotonic()
+        self._printed = time.monotonic()
 
     def __enter__(self) -> "Display":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, why: BaseException | None, where: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._live.stop()
 
-    def hear(self, record: Record) -> None:
-        known = {"start": self._begin, "step": self._step, "epoch": self._epoch, "final": self._end}
-        others = {"decision": self._decision, "anew": self._anew, "back": self._back}
-        {**known, **others}[record["event"]](record)
+    def show(self, record: Record) -> None:
+        shown = {"start": self._show_start, "step": self._show_step, "epoch": self._show_epoch, "final": self._show_end}
+        if record["event"] in shown:
+            shown[record["event"]](record)
+        else:
+            self._print(LINES[record["event"]].format(**record))
 
-    def _begin(self, record: Record) -> None:
+    def _show_start(self, record: Record) -> None:
         self._start = self._last = record
-        self._say(
+        self._print(
             f"{_workers(record)} {record['device']}, {record['parameters']:,} parameters, "
             f"{record['batch']} examples a worker and step, {record['steps_per_epoch']} steps an epoch"
         )
-        self._say(record["method"])
+        self._print(record["method"])
         if record["step"] >= record["steps"]:
-            self._say(f"this run has ended already, at step {record['step']}: nothing is left to train")
+            self._print(f"this run has ended already, at step {record['step']}: nothing is left to train")
         elif record["step"]:
-            self._say(f"going on from step {record['step']} of {record['steps']}")
-        if self._live is not None:
-            self._live.stop()  # the first worker has come back, and begins again
-        if self.console.is_terminal:
-            self._live = Progress(
-                TextColumn("{task.description}"), BarColumn(10), TimeRemainingColumn(), console=self.console
-            )
-            self._live.start()
-            self._bar = self._live.add_task("", total=record["steps"], completed=record["step"])
+            self._print(f"going on from step {record['step']} of {record['steps']}")
+        for task in self._live.task_ids:
+            self._live.remove_task(task)  # the first worker has come back, and begins again
+        self._live.add_task("", total=record["steps"], completed=record["step"])
+        self._live.start()
 
-    def _step(self, record: Record) -> None:
+    def _show_step(self, record: Record) -> None:
         speed, self._last = self._speed(record), record
-        if self._live is not None and self._bar is not None:
-            self._live.update(self._bar, description=self._short(record, speed), completed=record["step"])
-        elif time.monotonic() - self._spoke > QUIET_SECONDS:
+        if not self._live.disable:
+            (task,) = self._live.task_ids
+            self._live.update(task, description=self._short(record, speed), completed=record["step"])
+        elif time.monotonic() - self._printed > QUIET_SECONDS:
             known = f"  {_metric(self._tested)}" if self._tested else ""
-            self._say(
+            self._print(
                 f"epoch {record['epoch']:6.2f}  loss {record['loss']:.4f}{known}  {speed:,.0f} examples/s  "
                 f"{_bytes(record)}  {self._left(record)} left"
             )
@@ -80,26 +80,15 @@ class Display:
         cost = f"{_size(record['sent'])}, {_times(record['payload_ratio'])}"
         return f"epoch {record['epoch']:.2f}  loss {record['loss']:.4f}{known}  {speed:,.0f} ex/s  {cost}"
 
-    def _decision(self, record: Record) -> None:
-        self._say(f"auto, step {record['step']}: {record['spec']}, {record['why']}")
-
-    def _anew(self, record: Record) -> None:
-        self._say(f"worker {record['worker']} {record['why']}; it is started anew")
-
-    def _back(self, record: Record) -> None:
-        self._say(f"worker {record['worker']} is back, at step {record['step']}")
-
-    def _epoch(self, record: Record) -> None:
+    def _show_epoch(self, record: Record) -> None:
         self._last = self._tested = record  # the time of a test is none of training
-        self._say(
+        self._print(
             f"epoch {record['epoch']:6.2f}  loss {record['train_loss']:.4f}  {_metric(record)}  "
             f"{_bytes(record)}{_apart(record)}  {record['seconds']:.1f} s"
         )
 
-    def _end(self, record: Record) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+    def _show_end(self, record: Record) -> None:
+        self._live.stop()
         if "metric" in record:
             self.console.print(summary(record))
 
@@ -111,13 +100,13 @@ class Display:
         return examples / max(1e-9, float(seconds))
 
     def _left(self, record: Record) -> str:
-        """How long the rest will take, if it goes on as in this sitting."""
+        """How long the rest will take, if it goes on as in this session."""
         steps, seconds = (record[name] - self._start[name] for name in ("step", "seconds"))
         left = round(seconds / max(1, steps) * (self._start["steps"] - record["step"]))
         return str(timedelta(seconds=left))
 
-    def _say(self, line: str) -> None:
-        self._spoke = time.monotonic()
+    def _print(self, line: str) -> None:
+        self._printed = time.monotonic()
         self.console.print(Text(line))
 
 
@@ -128,17 +117,14 @@ def summary(final: Record) -> Table:
         final["metric"], f"{_value(final, final['value'])} at the end, {_value(final, final['best'])} at the best"
     )
     who = "by each worker" if "hosts" not in final else f"by the first worker, between {final['hosts']} hosts"
-    cost = f"{_size(final['sent'])} {who}, {_ratio(final['wire_ratio'])} a float32 ring"
+    cost = f"{_size(final['sent'])} {who}, {final['wire_ratio']:,.1f}x less than a float32 ring"
     table.add_row("sent", cost if final["sent"] else "nothing")
     if "hosts" in final:
         table.add_row("inside", f"{_size(final['sent_inside'])} of float32 by the first worker, to its host's")
-    size = f"{_size(final['payload'])}, {_ratio(final['payload_ratio'])} float32"
+    size = f"{_size(final['payload'])}, {final['payload_ratio']:,.1f}x less than float32"
     table.add_row("payload", size if final["payload"] else "nothing")
-    names = ("encode_seconds", "wire_seconds", "decode_seconds")
-    encode, wire, decode = (final[name] for name in names)
-    table.add_row(
-        "seconds", f"{final['seconds']:.1f}, of which encode {encode:.1f}, wire {wire:.1f}, decode {decode:.1f}"
-    )
+    parts = ", ".join(f"{part} {final[f'{part}_seconds']:.1f}" for part in ("encode", "wire", "decode"))
+    table.add_row("seconds", f"{final['seconds']:.1f}, of which {parts}")
     if final["skipped"]:
         table.add_row("skipped", f"{final['skipped']} steps, whose gradients were not finite")
     return table
@@ -177,7 +163,3 @@ def _size(n: float) -> str:
 
 def _times(ratio: float) -> str:
     return f"{ratio:,.0f}x" if ratio >= 10 else f"{ratio:.1f}x"  # 1.5 is neither one nor two
-
-
-def _ratio(ratio: float) -> str:
-    return f"{ratio:,.1f}x less than"

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradwire_lab.train.data import IGNORED, Batch, Task, TextTask
+from gradwire_lab.train.data import Task
+from gradwire_lab.train.data.images import Batch
+from gradwire_lab.train.data.sequences import IGNORED
+from gradwire_lab.train.data.text import TextTask
 from gradwire_lab.train.loading import recurrent
-from gradwire_lab.train.models import transform_of
+from gradwire_lab.train.models.regime import transform_of
 from gradwire_lab.train.precision import autocast
 
 
@@ -34,7 +37,7 @@ class Score(NamedTuple):
 def evaluate_model(
     model: nn.Module, task: Task, batches: Iterator[Batch], total: Callable[[Tensor], Tensor], precision: str = "fp32"
 ) -> Score:
-    """Evaluate; ``total`` adds up what the processes found on their shares."""
+    """Evaluate; ``total`` adds up the sums of all processes, each over its share."""
     model.eval()
     device = next(model.parameters()).device
     transform = transform_of(model, training=False)
@@ -49,8 +52,11 @@ def evaluate_model(
             else:
                 logits = model(inputs)
         sums += _sums(logits.flatten(0, -2).float(), targets.flatten())
-    loss, count, top1, top5 = total(sums).tolist()
-    return _score(loss / max(1.0, count), top1 / max(1.0, count), top5 / max(1.0, count), task)
+    whole = total(sums)
+    loss, _, top1, top5 = (whole / whole[1].clamp(min=1.0)).tolist()
+    if isinstance(task, TextTask):
+        return Score(loss, "perplexity", math.exp(min(loss, 50.0)), None)
+    return Score(loss, "top1", top1, top5)
 
 
 def _sums(logits: Tensor, targets: Tensor) -> Tensor:
@@ -58,12 +64,6 @@ def _sums(logits: Tensor, targets: Tensor) -> Tensor:
     loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
     guesses = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == targets[:, None]
     return torch.stack([loss, (targets != IGNORED).sum(), guesses[:, 0].sum(), guesses.sum()]).double()
-
-
-def _score(loss: float, top1: float, top5: float, task: Task) -> Score:
-    if isinstance(task, TextTask):
-        return Score(loss, "perplexity", math.exp(min(loss, 50.0)), None)
-    return Score(loss, "top1", top1, top5)
 
 
 def chance_level(task: Task) -> tuple[str, float]:

@@ -1,33 +1,35 @@
 """Passes: forward and backward of every worker in this process, through one model: together, or one after another.
 
-Several workers on a GPU pass together, unless `torch.func` cannot map the model over them. Random numbers of a pass
-(dropout) depend on (seed, step, rank) only, so a resumed run draws what it would have drawn, and a virtual worker that
-passes by itself draws what a real one does. On a GPU, passes are captured once as CUDA graphs and replayed: the host
-then has nothing to do but to compress.
+Random numbers of a pass (dropout) depend on (seed, step, rank) only, so a resumed run draws what it would have drawn,
+and a virtual worker that passes by itself draws what a real one does. On a GPU, passes are captured once as CUDA graphs
+and replayed: the host then has nothing to do but to compress.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gradwire.core.segments import Segments
 from gradwire_lab.train.batched_pass import BatchedPass, Unsupported
-from gradwire_lab.train.compression import tests_variance
-from gradwire_lab.train.cuda_graphs import CapturedWorkerPass
-from gradwire_lab.train.data import IGNORED, Batch
+from gradwire_lab.train.cuda_graphs import CapturedPass
+from gradwire_lab.train.data.images import Batch
+from gradwire_lab.train.data.sequences import IGNORED
 from gradwire_lab.train.gradient_variance import GradientVariance
 from gradwire_lab.train.loading import recurrent
-from gradwire_lab.train.local_workers import Grads, LocalWorkers
-from gradwire_lab.train.models import MODELS, State, transform_of
+from gradwire_lab.train.models.lstm import State
+from gradwire_lab.train.models.regime import transform_of
 from gradwire_lab.train.optimizers import clip_
 from gradwire_lab.train.precision import autocast, reseed
 from gradwire_lab.train.recipe import Recipe
+from gradwire_lab.train.workers import Grads, Workers, views
 
 States = list[State]  # of a worker's passes within a step
+Outcome = tuple[Grads, Tensor, States]
+Observe = Callable[[int, dict[str, Tensor]], None]
 
 
 @dataclass
@@ -35,86 +37,152 @@ class Passes:
     """All backward passes of a step.
 
     Attributes:
+        mode: ``together``, ``sequential``, or ``together_if_possible``.
+        observe: Called with a worker, and the second moments of its passes, if these are asked for.
         states: What a recurrent model remembers, by worker; empty before the first step of an epoch.
     """
 
     recipe: Recipe
-    workers: LocalWorkers
+    workers: Workers
+    mode: str
+    observe: Observe | None = None
     states: list[States] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.model = self.workers.model
         self.device = self.workers.rank_info.device
         self._recurrent = recurrent(self.model)
-        self._transform = transform_of(self.model, training=True)
-        self._observed = self.recipe.train.accumulate > 1 and tests_variance(self.recipe)
-        self._recorded: list[CapturedWorkerPass] = []
-        self._rows: list[Tensor] = []
-        self._batched = self._goes_together()
-        self._together: BatchedPass | None = None
+        self._transform = transform_of(self.model, training=True) or (lambda inputs: inputs)
+        self._graphs = self.device.type == "cuda" and self.recipe.train.graphs
+        self._captured: list[CapturedPass[Outcome]] = []
+        self._batched = self.mode != "sequential"
+        self._batched_pass: BatchedPass | None = None
 
     def __call__(self, batch: Batch, step: int) -> tuple[list[Grads], Tensor]:
         """Every worker's gradients, and the mean of their losses, still on the device."""
         if self._batched:
-            reseed(self.recipe.train.seed, step, self.workers.rank_info.ranks[0], self.device)
             try:
-                together = self._formed()
-                grads, loss, self.states = together(batch, self.states)
-                for wire, seen in zip(self.workers.wires, together.moments, strict=False):
-                    wire.observe(seen)
-                return grads, loss
+                return self._together(batch, step)
             except Unsupported:
-                if self.recipe.train.passes == "together":
+                if self.mode == "together":
                     raise
                 self._batched = False
         return self._sequential(batch, step)
 
+    # -- together --------------------------------------------------------------------------------------------------
+
+    def _together(self, batch: Batch, step: int) -> tuple[list[Grads], Tensor]:
+        reseed(self.recipe.train.seed, step, self.workers.rank_info.ranks[0], self.device)
+        batch = Batch(self._transform(batch.inputs), batch.targets)
+        accumulate, run = self.recipe.train.accumulate, self._batched_run()
+        if accumulate == 1 or self.observe is not None:
+            grads, loss, self.states = run(batch, self.states)
+            for worker, moments in enumerate(run.moments):
+                assert self.observe is not None
+                self.observe(worker, moments)
+            return grads, loss
+        shares = [_split(share, accumulate) for share in _split(batch, len(self.workers.buffers))]
+        sums, mean_loss = [torch.zeros_like(rows) for rows in run.rows], torch.zeros((), device=self.device)
+        for parts in zip(*shares, strict=True):  # one of each worker
+            grads, loss, _ = run(Batch(*map(torch.cat, zip(*parts, strict=True))), [])
+            mean_loss += loss / accumulate
+            torch._foreach_add_(sums, list(run.rows))
+        for rows, whole in zip(run.rows, sums, strict=True):
+            torch.div(whole, accumulate, out=rows)
+        return grads, mean_loss
+
+    def _batched_run(self) -> BatchedPass:
+        known, (tables, rows) = self._batched_pass, self.workers.gradient_rows()
+        if known is None or known.rows is not rows or known.tables != tables:
+            parts = 1 if self.observe is None else self.recipe.train.accumulate
+            observed = self.observe is not None
+            known = BatchedPass(self.workers, self._loss, tables, rows, self._graphs, parts, observed)
+            self._batched_pass = known
+        return known
+
+    # -- one after another -----------------------------------------------------------------------------------------
+
     def _sequential(self, batch: Batch, step: int) -> tuple[list[Grads], Tensor]:
-        shares = self._shares(batch)
+        shares = _split(batch, len(self.workers.buffers))
         if self._recurrent and not self.states:
             self.states = [self._start(share) for share in shares]
-        if self._records():
-            self._record(shares)
+        if self._graphs and self.observe is None and not self._captured:
+            self._capture(shares)
         grads, losses = [], []
         for i, share in enumerate(shares):
             reseed(self.recipe.train.seed, step, self.workers.rank_info.ranks[i], self.device)
-            states = self.states[i] if self._recurrent else []
-            if self._recorded and self._recorded[i].fits(share, states):
-                own, loss, states = self._recorded[i](share, states)
-            else:
-                own, loss, states = self.one(i, share, states)
+            given = self._inputs(i, share)
+            fits = bool(self._captured) and self._captured[i].fits(*given)
+            own, loss, states = self._captured[i](*given) if fits else self.one(i, *given)
             if self._recurrent:
                 self.states[i] = states
             grads.append(own)
             losses.append(loss)
         return grads, torch.stack(losses).mean()
 
-    def one(self, worker: int, share: Batch, states: States) -> tuple[Grads, Tensor, States]:
+    def one(self, worker: int, inputs: Tensor, targets: Tensor, *states: Tensor) -> Outcome:
         """One worker's gradients, loss and states; the passes of a step are added up and divided by their number."""
-        if len(self.workers.buffers) > 1:
-            self.workers.use_buffers(self.workers.buffers[worker])
+        self.workers.select(worker)
         self.model.train()
         self.model.zero_grad(set_to_none=True)
         passes = self.recipe.train.accumulate
+        before: Sequence[State | None] = list(zip(states[::2], states[1::2], strict=True)) or [None] * passes
         losses, after = [], []
-        with GradientVariance(self.workers.wires[worker], self._observed) as moments:
-            for i, (inputs, targets) in enumerate(_parts(share, passes)):
-                loss, state = self._loss(self.model, self._laid(inputs), targets, states[i] if states else None)
-                (self._scaled(loss) / passes).backward()
-                moments.take_(self._scale)
-                losses.append(loss.detach())
-                if state is not None:
-                    after.append(state)
-            grads = self._laid_out(worker, {name: p.grad for name, p in self.workers.wire.parameters.items()})
-            self.model.zero_grad(set_to_none=True)
-            if self.recipe.optimizer.local_clip:
-                moments.shrink_(clip_(grads.values(), self._max_norm))
+        variance = GradientVariance(self.workers.parameters)
+        for part, state in zip(_split(Batch(inputs, targets), passes), before, strict=True):
+            loss, state = self._loss(self.model, self._channels_last(self._transform(part.inputs)), part.targets, state)
+            (self.workers.scaled(loss) / passes).backward()
+            if self.observe is not None:
+                variance.add(self.workers.loss_scale)
+            losses.append(loss.detach())
+            if state is not None:
+                after.append(state)
+        grads = self._laid_out(worker, {name: p.grad for name, p in self.workers.parameters.items()})
+        self.model.zero_grad(set_to_none=True)
+        if self.workers.local_clip:
+            variance.scale(clip_(grads.values(), self.workers.local_clip * self.workers.loss_scale))
+        if self.observe is not None:
+            self.observe(worker, variance.moments)
         return grads, torch.stack(losses).mean(), after
 
-    def _laid(self, inputs: Tensor) -> Tensor:
-        inputs = inputs if self._transform is None else self._transform(inputs)
+    def _laid_out(self, worker: int, grads: Grads) -> Grads:
+        """The same where the exchange wants them, which the next pass of the worker overwrites."""
+        if self.workers.zero_missing:
+            whole = {
+                name: torch.zeros_like(self.workers.parameters[name]) if x is None else x for name, x in grads.items()
+            }
+        else:
+            whole = {name: x for name, x in grads.items() if x is not None and x.dtype == torch.float32}
+        if len(whole) < len(grads):
+            return {name: None if grad is None else grad.contiguous() for name, grad in grads.items()}
+        laid: Grads = {}
+        for table, rows in zip(*self.workers.gradient_rows(), strict=True):
+            torch.cat([whole[name].flatten() for name in table.names], out=rows[worker])
+            laid |= views(table, rows[worker])
+        return laid
+
+    def _channels_last(self, inputs: Tensor) -> Tensor:
         channels_last = self.recipe.train.channels_last and inputs.dim() == 4
         return inputs.contiguous(memory_format=torch.channels_last) if channels_last else inputs
+
+    def _start(self, share: Batch) -> States:
+        begin: Callable[[int], State] = self.model.start  # type: ignore[assignment]
+        return [begin(len(part.inputs)) for part in _split(share, self.recipe.train.accumulate)]
+
+    def _inputs(self, worker: int, share: Batch) -> list[Tensor]:
+        states = self.states[worker] if self._recurrent else []
+        return [*share, *(x for pair in states for x in pair)]
+
+    def _capture(self, shares: Sequence[Batch]) -> None:
+        """Capture every worker's pass; warming up must leave no trace in its statistics."""
+        before = {name: x.clone() for name, x in self.workers.stacked_buffers.items()}
+        for i, share in enumerate(shares):
+            pool = self._captured[0].pool if self._captured else None
+            self._captured.append(CapturedPass(partial(self.one, i), *self._inputs(i, share), pool=pool))
+        for name, x in self.workers.stacked_buffers.items():
+            x.copy_(before[name])
+
+    # -- loss ------------------------------------------------------------------------------------------------------
 
     def _loss(
         self, model: Callable[..., Any], inputs: Tensor, targets: Tensor, state: State | None
@@ -131,97 +199,6 @@ class Passes:
             )
         return loss, state
 
-    # -- together --------------------------------------------------------------------------------------------------
 
-    def _goes_together(self) -> bool:
-        plan = self.recipe.train
-        apart = self._observed and not self.workers.buffers[0]  # statistics would have to be updated in turn
-        alone = [
-            ("train.accumulate > 1", plan.accumulate > 1 and not apart),
-            ("an input_transform", self._transform is not None),
-            ("real workers", len(self.workers.wires) == 1 and not self.workers.rank_info.virtual),
-        ]
-        barred = [name for name, holds in alone if holds]
-        if plan.passes == "together" and barred:
-            raise ValueError(f"{barred[0]} and train.passes = 'together' do not go together; leave train.passes out")
-        known = self.device.type == "cuda" and self.recipe.model.name in MODELS and len(self.workers.wires) > 1
-        return not barred and (plan.passes == "together" or (plan.passes == "auto" and known))
-
-    def _formed(self) -> BatchedPass:
-        tables, known = self._tables(), self._together
-        if known is None or known.rows is not self._rows or known.tables != tables:
-            graphs = self.device.type == "cuda" and self.recipe.train.graphs
-            max_norm = (lambda: self._max_norm) if self.recipe.optimizer.local_clip else None
-            observed = (self.recipe.train.accumulate, lambda: self._scale) if self._observed else ()
-            known = self._together = BatchedPass(
-                self.workers, self._loss, self._scaled, tables, self._rows, max_norm, graphs, *observed
-            )
-        return known
-
-    def _laid_out(self, worker: int, grads: Grads) -> Grads:
-        """The same where its lane wants it, lane by lane and worker by worker: a recording does it, and nobody else.
-
-        The next pass of the worker overwrites it.
-        """
-        if any(grad is None or grad.dtype != torch.float32 for grad in grads.values()):
-            return {name: None if grad is None else grad.contiguous() for name, grad in grads.items()}
-        laid: Grads = {}
-        for table, rows in zip(self._tables(), self._rows, strict=True):
-            parts = [grad.flatten() for name in table.names if (grad := grads[name]) is not None]
-            pieces = torch.cat(parts, out=rows[worker]).split(list(table.lengths))
-            laid |= {
-                name: piece.view(shape) for name, shape, piece in zip(table.names, table.shapes, pieces, strict=True)
-            }
-        return laid
-
-    def _tables(self) -> list[Segments]:
-        """The lanes' parameters; and room for the gradients of all workers."""
-        tables = [lane.tensors for lane in self.workers.wire.executor.engine.whole.lanes]
-        sizes = [(len(self.workers.wires), table.total) for table in tables]
-        if [rows.shape for rows in self._rows] != sizes:
-            self._rows = [torch.empty(size, device=self.device) for size in sizes]
-        return tables
-
-    # -- scaling, seeding, splitting -------------------------------------------------------------------------------
-
-    def _scaled(self, loss: Tensor) -> Tensor:
-        scaler = self.workers.wire.scaler
-        return loss if scaler is None else scaler.scale(loss)
-
-    @property
-    def _scale(self) -> Tensor | float:
-        scaler = self.workers.wire.scaler
-        return 1.0 if scaler is None else scaler._get_scale_async()  # type: ignore[return-value]
-
-    @property
-    def _max_norm(self) -> Tensor | float:
-        return self.recipe.optimizer.local_clip * self._scale
-
-    def _shares(self, batch: Batch) -> list[Batch]:
-        num = len(self.workers.rank_info.ranks)
-        return [Batch(*share) for share in zip(batch.inputs.chunk(num), batch.targets.chunk(num), strict=True)]
-
-    def _start(self, share: Batch) -> States:
-        begin: Callable[[int], State] = self.model.start  # type: ignore[assignment]
-        return [begin(len(inputs)) for inputs, _ in _parts(share, self.recipe.train.accumulate)]
-
-    # -- recording -------------------------------------------------------------------------------------------------
-
-    def _records(self) -> bool:
-        wanted = self.recipe.train.graphs and not self._observed
-        return self.device.type == "cuda" and wanted and not self._recorded
-
-    def _record(self, shares: Sequence[Batch]) -> None:
-        """Record every worker's pass; warming up must leave no trace in its statistics."""
-        kept = [{name: x.clone() for name, x in own.items()} for own in self.workers.buffers]
-        for i, share in enumerate(shares):
-            states = self.states[i] if self._recurrent else []
-            pool = self._recorded[0].pool if self._recorded else None
-            self._recorded.append(CapturedWorkerPass(self.one, i, share, states, pool))
-        for own, old in zip(self.workers.buffers, kept, strict=True):
-            for name, x in own.items():
-                x.copy_(old[name])
-
-
-def _parts(share: Batch, passes: int) -> Iterator[tuple[Tensor, Tensor]]:
-    return zip(share.inputs.chunk(passes), share.targets.chunk(passes), strict=True)
+def _split(batch: Batch, parts: int) -> list[Batch]:
+    return [Batch(*part) for part in zip(batch.inputs.chunk(parts), batch.targets.chunk(parts), strict=True)]

@@ -18,57 +18,52 @@ if TYPE_CHECKING:
 
 
 class GossipCheckpoint:
-    """See `strategy.StrategyCheckpoint`."""
+    """See `SyncCheckpoint`."""
 
     def __init__(self, strategy: "GossipStrategy") -> None:
         self.workers, self.rank_info = strategy.workers, strategy.rank_info
         self.optimizer = strategy.optimizer
 
     def rank_states(self) -> list[dict[str, Tensor]]:
-        replicas = self.workers.replicas
-        saved = self.optimizer.state.get(replicas.rows, {})
+        rows, handle = self.workers.rows, self.workers.handle
+        saved = self.optimizer.state.get(rows, {})
         moments = {name: x for name, x in saved.items() if isinstance(x, Tensor)}  # rows, and counters of all rows
         return [
             {
                 **prefixed(memory, "gossip/"),
-                **prefixed(replicas.own_buffers(i), "buffer/"),
+                **prefixed(self.workers.buffers[i], "buffer/"),
                 **prefixed({name: x[i] if x.dim() else x for name, x in moments.items()}, "optimizer/"),
-                "row": replicas.rows[i],
-                "traffic": torch.tensor(self.workers.network.traffic(i), dtype=torch.float64),
+                "row": rows[i],
+                "traffic": torch.tensor(counters, dtype=torch.float64),
             }
-            for i, memory in enumerate(self.workers.network.states())
+            for i, (memory, counters) in enumerate(zip(handle.state_dicts(), handle.counters(), strict=True))
         ]
 
     def model_state(self) -> dict[str, Tensor]:
-        return self.workers.replicas.show_(*self.workers.mean()).state_dict()
+        return self.workers.show_(*self.workers.mean_model()).state_dict()
 
     def progress(self, folder: Path) -> dict[str, Any]:
         return {}
 
     def load(self, folder: Path, progress: Mapping[str, Any]) -> list[dict[str, Tensor]] | None:
-        rank_info, network = self.rank_info, self.workers.network
+        """None where the checkpoint knows nothing of this worker: its neighbors bring it up to date."""
+        rank_info, workers = self.rank_info, self.workers
         if progress["world"] != rank_info.world:
             raise ValueError(
                 f"the run has the states of {progress['world']} workers of one graph, and there are {rank_info.world} "
                 f"now; go on with {progress['world']}"
             )
-        if network.elastic and not (folder / f"rank-{rank_info.ranks[0]}.safetensors").is_file():
+        if workers.handle.elastic and not (folder / f"rank-{rank_info.ranks[0]}.safetensors").is_file():
             return None
-        states, replicas = rank_states(folder, rank_info.ranks), self.workers.replicas
+        states = rank_states(folder, rank_info.ranks)
         for i, state in enumerate(states):
-            replicas.rows[i].copy_(state["row"])
-            for name, x in part(state, "buffer/").items():
-                replicas.buffers[name][i].copy_(x)
-        memories = [part(state, "gossip/") for state in states]
-        network.load(replicas, memories, [state["traffic"].tolist() for state in states])
-        self._load_moments([part(state, "optimizer/") for state in states])
+            workers.rows[i].copy_(state["row"])
+            for name, x in workers.buffers[i].items():
+                x.copy_(state[f"buffer/{name}"])
+        workers.load([part(state, "gossip/") for state in states], [state["traffic"].tolist() for state in states])
+        for name, first in part(states[0], "optimizer/").items():
+            each = [state[f"optimizer/{name}"] for state in states]
+            self.optimizer.state[workers.rows][name] = (
+                torch.stack(each).to(workers.rows.device) if first.dim() else first
+            )
         return states
-
-    def _load_moments(self, states: list[dict[str, Tensor]]) -> None:
-        rows = self.workers.replicas.rows
-        for name, first in states[0].items():
-            whole = torch.stack([state[name] for state in states]).to(rows.device) if first.dim() else first
-            self.optimizer.state[rows][name] = whole
-
-    def barrier(self) -> None:
-        self.workers.network.total(torch.zeros(1, device=self.rank_info.device)).item()

@@ -13,44 +13,50 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.gossip import Centralized
-from gradwire_lab.train.data import Batch, Task
+from gradwire_lab.train.data import Task
+from gradwire_lab.train.data.images import Batch
 from gradwire_lab.train.evaluation import Score, evaluate_model
+from gradwire_lab.train.forward_backward import Passes
 from gradwire_lab.train.gossip_checkpoint import GossipCheckpoint
-from gradwire_lab.train.gossip_passes import GossipPasses
-from gradwire_lab.train.gossip_workers import GossipWorkers
-from gradwire_lab.train.loading import evaluation_batches
-from gradwire_lab.train.optimizers import set_hyperparameters
+from gradwire_lab.train.gossip_workers import GossipWorkers, Weights
+from gradwire_lab.train.loading import evaluation_batches, recurrent
+from gradwire_lab.train.optimizers import plain_optimizer, set_hyperparameters
 from gradwire_lab.train.rank_info import RankInfo, simulated_ranks
 from gradwire_lab.train.recipe import Recipe
-from gradwire_lab.train.replicas import Weights
+from gradwire_lab.train.workers import account
+
+LOSSES = ("dropped", "rejoined", "drift")  # what is counted where workers may come and go
 
 
 class GossipStrategy:
-    """See `strategy.Strategy`."""
+    """What the loop asks of workers that gossip; see `SyncStrategy`."""
 
     def __init__(self, recipe: Recipe, rank_info: RankInfo, model: nn.Module, task: Task) -> None:
         if recipe.gossip.elastic and rank_info.rendezvous is None:
             raise ValueError("gossip.elastic needs real processes; use --workers instead of --in-process")
         self.recipe, self.rank_info, self.task = recipe, rank_info, task
         self.workers = GossipWorkers(model, rank_info, recipe)
-        self.workers_per_node = len(self.workers.network.hosts[0])
-        self.passes = GossipPasses(recipe, self.workers.replicas, rank_info)
-        self.optimizer = _optimizer(recipe, self.workers.replicas.rows)
+        self.workers_per_node = len(self.workers.handle.hosts[0])
+        self.passes = Passes(recipe, self.workers, pass_mode(recipe, self.workers))
+        # Over all rows at once. Weight decay spares some columns, and is applied apart.
+        groups = [{"params": [self.workers.rows], "weight_decay": 0.0}]
+        self.optimizer = plain_optimizer(recipe.optimizer, groups)
         self.checkpoint = GossipCheckpoint(self)
-        self._decay = _decay(recipe, self.workers.replicas.tensors.shapes, rank_info.device)
+        self._decay = _decay(recipe, self.workers.flat.tensors.shapes, rank_info.device)
+        self._resyncs = 0
 
     def step(self, batch: Batch, step: int, settings: Mapping[str, float], prefetch: Callable[[], None]) -> Tensor:
         set_hyperparameters(self.optimizer, {name: x for name, x in settings.items() if name != "weight_decay"})
-        loss = self.passes(batch, step)
-        self.workers.network.average_(self.workers.replicas)
+        _, loss = self.passes(batch, step)
+        self.workers.average_gradients()
         self._update()
-        self.workers.network.mix_(self.workers.replicas)
+        self.workers.mix()
         return loss
 
     @torch.no_grad()
     def _update(self) -> None:
         """Each worker's own step, all workers' at once."""
-        rows, grads = self.workers.replicas.rows, self.workers.replicas.grads
+        rows, grads = self.workers.rows, self.workers.grads
         plan = self.recipe.optimizer
         max_norm = plan.local_clip or plan.clip
         if max_norm:
@@ -63,43 +69,47 @@ class GossipStrategy:
         self.optimizer.step()
 
     def group_step(self) -> int | None:
-        return self.workers.network.group_step()
+        handle = self.workers.handle
+        if handle.resyncs == self._resyncs:
+            return None
+        self._resyncs = handle.resyncs
+        return handle.step
 
     def check(self) -> None:
-        self.workers.network.check()
+        self.workers.handle.check()
 
     def close(self) -> None:
-        self.workers.network.close()
+        self.workers.handle.close()
 
     # -- evaluation and records ------------------------------------------------------------------------------------
 
     def score(self, split: str = "test") -> Score:
-        return self._score(self.workers.mean(), split, share=True)
+        return self._score(self.workers.mean_model(), split, share=True)
 
     def _score(self, weights: Weights, split: str, share: bool) -> Score:
         """All processes evaluate the same model, each on a share of the data; or each its own on all of them."""
-        model = self.workers.replicas.show_(*weights)
-        share = share and not self.workers.network.elastic  # a worker that died would leave its share out
+        model = self.workers.show_(*weights)
+        share = share and not self.workers.handle.elastic  # a worker that died would leave its share out
         rank_info = self.rank_info if share else simulated_ranks(1, self.rank_info.device)
-        total = self.workers.network.total if share else lambda sums: sums
+        total = self.workers.total if share else lambda sums: sums
         batches = evaluation_batches(self.recipe, self.task, rank_info, split)
         return evaluate_model(model, self.task, batches, total, self.recipe.train.precision)
 
     def worker_scores(self, split: str = "test") -> list[Score]:
         """Of every worker that can be reached, by rank."""
-        replicas = self.workers.replicas
-        own = [self._score(replicas.own(i), split, share=False) for i in range(replicas.count)]
+        weights = zip(self.workers.rows, self.workers.buffers, strict=True)
+        own = [self._score(each, split, share=False) for each in weights]
         sheet = torch.zeros(self.rank_info.world, 3, dtype=torch.float64, device=self.rank_info.device)
         for rank, score in zip(self.rank_info.ranks, own, strict=True):
             sheet[rank] = torch.tensor([score.loss, score.value, 1.0], dtype=torch.float64)
-        rows = self.workers.network.total(sheet).tolist()
+        rows = self.workers.total(sheet).tolist()
         return [Score(loss, own[0].metric, value, None) for loss, value, present in rows if present]
 
     def evaluate(self, splits: tuple[str, ...]) -> tuple[list[Score], dict[str, Any]]:
         """Means over workers; the mean model's own score is a further field."""
         self.check()
         scores = [self.worker_scores(split) for split in splits]
-        mean = self.workers.mean()
+        mean = self.workers.mean_model()
         fields = {
             "workers": [score.value for score in scores[0]],
             "mean_model": self._score(mean, "test", share=True).value,
@@ -107,47 +117,40 @@ class GossipStrategy:
         }
         return [_mean(each) for each in scores], fields
 
-    def mean_loss(self, loss: Tensor) -> float:
-        return (loss if self.rank_info.virtual else self.workers.network.mean_of(loss)).item()
-
     def common_seconds(self, seconds: float) -> float:
-        return self.workers.network.latest(seconds)
+        return self.workers.handle.max_over_processes(seconds)
 
     def start_fields(self) -> dict[str, Any]:
         method = self.workers.method
         codec = "" if method.compresses else f" with {self.recipe.gossip.codec or 'fp32'}"
-        graph = method.graph.on(len(self.workers.network.hosts))
+        graph = method.graph.on(len(self.workers.handle.hosts))
         return {"spec": f"{method}{codec}", "method": f"{method}{codec} on {graph}"}
 
     def account(self, step: int) -> dict[str, Any]:
         """Bytes as the first worker counts them; it sends to as many neighbors as it has."""
-        network, replicas = self.workers.network, self.workers.replicas
-        report, clock = network.report(), network.clock
-        rounds, neighbors = network.rounds(step, report.degree)
-        dense = 4.0 * network.num_parameters(replicas) * rounds
+        handle = self.workers.handle
+        report = handle.report()
+        neighbors = report.messages / max(1, report.rounds)
+        dense = 4.0 * handle.nodes[0].tensors.total * report.rounds
         around = 2 * (report.world - 1) / report.world  # how often each number goes around a ring
         central = isinstance(self.workers.method, Centralized)
         payload = report.sent / max(1e-9, around if central else neighbors)
-        elastic = ("dropped", "rejoined", "drift") if network.elastic else ()
         return {
-            "sent": report.sent,
-            "received": report.received,
-            "payload": payload,
-            "dense": dense,
-            "payload_ratio": dense / payload if payload else float("inf"),
-            "ring": around * dense,
-            "wire_ratio": around * dense / report.sent if report.sent else float("inf"),
+            **account(report.sent, report.received, payload, dense, around * dense, handle.clock),
             "skipped": 0,
             "gamma": report.gamma,
-            "encode_seconds": clock.encode,
-            "wire_seconds": clock.wire,
-            "decode_seconds": clock.decode,
             **({"hosts": report.world, "sent_inside": report.sent_inside} if report.ranks_per_node > 1 else {}),
-            **{name: getattr(report, name) for name in elastic},
+            **({name: getattr(report, name) for name in LOSSES} if handle.elastic else {}),
         }
 
     def group_account(self) -> dict[str, Any]:
-        return self.workers.network.losses()
+        """How often all workers that can be reached have lost and regained a neighbor."""
+        if not self.workers.handle.elastic:
+            return {}
+        report = self.workers.handle.report()
+        counts = torch.tensor([getattr(report, name) for name in LOSSES], dtype=torch.float64)
+        dropped, rejoined, drift = self.workers.total(counts.to(self.rank_info.device)).tolist()
+        return {"dropped": int(dropped), "rejoined": int(rejoined), "drift": drift}
 
     def final_fields(self, step: int) -> dict[str, Any]:
         return {"rules": {}, "layers": {}}
@@ -156,17 +159,17 @@ class GossipStrategy:
         return []  # `auto` does not choose among gossip methods
 
 
+def pass_mode(recipe: Recipe, workers: GossipWorkers) -> str:
+    """How workers pass: together where that is asked for, or by default where there are several."""
+    wanted, sequential = recipe.gossip.passes, recurrent(workers.model)
+    if wanted == "together" and sequential:
+        raise ValueError(f"{recipe.model.name} is recurrent, and such models pass one after another; use sequential")
+    return "sequential" if wanted == "auto" and (sequential or len(workers.buffers) == 1) else wanted
+
+
 def _mean(scores: list[Score]) -> Score:
     n = len(scores)
     return Score(sum(s.loss for s in scores) / n, scores[0].metric, sum(s.value for s in scores) / n, None)
-
-
-def _optimizer(recipe: Recipe, rows: Tensor) -> torch.optim.Optimizer:
-    """Over all rows at once. It has no weight decay: that spares some columns, and is applied apart."""
-    plan = recipe.optimizer
-    if plan.name == "adamw":
-        return torch.optim.AdamW([rows], lr=plan.lr, betas=(plan.beta1, plan.beta2), eps=plan.eps, weight_decay=0.0)
-    return torch.optim.SGD([rows], lr=plan.lr, momentum=plan.momentum, nesterov=plan.nesterov and plan.momentum > 0)
 
 
 def _decay(recipe: Recipe, shapes: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor | None:

@@ -8,12 +8,14 @@ Small models leave a GPU idle between kernels: several processes share it.
 """
 
 import json
+import math
 import time
 import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +23,13 @@ import torch
 
 from gradwire.gossip import auto_gamma
 from gradwire.gossip.choco import AUTO
+from gradwire_lab.train.data import Task
 from gradwire_lab.train.loading import task_of
 from gradwire_lab.train.loop import Training
 from gradwire_lab.train.rank_info import simulated_ranks
-from gradwire_lab.train.recipe import Recipe
+from gradwire_lab.train.recipe import DataTable, Recipe
 from gradwire_lab.train.recipe_files import resolve
-from gradwire_lab.train.record import environment
+from gradwire_lab.train.record import environment, json_lines
 
 KEYS = ("about", "compared", "recipes", "set", "groups", "cell")
 CELL_KEYS = ("name", "group", "set", "seeds", "published")
@@ -49,16 +52,6 @@ class StudyCell(NamedTuple):
         return json.dumps([self.name, self.seed, list(self.recipes), list(self.settings)])
 
 
-@dataclass(frozen=True)
-class StudyJob:
-    """What a process of a study needs to know."""
-
-    cells: tuple[StudyCell, ...]
-    extra: tuple[str, ...]
-    device: str
-    deadline: float | None  # on the clock of time.time()
-
-
 def load(path: Path) -> dict[str, Any]:
     """The file of a study, its keys checked.
 
@@ -67,8 +60,8 @@ def load(path: Path) -> dict[str, Any]:
     """
     try:
         result = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as wrong:
-        raise ValueError(f"{path} cannot be read as TOML: {wrong}") from None
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as TOML: {error}") from None
     for keys, allowed in ((result, KEYS), *((entry, CELL_KEYS) for entry in result.get("cell", []))):
         for key in keys:
             if key not in allowed:
@@ -81,28 +74,21 @@ def load(path: Path) -> dict[str, Any]:
 def read(path: Path) -> list[StudyCell]:
     """The cells of a study, in order."""
     result = load(path)
-    made = [cell for entry in result["cell"] for cell in _cells(entry, tuple(result["recipes"]), result.get("set", []))]
-    if len({cell.key for cell in made}) < len(made):
+    recipes, common = tuple(result["recipes"]), result.get("set", [])
+    cells = [
+        StudyCell(entry["name"], seed, recipes, (*common, *entry.get("set", [])))
+        for entry in result["cell"]
+        for seed in entry.get("seeds", [0])
+    ]
+    if len({cell.key for cell in cells}) < len(cells):
         raise ValueError(f"{path} has a cell twice; give each a name and settings of its own")
-    return made
+    return cells
 
 
-def _cells(entry: dict[str, Any], recipes: tuple[str, ...], common: list[str]) -> Iterator[StudyCell]:
-    for seed in entry.get("seeds", [0]):
-        yield StudyCell(entry["name"], seed, recipes, (*common, *entry.get("set", [])))
-
-
-def finished(results: Path) -> dict[str, dict[str, Any]]:
+def finished(path: Path) -> dict[str, dict[str, Any]]:
     """Lines of a file of results, by the cell's key; one that was cut off, or made by an older rule, is passed over."""
-    found = {}
-    for line in results.read_text(encoding="utf-8").splitlines() if results.is_file() else []:
-        try:
-            result = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if result.get("rule") == _rule(result["gossip"]):
-            found[result["key"]] = result
-    return found
+    results = (line for line in json_lines(path) if line.get("rule") == _rule(line["gossip"]))
+    return {result["key"]: result for result in results}
 
 
 def _rule(gossip: dict[str, Any]) -> int | None:
@@ -118,85 +104,70 @@ def run(
     device: str = "cpu",
     extra: Sequence[str] = (),
     budget_seconds: float | None = None,
-    tell: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> None:
-    """Train what is missing, in ``jobs`` processes, until all is done or the time is up."""
+    """Train what is missing, in ``jobs`` processes, until all is done, the time is up, or the very first cell fails."""
     before = finished(results)
-    missing = tuple(cell for cell in cells if cell.key not in before)
-    tell(f"{len(missing)} of {len(cells)} cells to train, {jobs} at a time")
-    deadline = None if budget_seconds is None else time.time() + budget_seconds
+    missing = [cell for cell in cells if cell.key not in before]
+    log(f"{len(missing)} of {len(cells)} cells to train, {jobs} at a time")
+    deadline = math.inf if budget_seconds is None else time.time() + budget_seconds
+    train = partial(_train, extra=tuple(extra), device=device, deadline=deadline)
     results.parent.mkdir(parents=True, exist_ok=True)
-    with results.open("a", encoding="utf-8") as book:
-        for result in _results(StudyJob(missing, tuple(extra), device, deadline), jobs):
+    with results.open("a", encoding="utf-8") as file, _mapped(train, missing, jobs) as outcomes:
+        for number, result in enumerate(outcome for outcome in outcomes if outcome is not None):
             if "error" in result:
-                tell(f"{result['name']}, seed {result['seed']} failed: {result['error']}")
+                log(f"{result['name']}, seed {result['seed']} failed: {result['error']}")
+                if number == 0:  # the others would fare no better
+                    return
                 continue
-            book.write(json.dumps(result) + "\n")
-            book.flush()
+            file.write(json.dumps(result) + "\n")
+            file.flush()
             final = result["final"]
             fate = "diverged" if final.get("diverged") else f"mean model {final['mean_model']:.4f}"
-            tell(f"{result['name']}, seed {result['seed']}: {final['value']:.4f}, {fate}, {final['seconds']:.1f} s")
+            log(f"{result['name']}, seed {result['seed']}: {final['value']:.4f}, {fate}, {final['seconds']:.1f} s")
 
 
-def _results(work: StudyJob, jobs: int) -> Iterator[dict[str, Any]]:
-    """The results of all processes, as they come."""
+@contextmanager
+def _mapped(
+    train: Callable[[StudyCell], dict[str, Any] | None], cells: Sequence[StudyCell], jobs: int
+) -> Iterator[Iterator[dict[str, Any] | None]]:
+    """The results of all cells, as they come."""
     if jobs == 1:
-        yield from _train(work, count().__next__)
+        yield map(train, cells)
         return
-    context = torch.multiprocessing.get_context("spawn")
-    counter, queue = context.Value("i", 0), context.Queue()
-    processes = [context.Process(target=_worker, args=(work, counter, queue), daemon=True) for _ in range(jobs)]
-    for process in processes:
-        process.start()
-    left = jobs
-    while left:
-        result = queue.get()
-        if result is None:
-            left -= 1
-        else:
-            yield result
-    for process in processes:
-        process.join()
-
-
-def _worker(work: StudyJob, counter: Any, queue: Any) -> None:
-    def next_one() -> int:
-        with counter.get_lock():
-            counter.value += 1
-            return int(counter.value) - 1
-
+    pool = ProcessPoolExecutor(jobs, torch.multiprocessing.get_context("spawn"))
     try:
-        for result in _train(work, next_one):
-            queue.put(result)
+        yield (future.result() for future in as_completed([pool.submit(train, cell) for cell in cells]))
     finally:
-        queue.put(None)
+        pool.shutdown(cancel_futures=True)
 
 
-def _train(work: StudyJob, next_one: Callable[[], int]) -> Iterator[dict[str, Any]]:
-    """One cell after another; the data are read once. A process whose first cell fails gives up."""
-    task: Any = None
-    usual = 0.0  # seconds of a cell
-    while True:
-        number = next_one()
-        over = work.deadline is not None and time.time() + usual > work.deadline
-        if over or number >= len(work.cells):
-            return
-        cell, began = work.cells[number], time.time()
-        try:
-            recipe = cell.recipe(work.extra)
-            rank_info = simulated_ranks(recipe.train.workers, work.device)
-            task = task_of(recipe, rank_info) if task is None else task
-            training = Training(recipe, rank_info, task=task)
-            records: list[dict[str, Any]] = []
-            final = training.go(records.append, lambda *_: None)
-        except Exception as wrong:
-            traceback.print_exc()
-            yield {"name": cell.name, "seed": cell.seed, "error": repr(wrong)}
-            if not usual:  # the first one: the others would fare no better
-                return
-            continue
-        usual = usual if "diverged" in final else time.time() - began
-        yield _result(cell, training, records, final)
+_seconds = 0.0  # that the last cell of this process took
+
+
+def _train(cell: StudyCell, extra: tuple[str, ...], device: str, deadline: float) -> dict[str, Any] | None:
+    """The result of one cell; None if there is no time left for it."""
+    global _seconds
+    began = time.time()
+    if began + _seconds > deadline:
+        return None
+    try:
+        recipe = cell.recipe(extra)
+        task = _task(recipe.data.model_dump_json(), device)
+        training = Training(recipe, simulated_ranks(recipe.train.workers, device), task=task)
+        records: list[dict[str, Any]] = []
+        final = training.go(records.append, lambda *_: None)
+    except Exception as error:
+        traceback.print_exc()
+        return {"name": cell.name, "seed": cell.seed, "error": repr(error)}
+    _seconds = _seconds if "diverged" in final else time.time() - began
+    return _result(cell, training, records, final)
+
+
+@cache
+def _task(data: str, device: str) -> Task:
+    """The data of a table as JSON, which a process reads once."""
+    return task_of(Recipe(data=DataTable.model_validate_json(data)), simulated_ranks(1, device))
 
 
 def _result(
@@ -205,7 +176,7 @@ def _result(
     start = next(record for record in records if record["event"] == "start")
     facts = ("spec", "world", "parameters", "batch", "steps_per_epoch", "steps", "device")
     epochs = [record for record in records if record["event"] == "epoch"]
-    kept = ("epoch", "train_loss", "value", "mean_model", "consensus", "gamma")
+    curves = ("epoch", "train_loss", "value", "mean_model", "consensus", "gamma")
     plan = training.recipe.gossip.model_dump()
     return {
         "key": cell.key,
@@ -216,7 +187,7 @@ def _result(
         **{fact: start[fact] for fact in facts},
         "gossip": plan,
         "rule": _rule(plan),
-        "epochs": [{name: record.get(name) for name in kept} for record in epochs],
+        "epochs": [{name: record.get(name) for name in curves} for record in epochs],
         "final": {name: value for name, value in final.items() if name not in ("rules", "layers")},
         "environment": environment(),
     }

@@ -1,4 +1,4 @@
-"""One cell of a grid, trained by the command that a person would type."""
+"""One cell of a grid, trained by the command `gradwire train`."""
 
 import signal
 import subprocess
@@ -13,7 +13,7 @@ from gradwire_lab.train.compare import OutOfTime
 
 PATIENCE_SECONDS = 60.0  # for an orderly end, once asked to stop
 REFUSED = 2  # the exit code of a command that cannot be
-CONSOLE = "console.txt"  # what a cell says that does not run alone
+CONSOLE = "console.txt"  # the output of a cell that does not run alone
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class TrainCommand:
             process = subprocess.Popen(line, process_group=0, stdout=console, stderr=console and subprocess.STDOUT)
         self._live.add(process)
         try:
-            code = process.wait(self._left())
+            code = process.wait(None if self.deadline is None else max(0.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             _stop(process)
             raise OutOfTime from None
@@ -59,9 +59,6 @@ class TrainCommand:
         sets = [part for override in overrides for part in ("--set", override)]
         resume = ["--resume"] if (folder / LOG).is_file() else []
         return [*start, *recipes, *sets, "--folder", str(folder), *resume, *self.options]
-
-    def _left(self) -> float | None:
-        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:

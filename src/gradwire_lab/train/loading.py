@@ -1,65 +1,45 @@
-"""Feed: the batches that a recipe asks for."""
+"""Loading: the batches that a recipe asks for."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from itertools import islice
 
 import torch
 from torch import nn
 from torch.func import functional_call
 
-from gradwire_lab.train.data import (
-    Augment,
-    Batch,
-    ColumnLoader,
-    FolderLoader,
-    FolderTask,
-    ImageLoader,
-    ImageTask,
-    Resolution,
-    Task,
-    TextTask,
-    WindowLoader,
-    evaluation,
-    folder_evaluation,
-    load,
-    reading,
-)
-from gradwire_lab.train.models import transform_of
+from gradwire_lab.train.data import Task, load
+from gradwire_lab.train.data.augment import Augment
+from gradwire_lab.train.data.imagefolder import FolderLoader, FolderTask, folder_evaluation
+from gradwire_lab.train.data.images import Batch, ImageLoader, ImageTask, evaluation
+from gradwire_lab.train.data.resolution import Resolution
+from gradwire_lab.train.data.sequences import ColumnLoader, WindowLoader, reading
+from gradwire_lab.train.models.regime import transform_of
 from gradwire_lab.train.rank_info import RankInfo
 from gradwire_lab.train.recipe import Recipe
 
-
-class Loader(Protocol):
-    """Batches of the ranks in this process, those of the first rank first."""
-
-    @property
-    def steps(self) -> int: ...
-
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]: ...
+Loader = ImageLoader | FolderLoader | ColumnLoader | WindowLoader
 
 
-class Prefetcher(Iterator[Batch]):
-    """Batches, the next of which can be fetched before anybody asks for it."""
+class Prefetcher:
+    """Batches, the next of which can be fetched before it is asked for."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = batches
-        self._next: list[Batch | None] = []
-
-    def fetch(self) -> None:
-        if not self._next:
-            self._next.append(next(self._batches, None))
+        self.restart(batches)
 
     def restart(self, batches: Iterator[Batch]) -> None:
         """Go on with others."""
-        self._batches = batches
-        self._next.clear()
+        self._batches, self._next = batches, deque[Batch]()
 
-    def __next__(self) -> Batch:
+    def fetch(self) -> None:
+        if not self._next:
+            self._next.extend(islice(self._batches, 1))
+
+    def __iter__(self) -> Iterator[Batch]:
         self.fetch()
-        batch = self._next.pop()
-        if batch is None:
-            raise StopIteration
-        return batch
+        while self._next:
+            yield self._next.popleft()
+            self.fetch()
 
 
 def task_of(recipe: Recipe, rank_info: RankInfo) -> Task:
@@ -92,12 +72,11 @@ def loader_of(recipe: Recipe, task: Task, model: nn.Module, rank_info: RankInfo)
     world, ranks = rank_info.world, rank_info.ranks
     check_sizes(recipe, model, task.facts)
     growing = Resolution(tuple((epoch, side) for epoch, side in plan.sizes))
+    common = (batch, world, ranks, seed, plan.partition, plan.reshuffle, growing)
     if isinstance(task, ImageTask):
-        augment = Augment(plan.crop, plan.border, plan.flip, plan.cutout)
-        return ImageLoader(task, batch, world, ranks, seed, augment, plan.partition, plan.reshuffle, growing)
+        return ImageLoader(task, *common, Augment(plan.crop, plan.border, plan.flip, plan.cutout))
     if isinstance(task, FolderTask):
-        options = (plan.size, rank_info.device, plan.threads, plan.partition, plan.reshuffle, growing)
-        return FolderLoader(task, batch, world, ranks, seed, *options)
+        return FolderLoader(task, *common, plan.size, rank_info.device, plan.threads)
     if plan.partition != "shuffled":
         raise ValueError(f"text is cut in order, so data.partition = {plan.partition!r} cannot be; leave it out")
     if recurrent(model):
@@ -113,14 +92,13 @@ def evaluation_batches(recipe: Recipe, task: Task, rank_info: RankInfo, split: s
         return evaluation(task, batch, rank, world)
     if isinstance(task, FolderTask):
         return folder_evaluation(task, batch, rank, world, plan.size, rank_info.device, plan.threads)
-    assert isinstance(task, TextTask)
     return reading(getattr(task, split), plan.columns, plan.length, rank, world)
 
 
 def check_sizes(recipe: Recipe, model: nn.Module, facts: Mapping[str, object]) -> None:
     """Refuse sizes that the model cannot take, before it has trained for hours with those that it can."""
     if not recipe.data.sizes or transform_of(model, training=True) is not None:
-        return  # of a transform nobody knows what it makes of them
+        return  # it is not known what a transform makes of them
     channels = facts.get("channels")
     if not isinstance(channels, int):
         raise ValueError(f"{recipe.data.name} has no images, so data.sizes cannot be; leave it out")
@@ -128,8 +106,8 @@ def check_sizes(recipe: Recipe, model: nn.Module, facts: Mapping[str, object]) -
     for _, side in recipe.data.sizes:
         try:
             functional_call(model, weightless, torch.empty((2, channels, side, side), device="meta"))
-        except RuntimeError as wrong:
+        except RuntimeError as error:
             raise ValueError(
                 f"the model {recipe.model.name} cannot take the images of {side}x{side} pixels that data.sizes asks "
-                f"for: {wrong}"
+                f"for: {error}"
             ) from None

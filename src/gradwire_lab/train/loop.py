@@ -2,7 +2,7 @@
 
     batches -> the strategy's step: gradients, exchange, optimizer -> records, evaluations, checkpoints
 
-What a step does is up to a `Strategy`: workers that agree on one gradient (`sync_strategy`), or workers that gossip
+What a step does is up to a strategy: workers that agree on one gradient (`sync_strategy`), or workers that gossip
 (`gossip_strategy`). The host waits for the device only to log, to evaluate and to save.
 """
 
@@ -15,19 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.gossip import Diverged
-from gradwire_lab.train.compression import corrects_momentum
-from gradwire_lab.train.data import Batch, Task, TextTask
+from gradwire_lab.train.data import Task
+from gradwire_lab.train.data.images import Batch
+from gradwire_lab.train.data.text import TextTask
 from gradwire_lab.train.evaluation import better, chance_level
 from gradwire_lab.train.gossip_strategy import GossipStrategy
 from gradwire_lab.train.loading import Prefetcher, batch_of, loader_of, task_of
-from gradwire_lab.train.models import build, regime_of
+from gradwire_lab.train.models import build
+from gradwire_lab.train.models.regime import regime_of
 from gradwire_lab.train.optimizers import apply_regime
 from gradwire_lab.train.rank_info import RankInfo
 from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.schedule import Schedule, scale_of
-from gradwire_lab.train.strategy import Strategy
 from gradwire_lab.train.sync_strategy import SyncStrategy
 
+Strategy = SyncStrategy | GossipStrategy
 Listener = Callable[[dict[str, Any]], None]
 Save = Callable[["Training", bool], None]
 
@@ -41,7 +43,7 @@ class Training:
         step: Steps done altogether.
         seconds: Time spent training, in earlier sessions too.
         best: The best value of the metric so far, and
-        kept: the value of the test metric at that time.
+        kept: the value of the test metric at that time, as checkpoints call it.
         loss: Summed over this epoch's steps.
     """
 
@@ -89,7 +91,7 @@ class Training:
         return self.step >= self.last_step
 
     def go(self, listen: Listener, save: Save, record: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Train to the end, or until parameters are no longer finite; the final record then says so.
+        """Train to the end, or until parameters are no longer finite; the final record then has ``diverged``.
 
         Args:
             listen: Called with every record, in every process.
@@ -105,10 +107,10 @@ class Training:
             while not self.done:
                 record = self._one_epoch(listen, save)
             final = {**(record or self._account()), "event": "final", "best": self.kept}
-        except Diverged as wrong:
+        except Diverged as error:
             if not self.rank_info.virtual:  # the other processes do not know, and wait
                 raise
-            final = {**(record or {}), **self._diverged_record(str(wrong)), **self._account()}
+            final = {**(record or {}), **self._diverged_record(str(error)), **self._account()}
         finally:
             self.strategy.close()
         final |= self.strategy.final_fields(self.step)
@@ -183,7 +185,7 @@ class Training:
             "event": "epoch",
             "epoch": round(self.position, 4),
             "step": self.step,
-            "train_loss": self.strategy.mean_loss(self.loss / max(1, self.at - self._missed)),
+            "train_loss": self.strategy.workers.mean_loss(self.loss / max(1, self.at - self._missed)),
             "test_loss": test.loss,
             "metric": test.metric,
             "value": test.value,
@@ -246,10 +248,6 @@ def model_of(recipe: Recipe, rank_info: RankInfo, facts: Any) -> nn.Module:
 
 def prepare(recipe: Recipe, rank_info: RankInfo) -> None:
     """Set what holds for the whole process."""
-    if recipe.optimizer.name == "adamw" and corrects_momentum(recipe):
-        raise ValueError(
-            "AdamW has momentum of its own, and this feedback applies momentum too; choose another of both"
-        )
     if rank_info.device.type == "cuda":
         torch.cuda.set_device(rank_info.device)
         torch.set_float32_matmul_precision("high")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,8 +10,8 @@ from torch import Tensor, nn
 from gradwire.integrations import SGD
 from gradwire_lab.train.call_with_options import nearest
 from gradwire_lab.train.compression import corrects_momentum
-from gradwire_lab.train.models import Regime, stages
-from gradwire_lab.train.recipe import Recipe, read
+from gradwire_lab.train.models.regime import Regime, stages
+from gradwire_lab.train.recipe import OptimizerTable, Recipe, read
 
 REGIME = dict.fromkeys(("optimizer", "lr", "momentum", "nesterov", "weight_decay", "eps"))  # what a regime may set
 
@@ -23,19 +24,19 @@ def apply_regime(recipe: Recipe, regime: Regime | None) -> Recipe:
     """
     if regime is None:
         return recipe
-    first, *later = told = stages(regime, math.ceil(recipe.train.epochs))
-    for key in (key for settings in told for key in settings):
+    first, *later = every = stages(regime, math.ceil(recipe.train.epochs))
+    for key in (key for settings in every for key in settings):
         if key not in REGIME:
             raise ValueError(f"the model's regime sets {key!r}, which is no setting; {nearest(key, REGIME)}")
-    obeyed = {"name" if key == "optimizer" else key: value for key, value in first.items()}
-    if "name" in obeyed:
-        obeyed["name"] = str(obeyed["name"]).lower()
+    changes = {"name" if key == "optimizer" else key: value for key, value in first.items()}
+    if "name" in changes:
+        changes["name"] = str(changes["name"]).lower()
     tables = recipe.model_dump()
-    made = read({**tables, "optimizer": {**tables["optimizer"], **obeyed}})
-    for key in _lasting(made):
+    changed = read({**tables, "optimizer": {**tables["optimizer"], **changes}})
+    for key in _lasting(changed):
         if any(settings.get(key, first.get(key)) != first.get(key) for settings in later):
             raise ValueError(f"the model's regime changes {key} while this recipe trains, which cannot be; set it once")
-    return made
+    return changed
 
 
 def _lasting(recipe: Recipe) -> tuple[str, ...]:
@@ -49,19 +50,20 @@ def optimizer_of(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     """SGD or AdamW; where momentum is corrected before compression, the SGD that leaves it at that."""
     plan = recipe.optimizer
     groups = decay_groups(model, plan.weight_decay, plan.decay_norms)
-    if plan.name == "adamw":
-        if corrects_momentum(recipe):
-            raise ValueError(
-                "AdamW has momentum of its own, and this feedback applies momentum too; use feedback = 'residual'"
-            )
-        return torch.optim.AdamW(groups, lr=plan.lr, betas=(plan.beta1, plan.beta2), eps=plan.eps)
     if corrects_momentum(recipe):
         return SGD(groups, lr=plan.lr, momentum=plan.momentum, nesterov=plan.nesterov)
+    return plain_optimizer(plan, groups)
+
+
+def plain_optimizer(plan: OptimizerTable, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """SGD or AdamW of torch."""
+    if plan.name == "adamw":
+        return torch.optim.AdamW(groups, lr=plan.lr, betas=(plan.beta1, plan.beta2), eps=plan.eps)
     return torch.optim.SGD(groups, lr=plan.lr, momentum=plan.momentum, nesterov=plan.nesterov and plan.momentum > 0)
 
 
-def decay_groups(model: nn.Module, weight_decay: float, decay_norms: bool) -> list[dict[str, object]]:
-    """One group of all that decays, and if told so, one of 1-D tensors (norms, biases), which do not."""
+def decay_groups(model: nn.Module, weight_decay: float, decay_norms: bool) -> list[dict[str, Any]]:
+    """One group of all that decays, and unless ``decay_norms``, one of 1-D tensors (norms, biases), which do not."""
     wanted = [p for p in model.parameters() if p.requires_grad]
     if decay_norms:
         return [{"params": wanted, "weight_decay": weight_decay}]
@@ -80,10 +82,10 @@ def set_hyperparameters(optimizer: torch.optim.Optimizer, settings: Mapping[str,
 
 
 @torch.no_grad()
-def clip_(gradients: Iterable[Tensor | None], longest: float | Tensor) -> Tensor:
-    """Scale gradients down, so that together they are no longer than that, by what is returned; nothing waits."""
-    there = [g for g in gradients if g is not None]
-    norm = torch.nn.utils.get_total_norm(there)
-    factor = (longest / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(there, factor)
+def clip_(gradients: Iterable[Tensor | None], max_norm: float | Tensor) -> Tensor:
+    """Scale gradients down to a common norm, by the factor that is returned; nothing waits for the device."""
+    present = [g for g in gradients if g is not None]
+    norm = torch.nn.utils.get_total_norm(present)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(present, factor)
     return factor

@@ -6,7 +6,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(device: torch.device, precision: str, cache: bool = True) -> torch.autocast:
-    """Compute in 16 bits where the precision says so; a captured pass must not cache what it casts."""
+    """Compute in 16 bits where the precision is one of these; a captured pass must not cache what it casts."""
     dtype = DTYPES.get(precision)
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=cache)
 

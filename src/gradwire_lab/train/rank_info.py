@@ -28,7 +28,7 @@ class RankInfo(NamedTuple):
 
     @property
     def first(self) -> bool:
-        """Whether this process speaks and writes for all."""
+        """Whether this process writes for all."""
         return 0 in self.ranks
 
 

@@ -3,8 +3,8 @@
     [data]      which examples, cut and shuffled how
     [model]     which network
     [train]     how long, in which batches, in which precision
-    [sync]      what the workers tell each other: the arguments of `gradwire.compress`
-    [gossip]    or how they talk to neighbors: the arguments of `gradwire.gossip`
+    [sync]      what the workers send each other: the arguments of `gradwire.compress`
+    [gossip]    or how they average with neighbors: the arguments of `gradwire.gossip`
     [optimizer] what is done with the agreed gradient, or with each worker's own
     [schedule]  how the learning rate changes
 
@@ -130,7 +130,7 @@ class GossipTable(Table):
     options: dict[str, Any] = {}  # further keywords of the method, such as gamma = 0.45
     codec: str = ""  # what messages are written in; empty: float32
     granularity: Literal["layer", "model"] = "layer"
-    overlap: bool = False  # whether what neighbors say comes a step late
+    overlap: bool = False  # whether messages of neighbors are used a step late
     across: Literal["ranks", "hosts"] | list[list[int]] = "ranks"  # who is a node; lists: the ranks of each
     elastic: bool = False  # whether processes go on when one of them dies or stalls, and take it back
     timeout: Annotated[float, Field(gt=0)] = 30.0  # seconds after which they give up a silent neighbor
@@ -168,7 +168,7 @@ class ScheduleTable(Table):
     def _points_rise(self) -> "ScheduleTable":
         places = [point[0] for point in self.points if len(point) == 2]
         if len(places) < len(self.points) or places != sorted(places) or (self.kind == "linear" and len(places) < 2):
-            raise ValueError("points must be at least two pairs [epoch, share], by rising epoch")
+            raise ValueError("points must be pairs [epoch, share] by rising epoch, such as [[0, 0], [5, 1], [24, 0]]")
         if self.milestones != sorted(self.milestones):
             raise ValueError(f"milestones must rise, and {self.milestones} do not")
         return self
@@ -195,12 +195,12 @@ def read(tables: dict[str, Any]) -> Recipe:
     """Check raw tables and make a recipe of them.
 
     Raises:
-        ValueError: A wrong key, type or value; the sentence names it and the nearest right one.
+        ValueError: A wrong key, type or value; the message names it and the nearest right one.
     """
     try:
         recipe = Recipe.model_validate(tables)
-    except ValidationError as wrong:
-        raise ValueError("; ".join(map(_sentence, wrong.errors()))) from None
+    except ValidationError as error:
+        raise ValueError("; ".join(map(_sentence, error.errors()))) from None
     _check(recipe)
     return recipe
 
@@ -209,7 +209,7 @@ def _check(recipe: Recipe) -> None:
     """What only other parts of the package can judge."""
     from gradwire.engine import method
     from gradwire_lab.train import models
-    from gradwire_lab.train.compression import method_of
+    from gradwire_lab.train.compression import corrects_momentum, method_of
 
     models.load(recipe.model.name)
     _refuse_unlike(recipe)
@@ -223,25 +223,25 @@ def _check(recipe: Recipe) -> None:
         _check_gossip(recipe)
     elif recipe.gossip.elastic:
         raise ValueError("gossip.elastic is a way to gossip; name one that can, as in gossip.method = 'choco'")
-    if recipe.schedule.kind == "linear" and not recipe.schedule.points:
-        raise ValueError("schedule.kind = 'linear' needs schedule.points, such as [[0, 0], [5, 1], [24, 0]]")
+    if recipe.optimizer.name == "adamw" and corrects_momentum(recipe):
+        raise ValueError(
+            "AdamW has momentum of its own, and this feedback applies momentum too; choose another of both"
+        )
 
 
 def _refuse_unlike(recipe: Recipe) -> None:
-    """Of a person's own model nobody knows what it takes."""
+    """Refuse a model of ours that does not take the data; of a user's own model it is not known what it takes."""
     from gradwire_lab.train.models import LANGUAGE, MODELS
 
     model, data = recipe.model.name, recipe.data.name
     if model not in MODELS or (model in LANGUAGE) == (data in TEXTS):
         return
-    if data in TEXTS:
-        raise ValueError(
-            f"the model {model} takes images, and the data {data} are text; name a model that reads, as in --set "
-            "model.name=lstm, or images, as in --set data.name=digits"
-        )
+    takes, given, other_model, other_data = (
+        ("text", "images", "cnn", "pydoc") if model in LANGUAGE else ("images", "text", "lstm", "digits")
+    )
     raise ValueError(
-        f"the model {model} reads text, and the data {data} are images; name a model that takes them, as in --set "
-        "model.name=cnn, or a text, as in --set data.name=pydoc"
+        f"the model {model} takes {takes}, and the data {data} are {given}; name another model, as in --set "
+        f"model.name={other_model}, or other data, as in --set data.name={other_data}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Recipe files: where recipes are found, how several make one, and how one is written down.
+"""Recipe files: where recipes lie, how several make one, and how one is written.
 
 A file may have ``about`` (one line), ``fragment = true`` (it adds to a recipe, but is none by itself) and
 ``extends = [...]``, whose files come before it. Later files win, key by key, and overrides come last;
@@ -14,7 +14,7 @@ from functools import cache, reduce
 from importlib import resources
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from gradwire_lab.train.call_with_options import nearest
 from gradwire_lab.train.recipe import TABLES, Recipe, read
@@ -87,11 +87,6 @@ def resolve(names: Sequence[str], overrides: Iterable[str] = ()) -> Recipe:
     return read(reduce(_merge, given, merged))
 
 
-def title(names: Sequence[str]) -> str:
-    """What a run of these is called."""
-    return "+".join(Path(name).stem if name.endswith(".toml") else name for name in names)
-
-
 def dumps(recipe: Recipe) -> str:
     """A recipe as TOML that reads back as itself."""
     lines = []
@@ -104,27 +99,27 @@ def load(path: Path) -> Recipe:
     """A recipe that `dumps` wrote into the folder of a run."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as wrong:
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"{path} cannot be read: {wrong}; `gradwire plan RECIPE... --toml` prints such a file"
+            f"{path} cannot be read: {error}; `gradwire plan RECIPE... --toml` prints such a file"
         ) from None
     model = tables.get("model", {})
     if isinstance(model, dict) and ".py:" in str(model.get("name")):
         model["name"] = _reached(str(model["name"]), path.parent)
     try:
         return read(tables)
-    except ValueError as wrong:
-        raise ValueError(f"{path}: {wrong}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _reached(model: str, run: Path) -> str:
-    """A user's own model, as it can be named here: its file may lie in the run's folder, or beside that."""
+    """A user's own model, as it can be named here: its file may lie in the run's folder, or next to it."""
     file, _, maker = model.rpartition(":")
     for path in (run / Path(file).name, Path(file), *(folder / file for folder in run.resolve().parents[:2])):
         if path.is_file():
             return f"{path}:{maker}"
     raise ValueError(
-        f"{run} was trained with the model {model}, and there is no {file} here, nor beside the run; say this in the "
+        f"{run} was trained with the model {model}, and there is no {file} here, nor next to the run; run this in the "
         f"folder where it was trained, or copy {Path(file).name} into {run}"
     )
 
@@ -135,8 +130,8 @@ def _reached(model: str, run: Path) -> str:
 def _entry(name: str, text: str) -> Entry:
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as wrong:
-        raise ValueError(f"the recipe {name} is no TOML: {wrong}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"the recipe {name} is no TOML: {error}") from None
     for word in raw:
         if word not in (*WORDS, *TABLES):
             raise ValueError(f"the recipe {name} has no {word!r}; {nearest(word, dict.fromkeys((*WORDS, *TABLES)))}")
@@ -188,11 +183,10 @@ def _override(text: str) -> Tables:
         raise ValueError(f"{text!r} names no value of a key in a table; write it as train.epochs=500")
     if keys[0] not in TABLES:
         raise ValueError(f"a recipe has no table [{keys[0]}]; {nearest(keys[0], TABLES)}")
-    made: Any = _literal(value.strip())
+    tables: Any = _literal(value.strip())
     for key in reversed(keys):
-        made = {key: made}
-    tables: Tables = made
-    return tables
+        tables = {key: tables}
+    return cast(Tables, tables)
 
 
 def _literal(text: str) -> Any:

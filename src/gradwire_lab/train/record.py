@@ -10,7 +10,9 @@ wandb-run         the run's name at Weights & Biases, where WANDB_PROJECT is set
 
 import csv
 import importlib
+import io
 import json
+import math
 import os
 import platform
 import subprocess
@@ -18,7 +20,6 @@ import sys
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ CURVES = ("train_loss", "test_loss", "valid_loss", "value", "top5", "sent", "pay
 
 
 class Records:
-    """The open books of one sitting; a process that does not write opens none."""
+    """The open files of one session; a process that does not write opens none."""
 
     def __init__(self, folder: Path, epoch: float, writes: bool) -> None:
         self.folder = folder
@@ -40,8 +41,8 @@ class Records:
         self._board: Any = None
         self._wandb: Any = None
         if writes:
-            wandb = _find_wandb()  # or a sentence, before anything is written
-            step = self._keep_until(epoch)
+            wandb = _find_wandb()  # or an error, before anything is written
+            step = self._truncate(epoch)
             self._file = (folder / "run.jsonl").open("a", encoding="utf-8")
             self._board = _tensorboard(folder, step)
             self._wandb = None if wandb is None else _begin(wandb, folder, step)
@@ -49,14 +50,11 @@ class Records:
     def __enter__(self) -> "Records":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, why: BaseException | None, where: TracebackType | None
-    ) -> None:
-        for open_book in (self._file, self._board):
-            if open_book is not None:
-                open_book.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        for open_file in filter(None, (self._file, self._board)):
+            open_file.close()
         if self._wandb is not None:
-            self._wandb.finish(exit_code=0 if why is None else 1)
+            self._wandb.finish(exit_code=0 if error is None else 1)
 
     def write(self, record: dict[str, Any]) -> None:
         assert self._file is not None
@@ -75,35 +73,37 @@ class Records:
         if self._wandb is not None:
             self._wandb.log(curves, step=step)
 
-    def _keep_until(self, epoch: float) -> int:
-        """Forget what was written after the checkpoint that training goes on from; the last step that is kept."""
-        past = [record for record in read(self.folder) if record["event"] != "final"]
-        kept = [record for record in past if _position(record) <= epoch + 1e-4]  # written with four digits
-        kept = [record for record in kept if record["event"] != "start" or _position(record) < epoch - 1e-4]
-        kept = kept if epoch else []
-        write_text(self.folder / "run.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
-        return max((record["step"] for record in kept), default=0)
+    def _truncate(self, epoch: float) -> int:
+        """Remove what was written after the checkpoint that training goes on from; the last step that is left."""
+        left = [record for record in read(self.folder) if epoch and _precedes(record, epoch)]
+        write_text(self.folder / "run.jsonl", "".join(json.dumps(record) + "\n" for record in left))
+        return max((record["step"] for record in left), default=0)
 
 
-def _position(record: dict[str, Any]) -> float:
-    """The epoch that a record was written in, as a real number; of a sitting's start, that which it began in."""
-    told = record["step"] / record["steps_per_epoch"] if record["event"] == "start" else record.get("epoch", 0.0)
-    return float(told)
+def _precedes(record: dict[str, Any], epoch: float) -> bool:
+    """Whether a record was written up to an epoch; of a session's start, whether it began before."""
+    if record["event"] == "start":
+        return bool(record["step"] / record["steps_per_epoch"] < epoch - 1e-4)
+    return bool(record["event"] != "final" and record.get("epoch", 0.0) <= epoch + 1e-4)  # written with four digits
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run; a last line that was cut off, and whatever else is no record, is left out."""
-    path = folder / "run.jsonl"
+    """The records of a run."""
+    return [record for record in json_lines(folder / "run.jsonl") if "event" in record]
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file, one a line; a last line that was cut off, and whatever else is none, is left out."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    records = []
+    objects = []
     for line in lines:
         with suppress(json.JSONDecodeError):
-            records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict) and "event" in record]
+            objects.append(json.loads(line))
+    return [each for each in objects if isinstance(each, dict)]
 
 
 def begun(folder: Path) -> bool:
-    """Whether a folder holds more of a run than its start: a step, a checkpoint, or a log that nobody can read."""
+    """Whether a folder holds more of a run than its start: a step, a checkpoint, or a log that cannot be read."""
     log, records = folder / "run.jsonl", read(folder)
     foreign = not records and log.is_file() and bool(log.read_bytes().strip())
     return foreign or (folder / "checkpoints").exists() or any(record["event"] != "start" for record in records)
@@ -113,12 +113,11 @@ def write_csv(folder: Path) -> None:
     """results.csv, from the epochs of run.jsonl."""
     rows = [record for record in read(folder) if record["event"] == "epoch"]
     names = [name for name in dict.fromkeys(key for row in rows for key in row) if name != "event"]
-    partial = folder / "results.csv.partial"
-    with partial.open("w", newline="", encoding="utf-8") as file:
-        sheet = csv.DictWriter(file, names, extrasaction="ignore")
-        sheet.writeheader()
-        sheet.writerows(rows)
-    partial.replace(folder / "results.csv")
+    text = io.StringIO(newline="")
+    sheet = csv.DictWriter(text, names, extrasaction="ignore")
+    sheet.writeheader()
+    sheet.writerows(rows)
+    write_text(folder / "results.csv", text.getvalue())
 
 
 def open_folder(folder: Path, recipe: Recipe) -> None:
@@ -155,15 +154,12 @@ def _revision() -> str | None:
 
 
 def _plain(record: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity."""
-    return {
-        k: None if (isinstance(v, float) and v in (float("inf"), float("-inf"))) or v != v else v
-        for k, v in record.items()
-    }
+    """JSON has no infinity, and no NaN."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 def _tensorboard(folder: Path, step: int) -> Any:
-    """A writer whose curves go on after a step: what an earlier sitting drew beyond it is not shown."""
+    """A writer whose curves go on after a step: what an earlier session drew beyond it is not shown."""
     try:
         writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
     except ImportError:
@@ -172,7 +168,7 @@ def _tensorboard(folder: Path, step: int) -> Any:
 
 
 def _find_wandb() -> Any:
-    """Weights & Biases, for whoever has set WANDB_PROJECT."""
+    """Weights & Biases, if WANDB_PROJECT is set."""
     if not os.environ.get("WANDB_PROJECT"):
         return None
     try:
@@ -182,7 +178,7 @@ def _find_wandb() -> Any:
 
 
 def _begin(wandb: Any, folder: Path, step: int) -> Any:
-    """One run there for all sittings of a run here."""
+    """One run there for all sessions of a run here."""
     project = os.environ["WANDB_PROJECT"]
     name = folder / "wandb-run"
     if not step or not name.is_file():

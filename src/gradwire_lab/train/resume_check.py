@@ -1,7 +1,7 @@
-"""Sequel: whether a run may go on with what is asked for now.
+"""Resume check: whether a run may go on with what is asked for now.
 
-A folder holds one training, which its recipe.toml tells. How long it goes on, on which machine and how often it speaks
-may change between sittings; whatever else is changed would make another training of it.
+A folder holds one training, which its recipe.toml describes. How long it goes on, on which machine and how often it
+logs may change between sessions; any other change would make another training of it.
 """
 
 from pathlib import Path
@@ -24,14 +24,14 @@ def check_resume(folder: Path, recipe: Recipe) -> None:
     """Refuse to go on from a checkpoint that is damaged, or that another training has left.
 
     Raises:
-        ValueError: The sentence names the file, or the key of the recipe.
+        ValueError: The message names the file, or the key of the recipe.
     """
-    found = checkpoint.find(folder, "last")
-    if found is None:
+    last = checkpoint.find(folder, "last")
+    if last is None:
         return
-    checkpoint.inspect(found)
-    told = folder / "recipe.toml"
-    changed = _changes(recipe_files.load(told), recipe) if told.is_file() else []
+    checkpoint.inspect(last)
+    before = folder / "recipe.toml"
+    changed = _changes(recipe_files.load(before), recipe) if before.is_file() else []
     if changed:
         raise ValueError(
             f"{folder} was trained with {' and '.join(old for old, _ in changed)}, and is asked to go on with "
@@ -52,5 +52,5 @@ def _changes(old: Recipe, new: Recipe) -> list[tuple[str, str]]:
 
 
 def _plain(value: object) -> object:
-    """A model of a person's own, ``path/mine.py:make``, is the same wherever its file lies."""
+    """A user's own model, ``path/mine.py:make``, is the same wherever its file lies."""
     return Path(value).name if isinstance(value, str) and ".py:" in value else value

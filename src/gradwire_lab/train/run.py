@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradwire_lab.train import checkpoint
 from gradwire_lab.train.checkpoint import MODEL, PROGRESS
-from gradwire_lab.train.data import TextTask
+from gradwire_lab.train.data.text import TextTask
 from gradwire_lab.train.evaluation import Score
 from gradwire_lab.train.loop import Listener, Training
 from gradwire_lab.train.rank_info import RankInfo, simulated_ranks
@@ -84,13 +84,16 @@ def evaluate(folder: Path, which: str, split: str, device: torch.device | str, r
 def save(folder: Path, training: Training, best: bool) -> None:
     """Save a checkpoint of a training; every process calls it."""
     strategy, hidden = training.strategy.checkpoint, training.strategy.passes.states
-    ranks = {}
+    saved = checkpoint.open_folder(folder, training.step)
     for i, (rank, state) in enumerate(zip(training.rank_info.ranks, strategy.rank_states(), strict=True)):
         own = {f"state/{j}/{k}": x for j, pair in enumerate(hidden[i]) for k, x in enumerate(pair)} if hidden else {}
-        ranks[rank] = {**state, **own, "loss": training.loss}
+        checkpoint.save_tensors({**state, **own, "loss": training.loss}, saved / f"rank-{rank}.safetensors")
     model = strategy.model_state()
-    common = partial(_write_common, training, model) if training.rank_info.first else None
-    checkpoint.save(folder, training.step, ranks, common, strategy.barrier, best)
+    if training.rank_info.first:
+        _write_common(training, model, saved)
+    training.strategy.workers.barrier()
+    if training.rank_info.first:
+        checkpoint.publish(saved, best)
 
 
 def _write_common(training: Training, model: dict[str, Tensor], folder: Path) -> None:

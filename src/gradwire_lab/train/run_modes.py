@@ -19,7 +19,7 @@ RESTARTS = 3  # of a worker that may die and come back
 
 
 class TrainingRefused(ValueError):
-    """A rank refused the recipe; the sentence says why."""
+    """A rank refused the recipe; the message has the reason."""
 
 
 class TrainJob(NamedTuple):
@@ -80,8 +80,8 @@ def train_spawned(job: TrainJob, world: int, listen: Listener) -> dict[str, Any]
 def _rank(rank: int, world: int, job: TrainJob) -> dict[str, Any]:
     try:
         return _train_rank(job, world, rank, device_of(rank, job.devices), launch.send_message)
-    except ValueError as wrong:
-        launch.send_message(str(wrong))
+    except ValueError as error:
+        launch.send_message(str(error))
         raise
 
 

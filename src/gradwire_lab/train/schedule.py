@@ -2,7 +2,7 @@
 
     rate(epoch) = lr * scale * shape(epoch)
 
-``scale`` says how much larger the batch is than the one that ``lr`` was tuned for; during warm-up the rate climbs in a
+``scale`` is how much larger the batch is than the one that ``lr`` was tuned for; during warm-up the rate climbs in a
 straight line from ``warmup_from * lr`` to ``lr * scale``. Only `plateau` remembers: how often the loss has stalled.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from gradwire_lab.train.models import Regime, settings_at
+from gradwire_lab.train.models.regime import Regime, settings_at
 from gradwire_lab.train.recipe import Recipe
 
 
@@ -23,7 +23,7 @@ class Schedule:
     Attributes:
         recipe: Whose.
         scale: By how much a larger batch raises the rate.
-        regime: What a person's own model says instead.
+        regime: What a user's own model sets instead.
         steps: Of an epoch, where a run may end by iterations; 0 where it does not.
         stalls: How often the rate was cut because the metric had stalled.
         best: The best loss so far.
@@ -39,13 +39,13 @@ class Schedule:
     waited: int = 0
 
     def settings(self, epoch: float) -> dict[str, float]:
-        """Everything that the optimizer should be told: ``lr``, and with a regime perhaps more."""
+        """The settings of the optimizer: ``lr``, and with a regime perhaps more."""
         if self.regime is None:
             return {"lr": self.rate(epoch)}
-        told = settings_at(self.regime, int(epoch))
+        settings = settings_at(self.regime, int(epoch))
         numbers = {
             name: float(value)
-            for name, value in told.items()
+            for name, value in settings.items()
             if isinstance(value, int | float) and not isinstance(value, bool)  # switches stay as they are
         }
         return {**numbers, "lr": numbers.get("lr", self.recipe.optimizer.lr) * self.scale}
@@ -99,13 +99,13 @@ class Schedule:
         return math.pow(plan.factor, self.stalls) if plan.kind == "plateau" else 1.0
 
 
-def scale_of(recipe: Recipe, world: int, batch: int, beside: int = 1) -> float:
+def scale_of(recipe: Recipe, world: int, batch: int, workers_per_node: int = 1) -> float:
     """How much the rate grows: by the batch of a step of all workers over the one that the rate is meant for.
 
-    With gossip, ``beside`` workers may be one node.
+    With gossip, several workers may be one node.
     """
     plan = recipe.schedule
-    averaged = beside * _averaged(recipe, world // beside) if plan.scale == "graph" else world
+    averaged = workers_per_node * _averaged(recipe, world // workers_per_node) if plan.scale == "graph" else world
     larger = averaged * batch * recipe.train.accumulate / (plan.base_batch or batch)
     return {"none": 1.0, "linear": larger, "graph": larger, "sqrt": math.sqrt(larger)}[plan.scale]
 

@@ -7,10 +7,10 @@ progress.json          optimizer settings, GradScaler, hosts, and what was count
 """
 
 from collections.abc import Mapping
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from gradwire.comm import Traffic
@@ -30,20 +30,23 @@ if TYPE_CHECKING:
 
 
 class SyncCheckpoint:
-    """See `strategy.StrategyCheckpoint`."""
+    """Saves and loads the workers of a strategy."""
 
     def __init__(self, strategy: "SyncStrategy") -> None:
         self.strategy, self.workers, self.rank_info = strategy, strategy.workers, strategy.rank_info
 
     def rank_states(self) -> list[dict[str, Tensor]]:
+        """The state of each worker of this process."""
         pairs = zip(self.workers.wires, self.workers.buffers, strict=True)
         return [{**prefixed(wire.state_dict(), "wire/"), **prefixed(own, "buffer/")} for wire, own in pairs]
 
     def model_state(self) -> dict[str, Tensor]:
+        """What model.safetensors holds. All processes take part."""
         shown = self.workers.evaluation_buffers(self.strategy.recipe.train.buffers)
         return {**self.strategy.model.state_dict(), **shown}
 
     def progress(self, folder: Path) -> dict[str, Any]:
+        """Further fields of progress.json, after writing further files into the folder."""
         scaler = self.strategy.scaler
         counts = {"rings": list(self.strategy.rings.items()), "skipped": self.strategy.account(0)["skipped"]}
         return {
@@ -54,7 +57,10 @@ class SyncCheckpoint:
         }
 
     def load(self, folder: Path, progress: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-        """A world of another size takes over the mean of all errors, and starts with the evaluated statistics."""
+        """Load a checkpoint -> the states of this process's workers; none, if the world had another size.
+
+        A world of another size takes over the mean of all errors, and starts with the evaluated statistics.
+        """
         scaler = self.strategy.scaler
         load_model(self.strategy.model, self.strategy.recipe.model.name, folder)
         load_optimizer(self.strategy.optimizer, folder / OPTIMIZER, progress["optimizer"])
@@ -85,33 +91,28 @@ class SyncCheckpoint:
     @property
     def _hosts(self) -> list[list[int]] | None:
         """The ranks of each host, where that makes a difference."""
-        grouping = self.workers.wire.link.grouping
+        grouping = self.workers.wire.link.host_layout
         return None if grouping is None else [list(host) for host in grouping.hosts]
-
-    def barrier(self) -> None:
-        self.workers.total(torch.zeros(1, device=self.rank_info.device)).item()
 
 
 def _account(wire: Wire) -> dict[str, Any]:
     """What a wire has counted, for JSON."""
-    traffic, inside, clock = wire.link.traffic, wire.link.inside, wire.clock
+    accounting = wire.engine.core.accounting
     return {
-        "traffic": [traffic.sent, traffic.received, traffic.collectives],
-        "inside": [inside.sent, inside.received, inside.collectives],
-        "clock": [clock.encode, clock.wire, clock.decode],
-        "said": dict(wire.engine.core.accounting.encoded),
-        "meant": dict(wire.engine.core.accounting.dense),
+        "traffic": astuple(wire.link.traffic),
+        "inside": astuple(wire.link.inside),
+        "clock": astuple(wire.clock),
+        "said": dict(accounting.encoded),
+        "meant": dict(accounting.dense),
     }
 
 
 def _load_account(wire: Wire, account: Mapping[str, Any]) -> None:
+    accounting = wire.engine.core.accounting
     wire.link.traffic = Traffic(*account["traffic"])
-    if wire.link.grouping is not None:
+    if wire.link.host_layout is not None:
         wire.link.inside = Traffic(*account.get("inside", ()))
     wire.clock.encode, wire.clock.wire, wire.clock.decode = account["clock"]
-    for counts, saved in (
-        (wire.engine.core.accounting.encoded, account["said"]),
-        (wire.engine.core.accounting.dense, account["meant"]),
-    ):
+    for counts, saved in ((accounting.encoded, account["said"]), (accounting.dense, account["meant"])):
         counts.clear()
         counts.update(saved)

@@ -26,13 +26,8 @@ def forecast(lane: Lane, world: int, step: int) -> Forecast:
 
 def total(plan: Plan, step: int) -> Forecast:
     """All lanes at one step."""
-    each = [forecast(lane, plan.world, step) for lane in plan.lanes]
-    return Forecast(
-        sum(one.payload for one in each),
-        sum(one.sent for one in each),
-        sum(one.dense for one in each),
-        any(one.bounded for one in each),
-    )
+    payload, sent, dense, bounded = zip(*(forecast(lane, plan.world, step) for lane in plan.lanes), strict=True)
+    return Forecast(sum(payload), sum(sent), sum(dense), any(bounded))
 
 
 def stages(plan: Plan) -> list[int]:
@@ -42,12 +37,12 @@ def stages(plan: Plan) -> list[int]:
 
 def bytes_by_layer(plan: Plan, step: int) -> dict[str, int]:
     """Payload bytes of each parameter in one step. A lane that is compressed as one is shared out by length."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for lane in plan.lanes:
         codec, exchange = lane.at(step)
         whole = forecast(lane, plan.world, step).payload
         single = len(lane.units) == len(lane.tensors) and not exchange.compresses_in_protocol
         for name, shape, n in zip(lane.tensors.names, lane.tensors.shapes, lane.tensors.lengths, strict=True):
             alone = codec.size(Segments((name,), (shape,))) if single else whole * n / lane.units.total
-            found[name] = round(alone)
-    return found
+            sizes[name] = round(alone)
+    return sizes

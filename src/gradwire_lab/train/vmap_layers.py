@@ -1,4 +1,4 @@
-"""Side by side: convolutions and batch norms of k stacked models, as those of one model of k times the channels.
+"""Wide layers: convolutions and batch norms of k stacked models, as those of one model of k times the channels.
 
 `torch.func.vmap` maps a model over its replicas, but knows nothing of layouts, autocast or fast kernels in doing so.
 Inside `WideLayers`, the two operations that take nearly all the time of an image model bring rules of their own. The
@@ -30,10 +30,10 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, dims: Any, x: Tensor, weight: Tensor, rest: tuple[Any, ...]) -> tuple[Tensor, int]:
         k = info.batch_size
-        wide = _beside(x, dims[0], k, 1)
-        weights = _beside(weight, dims[1], k, 0)
+        wide = _merge(x, dims[0], k, 1)
+        weights = _merge(weight, dims[1], k, 0)
         stride, padding, dilation, groups = rest
-        return _apart(F.conv2d(wide, weights, None, stride, padding, dilation, groups * k), k), 1
+        return _separate(F.conv2d(wide, weights, None, stride, padding, dilation, groups * k), k), 1
 
 
 class _Norm(torch.autograd.Function):
@@ -51,11 +51,11 @@ class _Norm(torch.autograd.Function):
         info: Any, dims: Any, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, *rest: Any
     ) -> tuple[Tensor, int]:
         k = info.batch_size
-        wide = _beside(x, dims[0], k, 1)
-        kept = [each.movedim(dim, 0).view(-1) for each, dim in ((mean, dims[1]), (var, dims[2]))]  # change in place
-        gains = [_beside(each, dim, k, 0) for each, dim in ((weight, dims[3]), (bias, dims[4]))]
+        wide = _merge(x, dims[0], k, 1)
+        running = [each.movedim(dim, 0).view(-1) for each, dim in ((mean, dims[1]), (var, dims[2]))]  # change in place
+        gains = [_merge(each, dim, k, 0) for each, dim in ((weight, dims[3]), (bias, dims[4]))]
         _, momentum, eps = rest
-        return _apart(F.batch_norm(wide, kept[0], kept[1], gains[0], gains[1], True, momentum, eps), k), 1
+        return _separate(F.batch_norm(wide, running[0], running[1], gains[0], gains[1], True, momentum, eps), k), 1
 
 
 class WideLayers(TorchFunctionMode):
@@ -95,12 +95,12 @@ def interleave_channels(x: Tensor) -> Tensor:
     return x.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)
 
 
-def _beside(x: Tensor, dim: int | None, k: int, channel: int) -> Tensor:
+def _merge(x: Tensor, dim: int | None, k: int, channel: int) -> Tensor:
     """All replicas' channels in one dimension."""
-    stacked = x.unsqueeze(channel).expand(*x.shape[:channel], k, *x.shape[channel:]) if dim is None else x
-    moved = stacked if dim is None else stacked.movedim(dim, channel)
-    return moved.flatten(channel, channel + 1)
+    shared = (*x.shape[:channel], k, *x.shape[channel:])
+    stacked = x.unsqueeze(channel).expand(shared) if dim is None else x.movedim(dim, channel)
+    return stacked.flatten(channel, channel + 1)
 
 
-def _apart(y: Tensor, k: int) -> Tensor:
+def _separate(y: Tensor, k: int) -> Tensor:
     return y.view(y.shape[0], k, -1, *y.shape[2:])

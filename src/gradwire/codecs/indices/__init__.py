@@ -1,9 +1,8 @@
 """Index coders: how the positions of sent values become bytes."""
 
-from gradwire.codecs.indices.bitmap import Bitmap
-from gradwire.codecs.indices.gap16 import Gap16
-from gradwire.codecs.indices.plain import Int32, Int64
-from gradwire.codecs.indices.rice import Rice
-from gradwire.codecs.indices.rows import Rows
-
-__all__ = ["Bitmap", "Gap16", "Int32", "Int64", "Rice", "Rows"]
+from gradwire.codecs.indices.bitmap import Bitmap as Bitmap
+from gradwire.codecs.indices.gap16 import Gap16 as Gap16
+from gradwire.codecs.indices.plain import Int32 as Int32
+from gradwire.codecs.indices.plain import Int64 as Int64
+from gradwire.codecs.indices.rice import Rice as Rice
+from gradwire.codecs.indices.rows import Rows as Rows

@@ -9,9 +9,6 @@ Differs:  no paper to differ from.
 Spec:     bitmap
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import Tensor
 
 from gradwire.codecs.stage import IndexCoder
@@ -21,14 +18,12 @@ from gradwire.kernels.rice import find_bits, set_bits
 
 
 @register("bitmap", kind="indices")
-@dataclass(frozen=True)
 class Bitmap(IndexCoder):
     """A set as a row of bits: smaller than int32 when more than one in 32 is sent."""
 
-    examples: ClassVar[tuple[str, ...]] = ("bitmap",)
+    examples = ("bitmap",)
 
     def size(self, count: int, n: int) -> int:
-        del count
         return (n + 7) // 8
 
     def encode(self, indices: Tensor, n: int) -> Tensor:

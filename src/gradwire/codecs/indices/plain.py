@@ -8,7 +8,6 @@ Differs:  no paper to differ from.
 Spec:     int32, int64
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -19,48 +18,40 @@ from gradwire.core.payload import CorruptMessageError, as_bytes, from_bytes
 from gradwire.core.registry import register
 
 
-@register("int32", kind="indices")
-@dataclass(frozen=True)
-class Int32(IndexCoder):
-    """Positions as 32-bit integers; for buffers of 2**31 elements at most."""
+class PlainCoder(IndexCoder):
+    """Positions as integers of ``dtype``."""
 
-    examples: ClassVar[tuple[str, ...]] = ("int32",)
+    dtype: ClassVar[torch.dtype]
 
     def size(self, count: int, n: int) -> int:
-        if n > 2**31:
-            raise ValueError(f"int32 cannot name all positions of {n} elements; use int64 instead")
-        return 4 * count
+        if n - 1 > torch.iinfo(self.dtype).max:
+            raise ValueError(f"{self} cannot name all positions of {n} elements; use int64 instead")
+        return self.dtype.itemsize * count
 
     def encode(self, indices: Tensor, n: int) -> Tensor:
         self.size(indices.numel(), n)  # refuses what does not fit
-        return as_bytes(indices.to(torch.int32))
+        return as_bytes(indices.to(self.dtype, copy=True))  # the bytes must not alias the positions
 
     def decode(self, data: Tensor, count: int, n: int) -> tuple[Tensor, int]:
-        return _read(data, self.size(count, n), torch.int32)
+        size = self.size(count, n)
+        if data.numel() < size:
+            raise CorruptMessageError(
+                f"the positions take {size} bytes but only {data.numel()} are left; the message was cut short"
+            )
+        return from_bytes(data[:size], self.dtype).long(), size
+
+
+@register("int32", kind="indices")
+class Int32(PlainCoder):
+    """Positions as 32-bit integers; for buffers of 2**31 elements at most."""
+
+    examples = ("int32",)
+    dtype = torch.int32
 
 
 @register("int64", kind="indices")
-@dataclass(frozen=True)
-class Int64(IndexCoder):
+class Int64(PlainCoder):
     """Positions as 64-bit integers; for buffers of any size."""
 
-    examples: ClassVar[tuple[str, ...]] = ("int64",)
-
-    def size(self, count: int, n: int) -> int:
-        del n
-        return 8 * count
-
-    def encode(self, indices: Tensor, n: int) -> Tensor:
-        del n
-        return as_bytes(indices.clone())  # the bytes must not alias the positions
-
-    def decode(self, data: Tensor, count: int, n: int) -> tuple[Tensor, int]:
-        return _read(data, self.size(count, n), torch.int64)
-
-
-def _read(data: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, int]:
-    if data.numel() < size:
-        raise CorruptMessageError(
-            f"the positions take {size} bytes but only {data.numel()} are left; the message was cut short"
-        )
-    return from_bytes(data[:size], dtype).long(), size
+    examples = ("int64",)
+    dtype = torch.int64

@@ -20,31 +20,18 @@ Differs:  the parameter is the best for each block, not computed from the densit
 Spec:     rice, rice(static=True)
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import IndexCoder
+from gradwire.core.arguments import check_argument
 from gradwire.core.payload import CorruptMessageError
 from gradwire.core.registry import register
+from gradwire.kernels import rice
 from gradwire.kernels.dispatch import offers
-from gradwire.kernels.rice import (
-    LIMIT,
-    Found,
-    decode_blocks,
-    encode_blocks,
-    gaps_of,
-    most_bytes,
-    rice_decode,
-    rice_encode,
-    width_of,
-)
 
 
 @register("rice", kind="indices")
-@dataclass(frozen=True)
 class Rice(IndexCoder):
     """Entropy-coded gaps: within 2 % of the fewest bytes a random support can take.
 
@@ -53,29 +40,29 @@ class Rice(IndexCoder):
     """
 
     static: bool = False
-
-    fixed = False
-    examples: ClassVar[tuple[str, ...]] = ("rice", "rice(static=True)")
+    examples = ("rice", "rice(static=True)")
 
     def __post_init__(self) -> None:
-        if not isinstance(self.static, bool):
-            raise ValueError(f"rice got static={self.static!r}; write static=True or static=False")
-        object.__setattr__(self, "fixed", self.static)
+        check_argument(self, "static", isinstance(self.static, bool), "True or False")
+
+    @property
+    def fixed(self) -> bool:  # type: ignore[override]
+        return self.static
 
     def size(self, count: int, n: int) -> int:
         _check_length(n)
-        return most_bytes(count, n - count)
+        return rice.most_bytes(count, n - count)
 
     def encode(self, indices: Tensor, n: int) -> Tensor:
         _check_length(n)
         if self.static or offers(indices.device.type, "rice_encode"):
-            data, used = rice_encode(indices, n)
+            data, used = rice.rice_encode(indices, n)
             return data if self.static else data[: int(used)]
-        return encode_blocks(gaps_of(indices), width_of(n))
+        return rice.encode_blocks(rice.gaps_of(indices), rice.width_of(n))
 
     def measure(self, indices: Tensor, n: int) -> Tensor:
         _check_length(n)
-        return rice_encode(indices, n)[1]
+        return rice.rice_encode(indices, n)[1]
 
     def decode(self, data: Tensor, count: int, n: int) -> tuple[Tensor, int]:
         if not self.static:
@@ -93,13 +80,13 @@ class Rice(IndexCoder):
             used, fault = torch.cat((found.used, found.faults.any().long()[None])).tolist()
             if not fault:
                 return found.indices[0], used
-        gaps, used = decode_blocks(data, count, width_of(n))
+        gaps, used = rice.decode_blocks(data, count, rice.width_of(n))
         return (gaps + 1).cumsum(0) - 1, used
 
-    def decode_rows(self, rows: Tensor, count: int, n: int) -> Found | None:
-        return rice_decode(rows, count, n) if offers(rows.device.type, "rice_decode") else None
+    def decode_rows(self, rows: Tensor, count: int, n: int) -> rice.Found | None:
+        return rice.rice_decode(rows, count, n) if offers(rows.device.type, "rice_decode") else None
 
 
 def _check_length(n: int) -> None:
-    if n > LIMIT:
+    if n > rice.LIMIT:
         raise ValueError(f"rice cannot name all positions of {n} elements; use int64 instead")

@@ -18,9 +18,8 @@ Differs:  no paper to differ from. Positions of a gradient are not spread evenly
 Spec:     rows
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,12 +36,11 @@ _RICE = Rice()
 
 
 @register("rows", kind="indices")
-@dataclass(frozen=True)
 class Rows(IndexCoder):
     """Gaps row by row: below what a random support takes, where rows of a weight differ; else as Rice codes."""
 
     fixed = False
-    examples: ClassVar[tuple[str, ...]] = ("rows",)
+    examples = ("rows",)
     _bound_to: Runs | None = field(default=None, init=False, repr=False)
 
     def bind(self, table: Segments) -> IndexCoder:

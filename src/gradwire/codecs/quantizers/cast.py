@@ -11,7 +11,6 @@ Differs:  finite values beyond the format's range saturate instead of turning in
 Spec:     fp32, fp16, bf16
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -29,55 +28,40 @@ class Cast(Quantizer):
     """A payload that *is* the values in ``dtype``, so payloads may be added as they stand."""
 
     dtype: ClassVar[torch.dtype]
+    traits = Traits(linear=True, contraction=True)
 
     def size(self, lengths: tuple[int, ...]) -> int:
         return sum(lengths) * self.dtype.itemsize
 
     def encode(self, values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
-        del lengths, names, key
         # A payload never shares memory with what it was made of.
         return as_bytes(values.clone() if values.dtype == self.dtype else cast_encode(values, self.dtype))
 
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
-        del lengths, names, key
         values = from_bytes(data, self.dtype)
         return values if self.dtype == torch.float32 else cast_decode(values)
 
 
 @register("fp32", kind="quantizer")
-@dataclass(frozen=True)
 class FP32(Cast):
     """Values as they are."""
 
-    examples: ClassVar[tuple[str, ...]] = ("fp32",)
-    dtype: ClassVar[torch.dtype] = torch.float32
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(linear=True, unbiased=True, contraction=True, lossless=True)
+    examples = ("fp32",)
+    dtype = torch.float32
+    traits = Traits(linear=True, unbiased=True, contraction=True, lossless=True)
 
 
 @register("fp16", kind="quantizer")
-@dataclass(frozen=True)
 class FP16(Cast):
     """Half precision: 11 significant bits, at most 65504."""
 
-    examples: ClassVar[tuple[str, ...]] = ("fp16",)
-    dtype: ClassVar[torch.dtype] = torch.float16
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(linear=True, contraction=True)
+    examples = ("fp16",)
+    dtype = torch.float16
 
 
 @register("bf16", kind="quantizer")
-@dataclass(frozen=True)
 class BF16(Cast):
     """The upper half of a float32: 8 significant bits, the same range."""
 
-    examples: ClassVar[tuple[str, ...]] = ("bf16",)
-    dtype: ClassVar[torch.dtype] = torch.bfloat16
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(linear=True, contraction=True)
+    examples = ("bf16",)
+    dtype = torch.bfloat16

@@ -20,7 +20,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradwire.codecs.stage import FeedbackKernel, Quantizer
-from gradwire.core.arguments import is_count
+from gradwire.core.arguments import check_argument, is_count
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
@@ -34,14 +34,11 @@ class AbsMax(Quantizer):
     """Signed integers of ``bits`` bits, one scale per block. A smaller block is more exact."""
 
     bits: ClassVar[int]
+    traits = Traits(contraction=True)
     block: int
 
     def __post_init__(self) -> None:
-        if not is_count(self.block):
-            raise ValueError(
-                f"int{self.bits} cannot cut blocks of {self.block!r} values; "
-                "choose a positive whole number, for example 256"
-            )
+        check_argument(self, "block", is_count(self.block), "a whole number of values from 1, for example 256")
 
     @property
     def feedback_kernel(self) -> FeedbackKernel:  # type: ignore[override]
@@ -51,46 +48,40 @@ class AbsMax(Quantizer):
         return 4 * num_blocks(lengths, self.block) + packed_bytes(sum(lengths), self.bits)
 
     def encode(self, values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
-        del names, key
         return quantize.integer_encode(values, lengths, self.bits, self.block)
 
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
-        del names, key
         return quantize.integer_decode(data, lengths, self.bits, self.block)
+
+    def decode_into(self, data: Tensor, lengths: Tensor, out: Tensor) -> Tensor:
+        return quantize.integer_decode(data, lengths, self.bits, self.block, out)
 
     def merge(self, shards: Tensor, error: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         return fused.merge_integer(shards, error, lengths, self.bits, self.block)
 
-    @property
-    def traits(self) -> Traits:
-        return Traits(contraction=True)
-
 
 @register("int8", kind="quantizer")
-@dataclass(frozen=True)
 class Int8(AbsMax):
     """255 steps from -s to s."""
 
-    examples: ClassVar[tuple[str, ...]] = ("int8", "int8(block=1024)")
-    bits: ClassVar[int] = 8
+    examples = ("int8", "int8(block=1024)")
+    bits = 8
     block: int = 256
 
 
 @register("int4", kind="quantizer")
-@dataclass(frozen=True)
 class Int4(AbsMax):
     """15 steps from -s to s."""
 
-    examples: ClassVar[tuple[str, ...]] = ("int4",)
-    bits: ClassVar[int] = 4
+    examples = ("int4",)
+    bits = 4
     block: int = 128
 
 
 @register("int2", kind="quantizer")
-@dataclass(frozen=True)
 class Int2(AbsMax):
     """Three steps: -s, 0 and s."""
 
-    examples: ClassVar[tuple[str, ...]] = ("int2",)
-    bits: ClassVar[int] = 2
+    examples = ("int2",)
+    bits = 2
     block: int = 64

@@ -12,9 +12,6 @@ Differs:  both promises need room on both sides. Below 2^-126 a value is rounded
 Spec:     natural
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import Tensor
 
 from gradwire.codecs.stage import Quantizer
@@ -26,11 +23,11 @@ from gradwire.kernels.bits import packed_bytes
 
 
 @register("natural", kind="quantizer")
-@dataclass(frozen=True)
 class Natural(Quantizer):
     """Keep sign and exponent; the mantissa is the chance that the exponent goes up by one."""
 
-    examples: ClassVar[tuple[str, ...]] = ("natural",)
+    examples = ("natural",)
+    traits = Traits(unbiased=True, contraction=True)
 
     def size(self, lengths: tuple[int, ...]) -> int:
         return packed_bytes(sum(lengths), quantize.NATURAL_BITS)
@@ -39,10 +36,5 @@ class Natural(Quantizer):
         return quantize.natural_encode(values, lengths, names, key.fold("quantize"))
 
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
-        del lengths, names, key
         # With more than 8 bits to a value, the bytes tell how many there are, and no device has to be asked.
         return quantize.natural_decode(data, 8 * data.numel() // quantize.NATURAL_BITS)
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(unbiased=True, contraction=True)

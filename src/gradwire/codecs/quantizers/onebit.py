@@ -12,9 +12,6 @@ Differs:  the two means are per segment, not per column of a weight matrix.
 Spec:     onebit
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import Tensor
 
 from gradwire.codecs.stage import Quantizer
@@ -26,23 +23,17 @@ from gradwire.kernels.bits import packed_bytes
 
 
 @register("onebit", kind="quantizer")
-@dataclass(frozen=True)
 class OneBit(Quantizer):
     """Each value is decoded as the mean of those on its side of zero."""
 
-    examples: ClassVar[tuple[str, ...]] = ("onebit",)
+    examples = ("onebit",)
+    traits = Traits(contraction=True)
 
     def size(self, lengths: tuple[int, ...]) -> int:
         return 8 * len(lengths) + packed_bytes(sum(lengths), 1)
 
     def encode(self, values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
-        del names, key
         return quantize.onebit_encode(values, lengths)
 
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
-        del names, key
         return quantize.onebit_decode(data, lengths)
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(contraction=True)

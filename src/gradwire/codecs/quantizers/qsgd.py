@@ -16,14 +16,13 @@ Differs:  codes have a fixed width instead of Elias coding, so that sizes are kn
 Spec:     qsgd, qsgd(levels=7, bucket=None), qsgd(biased=True)
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
+import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import Quantizer
-from gradwire.core.arguments import is_count
+from gradwire.core.arguments import check_argument, is_count
 from gradwire.core.keys import Key
+from gradwire.core.payload import from_bytes
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
 from gradwire.kernels import quantize
@@ -34,30 +33,19 @@ _MOST_LEVELS = 65535  # beyond that, 24 random bits no longer resolve the fracti
 
 
 @register("qsgd", kind="quantizer")
-@dataclass(frozen=True)
 class QSGD(Quantizer):
     """More ``levels``: more bits, less noise. A smaller ``bucket``: more norms, less noise."""
 
-    examples: ClassVar[tuple[str, ...]] = (
-        "qsgd",
-        "qsgd(levels=7, bucket=None)",
-        "qsgd(biased=True)",
-    )
+    examples = ("qsgd", "qsgd(levels=7, bucket=None)", "qsgd(biased=True)")
     levels: int = 127
     bucket: int | None = 512
     biased: bool = False
 
     def __post_init__(self) -> None:
-        if not (is_count(self.levels) and self.levels <= _MOST_LEVELS):
-            raise ValueError(
-                f"qsgd cannot use {self.levels!r} levels; "
-                f"choose a whole number from 1 to {_MOST_LEVELS}, for example 127"
-            )
-        if self.bucket is not None and not is_count(self.bucket):
-            raise ValueError(
-                f"qsgd cannot cut buckets of {self.bucket!r} values; "
-                "choose a positive whole number, for example 512, or None for whole segments"
-            )
+        countable = is_count(self.levels) and self.levels <= _MOST_LEVELS
+        check_argument(self, "levels", countable, f"a whole number from 1 to {_MOST_LEVELS}, for example 127")
+        whole = "a whole number from 1, for example 512, or None for whole segments"
+        check_argument(self, "bucket", self.bucket is None or is_count(self.bucket), whole)
 
     @property
     def bits(self) -> int:
@@ -65,15 +53,22 @@ class QSGD(Quantizer):
         return (2 * self.levels).bit_length()
 
     def size(self, lengths: tuple[int, ...]) -> int:
-        codes = packed_bytes(sum(lengths), self.bits)
-        return 4 * num_blocks(lengths, self.bucket) + codes
+        return 4 * num_blocks(lengths, self.bucket) + packed_bytes(sum(lengths), self.bits)
 
     def encode(self, values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
         return quantize.qsgd_encode(values, lengths, names, key.fold("quantize"), self.levels, self.bucket)
 
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
-        del names, key
         return quantize.qsgd_decode(data, lengths, self.levels, self.bucket, self.biased)
+
+    def decode_into(self, data: Tensor, lengths: Tensor, out: Tensor) -> Tensor:
+        return quantize.qsgd_decode(data, lengths, self.levels, self.bucket, self.biased, out)
+
+    def has_nonfinite(self, data: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        norms = from_bytes(data[: 4 * num_blocks(lengths, self.bucket)], torch.float32)
+        return (
+            ~torch.isfinite(torch.linalg.vector_norm(norms, torch.inf)) if norms.numel() else norms.new_zeros(()).bool()
+        )
 
     @property
     def traits(self) -> Traits:

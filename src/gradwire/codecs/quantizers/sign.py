@@ -12,13 +12,12 @@ Differs:  zero has a sign, plus, since one bit cannot say otherwise. The scale "
 Spec:     sign, sign(scale='norm')
 """
 
-from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 from torch import Tensor
 
 from gradwire.codecs.stage import FeedbackKernel, Quantizer
+from gradwire.core.arguments import check_argument
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
@@ -27,16 +26,14 @@ from gradwire.kernels.bits import packed_bytes
 
 
 @register("sign", kind="quantizer")
-@dataclass(frozen=True)
 class Sign(Quantizer):
     """Signs times one magnitude per segment: the ``mean``, or the one that keeps the ``norm``."""
 
-    examples: ClassVar[tuple[str, ...]] = ("sign", "sign(scale='norm')")
+    examples = ("sign", "sign(scale='norm')")
     scale: str = "mean"
 
     def __post_init__(self) -> None:
-        if self.scale not in ("mean", "norm"):
-            raise ValueError(f"sign knows no scale called {self.scale!r}; choose scale='mean' or scale='norm'")
+        check_argument(self, "scale", self.scale in ("mean", "norm"), "'mean' or 'norm'")
 
     @property
     def feedback_kernel(self) -> FeedbackKernel:  # type: ignore[override]
@@ -46,12 +43,13 @@ class Sign(Quantizer):
         return 4 * len(lengths) + packed_bytes(sum(lengths), 1)
 
     def encode(self, values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
-        del names, key
         return quantize.sign_encode(values, lengths, self.scale == "norm")
 
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
-        del names, key
         return quantize.sign_decode(data, lengths)
+
+    def decode_into(self, data: Tensor, lengths: Tensor, out: Tensor) -> Tensor:
+        return quantize.sign_decode(data, lengths, out)
 
     def merge(self, shards: Tensor, error: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         return fused.merge_sign(shards, error, lengths, self.scale == "norm")

@@ -15,12 +15,11 @@ Spec:     terngrad, terngrad(clip=0)
 """
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from gradwire.codecs.stage import Quantizer
+from gradwire.core.arguments import check_argument
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
@@ -28,19 +27,15 @@ from gradwire.kernels import quantize
 
 
 @register("terngrad", kind="quantizer")
-@dataclass(frozen=True)
 class TernGrad(Quantizer):
     """Stochastic ternary values. A larger ``clip`` is less biased and noisier; 0 clamps nothing."""
 
-    examples: ClassVar[tuple[str, ...]] = ("terngrad", "terngrad(clip=0)")
+    examples = ("terngrad", "terngrad(clip=0)")
     clip: float = 2.5
 
     def __post_init__(self) -> None:
-        if not 0 <= self.clip < math.inf:
-            raise ValueError(
-                f"terngrad cannot clamp at {self.clip!r} standard deviations; "
-                "choose a positive clip, for example 2.5, or 0 for none"
-            )
+        wanted = "a finite number of standard deviations, for example 2.5, or 0 for no clamping"
+        check_argument(self, "clip", 0 <= self.clip < math.inf, wanted)
 
     def size(self, lengths: tuple[int, ...]) -> int:
         return 4 * len(lengths) + (sum(lengths) + 4) // 5
@@ -49,7 +44,6 @@ class TernGrad(Quantizer):
         return quantize.ternary_encode(values, lengths, names, key.fold("quantize"), float(self.clip))
 
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
-        del names, key
         return quantize.ternary_decode(data, lengths)
 
     @property

@@ -14,23 +14,17 @@ Differs:  the choice is as in the paper; the values are the quantizer's affair, 
 Spec:     adacomp, adacomp(50), adacomp(scale=3.0)
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import Tensor
 
-from gradwire.codecs.stage import EncodeInput, Selector
-from gradwire.core.arguments import is_count, is_fraction, is_number
-from gradwire.core.keys import Key
+from gradwire.codecs.selectors.passing import PassingSelector
+from gradwire.codecs.stage import EncodeInput
+from gradwire.core.arguments import check_argument, check_fraction, is_count, is_number
 from gradwire.core.registry import register
-from gradwire.core.traits import Traits
 from gradwire.kernels.groups import blocks, largest, spread
-from gradwire.kernels.select import share, trim
 
 
 @register("adacomp", kind="selector")
-@dataclass(frozen=True)
-class AdaComp(Selector):
+class AdaComp(PassingSelector):
     """A soft threshold per bin, so that lively bins send more.
 
     Attributes:
@@ -43,34 +37,15 @@ class AdaComp(Selector):
     bin: int = 500
     scale: float = 2.0
     most: float = 1.0
-
-    fixed = False
-    examples: ClassVar[tuple[str, ...]] = ("adacomp", "adacomp(bin=50)", "adacomp(bin=8, most=0.2)")
+    examples = ("adacomp", "adacomp(bin=50)", "adacomp(bin=8, most=0.2)")
 
     def __post_init__(self) -> None:
-        if not is_count(self.bin):
-            raise ValueError(
-                f"adacomp got bin={self.bin!r}, which must be a whole number of entries from 1; write bin=500"
-            )
-        if not (is_number(self.scale) and self.scale >= 1):
-            raise ValueError(f"adacomp got scale={self.scale!r}, which must be a number from 1; write scale=2.0")
-        if not is_fraction(self.most):
-            raise ValueError(
-                f"adacomp got most={self.most!r}, the share of the entries that may be sent, "
-                "which must be in (0, 1]; write most=0.1 for a tenth"
-            )
+        check_argument(self, "bin", is_count(self.bin), "a whole number of entries from 1, for example 500")
+        check_argument(self, "scale", is_number(self.scale) and self.scale >= 1, "a number from 1, for example 2.0")
+        check_fraction(self, "most", "0.1")
 
-    def capacity(self, n: int) -> int:
-        return share(self.most, n)
-
-    def select(self, signal: EncodeInput, key: Key) -> Tensor:
-        size, table = signal.target.abs(), signal.segments
+    def passes(self, signal: EncodeInput) -> Tensor:
         ahead = signal.target + (self.scale - 1) * signal.grad  # H
-        bins = blocks(table.lengths_on(size.device), self.bin)
-        peak = spread(largest(size, bins), bins)
-        most = tuple(self.capacity(n) for n in table.lengths)
-        return trim((ahead.abs() >= peak) & (peak > 0), size, table, most, key)
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(fixed=False)
+        bins = blocks(signal.segments.lengths_on(ahead.device), self.bin)
+        peak = spread(largest(signal.target.abs(), bins), bins)
+        return (ahead.abs() >= peak) & (peak > 0)

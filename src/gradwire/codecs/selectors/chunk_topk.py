@@ -12,13 +12,10 @@ Differs:  only the chunk-wise choice is the paper's: each rank chooses for itsel
 Spec:     chunk_topk(4), chunk_topk(1, chunk=64)
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import Tensor
 
 from gradwire.codecs.stage import EncodeInput, Selector
-from gradwire.core.arguments import is_count
+from gradwire.core.arguments import check_argument, is_count
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
@@ -26,7 +23,6 @@ from gradwire.kernels.chunks import chunk_topk
 
 
 @register("chunk_topk", kind="selector")
-@dataclass(frozen=True)
 class ChunkTopK(Selector):
     """The largest entries of each chunk of consecutive entries; the last of a segment is shorter.
 
@@ -37,23 +33,15 @@ class ChunkTopK(Selector):
 
     k: int
     chunk: int = 4096
-
-    examples: ClassVar[tuple[str, ...]] = ("chunk_topk(4)", "chunk_topk(2, chunk=8)")
+    traits = Traits(contraction=True)
+    examples = ("chunk_topk(4)", "chunk_topk(2, chunk=8)")
 
     def __post_init__(self) -> None:
-        if not (is_count(self.k) and is_count(self.chunk) and self.k <= self.chunk):
-            raise ValueError(
-                f"chunk_topk({self.k!r}, chunk={self.chunk!r}) keeps k entries of each chunk, "
-                "which must be whole numbers, 1 <= k <= chunk; write chunk_topk(4, chunk=4096)"
-            )
+        check_argument(self, "chunk", is_count(self.chunk), "a whole number of entries from 1, for example 4096")
+        check_argument(self, "k", is_count(self.k) and self.k <= self.chunk, f"a whole number from 1 to {self.chunk}")
 
     def capacity(self, n: int) -> int:
         return n // self.chunk * self.k + min(self.k, n % self.chunk)
 
     def select(self, signal: EncodeInput, key: Key) -> Tensor:
-        del key
         return chunk_topk(signal.target, signal.segments.lengths, self.k, self.chunk)
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(contraction=True)

@@ -13,24 +13,18 @@ Differs:  the paper lets each worker draw for itself, as shared=False does here;
 Spec:     randomk(0.01), randomk(0.01, shared=False), randomk(0.01, unbiased=True)
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import EncodeInput, Selector
-from gradwire.core.arguments import is_fraction
+from gradwire.core.arguments import check_argument, check_fraction
 from gradwire.core.decode_cache import memoized
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
-from gradwire.core.segments import Segments
 from gradwire.core.traits import Traits
 from gradwire.kernels.select import draw_places, share
 
 
 @register("randomk", kind="selector")
-@dataclass(frozen=True)
 class RandomK(Selector):
     """Random entries of each segment; of a signal, only the segments and the device are read.
 
@@ -45,21 +39,12 @@ class RandomK(Selector):
     unbiased: bool = False
 
     receivers_redraw = True
-    examples: ClassVar[tuple[str, ...]] = (
-        "randomk(0.01)",
-        "randomk(0.3, shared=False)",
-        "randomk(0.3, unbiased=True)",
-    )
+    examples = ("randomk(0.01)", "randomk(0.3, shared=False)", "randomk(0.3, unbiased=True)")
 
     def __post_init__(self) -> None:
-        if not is_fraction(self.ratio):
-            raise ValueError(
-                f"randomk({self.ratio!r}) keeps a share of the entries, which must be in (0, 1]; "
-                "write randomk(0.01) for one percent"
-            )
-        for name, value in (("shared", self.shared), ("unbiased", self.unbiased)):
-            if not isinstance(value, bool):
-                raise ValueError(f"randomk got {name}={value!r}; write {name}=True or {name}=False")
+        check_fraction(self, "ratio", "randomk(0.01)")
+        for name in ("shared", "unbiased"):
+            check_argument(self, name, isinstance(getattr(self, name), bool), "True or False")
 
     def capacity(self, n: int) -> int:
         return share(self.ratio, n)
@@ -67,11 +52,9 @@ class RandomK(Selector):
     def select(self, signal: EncodeInput, key: Key) -> Tensor:
         table, device = signal.segments, signal.target.device
         stream = (key.shared() if self.shared else key).fold("randomk")
+        counts = tuple(map(self.capacity, table.lengths))
         # Receivers redraw what the sender drew: among ranks of one process, once is enough.
-        return memoized((), (self.ratio, table, stream, device), lambda: self._drawn(table, stream, device))
-
-    def _drawn(self, table: Segments, stream: Key, device: torch.device) -> Tensor:
-        return draw_places(stream, table, tuple(map(self.capacity, table.lengths)), device)
+        return memoized((), (counts, table, stream, device), lambda: draw_places(stream, table, counts, device))
 
     def gain(self, n: int) -> float:
         return n / self.capacity(n) if self.unbiased and n else 1.0

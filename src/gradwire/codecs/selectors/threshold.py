@@ -16,23 +16,18 @@ Differs:  Strom sends +v or -v and keeps the rest; here the quantizer says what 
 Spec:     threshold(0.001), adaptive_threshold
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import Tensor
 
-from gradwire.codecs.stage import EncodeInput, Selector
-from gradwire.core.arguments import is_fraction, is_number
-from gradwire.core.keys import Key
+from gradwire.codecs.selectors.passing import PassingSelector
+from gradwire.codecs.stage import EncodeInput
+from gradwire.core.arguments import check_argument, check_fraction, is_number
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
 from gradwire.kernels.groups import largest, spread
-from gradwire.kernels.select import share, trim
 
 
 @register("threshold", kind="selector")
-@dataclass(frozen=True)
-class Threshold(Selector):
+class Threshold(PassingSelector):
     """The entries of magnitude at least ``v``.
 
     Attributes:
@@ -42,34 +37,18 @@ class Threshold(Selector):
 
     v: float
     most: float = 1.0
-
-    fixed = False
-    examples: ClassVar[tuple[str, ...]] = ("threshold(0.5)", "threshold(0.001, most=0.1)")
+    examples = ("threshold(0.5)", "threshold(0.001, most=0.1)")
 
     def __post_init__(self) -> None:
-        if not (is_number(self.v) and self.v >= 0):
-            raise ValueError(
-                f"threshold({self.v!r}) keeps entries by magnitude, which must be a number from 0; "
-                "write threshold(0.001)"
-            )
-        _check_most("threshold", self.most)
+        check_argument(self, "v", is_number(self.v) and self.v >= 0, "a magnitude from 0, for example 0.001")
+        check_fraction(self, "most", "0.1")
 
-    def capacity(self, n: int) -> int:
-        return share(self.most, n)
-
-    def select(self, signal: EncodeInput, key: Key) -> Tensor:
-        size, table = signal.target.abs(), signal.segments
-        most = tuple(self.capacity(n) for n in table.lengths)
-        return trim(size >= self.v, size, table, most, key)
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(fixed=False)
+    def passes(self, signal: EncodeInput) -> Tensor:
+        return signal.target.abs() >= self.v
 
 
 @register("adaptive_threshold", kind="selector")
-@dataclass(frozen=True)
-class AdaptiveThreshold(Selector):
+class AdaptiveThreshold(PassingSelector):
     """The entries of at least half the largest magnitude of their segment.
 
     Attributes:
@@ -77,31 +56,13 @@ class AdaptiveThreshold(Selector):
     """
 
     most: float = 1.0
-
-    fixed = False
-    examples: ClassVar[tuple[str, ...]] = ("adaptive_threshold", "adaptive_threshold(most=0.1)")
+    traits = Traits(contraction=True, fixed=False)
+    examples = ("adaptive_threshold", "adaptive_threshold(most=0.1)")
 
     def __post_init__(self) -> None:
-        _check_most("adaptive_threshold", self.most)
+        check_fraction(self, "most", "0.1")
 
-    def capacity(self, n: int) -> int:
-        return share(self.most, n)
-
-    def select(self, signal: EncodeInput, key: Key) -> Tensor:
-        size, table = signal.target.abs(), signal.segments
-        lengths = table.lengths_on(size.device)
+    def passes(self, signal: EncodeInput) -> Tensor:
+        size, lengths = signal.target.abs(), signal.segments.lengths_on(signal.target.device)
         peak = spread(largest(size, lengths), lengths)
-        most = tuple(self.capacity(n) for n in table.lengths)
-        return trim((2 * size >= peak) & (peak > 0), size, table, most, key)
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(contraction=True, fixed=False)
-
-
-def _check_most(name: str, most: float) -> None:
-    if not is_fraction(most):
-        raise ValueError(
-            f"{name} got most={most!r}, the share of the entries that may be sent, which must be "
-            "in (0, 1]; write most=0.1 for a tenth"
-        )
+        return (2 * size >= peak) & (peak > 0)

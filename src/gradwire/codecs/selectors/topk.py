@@ -12,13 +12,10 @@ Differs:  the paper drops by one threshold for all layers or one per layer, whic
 Spec:     topk(0.01)
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import Tensor
 
 from gradwire.codecs.stage import EncodeInput, Selector
-from gradwire.core.arguments import is_fraction
+from gradwire.core.arguments import check_fraction
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
@@ -27,7 +24,6 @@ from gradwire.kernels.select import share
 
 
 @register("topk", kind="selector")
-@dataclass(frozen=True)
 class TopK(Selector):
     """The largest entries of each segment.
 
@@ -36,25 +32,16 @@ class TopK(Selector):
     """
 
     ratio: float
-
-    exact_topk: ClassVar[bool] = True
-    examples: ClassVar[tuple[str, ...]] = ("topk(0.01)", "topk(0.3)", "topk(1)")
+    traits = Traits(contraction=True)
+    exact_topk = True
+    examples = ("topk(0.01)", "topk(0.3)", "topk(1)")
 
     def __post_init__(self) -> None:
-        if not is_fraction(self.ratio):
-            raise ValueError(
-                f"topk({self.ratio!r}) keeps a share of the entries, which must be in (0, 1]; "
-                "write topk(0.01) for one percent"
-            )
+        check_fraction(self, "ratio", "topk(0.01)")
 
     def capacity(self, n: int) -> int:
         return share(self.ratio, n)
 
     def select(self, signal: EncodeInput, key: Key) -> Tensor:
-        del key
         lengths = signal.segments.lengths
         return topk(signal.target, lengths, tuple(map(self.capacity, lengths)))
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(contraction=True)

@@ -17,25 +17,19 @@ Differs:  as in the paper where the loop passes per-sample moments to `wire.obse
 Spec:     variance, variance(alpha=2.0)
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
-from gradwire.codecs.stage import EncodeInput, Memory, Selector
-from gradwire.core.arguments import is_fraction, is_number
-from gradwire.core.keys import Key
+from gradwire.codecs.selectors.passing import PassingSelector
+from gradwire.codecs.stage import EncodeInput, Memory
+from gradwire.core.arguments import check_argument, check_fraction, is_number
 from gradwire.core.registry import register
-from gradwire.core.traits import Traits
-from gradwire.kernels.select import share, trim
 
 _MOMENT = "second_moment"
 
 
 @register("variance", kind="selector")
-@dataclass(frozen=True)
-class Variance(Selector):
+class Variance(PassingSelector):
     """The coordinates whose gradients agree over time.
 
     Attributes:
@@ -47,24 +41,13 @@ class Variance(Selector):
     alpha: float = 1.0
     decay: float = 0.999
     most: float = 1.0
-
-    fixed = False
     memories = (_MOMENT,)
-    examples: ClassVar[tuple[str, ...]] = ("variance", "variance(alpha=2.0, most=0.5)")
+    examples = ("variance", "variance(alpha=2.0, most=0.5)")
 
     def __post_init__(self) -> None:
-        if not (is_number(self.alpha) and self.alpha > 0):
-            raise ValueError(
-                f"variance got alpha={self.alpha!r}, which must be a number above 0; write alpha=1.0 to 2.0"
-            )
-        for name, value in (("decay", self.decay), ("most", self.most)):
-            if not is_fraction(value):
-                raise ValueError(
-                    f"variance got {name}={value!r}, which must be in (0, 1]; write variance(decay=0.999, most=0.1)"
-                )
-
-    def capacity(self, n: int) -> int:
-        return share(self.most, n)
+        check_argument(self, "alpha", is_number(self.alpha) and self.alpha > 0, "a number above 0, such as 1.0 or 2.0")
+        check_fraction(self, "decay", "0.999")
+        check_fraction(self, "most", "0.1")
 
     def absorb(self, grad: Tensor, memory: Memory, observed: Tensor | None = None) -> Memory:
         """The memory with the observed moments added, or, for loops that observe no samples, the gradient's square."""
@@ -74,15 +57,9 @@ class Variance(Selector):
         moment = (memory[_MOMENT] + grad.square()).clamp(max=limit)
         return {**memory, _MOMENT: moment}
 
-    def select(self, signal: EncodeInput, key: Key) -> Tensor:
-        r, v = signal.target, signal.memory[_MOMENT]
-        most = tuple(self.capacity(n) for n in signal.segments.lengths)
-        return trim(r.square() > self.alpha * v, r.abs(), signal.segments, most, key)
+    def passes(self, signal: EncodeInput) -> Tensor:
+        return signal.target.square() > self.alpha * signal.memory[_MOMENT]
 
     def remember(self, signal: EncodeInput, indices: Tensor) -> Memory:
         moment = (self.decay * signal.memory[_MOMENT]).index_fill(0, indices, 0.0)
         return {**signal.memory, _MOMENT: moment}
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(fixed=False)

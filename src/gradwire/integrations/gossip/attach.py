@@ -2,20 +2,18 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from gradwire.comm.backend import Backend
 from gradwire.comm.host_layout import Across
-from gradwire.comm.torch_backend import connect
 from gradwire.gossip import GossipMethod
 from gradwire.integrations.ddp import find_ddp
 from gradwire.integrations.gossip.elastic import ElasticGossip
-from gradwire.integrations.gossip.flat_params import CodecSpec
+from gradwire.integrations.gossip.flat_params import CodecSpec, GossipOptions
 from gradwire.integrations.gossip.gossip_sync import GossipSync
-from gradwire.integrations.host_discovery import arrange
+from gradwire.integrations.host_discovery import find_backend
 
 _HERE = "127.0.0.1"
 
@@ -53,7 +51,7 @@ def gossip(
             mpirun or srun sets; so does a list of the ranks of each, ``[[0, 1], [2, 3]]``. The loop then calls
             ``average_gradients()`` of the handle before ``optimizer.step()``.
         link: What moves the bytes, if not torch.distributed.
-        elastic: Whether to go on when neighbors die or stall, and to take them back; over connections of its own, so
+        elastic: Whether to continue when neighbors die or stall, and to take them back; over connections of its own, so
             no process group is needed.
         timeout: Seconds after which a silent neighbor is dropped, with ``elastic=True``.
         meeting: Where elastic peers find each other: a folder that all share, or ``tcp://host:port`` of a TCPStore.
@@ -64,6 +62,7 @@ def gossip(
     Returns:
         A handle: ``report()``, ``state_dict()``, ``evaluate_mean(...)``, ``distance()``.
     """
+    options = GossipOptions(spec, codec, granularity, overlap, seed)
     if elastic:
         if link is not None or process_group is not None:
             raise ValueError("elastic=True opens connections of its own; leave link and process_group out")
@@ -71,23 +70,16 @@ def gossip(
             raise ValueError("elastic=True has nodes of one rank, which may come and go; leave across out")
         if meeting is None:
             raise ValueError("elastic=True needs meeting=: a folder that all ranks share, or tcp://host:port")
-        where = _given_or_environment("RANK", rank), _given_or_environment("WORLD_SIZE", world)
-        options: dict[str, Any] = {
-            "granularity": granularity,
-            "overlap": overlap,
-            "seed": seed,
-            "timeout": timeout,
-            "host": host,
-        }
-        return ElasticGossip(model, spec, codec, *where, meeting, **options)
+        rank, world = _given_or_environment("RANK", rank), _given_or_environment("WORLD_SIZE", world)
+        return ElasticGossip(model, options, rank, world, meeting, timeout, host)
     if meeting is not None or rank is not None or world is not None or host != _HERE:
         raise ValueError(
             "meeting, rank, world and host belong to elastic=True; leave them out, since a process group has its ranks"
         )
-    link = arrange(link or connect(process_group), across)
-    if link.grouping is None or link.grouping.beside == 1:
+    link = find_backend(link, process_group, across)
+    if link.host_layout is None or link.host_layout.ranks_per_host == 1:
         _refuse_ddp(model)
-    return GossipSync(model, spec, codec, link, granularity=granularity, overlap=overlap, seed=seed)
+    return GossipSync(model, link, options)
 
 
 def _refuse_ddp(model: nn.Module) -> None:

@@ -1,36 +1,35 @@
-"""Batched gossip: all replicas of a group in this process, as rows of one tensor."""
+"""Batched gossip: all replicas of a group in this process, as rows of one tensor, or as models of their own."""
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradwire.comm.collectives import AllReduceOp, Traffic, traffic
-from gradwire.engine.drive import Clock, interleave
+from gradwire.engine.drive import interleave
 from gradwire.engine.lockstep import Lockstep
 from gradwire.gossip import GossipMethod
 from gradwire.gossip.centralized import Centralized
 from gradwire.gossip.stacked import StackedNodes, stackable
 from gradwire.integrations.gossip.checkpoint import check_state, load_state, save_state
-from gradwire.integrations.gossip.flat_params import CodecSpec, FlatParams, describe, handle_repr, make_node
+from gradwire.integrations.gossip.flat_params import CodecSpec, FlatParams, GossipOptions
+from gradwire.integrations.gossip.handle import GossipHandle
 from gradwire.integrations.gossip.report import GossipReport, summarize
 
+OPTIONS = ("granularity", "overlap", "seed")  # of `gossip_lockstep`
 
-class BatchedGossip:
+
+class BatchedGossip(GossipHandle):
     """Gossips ``world`` replicas of one model. They start as the model is.
 
-    Where the method has rules for all ranks at once, see `gossip.stacked`; else ranks exchange messages in lockstep.
+    Options are granularity, overlap and seed, as for `gossip`. Where the method has rules for all ranks at once, see
+    `gossip.stacked`; else ranks exchange messages in lockstep.
 
     Attributes:
-        nodes: Each replica's gossip state.
-        hosts: The ranks of each node; by default one.
-        clock: The time of all replicas, as encoding.
-        traffic: Of each node.
+        traffic: Of each node. The clock has the time of all replicas, as encoding.
     """
-
-    elastic = False
-    resyncs = 0
 
     def __init__(
         self,
@@ -39,34 +38,26 @@ class BatchedGossip:
         spec: str | GossipMethod,
         codec: CodecSpec | None = None,
         *,
-        granularity: str = "layer",
-        overlap: bool = False,
-        seed: int = 0,
         hosts: tuple[tuple[int, ...], ...] | None = None,
         stacked: bool = True,
+        **options: Any,
     ) -> None:
-        self.flat = FlatParams(model)
-        self.nodes = [make_node(self.flat, spec, codec, r, world, granularity, seed, overlap) for r in range(world)]
-        first = self.nodes[0]
-        self.description, self.clock = describe(first, granularity), Clock()
-        common = self.flat.read()
-        for node in self.nodes:
+        chosen, flat = GossipOptions(spec, codec, **options), FlatParams(model)
+        nodes = [chosen.node(flat.tensors, rank, world) for rank in range(world)]
+        alone, first = tuple((rank,) for rank in range(world)), nodes[0]
+        super().__init__(flat, nodes, alone if hosts is None else hosts, chosen.describe(first))
+        common = flat.read()
+        for node in nodes:
             node.begin(common)
-        self.hosts = tuple((rank,) for rank in range(world)) if hosts is None else hosts
-        self._members = (
-            None if hosts is None else torch.tensor(hosts, device=self.flat.device)
-        )  # [nodes, ranks of each]
+        # The ranks of each node, [nodes, ranks of each]; None where each has one.
+        self._members = None if hosts is None else torch.tensor(hosts, device=self.flat.device)
         numbers = {rank: number for number, host in enumerate(self.hosts) for rank in host}
         self._node_of = [numbers[rank] for rank in range(len(numbers))]
-        self.pending: Tensor | None = None  # with overlap: what the last round adds to the next parameters
         self.traffic = [Traffic() for _ in range(world)]
         self._costs: dict[int, list[Traffic]] = {}  # by round of the graph's period
         fits = stacked and stackable(first.method, first.codec, first.topology)
         self._stack = StackedNodes(self.nodes, self.flat.device) if fits else None
         self._group = Lockstep(world)
-
-    def __repr__(self) -> str:
-        return handle_repr(self, self.description, self.nodes[0], self.step)
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
@@ -76,8 +67,10 @@ class BatchedGossip:
         if not self.nodes[0].overlap:
             x = self._round(x)
         else:
-            x = x if self.pending is None else x + self.pending
-            self.pending = self._round(x) - x
+            pending = [node.pending for node in self.nodes if node.pending is not None]
+            x = x + torch.stack(pending) if pending else x
+            for node, row in zip(self.nodes, self._round(x) - x, strict=True):
+                node.pending = row
         self.clock.encode += time.perf_counter() - began
         return x
 
@@ -95,7 +88,7 @@ class BatchedGossip:
 
     def _round(self, x: Tensor) -> Tensor:
         if self._stack is not None:
-            phase = self._stack.step % self._stack.topology.period
+            phase = self.step % self._stack.topology.period
             if phase not in self._costs:
                 self._costs[phase] = [_cost(self._stack, rank, phase) for rank in range(len(self.nodes))]
             self.traffic = [old + new for old, new in zip(self.traffic, self._costs[phase], strict=True)]
@@ -104,9 +97,7 @@ class BatchedGossip:
         rows = [row.clone() for row in x]  # placed in memory as a lone rank's: some sums depend on it
         protocols = [interleave([node.run(row, decoded=decoded)]) for node, row in zip(self.nodes, rows, strict=True)]
         self._group.traffic = self.traffic
-        mixed = torch.stack([result[0] for result in self._group.drive(protocols)])
-        self.traffic = self._group.traffic
-        return mixed
+        return torch.stack([result[0] for result in self._group.drive(protocols)])
 
     def check(self) -> None:
         """Raise `Diverged` if parameters are no longer finite. On a GPU this waits for it."""
@@ -118,11 +109,11 @@ class BatchedGossip:
 
     @property
     def step(self) -> int:
-        return self.nodes[0].step if self._stack is None else self._stack.step
+        return self.nodes[0].step
 
     @property
     def gamma(self) -> float:
-        return self.nodes[0].gamma if self._stack is None else self._stack.gamma
+        return self.nodes[0].gamma
 
     # -- over all ranks, state and report ------------------------------------------------------------------------------
 
@@ -138,24 +129,20 @@ class BatchedGossip:
         """The report of one rank's node."""
         self._scatter()
         number = self._node_of[rank]
-        return summarize(self.nodes[number], self.traffic[number], len(self.nodes))
+        return summarize(self.nodes[number], self.traffic[number])
 
     def state_dict(self) -> list[dict[str, Tensor]]:
         """One state for each node, as real ranks would save them."""
         self._scatter()
-        return [save_state(node, self.flat, self.description, len(self.nodes)) for node in self.nodes]
+        return [save_state(node, self.flat, self.description) for node in self.nodes]
 
     def load_state_dict(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         if len(states) != len(self.nodes):
             raise ValueError(f"there are {len(states)} states for {len(self.nodes)} replicas; pass one for each")
         for node, state in zip(self.nodes, states, strict=True):
-            check_state(state, node, self.flat, self.description, len(self.nodes))
+            check_state(state, node, self.flat, self.description)
         for node, state in zip(self.nodes, states, strict=True):
             load_state(node, state)
-        pending = [node.pending for node in self.nodes if node.pending is not None]
-        self.pending = torch.stack(pending) if pending else None
-        for node in self.nodes:
-            node.pending = None
         if self._stack is not None:
             self._stack.gather()
 
@@ -179,8 +166,58 @@ class BatchedGossip:
     def _scatter(self) -> None:
         if self._stack is not None:
             self._stack.scatter_()
-        for rank, node in enumerate(self.nodes):
-            node.pending = None if self.pending is None else self.pending[rank].clone()
+
+
+class SimulatedGossip(BatchedGossip):
+    """Gossips N models of this process, in lockstep. Call it after all of them have taken their step.
+
+    Attributes:
+        flats: The models' parameters.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], spec: str | GossipMethod, codec: CodecSpec | None = None, **options: Any
+    ) -> None:
+        if not models:
+            raise ValueError("there are no models to gossip; pass a list of models, one for each rank")
+        super().__init__(models[0], len(models), spec, codec, stacked=False, **options)
+        self.models, self.flats = list(models), [FlatParams(model) for model in models]
+        with torch.no_grad():
+            for model in models[1:]:
+                model.load_state_dict(models[0].state_dict())
+
+    def __call__(self) -> None:
+        """One round of gossip of all models."""
+        for flat, x in zip(self.flats, self.mix(self._stacked()), strict=True):
+            flat.write_(x)
+
+    def distance(self) -> float:
+        """The root mean square over models of |x_i - mean|."""
+        x = self._stacked().double()
+        return float((x - x.mean(0)).square().sum(1).mean().sqrt())
+
+    def mean_into_(self, model: nn.Module) -> None:
+        """Write the mean of parameters and floating-point buffers into another model of the same make."""
+        FlatParams(model).write_all_(torch.stack([flat.read_all() for flat in self.flats]).mean(0))
+
+    def _stacked(self) -> Tensor:
+        return torch.stack([flat.read() for flat in self.flats])
+
+
+def gossip_lockstep(
+    models: Sequence[nn.Module], spec: str | GossipMethod, codec: CodecSpec | None = None, **options: Any
+) -> SimulatedGossip:
+    """Gossip among N models in this process, which start as the first.
+
+    Options are granularity, overlap and seed, as for `gossip`.
+    """
+    for name in options:
+        if name not in OPTIONS:
+            raise ValueError(
+                f"gossip_lockstep takes {', '.join(OPTIONS)}, and not {name}=, since its models share a process; "
+                "leave it out, or call gossip in a process for each rank"
+            )
+    return SimulatedGossip(models, spec, codec, **options)
 
 
 def _cost(stack: StackedNodes, rank: int, phase: int) -> Traffic:

@@ -10,7 +10,7 @@ from gradwire.integrations.gossip.flat_params import FlatParams
 from gradwire.version import WIRE_FORMAT
 
 
-def save_state(node: Node, flat: FlatParams, description: str, world: int) -> dict[str, Tensor]:
+def save_state(node: Node, flat: FlatParams, description: str) -> dict[str, Tensor]:
     """One rank's state, as plain tensors."""
     facts = {
         "gradwire/format": torch.tensor(WIRE_FORMAT),
@@ -20,12 +20,12 @@ def save_state(node: Node, flat: FlatParams, description: str, world: int) -> di
         "gradwire/seed": torch.tensor(node.seed),
         "gradwire/spec": torch.tensor(list(description.encode()), dtype=torch.uint8),
         "gradwire/step": torch.tensor(node.step),
-        "gradwire/world": torch.tensor(world),
+        "gradwire/world": torch.tensor(node.topology.size),
     }
     return {**facts, **node.save()}
 
 
-def check_state(state: Mapping[str, Tensor], node: Node, flat: FlatParams, description: str, world: int) -> None:
+def check_state(state: Mapping[str, Tensor], node: Node, flat: FlatParams, description: str) -> None:
     """Refuse a state of another run.
 
     Raises:
@@ -40,7 +40,7 @@ def check_state(state: Mapping[str, Tensor], node: Node, flat: FlatParams, descr
         raise ValueError(
             f"the state was saved under [{saved}], but this run has [{description}]; attach with the saved spec"
         )
-    rank, size = int(state["gradwire/rank"]), int(state["gradwire/world"])
+    rank, size, world = int(state["gradwire/rank"]), int(state["gradwire/world"]), node.topology.size
     if (rank, size) != (node.rank, world):
         raise ValueError(
             f"the state is of rank {rank} of {size}, and this is rank {node.rank} of {world}; copies of neighbors "

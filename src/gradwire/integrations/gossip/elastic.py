@@ -1,4 +1,4 @@
-"""The handle of one rank of an elastic group, which goes on when neighbors die or stall, and takes them back."""
+"""The handle of one rank of an elastic group, which continues when neighbors die or stall, and takes them back."""
 
 import hashlib
 import logging
@@ -17,9 +17,8 @@ from gradwire.comm.rendezvous import rendezvous
 from gradwire.core.payload import CorruptMessageError, Payload
 from gradwire.core.requests import Request, SendRecv
 from gradwire.engine.drive import execute, interleave
-from gradwire.gossip import GossipMethod
 from gradwire.integrations.gossip.checkpoint import check_state, save_state
-from gradwire.integrations.gossip.flat_params import CodecSpec, FlatParams, describe, make_node
+from gradwire.integrations.gossip.flat_params import FlatParams, GossipOptions
 from gradwire.integrations.gossip.handle import RankHandle
 from gradwire.integrations.gossip.membership import Membership, raw_bytes, snapshot_of
 from gradwire.integrations.gossip.report import GossipReport, summarize
@@ -48,39 +47,38 @@ class ElasticGossip(RankHandle):
     def __init__(
         self,
         model: nn.Module,
-        spec: str | GossipMethod,
-        codec: CodecSpec | None,
+        options: GossipOptions,
         rank: int,
         world: int,
         meeting: str | Path,
-        *,
-        granularity: str = "layer",
-        overlap: bool = False,
-        seed: int = 0,
         timeout: float = 30.0,
         host: str = "127.0.0.1",
     ) -> None:
         if timeout <= 0.0:
             raise ValueError(f"timeout={timeout} leaves neighbors no time to answer; give it some seconds")
         flat = FlatParams(model)
-        node = make_node(flat, spec, codec, rank, world, granularity, seed, overlap, elastic=True)
-        super().__init__(flat, node, describe(node, granularity), rank)
+        node = options.node(flat.tensors, rank, world, elastic=True)
+        super().__init__(flat, node, tuple((rank,) for rank in range(world)), options.describe(node), rank)
         self.world, self.drift, self.rejoined = world, 0.0, 0
         self.rounds_made = self.messages_sent = 0
         self._logged = 0  # losses
         self._known: set[int] = set()  # neighbors that have ever taken part
         self._present: tuple[int, ...] = ()  # those that took part in the last round
         self._gathers = (-1, 0)  # a step, and how many times `gather_reachable` was called in it
-        whole = f"{self.description}; seed {seed}; world {world}; {flat.fingerprint().tolist()}"
+        whole = f"{self.description}; seed {options.seed}; world {world}; {flat.fingerprint().tolist()}"
         digest = hashlib.sha256(whole.encode()).digest()
         self.mesh = PeerMesh(rank, node.topology.peers(rank), rendezvous(meeting), digest, timeout=timeout, host=host)
         self._membership = Membership(flat, node, self.mesh)
         try:
-            self._membership.join()
+            self._join()
         except BaseException:
             self.close()
             raise
         self.node.begin(flat.read())
+
+    def _join(self, resumes: bool = False) -> None:
+        self._membership.join(resumes)
+        self.resyncs = self._membership.resyncs
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
@@ -88,9 +86,9 @@ class ElasticGossip(RankHandle):
         """One round of gossip. ``x`` are the model's parameters, unless this rank must take a neighbor's instead."""
         self.wait()
         if self.mesh.is_left_behind(self.node.step, slack=self.world):
-            self._membership.join()
+            self._join()
             x = self.flat.read()
-        buffers = self.flat.read_buffers()  # now, since training goes on
+        buffers = self.flat.read_buffers()  # now, since training continues
         return self.run_or_overlap(x, lambda x: self._run(x, buffers))
 
     def _run(self, x: Tensor, buffers: Tensor) -> Tensor:
@@ -127,14 +125,6 @@ class ElasticGossip(RankHandle):
             )
 
     # -- over all ranks ------------------------------------------------------------------------------------------------
-
-    @property
-    def hosts(self) -> tuple[tuple[int, ...], ...]:
-        return tuple((rank,) for rank in range(self.world))
-
-    @property
-    def resyncs(self) -> int:
-        return self._membership.resyncs
 
     def average_rows(self, grads: Tensor) -> Tensor:
         """A node has one rank."""
@@ -178,20 +168,20 @@ class ElasticGossip(RankHandle):
     def state_dict(self) -> dict[str, Tensor]:
         """Copies, gamma and step."""
         self.wait()
-        return save_state(self.node, self.flat, self.description, self.world)
+        return save_state(self.node, self.flat, self.description)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from this rank's own state, and join the group at its step, or at the group's if that is further.
 
-        An edge goes on as it was if both its ends come back with the same step and copies, within `timeout` of each
+        An edge continues as it was if both its ends come back with the same step and copies, within `timeout` of each
         other; any other begins anew, with whole parameters.
         """
         self.wait()
-        check_state(state, self.node, self.flat, self.description, self.world)
+        check_state(state, self.node, self.flat, self.description)
         self.node.load(state)
         self.node.step = self.node.number = int(state["gradwire/step"])
         self.mesh.leave()
-        self._membership.join(resumes=True)
+        self._join(resumes=True)
         self._logged = len(self.mesh.edges.lost)
         self.node.flows.clear()
 
@@ -204,7 +194,6 @@ class ElasticGossip(RankHandle):
         return summarize(
             self.node,
             self.mesh.edges.traffic,
-            self.world,
             dense=self.node.method.dense_bytes(parameters, self.messages_sent, self.world),
             memory_floats=self.node.floats_per_parameter + snapshot,
             dropped=len(self.mesh.edges.lost),

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -60,41 +61,33 @@ def _unflatten_(tensors: list[Tensor], flat: Tensor) -> None:
             x.copy_(part.view(x.shape))
 
 
-def make_node(
-    flat: FlatParams,
-    spec: str | GossipMethod,
-    codec: CodecSpec | None,
-    rank: int,
-    world: int,
-    granularity: str,
-    seed: int,
-    overlap: bool = False,
-    elastic: bool = False,
-) -> Node:
-    """A rank's node.
+@dataclass(frozen=True)
+class GossipOptions:
+    """What all ranks of a group must have in common; see `gossip` for each."""
 
-    Raises:
-        ValueError: The method, the codec, the graph and the options do not fit together.
-    """
-    method = gossip_method(spec)
-    if granularity not in GRANULARITIES:
-        raise ValueError(f"granularity {granularity!r} is unknown; choose {' or '.join(GRANULARITIES)}")
-    if method.compresses and codec is not None:
-        raise ValueError(f"{method.name} compresses by itself; leave codec={str(codec)!r} out")
-    chosen = as_codec("fp32" if codec is None else codec)
-    units = flat.tensors if granularity == "layer" else flat.tensors.merged()
-    topology = method.graph.on(world)
-    return Node(method, chosen, topology, rank, seed, flat.tensors, units, overlap, elastic)
+    spec: str | GossipMethod
+    codec: CodecSpec | None = None
+    granularity: str = "layer"
+    overlap: bool = False
+    seed: int = 0
 
+    def node(self, tensors: Segments, rank: int, world: int, elastic: bool = False) -> Node:
+        """The gossip state of a rank.
 
-def handle_repr(handle: object, description: str, node: Node, step: int, rank: int | None = None) -> str:
-    """A handle in one line, as print shows it; it waits for nothing."""
-    where = "" if rank is None else f"rank {rank}, "
-    return f"<{type(handle).__name__}: {description}; {node.topology}; {where}step {step}>"
+        Raises:
+            ValueError: The method, the codec, the graph and the options do not fit together.
+        """
+        method = gossip_method(self.spec)
+        if self.granularity not in GRANULARITIES:
+            raise ValueError(f"granularity {self.granularity!r} is unknown; choose {' or '.join(GRANULARITIES)}")
+        if method.compresses and self.codec is not None:
+            raise ValueError(f"{method.name} compresses by itself; leave codec={str(self.codec)!r} out")
+        codec = as_codec("fp32" if self.codec is None else self.codec)
+        units = tensors if self.granularity == "layer" else tensors.merged()
+        return Node(method, codec, method.graph.on(world), rank, self.seed, tensors, units, self.overlap, elastic)
 
-
-def describe(node: Node, granularity: str) -> str:
-    """The method as text that two ranks, or a run and its checkpoint, can compare."""
-    codec = "" if node.method.compresses else f", codec={node.codec}"
-    overlap = ", overlap" if node.overlap else ""
-    return f"{node.method}{codec}, {granularity}{overlap}"
+    def describe(self, node: Node) -> str:
+        """The method as text that two ranks, or a run and its checkpoint, can compare."""
+        codec = "" if node.method.compresses else f", codec={node.codec}"
+        overlap = ", overlap" if self.overlap else ""
+        return f"{node.method}{codec}, {self.granularity}{overlap}"

@@ -9,10 +9,9 @@ from gradwire.comm.backend import Backend
 from gradwire.comm.collectives import AllReduceOp, Traffic
 from gradwire.engine.drive import execute, interleave
 from gradwire.engine.hosts import among_hosts
-from gradwire.gossip import GossipMethod
-from gradwire.integrations.consistency import agree, telling
+from gradwire.integrations.consistency import agree, errors_on_all_ranks
 from gradwire.integrations.gossip.checkpoint import check_state, load_state, save_state
-from gradwire.integrations.gossip.flat_params import CodecSpec, FlatParams, describe, make_node
+from gradwire.integrations.gossip.flat_params import FlatParams, GossipOptions
 from gradwire.integrations.gossip.handle import RankHandle
 from gradwire.integrations.gossip.hosts import HostShare
 from gradwire.integrations.gossip.report import GossipReport, summarize
@@ -26,41 +25,22 @@ class GossipSync(RankHandle):
         share: The parameters that this rank gossips: all, or those that it serves for its host.
     """
 
-    elastic = False
-    resyncs = 0
-
-    def __init__(
-        self,
-        model: nn.Module,
-        spec: str | GossipMethod,
-        codec: CodecSpec | None,
-        link: Backend,
-        *,
-        granularity: str = "layer",
-        overlap: bool = False,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, model: nn.Module, link: Backend, options: GossipOptions) -> None:
         self.link = link
-        with telling(link):
+        with errors_on_all_ranks(link):
             flat = FlatParams(model)
-            number, hosts = (link.rank, link.world) if link.grouping is None else _host(link)
-            whole = make_node(flat, spec, codec, number, hosts, granularity, seed, overlap)
-            self.share = HostShare(model, flat, link, whole, granularity)
-        super().__init__(flat, self.share.node, describe(self.share.node, granularity), link.rank)
+            share = self.share = HostShare(model, flat, link, options)
+            node = options.node(share.own, share.host, len(share.hosts))
+        super().__init__(flat, node, share.hosts, options.describe(node), link.rank)
         shapes = {name: f"{tuple(p.shape)} {p.dtype}" for name, p in flat.parameters.items()}
-        layout = "" if link.grouping is None else f", hosts {link.grouping}"
-        agree(link, f"{self.description}; seed {seed}, overlap {overlap}{layout}", shapes)
+        layout = "" if link.host_layout is None else f", hosts {link.host_layout}"
+        agree(link, f"{self.description}; seed {options.seed}, overlap {options.overlap}{layout}", shapes)
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 link.broadcast_(tensor)
         if self.share.serves:
             self.node.begin(self.share.select(flat.read()))
         link.traffic = Traffic()
-
-    @property
-    def hosts(self) -> tuple[tuple[int, ...], ...]:
-        grouping = self.link.grouping
-        return tuple((rank,) for rank in range(self.link.world)) if grouping is None else grouping.hosts
 
     def average_gradients(self) -> None:
         """Average ``.grad`` over the ranks of this host, before the optimizer's step. See `HostShare`."""
@@ -86,7 +66,7 @@ class GossipSync(RankHandle):
 
     def _run(self, x: Tensor) -> Tensor:
         protocol = interleave([self.node.run(x)])
-        (mixed,) = execute(protocol if self.link.grouping is None else among_hosts(protocol), self.link, self.clock)
+        (mixed,) = execute(protocol if self.link.host_layout is None else among_hosts(protocol), self.link, self.clock)
         return mixed
 
     def sum_over_processes(self, numbers: Tensor) -> tuple[Tensor, int]:
@@ -103,15 +83,15 @@ class GossipSync(RankHandle):
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's memories and step: plain tensors, keyed by parameter name."""
         self.wait()
-        return {**save_state(self.node, self.flat, self.description, len(self.hosts)), **self.share.state()}
+        return {**save_state(self.node, self.flat, self.description), **self.share.state()}
 
     def load_state_dict(self, state: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> None:
         """Continue from this rank's own state. All ranks must call it; a state that one cannot load, none loads."""
         self.wait()
         states = [state] if isinstance(state, Mapping) else list(state)
-        with telling(self.link):
+        with errors_on_all_ranks(self.link):
             for one in states:
-                check_state(one, self.node, self.flat, self.description, len(self.hosts))
+                check_state(one, self.node, self.flat, self.description)
                 self.share.check_state(one)
         agree(self.link, self.description, {}, int(states[0]["gradwire/step"]))
         if self.share.serves:
@@ -129,7 +109,7 @@ class GossipSync(RankHandle):
         del rank
         self.wait()
         inside = {"ranks_per_node": self.share.size, "sent_inside": self.link.inside.sent}
-        return summarize(self.node, self.link.traffic, len(self.hosts), **inside)
+        return summarize(self.node, self.link.traffic, **inside)
 
     def counters(self) -> list[list[float]]:
         counts = [self.link.traffic] if self.share.size == 1 else [self.link.traffic, self.link.inside]
@@ -144,9 +124,3 @@ class GossipSync(RankHandle):
     def close(self) -> None:
         """Wait for the round under way; the process group is the caller's."""
         self.wait()
-
-
-def _host(link: Backend) -> tuple[int, int]:
-    """The number of this rank's host, and how many there are."""
-    assert link.grouping is not None
-    return link.grouping.seat(link.rank).host, len(link.grouping.hosts)

@@ -1,4 +1,4 @@
-"""What all gossip handles have in common."""
+"""Gossip handles: what all of them have in common, and what those of one rank have in common."""
 
 import math
 import warnings
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from gradwire.engine.drive import Clock
 from gradwire.gossip import Node
 from gradwire.integrations.comm_worker import CommWorker
-from gradwire.integrations.gossip.flat_params import FlatParams, handle_repr
+from gradwire.integrations.gossip.flat_params import FlatParams
 from gradwire.integrations.gossip.report import GossipReport
 
 T = TypeVar("T")
@@ -30,88 +30,100 @@ _RENAMED = {  # the old names of one release
 }
 
 
-class GossipHandle(Protocol):
+class GossipHandle(ABC):
     """The ranks of this process, whose parameters are rows [ranks here, N] in the order of ``named_parameters()``.
 
     One rank of a process group, or of an elastic group, has one row; a simulated group has all of them.
+
+    Attributes:
+        flat: The model's parameters.
+        nodes: The gossip state of each node that has ranks here.
+        hosts: The ranks of each node of the graph.
+        description: The method as text.
+        clock: Where the time of rounds went.
+        elastic: Whether ranks may come and go. Then a round reads and writes the model itself, buffers included.
+        resyncs: How often the rank of this process has taken over a neighbor's parameters, buffers and step.
     """
 
-    clock: Clock
+    elastic: ClassVar[bool] = False
+    _where = ""  # which rank this is, for print
+
+    def __init__(
+        self, flat: FlatParams, nodes: Sequence[Node], hosts: tuple[tuple[int, ...], ...], description: str
+    ) -> None:
+        self.flat, self.nodes, self.hosts, self.description = flat, nodes, hosts, description
+        self.clock, self.resyncs = Clock(), 0
+
+    def __repr__(self) -> str:
+        """In one line, as print shows it; it waits for nothing."""
+        node = self.nodes[0]
+        return f"<{type(self).__name__}: {self.description}; {node.topology}; {self._where}step {node.step}>"
 
     @property
-    def nodes(self) -> Sequence[Node]:
-        """The gossip state of each node that has ranks here."""
-
-    @property
-    def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each node of the graph."""
-
-    @property
-    def elastic(self) -> bool:
-        """Whether ranks may come and go. Then a round reads and writes the model itself, buffers included."""
-
-    @property
-    def resyncs(self) -> int:
-        """How often the rank of this process has taken over a neighbor's parameters, buffers and step."""
-
-    @property
+    @abstractmethod
     def step(self) -> int:
-        """Steps that the group has taken."""
+        """Steps that the group has taken, as far as this process knows."""
 
+    @abstractmethod
     def average_rows(self, grads: Tensor) -> Tensor:
         """Gradients, averaged inside each node."""
 
+    @abstractmethod
     def mix_rows(self, rows: Tensor) -> Tensor:
         """Parameters after one round of gossip."""
 
+    @abstractmethod
     def sum_over_processes(self, numbers: Tensor) -> tuple[Tensor, int]:
         """The sum over all processes that can be reached, uncounted, and how many ranks they have."""
 
+    @abstractmethod
     def max_over_processes(self, number: float) -> float:
         """The maximum over all processes that can be reached, uncounted."""
 
+    @abstractmethod
     def check(self) -> None:
         """Raise `Diverged` if parameters are no longer finite; this may wait for the device."""
 
+    @abstractmethod
     def close(self) -> None:
         """Leave the group."""
 
+    @abstractmethod
     def report(self, rank: int = 0) -> GossipReport:
         """The report of one of the ranks here, by its row."""
 
+    @abstractmethod
     def state_dicts(self) -> list[dict[str, Tensor]]:
         """The state of each rank here."""
 
+    @abstractmethod
     def load_state_dicts(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Continue from the states of all ranks here."""
 
+    @abstractmethod
     def counters(self) -> list[list[float]]:
         """Bytes and messages so far, of each rank here, for a checkpoint."""
 
+    @abstractmethod
     def load_counters(self, counters: Sequence[Sequence[float]]) -> None:
         """Continue to count from a checkpoint."""
 
 
-class RankHandle(ABC):
+class RankHandle(GossipHandle):
     """The handle of one rank and its model. The loop calls it after ``optimizer.step()``.
 
     Attributes:
-        flat: The model's parameters.
         node: The rank's gossip state.
-        description: The method as text.
-        clock: Where the time of rounds went.
     """
 
-    def __init__(self, flat: FlatParams, node: Node, description: str, rank: int) -> None:
-        self.flat, self.node, self.description, self.rank = flat, node, description, rank
-        self.clock = Clock()
+    def __init__(
+        self, flat: FlatParams, node: Node, hosts: tuple[tuple[int, ...], ...], description: str, rank: int
+    ) -> None:
+        super().__init__(flat, [node], hosts, description)
+        self.node, self.rank, self._where = node, rank, f"rank {rank}, "
         self._worker = CommWorker(flat.device)
-        self._under_way: tuple[Tensor, Future[Tensor]] | None = (
-            None  # with overlap=True: a round, and what it started with
-        )
-
-    def __repr__(self) -> str:
-        return handle_repr(self, self.description, self.node, self.node.step, self.rank)
+        # With overlap=True: what the round under way started with, and its result.
+        self._under_way: tuple[Tensor, Future[Tensor]] | None = None
 
     if not TYPE_CHECKING:  # so that mypy still finds misspelled names
 
@@ -130,10 +142,6 @@ class RankHandle(ABC):
     @abstractmethod
     def mix(self, x: Tensor) -> Tensor:
         """The same for parameters that lie elsewhere, as one vector in the order of ``model.named_parameters()``."""
-
-    @abstractmethod
-    def sum_over_processes(self, numbers: Tensor) -> tuple[Tensor, int]:
-        """The sum over all ranks that can be reached, uncounted, and how many they are. All of them must call it."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
@@ -193,10 +201,6 @@ class RankHandle(ABC):
         return math.sqrt(float(square) / count)
 
     # -- as rows -------------------------------------------------------------------------------------------------------
-
-    @property
-    def nodes(self) -> Sequence[Node]:
-        return [self.node]
 
     @property
     def step(self) -> int:

@@ -14,10 +14,9 @@ from gradwire.comm.backend import Backend
 from gradwire.core.payload import Payload, as_bytes, from_bytes
 from gradwire.core.requests import SendRecv, Sum
 from gradwire.core.segments import Segments
-from gradwire.engine.partition import Atom, deal
-from gradwire.gossip import Node
+from gradwire.engine.partition import Atom, balance
 from gradwire.integrations.ddp import find_ddp
-from gradwire.integrations.gossip.flat_params import FlatParams
+from gradwire.integrations.gossip.flat_params import FlatParams, GossipOptions
 
 
 class HostShare:
@@ -26,27 +25,30 @@ class HostShare:
     Attributes:
         size: How many ranks the host has.
         local: This rank's number among them.
-        shares: The parameters that each of them gossips.
-        node: This rank's gossip state, of its own share.
+        host: The number of the host.
+        hosts: The ranks of each host.
+        shares: The parameters that each rank of the host gossips.
+        own: Those of this rank.
     """
 
-    def __init__(self, model: nn.Module, flat: FlatParams, link: Backend, whole: Node, granularity: str) -> None:
+    def __init__(self, model: nn.Module, flat: FlatParams, link: Backend, options: GossipOptions) -> None:
         self._model, self._flat, self._link = model, flat, link
         self.size, self.local = 1, 0
-        if link.grouping is not None:
-            self.size, self.local = link.grouping.beside, link.grouping.seat(link.rank).local
-        if whole.overlap and self.size > 1:
+        self.host = link.rank
+        self.hosts: tuple[tuple[int, ...], ...] = tuple((rank,) for rank in range(link.world))
+        if link.host_layout is not None:
+            self.size, self.hosts = link.host_layout.ranks_per_host, link.host_layout.hosts
+            self.host, self.local = link.host_layout.place_of(link.rank)
+        if options.overlap and self.size > 1:
             require_one_thread(link)
-        self.shares = _divide(whole.tensors, self.size, granularity)
-        own = self.shares[self.local]
-        units = own if granularity == "layer" else own.merged()
-        self.node = Node(whole.method, whole.codec, whole.topology, whole.rank, whole.seed, own, units, whole.overlap)
+        self.shares = _divide(flat.tensors, self.size, options.granularity)
+        self.own = self.shares[self.local]
         self._averaged = False
 
     @property
     def serves(self) -> bool:
         """Whether any parameter is this rank's: a host may have more ranks than there are vectors."""
-        return len(self.shares[self.local]) > 0
+        return len(self.own) > 0
 
     def average_gradients(self) -> None:
         """Average ``.grad`` over the ranks of this host. Call it after ``backward()``, before ``optimizer.step()``.
@@ -102,7 +104,7 @@ class HostShare:
         if self.size == 1:
             return x
         slices = self._flat.tensors.slices()
-        return torch.cat([x.new_zeros(0), *(x[slices[name]] for name in self.node.tensors.names)])
+        return torch.cat([x.new_zeros(0), *(x[slices[name]] for name in self.own.names)])
 
     def gather(self, mixed: Tensor, x: Tensor) -> Tensor:
         """All parameters, from the shares of all ranks of the host."""
@@ -139,7 +141,7 @@ def _divide(tensors: Segments, size: int, granularity: str) -> list[Segments]:
     atoms: list[Atom] = [(tensors.names, tensors.total)]
     if granularity == "layer":
         atoms = [((name,), n) for name, n in zip(tensors.names, tensors.lengths, strict=True)]
-    owners = deal(atoms, [0] * size)
+    owners = balance(atoms, [0] * size)
     shapes = dict(zip(tensors.names, tensors.shapes, strict=True))
     named = [tuple(name for name in tensors.names if owners[name] == local) for local in range(size)]
     return [Segments(names, tuple(shapes[name] for name in names)) for names in named]

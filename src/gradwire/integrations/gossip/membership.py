@@ -32,7 +32,7 @@ class Membership:
         """Take over what a neighbor holds, if one is ahead, and let all neighbors join this rank.
 
         Args:
-            resumes: Whether copies are those of this step, so that edges may go on where both ends have the same.
+            resumes: Whether copies are those of this step, so that edges may continue where both ends have the same.
         """
         for _ in range(TRIES):
             ahead = self._mesh.discover(self._node.step)

@@ -67,12 +67,10 @@ class GossipReport:
         return self.dense / self.sent if self.sent else float("inf")
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.steps} steps, world of {self.world}, {self.degree} neighbors",
-            *(
-                [f"inside    {self.sent_inside:,.0f} B to the {self.ranks_per_node} ranks of the node"]
-                * (self.ranks_per_node > 1)
-            ),
+        lines = [f"{self.steps} steps, world of {self.world}, {self.degree} neighbors"]
+        if self.ranks_per_node > 1:
+            lines.append(f"inside    {self.sent_inside:,.0f} B to the {self.ranks_per_node} ranks of the node")
+        lines += [
             f"sent      {self.sent:,.0f} B ({self.sent_per_step:,.0f} B per step), {self.ratio:.1f}x less than float32",
             f"received  {self.received:,.0f} B",
             f"gamma     {self.gamma:.4g}",
@@ -80,15 +78,14 @@ class GossipReport:
             f"memory    {self.memory_floats:.2f} floats per parameter",
         ]
         if self.dropped or self.rejoined:
-            lines.append(
-                f"neighbors lost {self.dropped} times, back {self.rejoined} times, drift about {self.drift:.3g}"
-            )
+            counts = f"lost {self.dropped} times, back {self.rejoined} times"
+            lines.append(f"neighbors {counts}, drift about {self.drift:.3g}")
         return "\n".join(lines)
 
 
-def summarize(node: Node, traffic: Traffic, world: int, **others: Any) -> GossipReport:
+def summarize(node: Node, traffic: Traffic, **others: Any) -> GossipReport:
     """The report of a node; ``others`` are fields that it does not know, or knows otherwise."""
-    degree = node.topology.degrees[node.rank]
+    degree, world = node.topology.degrees[node.rank], node.topology.size
     fields = dict(
         steps=node.step,
         world=world,

@@ -102,8 +102,10 @@ def _integers(grad, old, v, decay, pieces, block, levels, bits, broken, group_sc
 
 
 @in_turn
-def accumulate_(grad: Tensor, residual: Tensor, momentum: Tensor | None, rule: Accumulation) -> Tensor:
-    v = residual.numpy()
+def accumulate_(
+    grad: Tensor, residual: Tensor, momentum: Tensor | None, rule: Accumulation, before: Tensor | None = None
+) -> Tensor:
+    v = residual.numpy() if before is None else residual.copy_(before).numpy()
     u = v if momentum is None else momentum.numpy()
     numbers = np.float32(rule.momentum), rule.nesterov, np.float32(rule.decay), int(momentum is not None)
     pieces = whole((v.size,))

@@ -82,14 +82,16 @@ def qsgd_encode(
 
 
 @in_turn
-def qsgd_decode(data: Tensor, lengths: Tensor, levels: int, bucket: int | None, biased: bool) -> Tensor:
+def qsgd_decode(
+    data: Tensor, lengths: Tensor, levels: int, bucket: int | None, biased: bool, out: Tensor | None = None
+) -> Tensor:
     table = tuple(lengths.tolist())
     head, body = _head(data, groups_of(table, bucket))
     if biased:
         sizes = scales.sizes_of(table, bucket)
         omega = np.minimum(sizes / levels**2, np.sqrt(sizes) / levels)
         head = (head.astype(np.float64) / (1 + omega)).astype(np.float32)
-    return _levels(body, lengths, bucket, head, levels, (2 * levels).bit_length())
+    return _levels(body, lengths, bucket, head, levels, (2 * levels).bit_length(), out)
 
 
 @in_turn
@@ -105,18 +107,24 @@ def integer_encode(values: Tensor, lengths: Tensor, bits: int, block: int) -> Te
 
 
 @in_turn
-def integer_decode(data: Tensor, lengths: Tensor, bits: int, block: int) -> Tensor:
+def integer_decode(data: Tensor, lengths: Tensor, bits: int, block: int, out: Tensor | None = None) -> Tensor:
     head, body = _head(data, groups_of(tuple(lengths.tolist()), block))
-    return _levels(body, lengths, block, head, (1 << bits - 1) - 1, bits)
+    return _levels(body, lengths, block, head, (1 << bits - 1) - 1, bits, out)
 
 
 def _levels(
-    body: NDArray[np.uint8], lengths: Tensor, block: int | None, head: NDArray[np.float32], levels: int, bits: int
+    body: NDArray[np.uint8],
+    lengths: Tensor,
+    block: int | None,
+    head: NDArray[np.float32],
+    levels: int,
+    bits: int,
+    out: Tensor | None,
 ) -> Tensor:
     table, pieces, size = _cut(lengths, block)
-    out = lend(sum(table), np.float32)
-    codes.decode(body, pieces, size, head, levels, bits, out)
-    return torch.from_numpy(out)
+    out = torch.from_numpy(lend(sum(table), np.float32)) if out is None else out
+    codes.decode(body, pieces, size, head, levels, bits, out.numpy())
+    return out
 
 
 @in_turn

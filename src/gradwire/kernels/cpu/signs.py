@@ -94,9 +94,9 @@ def sign_encode(values: Tensor, lengths: Tensor, norm: bool) -> Tensor:
 
 
 @in_turn
-def sign_decode(data: Tensor, lengths: Tensor) -> Tensor:
+def sign_decode(data: Tensor, lengths: Tensor, out: Tensor | None = None) -> Tensor:
     head, body = _parts(data, lengths.numel())
-    return _decoded(body, lengths, head, -head)
+    return _decoded(body, lengths, head, -head, out)
 
 
 @in_turn
@@ -127,9 +127,13 @@ def _parts(data: Tensor, count: int) -> tuple[NDArray[np.float32], NDArray[np.ui
 
 
 def _decoded(
-    body: NDArray[np.uint8], lengths: Tensor, above: NDArray[np.float32], below: NDArray[np.float32]
+    body: NDArray[np.uint8],
+    lengths: Tensor,
+    above: NDArray[np.float32],
+    below: NDArray[np.float32],
+    out: Tensor | None = None,
 ) -> Tensor:
     table = _table(lengths)
-    out = lend(sum(table), np.float32)
-    _decode(body, whole(table), above, below, out)
-    return torch.from_numpy(out)
+    out = torch.from_numpy(lend(sum(table), np.float32)) if out is None else out
+    _decode(body, whole(table), above, below, out.numpy())
+    return out

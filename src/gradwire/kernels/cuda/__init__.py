@@ -17,8 +17,8 @@ from gradwire.kernels.cuda.quantize import (
     ternary_decode,
     ternary_encode,
 )
-from gradwire.kernels.cuda.rice_reader import rice_decode
-from gradwire.kernels.cuda.rice_writer import rice_encode
+from gradwire.kernels.cuda.rice_reader import decode_blocks, rice_decode
+from gradwire.kernels.cuda.rice_writer import encode_blocks, rice_encode
 from gradwire.kernels.cuda.scatter import scatter_mean, scatter_mean_
 from gradwire.kernels.cuda.sign import feedback_sign_, onebit_decode, onebit_encode, sign_decode, sign_encode
 from gradwire.kernels.cuda.topk import accumulate_topk_, carry_topk_, send_topk_, topk
@@ -31,6 +31,8 @@ __all__ = [
     "cast_encode",
     "chunk_topk",
     "copy_if_",
+    "decode_blocks",
+    "encode_blocks",
     "feedback_integer_",
     "feedback_sign_",
     "integer_decode",

@@ -84,16 +84,16 @@ def report(bad, broken):
 
 
 @triton.jit
-def _accumulate(grad, residual, momentum, broken, n, m, decay, RULE: tl.constexpr, BLOCK: tl.constexpr):
+def _accumulate(grad, before, residual, momentum, broken, n, m, decay, RULE: tl.constexpr, BLOCK: tl.constexpr):
     base = tl.program_id(0).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
     live = at < n - base
-    v, u = residual + base, momentum + base
+    old, v, u = before + base, residual + base, momentum + base
     if base + BLOCK <= n:
-        _, bad = enter(grad + base, v, u, v, u, at, live, m, decay, RULE, True, False)
+        _, bad = enter(grad + base, old, u, v, u, at, live, m, decay, RULE, True, False)
         report(bad, broken)
     else:
-        _, bad = enter(grad + base, v, u, v, u, at, live, m, decay, RULE, True, True)
+        _, bad = enter(grad + base, old, u, v, u, at, live, m, decay, RULE, True, True)
         report(bad, broken)
 
 
@@ -128,14 +128,18 @@ def memory_of(residual: Tensor, before: Tensor | None) -> Tensor | None:
 
 
 @placed
-def accumulate_(grad: Tensor, residual: Tensor, momentum: Tensor | None, rule: Accumulation) -> Tensor:
+def accumulate_(
+    grad: Tensor, residual: Tensor, momentum: Tensor | None, rule: Accumulation, before: Tensor | None = None
+) -> Tensor:
     n = grad.numel()
     if n == 0 or not readable(grad, residual, momentum):
-        return definition(fused.accumulate_)(grad, residual, momentum, rule)
+        return definition(fused.accumulate_)(grad, residual, momentum, rule, before)
+    old = memory_of(residual, before)
     broken = torch.zeros((), dtype=torch.uint8, device=grad.device)
     spare = residual if momentum is None else momentum
     _accumulate[(-(-n // BLOCK),)](
         grad,
+        residual if old is None else old,
         residual,
         spare,
         broken,

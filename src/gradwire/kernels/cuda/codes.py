@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradwire.core.graph_refs import cached_on_device
 from gradwire.core.keys import Key
+from gradwire.core.payload import with_spare_byte
 
 _MASK = 0xFFFFFFFF
 _TO_FLOAT = tl.constexpr(0x4B000000)  # 2^23: a small number in its lower bits makes it that much larger
@@ -223,7 +224,7 @@ def message(
     head, body = 4 * scales, (codes * bits + 7) // 8
     make = torch.zeros if zero else torch.empty
     data = make(head + (body + 15) // 8 * 8, dtype=torch.uint8, device=device)
-    return data[: head + body], data[:head].view(torch.float32), data[head:]
+    return with_spare_byte(data, head + body), data[:head].view(torch.float32), data[head:]
 
 
 def step_words(key: Key) -> tuple[int, int] | tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from gradwire.kernels.cuda.tables import definition, placed
 
 _TILE = 4096
 _PROGRAMS = 256  # enough for the rare step that is dropped, and few for all others
-_TOGETHER = 4  # tensors in a launch
+_TOGETHER = 8  # tensors in a launch
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _write(x, before, n, COPIES: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.
 
 @triton.jit
 def _write_if(
-    x0, x1, x2, x3, b0, b1, b2, b3, dropped, n0, n1, n2, n3,
+    x0, x1, x2, x3, x4, x5, x6, x7, b0, b1, b2, b3, b4, b5, b6, b7, dropped, n0, n1, n2, n3, n4, n5, n6, n7,
     COPIES: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     if tl.load(dropped) != 0:
@@ -34,6 +34,10 @@ def _write_if(
         _write(x1, b1, n1, COPIES, TILE, PROGRAMS)
         _write(x2, b2, n2, COPIES, TILE, PROGRAMS)
         _write(x3, b3, n3, COPIES, TILE, PROGRAMS)
+        _write(x4, b4, n4, COPIES, TILE, PROGRAMS)
+        _write(x5, b5, n5, COPIES, TILE, PROGRAMS)
+        _write(x6, b6, n6, COPIES, TILE, PROGRAMS)
+        _write(x7, b7, n7, COPIES, TILE, PROGRAMS)
 
 
 @placed

@@ -191,9 +191,10 @@ def decode(
     second: Tensor | None = None,
     group: int = 0,
     first_group: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The values of a stream of codes. With ``group``, a scale holds for that many values of a segment."""
-    out = torch.empty(where.n, dtype=torch.float32, device=data.device)
+    out = torch.empty(where.n, dtype=torch.float32, device=data.device) if out is None else out
     flat = kind.value in (SIGN.value, SIDE.value, LEVEL.value) and group == 0
     if where.n:
         _decode[(where.tiles,)](
@@ -222,11 +223,20 @@ def decode(
     return out
 
 
-def decode_blocks(data: Tensor, scales: Tensor, flat: Grid, where: Slabs, bits: int, levels: int, block: int) -> Tensor:
+def decode_blocks(
+    data: Tensor,
+    scales: Tensor,
+    flat: Grid,
+    where: Slabs,
+    bits: int,
+    levels: int,
+    block: int,
+    out: Tensor | None = None,
+) -> Tensor:
     """The values of codes of which each block of a segment has a scale."""
     if not where.aligned or block != where.width or bits not in _WHOLE:
-        return decode(data, scales, flat, LEVEL, bits, levels, group=block, first_group=where.first_group)
-    out = torch.empty(where.n, dtype=torch.float32, device=data.device)
+        return decode(data, scales, flat, LEVEL, bits, levels, group=block, first_group=where.first_group, out=out)
+    out = torch.empty(where.n, dtype=torch.float32, device=data.device) if out is None else out
     if where.n:
         _decode_blocks[(where.start.numel(),)](
             data,

@@ -28,11 +28,11 @@ def integer_encode(values: Tensor, lengths: Tensor, bits: int, block: int) -> Te
 
 
 @placed
-def integer_decode(data: Tensor, lengths: Tensor, bits: int, block: int) -> Tensor:
+def integer_decode(data: Tensor, lengths: Tensor, bits: int, block: int, out: Tensor | None = None) -> Tensor:
     flat, where = grid(known(lengths), data.device), slabs(known(lengths), block, data.device, SLAB)
     head = 4 * where.groups
     return decode_blocks(
-        data[head:], from_bytes(data[:head], torch.float32), flat, where, bits, _levels(bits), block
+        data[head:], from_bytes(data[:head], torch.float32), flat, where, bits, _levels(bits), block, out
     )  # fmt: skip
 
 
@@ -74,10 +74,12 @@ def qsgd_encode(
 
 
 @placed
-def qsgd_decode(data: Tensor, lengths: Tensor, levels: int, bucket: int | None, biased: bool) -> Tensor:
+def qsgd_decode(
+    data: Tensor, lengths: Tensor, levels: int, bucket: int | None, biased: bool, out: Tensor | None = None
+) -> Tensor:
     bits = (2 * levels).bit_length()
     if bits > _MOST_BITS:
-        return definition(plain.qsgd_decode)(data, lengths, levels, bucket, biased)
+        return definition(plain.qsgd_decode)(data, lengths, levels, bucket, biased, out)
     flat = grid(known(lengths), data.device)
     cut = slabs(known(lengths), bucket, data.device, SLAB) if bucket else None
     head = 4 * (cut.groups if cut else lengths.numel())
@@ -86,8 +88,8 @@ def qsgd_decode(data: Tensor, lengths: Tensor, levels: int, bucket: int | None, 
         sizes = cut.sizes if cut else lengths.to(data.device)
         norms = (norms.double() / (1 + plain.omega(sizes, levels))).float()
     if cut is None or bucket is None:
-        return decode(data[head:], norms, flat, LEVEL, bits, levels)
-    return decode_blocks(data[head:], norms, flat, cut, bits, levels, bucket)
+        return decode(data[head:], norms, flat, LEVEL, bits, levels, out=out)
+    return decode_blocks(data[head:], norms, flat, cut, bits, levels, bucket, out)
 
 
 @placed

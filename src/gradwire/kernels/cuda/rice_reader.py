@@ -5,10 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradwire.core.payload import CorruptMessageError
 from gradwire.kernels.cuda.launch import form, launch
 from gradwire.kernels.cuda.rice_writer import BITS, BLOCK, CAP, WIDE, header_at, split, sum_to
 from gradwire.kernels.cuda.tables import placed
-from gradwire.kernels.rice import Found, num_blocks, width_of
+from gradwire.kernels.rice import LIMIT, Found, gaps_of, num_blocks, width_of
 
 
 @triton.jit
@@ -124,13 +125,27 @@ def _place(gaps, notes, meta, count, blocks, messages, n):
 
 @placed
 def rice_decode(data: Tensor, count: int, n: int) -> Found:
+    return _decode(data, count, n, width_of(n))
+
+
+@placed
+def decode_blocks(data: Tensor, count: int, width: int) -> tuple[Tensor, int]:
+    found = _decode(data[None], count, LIMIT, width)
+    used, faulty = torch.stack((found.used[0], found.faults.any().long())).tolist()
+    if faulty or used > data.numel():
+        raise CorruptMessageError(f"{count} positions need more than {data.numel()} bytes, or other quotients")
+    return gaps_of(found.indices[0]), used
+
+
+def _decode(data: Tensor, count: int, n: int, width: int) -> Found:
+    """As `rice_decode`; an escape takes ``width``."""
     messages, limit = data.shape
     device = data.device
     found = torch.empty(messages, count, dtype=torch.int64, device=device)
     if count == 0 or limit < 2 * num_blocks(count):
         none = torch.zeros(messages, 1, dtype=torch.int64, device=device)
         return Found(found.zero_(), none[:, 0], none + int(count > 0))
-    blocks, width = num_blocks(count), width_of(n)
+    blocks = num_blocks(count)
     zeros = torch.empty(messages * count, dtype=torch.int32, device=device)
     # Of each block: its escapes, then whether it is faulty. Of each message: where escapes start, and how many bytes
     # are used; then the sum of each block.

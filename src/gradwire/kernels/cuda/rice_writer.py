@@ -213,12 +213,22 @@ def _write(indices, data, sizes, flags, used, before, room, count, blocks, WIDTH
 
 @placed
 def rice_encode(indices: Tensor, n: int, before: int = 0, after: int = 0) -> tuple[Tensor, Tensor]:
+    return _encode(indices, most_bytes(indices.numel(), n - indices.numel()) + after, width_of(n), before)
+
+
+@placed
+def encode_blocks(gaps: Tensor, width: int) -> Tensor:
+    data, used = _encode((gaps + 1).cumsum(0) - 1, most_bytes(gaps.numel(), 256**width), width)
+    return data[: int(used)]
+
+
+def _encode(indices: Tensor, room: int, width: int, before: int = 0) -> tuple[Tensor, Tensor]:
+    """Positions as codes, from byte ``before`` on, and how many bytes those take. An escape takes ``width``."""
     count, device = indices.numel(), indices.device
-    room = most_bytes(count, n - count) + after
     data = torch.empty(before + room, dtype=torch.uint8, device=device)
     if count == 0:
         return data.zero_(), torch.zeros((), dtype=torch.int64, device=device)
-    blocks, width = num_blocks(count), width_of(n)
+    blocks = num_blocks(count)
     sizes = torch.empty(3 * blocks, dtype=torch.int32, device=device)
     flags = torch.empty(blocks * BITS.value, dtype=torch.uint8, device=device)
     used = torch.empty((), dtype=torch.int64, device=device)

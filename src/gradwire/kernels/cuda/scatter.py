@@ -18,7 +18,8 @@ from gradwire.kernels.cuda.launch import form, launch
 from gradwire.kernels.cuda.tables import definition, placed
 
 _TILES = 256  # that are looked for together
-_ENTRIES = 16  # of a rank, that are held from the start
+_ENTRIES = 16  # of a rank, that are held from the start,
+_HELD = 64  # or more, where ranks are few: so many of all ranks
 _RANKS = 64  # at most, for that
 _CHUNK = 512  # entries of a rank that are read in turn
 
@@ -150,23 +151,24 @@ def _walkable(numbers: Tensor, indices: Tensor) -> bool:
 def _write(out: Tensor, values: Tensor, indices: Tensor, bounds: tuple[int, ...], start: int, world: int) -> None:
     n, ranks = out.numel(), len(bounds) - 1
     most = max(b - a for a, b in pairwise(bounds))
-    tile = _tile(n, most)
+    together = min(_RANKS, triton.next_power_of_2(ranks))
+    entries = max(_ENTRIES, _HELD // together)
+    tile = _tile(n, most, entries)
     tiles = -(-n // tile)
     blocks = -(-(tiles + 1) // _TILES)
     cuts = torch.empty(ranks, tiles + 1, dtype=torch.int64, device=values.device)
     facts = (start, n, bounds, world, *form(values, indices, out))  # a gradient may lie anywhere
     rest = (_table(bounds, values.device), start, n, tiles, blocks, most.bit_length(), tile, _TILES)
     launch(_cut, ranks * blocks, facts, (indices, cuts), rest, num_warps=4)
-    together = min(_RANKS, triton.next_power_of_2(ranks))
-    about = (start, n, ranks, tiles, float(world), world == 1, tile, together, _ENTRIES, _CHUNK)
+    about = (start, n, ranks, tiles, float(world), world == 1, tile, together, entries, _CHUNK)
     launch(
         _scatter, tiles, facts, (values, indices, cuts, out), about, num_warps=8, maxnreg=32 if together <= 16 else 64
     )
 
 
-def _tile(n: int, most: int) -> int:
+def _tile(n: int, most: int, entries: int) -> int:
     """A tile in which a rank has about half as many entries as are held at once."""
-    wanted = n * _ENTRIES // (2 * max(most, 1))
+    wanted = n * entries // (2 * max(most, 1))
     return int(min(max(triton.next_power_of_2(wanted + 1) // 2, _CHUNK), 8192))
 
 

@@ -52,10 +52,10 @@ def sign_encode(values: Tensor, lengths: Tensor, norm: bool) -> Tensor:
 
 
 @placed
-def sign_decode(data: Tensor, lengths: Tensor) -> Tensor:
+def sign_decode(data: Tensor, lengths: Tensor, out: Tensor | None = None) -> Tensor:
     head = 4 * lengths.numel()
     scales = from_bytes(data[:head], torch.float32)
-    return decode(data[head:], scales, grid(known(lengths), data.device), SIGN)
+    return decode(data[head:], scales, grid(known(lengths), data.device), SIGN, out=out)
 
 
 @placed

@@ -9,6 +9,7 @@ from torch import Tensor
 from gradwire.core.registry import register
 from gradwire.topology.checks import MixingRows, Promise
 from gradwire.topology.graph import Graph, Undirected
+from gradwire.topology.topology import sparse_rows
 from gradwire.topology.weights import split
 
 __all__ = ["Arrows", "Edges", "Matrix"]
@@ -141,9 +142,4 @@ class Matrix(Graph):
     def rounds(self, size: int) -> tuple[MixingRows, ...]:
         if size != len(self.rows):
             raise ValueError(f"matrix has {len(self.rows)} rows, so it has as many ranks, not {size}")
-        return (
-            tuple(
-                tuple((j, weight) for j, weight in enumerate(row) if weight or i == j)
-                for i, row in enumerate(self.rows)
-            ),
-        )
+        return (sparse_rows(self.rows),)

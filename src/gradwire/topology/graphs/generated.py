@@ -15,9 +15,9 @@ import torch
 from gradwire.core.keys import SHARED, Key
 from gradwire.core.registry import register
 from gradwire.kernels.philox import uniform
-from gradwire.topology.checks import MixingRows, Promise, distances_from
+from gradwire.topology.checks import MixingRows, Promise, networkx
 from gradwire.topology.graph import Graph, Undirected
-from gradwire.topology.weights import neighbors, split
+from gradwire.topology.weights import split
 
 __all__ = ["DataCenter", "ErdosRenyi", "Exponential", "OnePeerExponential"]
 
@@ -97,7 +97,7 @@ class ErdosRenyi(Undirected):
         key = Key(self.seed, 0, SHARED, "topology")
         drawn = uniform(key, ("erdos_renyi",), torch.tensor([len(pairs)]))
         edges = list(compress(pairs, (drawn < self.p).tolist()))
-        missing = size - len(distances_from(0, neighbors(edges, size)))
+        missing = size - len(networkx().node_connected_component(networkx().Graph([(0, 0), *edges]), 0))
         if missing:
             raise ValueError(
                 f"{self} on {size} ranks is disconnected: {missing} of them cannot be reached from rank 0; "

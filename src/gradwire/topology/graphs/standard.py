@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any, ClassVar
 
 from gradwire.core.registry import register
+from gradwire.topology.checks import networkx
 from gradwire.topology.graph import Undirected
 
 __all__ = ["Complete", "Expander", "Hypercube", "Margulis", "Path", "Ring", "Social", "Star", "Torus"]
@@ -17,13 +18,6 @@ class Standard(Undirected):
     """A graph whose only option is its rule of weights."""
 
     weights: str = "metropolis"
-
-
-def networkx() -> Any:
-    """Imported at the first use: it takes half a second."""
-    import networkx  # type: ignore[import-untyped,unused-ignore]
-
-    return networkx
 
 
 def numbered(graph: Any, ordering: str = "sorted") -> Iterable[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """Calibrate: measure what a forecast must know, in as many processes as will share this machine's cores.
 
 Every worker computes, compresses and decodes at the same time as the others do, as in the training that is meant. What
-would cross the network stays in each process, but for short collectives between them that tell what those cost when
+would cross the network stays in each process, but for short collectives between them that measure what those cost when
 the link is no hindrance.
 """
 
@@ -30,7 +30,6 @@ from gradwire.comm.emulated import EmulatedBackend
 from gradwire.comm.torch_backend import connect
 from gradwire.engine.plan import LAUNCH_BYTES
 from gradwire_lab.bench.network import devices
-from gradwire_lab.bench.network.devices import Moment, Stopwatch
 from gradwire_lab.bench.network.rank_main import while_all_run
 from gradwire_lab.bench.network.workloads import CPU, Workload, load
 from gradwire_lab.launch import launch
@@ -39,6 +38,7 @@ from gradwire_lab.perf_model.comm_schedule import schedule, sent, sent_by
 from gradwire_lab.perf_model.microbenchmark import WARMUP, time_coding
 from gradwire_lab.perf_model.model import DENSE, ModelProfile
 from gradwire_lab.perf_model.software import FREE, Software, measure
+from gradwire_lab.perf_model.timing import Moment, Stopwatch
 
 BOUTS = 2  # of computing, before and after the microbenchmarks: the speed of shared machines drifts within a minute
 MOST_DECODED = 16  # ranks whose messages are decoded in a microbenchmark; more are extrapolated
@@ -85,7 +85,7 @@ def checked(job: CalibrationJob) -> CalibrationJob:
     """The job, with the device that it will be done on.
 
     Raises:
-        ValueError: The model cannot be measured: said here, and not by a rank.
+        ValueError: The model cannot be measured.
     """
     device = devices.check(devices.placed(job.make, devices.of_rank(job.device, 0), job.dtype))
     if device.type == "cuda":
@@ -93,10 +93,10 @@ def checked(job: CalibrationJob) -> CalibrationJob:
     return replace(job, device=job.device or device.type)
 
 
-def calibrate(job: CalibrationJob, beside: int) -> Calibration:
-    """Measure with ``beside`` workers on this machine at once; figures are those of the slowest of them."""
-    found: Calibration = launch(_rank, beside, job)[0]
-    if beside > 1 or job.device.startswith("cuda"):
+def calibrate(job: CalibrationJob, workers: int) -> Calibration:
+    """Measure with ``workers`` workers on this machine at once; figures are those of the slowest of them."""
+    found: Calibration = launch(_rank, workers, job)[0]
+    if workers > 1 or job.device.startswith("cuda"):
         return found
     return replace(found, software=launch(_software, 2)[0])
 
@@ -106,13 +106,13 @@ def _software(rank: int, world: int) -> Software:
 
 
 def _bare() -> Backend:
-    """The link as it is, where every door is told to take it for a thinner one: that is the forecast's to add."""
+    """The link as it is, without the slower one that it may emulate: a forecast adds that."""
     link = connect()
     return link.inner if isinstance(link, EmulatedBackend) else link
 
 
 class Pass(NamedTuple):
-    """Seconds of one step that tells nobody anything."""
+    """Seconds of one step without communication."""
 
     forward: float
     backward: float
@@ -155,10 +155,9 @@ def _note(device: torch.device, world: int) -> str:
 
 def _slowest(seconds: Sequence[float]) -> list[float]:
     """The largest of all ranks' figures."""
-    told = torch.tensor(list(seconds), dtype=torch.float64)
-    dist.all_reduce(told, dist.ReduceOp.MAX)
-    found: list[float] = told.tolist()
-    return found
+    figures = torch.tensor(list(seconds), dtype=torch.float64)
+    dist.all_reduce(figures, dist.ReduceOp.MAX)
+    return [float(figure) for figure in figures]
 
 
 def _compute(workload: Workload, job: CalibrationJob) -> Pass:
@@ -181,23 +180,19 @@ def _compute(workload: Workload, job: CalibrationJob) -> Pass:
 
 def _together(mine: list[float]) -> float:
     """The step of all ranks, none of whom waits for another."""
-    everybody: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everybody, mine)
-    return while_all_run(everybody)
+    of_all: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_all, mine)
+    return while_all_run(of_all)
 
 
 def _counted(ddp: nn.Module, workload: Workload, job: CalibrationJob) -> list[Pass]:
     """Steps after two that warm up. Ranks do not meet between them: who shares a core with whom then evens out."""
-    watch = _watch(workload)
+    watch = Stopwatch(next(workload.model.parameters()).device)
     step = partial(_step, ddp, workload, torch.optim.SGD(workload.model.parameters(), lr=0.0), watch)
     dist.barrier()
     last = _read(watch, [step() for _ in range(WARMUP)][-1])
     count = job.affordable(math.ceil(job.steps / BOUTS), 0.5 / BOUTS, 2, last.forward + last.backward)
     return [_read(watch, moments) for moments in [step() for _ in range(count)]]
-
-
-def _watch(workload: Workload) -> Stopwatch:
-    return Stopwatch(next(workload.model.parameters()).device)
 
 
 Step = tuple[Moment, Moment, Moment, Moment]  # it begins, turns round, is back, and ends
@@ -221,7 +216,7 @@ def _read(watch: Stopwatch, step: Step) -> Pass:
 
 def _arrival(ddp: nn.Module, workload: Workload) -> dict[str, float]:
     """When in the backward pass each gradient is there."""
-    watch = _watch(workload)
+    watch = Stopwatch(next(workload.model.parameters()).device)
     moments: dict[str, Moment] = {}
     named = [(name, p) for name, p in workload.model.named_parameters() if p.requires_grad]
 
@@ -240,20 +235,19 @@ def _arrival(ddp: nn.Module, workload: Workload) -> dict[str, float]:
 
 
 def _dense(grads: Mapping[str, Tensor], dtype: torch.dtype, world: int, repeats: int) -> CodingCost:
-    """What DDP's hooks do beside the all-reduce: divide and cast, and cast back."""
+    """What DDP's hooks do besides the all-reduce: divide and cast, and cast back."""
     buckets = torch.cat([grad.flatten() for grad in grads.values()]).split(LAUNCH_BYTES // 4)
     watch = Stopwatch(buckets[0].device)
     found = []
     for _ in range(repeats + 1):
         dist.barrier()
         began = watch()
-        said = [bucket.to(dtype).div_(world) if dtype != bucket.dtype else bucket.div_(1.0) for bucket in buckets]
-        spoken = watch()
+        encoded = [bucket.to(dtype).div_(world) if dtype != bucket.dtype else bucket.div_(1.0) for bucket in buckets]
+        encoded_at = watch()
         if dtype != buckets[0].dtype:
-            for bucket, heard in zip(buckets, said, strict=True):
-                bucket.copy_(heard)
-        heard_by = watch()
-        found.append((watch.seconds(began, spoken), watch.seconds(spoken, heard_by)))
+            for bucket, received in zip(buckets, encoded, strict=True):
+                bucket.copy_(received)
+        found.append((watch.seconds(began, encoded_at), watch.seconds(encoded_at, watch())))
     encode, decode = zip(*found[1:], strict=True)
     return CodingCost(median(encode), median(decode))
 

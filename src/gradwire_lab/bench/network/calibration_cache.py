@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gradwire.version import VERSION
+from gradwire_lab.launch import usable_cores
 from gradwire_lab.perf_model.calibration import Calibration, load, save
 
 
@@ -25,24 +26,22 @@ def folder() -> Path:
 
 def place(facts: Mapping[str, Any]) -> Path:
     """Where figures lie that depend on these facts, and on this machine and what is installed on it."""
-    here = {"processor": _processor(), "cores": _cores(), "torch": torch.__version__, "gradwire": VERSION}
+    here = {"processor": _processor(), "cores": usable_cores(), "torch": torch.__version__, "gradwire": VERSION}
     here |= {name: os.environ.get(name) for name in ("GRADWIRE_KERNELS", "OMP_NUM_THREADS")}
-    told = json.dumps({**here, **facts}, sort_keys=True, default=str)
-    return folder() / f"{hashlib.sha256(told.encode()).hexdigest()[:24]}.json"
+    key = json.dumps({**here, **facts}, sort_keys=True, default=str)
+    return folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
 def disturbance() -> str:
     """What makes figures of now not worth keeping: others at work on this machine. Empty where there is nothing."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return f"beside other work (load {load:.0f} on {_cores()} cores), so not kept" if load > _cores() else ""
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        f"next to other work (load {load:.0f} on {usable_cores()} cores), so not kept" if load > usable_cores() else ""
+    )
 
 
 def find(path: Path) -> Calibration | None:
-    """Figures of an earlier time, which their note then tells; None if there are none."""
+    """Figures of an earlier time, which their note then names; None if there are none."""
     try:
         found = load(path)
     except ValueError:

@@ -1,16 +1,12 @@
-"""Devices: where a calibration computes, and a watch that is right there."""
+"""Devices: where a calibration computes."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
 
 import torch
 
 from gradwire_lab.bench.network.workloads import CPU, Workload
 from gradwire_lab.perf_model.model import ModelProfile
-
-Moment: TypeAlias = "float | torch.cuda.Event"
 
 
 def parse(text: str) -> str:
@@ -87,26 +83,3 @@ def check(workload: Workload) -> torch.device:
         except RuntimeError as wrong:
             raise ValueError(f"no step on {device}: {wrong}; make the batch there, too") from None
     return device
-
-
-class Stopwatch:
-    """Moments on a device. On a GPU they are events, which take their place in its queue, and nobody waits for them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._queued = device.type == "cuda"
-
-    def __call__(self) -> Moment:
-        if not self._queued:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, first: Moment, last: Moment) -> float:
-        """From one to the other, once the device has passed both."""
-        if isinstance(first, float):
-            assert isinstance(last, float)
-            return last - first
-        assert not isinstance(last, float)
-        last.synchronize()
-        return float(first.elapsed_time(last)) / 1e3

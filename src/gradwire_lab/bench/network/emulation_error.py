@@ -1,4 +1,4 @@
-"""EmulationError: how well a link that pretends agrees with hosts on shaped links, exchange by exchange."""
+"""EmulationError: how well an emulated link agrees with hosts on shaped links, exchange by exchange."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -18,35 +18,35 @@ class EmulationError(NamedTuple):
     """Milliseconds of a step, measured in both places.
 
     Attributes:
-        ratio: Pretended over shaped: 1 is perfect.
+        ratio: Emulated over shaped: 1 is perfect.
     """
 
     exchange: str
     method: str
     shaped: float
-    pretended: float
+    emulated: float
     failed: str = ""
 
     @property
     def ratio(self) -> float:
-        return self.pretended / self.shaped if self.shaped else 0.0
+        return self.emulated / self.shaped if self.shaped else 0.0
 
 
 def compare(
-    model: str, link: str, world: int, budget: Budget, tell: Print, names: Sequence[str]
+    model: str, link: str, world: int, budget: Budget, report: Print, names: Sequence[str]
 ) -> Iterator[EmulationError]:
-    """Measure the same steps among hosts and on a link that pretends."""
+    """Measure the same steps among hosts and on an emulated link."""
     methods = [EXCHANGES[name] for name in names]
     found: dict[Where, dict[str, dict[str, float]]] = {}
     wrong: dict[str, str] = {}
     places: tuple[Where, Where] = ("hosts", "throttled")
     for where in places:
-        rows = list(measure(Scenario(model, link, world, where), methods, budget, tell))
+        rows = list(measure(Scenario(model, link, world, where), methods, budget, report))
         wrong |= {row["method"]: row["failed"] for row in rows if "failed" in row}
         found[where] = {row["method"]: row for row in rows if "failed" not in row}
     for name, method in zip(names, methods, strict=True):
         if method in wrong:
             yield EmulationError(name, method, 0.0, 0.0, wrong[method])
         else:
-            shaped, pretended = (found[where][method]["step_ms"] for where in places)
-            yield EmulationError(name, method, shaped, pretended)
+            shaped, emulated = (found[where][method]["step_ms"] for where in places)
+            yield EmulationError(name, method, shaped, emulated)

@@ -1,9 +1,8 @@
 """Grid: what is to be measured, and what has been."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ class Scenario:
         model: The workload.
         link: Every rank's, as text.
         world: How many ranks.
-        where: In namespaces of their own, or on this host with a link that pretends.
+        where: In namespaces of their own, or on this host with an emulated link.
     """
 
     model: str
@@ -44,11 +43,11 @@ class Budget:
     """How long to measure.
 
     Attributes:
-        rounds: How often each built has its turn, so that drifts of the machine hit all alike.
+        rounds: How often each method has its turn, so that drifts of the machine hit all alike.
         steps: Of one turn.
         warmup: Steps that do not count, at the beginning of each turn.
         turn_seconds: A turn that would take longer has fewer steps, but two.
-        timeout: Seconds of a turn after which a built is given up.
+        timeout: Seconds of a turn after which a method is given up.
     """
 
     rounds: int = 3
@@ -61,12 +60,6 @@ class Budget:
         for what, limit in (("turns of", self.turn_seconds), ("a timeout of", self.timeout)):
             if not limit > 0:
                 raise ValueError(f"{what} {limit:g} s cannot be; give more than 0")
-
-
-def scenarios(models: Sequence[str], links: Sequence[str], worlds: Sequence[int], where: Where) -> Iterator[Scenario]:
-    """All of them, quick ones first."""
-    for model, link, world in product(models, links, worlds):
-        yield Scenario(model, link, world, where)
 
 
 def read(path: Path | None) -> list[Row]:
@@ -115,13 +108,13 @@ def key_of(row: Row) -> tuple[Any, ...]:
 def missing(
     field: Scenario, methods: Iterable[str], rows: Iterable[Row], budget: Budget, retry: bool = False
 ) -> list[str]:
-    """Methods without a row in this field, or whose row tells only of a failure that need not happen again.
+    """Methods without a row in this field, or whose row is a failure that need not happen again.
 
     Args:
         field: Where.
         methods: All that are wanted.
         rows: What there is, of each cell the last.
-        budget: With more patience than before, what timed out is tried again.
+        budget: With a longer timeout than before, what timed out is tried again.
         retry: Try everything again that failed.
     """
     done = {key_of(row) for row in rows if not _again(row, budget, retry)}

@@ -25,14 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.comm import Traffic
 from gradwire.comm.alphabeta import AlphaBeta, cost
 from gradwire.comm.collectives import AllReduceOp, traffic
-from gradwire.comm.emulated import MEDIUM, VARIABLE
+from gradwire.comm.emulated import SHARED_LINK, VARIABLE
 from gradwire.comm.rates import LinkSpec
 from gradwire.engine import method
 from gradwire.integrations import compress
 from gradwire.integrations.gossip import GossipSync, gossip
 from gradwire.integrations.wire import Wire
 from gradwire_lab.autotune.tuner import AutoTuner
-from gradwire_lab.bench.network.workloads import Workload
+from gradwire_lab.bench.network.workloads import Loss, Workload
 from gradwire_lab.perf_model.candidates import OPTIONS, arguments
 
 DENSE = ("ddp-fp32", "ddp-fp16", "ddp-bf16")
@@ -116,6 +116,13 @@ class BuiltMethod:
     account: Callable[[], Traffic | None]
     became: str = ""
 
+    def step(self, loss: Loss, optimizer: torch.optim.Optimizer) -> None:
+        """One step of training."""
+        optimizer.zero_grad(set_to_none=False)  # gradients stay where DDP sends them from, which saves torch a copy
+        loss(self.run).backward()
+        optimizer.step()
+        self.after()
+
 
 def build_method(name: str, workload: Workload) -> BuiltMethod:
     """Build a method around the workload's model. Every rank must."""
@@ -174,19 +181,23 @@ def _torch(name: str, model: nn.Module) -> BuiltMethod:
 
 
 def _hook(name: str, n: int) -> tuple[Hook, Any, int | None]:
-    """The hook, its state, and how long the tensors are that it reduces in a step, if it tells."""
-    if name == NO_COMM:
-        return debugging_hooks.noop_hook, None, 0
-    if name == "ddp-fp32":
-        return default_hooks.allreduce_hook, None, 4 * n
-    if name == "ddp-fp16":
-        return default_hooks.fp16_compress_hook, None, 2 * n
-    if name == "ddp-bf16":
-        return default_hooks.bf16_compress_hook, None, 2 * n
+    """The hook, its state, and how long the tensors are that it reduces in a step, if that is known."""
+    if name in _HOOKS:
+        hook, itemsize = _HOOKS[name]
+        return hook, None, itemsize * n
     state = powerSGD_hook.PowerSGDState(
         dist.group.WORLD, matrix_approximation_rank=4, start_powerSGD_iter=2, warm_start=True
     )
     return powerSGD_hook.powerSGD_hook, state, None
+
+
+# By name: the hook, and the bytes of an element that it sends.
+_HOOKS: dict[str, tuple[Hook, int]] = {
+    NO_COMM: (debugging_hooks.noop_hook, 0),
+    "ddp-fp32": (default_hooks.allreduce_hook, 4),
+    "ddp-fp16": (default_hooks.fp16_compress_hook, 2),
+    "ddp-bf16": (default_hooks.bf16_compress_hook, 2),
+}
 
 
 class _Count:
@@ -220,7 +231,7 @@ def _emulated_hook(state: EmulatedHook, bucket: GradBucket) -> torch.futures.Fut
     called = time.monotonic()
 
     def arrive(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        due = MEDIUM.book(called, took)
+        due = SHARED_LINK.reserve(called, took)
         time.sleep(max(0.0, due - time.monotonic()))
         return done.value()[0] if isinstance(done.value(), list) else done.value()
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ REGRET = 0.05  # by how much a choice may be slower than the best that was measu
 
 Print = Callable[[str], object]
 
+_CALIBRATED = itemgetter("model", "world", "where")  # what has a calibration of its own
+
 
 @dataclass(frozen=True)
 class StepComparison:
@@ -50,8 +53,8 @@ class StepComparison:
 
     def as_row(self) -> dict[str, Any]:
         """As a row."""
-        kept = {name: self.row[name] for name in ("model", "link", "world", "where", "method", "step_ms")}
-        return {**kept, "predicted_ms": 1e3 * self.predicted, "error": self.error}
+        cell = {name: self.row[name] for name in ("model", "link", "world", "where", "method", "step_ms")}
+        return {**cell, "predicted_ms": 1e3 * self.predicted, "error": self.error}
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class ChoiceComparison:
     """What advice would have taken in a field, and how that compares with the best that was measured.
 
     Attributes:
-        sound: Whether only ways were weighed that nothing speaks against, as `gradwire advise` does unless told which.
+        sound: Whether only ways were weighed without known losses of accuracy, as `gradwire advise` does by default.
     """
 
     model: str
@@ -79,7 +82,7 @@ class Way:
     """A method of the benchmark as forecasts know it.
 
     Attributes:
-        spec: A dense way, or what `gradwire.compress` is told that decides about costs.
+        spec: A dense way, or the arguments of `gradwire.compress` that decide about costs.
         launch_bytes: Of gradients that travel together.
     """
 
@@ -88,7 +91,7 @@ class Way:
 
     @staticmethod
     def of(method: str) -> "Way | None":
-        """What a built is; None for one that cannot be predicted: torch's PowerSGD, gossip, ``auto``."""
+        """What a method is; None for one that cannot be predicted: torch's PowerSGD, gossip, ``auto``."""
         if method in DENSE:
             return Way(method)
         if method == AUTO or method.startswith(("ddp-", "gossip:")):
@@ -100,17 +103,17 @@ class Way:
         return Way("; ".join([spec, *rest]), int(float(sizes[-1]) * 2**20) if sizes else LAUNCH_BYTES)
 
 
-def compare(rows: Iterable[Row], tell: Print = lambda line: None) -> Iterator[StepComparison | ChoiceComparison]:
+def compare(rows: Iterable[Row], report: Print = lambda line: None) -> Iterator[StepComparison | ChoiceComparison]:
     """Predict every cell that was measured and can be predicted: not torch's PowerSGD, and no gossip."""
-    whole = sorted((row for row in rows if "step_ms" in row), key=_field)
-    for (model, world, where), same in groupby(whole, key=_field):
+    whole = sorted((row for row in rows if "step_ms" in row), key=_CALIBRATED)
+    for (model, world, where), same in groupby(whole, key=_CALIBRATED):
         found = list(same)
         ways = [way for row in found if (way := Way.of(row["method"])) is not None]
         specs = tuple(dict.fromkeys(way.spec for way in ways if way.spec not in DENSE))
-        tell(f"calibrating {model} with {world} ranks: {', '.join(specs)}")
+        report(f"calibrating {model} with {world} ranks: {', '.join(specs)}")
         figures = calibrated(model, specs, world, where)
         yield from _predicted(found, figures)
-        for _, there in groupby(sorted(found, key=_link), key=_link):
+        for _, there in groupby(sorted(found, key=itemgetter("link")), key=itemgetter("link")):
             yield from _picked(list(there), figures)
 
 
@@ -125,15 +128,6 @@ def calibrated(model: str, specs: Sequence[str], world: int, where: str) -> Cali
         if ended.code:
             raise ValueError(f"calibrating {model} with {world} ranks failed: {ended.why}")
         return load(path)
-
-
-def _field(row: Row) -> tuple[str, int, str]:
-    return row["model"], row["world"], row["where"]
-
-
-def _link(row: Row) -> str:
-    link: str = row["link"]
-    return link
 
 
 def _cluster(row: Row) -> Cluster:
@@ -152,6 +146,7 @@ def _predicted(rows: Sequence[Row], figures: Calibration) -> Iterator[StepCompar
 def _picked(rows: Sequence[Row], figures: Calibration) -> Iterator[ChoiceComparison]:
     """Of all that was measured, and of what may be taken without being asked for; by what `auto` would try."""
     measured = {way: row["step_ms"] for row in rows if (way := Way.of(row["method"])) is not None}
+    row = rows[0]
     for careful in (False, True):
         specs = dict.fromkeys(way.spec for way in measured if way.spec not in DENSE)
         weighed = list(free_of_losses(specs) if careful else specs)
@@ -159,16 +154,9 @@ def _picked(rows: Sequence[Row], figures: Calibration) -> Iterator[ChoiceCompari
         if not weighed or not any(way.spec in DENSE for way in there):
             return
         known = replace(figures, costs={spec: figures.costs[spec] for spec in dict.fromkeys(way.spec for way in there)})
-        choice = advise(known, _cluster(rows[0]), weighed).trial
+        choice = advise(known, _cluster(row), weighed).trial
         best = min(there, key=lambda way: there[way])
-        taken = min((way for way in there if way.spec == choice.spec), key=lambda way: _apart(way, choice.launch_bytes))
+        same = [way for way in there if way.spec == choice.spec]
+        taken = min(same, key=lambda way: abs(way.launch_bytes - choice.launch_bytes))
         regret = there[taken] / there[best] - 1
-        yield ChoiceComparison(*_place(rows[0]), taken.spec, best.spec, regret, careful)
-
-
-def _place(row: Row) -> tuple[str, str, int]:
-    return row["model"], row["link"], row["world"]
-
-
-def _apart(way: Way, launch_bytes: int) -> int:
-    return abs(way.launch_bytes - launch_bytes)
+        yield ChoiceComparison(row["model"], row["link"], row["world"], taken.spec, best.spec, regret, careful)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,18 @@ from gradwire_lab.bench.network.grid import Budget
 from gradwire_lab.bench.network.methods import NO_COMM, BuiltMethod, build_method
 from gradwire_lab.bench.network.workloads import Workload, load
 
-MARK = "gradwire-bench "
+MARK = "gradwire-bench "  # begins a line that reports an event
 DEVICE = "eth0"
 GAVE_UP = 75
 
 
-def emit(**news: Any) -> None:
-    print(MARK + json.dumps(news), flush=True)
+def emit(**event: Any) -> None:
+    """Report an event to the process that started this rank."""
+    print(MARK + json.dumps(event), flush=True)
 
 
 class Watchdog:
-    """Ends the process when a turn takes too long: a collective that nobody answers cannot be left otherwise."""
+    """Ends the process when a turn takes too long: a collective without an answer cannot be left otherwise."""
 
     def __init__(self, method: str, seconds: float) -> None:
         self._method, self._seconds = method, seconds
@@ -69,18 +71,14 @@ def main(job: dict[str, Any]) -> None:
 
 
 def _block(method: str, workload: Workload, budget: Budget, number: int) -> bool:
-    """One block of steps. Returns whether the built could be built."""
+    """One block of steps. Returns whether the method could be built."""
     dist.barrier()
     if dist.get_rank() == 0:
         emit(method=method, round=number, begun=True)
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.01)
     try:
         built = build_method(method, workload)
-    except (TypeError, ValueError, RuntimeError) as wrong:
-        emit(method=method, refused=f"{type(wrong).__name__}: {wrong}")
-        return False
-    optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.01)
-    step = partial(_step, built, workload, optimizer)
-    try:
+        step = partial(_timed_step, built, workload, optimizer)
         seconds = [step() for _ in range(2)]
     except (TypeError, ValueError, RuntimeError) as wrong:
         emit(method=method, refused=f"{type(wrong).__name__}: {wrong}")
@@ -88,33 +86,26 @@ def _block(method: str, workload: Workload, budget: Budget, number: int) -> bool
     count = _agree_on_steps(seconds[-1], budget)
     for _ in range(budget.warmup - 2 if count > 2 else 0):
         step()
-    said, wire = _accounts(built)
+    reported, nic = _accounts(built)
     times = [step() for _ in range(count)]
-    later, sent = _accounts(built)
+    reported_after, nic_after = _accounts(built)
     emit(
         method=method,
         round=number,
         seconds=times,
-        nic=None if wire is None or sent is None else (sent - wire) / count,
+        nic=None if nic is None or nic_after is None else (nic_after - nic) / count,
         became=built.became,
-        **_reported(said, later, count),
+        **_reported(reported, reported_after, count),
     )
-    _leave(workload)
+    for p in workload.model.parameters():
+        p.grad = None  # a view of the storage of a DDP that is about to be deleted
     return True
 
 
-def _step(built: BuiltMethod, workload: Workload, optimizer: torch.optim.Optimizer) -> float:
+def _timed_step(built: BuiltMethod, workload: Workload, optimizer: torch.optim.Optimizer) -> float:
     began = time.perf_counter()
-    optimizer.zero_grad(set_to_none=False)  # gradients stay where DDP sends them from, which saves torch a copy
-    workload.loss(built.run).backward()
-    optimizer.step()
-    built.after()
+    built.step(workload.loss, optimizer)
     return time.perf_counter() - began
-
-
-def _leave(workload: Workload) -> None:
-    for p in workload.model.parameters():
-        p.grad = None  # a view of the storage of a DDP that goes
 
 
 def _agree_on_steps(seconds: float, budget: Budget) -> int:
@@ -155,10 +146,9 @@ def _reported(before: Traffic | None, after: Traffic | None, steps: int) -> dict
 def summarize(turns: list[dict[str, Any]]) -> dict[str, Any]:
     """One row of all ranks' turns of a method."""
     seconds = [one for turn in turns for one in turn["seconds"]]
-    quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
     row: dict[str, Any] = {
         "step_ms": 1e3 * (_unsynchronized_step(turns) if turns[0]["method"] == NO_COMM else statistics.median(seconds)),
-        "step_ms_quartiles": [1e3 * quartiles[0], 1e3 * quartiles[2]],
+        "step_ms_quartiles": [1e3 * one for one in quartiles(seconds)],
         "steps": len(seconds),
     }
     for name in ("nic", "reported", "framed", "messages"):
@@ -168,10 +158,16 @@ def summarize(turns: list[dict[str, Any]]) -> dict[str, Any]:
     return {**row, "became": ", ".join(became)} if became else row
 
 
+def quartiles(values: Sequence[float]) -> list[float]:
+    """The first and the third."""
+    low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    return [low, high]
+
+
 def _unsynchronized_step(turns: list[dict[str, Any]]) -> float:
     """The step of ranks that never wait for each other, as long as all of them are at it.
 
-    Single steps would tell too little: where ranks share cores, some run ahead, and the last has them for itself.
+    Single steps would show too little: where ranks share cores, some run ahead, and the last has them for itself.
     """
     rounds: defaultdict[int, list[list[float]]] = defaultdict(list)
     for turn in turns:

@@ -11,7 +11,7 @@ COLUMNS = ("model", "link", "ranks", "method", "ms", "x silent", "x dense", "sen
 
 
 class MeasuredMethod(NamedTuple):
-    """One measured cell, beside its rivals.
+    """One measured cell, compared with the others.
 
     Attributes:
         row: As measured.
@@ -27,7 +27,7 @@ class MeasuredMethod(NamedTuple):
 
 
 def results(rows: Sequence[Row]) -> list[MeasuredMethod]:
-    """Every row, with what can be said of it beside the others. Multiples compare within one run, at one load."""
+    """Every row, compared with the others. Multiples compare within one run, at one load."""
     return [_measured(row, rows) for row in rows]
 
 

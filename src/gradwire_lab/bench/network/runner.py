@@ -28,12 +28,12 @@ class StartupError(RuntimeError):
 class Log:
     """What the ranks of one run have printed."""
 
-    def __init__(self, tell: Print) -> None:
+    def __init__(self, report: Print) -> None:
         self.turns: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
         self.given_up: dict[str, str] = {}
         self.now = ""
         self.others: list[str] = []
-        self._tell = tell
+        self._report = report
 
     def add(self, rank: int, line: str) -> None:
         if not line.startswith(MARK):
@@ -43,7 +43,7 @@ class Log:
         method = event["method"]
         if "begun" in event:
             self.now = method
-            self._tell(f"round {event['round'] + 1}: {method}")
+            self._report(f"round {event['round'] + 1}: {method}")
         elif "refused" in event:
             self.given_up.setdefault(method, f"refused: {event['refused']}")
         elif "timeout" in event:
@@ -53,7 +53,7 @@ class Log:
 
 
 def measure(
-    scenario: Scenario, methods: Sequence[str], budget: Budget, tell: Print = lambda line: None
+    scenario: Scenario, methods: Sequence[str], budget: Budget, report: Print = lambda line: None
 ) -> Iterator[Row]:
     """Measure methods side by side; a row for each, also for one that refused, died or took too long.
 
@@ -64,7 +64,7 @@ def measure(
     while waiting:
         order = [NO_COMM, *(method for method in waiting if method != NO_COMM)]
         with _ranks(scenario) as run:
-            log = Log(tell)
+            log = Log(report)
             before = os.getloadavg()[0]
             ended = run(_command(scenario, order, budget), log.add)
             load = {"load_before": before, "load_after": os.getloadavg()[0]}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradwire_lab.train import models
+from gradwire_lab.train.models.lstm import LanguageLSTM
 
 CPU = torch.device("cpu")
 SMALL_GPT = {"width": 256, "layers": 6, "heads": 4}
@@ -32,7 +33,7 @@ class Workload(NamedTuple):
 def lstm() -> Workload:
     """Penn Treebank's 2x650 LSTM, 19.8 M parameters, 2 x 35 tokens."""
     model = models.build("lstm", {"hidden": 650, "layers": 2}, {"vocab": 10_000}, seed=0)
-    assert isinstance(model, models.LanguageLSTM)
+    assert isinstance(model, LanguageLSTM)
     tokens, state = torch.randint(10_000, (2, 36)), model.start(2)
 
     def loss(run: nn.Module) -> Tensor:

@@ -17,6 +17,7 @@ from gradwire_lab.report.charts.figure import (
     labels,
     legend,
     shape,
+    tooltips,
 )
 from gradwire_lab.report.numbers import in_bytes, ratio, rounded
 from gradwire_lab.report.run_groups import Group, Task
@@ -39,11 +40,11 @@ def bytes_by_rule(task: Task) -> Figure | None:
     x = bytes_axis("bytes", title)
     base = chart(rows).encode(y, yOffset=alt.YOffset("rule:N", sort=rules))
     hue = alt.Color("rule:N", scale=palette, legend=legend(rules))
-    told = [alt.Tooltip(f"{key}:N", title=said) for key, said in _TOLD.items()]
+    tips = tooltips(_RULE_TIPS)
     drawn = alt.layer(
         base.mark_rule(strokeWidth=1.5, opacity=0.5).encode(x, alt.X2("dense:Q"), hue),
-        base.mark_point(filled=False, size=50, opacity=1).encode(bytes_axis("dense", title), hue, tooltip=told),
-        base.mark_point(filled=True, size=70, opacity=1).encode(x, hue, tooltip=told),
+        base.mark_point(filled=False, size=50, opacity=1).encode(bytes_axis("dense", title), hue, tooltip=tips),
+        base.mark_point(filled=True, size=70, opacity=1).encode(x, hue, tooltip=tips),
     )
     lanes = len(task.groups) * max(1, len(rules) / 2)
     return Figure(
@@ -54,7 +55,7 @@ def bytes_by_rule(task: Task) -> Figure | None:
     )
 
 
-_TOLD = {"group": "spec", "rule": "rule", "told": "encoded", "told_dense": "in float32", "ratio": "payload ratio"}
+_RULE_TIPS = {"group": "spec", "rule": "rule", "text": "encoded", "dense_text": "in float32", "ratio": "payload ratio"}
 
 
 def _rule_rows(group: Group) -> list[dict[str, float | str | None]]:
@@ -66,13 +67,11 @@ def _rule_rows(group: Group) -> list[dict[str, float | str | None]]:
             before = totals.get(rule, (0.0, 0.0))
             totals[rule] = (before[0] + payload, before[1] + dense)
     ranked = sorted(totals.items(), key=lambda item: -item[1][1])
-    kept, rest = ranked[:MOST_RULES], ranked[MOST_RULES:]
-    if rest:
-        kept = ranked[: MOST_RULES - 1]
-        rest = ranked[MOST_RULES - 1 :]
-        kept.append((f"{len(rest)} smaller", (sum(one[0] for _, one in rest), sum(one[1] for _, one in rest))))
-    per_step = 1 / (steps * len(group.runs))
-    return [_rule_row(group, rule, each[0] * per_step, each[1] * per_step) for rule, each in kept if each[0]]
+    if len(ranked) > MOST_RULES:
+        rest = [sizes for _, sizes in ranked[MOST_RULES - 1 :]]
+        ranked[MOST_RULES - 1 :] = [(f"{len(rest)} smaller", (sum(p for p, _ in rest), sum(d for _, d in rest)))]
+    count = steps * len(group.runs)
+    return [_rule_row(group, rule, payload / count, dense / count) for rule, (payload, dense) in ranked if payload]
 
 
 def _rule_row(group: Group, rule: str, payload: float, dense: float) -> dict[str, float | str | None]:
@@ -81,8 +80,8 @@ def _rule_row(group: Group, rule: str, payload: float, dense: float) -> dict[str
         "rule": rule,
         "bytes": rounded(payload),
         "dense": rounded(dense),
-        "told": in_bytes(payload),
-        "told_dense": in_bytes(dense),
+        "text": in_bytes(payload),
+        "dense_text": in_bytes(dense),
         "ratio": ratio(dense / payload),
     }
 
@@ -103,7 +102,7 @@ def bytes_by_layer(task: Task) -> Figure | None:
             alt.Y("bytes:Q", title="bytes in a step (log)", scale=scale, axis=heights),
             color(task),
             shape(task),
-            tooltip=[alt.Tooltip(f"{key}:N", title=said) for key, said in _LAYER_TOLD.items()],
+            tooltip=tooltips({"layer": "layer", "group": "spec", "text": "encoded"}),
         )
     )
     return Figure(
@@ -115,13 +114,10 @@ def bytes_by_layer(task: Task) -> Figure | None:
     )
 
 
-_LAYER_TOLD = {"layer": "layer", "group": "spec", "told": "encoded"}
-
-
 def _layer_rows(group: Group) -> Sequence[Row]:
     layers = group.runs[0].last.get("layers", {})
     return [
-        {"group": group.label, "layer": name, "bytes": rounded(size), "told": in_bytes(size)}
+        {"group": group.label, "layer": name, "bytes": rounded(size), "text": in_bytes(size)}
         for name, size in layers.items()
         if size
     ]
@@ -144,11 +140,7 @@ def step_time(task: Task) -> Figure | None:
                 legend=legend(order),
             ),
             alt.Order("order:Q"),
-            tooltip=[
-                alt.Tooltip("group:N", title="spec"),
-                alt.Tooltip("part:N", title="part"),
-                alt.Tooltip("ms:Q", title="ms in a step", format=".3~g"),
-            ],
+            tooltip=tooltips({"group": "spec", "part": "part", "ms:Q .3~g": "ms in a step"}),
         )
     )
     return Figure(

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 
 import altair as alt
 
-from gradwire_lab.report.charts.figure import Chart, Figure, Row, chart, color, dash, finish, left_out, seeds
+from gradwire_lab.report.charts.figure import Chart, Figure, Row, chart, color, dash, finish, left_out, seeds, tooltips
 from gradwire_lab.report.load import Record, RunRecord
 from gradwire_lab.report.numbers import rounded
-from gradwire_lab.report.run_groups import Group, Task
+from gradwire_lab.report.run_groups import Group, Task, grouped
 
 POINTS = 6000  # of all curves of a chart together, so that the page stays small
 FINEST = 120  # of one curve
@@ -15,31 +15,21 @@ FEW_POINTS = 30  # of one curve, which are then marked
 
 
 def metric_curve(task: Task) -> Figure | None:
-    rows = _by_epoch(task, lambda run, record: run.value(record))
-    return _figure(
-        task,
-        "metric-by-epoch",
-        f"{task.metric.title.capitalize()} by epoch",
-        f"After each epoch, {seeds(task)}; the band spans the seeds.",
-        rows,
-        "epoch",
-        task.metric.axis,
-        _metric_scale(task),
-    )
+    caption = f"After each epoch, {seeds(task)}; the band spans the seeds."
+    return _metric_figure(task, "metric-by-epoch", "by epoch", caption, "epoch", "epoch")
 
 
 def metric_over_time(task: Task) -> Figure | None:
-    rows = _by_epoch(task, lambda run, record: run.value(record), across="seconds")
-    return _figure(
-        task,
-        "metric-over-time",
-        f"{task.metric.title.capitalize()} against wall time",
-        f"After each epoch, {seeds(task)}; seconds on the machine that ran it, evaluation included.",
-        rows,
-        "wall time (s)",
-        task.metric.axis,
-        _metric_scale(task),
-    )
+    caption = f"After each epoch, {seeds(task)}; seconds on the machine that ran it, evaluation included."
+    return _metric_figure(task, "metric-over-time", "against wall time", caption, "seconds", "wall time (s)")
+
+
+def _metric_figure(task: Task, name: str, title: str, caption: str, key: str, across: str) -> Figure | None:
+    rows = _by_epoch(task, lambda run, record: run.value(record), key)
+    # Perplexity starts at the size of the vocabulary, and only a log scale shows its end as well.
+    scale = alt.Scale(zero=False) if task.metric.larger_is_better else alt.Scale(type="log", nice=False)
+    title = f"{task.metric.title.capitalize()} {title}"
+    return _figure(task, name, title, caption, rows, across, task.metric.axis, scale)
 
 
 def loss_curve(task: Task) -> Figure | None:
@@ -87,18 +77,14 @@ def _lines(task: Task, rows: Sequence[Row], across: str, up: str, scale: alt.Sca
     x = alt.X("x:Q", title=across, scale=alt.Scale(nice=False), axis=alt.Axis(grid=False, tickMinStep=1))
     y = alt.Y("value:Q", title=up, scale=scale)
     chosen = alt.selection_point(fields=["group"], bind="legend")
-    told = [
-        alt.Tooltip("group:N", title="spec"),
-        alt.Tooltip("x:Q", title=across),
-        alt.Tooltip("value:Q", title=up),
-    ]
+    tips = tooltips({"group:N": "spec", "x:Q": across, "value:Q": up})
     shade = alt.when(chosen).then(alt.value(1)).otherwise(alt.value(0.12))
     lines = chart(rows).mark_line(strokeWidth=2).encode(x, y, color(task), dash(task), opacity=shade)
     layers = [lines.add_params(chosen)]
     if len(rows) <= FEW_POINTS * len(task.groups):
         layers.append(chart(rows).mark_point(filled=True, size=28).encode(x, y, color(task), opacity=shade))
     # Fingers and mice need something larger than a line to point at.
-    layers.append(chart(rows).mark_point(size=250, opacity=0).encode(x, y, tooltip=told))
+    layers.append(chart(rows).mark_point(size=250, opacity=0).encode(x, y, tooltip=tips))
     spans = [row for row in rows if row["low"] != row["high"]]
     if spans:
         veil = alt.when(chosen).then(alt.value(0.15)).otherwise(alt.value(0))
@@ -108,24 +94,16 @@ def _lines(task: Task, rows: Sequence[Row], across: str, up: str, scale: alt.Sca
     return alt.layer(*layers)
 
 
-def _metric_scale(task: Task) -> alt.Scale:
-    """Perplexity starts at the size of the vocabulary, and only a log scale shows its end as well."""
-    return alt.Scale(zero=False) if task.metric.larger_is_better else alt.Scale(type="log", nice=False)
-
-
 def _by_epoch(
     task: Task, read: Callable[[RunRecord, Record], float], across: str = "epoch", needs: str = "value"
 ) -> list[Row]:
     """A row for each epoch of each group: the mean over seeds, and the span."""
     rows: list[Row] = []
     for group in task.groups:
-        by_key: dict[float, list[tuple[float, float]]] = {}
-        for run in group.runs:
-            for record in run.epochs:
-                if needs in record and across in record:
-                    point = (float(record[across]), read(run, record))
-                    by_key.setdefault(float(record["epoch"]), []).append(point)
-        rows += [_row(group, by_key[epoch]) for epoch in sorted(by_key)]
+        records = [(run, one) for run in group.runs for one in run.epochs if needs in one and across in one]
+        by_epoch = grouped(records, lambda pair: float(pair[1]["epoch"]))
+        for _, same in sorted(by_epoch.items()):
+            rows.append(_row(group, [(float(record[across]), read(run, record)) for run, record in same]))
     return rows
 
 
@@ -134,10 +112,9 @@ def _loss_rows(group: Group, count: int) -> list[Row]:
     if not steps:
         return []
     width = (max(int(record["step"]) for record in steps) + 1) / count
-    by_key: dict[int, list[tuple[float, float]]] = {}
-    for record in steps:
-        by_key.setdefault(int(record["step"] / width), []).append((float(record["step"]), float(record["loss"])))
-    return [{**_row(group, by_key[i]), "low": None, "high": None} for i in sorted(by_key)]
+    points = [(float(record["step"]), float(record["loss"])) for record in steps]
+    windows = sorted(grouped(points, lambda point: int(point[0] / width)).items())
+    return [{**_row(group, same), "low": None, "high": None} for _, same in windows]
 
 
 def _row(group: Group, points: list[tuple[float, float]]) -> dict[str, float | str | None]:

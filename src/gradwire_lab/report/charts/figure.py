@@ -36,6 +36,16 @@ def chart(rows: Sequence[Row]) -> alt.Chart:
     return alt.Chart(alt.InlineData(values=list(rows)))
 
 
+def tooltips(titles: Mapping[str, str]) -> list[alt.Tooltip]:
+    """What a pointer shows: titles by field, such as ``group`` or, with a type and a format, ``ms:Q .3g``."""
+    found = []
+    for text, title in titles.items():
+        field, _, form = text.partition(" ")
+        field = field if ":" in field else f"{field}:N"
+        found.append(alt.Tooltip(field, title=title, format=form) if form else alt.Tooltip(field, title=title))
+    return found
+
+
 def bytes_axis(field: str, title: str) -> alt.X:
     """Bytes on a log scale, written as kB, MB and so on."""
     axis = alt.Axis(format="~s", labelExpr="datum.label ? datum.label + 'B' : ''", tickCount=6, grid=False)
@@ -89,8 +99,8 @@ def seeds(task: Task) -> str:
 
 def left_out(counts: Mapping[str, int], what: str) -> str:
     """A sentence on what a chart cannot show, by group; empty if that is nothing."""
-    told = ", ".join(f"{count:,} of {label}" for label, count in counts.items() if count)
-    return f" Left out, as {what}: {told}." if told else ""
+    numbers = ", ".join(f"{count:,} of {label}" for label, count in counts.items() if count)
+    return f" Left out, as {what}: {numbers}." if numbers else ""
 
 
 def _cycled(task: Task, kinds: Sequence[Any]) -> list[Any]:

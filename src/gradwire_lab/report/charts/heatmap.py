@@ -4,15 +4,24 @@ from collections.abc import Sequence
 
 import altair as alt
 
-from gradwire_lab.report.charts.figure import Chart, Figure, Row, chart, finish
+from gradwire_lab.report.charts.figure import Chart, Figure, Row, chart, finish, tooltips
 from gradwire_lab.report.numbers import ratio
 from gradwire_lab.report.slug import slug
 
-# Slower, even, and ever faster: told apart by lightness too.
+# Slower, even, and ever faster: distinct in lightness too.
 _STEPS = (0.98, 1.02, 1.2, 2, 5, 20, 100)
 _SHADES = ("#D55E00", "#C9CDD2", "#D6E8F5", "#A6CFEA", "#6BAFDB", "#3389C4", "#1465A0", "#08406E")
 _DARK = 5  # from this speed-up on, figures are white
 _ROW_HEIGHT = 34
+_TIPS = {
+    "choice:N": "auto takes",
+    "seconds:Q .3g": "seconds a step",
+    "ddp_bf16_seconds:Q .3g": "bfloat16 DDP",
+    "exposed:Q .0%": "of that, waiting for the network",
+    "fastest_compressed:N": "fastest that compresses",
+    "fastest_compressed_seconds:Q .3g": "its seconds",
+    "gossip_seconds:Q .3g": "gossip on a ring",
+}
 
 
 def speedups(rows: Sequence[Row], links: Sequence[str], place: str) -> Figure:
@@ -28,24 +37,16 @@ def speedups(rows: Sequence[Row], links: Sequence[str], place: str) -> Figure:
 
 
 def _chart(rows: Sequence[Row], links: Sequence[str]) -> Chart:
-    told = [{**row, "shown": _shown(row), "white": row["speedup"] >= _DARK} for row in rows]
+    shown = [{**row, "shown": _shown(row), "white": row["speedup"] >= _DARK} for row in rows]
     sizes = sorted({row["workers"] for row in rows})
-    base = chart(told).encode(
+    base = chart(shown).encode(
         alt.X("link:N", sort=list(links), title="link", axis=alt.Axis(labelAngle=0)),
         alt.Y("workers:O", sort=sizes, title="workers"),
     )
     scale = alt.Scale(type="threshold", domain=list(_STEPS), range=list(_SHADES))
     cells = base.mark_rect(stroke="white", strokeWidth=1).encode(
         color=alt.Color("speedup:Q", scale=scale, legend=None),  # the figures are in the cells
-        tooltip=[
-            alt.Tooltip("choice:N", title="auto takes"),
-            alt.Tooltip("seconds:Q", title="seconds a step", format=".3g"),
-            alt.Tooltip("ddp_bf16_seconds:Q", title="bfloat16 DDP", format=".3g"),
-            alt.Tooltip("exposed:Q", title="of that, waiting for the network", format=".0%"),
-            alt.Tooltip("fastest_compressed:N", title="fastest that compresses"),
-            alt.Tooltip("fastest_compressed_seconds:Q", title="its seconds", format=".3g"),
-            alt.Tooltip("gossip_seconds:Q", title="gossip on a ring", format=".3g"),
-        ],
+        tooltip=tooltips(_TIPS),
     )
     words = base.mark_text(fontSize=11).encode(
         text="shown:N", color=alt.condition("datum.white", alt.value("white"), alt.value("#1c1e21"))

@@ -1,4 +1,4 @@
-"""Accuracy against bytes, and which points nobody beats."""
+"""Accuracy against bytes, and the Pareto front."""
 
 from collections.abc import Sequence
 
@@ -15,6 +15,7 @@ from gradwire_lab.report.charts.figure import (
     left_out,
     seeds,
     shape,
+    tooltips,
 )
 from gradwire_lab.report.numbers import in_bytes, mean_and_spread, ratio, rounded
 from gradwire_lab.report.run_groups import Group, Task, front
@@ -46,7 +47,7 @@ def _row(group: Group) -> Row:
         "low": rounded(min(values)),
         "high": rounded(max(values)),
         "sent": rounded(group.mean("sent")),
-        "told": mean_and_spread(group.estimate),
+        "text": mean_and_spread(group.estimate),
         "bytes": in_bytes(group.mean("sent") or 0),
         "payload": ratio(group.mean("payload_ratio") or 1),
         "wire": ratio(group.wire_ratio or 1),
@@ -60,23 +61,10 @@ def _chart(task: Task, rows: Sequence[Row], line: Sequence[Row]) -> Chart:
     visible = alt.when(chosen).then(alt.value(1)).otherwise(alt.value(0.15))
     stairs = chart(line).mark_line(style="front", strokeDash=[2, 3], interpolate="step-after", strokeWidth=1.5)
     spans = chart(rows).mark_rule(strokeWidth=1.5).encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), color(task))
-    points = (
-        chart(rows)
-        .mark_point(filled=True, size=110, opacity=1)
-        .encode(
-            x,
-            y,
-            color(task),
-            shape(task),
-            tooltip=[
-                alt.Tooltip("group:N", title="spec"),
-                alt.Tooltip("told:N", title=task.metric.axis),
-                alt.Tooltip("bytes:N", title="sent by each rank"),
-                alt.Tooltip("payload:N", title="payload ratio"),
-                alt.Tooltip("wire:N", title="wire ratio"),
-            ],
-        )
-    )
+    titles = {"group": "spec", "text": task.metric.axis, "bytes": "sent by each rank"}
+    titles |= {"payload": "payload ratio", "wire": "wire ratio"}
+    points = chart(rows).mark_point(filled=True, size=110, opacity=1)
+    points = points.encode(x, y, color(task), shape(task), tooltip=tooltips(titles))
     named = line if len(rows) <= MOST_NAMES else []
     names = chart(named).mark_text(align="left", dx=9, dy=-8).encode(x, y, alt.Text("group:N"))
     return alt.layer(

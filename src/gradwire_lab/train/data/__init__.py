@@ -7,26 +7,23 @@ Loaders yield batches that are on the device already. Each has ``steps``, the ba
 The readers and models are our own, since torchvision has no CPU build that installs with the torch used here.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from gradwire_lab.train.call_with_options import call_with_options, nearest
-from gradwire_lab.train.data.augment import Augment
 from gradwire_lab.train.data.cifar import cifar10, cifar100
 from gradwire_lab.train.data.digits import digits
 from gradwire_lab.train.data.idx import fashion_mnist, kmnist, mnist
-from gradwire_lab.train.data.imagefolder import FolderLoader, FolderTask, folder_evaluation, imagenet
-from gradwire_lab.train.data.images import Batch, ImageLoader, Images, ImageTask, evaluation
+from gradwire_lab.train.data.imagefolder import FolderTask, imagenet
+from gradwire_lab.train.data.images import ImageTask
 from gradwire_lab.train.data.pydoc import pydoc
-from gradwire_lab.train.data.resolution import Resolution
-from gradwire_lab.train.data.sequences import IGNORED, ColumnLoader, WindowLoader, reading
 from gradwire_lab.train.data.text import TextTask, ptb, text, wikitext2
 
 Task = ImageTask | FolderTask | TextTask
 
-# Those of the first dict read a folder, those of the second need none.
-FILED: dict[str, Callable[..., Task]] = {
+TASKS: dict[str, Callable[..., Task]] = {
     "cifar10": cifar10,
     "cifar100": cifar100,
     "mnist": mnist,
@@ -36,40 +33,16 @@ FILED: dict[str, Callable[..., Task]] = {
     "ptb": ptb,
     "wikitext-2": wikitext2,
     "text": text,
+    "digits": digits,
+    "pydoc": pydoc,
 }
-EMBEDDED: dict[str, Callable[..., Task]] = {"digits": digits, "pydoc": pydoc}
-TASKS = FILED | EMBEDDED
 TEXTS = ("ptb", "wikitext-2", "text", "pydoc")  # all others are images
-
-__all__ = [
-    "EMBEDDED",
-    "FILED",
-    "IGNORED",
-    "TASKS",
-    "TEXTS",
-    "Augment",
-    "Batch",
-    "ColumnLoader",
-    "FolderLoader",
-    "FolderTask",
-    "ImageLoader",
-    "ImageTask",
-    "Images",
-    "Resolution",
-    "Task",
-    "TextTask",
-    "WindowLoader",
-    "evaluation",
-    "folder_evaluation",
-    "load",
-    "reading",
-]
 
 
 def load(name: str, root: Path | str | None = None, options: Mapping[str, object] | None = None) -> Task:
     """The task of a name, read from below the folder ``root`` unless it needs none."""
     if name not in TASKS:
         raise ValueError(f"there is no data called {name!r}; {nearest(name, TASKS)}")
-    folder = None if root is None else Path(root)
-    maker = partial(FILED[name], folder) if name in FILED else EMBEDDED[name]
-    return call_with_options(maker, "data", name, options or {}, {})
+    maker, folder = TASKS[name], None if root is None else Path(root)
+    reads_files = "root" in inspect.signature(maker).parameters
+    return call_with_options(partial(maker, folder) if reads_files else maker, "data", name, options or {}, {})

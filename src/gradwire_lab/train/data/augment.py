@@ -43,7 +43,7 @@ class Augment:
         return torch.stack([torch.randint(end, (n,), generator=generator) for end in ends], dim=1)
 
     def take(self, pixels: Tensor, index: Tensor, moves: Tensor) -> Tensor:
-        """Images ``index`` of [n, c, h, w], cropped and flipped as their moves say."""
+        """Images ``index`` of [n, c, h, w], cropped and flipped by their moves."""
         if not self.crop and not self.flip:
             return pixels[index]
         _, channels, height, width = pixels.shape
@@ -67,12 +67,6 @@ class Augment:
         columns = torch.arange(images.shape[3], device=images.device) - moves[:, 4:5]
         hidden = _within(rows, self.cutout)[:, None, :, None] & _within(columns, self.cutout)[:, None, None, :]
         return images * ~hidden
-
-    def __call__(self, images: Tensor, generator: Generator) -> Tensor:
-        """All of it to one batch [b, c, h, w]; the generator is one of the CPU."""
-        moves = self.draw(len(images), images.shape[2], images.shape[3], generator).to(images.device)
-        index = torch.arange(len(images), device=images.device)
-        return self.cut(self.take(images, index, moves), moves)
 
 
 def _reflect(position: Tensor, size: int) -> Tensor:

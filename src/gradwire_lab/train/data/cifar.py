@@ -2,11 +2,13 @@
 
 Krizhevsky, "Learning multiple layers of features from tiny images", 2009. https://www.cs.toronto.edu/~kriz/cifar.html
 
-The "python version" is read, whose pickles are not executed, and CIFAR-10 also in its "binary version".
+The "python version" is read, whose pickles are not executed, and CIFAR-10 also in its "binary version". The official
+files and their checksums are listed in cifar.md5, as `md5sum` writes it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +25,18 @@ Rows = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # pixels [n, ROW] and labels
 
 @dataclass(frozen=True)
 class Layout:
-    """One official archive, unpacked: a folder of files with their MD5, and how to read one."""
+    """One official archive, unpacked: a folder of files, and how to read one."""
 
     archive: str
     folder: str
-    train: dict[str, str]
-    test: dict[str, str]
     read: Callable[[Path], Rows]
+
+    def files(self, test: bool) -> dict[str, str]:
+        """The names of the files to train on or to test with, and their MD5."""
+        lines = resources.files(__package__).joinpath("cifar.md5").read_text(encoding="utf-8").splitlines()
+        entries = [(digest, *place.split("/")) for digest, place in map(str.split, lines)]
+        wanted = [(file, digest) for digest, folder, file in entries if folder == self.folder]
+        return {file: digest for file, digest in wanted if file.startswith("test") == test}
 
 
 def cifar10(root: Path | None, strict: bool = True) -> ImageTask:
@@ -48,9 +55,10 @@ def read_pickle(path: Path) -> Rows:
     """A batch of the python version."""
     content = pickles.read(path)
     pixels, labels = content.get("data"), content.get("fine_labels", content.get("labels"))
-    if not isinstance(pixels, np.ndarray) or pixels.shape[1:] != (ROW,) or not isinstance(labels, list):
+    whole = isinstance(pixels, np.ndarray) and pixels.dtype == np.uint8 and pixels.shape[1:] == (ROW,)
+    if not whole or not isinstance(labels, list):
         raise ValueError(f"{path} holds no images of 32x32 and labels. Download it again")
-    return pixels, np.array(labels, np.uint8)
+    return np.asarray(pixels), np.array(labels, np.uint8)
 
 
 def read_binary(path: Path) -> Rows:
@@ -73,7 +81,7 @@ def _task(
 ) -> ImageTask:
     folder = find(root, name, [each.folder for each in layouts], layouts[0].archive)
     layout = next(each for each in layouts if each.folder == folder.name)
-    train, test = (_split(folder, layout, files, strict) for files in (layout.train, layout.test))
+    train, test = (_split(folder, layout, layout.files(test), strict) for test in (False, True))
     for part, wanted in ((train, 50_000), (test, 10_000)):
         if strict and len(part) != wanted:
             raise ValueError(
@@ -101,40 +109,7 @@ def _split(folder: Path, layout: Layout, files: dict[str, str], strict: bool) ->
 
 
 TEN = (
-    Layout(
-        "cifar-10-python.tar.gz",
-        "cifar-10-batches-py",
-        {
-            "data_batch_1": "c99cafc152244af753f735de768cd75f",
-            "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
-            "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
-            "data_batch_4": "634d18415352ddfa80567beed471001a",
-            "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
-        },
-        {"test_batch": "40351d587109b95175f43aff81a1287e"},
-        read_pickle,
-    ),
-    Layout(
-        "cifar-10-binary.tar.gz",
-        "cifar-10-batches-bin",
-        {
-            "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
-            "data_batch_2.bin": "5ea93a67294ea407fff1d09f752e9692",
-            "data_batch_3.bin": "942cd6a4bcdd0dd3c604fbe906cb4421",
-            "data_batch_4.bin": "ae636b3ba5c66a11e91e8cb52e771fcb",
-            "data_batch_5.bin": "53f37980c15c3d472c316c40844f3f0d",
-        },
-        {"test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d"},
-        read_binary,
-    ),
+    Layout("cifar-10-python.tar.gz", "cifar-10-batches-py", read_pickle),
+    Layout("cifar-10-binary.tar.gz", "cifar-10-batches-bin", read_binary),
 )
-
-HUNDRED = (
-    Layout(
-        "cifar-100-python.tar.gz",
-        "cifar-100-python",
-        {"train": "16019d7e3df5f24257cddd939b257f8d"},
-        {"test": "f0ef6b0ae62326f3e7ffdfab6717acfc"},
-        read_pickle,
-    ),
-)
+HUNDRED = (Layout("cifar-100-python.tar.gz", "cifar-100-python", read_pickle),)

@@ -1,4 +1,4 @@
-"""Folder: where a data set lies, and a sentence that says how to get it when it does not."""
+"""Folder: where a data set lies, and an error that names what to download where it does not."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,16 +16,12 @@ def find(root: Path | None, name: str, places: Sequence[str], archive: str) -> P
     raise ValueError(f"{name} is not there: download {archive} and unpack it so that {where} exists (--data {root})")
 
 
-def md5(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-
-
 def verify(path: Path, digest: str) -> None:
     """Refuse a file that is not the official one, bit for bit."""
-    found = md5(path)
-    if found != digest:
+    with path.open("rb") as file:
+        own = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    if own != digest:
         raise ValueError(
-            f"{path} is not the official file: its MD5 is {found}, not {digest}. "
+            f"{path} is not the official file: its MD5 is {own}, not {digest}. "
             "Download it again, or read what is there with --set data.options.strict=false"
         )

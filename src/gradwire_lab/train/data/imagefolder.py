@@ -9,8 +9,9 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
@@ -19,9 +20,8 @@ import torch
 from torch import Tensor
 
 from gradwire_lab.train.data.folder import find
-from gradwire_lab.train.data.images import Batch, Normalizer
-from gradwire_lab.train.data.partition import shards, slices
-from gradwire_lab.train.data.resolution import Resolution
+from gradwire_lab.train.data.images import Batch, Normalizer, ShardedLoader
+from gradwire_lab.train.data.partition import slices
 
 ENDINGS = frozenset({".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm"})
 AHEAD = 3  # batches under way
@@ -58,48 +58,24 @@ class FolderTask:
 
 
 @dataclass(frozen=True)
-class FolderLoader:
-    """Training batches: random crops of random shape, every other one mirrored. See `ImageLoader` for the rest."""
+class FolderLoader(ShardedLoader):
+    """Batches of image files: random crops of random shape, every other one mirrored."""
 
     task: FolderTask
-    batch: int
-    world: int = 1
-    ranks: tuple[int, ...] = (0,)
-    seed: int = 0
     size: int = 224
     device: torch.device | str = "cpu"
     threads: int = 8
-    partition: str = "shuffled"
-    reshuffle: bool = True
-    resolution: Resolution = field(default_factory=Resolution)
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            share = len(self.task.train) // self.world
-            raise ValueError(
-                f"each of {self.world} ranks has {share} images, which fill no batch of {self.batch}; lower "
-                "train.batch or train.accumulate, or use fewer workers"
-            )
-
-    @property
-    def steps(self) -> int:
-        """Batches in an epoch, the same on every rank."""
-        return len(self.task.train) // self.world // self.batch
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from step ``start`` on."""
-        when = epoch if self.reshuffle else 0
-        labels = self.task.train.labels
-        parts = shards(len(labels), self.world, self.seed, when, self.partition, labels)
-        order = torch.stack([parts[rank][: self.steps * self.batch] for rank in self.ranks])
-        chunks = [order[:, i * self.batch : (i + 1) * self.batch].reshape(-1) for i in range(start, self.steps)]
         side = self.resolution.at(epoch, self.size)
 
         def work(index: int) -> Tensor:
-            dice = random.Random(f"{self.seed}/{epoch}/{index}")  # the same crop whoever decodes it, and when
+            dice = random.Random(f"{self.seed}/{epoch}/{index}")  # the same crop in every process, at any time
             pixels = decode(self.task.train.paths[index], side, lambda width, height: crop(width, height, dice))
             return pixels.flip(2) if dice.random() < 0.5 else pixels
 
+        chunks = list(self.indices(epoch, start, "cpu"))
         yield from _decoded(chunks, self.task.train.labels, work, self.task, self.device, self.threads)
 
 
@@ -180,9 +156,9 @@ def _folder(folder: Path, classes: list[str]) -> ClassFolders:
     for label, name in enumerate(classes):
         if not (folder / name).is_dir():
             raise ValueError(f"{folder / name} is missing; sort the images so that it holds those of the class {name}")
-        found = sorted(path for path in (folder / name).iterdir() if path.suffix.lower() in ENDINGS)
-        paths += found
-        labels += [label] * len(found)
+        images = sorted(path for path in (folder / name).iterdir() if path.suffix.lower() in ENDINGS)
+        paths += images
+        labels += [label] * len(images)
     return ClassFolders(tuple(paths), torch.tensor(labels, dtype=torch.int64))
 
 
@@ -192,13 +168,12 @@ def _decoded(
     """A batch for each chunk of image numbers, decoded a few batches ahead."""
     normalize = Normalizer(task.mean, task.std, torch.device(device))
     pool = ThreadPoolExecutor(threads)
-    under_way: deque[list[Future[Tensor]]] = deque()
+    under_way: deque[Iterator[Tensor]] = deque()
+    left = iter(chunks)
     try:
-        for turn in range(len(chunks) + AHEAD):
-            if turn < len(chunks):
-                under_way.append([pool.submit(work, index) for index in chunks[turn].tolist()])
-            if turn >= AHEAD:
-                pixels = torch.stack([each.result() for each in under_way.popleft()])
-                yield Batch(normalize(pixels.to(device)), labels[chunks[turn - AHEAD]].to(device))
+        for chunk in chunks:
+            under_way.extend(pool.map(work, more.tolist()) for more in islice(left, AHEAD + 1 - len(under_way)))
+            pixels = torch.stack(list(under_way.popleft()))
+            yield Batch(normalize(pixels.to(device)), labels[chunk].to(device))
     finally:
         pool.shutdown(cancel_futures=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,20 +66,19 @@ class Normalizer:
 
 
 @dataclass(frozen=True)
-class ImageLoader:
-    """Training batches of one rank, or of several virtual ranks side by side.
+class ShardedLoader:
+    """Training batches of one rank, or of several virtual ranks.
 
     A batch holds ``len(ranks) * batch`` images, those of the first rank first. What a rank gets depends on (seed,
     epoch, rank, world) only, not on the process or the device; how an image is augmented, on (seed, epoch, image).
     Images that fill no batch are left out of the epoch.
     """
 
-    task: ImageTask
+    task: Any  # an `ImageTask` or a `FolderTask`
     batch: int
     world: int = 1
     ranks: tuple[int, ...] = (0,)
     seed: int = 0
-    augment: Augment = field(default_factory=Augment)
     partition: str = "shuffled"
     reshuffle: bool = True
     resolution: Resolution = field(default_factory=Resolution)
@@ -97,25 +96,36 @@ class ImageLoader:
         """Batches in an epoch, the same on every rank."""
         return len(self.task.train) // self.world // self.batch
 
+    def order(self, epoch: int) -> Tensor:
+        """Which images the ranks see, in order. -> [ranks, steps * batch]."""
+        when, labels = epoch if self.reshuffle else 0, self.task.train.labels
+        parts = shards(len(labels), self.world, self.seed, when, self.partition, labels)
+        return torch.stack([parts[rank][: self.steps * self.batch] for rank in self.ranks])
+
+    def indices(self, epoch: int, start: int, device: torch.device | str) -> Iterator[Tensor]:
+        """The images of each batch of an epoch, from step ``start`` on."""
+        for part in self.order(epoch).to(device).split(self.batch, dim=1)[start:]:
+            yield part.reshape(-1)
+
+
+@dataclass(frozen=True)
+class ImageLoader(ShardedLoader):
+    """Batches of images in memory, augmented on the device."""
+
+    task: ImageTask
+    augment: Augment = field(default_factory=Augment)
+
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from step ``start`` on."""
         pixels, labels = self.task.train.pixels, self.task.train.labels
-        order = self.order(epoch).to(pixels.device)
         height, width = pixels.shape[2:]
         moves = self.augment.draw(len(labels), height, width, generator(self.seed, "augment", epoch)).to(pixels.device)
         normalize = Normalizer(self.task.mean, self.task.std, pixels.device)
         side = self.resolution.at(epoch, width)
-        for step in range(start, self.steps):
-            index = order[:, step * self.batch : (step + 1) * self.batch].reshape(-1)
+        for index in self.indices(epoch, start, pixels.device):
             mine = moves[index]
             images = normalize(self.augment.take(pixels, index, mine))
             yield Batch(resized(self.augment.cut(images, mine), side), labels[index])
-
-    def order(self, epoch: int) -> Tensor:
-        """Which images the ranks see, in order. -> [ranks, steps * batch]."""
-        when = epoch if self.reshuffle else 0
-        parts = shards(len(self.task.train), self.world, self.seed, when, self.partition, self.task.train.labels)
-        return torch.stack([parts[rank][: self.steps * self.batch] for rank in self.ranks])
 
 
 def evaluation(task: ImageTask, batch: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:

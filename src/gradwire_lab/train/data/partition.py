@@ -39,8 +39,15 @@ def shards(
         raise ValueError(f"{n} examples are not enough for {world} ranks")
     if kind == "shuffled":
         return list(torch.randperm(n, generator=generator(seed, "order", epoch)).tensor_split(world))
-    parts = _parts(n, world, seed, kind, labels)
-    return [part[_order(len(part), seed, epoch, rank)] for rank, part in enumerate(parts)]
+    if kind == "fixed":
+        dealt = torch.randperm(n, generator=generator(seed, "parts"))
+    elif labels is None:
+        raise ValueError("the partition 'sorted' needs labels to sort by, and this data has none; choose 'fixed'")
+    else:
+        dealt = labels.cpu().argsort(stable=True)
+    orders = (generator(seed, "order", epoch, rank) for rank in range(world))
+    parts = zip(dealt.tensor_split(world), orders, strict=True)
+    return [part[torch.randperm(len(part), generator=order)] for part, order in parts]
 
 
 def slices(n: int, world: int) -> list[range]:
@@ -57,15 +64,3 @@ def columns(tokens: Tensor, num: int) -> tuple[Tensor, Tensor]:
             "train.batch or train.accumulate, use fewer workers, or give more text"
         )
     return tokens[: num * length].view(num, length), tokens[1 : num * length + 1].view(num, length)
-
-
-def _parts(n: int, world: int, seed: int, kind: str, labels: Tensor | None) -> list[Tensor]:
-    if kind == "fixed":
-        return list(torch.randperm(n, generator=generator(seed, "parts")).tensor_split(world))
-    if labels is None:
-        raise ValueError("the partition 'sorted' needs labels to sort by, and this data has none; choose 'fixed'")
-    return list(labels.cpu().argsort(stable=True).tensor_split(world))
-
-
-def _order(n: int, seed: int, epoch: int, rank: int) -> Tensor:
-    return torch.randperm(n, generator=generator(seed, "order", epoch, rank))

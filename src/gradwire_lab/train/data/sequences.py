@@ -18,8 +18,7 @@ class ColumnLoader:
     """For recurrent models: ``world * batch`` columns of the text, each rank's ones side by side.
 
     A batch is the next ``bptt`` tokens of every column, [len(ranks) * batch, bptt], those of the first rank first; the
-    state after one is the state before the next. Every epoch is the same. With ``remainder``, the last batch may be
-    shorter; without, what does not fill one is left out.
+    state after one is the state before the next. Every epoch is the same. The last batch may be shorter.
     """
 
     tokens: Tensor
@@ -27,35 +26,23 @@ class ColumnLoader:
     bptt: int
     world: int = 1
     ranks: tuple[int, ...] = (0,)
-    remainder: bool = True
 
     def __post_init__(self) -> None:
         columns(self.tokens, self.world * self.batch)
-        if self.steps < 1:
-            raise ValueError(
-                f"{len(self.tokens)} tokens in {self.world} x {self.batch} columns make no {self.bptt} in a row"
-            )
-
-    @property
-    def length(self) -> int:
-        return (len(self.tokens) - 1) // (self.world * self.batch)
 
     @property
     def steps(self) -> int:
         """Batches in an epoch, the same on every rank."""
-        return -(-self.length // self.bptt) if self.remainder else self.length // self.bptt
+        return -(-((len(self.tokens) - 1) // (self.world * self.batch)) // self.bptt)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from step ``start`` on."""
         del epoch
-        inputs, targets = (self._mine(part) for part in columns(self.tokens, self.world * self.batch))
+        whole = (part.view(self.world, self.batch, -1) for part in columns(self.tokens, self.world * self.batch))
+        inputs, targets = (part[list(self.ranks)].flatten(0, 1) for part in whole)
         for step in range(start, self.steps):
             part = slice(step * self.bptt, (step + 1) * self.bptt)
             yield Batch(inputs[:, part], targets[:, part])
-
-    def _mine(self, side_by_side: Tensor) -> Tensor:
-        by_rank = side_by_side.view(self.world, self.batch, -1)
-        return by_rank[list(self.ranks)].flatten(0, 1)
 
 
 @dataclass(frozen=True)

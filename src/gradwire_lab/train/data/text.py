@@ -1,4 +1,4 @@
-"""Text: Penn Treebank, WikiText, and any file of one's own, as numbers.
+"""Text: Penn Treebank, WikiText, and any other file, as numbers.
 
 The first two come cut into words already, one sentence or paragraph a line; a line ends with the word <eos>. Other text
 is cut into words and signs, or taken byte by byte.
@@ -6,7 +6,7 @@ is cut into words and signs, or taken byte by byte.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -40,30 +40,22 @@ class TextTask:
         return {"vocab": len(self.vocab)}
 
 
-@dataclass(frozen=True)
-class Counts:
-    """How many tokens the three official texts have, and how many words there are."""
-
-    tokens: tuple[int, int, int]
-    vocab: int
-
-
 def ptb(root: Path | None, strict: bool = True) -> TextTask:
     """Penn Treebank as Mikolov prepared it: 10,000 words. ``strict`` demands the official counts."""
     folder = find(root, "Penn Treebank", ("ptb", "simple-examples/data"), "simple-examples.tgz (Mikolov's RNNLM)")
     files = [folder / f"ptb.{split}.txt" for split in SPLITS]
-    return _official("ptb", files, Counts((929_589, 73_760, 82_430), 10_000), strict)
+    return _official("ptb", files, (929_589, 73_760, 82_430), 10_000, strict)
 
 
 def wikitext2(root: Path | None, strict: bool = True) -> TextTask:
     """WikiText-2 at word level: 33,278 words. ``strict`` demands the official counts."""
     folder = find(root, "WikiText-2", ("wikitext-2",), "wikitext-2-v1.zip")
     files = [folder / f"wiki.{split}.tokens" for split in SPLITS]
-    return _official("wikitext-2", files, Counts((2_088_628, 217_646, 245_569), 33_278), strict)
+    return _official("wikitext-2", files, (2_088_628, 217_646, 245_569), 33_278, strict)
 
 
 def text(root: Path | None, file: str, level: str = "word") -> TextTask:
-    """One's own text: a file, of which the last tenth is kept to validate and to test, or a folder of three files.
+    """Any text: a file, of which the last tenth is used to validate and to test, or a folder of three files.
 
     The folder holds train.txt, valid.txt and test.txt. ``level`` is ``word`` or ``byte``.
     """
@@ -100,14 +92,17 @@ def thirds(pieces: list[str]) -> list[str]:
     return ["".join(part) for part in parts]
 
 
-def _official(name: str, files: list[Path], counts: Counts, strict: bool) -> TextTask:
-    words = [list(chain.from_iterable([*line.split(), END] for line in _lines(file))) for file in files]
+def _official(name: str, files: list[Path], tokens: tuple[int, int, int], vocab: int, strict: bool) -> TextTask:
+    """A text, which if ``strict`` must have the official numbers of tokens and words."""
+    # Not splitlines: WikiText has other line breaks inside its lines.
+    texts = [_read(file).rstrip("\n").split("\n") for file in files]
+    words = [list(chain.from_iterable([*line.split(), END] for line in lines)) for lines in texts]
     task = _numbered(name, words, least=1)
-    found = Counts((len(task.train), len(task.valid), len(task.test)), len(task.vocab))
-    if strict and found != counts:
+    counts = len(task.train), len(task.valid), len(task.test)
+    if strict and (counts, len(task.vocab)) != (tokens, vocab):
         raise ValueError(
-            f"{files[0].parent} is not the official text: it has {found.tokens} tokens and {found.vocab} words, not "
-            f"{counts.tokens} and {counts.vocab}. Download it again, or read what is there with "
+            f"{files[0].parent} is not the official text: it has {counts} tokens and {len(task.vocab)} words, not "
+            f"{tokens} and {vocab}. Download it again, or read what is there with "
             "--set data.options.strict=false"
         )
     return task
@@ -122,16 +117,8 @@ def _numbered(name: str, words: list[list[str]], least: int) -> TextTask:
         vocab.append(UNKNOWN)
     number = {word: i for i, word in enumerate(vocab)}
     unknown = number.get(UNKNOWN, 0)
-    train, valid, test = (_tensor(number.get(word, unknown) for word in part) for part in words)
+    train, valid, test = (torch.tensor([number.get(word, unknown) for word in part]).long() for part in words)
     return TextTask(name, train, valid, test, tuple(vocab))
-
-
-def _tensor(numbers: Iterable[int]) -> Tensor:
-    return torch.tensor(list(numbers), dtype=torch.int64)
-
-
-def _lines(path: Path) -> list[str]:
-    return _read(path).rstrip("\n").split("\n")  # not splitlines: WikiText has other line breaks inside its lines
 
 
 def _read(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Models: everything that a recipe can name, and a person's own.
+"""Models: everything that a recipe can name, and a user's own.
 
 An image model turns [batch, channels, height, width] into logits [batch, classes]; a language model turns tokens
 [batch, time] into logits [batch, time, vocab]. A recurrent one, known by its method ``start``, also takes and returns a
@@ -18,12 +18,11 @@ from torch import nn
 
 from gradwire_lab.train.call_with_options import call_with_options, nearest
 from gradwire_lab.train.models.digits import cnn
-from gradwire_lab.train.models.gpt import gpt, gpt2
-from gradwire_lab.train.models.imagenet import resnet18, resnet50
-from gradwire_lab.train.models.lstm import LanguageLSTM, State, lstm
-from gradwire_lab.train.models.regime import Misfit, Regime, Transform, regime_of, settings_at, stages, transform_of
+from gradwire_lab.train.models.gpt import GPT, gpt2
+from gradwire_lab.train.models.lstm import LanguageLSTM
+from gradwire_lab.train.models.regime import Misfit
+from gradwire_lab.train.models.resnet import resnet, resnet18, resnet50
 from gradwire_lab.train.models.resnet9 import alexnet, resnet9
-from gradwire_lab.train.models.resnet_cifar import resnet
 from gradwire_lab.train.models.vgg import vgg16, vgg16_cifar
 
 Maker = Callable[..., nn.Module]
@@ -37,27 +36,11 @@ MODELS: dict[str, Maker] = {
     "resnet18": resnet18,
     "resnet50": resnet50,
     "cnn": cnn,
-    "lstm": lstm,
-    "gpt": gpt,
+    "lstm": LanguageLSTM,
+    "gpt": GPT,
     "gpt2": gpt2,
 }
 LANGUAGE = ("lstm", "gpt", "gpt2")  # those that read text
-
-__all__ = [
-    "LANGUAGE",
-    "MODELS",
-    "LanguageLSTM",
-    "Maker",
-    "Regime",
-    "State",
-    "Transform",
-    "build",
-    "load",
-    "regime_of",
-    "settings_at",
-    "stages",
-    "transform_of",
-]
 
 
 def load(text: str) -> Maker:
@@ -82,31 +65,31 @@ def build(
     facts: Mapping[str, object] | None = None,
     seed: int | None = None,
 ) -> nn.Module:
-    """Load and call a maker: with the options a person gave, and those facts of the data that it has keywords for.
+    """Load and call a maker: with the options of a recipe, and those facts of the data that it has keywords for.
 
     With a seed, the weights are the same for the same seed, and the global generator is left as it was.
     """
-    maker, told = load(text), dict(facts or {})
-    if "classes" in told:
-        told["num_classes"] = told["classes"]  # as torchvision says, and many others
+    maker, known = load(text), dict(facts or {})
+    if "classes" in known:
+        known["num_classes"] = known["classes"]  # the keyword of torchvision, and of many others
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
-        model = _call(maker, text, options or {}, told)
+        model = _call(maker, text, options or {}, known)
     if not isinstance(model, nn.Module):
-        raise Misfit(f"{text} made {model!r}, which is no torch.nn.Module")
+        raise Misfit(f"{text} returned {model!r}, which is no torch.nn.Module")
     return model
 
 
 def _call(maker: Maker, text: str, options: Mapping[str, object], facts: Mapping[str, object]) -> nn.Module:
-    """What a maker of ours cannot do is due to its options; what a person's own cannot may be an error to be traced."""
+    """What a maker of ours cannot do is due to its options; what a user's own cannot may be an error to be traced."""
     try:
         return call_with_options(maker, "model", text, options, facts)
-    except (TypeError, RuntimeError, ArithmeticError) as wrong:
+    except (TypeError, RuntimeError, ArithmeticError) as error:
         if text not in MODELS or not options:
             raise
         given = ", ".join(f"model.options.{word} = {value!r}" for word, value in options.items())
-        why = " ".join(str(wrong).split())
+        why = " ".join(str(error).split())
         raise ValueError(f"the model {text} cannot be made with {given}: {why}") from None
 
 
@@ -119,17 +102,17 @@ def _file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as wrong:
-        raise ValueError(f"the model file {path} cannot be imported: {_whereabouts(wrong, path)}") from wrong
+    except Exception as error:
+        raise ValueError(f"the model file {path} cannot be imported: {_whereabouts(error, path)}") from error
     return module
 
 
-def _whereabouts(wrong: Exception, path: Path) -> str:
-    """An error, and the last line of a person's file on the way to it."""
-    frames = traceback.extract_tb(wrong.__traceback__)
+def _whereabouts(error: Exception, path: Path) -> str:
+    """An error, and the last line of the user's file on the way to it."""
+    frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame.lineno for frame in frames if frame.filename == str(path.absolute())]
-    line, what = (wrong.lineno, wrong.msg) if isinstance(wrong, SyntaxError) else (theirs[-1] if theirs else 0, wrong)
-    return f"{f'line {line}: ' if line else ''}{type(wrong).__name__}: {what}"
+    line, what = (error.lineno, error.msg) if isinstance(error, SyntaxError) else (theirs[-1] if theirs else 0, error)
+    return f"{f'line {line}: ' if line else ''}{type(error).__name__}: {what}"
 
 
 def _module(name: str) -> ModuleType:

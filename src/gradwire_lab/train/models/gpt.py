@@ -4,7 +4,7 @@ Papers: Radford et al., "Language models are unsupervised multitask learners", 2
         Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021, for the rotary positions.
         https://arxiv.org/abs/2104.09864
 
-`gpt2` has the 124,439,808 parameters of GPT-2 small; the defaults of `gpt` make a model of about five million.
+`gpt2` has the 124,439,808 parameters of GPT-2 small; the defaults of `GPT` make a model of about five million.
 """
 
 import torch
@@ -54,16 +54,24 @@ class GPT(nn.Module):
 
     def __init__(
         self,
-        vocab: int,
-        width: int,
-        layers: int,
-        heads: int,
-        context: int,
-        rotary: bool,
-        dropout: float,
-        tied: bool,
-        bias: bool,
+        vocab: int = 256,
+        width: int = 256,
+        layers: int = 6,
+        heads: int = 8,
+        context: int = 256,
+        positions: str = "learned",
+        dropout: float = 0.0,
+        tied: bool = True,
+        bias: bool = True,
     ) -> None:
+        """``positions`` are ``learned`` or ``rotary``, ``tied`` shares the embedding with the head."""
+        rotary = positions == "rotary"
+        if positions not in ("learned", "rotary"):
+            raise ValueError(f"there are no positions called {positions!r}; choose 'learned' or 'rotary'")
+        if width % heads or (rotary and width // heads % 2):
+            raise ValueError(
+                f"a width of {width} does not make {heads} heads of one (for rotary: even) size; change either"
+            )
         super().__init__()
         self.context, self.dropout = context, dropout
         self.embedding = nn.Embedding(vocab, width)
@@ -103,32 +111,11 @@ class GPT(nn.Module):
                 nn.init.normal_(weight, 0.0, 0.02 * scale)
 
 
-def gpt(
-    vocab: int = 256,
-    width: int = 256,
-    layers: int = 6,
-    heads: int = 8,
-    context: int = 256,
-    positions: str = "learned",
-    dropout: float = 0.0,
-    tied: bool = True,
-    bias: bool = True,
-) -> GPT:
-    """A GPT; ``positions`` are ``learned`` or ``rotary``, ``tied`` shares the embedding with the head."""
-    if positions not in ("learned", "rotary"):
-        raise ValueError(f"there are no positions called {positions!r}; choose 'learned' or 'rotary'")
-    if width % heads or (positions == "rotary" and width // heads % 2):
-        raise ValueError(
-            f"a width of {width} does not make {heads} heads of one (for rotary: even) size; change either"
-        )
-    return GPT(vocab, width, layers, heads, context, positions == "rotary", dropout, tied, bias)
-
-
 def gpt2(
     vocab: int = 50257, context: int = 1024, positions: str = "learned", dropout: float = 0.0, tied: bool = True
 ) -> GPT:
     """GPT-2 small: 124 million parameters."""
-    return gpt(vocab, 768, 12, 12, context, positions, dropout, tied)
+    return GPT(vocab, 768, 12, 12, context, positions, dropout, tied)
 
 
 def angles(context: int, size: int) -> Tensor:

@@ -19,8 +19,24 @@ class LanguageLSTM(nn.Module):
     """Tokens [batch, time] and a state -> logits [batch, time, vocab] and the next state."""
 
     def __init__(
-        self, vocab: int, hidden: int, layers: int, embed: int, dropout: float, tied: bool, init_range: float
+        self,
+        vocab: int,
+        hidden: int = 650,
+        layers: int = 2,
+        embed: int | None = None,
+        dropout: float = 0.5,
+        tied: bool = False,
+        init_range: float = 0.1,
     ) -> None:
+        """By default, ``embed`` is as wide as ``hidden``.
+
+        The embedding and the softmax start uniform in +-``init_range``, the LSTM as torch would have it.
+        """
+        embed = hidden if embed is None else embed
+        if layers < 1:
+            raise ValueError(f"an LSTM has at least one layer, not {layers}")
+        if tied and embed != hidden:
+            raise ValueError(f"a tied embedding is as wide as the hidden state, but embed={embed} and hidden={hidden}")
         super().__init__()
         self.hidden, self.dropout = hidden, dropout
         self.embedding = nn.Embedding(vocab, embed)
@@ -48,24 +64,3 @@ class LanguageLSTM(nn.Module):
             hiddens.append(h)
             cells.append(c)
         return self.head(x), (torch.cat(hiddens), torch.cat(cells))
-
-
-def lstm(
-    vocab: int,
-    hidden: int = 650,
-    layers: int = 2,
-    embed: int | None = None,
-    dropout: float = 0.5,
-    tied: bool = False,
-    init_range: float = 0.1,
-) -> LanguageLSTM:
-    """An LSTM language model; ``embed`` is as wide as ``hidden`` unless told.
-
-    The embedding and the softmax start uniform in +-``init_range``, the LSTM as torch would have it.
-    """
-    embed = hidden if embed is None else embed
-    if layers < 1:
-        raise ValueError(f"an LSTM has at least one layer, not {layers}")
-    if tied and embed != hidden:
-        raise ValueError(f"a tied embedding is as wide as the hidden state, but embed={embed} and hidden={hidden}")
-    return LanguageLSTM(vocab, hidden, layers, embed, dropout, tied, init_range)

@@ -1,4 +1,4 @@
-"""Regime and input transform: what a person's own model may say about its training.
+"""Regime and input transform: what a user's own model may set for its training.
 
 A model with an attribute ``regime`` brings its schedule along. It is a dict from epochs to settings, where what an
 epoch sets stays until a later one sets it anew, or a function from the epoch to all the settings::
@@ -21,7 +21,7 @@ Transform = Callable[[Tensor], Tensor]
 
 
 class Misfit(TypeError, ValueError):
-    """What a person's own code made is of a kind that cannot be used; the sentence is all that they need to know."""
+    """A user's own code returned an object of a wrong type; the message is all that they need to know."""
 
 
 def regime_of(model: nn.Module) -> Regime | None:

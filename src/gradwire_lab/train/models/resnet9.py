@@ -8,6 +8,8 @@ There is no zero-init of a block's last norm: that norm is followed by a ReLU, w
 branch would never wake up.
 """
 
+from collections import OrderedDict
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -41,30 +43,29 @@ class Head(nn.Module):
 
 def resnet9(classes: int = 10, channels: int = 3, scale: float = 0.125) -> nn.Sequential:
     """6.6 million parameters for 32x32 images."""
-    model = nn.Sequential()
-    model.add_module("prep", _conv(channels, 64))
-    model.add_module("layer1", nn.Sequential(_conv(64, 128), nn.MaxPool2d(2), ResidualBlock(128)))
-    model.add_module("layer2", nn.Sequential(_conv(128, 256), nn.MaxPool2d(2)))
-    model.add_module("layer3", nn.Sequential(_conv(256, 512), nn.MaxPool2d(2), ResidualBlock(512)))
-    model.add_module("head", Head(512, classes, scale))
-    return model
+    stages = OrderedDict(
+        prep=_conv(channels, 64),
+        layer1=nn.Sequential(_conv(64, 128), nn.MaxPool2d(2), ResidualBlock(128)),
+        layer2=nn.Sequential(_conv(128, 256), nn.MaxPool2d(2)),
+        layer3=nn.Sequential(_conv(256, 512), nn.MaxPool2d(2), ResidualBlock(512)),
+        head=Head(512, classes, scale),
+    )
+    return nn.Sequential(stages)
 
 
 def alexnet(classes: int = 10, channels: int = 3, scale: float = 0.125) -> nn.Sequential:
     """2.3 million parameters for 32x32 images."""
-    model = nn.Sequential()
-    model.add_module("prep", nn.Sequential(_conv(channels, 64, stride=2), nn.MaxPool2d(2)))
-    model.add_module("layer1", nn.Sequential(_conv(64, 192), nn.MaxPool2d(2)))
-    model.add_module("layer2", _conv(192, 384))
-    model.add_module("layer3", _conv(384, 256))
-    model.add_module("layer4", nn.Sequential(_conv(256, 256), nn.MaxPool2d(2)))
-    model.add_module("head", Head(256, classes, scale))
-    return model
+    stages = OrderedDict(
+        prep=nn.Sequential(_conv(channels, 64, stride=2), nn.MaxPool2d(2)),
+        layer1=nn.Sequential(_conv(64, 192), nn.MaxPool2d(2)),
+        layer2=_conv(192, 384),
+        layer3=_conv(384, 256),
+        layer4=nn.Sequential(_conv(256, 256), nn.MaxPool2d(2)),
+        head=Head(256, classes, scale),
+    )
+    return nn.Sequential(stages)
 
 
 def _conv(before: int, width: int, stride: int = 1) -> nn.Sequential:
-    layer = nn.Sequential()
-    layer.add_module("conv", nn.Conv2d(before, width, 3, stride, padding=1, bias=False))
-    layer.add_module("bn", nn.BatchNorm2d(width))
-    layer.add_module("relu", nn.ReLU(inplace=True))
-    return layer
+    conv = nn.Conv2d(before, width, 3, stride, padding=1, bias=False)
+    return nn.Sequential(OrderedDict(conv=conv, bn=nn.BatchNorm2d(width), relu=nn.ReLU(inplace=True)))

@@ -32,17 +32,19 @@ from gradwire.kernels.cuda.topk.workspace import (
     SLOT,
     SPAN,
     START,
+    TOP,
     WITHIN,
 )
 
 _WIDE = tl.constexpr(256)  # groups that are looked at together
+_FEW = tl.constexpr(256)  # candidates that are counted one by one
 _MARKS = tl.constexpr((1 << COUNTED.value) - 1)
 _NUMBER = tl.constexpr((1 << BAD.value - COUNTED.value) - 1)
 
 
 @triton.jit
-def fine_bin(key, low, bits):
-    return tl.minimum((key - low) >> bits, BINS - 1)
+def fine_bin(key, low, bits, top):
+    return tl.minimum((key - low) >> bits, top)
 
 
 @triton.jit
@@ -55,12 +57,19 @@ def first_row(chunk, entry):
 @triton.jit
 def _cut(entry, line, fine):
     """Say in which bin the count is reached, and how many candidates lie there and above."""
+    tl.store(line + TOP, tl.zeros([], tl.int64) + (BINS - 1))
+    cut_bins(line, fine, tl.load(entry + COUNT) - tl.load(line + OVER), tl.zeros([], tl.int64))
+
+
+@triton.jit
+def cut_bins(line, fine, need, above):
+    """Say in which bin ``need`` candidates are reached, where ``above`` lie above all bins; and clear the bins."""
     place = tl.arange(0, BINS)
-    counts = tl.load(fine + place * APART)
+    counts = tl.load(fine + place * APART, volatile=True)
     reached = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-    cut = tl.sum((reached >= tl.load(entry + COUNT) - tl.load(line + OVER)).to(tl.int32), 0) - 1
+    cut = tl.sum((reached >= need - above).to(tl.int32), 0) - 1
     tl.store(line + CUT, cut.to(tl.int64))
-    tl.store(line + ABOVE, tl.sum(tl.where(place > cut, counts, 0), 0).to(tl.int64))
+    tl.store(line + ABOVE, above + tl.sum(tl.where(place > cut, counts, 0), 0).to(tl.int64))
     tl.store(line + WITHIN, tl.sum(tl.where(place == cut, counts, 0), 0).to(tl.int64))
     tl.debug_barrier()
     tl.store(fine + place * APART, tl.zeros([BINS], tl.int32))
@@ -101,15 +110,20 @@ def _look(x, place, length, low, last, bits, number, left, groups, keys, places,
         inside = (j < number)[:, None] & (place + at >= 0) & (place + at < length)
         key = key_of(tl.load(x + at, mask=inside, other=0.0).to(tl.float32))
         hit = inside & (key >= low) & (key <= last)
-        here = hit.to(tl.int32)
-        several = tl.sum(here, 1)
-        rank = (done + tl.cumsum(several, 0) - several)[:, None] + tl.cumsum(here, 1) - here
+        one = hit.to(tl.int32)
+        several = tl.sum(one, 1)
+        rank = (done + tl.cumsum(several, 0) - several)[:, None] + tl.cumsum(one, 1) - one
         kept = hit & (rank < left)
         tl.store(keys + rank, key, mask=kept)
         tl.store(places + rank, (place + at).to(places.dtype.element_ty), mask=kept)
-        bin = fine_bin(tl.where(hit, key, low), low, bits)
-        tl.atomic_add(fine + bin * APART, 1, mask=hit, sem="relaxed")
-        done += tl.sum(several, 0)
+        bin = fine_bin(tl.where(hit, key, low), low, bits, BINS - 1)
+        here = tl.sum(several, 0)
+        if here > _FEW:  # many may fall into one bin, where they would wait for each other
+            counts = tl.histogram(tl.reshape(bin, [_WIDE * GROUP]), BINS, mask=tl.reshape(hit, [_WIDE * GROUP]))
+            tl.atomic_add(fine + tl.arange(0, BINS) * APART, counts, mask=counts > 0, sem="relaxed")
+        else:
+            tl.atomic_add(fine + bin * APART, 1, mask=hit, sem="relaxed")
+        done += here
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from gradwire.kernels.cuda.topk.compact import compact
 from gradwire.kernels.cuda.topk.mark import mark
 from gradwire.kernels.cuda.topk.radix import DIGITS, count_digits, count_ties
 from gradwire.kernels.cuda.topk.sample import refine, sample
-from gradwire.kernels.cuda.topk.threshold import threshold
+from gradwire.kernels.cuda.topk.threshold import narrow, threshold
 from gradwire.kernels.cuda.topk.workspace import Scratch, SelectionPlan, plan, stream_of
 from gradwire.kernels.cuda.topk.write import write
 from gradwire.kernels.fused import Accumulation, Selected
@@ -137,6 +137,7 @@ class _Selection:
             scratch.sure, p.dense, BLOCK,
         )  # fmt: skip
         launch(compact, p.chunks, facts, (x,), counted, **_COMPACT)
+        launch(narrow, p.chunks, facts, (p.table,), (*around[1:], scratch.fine, *candidates[:3]), **_THRESHOLD)
         searched = (*around, *candidates, scratch.bound_key, scratch.bound_place, *winners, BLOCK)
         launch(threshold, p.chunks, facts, (x, edge), searched, **_THRESHOLD)
         for digit in DIGITS:

@@ -1,20 +1,22 @@
 """Find each segment's last winner, and where each chunk's winners go.
 
-Most candidates lie in bins that win or lose as a whole; programs count those, and put the rest aside once more. The
-program that arrives last in a segment searches that rest. Where all that is not zero is too little, zeros win, too.
-Where there were too few candidates otherwise, or too many, it guesses the last winner's key for `radix` to prove.
+Most candidates lie in bins that win or lose as a whole; programs count those, and put the rest aside once more. Where
+the rest would be many, because magnitudes crowd together, `narrow` first cuts its bin into finer ones. The program that
+arrives last in a segment searches the rest. Where all that is not zero is too little, zeros win, too. Where there were
+too few candidates otherwise, or too many, it guesses the last winner's key for `radix` to prove.
 """
 
 import triton
 import triton.language as tl
 
 from gradwire.kernels.cuda.topk.binary_search import WIDTH, search, search_loaded, wins
-from gradwire.kernels.cuda.topk.compact import fine_bin, first_row
+from gradwire.kernels.cuda.topk.compact import cut_bins, fine_bin, first_row
 from gradwire.kernels.cuda.topk.mark import NEVER, key_of
 from gradwire.kernels.cuda.topk.radix import share_out
 from gradwire.kernels.cuda.topk.sample import is_last
 from gradwire.kernels.cuda.topk.workspace import (
     ABOVE,
+    APART,
     BINS,
     BITS,
     BOUND,
@@ -38,6 +40,7 @@ from gradwire.kernels.cuda.topk.workspace import (
     ROWS,
     SLOT,
     START,
+    TOP,
     WITHIN,
     ZEROS,
 )
@@ -45,10 +48,50 @@ from gradwire.kernels.cuda.topk.workspace import (
 WIDE = tl.constexpr(512)  # candidates of a chunk that are looked at together
 _CROWD = tl.constexpr(16384)  # candidates that one program may search,
 _SHARE = tl.constexpr(8192)  # and one more for so many entries
+_FEW = tl.constexpr(1024)  # candidates of a bin that are searched as they are
+_FINER = tl.constexpr(10)  # bits by which bins are finer the second time: as many as a bin's number has
 
 
 @triton.jit
-def _count_winners(chunk, entry, line, low, bits, cut, base, count, keys, places, bound_keys, bound_places, sure):
+def bins_of(line):
+    """Where bins begin, the bits of a key below its bin, the bin that holds the last winner, and the highest bin."""
+    return (
+        tl.load(line + LOW).to(tl.int32),
+        tl.load(line + BITS).to(tl.int32),
+        tl.load(line + CUT).to(tl.int32),
+        tl.load(line + TOP).to(tl.int32),
+    )
+
+
+@triton.jit
+def narrow(table, chunk_segment, state, fine, base, count, keys):
+    """Count the candidates of the bin that holds the last winner in finer bins, where they are many."""
+    chunk = tl.program_id(0)
+    segment = tl.load(chunk_segment + chunk)
+    entry, line = table + segment * COLUMNS, state + segment * COLUMNS
+    found, need = tl.load(line + FOUND), tl.load(entry + COUNT) - tl.load(line + OVER)
+    usable = (found >= need) & (need > 0) & (found <= tl.load(entry + ROOM))
+    if usable & (tl.load(line + WITHIN) > _FEW):
+        low, bits, cut, top = bins_of(line)
+        fine += segment * BINS * APART
+        begin, finer = low + (cut << bits), tl.where(cut == top, bits, tl.maximum(bits - _FINER, 0))
+        number = tl.load(count + chunk)
+        keys += tl.load(entry + SLOT) + tl.load(base + chunk)
+        for j in range(0, number, WIDE):
+            at = j + tl.arange(0, WIDE)
+            key = tl.load(keys + at, mask=at < number, other=0)
+            inside = (at < number) & (fine_bin(key, low, bits, top) == cut)
+            bin = fine_bin(tl.where(inside, key, begin), begin, finer, BINS - 1)
+            tl.atomic_add(fine + bin * APART, 1, mask=inside, sem="relaxed")
+        if is_last(line, tl.load(entry + CHUNKS)):
+            cut_bins(line, fine, need, tl.load(line + ABOVE))
+            tl.store(line + LOW, begin.to(tl.int64))
+            tl.store(line + BITS, finer.to(tl.int64))
+            tl.store(line + TOP, tl.where(cut == top, BINS - 1, BINS).to(tl.int64))
+
+
+@triton.jit
+def _count_winners(chunk, entry, line, low, bits, cut, top, base, count, keys, places, bound_keys, bound_places, sure):
     """Add a chunk's sure winners to those above the range; put candidates in the cut bin aside."""
     slot, number = tl.load(entry + SLOT), tl.load(count + chunk)
     keys += slot + tl.load(base + chunk)
@@ -58,7 +101,7 @@ def _count_winners(chunk, entry, line, low, bits, cut, base, count, keys, places
         at = j + tl.arange(0, WIDE)
         live = at < number
         key = tl.load(keys + at, mask=live, other=0)
-        bin = fine_bin(key, low, bits)
+        bin = fine_bin(key, low, bits, top)
         winners += (live & (bin > cut)).to(tl.int32)
         unsure = live & (bin == cut)
         several = tl.sum(unsure.to(tl.int32), 0)
@@ -71,12 +114,12 @@ def _count_winners(chunk, entry, line, low, bits, cut, base, count, keys, places
 
 
 @triton.jit
-def _decide(entry, line, edge, low, bits, cut, need, keys, places, sure, out, BLOCK: tl.constexpr):
+def _decide(entry, line, edge, low, bits, cut, top, need, keys, places, sure, out, BLOCK: tl.constexpr):
     """Search the cut bin, and add its winners to their chunks'; then sum up."""
     start, length, count = tl.load(entry + START), tl.load(entry + LENGTH), tl.load(line + BOUND).to(tl.int32)
     keys += tl.load(entry + SLOT)
     places += tl.load(entry + SLOT)
-    high = tl.where(cut == BINS - 1, NEVER, low + (tl.minimum(cut + 1, BINS - 1) << bits) - 1)
+    high = tl.where(cut == top, NEVER, low + (tl.minimum(cut + 1, top) << bits) - 1)
     key, last = search(keys, places, count, need - tl.load(line + ABOVE), low + (cut << bits), high, length)
     tl.store(line + KEY, key.to(tl.int64))
     tl.store(line + LAST, last)
@@ -138,11 +181,7 @@ def threshold(
     chunk = tl.program_id(0)
     segment = tl.load(chunk_segment + chunk)
     entry, line = table + segment * COLUMNS, state + segment * COLUMNS
-    low, bits, cut = (
-        tl.load(line + LOW).to(tl.int32),
-        tl.load(line + BITS).to(tl.int32),
-        tl.load(line + CUT).to(tl.int32),
-    )
+    low, bits, cut, top = bins_of(line)
     found, need = tl.load(line + FOUND), tl.load(entry + COUNT) - tl.load(line + OVER)
     few, crowd = found < need, tl.load(line + WITHIN) > tl.load(entry + LENGTH) // _SHARE + _CROWD
     zeros = few & (low == 1) & (need > 0)
@@ -150,14 +189,16 @@ def threshold(
     if zeros:
         _count_zeros(chunk, entry, count, sure, BLOCK)
     elif not missed:
-        _count_winners(chunk, entry, line, low, bits, cut, base, count, keys, places, bound_keys, bound_places, sure)
+        _count_winners(
+            chunk, entry, line, low, bits, cut, top, base, count, keys, places, bound_keys, bound_places, sure
+        )
     if is_last(line, tl.load(entry + CHUNKS)):
         if zeros:
             _admit_zeros(entry, line, edge + segment, need - found, count, sure, out)
         elif missed:
             _guess(x, entry, line)
         else:
-            _decide(entry, line, edge + segment, low, bits, cut, need, bound_keys, bound_places, sure, out, BLOCK)
+            _decide(entry, line, edge + segment, low, bits, cut, top, need, bound_keys, bound_places, sure, out, BLOCK)
         tl.debug_barrier()
         tl.store(line + OUTCOME, tl.where(zeros, ZEROS, tl.where(missed, MISSED, EXACT)))
         tl.store(line + FOUND, 0)

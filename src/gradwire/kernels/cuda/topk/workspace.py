@@ -51,6 +51,7 @@ KEY = tl.constexpr(11)  # winners have a larger key than this,
 LAST = tl.constexpr(12)  # or the same and a place no later than this. In `radix`: how many win of those that agree
 LARGER = tl.constexpr(13)  # counter: entries above a guessed key
 TIED = tl.constexpr(14)  # counter: entries that tie with it
+TOP = tl.constexpr(15)  # the bin of all keys from there on
 
 EXACT = tl.constexpr(0)  # the last winner is a candidate
 MISSED = tl.constexpr(1)  # candidates were too few or too many

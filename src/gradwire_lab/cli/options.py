@@ -1,0 +1,16 @@
+"""Options that several commands share."""
+
+from typing import Annotated
+
+import typer
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Devices = Annotated[str, typer.Option(help="Of the workers of this host, in order: 0,0,1,1 or cpu.")]
+Data = Annotated[str, typer.Option("--data", help="The folder that holds data sets in their standard layouts.")]
+InProcess = Annotated[
+    int | None, typer.Option("--in-process", min=1, help="Simulated workers in one process, on one device.")
+]
+Link = Annotated[str, typer.Option(help="Emulate such links between the workers: 100mbit,20ms.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="A key of the recipe: train.epochs=5.")]
+Processes = Annotated[int | None, typer.Option("--workers", min=1, help="Processes on this machine.")]
