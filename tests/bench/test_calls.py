@@ -36,6 +36,8 @@ def test_every_door_is_timed(door: str, addresses: str) -> None:
     assert row["to_floor"] == pytest.approx(row["call_ms"] / row["floor_ms"])
     assert row["call_ms"] == pytest.approx(row["ms"] - row["without_ms"])
     assert (row["without_ms"] > 0) == (door in ("ddp", "optimizer"))
+    assert row["to_plain"] == pytest.approx(row["call_ms"] / plain["call_ms"])
+    assert row["to_kernels"] is None if door != "loop" else row["to_kernels"] > 1
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from gradwire.core.keys import Key
 from gradwire.core.payload import COUNT_BYTES, CorruptMessageError, Payload, as_rows, from_bytes
 from gradwire.core.segments import Segments, on
 from gradwire.kernels import groups
-from gradwire.kernels.fused import scatter_mean, scatter_mean_
+from gradwire.kernels.fused import scatter_mean
 
 if TYPE_CHECKING:
     from gradwire.codecs.codec import Codec
@@ -36,11 +36,6 @@ class Entries(NamedTuple):
     def mean(self, n: int) -> Tensor:
         """The mean over ranks, of so many entries."""
         return scatter_mean(*self, n, len(self.bounds) - 1)
-
-    def mean_(self, out: Tensor) -> Tensor:
-        """The same, written over what is there."""
-        scatter_mean_(out, *self, 0, len(self.bounds) - 1)
-        return out
 
 
 @dataclass(frozen=True)

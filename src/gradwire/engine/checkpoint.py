@@ -132,7 +132,6 @@ def _load_lane(core: Engine, lane: Lane, state: LaneState, mine: Sequence[Saved]
         return
     for name, x in state.tensors.items():  # captured steps would keep the old memories as well as the new
         x.copy_(found[name])
-    state.hints.clear()
 
 
 def _buffers(core: Engine, lane: Lane, mine: Sequence[Saved], states: Sequence[Saved]) -> dict[str, Tensor]:

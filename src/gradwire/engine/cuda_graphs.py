@@ -6,7 +6,7 @@ they come to the same addresses. Where `zero_grad()` sets gradients to None and 
 buffer of the bucket's own before the replay, and the update is copied back: 16 bytes of memory traffic and 4 bytes of
 memory a parameter.
 
-    steps 1 to 3     run eagerly: kernels are compiled, hints are there
+    steps 1 to 3     run eagerly: kernels are compiled
     then             capture, which also runs the step; eagerly again if it fails
     every other step replay, if state, codecs and addresses are those of a capture; else eagerly
 
@@ -25,15 +25,7 @@ from gradwire.core.deferred_checks import defer_checks
 from gradwire.core.keys import Key
 from gradwire.core.layout import addresses
 from gradwire.engine import status
-from gradwire.engine.capture import (
-    Captured,
-    CaptureError,
-    Collectives,
-    DeviceGraph,
-    capture,
-    in_collectives,
-    resume,
-)
+from gradwire.engine.capture import Captured, CaptureError, Collectives, DeviceGraph, capture, in_collectives, resume
 from gradwire.engine.drive import Clock, execute
 from gradwire.engine.gradients import Grads, views_of
 from gradwire.engine.graph_buffers import TRIES, BucketCaptures, CapturedBucket, Outside, present, restored, staged
@@ -87,8 +79,7 @@ class GraphExecutor:
             self._stage_in(bucket, grads, i)
             return self._replay(i, found)
         if len(bucket.captures) >= 2:  # state or codecs were replaced
-            bucket.forget()
-            self._commits.clear()
+            self._forget(bucket)
         if bucket.eager < EAGER_STEPS or bucket.tries <= 0:
             bucket.eager += 1
             return self._eager(i, grads)
@@ -133,8 +124,7 @@ class GraphExecutor:
         bucket.addresses = where
         if bucket.moves <= MOVES and all(x.is_contiguous() for x in mine):
             return where
-        bucket.forget()
-        self._commits.clear()
+        self._forget(bucket)
         bucket.tries, bucket.eager = TRIES, EAGER_STEPS
         bucket.stage = [staged(views_of(lane, grads, core.device), core.device) for lane in lanes]
         return ()
@@ -219,16 +209,18 @@ class GraphExecutor:
                 self._refuse(bucket, error)
                 accounting.encoded, accounting.dense = encoded, dense
                 corrupt.clear()
-                outside.hints_back(states)
                 return resume(again(), self._backend, error.results)._replace(captured=False)
         said = accounting.encoded - encoded, accounting.dense - dense
         bucket.captures[key] = CapturedBucket(found, list(corrupt), *said)
         return found.value
 
-    def _refuse(self, bucket: BucketCaptures, error: CaptureError) -> None:
-        """Go on eagerly. What was refused for its randomness is never tried again."""
+    def _forget(self, bucket: BucketCaptures) -> None:
         bucket.forget()
         self._commits.clear()
+
+    def _refuse(self, bucket: BucketCaptures, error: CaptureError) -> None:
+        """Go on eagerly. What was refused for its randomness is never tried again."""
+        self._forget(bucket)
         bucket.tries = 0 if error.permanent else bucket.tries - 1
         if not error.permanent:
             _log.warning("gradwire: a bucket could not be captured (%s); it runs eagerly", error.__cause__)

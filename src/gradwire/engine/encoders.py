@@ -10,7 +10,7 @@ The law: a fused encoder makes the same messages and memories as the composed on
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -60,7 +60,7 @@ class Encoder(ABC):
 
         Args:
             views: The gradients.
-            state: Is only read, but for its hints.
+            state: Is only read.
             new: Storage for new memories. It may lack some, and it may be the state's own.
             context: Of the exchange.
             flags: Gets bools on the device: whether a gradient was not finite.
@@ -73,35 +73,28 @@ class Composed(Encoder):
     def encode(
         self, views: GradViews, state: LaneState, new: Generation, context: CommContext, flags: list[Tensor]
     ) -> EncodedLane:
-        flat = views.flat()
-        if flat.device.type == "cpu":
-            return self._encode_finite(flat, state, context, flags)
-        if self._compensates_by_kernel and state.carried is None:
+        flat, on_cpu = views.flat(), views.device.type == "cpu"
+        if self._only_compensates and not on_cpu and state.carried is None and "served" not in state.tensors:
             return self._compensate(flat, state, new, flags)
-        if not self._message_tells:
-            return self._encode_finite(flat, state, context, flags)
-        encoded = self.encode_flat(
-            flat, state, context
-        )  # what is encoded of values that are not finite will be dropped
-        content, check = encoded.message.content, self.codec.quantizer.has_nonfinite
-        assert isinstance(content, Payload) and check is not None
-        flags.append(check(content.data, context.units.lengths))
+        check = None if on_cpu else self._check_of_message
+        if check is None:
+            flat, bad = zero_nonfinite(flat)
+            flags.append(bad)
+        encoded = self.encode_flat(flat, state, context)
+        if check is not None:  # what was encoded of values that are not finite will be dropped
+            assert isinstance(encoded.message.content, Payload)
+            flags.append(check(encoded.message.content.data, context.units.lengths))
         return encoded
 
-    def _encode_finite(self, flat: Tensor, state: LaneState, context: CommContext, flags: list[Tensor]) -> EncodedLane:
-        grad, bad = zero_nonfinite(flat)
-        flags.append(bad)
-        return self.encode_flat(grad, state, context)
-
     @property
-    def _message_tells(self) -> bool:
-        """Whether nothing but a message of known length is made of the gradient, and the message tells if it is bad."""
+    def _check_of_message(self) -> Callable[[Tensor, tuple[int, ...]], Tensor] | None:
+        """Finds values that are not finite in the message, where nothing else is made of them."""
         codec, exchange = self.codec, self.exchange
-        whole = codec.selector is None and codec.transform is None and not exchange.compresses_in_protocol
-        return whole and not exchange.cuts and not self.feedback.memories and codec.quantizer.has_nonfinite is not None
+        splits = codec.selector or codec.transform or exchange.compresses_in_protocol or exchange.cuts
+        return None if splits or self.feedback.memories else codec.quantizer.has_nonfinite
 
     @property
-    def _compensates_by_kernel(self) -> bool:
+    def _only_compensates(self) -> bool:
         """Whether the exchange takes off what it sends, and all that is left is to add the error."""
         settles = self.exchange.settles and tuple(self.feedback.memories) == ("residual",)
         return settles and self.feedback.accumulation is not None and accelerated()
@@ -171,13 +164,11 @@ class FusedTopK(Encoder):
         after = _pair(memory, part)
         before = after if memory["residual"] is state.tensors["residual"] else _pair(state.tensors, part)
         counts = tuple(map(self.codec.selector.capacity, run.lengths))
-        hint = run.start, counts
-        about = rule, run.lengths, counts, state.hints.get(hint)
+        about = rule, run.lengths, counts, None
         if self.codec.is_identity_on_selected:
             found = fused.send_topk_(run.flat, before, after, self.feedback.masks, *about)
         else:
             found = fused.carry_topk_(run.flat, before, after, *about)
-        state.hints[hint] = found.edge
         flags.append(found.broken)
         return found
 

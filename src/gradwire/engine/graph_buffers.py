@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,14 +59,12 @@ class Outside:
 
     Attributes:
         news: By lane: storage of new memories. It may be the state's own.
-        hints: By lane.
         local: This rank's status: captured buckets have all their gradients.
         status: Of all ranks.
         corrupt: Whether a message was found corrupt.
     """
 
     news: list[Generation]
-    hints: list[dict[Any, Tensor]]
     local: Tensor
     status: Tensor
     corrupt: Tensor
@@ -76,7 +73,7 @@ class Outside:
     def of(cls, states: Sequence[LaneState], rollback: bool, device: torch.device) -> "Outside":
         news = [_room(state) if rollback else state.front for state in states]
         local, found, corrupt = torch.zeros(3, dtype=torch.uint8, device=device).split(1)
-        return cls(news, [dict(state.hints) for state in states], local, found.view(()), corrupt.view(()))
+        return cls(news, local, found.view(()), corrupt.view(()))
 
     def keep(
         self, rounds: Rounds[BucketResult], states: Sequence[LaneState], corrupt: list[Tensor]
@@ -93,17 +90,7 @@ class Outside:
                     unchanged = x is state.tensors[name] or name not in new.tensors
                     new.tensors[name] = x if unchanged else new.tensors[name].copy_(x)
             lanes.append(LaneResult(torch.empty(0), new, None if new is state.front else state.front))
-        for state, known in zip(states, self.hints, strict=True):
-            for hint, x in known.items():
-                if state.hints.get(hint, x) is not x:
-                    x.copy_(state.hints[hint])
-            state.hints = known
         return result._replace(lanes=lanes, status=self.status, captured=True)
-
-    def hints_back(self, states: Sequence[LaneState]) -> None:
-        """After a capture that failed: hints that it made lie in memory of graphs."""
-        for state, known in zip(states, self.hints, strict=True):
-            state.hints = known
 
 
 def _room(state: LaneState) -> Generation:

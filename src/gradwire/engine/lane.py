@@ -86,7 +86,7 @@ class Lane:
 
         Args:
             views: The gradients. They are only read.
-            state: Is only read, but for its hints.
+            state: Is only read.
             new: Storage for new memories. It may lack some, and it may be the state's own.
             context: Of the exchange.
             flags: Gets bools on the device: whether a gradient was not finite.

@@ -6,8 +6,8 @@ and fused kernels change it in place.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,14 +31,12 @@ class LaneState:
     Attributes:
         front: The memories of the last committed step.
         back: Storage of the step before, kept for the next one to write to; None where it is not.
-        hints: What kernels learned about the data of the last step, to save time. They may be lost without harm.
         carried: An error without a memory, left by an earlier spec; the next step adds it to the gradient.
         observed: Second moments that the training loop measured since the last step.
     """
 
     front: Generation
     back: Generation | None = None
-    hints: dict[Any, Tensor] = field(default_factory=dict)
     carried: Tensor | None = None
     observed: Tensor | None = None
 
@@ -53,7 +51,7 @@ class LaneState:
 
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over memories from elsewhere."""
-        self.front, self.back, self.hints = Generation(dict(tensors)), None, {}
+        self.front, self.back = Generation(dict(tensors)), None
 
 
 class Span(NamedTuple):

@@ -108,7 +108,7 @@ class GradViews:
             runs = self.runs() if self._copy is None and self.device.type == "cpu" else self._runs_of_copy()
             for run in runs:
                 fused.scatter_mean_(run.flat, *update, run.start, world)
-            if len(runs) > 1 or same_memory(runs[0].flat, self.grads[0]):
+            if len(runs) > 1:
                 return
             update = runs[0].flat
         if same_memory(update, self.grads[0]):

@@ -50,7 +50,7 @@ def _take_steps(lane: Lane, kind: Kind, world: int) -> None:
     tiny = replace(lane, tensors=_TINY, units=units, feedback=feedback, table=((0, codec, exchange),))
     plan = Plan(((tiny,),), world)
     engines = [Engine(plan, rank, world, 0, torch.device("cpu")) for rank in range(world)]
-    for _ in range(2):  # the second has hints
+    for _ in range(2):
         shapes = zip(_TINY.names, _TINY.shapes, strict=True)
         grads = {name: torch.linspace(-1.0, 1.0, shape[0] * shape[1]).view(shape) for name, shape in shapes}
         own = [{name: grad.clone() for name, grad in grads.items()} for _ in engines]

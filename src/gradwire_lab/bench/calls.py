@@ -3,12 +3,14 @@
 Every spec is called as a training loop calls it, through the public interface, on gradients that are equal at every
 step. Before each call the gradients are written anew, which is not timed. The floor is the time of a copy of the bytes
 that the call must read and write, at the bandwidth measured in the same run: the gradient is read, the update is
-written, memories are read and written, and the message is written and read.
+written, memories are read and written, and the message is written and read. On a CPU the time inside of kernels is
+measured too, in calls of their own.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.engine import method
 from gradwire.integrations import DistributedOptimizer, compress
+from gradwire.kernels.dispatch import faster
 from gradwire_lab.bench import plain
 from gradwire_lab.bench.fixed_gradients import MODELS, Weights, shapes_of
 from gradwire_lab.launch import launch
@@ -125,9 +128,12 @@ def _rows(
         "repeats": bench.repeats,
     }
     speed = _bandwidth(weights.total, device)
+    plain = 0.0
     for row in _timed(bench, weights, world):
         floor = row["bytes_per_param"] * weights.total / speed * 1e3
-        whole = about | row | {"floor_ms": floor, "to_floor": row["call_ms"] / floor, "gb_per_s": speed / 1e9}
+        plain = plain or row["call_ms"]  # comes first
+        ratios = {"to_floor": row["call_ms"] / floor, "to_plain": row["call_ms"] / plain}
+        whole = about | row | {"floor_ms": floor, **ratios, "gb_per_s": speed / 1e9}
         report(whole)
         yield whole
 
@@ -135,20 +141,21 @@ def _rows(
 def _timed(bench: CallBench, weights: Weights, world: int) -> Iterator[dict[str, Any]]:
     """Plain torch first, then every spec; ``call_ms`` is the call without what it costs without gradwire."""
     took = _time(bench, weights, _plain_step(weights))
-    yield {"spec": PLAIN, **took, "without_ms": 0.0, "call_ms": took["ms"], "bytes_per_param": _PLAIN_BYTES}
+    alone = {"without_ms": 0.0, "call_ms": took["ms"], "bytes_per_param": _PLAIN_BYTES, "to_kernels": None}
+    yield {"spec": PLAIN, **took, **alone}
     without = 0.0
     if bench.door in ("ddp", "optimizer"):
         without = _time(bench, weights, _caller(bench.door, weights, None, world)[0])["ms"]
     for spec in bench.specs:
         call, wire = _caller(bench.door, weights, spec, world)
         took = _time(bench, weights, call)
-        needed = _bytes_per_param(spec, wire, weights.total)
         yield {
             "spec": spec,
             **took,
             "without_ms": without,
             "call_ms": took["ms"] - without,
-            "bytes_per_param": needed,
+            "bytes_per_param": _bytes_per_param(spec, wire, weights.total),
+            "to_kernels": _to_kernels(bench, weights, call) if bench.door == "loop" else None,
         }
         wire.off()
         del call, wire
@@ -216,6 +223,44 @@ def _time(bench: CallBench, weights: Weights, call: Callable[[], object]) -> Tim
     weights.clear(True)
     times, host = zip(*pairs, strict=True)
     return {"ms": statistics.median(times), "worst_ms": max(times), "host_ms": statistics.median(host)}
+
+
+def _to_kernels(bench: CallBench, weights: Weights, call: Callable[[], object]) -> float | None:
+    """How many times as long as its kernels a call takes, in the median; None where kernels run by themselves."""
+    if bench.device != "cpu":
+        return None
+    fill, ratios = _preparation(bench, weights), []
+    for _ in range(bench.repeats):
+        fill()
+        with _kernel_clock() as inside:
+            took, _ = _clock(call)
+        ratios.append(took / max(1e3 * inside[0], 1e-9))
+    weights.clear(True)
+    return statistics.median(ratios)
+
+
+@contextmanager
+def _kernel_clock() -> Iterator[list[float]]:
+    """Until the end, the seconds inside of CPU kernels are added up; of kernels that call others, the outer counts."""
+    table, seconds, depth = faster("cpu"), [0.0], [0]
+    before = dict(table)
+
+    def timed(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **named: Any) -> Any:
+            began, depth[0] = time.perf_counter(), depth[0] + 1
+            try:
+                return kernel(*args, **named)
+            finally:
+                depth[0] -= 1
+                seconds[0] += 0.0 if depth[0] else time.perf_counter() - began
+
+        return run
+
+    table.update({name: timed(kernel) for name, kernel in before.items()})
+    try:
+        yield seconds
+    finally:
+        table.update(before)
 
 
 def _preparation(bench: CallBench, weights: Weights) -> Callable[[], None]:

@@ -12,7 +12,10 @@ from gradwire_lab.cli.bench_checks import check_device
 from gradwire_lab.cli.options import Device
 from gradwire_lab.cli.output import ResultRows, make_table, refusing
 
-COLUMNS = ("model", "entry point", "spec", "bytes", "floor ms", "ms", "without", "x floor", "worst ms", "host ms")
+COLUMNS = (
+    *("model", "entry point", "spec", "bytes", "floor ms", "ms", "without", "x floor", "worst ms", "host ms"),
+    *("x plain", "x kernels"),
+)
 
 
 def calls(
@@ -64,4 +67,5 @@ def calls(
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     numbers = ("floor_ms", "ms", "without_ms", "to_floor", "worst_ms", "host_ms")
     words = (f"{row['model']}, {row['params'] / 1e6:.3g} M", row["door"], row["spec"])
-    return (*words, f"{row['bytes_per_param']:.2f}", *(f"{row[name]:.3f}" for name in numbers))
+    ratios = ("-" if row[name] is None else f"{row[name]:.2f}" for name in ("to_plain", "to_kernels"))
+    return (*words, f"{row['bytes_per_param']:.2f}", *(f"{row[name]:.3f}" for name in numbers), *ratios)
