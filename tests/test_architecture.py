@@ -26,7 +26,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gossip": {"codecs", "feedback", "topology", "kernels", "core"},
     "comm": {"core"},
     "engine": BELOW_ENGINE,
-    "integrations": BELOW_ENGINE | {"engine"},
+    "optim": set(),
+    "integrations": BELOW_ENGINE | {"engine", "optim"},
     "adapters": {"integrations"},  # old names, for one release
     "perf_model": BELOW_ENGINE | {"engine"},
     "autotune": LIBRARY | {"perf_model"},  # `auto` decides by the same costs as `advise`

@@ -10,6 +10,7 @@ from gradwire.engine import Method, Rule, method
 from gradwire.integrations import (
     SGD,
     DistributedOptimizer,
+    OptimizerWarning,
     Report,
     SimulatedWorkers,
     Wire,
@@ -26,10 +27,12 @@ from gradwire.integrations.gossip import (
     gossip,
     gossip_lockstep,
 )
+from gradwire.optim import AdamW
 from gradwire.version import VERSION as __version__
 
 __all__ = [
     "SGD",
+    "AdamW",
     "Codec",
     "CorruptMessageError",
     "DistributedOptimizer",
@@ -37,6 +40,7 @@ __all__ = [
     "GossipReport",
     "GossipSync",
     "Method",
+    "OptimizerWarning",
     "PeerLostError",
     "Report",
     "Rule",

@@ -37,6 +37,10 @@ class Entries(NamedTuple):
         """The mean over ranks, of so many entries."""
         return scatter_mean(*self, n, len(self.bounds) - 1)
 
+    def mean_of_senders(self, n: int) -> Tensor:
+        """The same, but of each entry over those ranks that sent it."""
+        return groups.over_senders(scatter_mean(*self, n, 1), self.indices)
+
 
 @dataclass(frozen=True)
 class Decoder:

@@ -8,11 +8,15 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire.core.graph_refs import cached_on_device
+
+_known: Any = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -100,3 +104,13 @@ def _window(table: Segments, start: int, stop: int) -> Segments:
 def on(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Numbers of a table as an int64 tensor. It is cached, so it must not be written into."""
     return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def known(lengths: Tensor) -> tuple[int, ...]:
+    """The numbers in a table of lengths. Reading them waits for the device, so each table is read only once."""
+    entry = _known.get(lengths)
+    if entry is None or entry[0] != lengths._version:
+        entry = lengths._version, tuple(lengths.tolist())
+        _known[lengths] = entry
+    numbers: tuple[int, ...] = entry[1]
+    return numbers

@@ -67,7 +67,7 @@ class Batched:
 
     def _supports(self, lane: Lane, state: LaneState) -> bool:
         encoder = lane.encoder(self.engines[0].step)
-        served = encoder.exchange.serves and lane.feedback.keeps_error
+        served = encoder.exchange.serves and encoder.feedback.keeps_error
         return supported(encoder) and state.carried is None and (SERVED in state.tensors) == served
 
     def step(self, grads: Sequence[Grads], unscale: float = 1.0) -> StepResult:

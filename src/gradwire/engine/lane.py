@@ -19,7 +19,7 @@ from gradwire.engine.views import GradViews
 from gradwire.exchanges import Exchange
 from gradwire.exchanges.exchange import CommContext
 from gradwire.exchanges.shards import shard
-from gradwire.feedback import Feedback
+from gradwire.feedback import Feedback, NoFeedback
 
 
 class LaneResult(NamedTuple):
@@ -44,8 +44,9 @@ class Lane:
         label: The rule's.
         tensors: The parameters.
         units: What the codec treats as one vector each.
-        feedback: Of all steps.
+        feedback: Of all steps but the first.
         table: Codec and exchange from a step on.
+        gradient_steps: For so many steps gradients are sent without feedback.
     """
 
     label: str
@@ -53,6 +54,7 @@ class Lane:
     units: Segments
     feedback: Feedback
     table: tuple[tuple[int, Codec, Exchange], ...]
+    gradient_steps: int = 0
 
     def at(self, step: int) -> tuple[Codec, Exchange]:
         """The codec and exchange of a step."""
@@ -66,7 +68,13 @@ class Lane:
     @cached_property
     def _encoders(self) -> tuple[tuple[int, Encoder], ...]:
         exchanges = [exchange for _, _, exchange in self.table]
-        return tuple((start, encoder_for(self.feedback, codec, x, exchanges)) for start, codec, x in self.table)
+        return tuple(
+            (start, encoder_for(self._feedback(start), codec, exchange, exchanges))
+            for start, codec, exchange in self.table
+        )
+
+    def _feedback(self, step: int) -> Feedback:
+        return NoFeedback() if step < self.gradient_steps else self.feedback
 
     @cached_property
     def fused(self) -> bool:
@@ -101,16 +109,16 @@ class Lane:
         mean, memory = aggregate.mean, aggregate.memory
         if aggregate.sent is not None:
             assert target is not None
-            memory = self.feedback.update_memory(target, aggregate.sent, memory)
-        if self.feedback.finalize is not None and not isinstance(mean, Entries):
-            mean, memory = self.feedback.finalize(mean, memory)
+            memory = encoder.feedback.update_memory(target, aggregate.sent, memory)
+        if encoder.feedback.finalize is not None and not isinstance(mean, Entries):
+            mean, memory = encoder.feedback.finalize(mean, memory)
         return LaneResult(mean, Generation(dict(memory)), self._spare(encoder, views, state, memory))
 
     def _spare(self, encoder: Encoder, views: GradViews, state: LaneState, memory: Memory) -> Generation | None:
         """Old memories that kernels have replaced. On a CPU, fresh pages would cost more than the step itself."""
         if not encoder.keeps_spare or views.device.type != "cpu" or not views.in_place:
             return None
-        old = {name: state.tensors[name] for name in self.feedback.memories}
+        old = {name: state.tensors[name] for name in encoder.feedback.memories}
         return None if any(memory[name] is x for name, x in old.items()) else Generation(old)
 
     def context(self, key: Key, world: int, sparse: bool = False, out: Tensor | None = None) -> CommContext:
@@ -122,17 +130,18 @@ class Lane:
             sparse: The update may be handed back as its entries.
             out: The update may be written there.
         """
-        keeps = self.feedback.keeps_error, self.feedback.needs_decoded
-        sparse = sparse and self.feedback.finalize is None
+        feedback = self._feedback(key.step)
+        keeps = feedback.keeps_error, feedback.needs_decoded
+        sparse = sparse and feedback.finalize is None
         return CommContext(key, world, self.units, self.tensors, *keeps, sparse, out)
 
     def slots(self, world: int) -> dict[str, StateSpec]:
         """All memories that the lane needs at any step of its table."""
         like = self.tensors.lengths
         slots = {name: StateSpec(like, reshard) for name, reshard in self.feedback.memories.items()}
-        for _, codec, exchange in self.table:
+        for start, codec, exchange in self.table:
             slots |= {name: StateSpec(like) for name in codec.memories}
-            slots |= exchange.slots(self.context(Key(0, 0, 0), world)) if exchange.slots else {}
+            slots |= exchange.slots(self.context(Key(0, start, 0), world)) if exchange.slots else {}
         return slots
 
     def debt(self, state: LaneState, rank: int, world: int) -> Tensor:

@@ -16,17 +16,27 @@ _ARGUMENTS = {"feedback": "as feedback=", "exchange": "as exchange=", "gossip": 
 
 @dataclass(frozen=True)
 class Method:
-    """From step N on, this codec; throughout, this feedback and this exchange."""
+    """From step N on, this codec; throughout, this exchange.
+
+    Attributes:
+        table: Codecs by step.
+        feedback: Of all steps but the first.
+        exchange: Of all steps.
+        gradient_steps: For so many steps gradients are sent without feedback.
+    """
 
     table: tuple[tuple[int, Codec], ...]
     feedback: Feedback
     exchange: Exchange
+    gradient_steps: int = 0
     kind: ClassVar[str] = "preset"
 
     def __post_init__(self) -> None:
         steps = [step for step, _ in self.table]
         if not steps or steps[0] != 0 or steps != sorted(set(steps)):
             raise ValueError(f"a step table must rise from step 0, but this one has steps {steps}")
+        if self.gradient_steps and self.gradient_steps not in steps:
+            raise ValueError(f"gradients are sent for {self.gradient_steps} steps, but the step table has {steps}")
         for _, chosen in self.table:
             if self.exchange.check is not None:
                 self.exchange.check(chosen)
@@ -41,7 +51,8 @@ class Method:
         stages = [f"{step}: {chosen}" for step, chosen in self.table]
         codecs = "{" + ", ".join(stages) + "}" if len(stages) > 1 else str(self.table[0][1])
         stages_text = "" if self.exchange.compresses_in_protocol else f"{codecs}, "
-        return f"{stages_text}feedback={self.feedback}, exchange={self.exchange}"
+        first = f", the first {self.gradient_steps} steps without feedback" if self.gradient_steps else ""
+        return f"{stages_text}feedback={self.feedback}, exchange={self.exchange}{first}"
 
     @property
     def last(self) -> Codec:

@@ -17,7 +17,7 @@ from gradwire.core.segments import Segments
 from gradwire.engine.lane import Lane
 from gradwire.engine.method import Method, Spec, method
 from gradwire.exchanges import Auto, Delayed, Exchange, Noop, choose
-from gradwire.feedback import Feedback
+from gradwire.feedback import Feedback, NoFeedback
 
 GRANULARITIES = ("layer", "bucket", "model")
 LAUNCH_BYTES = 25 * 2**20
@@ -98,12 +98,20 @@ def default_rules(
     """The spec for everything, but 1-D tensors (biases, norms) dense in one bundle, under the same feedback."""
     whole = method(spec, feedback, exchange)
     main = Rule(whole, granularity=granularity)
-    if bundle is None or (whole.last.traits.lossless and not whole.exchange.compresses_in_protocol):
+    lossless = whole.last.traits.lossless and not whole.exchange.compresses_in_protocol
+    if bundle is None or (lossless and not whole.feedback.needs_denominator):
         return (main,)
     dense = Rule(
-        Method(method(bundle).table, whole.feedback, _of_bundle(whole.exchange)), max_dim=1, granularity="model"
+        Method(method(bundle).table, _feedback_of_bundle(whole.feedback), _of_bundle(whole.exchange)),
+        max_dim=1,
+        granularity="model",
     )
     return (dense, main)
+
+
+def _feedback_of_bundle(feedback: Feedback) -> Feedback:
+    """The same, but gradients where the rest is momentum: the optimizer steps 1-D tensors as it always does."""
+    return NoFeedback() if feedback.needs_denominator else feedback
 
 
 def _of_bundle(exchange: Exchange) -> Exchange:
@@ -172,7 +180,7 @@ def _lane(rule: Rule, whole: Method, shapes: Shapes, world: int) -> Lane:
     tensors = Segments(tuple(shapes), tuple(shapes.values()))
     units = tensors if rule.granularity == "layer" else tensors.merged()
     table = tuple((step, codec, _resolve(whole.exchange, codec, units, world)) for step, codec in whole.table)
-    return Lane(rule.label, tensors, units, whole.feedback, table)
+    return Lane(rule.label, tensors, units, whole.feedback, table, whole.gradient_steps)
 
 
 def _resolve(exchange: Exchange, codec: Codec, units: Segments, world: int) -> Exchange:

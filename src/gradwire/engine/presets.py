@@ -4,13 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 from gradwire.codecs.codec import Codec, codec
-from gradwire.codecs.quantizers import FP32, Sign
+from gradwire.codecs.quantizers import FP32, Int4, Sign
 from gradwire.codecs.selectors import TopK
 from gradwire.codecs.stage import IndexCoder, Quantizer, Stage
 from gradwire.core.registry import register
 from gradwire.engine.method import Method, method
-from gradwire.exchanges import Auto, Majority
-from gradwire.feedback import MomentumCorrection, NoFeedback, Residual
+from gradwire.exchanges import Auto, Majority, TwoWay
+from gradwire.feedback import CommonMomentum, MomentumCorrection, NoFeedback, PreconditionedMomentum, Residual
 
 
 @register("dgc", kind="preset")
@@ -37,6 +37,34 @@ def dgc(
 def ef_signsgd() -> Method:
     """EF-SignSGD (Karimireddy et al., ICML 2019): one bit, with error feedback."""
     return Method(((0, codec(Sign())),), Residual(), Auto())
+
+
+@register("onebit_adam", kind="preset")
+def onebit_adam(start: int = 256, beta: float = 0.9, per: int = 4096, first: Quantizer = Int4()) -> Method:  # noqa: B008 - a frozen value
+    """1-bit Adam (Tang et al., ICML 2021): ``first`` for ``start`` steps, then AdamW's momentum, one bit an entry.
+
+    The variance is frozen after the start. Both legs keep their errors; every ``per`` entries have a scale.
+    """
+    table = ((0, codec(first)), (start, codec(Sign(per=per))))
+    return Method(table if start else ((0, table[1][1]),), CommonMomentum(beta), TwoWay(), start)
+
+
+@register("dgc_adam", kind="preset")
+def dgc_adam(
+    ratio: float = 0.01,
+    start: int = 256,
+    beta: float = 0.9,
+    masking: bool = True,
+    values: Quantizer = Sign(per=64),  # noqa: B008 - a frozen value
+    first: Quantizer = Int4(),  # noqa: B008 - a frozen value
+) -> Method:
+    """Deep Gradient Compression in front of AdamW: ``first`` for ``start`` steps, then the largest entries.
+
+    With ratio 1 and exact values it is Adam with a variance that is frozen after the start.
+    """
+    chain = codec(values) if ratio == 1.0 else TopK(ratio) | values
+    table = ((0, codec(first)), (start, chain))
+    return Method(table if start else ((0, table[1][1]),), PreconditionedMomentum(beta, masking), Auto(), start)
 
 
 @register("majority_vote", kind="preset")

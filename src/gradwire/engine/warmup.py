@@ -35,8 +35,8 @@ def warm_up(plan: Plan, device: torch.device) -> None:
         return
     began = time.perf_counter()
     for lane in plan.lanes:
-        for _, codec, exchange in lane.table:
-            kind = (lane.feedback, codec, exchange)
+        for start, codec, exchange in lane.table:
+            kind = (lane.encoder(start).feedback, codec, exchange)
             if kind not in _warm:
                 _warm.add(kind)
                 _take_steps(lane, kind, min(plan.world, 2))

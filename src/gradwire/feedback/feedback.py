@@ -16,6 +16,12 @@ from gradwire.core.spec import write
 from gradwire.kernels.fused import Accumulation
 
 
+def preconditioned(grad: Tensor, memory: Memory) -> Tensor:
+    """The gradient over the memory "denominator"; a memory without any, all zeros, divides by one."""
+    denominator = memory["denominator"]
+    return grad / denominator.where(denominator > 0, 1.0)
+
+
 class Feedback(ABC):
     """A frozen rule about memories; the memories themselves are passed in and out."""
 
@@ -30,6 +36,7 @@ class Feedback(ABC):
     finalize: Callable[[Tensor, Memory], tuple[Tensor, Memory]] | None = None
     accumulation: Accumulation | None = None  # how a gradient enters the memories, if fused kernels know it
     masks: bool = False  # momentum is zeroed where an entry was sent
+    needs_denominator: ClassVar[bool] = False  # gradients are divided by the memory "denominator", an optimizer's
 
     def __str__(self) -> str:
         return write(self)

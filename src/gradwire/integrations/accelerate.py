@@ -1,15 +1,16 @@
 """Accelerate: `gradwire.compress` with the Accelerator's scaler and checkpoints."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from gradwire.engine.method import Spec
 from gradwire.integrations.checkpoint import load, save
 from gradwire.integrations.compress import compress
 from gradwire.integrations.ddp import find_ddp
-from gradwire.integrations.optimizer import check_optimizer
+from gradwire.integrations.optimizer import check_wire
 from gradwire.integrations.wire import Wire
 
 
@@ -28,9 +29,10 @@ def attach(accelerator: Any, model: nn.Module, spec: Spec, **options: Any) -> Wi
     Raises:
         ValueError: Among others: an optimizer that was prepared for the model has momentum, and so has the spec.
     """
-    wire = compress_prepared(accelerator, model, spec, options)
-    for prepared in accelerator._optimizers:
-        check_optimizer(prepared.optimizer, wire)
+    optimizers = [prepared.optimizer for prepared in accelerator._optimizers]
+    wire = compress_prepared(accelerator, model, spec, options, optimizers)
+    for optimizer in optimizers:
+        check_wire(optimizer, wire)
 
     # The hooks also get the models, and the weights to be saved.
     accelerator.register_save_state_pre_hook(lambda models, weights, folder: save(wire, folder))
@@ -38,14 +40,17 @@ def attach(accelerator: Any, model: nn.Module, spec: Spec, **options: Any) -> Wi
     return wire
 
 
-def compress_prepared(accelerator: Any, model: nn.Module, spec: Spec, options: Mapping[str, Any]) -> Wire:
+def compress_prepared(
+    accelerator: Any, model: nn.Module, spec: Spec, options: Mapping[str, Any], optimizers: Sequence[Optimizer]
+) -> Wire:
     """`gradwire.compress`, for a model that an Accelerator has wrapped in DDP, or has to itself."""
     if accelerator.num_processes > 1 and find_ddp(model) is None:
         raise ValueError(
             f"in {accelerator.num_processes} processes the prepared model is a {type(model).__name__}, and only the "
             "gradients of DistributedDataParallel are compressed; prepare it without FSDP, DeepSpeed and the like"
         )
-    wire = compress(model, spec, scaler=accelerator.scaler, **options)
+    optimizer = next(iter(optimizers), None)
+    wire = compress(model, spec, scaler=accelerator.scaler, **{"optimizer": optimizer, **options})
     if accelerator.num_processes != wire.link.world:
         raise ValueError(
             f"the Accelerator counts {accelerator.num_processes} processes, and the process group {wire.link.world}, "

@@ -1,10 +1,12 @@
 """`compress`: one call after which a model sends few bytes."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from gradwire.comm.backend import Backend
 from gradwire.comm.host_layout import Across
@@ -17,7 +19,8 @@ from gradwire.integrations.consistency import errors_on_all_ranks
 from gradwire.integrations.ddp import find_ddp, make_wire
 from gradwire.integrations.host_discovery import find_backend
 from gradwire.integrations.model import refuse_sparse, refuse_wrapped, trainable
-from gradwire.integrations.optimizer import refuse_at_first_step
+from gradwire.integrations.optimizer import check_at_first_step
+from gradwire.integrations.preconditioning import attach_optimizer, check_optimizer
 from gradwire.integrations.setup import Options, Setup
 from gradwire.integrations.wire import Wire
 
@@ -26,6 +29,7 @@ def compress(
     model: nn.Module,
     spec: Spec,
     *,
+    optimizer: Optimizer | None = None,
     feedback: str | Feedback | None = None,
     exchange: str | Exchange | None = None,
     granularity: str = "layer",
@@ -52,6 +56,7 @@ def compress(
         spec: A codec such as ``"topk(0.01) | sign"``, a preset such as ``"dgc(0.001)"``, or a table of codecs by step.
             ``"auto"`` measures the first steps, takes what is faster than dense training, if anything is, and goes back
             when it was wrong.
+        optimizer: That steps the model. Methods such as ``"onebit_adam"`` need it, and it must be a `gradwire.AdamW`.
         feedback: ``"none"``, ``"residual"``, ...; by default what the spec needs.
         exchange: ``"allgather"``, ``"two_way"``, ...; by default the one that fits and sends least.
         granularity: What the codec sees as one vector: each ``"layer"``, a ``"bucket"``, or the whole ``"model"``.
@@ -85,6 +90,8 @@ def compress(
         parameters = trainable((name, p) for name, p in inner.named_parameters() if name not in ignored)
         described = described_link(spec, link, options)
     shared = {} if ddp is not None else dict((*inner.named_parameters(), *inner.named_buffers()))
-    wire = make_wire(Setup(parameters, backend, options, ddp is not None, shared), spec, described, ddp)
-    refuse_at_first_step(wire)
+    veto = partial(check_optimizer, optimizer)
+    wire = make_wire(Setup(parameters, backend, options, ddp is not None, shared, veto), spec, described, ddp)
+    attach_optimizer(wire, optimizer)
+    check_at_first_step(wire)
     return wire

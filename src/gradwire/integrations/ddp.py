@@ -110,6 +110,7 @@ class DDPHookState:
 
     def _begin(self) -> BackwardPass:
         """The first bucket of a step is here."""
+        self.wire.before_step()
         plan = self.wire.executor.engine.whole
         if plan is not self._plan:
             self._plan = plan

@@ -13,7 +13,7 @@ from gradwire.engine.method import Spec
 from gradwire.integrations.checkpoint import gather_states
 from gradwire.integrations.compress import compress
 from gradwire.integrations.ddp import find_ddp
-from gradwire.integrations.optimizer import check_optimizer
+from gradwire.integrations.optimizer import check_wire
 from gradwire.integrations.wire import Wire
 
 if TYPE_CHECKING:
@@ -50,9 +50,10 @@ class LightningCompression(Callback):
         if self._called:
             _refuse_others(trainer)
         scaler = None if self._called else getattr(trainer.precision_plugin, "scaler", None)
-        self.wire = compress(model, self.spec, scaler=scaler, **self.options)
+        optimizer = next(iter(trainer.optimizers), None)
+        self.wire = compress(model, self.spec, scaler=scaler, **{"optimizer": optimizer, **self.options})
         for optimizer in trainer.optimizers:
-            check_optimizer(optimizer, self.wire)
+            check_wire(optimizer, self.wire)
         if self._saved:
             self.wire.load_state_dict(self._saved)
             self._saved = []

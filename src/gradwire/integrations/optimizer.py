@@ -22,6 +22,8 @@ from gradwire.integrations.consistency import errors_on_all_ranks
 from gradwire.integrations.ddp import make_wire
 from gradwire.integrations.host_discovery import find_backend
 from gradwire.integrations.model import trainable
+from gradwire.integrations.optimizer_warning import warn_if_starved
+from gradwire.integrations.preconditioning import attach_optimizer, check_optimizer
 from gradwire.integrations.setup import Options, Setup
 from gradwire.integrations.wire import Wire
 
@@ -63,8 +65,11 @@ class DistributedOptimizer(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
         self.state = optimizer.state
-        veto, shared = partial(refuse_second_momentum, optimizer), dict((*named, *named_buffers))
+        veto, shared = partial(check_plan, optimizer), dict((*named, *named_buffers))
         self.wire = make_wire(Setup(parameters, backend, chosen, shared=shared, veto=veto), spec, described)
+        attach_optimizer(self.wire, optimizer)
+        if backend.rank == 0:
+            warn_if_starved(optimizer, self.wire.engine.whole)
         self._scaler = scaler
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -133,14 +138,22 @@ def refuse_second_momentum(optimizer: Optimizer, plan: Plan) -> None:
             )
 
 
-def check_optimizer(optimizer: Optimizer, wire: Wire) -> None:
-    """The same for an optimizer that may step parameters of a wire."""
+def check_plan(optimizer: Optimizer, plan: Plan) -> None:
+    """Refuse an optimizer that a plan does not go with."""
+    refuse_second_momentum(optimizer, plan)
+    check_optimizer(optimizer, plan)
+
+
+def check_wire(optimizer: Optimizer, wire: Wire) -> None:
+    """The same for an optimizer that may step parameters of a wire; a plan that starves it is warned of."""
     own = {id(p) for p in wire.parameters.values()}
     if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-        refuse_second_momentum(optimizer, wire.engine.whole)
+        check_plan(optimizer, wire.engine.whole)
+        if wire.link.rank == 0:
+            warn_if_starved(optimizer, wire.engine.whole)
 
 
-def refuse_at_first_step(wire: Wire) -> None:
+def check_at_first_step(wire: Wire) -> None:
     """The same for optimizers that are not known yet: each is checked before its first step."""
     _checked[wire] = weakref.WeakKeyDictionary()
     _register_hook()
@@ -162,7 +175,7 @@ def _check_wires(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for reference in _checked.keyrefs():
         wire = reference()
         if wire is not None and _checked[wire].get(optimizer) is not (plan := wire.engine.whole):
-            check_optimizer(optimizer, wire)
+            check_wire(optimizer, wire)
             _checked[wire][optimizer] = plan
 
 

@@ -2,10 +2,13 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gradwire.comm.backend import Backend
 from gradwire.comm.collectives import Collective
@@ -18,6 +21,7 @@ from gradwire.engine.lockstep import Lockstep, move
 from gradwire.engine.method import Spec
 from gradwire.engine.step import StepResult
 from gradwire.integrations.model import refuse_sparse, trainable
+from gradwire.integrations.preconditioning import attach_optimizer, check_optimizer
 from gradwire.integrations.setup import Options, Setup
 from gradwire.integrations.wire import Wire, write_missing
 
@@ -71,6 +75,8 @@ class SimulatedGroup:
         Taken at once, its updates are new tensors that all ranks share; taken in turn, each rank's are written over its
         gradients.
         """
+        for wire in self.wires:
+            wire.before_step()
         batched = self._batched()
         if not batched.supports(grads):
             return self._in_turn(grads, unscale)
@@ -104,17 +110,27 @@ class SimulatedGroup:
 class SimulatedWorkers:
     """Wires of N replicas. Call it after all of them have run ``backward()``."""
 
-    def __init__(self, models: Sequence[nn.Module], spec: Spec, across: Across | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        spec: Spec,
+        across: Across | None = None,
+        optimizers: Sequence[Optimizer] = (),
+        **options: Any,
+    ) -> None:
         if not models:
             raise ValueError("lockstep got no replica to train; pass a list of models that are built alike")
         if options.get("scaler") is not None:
             raise ValueError("lockstep knows no GradScaler; unscale the gradients of all replicas before the call")
         self.group = assemble(len(models), across)
         self.wires = []
-        for rank, model in enumerate(models):
+        for rank, (model, optimizer) in enumerate(zip_longest(models, optimizers)):
             refuse_sparse(model)
             parameters, backend = trainable(model.named_parameters()), SimulatedBackend(self.group, rank)
-            self.wires.append(Wire(Setup(parameters, backend, Options(**options)), spec))
+            setup = Setup(parameters, backend, Options(**options), veto=partial(check_optimizer, optimizer))
+            wire = Wire(setup, spec)
+            attach_optimizer(wire, optimizer)
+            self.wires.append(wire)
         self._ranks = SimulatedGroup(self.wires, self.group)
         with torch.no_grad():
             for model in models[1:]:

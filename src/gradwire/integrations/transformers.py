@@ -12,7 +12,7 @@ from gradwire.engine.method import Spec
 from gradwire.integrations.accelerate import compress_prepared
 from gradwire.integrations.checkpoint import load, save
 from gradwire.integrations.ddp import find_ddp
-from gradwire.integrations.optimizer import check_optimizer
+from gradwire.integrations.optimizer import check_wire
 from gradwire.integrations.wire import Wire
 
 if TYPE_CHECKING:
@@ -62,9 +62,10 @@ class TrainerCompression(TrainerCallback):
                 "a Trainer in one process may or may not have unscaled its gradients when it steps, so they cannot be "
                 "compressed under fp16; train with bf16=True, or in several processes"
             )
-        self._model, self.wire = model, compress_prepared(accelerator, model, self.spec, self.options)
         optimizer = self.trainer.optimizer
-        check_optimizer(getattr(optimizer, "optimizer", optimizer), self.wire)
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        self._model, self.wire = model, compress_prepared(accelerator, model, self.spec, self.options, [optimizer])
+        check_wire(optimizer, self.wire)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if self.wire is not None and find_ddp(self._model) is None:

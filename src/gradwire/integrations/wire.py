@@ -1,6 +1,6 @@
 """Wire: the handle that every entry point returns. Plain loops call it between ``backward()`` and ``step()``."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -46,6 +46,7 @@ class Wire:
         self.clock = Clock()
         self.worker = CommWorker(self.device)
         self._pending: Future[StepResult] | None = None  # a delayed step that is under way
+        self.before_step: Callable[[], None] = lambda: None  # is called before a step's first gradient is compressed
         self.tuner: Tuner | None = None  # chooses the spec, where it is ``auto``
         self._feedback: Feedback | None = None  # of the main rule
         self._first_step = self._first_skipped = 0  # where this wire's own account begins
@@ -99,6 +100,7 @@ class Wire:
 
     def _sync(self, grads: Grads, wait: bool) -> StepResult:
         engine = self.engine
+        self.before_step()
         if self.scaler is not None and scaling.overflows(grads, self.link, self.device):
             engine.drop()
             return scaling.infinite(self.parameters, grads)

@@ -3,8 +3,12 @@
 A *group* is what shares one scale: a segment, or a block of a segment.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
+
+from gradwire.core.segments import known, on
 
 
 def blocks(lengths: Tensor, block: int | None) -> Tensor:
@@ -17,6 +21,21 @@ def blocks(lengths: Tensor, block: int | None) -> Tensor:
     last = counts.cumsum(0)[used] - 1
     sizes[last] = lengths[used] - (counts[used] - 1) * block
     return sizes
+
+
+@lru_cache(maxsize=64)
+def block_lengths(lengths: tuple[int, ...], block: int | None) -> tuple[int, ...]:
+    """`blocks` of lengths that the host knows."""
+    if block is None:
+        return lengths
+    return tuple(min(block, n - start) for n in lengths for start in range(0, n, block))
+
+
+def blocks_of(lengths: Tensor, block: int | None) -> Tensor:
+    """`blocks`, kept: a GPU that was read once for a table of lengths is not read again."""
+    if block is None or lengths.device.type == "cpu":
+        return blocks(lengths, block)
+    return on(block_lengths(known(lengths), block), lengths.device)
 
 
 def num_blocks(lengths: tuple[int, ...], block: int | None) -> int:
@@ -39,6 +58,13 @@ def over_(x: Tensor, count: int) -> Tensor:
     if count == 1:
         return x
     return x.div_(count) if x.device.type == "cpu" else x.div_(torch.full((), count, dtype=x.dtype, device=x.device))
+
+
+def over_senders(x: Tensor, places: Tensor) -> Tensor:
+    """Each sum over how many messages had an entry there; ``places`` are the positions of all of them."""
+    ones = torch.ones((), dtype=torch.int32, device=x.device).expand(places.numel())
+    senders = torch.zeros(x.numel(), dtype=torch.int32, device=x.device).index_add_(0, places, ones)
+    return x.div_(senders.clamp_(min=1))
 
 
 def total(x: Tensor, groups: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from gradwire.kernels.fused import scatter_mean
-from gradwire.kernels.groups import over
+from gradwire.kernels.groups import over, over_senders
 
 
 def rank_mean(values: Tensor, indices: Tensor | None, starts: Sequence[int], n: int, world: int) -> Tensor:
@@ -27,3 +27,9 @@ def rank_mean(values: Tensor, indices: Tensor | None, starts: Sequence[int], n: 
     for row in values.view(world, n):
         total += row
     return over(total, world)
+
+
+def senders_mean(values: Tensor, indices: Tensor, starts: Sequence[int], n: int, world: int) -> Tensor:
+    """`rank_mean` of sparse messages, but of each entry over those ranks that sent it."""
+    by_rank, places = tuple(starts[:: (len(starts) - 1) // world]), indices % n
+    return over_senders(scatter_mean(values, places, by_rank, n, 1), places)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from gradwire.core.keys import Key
 from gradwire.core.payload import from_bytes
+from gradwire.core.segments import known
 from gradwire.kernels import fused
 from gradwire.kernels import quantize as plain
 from gradwire.kernels.cuda.accumulate import memory_of, readable
@@ -13,7 +14,7 @@ from gradwire.kernels.cuda.codes import message, word
 from gradwire.kernels.cuda.decode import LEVEL, POWER, SLAB, TRIT, decode, decode_blocks
 from gradwire.kernels.cuda.segment_stats import NORM, PEAK, survey
 from gradwire.kernels.cuda.stochastic_round import LEVELED, NATURAL, dither, trits
-from gradwire.kernels.cuda.tables import definition, grid, known, placed
+from gradwire.kernels.cuda.tables import definition, grid, placed
 
 _WIDEST = 8192  # a larger block does not fit into one program
 _MOST_BITS = 9

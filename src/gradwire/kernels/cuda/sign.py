@@ -6,12 +6,13 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.core.payload import from_bytes
+from gradwire.core.segments import known
 from gradwire.kernels import fused, quantize
 from gradwire.kernels.cuda.accumulate import PLAIN, fetch, memory_of, put, readable
 from gradwire.kernels.cuda.codes import message
 from gradwire.kernels.cuda.decode import SIDE, SIGN, decode
 from gradwire.kernels.cuda.segment_stats import MEAN, ROOT, SIDES, survey
-from gradwire.kernels.cuda.tables import BLOCK, Grid, definition, grid, known, placed
+from gradwire.kernels.cuda.tables import BLOCK, Grid, definition, grid, placed
 
 
 @triton.jit

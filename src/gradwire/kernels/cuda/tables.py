@@ -6,11 +6,10 @@ segment have in common; the rows of a segment are consecutive. Nearly all tiles 
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire.core.graph_refs import cached_on_device
 
@@ -19,8 +18,6 @@ R = TypeVar("R")
 
 BLOCK = 2048
 WIDE = (torch.float32, torch.bfloat16, torch.float16)  # what kernels read, widening it to float32
-
-_known: Any = WeakTensorKeyDictionary()
 
 
 class Grid(NamedTuple):
@@ -79,16 +76,6 @@ def grid(lengths: tuple[int, ...], device: torch.device) -> Grid:
         not bool((starts[size > 0] % 4).any()),
         not bool((starts[size > 0] % 8).any()),
     )
-
-
-def known(lengths: Tensor) -> tuple[int, ...]:
-    """The numbers in a table of lengths. Reading them waits for the device, so each table is read only once."""
-    entry = _known.get(lengths)
-    if entry is None or entry[0] != lengths._version:
-        entry = lengths._version, tuple(lengths.tolist())
-        _known[lengths] = entry
-    numbers: tuple[int, ...] = entry[1]
-    return numbers
 
 
 def placed(function: Callable[P, R]) -> Callable[P, R]:

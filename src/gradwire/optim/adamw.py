@@ -1,0 +1,103 @@
+"""AdamW: torch's own, which can also apply momentum that a wire has compressed.
+
+A method such as ``onebit_adam`` freezes the variance and sends momentum instead of gradients. From then on, ``p.grad``
+holds momentum, in units of gradients, and the wire gives the frozen denominators. Such a parameter is updated by
+
+    p = p - lr * weight_decay * p - lr / (1 - beta1^t) * p.grad / denominator
+
+All other parameters are updated as by ``torch.optim.AdamW``, and without a wire all of them are.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+# A variance that was measured over few steps may be nearly zero, and whatever is divided by its root explodes.
+SMALLEST_DENOMINATOR = 0.3  # of a tensor's mean
+_torch_step = inspect.unwrap(torch.optim.Adam.step)  # without the hooks, which run around our own step
+
+
+class FrozenVariance(Protocol):
+    """Where an optimizer finds out what a wire has frozen."""
+
+    def denominators(self) -> Mapping[nn.Parameter, Tensor]:
+        """Of the parameters whose gradients are momentum in this step."""
+
+    def store_momentum(self) -> None:
+        """Write the momentum that all ranks share into the optimizer's state."""
+
+
+class AdamW(torch.optim.AdamW):
+    """``torch.optim.AdamW``, with the same arguments and state, for wires that compress its momentum.
+
+    Attributes:
+        frozen: What a wire has frozen; None without one.
+    """
+
+    frozen: FrozenVariance | None = None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        denominators = self.frozen.denominators() if self.frozen is not None else {}
+        held = [(p, p.grad) for p in denominators if p.grad is not None]
+        for p, _ in held:
+            p.grad = None  # torch's step leaves it alone
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            _torch_step(self)
+        for p, momentum in held:
+            p.grad = momentum
+        if held and not self._overflown():
+            self._apply_momentum(denominators)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with the momentum that the wire holds."""
+        if self.frozen is not None:
+            self.frozen.store_momentum()
+        return super().state_dict()
+
+    def denominator(self, p: nn.Parameter) -> Tensor:
+        """The root of the variance, as torch's AdamW divides by it, but never much below the tensor's mean."""
+        state, group = self.state[p], self._group_of(p)
+        if "exp_avg_sq" not in state:
+            raise RuntimeError(
+                f"AdamW has no variance of a parameter of shape {tuple(p.shape)} yet, and the wire is to freeze it; "
+                "give the method a longer start, or load the optimizer's state first"
+            )
+        square = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].float()
+        unbiased = square / (1 - float(group["betas"][1]) ** float(state["step"]))
+        root = unbiased.sqrt_().add_(group["eps"])
+        return torch.maximum(root, SMALLEST_DENOMINATOR * root.mean())
+
+    @torch.no_grad()
+    def _apply_momentum(self, denominators: Mapping[nn.Parameter, Tensor]) -> None:
+        scale = getattr(self, "grad_scale", None)  # a fused optimizer leaves unscaling to its step
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p in denominators and p.grad is not None]
+            if not params:
+                continue
+            steps = [self.state[p]["step"] for p in params]
+            torch._foreach_add_(steps, 1)
+            rate = float(group["lr"])
+            size = rate / (1 - float(group["betas"][0]) ** float(steps[0]))
+            grads = [p.grad for p in params if p.grad is not None]
+            if scale is not None:
+                grads = list(torch._foreach_mul(grads, 1.0 / float(scale)))
+            torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
+            sign = 1.0 if group["maximize"] else -1.0
+            torch._foreach_addcdiv_(params, grads, [denominators[p] for p in params], value=sign * size)
+
+    def _overflown(self) -> bool:
+        """Whether a GradScaler found that this step must be left out."""
+        found = getattr(self, "found_inf", None)
+        return found is not None and bool(found)
+
+    def _group_of(self, p: nn.Parameter) -> dict[str, Any]:
+        return next(group for group in self.param_groups if any(p is other for other in group["params"]))

@@ -1,0 +1,265 @@
+"""Methods that compress AdamW's momentum equal their recursions, written plainly; they resume, and refuse the rest."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradwire
+
+WORLD, START, STEPS, RATE, DECAY, BETA = 3, 4, 10, 0.01, 0.1, 0.9
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(24, 16), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    return (model(torch.randn(16, 24, generator=draw)) - torch.randn(16, 8, generator=draw)).square().mean()
+
+
+class Training:
+    """Replicas in lockstep, with an AdamW each."""
+
+    def __init__(self, spec: str, world: int = WORLD, **options: Any) -> None:
+        self.models = [Net() for _ in range(world)]
+        self.optimizers = [gradwire.AdamW(model.parameters(), RATE, weight_decay=DECAY) for model in self.models]
+        self.workers = gradwire.lockstep(self.models, spec, optimizers=self.optimizers, **options)
+        self.step = 0
+
+    def run(self, steps: int) -> "Training":
+        for _ in range(steps):
+            for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+                optimizer.zero_grad()
+                loss(model, rank, self.step).backward()
+            self.workers()
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self.step += 1
+        return self
+
+    def weights(self, rank: int = 0) -> list[Tensor]:
+        return [p.detach().clone() for p in self.models[rank].parameters()]
+
+
+def floored(variance: Tensor, steps: int) -> Tensor:
+    root = (variance / (1 - 0.999**steps)).sqrt() + 1e-8
+    return torch.maximum(root, 0.3 * root.mean())
+
+
+def sign(x: Tensor, per: int) -> Tensor:
+    flat = x.flatten()
+    parts = [torch.where(part >= 0, 1.0, -1.0) * part.abs().mean() for part in flat.split(per)]
+    return torch.cat(parts).view_as(x)
+
+
+def mean_gradients(model: nn.Module, step: int) -> list[list[Tensor]]:
+    """By parameter, then by rank."""
+    found = []
+    for rank in range(WORLD):
+        model.zero_grad()
+        loss(model, rank, step).backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    return [list(each) for each in zip(*found, strict=True)]
+
+
+def plain(method: str, steps: int, per: int = 32) -> list[Tensor]:
+    """The recursion of one method, with exact gradients in its start, on one model."""
+    model = Net()
+    names = [name for name, _ in model.named_parameters()]
+    m = [torch.zeros_like(p) for p in model.parameters()]
+    v = [torch.zeros_like(p) for p in model.parameters()]
+    errors = [[torch.zeros_like(p) for p in model.parameters()] for _ in range(WORLD)]
+    moments: dict[int, list[Tensor]] = {}
+    frozen: dict[int, Tensor] = {}
+    for step in range(steps):
+        grads = mean_gradients(model, step)
+        for i, p in enumerate(model.parameters()):
+            matrix = p.dim() == 2 and "weight" in names[i]
+            t = step + 1
+            if not matrix or step < START:
+                g = sum(grads[i]) / WORLD
+                m[i] = BETA * m[i] + (1 - BETA) * g
+                v[i] = 0.999 * v[i] + 0.001 * g * g
+                move = m[i] / (1 - BETA**t) / ((v[i] / (1 - 0.999**t)).sqrt() + 1e-8)
+            else:
+                if i not in frozen:
+                    frozen[i] = floored(v[i], step)
+                    m[i] = m[i] / frozen[i]
+                    moments[i] = [m[i].clone() for _ in range(WORLD)]
+                d = frozen[i]
+                if method == "onebit":
+                    sent = []
+                    for rank in range(WORLD):
+                        target = BETA * m[i] + (1 - BETA) * grads[i][rank] / d + errors[rank][i]
+                        sent.append(sign(target, per))
+                        errors[rank][i] = target - sent[-1]
+                    m[i] = sum(sent) / WORLD
+                else:  # everything is sent
+                    for rank in range(WORLD):
+                        moments[i][rank] = BETA * moments[i][rank] + (1 - BETA) * grads[i][rank] / d
+                    m[i] = sum(moments[i]) / WORLD
+                move = m[i] / (1 - BETA**t)
+            with torch.no_grad():
+                p.mul_(1 - RATE * DECAY).sub_(RATE * move)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "method"),
+    [
+        (f"onebit_adam(start={START}, per=32, first=fp32)", {"exchange": "allgather"}, "onebit"),
+        (f"dgc_adam(1.0, start={START}, values=fp32, first=fp32)", {}, "dense"),
+    ],
+)
+def test_methods_equal_their_recursions(spec: str, options: dict[str, Any], method: str) -> None:
+    found = Training(spec, bundle="fp32", **options).run(STEPS)
+    close(found.weights(), plain(method, STEPS))
+
+
+@pytest.mark.parametrize("spec", [f"onebit_adam(start={START}, per=32)", f"dgc_adam(0.1, start={START})"])
+def test_replicas_stay_equal(spec: str) -> None:
+    found = Training(spec).run(STEPS)
+    for rank in range(1, WORLD):
+        assert all(map(torch.equal, found.weights(), found.weights(rank)))
+
+
+@pytest.mark.parametrize("at", [START - 2, START, START + 3])
+@pytest.mark.parametrize("spec", [f"onebit_adam(start={START}, per=32)", f"dgc_adam(0.1, start={START})"])
+def test_a_run_goes_on_bit_for_bit(spec: str, at: int) -> None:
+    whole = Training(spec).run(STEPS)
+    first, second = Training(spec).run(at), Training(spec)
+    for old, new, before, after in zip(first.models, second.models, first.optimizers, second.optimizers, strict=True):
+        new.load_state_dict(old.state_dict())
+        after.load_state_dict(copy.deepcopy(before.state_dict()))
+    for old, new in zip(first.workers.wires, second.workers.wires, strict=True):
+        new.load_state_dict(old.state_dict())
+    second.step = at
+    assert all(map(torch.equal, second.run(STEPS - at).weights(), whole.weights()))
+
+
+def test_a_run_of_torchs_adamw_is_taken_over() -> None:
+    model = Net()
+    before = torch.optim.AdamW(model.parameters(), RATE, weight_decay=DECAY)
+    for step in range(START):
+        before.zero_grad()
+        loss(model, 0, step).backward()
+        before.step()
+    after = gradwire.AdamW(model.parameters(), RATE, weight_decay=DECAY)
+    after.load_state_dict(before.state_dict())
+    wire = gradwire.compress(model, "onebit_adam(start=0, per=32)", optimizer=after)
+    variance = after.state[model.first.weight]["exp_avg_sq"].clone()
+    for step in range(START, STEPS):
+        after.zero_grad()
+        loss(model, 0, step).backward()
+        wire()
+        after.step()
+    assert torch.equal(after.state[model.first.weight]["exp_avg_sq"], variance)
+    assert loss(model, 0, 0).item() < loss(Net(), 0, 0).item()
+
+
+def test_the_optimizers_state_has_the_common_momentum() -> None:
+    found = Training(f"onebit_adam(start={START}, per=32)").run(STEPS)
+    saved = [optimizer.state_dict()["state"][0]["exp_avg"].clone() for optimizer in found.optimizers]
+    assert all(torch.equal(saved[0], each) for each in saved)
+    wire, p = found.workers.wires[0], found.models[0].first.weight
+    denominator = found.optimizers[0].frozen.denominators()[p]
+    momentum = wire.state_dict()["momentum/first.weight"].view_as(p)
+    torch.testing.assert_close(saved[0], momentum * denominator)
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_another_world_keeps_the_variance_and_the_mean_of_errors(world: int) -> None:
+    old = Training(f"onebit_adam(start={START}, per=32)", world=4).run(STEPS)
+    new = Training(f"onebit_adam(start={START}, per=32)", world=world)
+    states = [wire.state_dict() for wire in old.workers.wires]
+    for wire in new.workers.wires:
+        wire.load_state_dict(states)
+    taken = [wire.state_dict() for wire in new.workers.wires]
+    for each in taken:
+        assert torch.equal(each["denominator/first.weight"], states[0]["denominator/first.weight"])
+    errors = [torch.stack([wire.debts()["first.weight"] for wire in t.workers.wires]).mean(0) for t in (old, new)]
+    torch.testing.assert_close(*errors)
+
+
+def test_a_gradient_that_is_not_finite_drops_the_step_and_the_variance_stays() -> None:
+    run = Training(f"onebit_adam(start={START}, per=32)").run(START + 1)
+    before = run.weights()
+    state = {name: x.clone() for name, x in run.workers.wires[0].state_dict().items() if "/first" in name}
+    for rank, model in enumerate(run.models):
+        run.optimizers[rank].zero_grad()
+        loss(model, rank, 99).backward()
+    run.models[1].first.weight.grad[0, 0] = torch.nan
+    run.workers()
+    after = run.workers.wires[0].state_dict()
+    assert all(torch.equal(after[name], x) for name, x in state.items() if not name.startswith("gradwire"))
+    assert run.workers.wires[0].skipped == 1
+    run.optimizers[0].step()
+    close([run.weights()[0]], [before[0] * (1 - RATE * DECAY)])  # decay alone
+
+
+@pytest.mark.parametrize("make", [None, torch.optim.AdamW, torch.optim.SGD])
+def test_any_other_optimizer_is_refused(make: Any) -> None:
+    model = Net()
+    optimizer = None if make is None else make(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match=r"gradwire\.AdamW"):
+        gradwire.compress(model, "onebit_adam", optimizer=optimizer)
+
+
+def test_another_beta_is_refused() -> None:
+    model = Net()
+    with pytest.raises(ValueError, match=r"0\.8"):
+        gradwire.compress(model, "onebit_adam", optimizer=gradwire.AdamW(model.parameters(), betas=(0.8, 0.99)))
+
+
+def test_hosts_are_refused() -> None:
+    with pytest.raises(ValueError, match="across='hosts'"):
+        Training("onebit_adam", across="hosts")
+
+
+def test_a_delayed_exchange_is_refused() -> None:
+    with pytest.raises(ValueError, match="common_momentum"):
+        Training("onebit_adam", exchange="delayed(inner=two_way)")
+
+
+def step_once(spec: str, make: Any) -> None:
+    model = Net()
+    optimizer = make(model.parameters(), 0.01)
+    wire = gradwire.compress(model, spec)
+    for step in range(2):
+        loss(model, 0, step).backward()
+        wire()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adamax])
+@pytest.mark.parametrize("spec", ["topk(0.01) | sign", "ef_signsgd", "powersgd(2)"])
+def test_specs_that_starve_an_adaptive_optimizer_are_warned_of_once(spec: str, make: Any) -> None:
+    with pytest.warns(gradwire.OptimizerWarning, match=make.__name__) as seen:
+        step_once(spec, make)
+    assert len([one for one in seen if one.category is gradwire.OptimizerWarning]) == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "make"),
+    [("topk(0.01) | sign", torch.optim.SGD), ("int4", torch.optim.AdamW), ("dense", torch.optim.AdamW)],
+)
+def test_others_are_not_warned_of(spec: str, make: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", gradwire.OptimizerWarning)
+        step_once(spec, make)
