@@ -37,7 +37,9 @@ CLOCKS := $(addprefix tests/,comm/test_throttled.py gossip/test_elastic.py gossi
 HOSTS := $(addprefix tests/network/test_,hosts.py lost_host.py)
 LAST := $(addprefix --ignore=,$(CLOCKS) $(HOSTS))
 COMPUTE := $(addprefix tests/,bench codecs comm core engine kernels laws network perf_model topology) \
-	$(patsubst %,tests/gossip/test_%.py,consensus equalities gamma stack state study)
+	$(patsubst %,tests/gossip/test_%.py,consensus equalities gamma stack state study) \
+	$(patsubst %,tests/local/test_%.py,handle rounds) tests/optim/test_adamw.py tests/optim/test_adaptive_methods.py \
+	tests/cli/test_sentences.py
 PYTEST := $(BIN)/python -m pytest
 
 test: setup  ## Run the tests

@@ -31,10 +31,10 @@ arguments = TrainingArguments(
 )
 trainer = Trainer(model, arguments, train_dataset=data)
 
-compression = TrainerCompression(trainer, "topk(0.05) | sign")  # these two lines
+compression = TrainerCompression(trainer, "int4")  # these two lines; the Trainer steps by AdamW
 trainer.add_callback(compression)
 
-loss = trainer.train().training_loss  # the folder's checkpoint holds the residuals of every rank
+loss = trainer.train().training_loss  # the folder's checkpoint holds the memories of every rank
 if trainer.is_world_process_zero():
     print(f"loss {loss:.4f} on average\n{compression.wire.report()}")
 trainer.accelerator.end_training()

@@ -15,7 +15,7 @@ SOURCE = Path(gradwire.__file__).parent
 LAB = SOURCE.parent / "gradwire_lab"
 # Which rooms each room may import from, besides itself. The library never imports the lab.
 BELOW_ENGINE = {"core", "kernels", "codecs", "feedback", "topology", "exchanges", "gossip", "comm"}
-LIBRARY = BELOW_ENGINE | {"engine", "integrations"}
+LIBRARY = BELOW_ENGINE | {"engine", "local", "integrations"}
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "kernels": {"core"},
@@ -26,8 +26,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gossip": {"codecs", "feedback", "topology", "kernels", "core"},
     "comm": {"core"},
     "engine": BELOW_ENGINE,
+    "local": BELOW_ENGINE | {"engine"},
     "optim": set(),
-    "integrations": BELOW_ENGINE | {"engine", "optim"},
+    "integrations": BELOW_ENGINE | {"engine", "local", "optim"},
     "adapters": {"integrations"},  # old names, for one release
     "perf_model": BELOW_ENGINE | {"engine"},
     "autotune": LIBRARY | {"perf_model"},  # `auto` decides by the same costs as `advise`
@@ -84,7 +85,7 @@ def test_every_room_is_in_the_table() -> None:
 
 
 def test_imports_point_one_way() -> None:
-    shared = {"version", "launch", "launcher_env"}  # no rooms: a fact, and the launcher of local ranks
+    shared = {"version", "launch", "launcher_env", "parent_watch"}  # no rooms: a fact, and the launcher of local ranks
     wrong = []
     for path in modules():
         if path.parent in (SOURCE, LAB):  # the front doors

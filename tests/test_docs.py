@@ -21,7 +21,7 @@ from gradwire.core.segments import Segments
 from gradwire_lab.cli.main import app
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GUIDES = [page for page in PAGES if page.parent != ROOT / "docs" or page.stem in {"tour", "stability", "capabilities"}]
 EXAMPLES = {"src/gradwire/codecs/quantizers/crowd.py", "src/gradwire/exchanges/median.py"}  # of Contributing
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)

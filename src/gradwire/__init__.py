@@ -27,6 +27,7 @@ from gradwire.integrations.gossip import (
     gossip,
     gossip_lockstep,
 )
+from gradwire.integrations.local import LocalReport, LocalSync, SimulatedLocal, local, local_lockstep
 from gradwire.optim import AdamW
 from gradwire.version import VERSION as __version__
 
@@ -39,12 +40,15 @@ __all__ = [
     "ElasticGossip",
     "GossipReport",
     "GossipSync",
+    "LocalReport",
+    "LocalSync",
     "Method",
     "OptimizerWarning",
     "PeerLostError",
     "Report",
     "Rule",
     "SimulatedGossip",
+    "SimulatedLocal",
     "SimulatedWorkers",
     "Wire",
     "__version__",
@@ -53,6 +57,8 @@ __all__ = [
     "gossip",
     "gossip_lockstep",
     "load",
+    "local",
+    "local_lockstep",
     "lockstep",
     "method",
     "parse",

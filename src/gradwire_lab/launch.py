@@ -1,7 +1,7 @@
 """Launch: N ranks on this machine, each a process that calls one Python function, in a process group of their own.
 
 Ranks are forked from a server that has imported torch already, so they start in a tenth of a second. No rank outlives
-the call, whether a rank fails or the caller is interrupted.
+the call, whether a rank fails or the caller is interrupted or killed.
 """
 
 import datetime
@@ -25,7 +25,9 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comm import emulated
+from gradwire.comm.job_secret import secret_variable
 from gradwire_lab.launcher_env import LauncherRank
+from gradwire_lab.parent_watch import deferred_signals, end_with_launcher
 
 PRELOAD = ("torch", "torch.distributed", "numpy", "gradwire")
 TIMEOUT = datetime.timedelta(minutes=5)  # of one collective
@@ -75,8 +77,7 @@ def launch(
         threads: Of torch in every rank; None: see `threads_per_rank`.
 
     Returns:
-        What each rank returned, in rank order, pickled. With ``restarts``, None of a rank that fails when others have
-        returned.
+        What each rank returned, in rank order. With ``restarts``, None of a rank that fails when others have returned.
 
     Raises:
         RankError: A rank raised or died; the others were stopped.
@@ -86,7 +87,7 @@ def launch(
         raise ValueError(f"cannot launch {world} ranks; ask for at least one")
     preload(function.__module__)
     link = os.environ.get(emulated.VARIABLE, "")
-    job = pickle.dumps((function, args, backend, timeout, link, threads or threads_per_rank(world)))
+    job = pickle.dumps((function, args, backend, timeout, link, threads or threads_per_rank(world), secret_variable()))
     with tempfile.TemporaryDirectory() as folder, _started(world, job, folder) as ranks:
         left = dict.fromkeys(range(world), restarts)
 
@@ -148,7 +149,8 @@ def join_group(
     """
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
     is_master = where.rank == 0 and not where.has_agent_store
-    store = dist.TCPStore(where.address, where.port, is_master=is_master, timeout=rendezvous, wait_for_workers=False)  # type: ignore[attr-defined]
+    options: dict[str, Any] = {"master_listen_fd": where.listen() if is_master else None, "wait_for_workers": False}
+    store = dist.TCPStore(where.address, where.port, is_master=is_master, timeout=rendezvous, **options)  # type: ignore[attr-defined]
     own = dist.PrefixStore(f"gradwire-{where.attempt}", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=own, rank=where.rank, world_size=where.world, timeout=timeout)
     try:
@@ -177,7 +179,8 @@ def _started(world: int, job: bytes, folder: str) -> Iterator[list[LaunchedRank]
     grace_seconds = 0.0
     try:
         for rank in range(world):
-            ranks.append(_start(rank, world, job, folder))
+            with deferred_signals():
+                ranks.append(_start(rank, world, job, folder))
         yield ranks
         grace_seconds = 5.0
     finally:
@@ -273,15 +276,16 @@ def _rank(rank: int, world: int, folder: str, job: bytes, pipe: Connection) -> N
     """The body of one process. It sends its result before it cleans up, because other ranks may be waiting."""
     global _launcher
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C, and stops its ranks
+    end_with_launcher(pipe)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; the host's name need not resolve
     _launcher = pipe
     try:
-        function, args, backend, timeout, link, threads = pickle.loads(job)
+        function, args, backend, timeout, link, threads, secret = pickle.loads(job)
         torch.set_num_threads(threads)
         os.environ.pop(emulated.VARIABLE, None)  # the fork server's, which is that of its first use
         emulated.set_emulated_link(link)
-        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}  # all on this host
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)} | secret  # all on this host
         if backend:
             store = Path(folder, "rendezvous").as_uri()
             dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=timeout)

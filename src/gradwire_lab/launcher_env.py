@@ -11,7 +11,9 @@ lists its nodes and rank 0 is on the first, and processes that are all on one ho
 must be given: ``mpirun -x MASTER_ADDR=host0 ...``.
 """
 
+import ipaddress
 import re
+import socket
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -32,6 +34,7 @@ class LauncherRank(NamedTuple):
         port: Where rank 0 listens.
         has_agent_store: Whether torchrun's agent, not rank 0, keeps the rendezvous store.
         attempt: How often torchrun has restarted all ranks.
+        supervised: Whether the launcher's process lives as long as its ranks. Variables that were set by hand do not.
     """
 
     rank: int
@@ -42,6 +45,19 @@ class LauncherRank(NamedTuple):
     port: int
     has_agent_store: bool = False
     attempt: int = 0
+    supervised: bool = False
+
+    def listen(self) -> int | None:
+        """The descriptor of a socket that listens at the rendezvous address alone, for the store of rank 0.
+
+        None where the address is a name, which other hosts may resolve differently, or not this host's: torch then
+        listens on all interfaces.
+        """
+        try:
+            ipaddress.ip_address(self.address)
+            return socket.create_server((self.address, self.port), backlog=2048).detach()
+        except (ValueError, OSError):
+            return None
 
 
 # Rank, size, rank on this host, ranks on this host; by launcher, the most particular first.
@@ -80,6 +96,7 @@ def launcher_rank(environment: Environment) -> LauncherRank | None:
                 int(environment.get("MASTER_PORT") or _port(environment)),
                 environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
                 int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
+                launcher != "torchrun" or "TORCHELASTIC_RUN_ID" in environment,
             )
     return None
 

@@ -1,4 +1,4 @@
-"""`bench calls` times what a user calls, by every door, beside the bytes that it cannot avoid."""
+"""`bench calls` times what a user calls, by every entry point, beside the bytes that it cannot avoid."""
 
 import json
 from math import prod
@@ -27,17 +27,17 @@ def test_a_size_narrows_the_weights(model: str) -> None:
 
 
 @pytest.mark.parametrize("addresses", calls.ADDRESSES)
-@pytest.mark.parametrize("door", calls.DOORS)
-def test_every_door_is_timed(door: str, addresses: str) -> None:
-    bench = calls.CallBench("one", door, ("dgc(0.001)",), 20_000, addresses=addresses, repeats=2)
+@pytest.mark.parametrize("entry_point", calls.ENTRY_POINTS)
+def test_every_entry_point_is_timed(entry_point: str, addresses: str) -> None:
+    bench = calls.CallBench("one", entry_point, ("dgc(0.001)",), 20_000, addresses=addresses, repeats=2)
     plain, row = calls.measure(bench)
     assert (plain["spec"], row["spec"]) == (calls.PLAIN, "dgc(0.001)")
     assert row["ms"] > 0 and row["worst_ms"] >= row["ms"]
     assert row["to_floor"] == pytest.approx(row["call_ms"] / row["floor_ms"])
     assert row["call_ms"] == pytest.approx(row["ms"] - row["without_ms"])
-    assert (row["without_ms"] > 0) == (door in ("ddp", "optimizer"))
+    assert (row["without_ms"] > 0) == (entry_point in ("ddp", "optimizer"))
     assert row["to_plain"] == pytest.approx(row["call_ms"] / plain["call_ms"])
-    assert row["to_kernels"] is None if door != "loop" else row["to_kernels"] > 1
+    assert row["to_kernels"] is None if entry_point != "loop" else row["to_kernels"] > 1
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,6 @@ def test_bad_input_is_named(words: tuple[str, ...], named: str) -> None:
 
 
 def test_the_old_name_of_the_entry_point_works() -> None:
-    with pytest.warns(DeprecationWarning, match="--entry-point"):
+    with pytest.warns(FutureWarning, match="--entry-point"):
         done = CliRunner().invoke(app, ["calls", "--size", "1000", "--door", "window"])
     assert done.exit_code == 2 and "'window'" in done.stderr

@@ -159,17 +159,17 @@ def test_ones_own_model_is_found_from_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(home)
     words = ["digits", "--model", "mine.py:make", "--in-process", "1", "--set", "train.iterations=1"]
     assert run("train", *words).exit_code == 0
-    score = run("evaluate", "runs/digits-0")
+    score = run("evaluate", "runs/digits-0", "--allow-code")
     assert score.exit_code == 0
     monkeypatch.chdir(tmp_path)
-    assert run("evaluate", "home/runs/digits-0").stdout == score.stdout
+    assert run("evaluate", "home/runs/digits-0", "--allow-code").stdout == score.stdout
     (home / "mine.py").rename(tmp_path / "mine.old")
-    lost = run("evaluate", "home/runs/digits-0")
+    lost = run("evaluate", "home/runs/digits-0", "--allow-code")
     assert lost.exit_code == 2 and "or copy mine.py into home/runs/digits-0" in lost.stderr
     assert "--toml" not in lost.stderr
     (tmp_path / "mine.old").rename(home / "runs" / "digits-0" / "mine.py")
     (tmp_path / "mine.py").write_text(CRASHING)  # another of the same name
-    assert run("evaluate", "home/runs/digits-0").stdout == score.stdout
+    assert run("evaluate", "home/runs/digits-0", "--allow-code").stdout == score.stdout
     more = ["--runs", "home/runs", "--resume", "--set", "train.iterations=2"]
     words[2] = "home/runs/digits-0/mine.py:make"
     assert run("train", *words, *more).exit_code == 0, "the same model, though named by another path"

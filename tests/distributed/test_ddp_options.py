@@ -105,6 +105,57 @@ def test_frozen_parameters_and_tied_weights(case: str, models: Answers):
             assert "residual/inner.weight" in loop and "residual/outer.weight" not in loop
 
 
+class Strided(nn.Module):
+    """Parameters that are not contiguous: a transposed matrix, and a convolution in channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.weight = nn.Parameter((torch.randn(10, 18) / 4).t())
+        self.conv = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(torch.tanh(x @ self.weight.t()).view(-1, 2, 3, 3)).flatten(1)
+
+
+STRIDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    f"{spec}, {how}": ({"spec": spec, "launch_mb": fixtures.LAUNCH_MB}, options)
+    for spec in ("topk(0.1)", "int8", "powersgd(1)", "hadamard | int4")
+    for how, options in {"copies": {}, "views": {"gradient_as_bucket_view": True}}.items()
+}
+
+
+def strided(rank: int, world: int, case: tuple[dict[str, Any], dict[str, Any]]) -> list[dict[str, Tensor]]:
+    """Parameters, memories and debts: in a plain loop, under DDP, and in a plain loop of contiguous parameters."""
+    answers = []
+    for entry in ("loop", "hook", "contiguous"):
+        net = Strided()
+        if entry == "contiguous":
+            net.weight.data, net.conv.weight.data = net.weight.data.contiguous(), net.conv.weight.data.contiguous()
+        outer = fixtures.ddp(net, **case[1]) if entry == "hook" else net
+        wire, optimizer = gradwire.compress(outer, **case[0]), fixtures.sgd(net)
+        for step in range(fixtures.STEPS):
+            optimizer.zero_grad()
+            fixtures.loss(outer, rank, step).backward()
+            if entry != "hook":
+                wire()
+            optimizer.step()
+        debts = {f"debt/{name}": x for name, x in wire.debts().items()}
+        answers.append({**fixtures.tensors(net), **fixtures.memories(wire), **debts})
+    return answers
+
+
+strides = cases_fixture(strided, 2, STRIDED)
+
+
+@pytest.mark.parametrize("case", STRIDED)
+def test_parameters_that_are_not_contiguous(case: str, strides: Answers):
+    for loop, hook, contiguous in strides[case]:
+        assert fixtures.same(hook, loop)
+        for name, x in contiguous.items():  # convolutions in another layout round differently
+            torch.testing.assert_close(hook[name], x, rtol=1e-3, atol=1e-4)
+
+
 def ignored_by_ddp(rank: int, world: int) -> list[str]:
     net = fixtures.model()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["2.weight"])

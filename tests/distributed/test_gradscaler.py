@@ -13,7 +13,7 @@ from spawn import Answers, cases_fixture, run_ranks
 
 BAD_STEP = 3
 STEPS = 7
-ENTRY_POINTS = ("plain", "hook", "optimizer")
+ENTRY_POINTS = ("plain", "plain, unscaled first", "hook", "optimizer")
 SPECS = fixtures.by_name(
     {"spec": "topk(0.1)", "launch_mb": fixtures.LAUNCH_MB},
     {"spec": "int4", "exchange": "two_way"},
@@ -50,7 +50,9 @@ def train(
         optimizer.zero_grad()
         before, memories = fixtures.tensors(net), fixtures.memories(wire)
         scaler.scale(fixtures.loss(outer, rank, step)).backward()
-        if door == "plain":
+        if door == "plain, unscaled first":
+            scaler.unscale_(optimizer)
+        if "plain" in door:
             wire()
         scaler.step(optimizer)
         scaler.update()

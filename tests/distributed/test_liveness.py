@@ -1,5 +1,6 @@
 """The error of a failed collective names the ranks that ended and the hosts that cannot be reached."""
 
+import contextlib
 import errno
 import multiprocessing
 import os
@@ -72,3 +73,14 @@ def test_a_probe_tells_who_is_there():
     assert diagnose(other, 0, {0: mine}) is other, "an error that is not of the network is left alone"
     for each in (silent, full):
         each.close()
+
+
+def test_idle_strangers_do_not_hide_a_living_rank():
+    """They stayed in the listener's queue, so that the 66th connection was not answered and the rank was accused."""
+    mine = probe_address()
+    with contextlib.ExitStack() as strangers:
+        for _ in range(300):
+            strangers.enter_context(socket.create_connection((mine.address, mine.port), timeout=3.0))
+        assert probe({0: mine}, seconds=3.0) == {0: 0}
+        accused = str(diagnose(RuntimeError("Connection closed by peer"), 1, {0: mine, 1: mine}))
+        assert "rank 0" not in accused

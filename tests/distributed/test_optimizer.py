@@ -1,5 +1,6 @@
 """DistributedOptimizer serves wherever torch takes an optimizer."""
 
+import math
 from typing import Any
 
 import pytest
@@ -101,3 +102,22 @@ def test_groups_hooks_and_adam():
     first, second = run_ranks(hooks_and_groups, 2)
     assert fixtures.same(first, second)
     assert not fixtures.same(first, fixtures.tensors(fixtures.model()))
+
+
+@pytest.mark.parametrize("rates", [{"lr": -0.1}, {"lr": 0.1, "momentum": -1.0}, {"lr": 0.1, "weight_decay": math.nan}])
+def test_rates_below_zero_are_refused(rates):
+    with pytest.raises(ValueError, match="|".join(rates)):
+        gradwire.SGD([torch.nn.Parameter(torch.zeros(2))], **rates)
+
+
+def test_what_is_no_scaler_is_refused():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="scaler=3"):
+        gradwire.DistributedOptimizer(fixtures.sgd(model), model.named_parameters(), "sign", scaler=3)
+
+
+def test_lbfgs_is_refused_when_it_is_wrapped():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(ValueError, match="LBFGS"):
+        gradwire.DistributedOptimizer(optimizer, model.named_parameters(), "sign")

@@ -21,6 +21,13 @@ SPECS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no parenthesis": ({"spec": "topk(0.01"}, ("'topk(0.01'", "|")),
     "a slip": ({"spec": "tpok(0.01)"}, ("'tpok'", "topk")),
     "no rule": ({"spec": "sign", "rules": ["fp16"]}, ("'fp16'", "gradwire.Rule")),
+    "a rule alone": ({"spec": "sign", "rules": gradwire.Rule("fp16")}, ("rules=[",)),
+    "a scaler": ({"spec": "sign", "scaler": 3}, ("scaler=3", "GradScaler")),
+    "a text as a size": ({"spec": "sign", "launch_mb": "x"}, ("launch_mb='x'",)),
+    "a size without end": ({"spec": "sign", "launch_mb": float("inf")}, ("launch_mb=inf",)),
+    "a text as a seed": ({"spec": "sign", "seed": "x"}, ("seed='x'",)),
+    "half a seed": ({"spec": "sign", "seed": 0.5}, ("seed=0.5",)),
+    "a long seed": ({"spec": "sign", "seed": 2**70}, ("seed=",)),
     "an argument": ({"spec": "topk(0.1, colour=3)"}, ("topk", "colour")),
     "a type": ({"spec": "powersgd(rank='two')"}, ("powersgd", "'two'")),
     "a momentum": ({"spec": "dgc(0.1, momentum='big')"}, ("momentum", "'big'")),
@@ -181,7 +188,8 @@ def test_a_model_that_cannot_be_compressed_is_refused_on_all_ranks(case: str, re
 
 @pytest.mark.parametrize("case", OTHER_MODELS)
 def test_models_that_differ_are_refused_on_all_ranks(case: str, refused_models: Answers):
-    fixtures.check_message([(text, ("ValueError", "rank 1", "model", "rank 0")) for text in refused_models[case]])
+    words = ("ValueError", "rank 1", "model", "rank 0", ".weight")  # a tensor is named
+    fixtures.check_message([(text, words) for text in refused_models[case]])
 
 
 PLAIN: dict[str, Any] = {"spec": "topk(0.1)"}
@@ -224,3 +232,41 @@ def test_options_that_differ_are_refused_on_all_ranks(case: str, disagreements: 
 def test_releases_that_differ_are_refused_on_all_ranks(case: str, disagreements: Answers):
     words = ("ValueError", "rank 1", str(RELEASES[case]), "install")
     fixtures.check_message([(text, words) for text in disagreements[case]])
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "launch_mb as text": ({"launch_mb": "x"}, ("launch_mb", "'x'")),
+    "launch_mb below 0": ({"launch_mb": -1.0}, ("launch_mb", "-1.0")),
+    "launch_mb without end": ({"launch_mb": float("inf")}, ("launch_mb", "inf")),
+    "a seed as text": ({"seed": "odd"}, ("seed", "'odd'")),
+    "a scaler as a number": ({"scaler": 3}, ("scaler", "3", "GradScaler")),
+    "one rule": ({"rules": gradwire.Rule("fp16")}, ("rules", "[gradwire.Rule")),
+    "a number of rules": ({"rules": 3}, ("rules", "3")),
+}
+NOT_A_MODEL = "no model"
+UNKNOWN = "an unknown option of an optimizer"
+ONE_RANK = {f"{name}, {door}": (name, door) for name in ARGUMENTS for door in ("compress", "optimizer")}
+ONE_RANK |= {NOT_A_MODEL: (NOT_A_MODEL, "compress"), UNKNOWN: (UNKNOWN, "optimizer")}
+
+
+def wrong_on_one_rank(rank: int, world: int, case: tuple[str, str]) -> str:
+    name, door = case
+    options = {"colour": 3} if name == UNKNOWN else ARGUMENTS.get(name, ({}, ()))[0]
+    if door == "optimizer":
+        return fixtures.error_text(
+            lambda: fixtures.wrap_optimizer(fixtures.model(), spec="sign", **options if rank else {})
+        )
+    model: Any = fixtures.model() if rank == 0 or name != NOT_A_MODEL else "a model"
+    return fixtures.error_text(lambda: gradwire.compress(model, "sign", **options if rank else {}))
+
+
+wrong_arguments = cases_fixture(wrong_on_one_rank, 2, ONE_RANK)
+
+
+@pytest.mark.parametrize("case", ONE_RANK)
+def test_a_wrong_argument_of_one_rank_is_refused_on_all_ranks(case: str, wrong_arguments: Answers):
+    name = ONE_RANK[case][0]
+    others = {NOT_A_MODEL: ("str", "nn.Module"), UNKNOWN: ("colour",)}
+    words = ("ValueError", *(others.get(name) or ARGUMENTS[name][1]))
+    first, second = wrong_arguments[case]
+    fixtures.check_message([(first, ("rank 1", *words)), (second, words)])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import gradwire
 from gradwire.engine import Lockstep
 from gradwire.engine.batched import Batched
 from gradwire.engine.plan import Rule
@@ -169,3 +170,17 @@ def test_observed_moments_are_used():
             same_accounts(mine, reference)
     wires[1].observe({"c": torch.ones(501, device=DEVICE)})
     assert not batched.supports(draw(3, 6))
+
+
+def test_a_gradient_that_was_replaced_is_read_anew() -> None:
+    """Gradients that lie end to end are one buffer, until any of them is another tensor."""
+    models = [nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)) for _ in range(2)]
+    workers = gradwire.lockstep(models, "fp32")
+    buffer = torch.zeros(2, 128)
+    for rank, model in enumerate(models):  # in the order of the lane, which is that of backward
+        model[1].weight.grad, model[0].weight.grad = buffer[rank, :64].view(8, 8), buffer[rank, 64:].view(8, 8)
+    workers()
+    for model in models:
+        model[0].weight.grad = torch.full((8, 8), 5.0)
+    workers()
+    assert all(torch.equal(model[0].weight.grad, torch.full((8, 8), 5.0)) for model in models)

@@ -315,3 +315,17 @@ def test_a_bucket_without_a_round_has_no_status() -> None:
 
     local = torch.zeros(1, dtype=torch.uint8)
     assert Lockstep(1).drive([status.with_status(silent(), local, [], 1)]) == [("done", None)]
+
+
+def test_a_corrupt_message_is_forgotten_with_the_state() -> None:
+    deferred = DeferredStatus(CPU)
+    deferred.count_(torch.tensor(False), [torch.tensor([True])])
+    deferred.poll()
+    with pytest.raises(CorruptMessageError):
+        deferred.poll()
+    deferred.reset()
+    deferred.poll()
+    deferred.count_(torch.tensor(False), [torch.tensor([True])])
+    deferred.poll()
+    with pytest.raises(CorruptMessageError):
+        deferred.poll()

@@ -328,7 +328,7 @@ def die(net: Any) -> None:
     edges.closed = True
     net.mesh._connector.close()
     for edge in edges.snapshot():
-        edge.line.shutdown(socket.SHUT_RDWR)
+        edge.channel.line.shutdown(socket.SHUT_RDWR)
 
 
 def test_all_start_from_rank_0(tmp_path: Path) -> None:

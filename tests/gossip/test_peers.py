@@ -23,7 +23,9 @@ LINE = {0: [1], 1: [0, 2], 2: [1]}
 def opened(
     folder: Path, *ranks: int, digest: bytes = b"same", timeout: float = TIMEOUT, line: dict[int, list[int]] = LINE
 ) -> Iterator[list[PeerMesh]]:
-    meshes = [PeerMesh(rank, line[rank], FolderRendezvous(folder), digest, timeout=timeout) for rank in ranks]
+    meshes = [
+        PeerMesh(rank, line[rank], FolderRendezvous(folder), digest, timeout=timeout, most_bytes=1000) for rank in ranks
+    ]
     try:
         yield meshes
     finally:
@@ -74,9 +76,11 @@ def test_the_kernel_counts_the_same_bytes(tmp_path: Path) -> None:
         for step in range(3):
             together(*(lambda p=p, step=step: exchange(p, step) for p in (a, b, c)))
         for mesh in (a, b, c):
-            assert mesh.edges.traffic.received == sum(_received(edge.line) for edge in mesh.edges.snapshot()) > 0
-        assert a.edges.traffic.sent == _received(b.edges.by_peer[0].line)
-        assert c.edges.traffic.sent == _received(b.edges.by_peer[2].line)
+            assert (
+                mesh.edges.traffic.received == sum(_received(edge.channel.line) for edge in mesh.edges.snapshot()) > 0
+            )
+        assert a.edges.traffic.sent == _received(b.edges.by_peer[0].channel.line)
+        assert c.edges.traffic.sent == _received(b.edges.by_peer[2].channel.line)
 
 
 def _received(line: socket.socket) -> int:
@@ -90,7 +94,7 @@ def test_a_dead_peer_is_dropped_at_once_and_a_leaving_one_is_not_lost(tmp_path: 
         with opened(tmp_path, 0, 2, timeout=20.0) as (a, c):
             together(lambda: join(a), lambda: join(b), lambda: join(c))
             together(*(lambda p=p: exchange(p, 0) for p in (a, b, c)))
-            a.edges.by_peer[1].line.shutdown(socket.SHUT_RDWR)  # what a killed process leaves behind
+            a.edges.by_peer[1].channel.line.shutdown(socket.SHUT_RDWR)  # what a killed process leaves behind
             a.edges.closed = True
         began = time.monotonic()
         live, received = exchange(b, 1)

@@ -260,6 +260,7 @@ def test_specs_that_starve_an_adaptive_optimizer_are_warned_of_once(spec: str, m
     [("topk(0.01) | sign", torch.optim.SGD), ("int4", torch.optim.AdamW), ("dense", torch.optim.AdamW)],
 )
 def test_others_are_not_warned_of(spec: str, make: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", gradwire.OptimizerWarning)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
         step_once(spec, make)
+    assert not [one for one in seen if one.category is gradwire.OptimizerWarning]

@@ -68,6 +68,13 @@ def test_what_lost_accuracy_is_shown_but_not_taken(figures: str) -> None:
     assert records_of("topk(0.001) | sign")[0].gain < -0.01
 
 
+@pytest.mark.parametrize(("optimizer", "choice"), [("sgd", "powersgd(2)"), ("adamw", "int4"), ("RMSprop", "int4")])
+def test_what_starves_the_optimizer_is_shown_but_not_taken(figures: str, optimizer: str, choice: str) -> None:
+    place = ("--workers", "4", "--link", "10mbit,5ms", "--calibration", figures, "--json")
+    found = json.loads(told(*place, "--optimizer", optimizer)[1])
+    assert found["choice"] == choice and "powersgd(2)" in [way["spec"] for way in found["ways"]]
+
+
 def test_figures_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked: list[int] = []
@@ -157,7 +164,7 @@ def test_ranks_that_never_come_are_told_in_a_sentence(rank: int, monkeypatch: py
 
 
 def test_the_old_name_of_the_probe_timeout_works(figures: str) -> None:
-    with pytest.warns(DeprecationWarning, match="--probe-timeout"):
+    with pytest.warns(FutureWarning, match="--probe-timeout"):
         code, said = told("--link", "1gbit", "--calibration", figures, "--patience", "-3")
     assert code == 2 and "-3 s" in said
 

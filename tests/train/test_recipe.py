@@ -312,6 +312,6 @@ def test_defaults_are_a_recipe():
 
 @pytest.mark.parametrize("table", ["train", "gossip"])
 def test_the_old_name_of_sequential_passes_still_works(table):
-    with pytest.warns(DeprecationWarning, match="sequential"):
+    with pytest.warns(FutureWarning, match="sequential"):
         recipe = recipe_files.resolve(["digits"], [f"{table}.passes=in turn"])
     assert getattr(recipe, table).passes == "sequential"

@@ -44,15 +44,15 @@ def environment(**more: str) -> dict[str, str]:
         ),
         (
             {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-            LauncherRank(1, 2, 0, 2, "127.0.0.1", PORT),
+            LauncherRank(1, 2, 0, 2, "127.0.0.1", PORT, supervised=True),
         ),
         (
             {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "MASTER_ADDR": "host0"},
-            LauncherRank(1, 2, 0, 1, "host0", PORT),
+            LauncherRank(1, 2, 0, 1, "host0", PORT, supervised=True),
         ),
         (
             {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "4", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1"},
-            LauncherRank(1, 4, 0, 1, "10.0.0.1", PORT),
+            LauncherRank(1, 4, 0, 1, "10.0.0.1", PORT, supervised=True),
         ),
         (
             {
@@ -62,7 +62,7 @@ def environment(**more: str) -> dict[str, str]:
                 "SLURM_JOB_NODELIST": "gpu[07-09,12],cpu1",
                 "SLURM_JOB_ID": "12345",
             },
-            LauncherRank(5, 8, 1, 1, "gpu07", 22_345),
+            LauncherRank(5, 8, 1, 1, "gpu07", 22_345, supervised=True),
         ),
     ],
 )

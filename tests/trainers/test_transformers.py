@@ -107,6 +107,20 @@ def resumed_without_state(rank: int, world: int, folder: Path) -> None:
         train(rank, world, folder / "lost", 4, checkpoint(folder))
 
 
+def resumed_beside_another_run(rank: int, world: int, folder: Path) -> None:
+    """The output folder holds a checkpoint of the same number, but of another model."""
+    train(rank, world, folder / "other", 3, save_strategy="steps", save_steps=3, learning_rate=0.2)
+    torch.distributed.barrier()
+    with pytest.warns(UserWarning, match=r"resume=FOLDER"):
+        compression, _ = train(rank, world, folder / "other", 4, checkpoint(folder))
+    assert compression.wire.engine.core.step == 1, "memories begin empty"
+
+
+def resumed_by_argument(rank: int, world: int, folder: Path) -> None:
+    arguments = {"resume_from_checkpoint": True}
+    resumed(rank, world, folder, {"folder": folder / "run", "start": True, **arguments})
+
+
 def accumulated(rank: int, world: int, folder: Path) -> None:
     compression, model = train(rank, world, folder / "more", 3, gradient_accumulation_steps=2, bf16=True)
     assert compression.wire.report().steps == 3 and compression.wire.skipped == 0
@@ -128,6 +142,8 @@ TWO_RANKS = {
     "resumed by name": resumed_by_name,
     "resumed elsewhere": resumed_elsewhere,
     "resumed without state": resumed_without_state,
+    "resumed beside another run": resumed_beside_another_run,
+    "resumed by an argument": resumed_by_argument,
     "accumulated in bfloat16": accumulated,
     "momentum twice": momentum_twice,
 }

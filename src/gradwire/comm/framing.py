@@ -1,24 +1,13 @@
-"""Frames: what crosses a connection between two peers, and the state that one end keeps of it.
+"""Frames between two peers: what each kind means, and the state that one end keeps of a connection."""
 
-Wire, little-endian:
-
-    kind     uint8
-    step     int64
-    index    uint32   which exchange of the step
-    length   uint64   of what follows
-"""
-
-import contextlib
-import socket
-import struct
-import threading
 import time
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-FRAME = struct.Struct("<BqIQ")
+from gradwire.comm.secure_channel import SecureChannel
+
 UNCOUNTED = 2**31  # exchanges from this index on are not counted: they are no part of training
-_MOST_BYTES = 2**36
+MOST_MESSAGES = 64  # that wait to be used; neighbors are at most an exchange apart
 
 
 class FrameKind(IntEnum):
@@ -42,7 +31,7 @@ class Edge:
 
     Attributes:
         peer: The rank at the other end.
-        line: The connection.
+        channel: The connection.
         alive: Until it is dropped.
         peer_step: The peer's next step, as it last announced it.
         announced: Whether this end has announced its own.
@@ -54,11 +43,10 @@ class Edge:
         messages: Received ones, by step and index, until they are used.
         state: The peer's next step and parameters, after a PULL.
         wants_state: Whether the peer waits for this end's parameters, which are not there yet.
-        write_lock: Held while a frame is written.
     """
 
     peer: int
-    line: socket.socket
+    channel: SecureChannel
     alive: bool = True
     peer_step: int | None = None
     announced: bool = False
@@ -70,38 +58,3 @@ class Edge:
     messages: dict[tuple[int, int], bytes] = field(default_factory=dict)
     state: tuple[int, bytes] | None = None
     wants_state: bool = False
-    write_lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-def pack_frame(kind: FrameKind, step: int = 0, index: int = 0, body: bytes = b"") -> bytes:
-    return FRAME.pack(kind, step, index, len(body)) + body
-
-
-def receive_frame(line: socket.socket) -> tuple[int, int, int, bytes]:
-    """The next frame: kind, step, index and body."""
-    kind, step, index, length = FRAME.unpack(_receive_exactly(line, FRAME.size))
-    if length > _MOST_BYTES:
-        raise ConnectionError(f"a frame of {length} bytes is too long; close the connection")
-    return kind, step, index, _receive_exactly(line, length)
-
-
-def _receive_exactly(line: socket.socket, n: int) -> bytes:
-    parts, left = [], n
-    while left:
-        part = line.recv(min(left, 2**20))
-        if not part:
-            raise ConnectionError("the connection ended")
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
-
-
-def timeval(seconds: float) -> bytes:
-    """A struct timeval."""
-    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-
-
-def shut(line: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        line.shutdown(socket.SHUT_RDWR)
-    line.close()

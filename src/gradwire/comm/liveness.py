@@ -2,7 +2,8 @@
 
 A process group ends with its first lost member, and its error names no rank. So every rank keeps a listening socket,
 and the others try to connect to it when a collective has failed. A connection shows that the rank is alive and its host
-is reachable; a refusal, that the rank has ended; no answer, that one of the two hosts is down or cut off.
+is reachable; a refusal, that the rank has ended; no answer, that one of the two hosts is down or cut off. No byte is
+read or sent: each connection is accepted and closed.
 """
 
 import atexit
@@ -10,11 +11,14 @@ import errno
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import NamedTuple
+
+from gradwire.comm.secure_channel import accept_all, listen, shut
 
 SECONDS = 3.0  # until a rank that has not answered is taken to be out of reach
 _PAUSES = (0.2, 1.0)  # a process that ends closes its sockets one after the other, and the listener may be late
@@ -95,10 +99,14 @@ def _reason(error: RuntimeError) -> str:
 def _listener(process: int) -> socket.socket | None:
     """One for each process, as long as it lives; a forked child needs its own."""
     try:
-        listener = socket.create_server((_address(), 0), backlog=64)
+        listener = listen(_address())
     except OSError:
         return None
-    atexit.register(listener.close)
+    atexit.register(shut, listener)
+    # Connections that are not accepted would fill the queue, and a living rank would no longer answer.
+    threading.Thread(
+        target=accept_all, args=(listener, socket.socket.close), name="gradwire-probes", daemon=True
+    ).start()
     return listener
 
 

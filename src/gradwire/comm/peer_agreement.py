@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from gradwire.comm.framing import Edge, FrameKind
+from gradwire.comm.framing import MOST_MESSAGES, Edge, FrameKind
 from gradwire.comm.peer_edges import EdgeTable
 
 Snapshot = Callable[[], bytes]
@@ -121,6 +121,8 @@ def is_pending(edge: Edge, step: int) -> bool:
 
 def _record(edge: Edge, kind: int, step: int, index: int, body: bytes) -> None:
     if kind == FrameKind.MESSAGE:
+        if len(edge.messages) >= MOST_MESSAGES:
+            raise ConnectionError(f"rank {edge.peer} sent {MOST_MESSAGES} messages ahead; close the connection")
         edge.messages[step, index] = body
     elif kind == FrameKind.LEAVE:
         edge.start = None

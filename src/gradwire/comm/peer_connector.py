@@ -5,47 +5,84 @@ import logging
 import socket
 import struct
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from gradwire.comm.collectives import Traffic
-from gradwire.comm.framing import FRAME, Edge, FrameKind, pack_frame, receive_frame, shut, timeval
+from gradwire.comm.framing import Edge, FrameKind
+from gradwire.comm.job_secret import job_secret
 from gradwire.comm.peer_agreement import EdgeAgreement
 from gradwire.comm.peer_edges import BROKEN_CONNECTION
 from gradwire.comm.rendezvous import Rendezvous
+from gradwire.comm.secure_channel import (
+    DIALER_BYTES,
+    HANDSHAKE_SECONDS,
+    LISTENER_BYTES,
+    SecureChannel,
+    accept_all,
+    frame_bytes,
+    listen,
+    shut,
+    tls_context,
+)
 
 _REDIAL_SECONDS = 0.05
+_MOST_HANDSHAKES = 64  # at a time; strangers hold no more threads than that
+_WARN_AFTER = 20  # handshakes; a peer that is about to end may break off some
 _log = logging.getLogger("gradwire.gossip")
 
 
 class Connector:
-    """Threads that accept and dial, and one thread for each edge, which reads until the connection ends."""
+    """Threads that accept and dial, and one thread for each edge, which reads until the connection ends.
+
+    Attributes:
+        strangers: How many connections were dropped because their other end did not prove the job's secret.
+    """
 
     def __init__(
-        self, agreement: EdgeAgreement, neighbors: Iterable[int], rendezvous: Rendezvous, digest: bytes, host: str
+        self,
+        agreement: EdgeAgreement,
+        neighbors: Iterable[int],
+        rendezvous: Rendezvous,
+        digest: bytes,
+        host: str,
+        most_bytes: int,
     ) -> None:
         self._rank, self._edges, self._agreement = agreement.rank, agreement.edges, agreement
-        self._neighbors, self._rendezvous = tuple(neighbors), rendezvous
+        self._neighbors, self._rendezvous, self._most_bytes = tuple(neighbors), rendezvous, most_bytes
         self._hello = struct.pack("<I", self._rank) + digest
+        self._secret = job_secret(rendezvous, host)
+        self._tls = {dials: tls_context(dials) for dials in (False, True)}
         self._refused: set[int] = set()  # peers of another training, which are logged once
-        self._listener = socket.create_server((host, 0))
+        self._unproven: Counter[int] = Counter()  # how often a peer that was dialed did not prove the secret
+        self._handshakes: dict[SecureChannel, None] = {}  # of accepted connections, the oldest first
+        self.strangers = 0
+        self._listener = listen(host)
         rendezvous.write(self._rank, (host, self._listener.getsockname()[1]))
-        _start(self._accept)
+        _start(accept_all, self._listener, self._accept)
         for peer in self._neighbors:
             if peer < self._rank:  # the higher rank of an edge dials
                 _start(self._dial, peer)
 
     def close(self) -> None:
         """Stop to accept. The edges are closed already."""
-        # A blocked accept holds the listening socket open; a connection of our own wakes it.
-        with contextlib.suppress(OSError):
-            socket.create_connection(self._listener.getsockname(), timeout=1).close()
-        self._listener.close()
+        shut(self._listener)
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # the listener was closed
-            while not self._edges.closed:
-                _start(self._serve, self._listener.accept()[0], None)
+    def _channel(self, line: socket.socket) -> SecureChannel:
+        return SecureChannel(line, len(self._hello), 2 * self._edges.timeout)  # a step waits no longer for a frame
+
+    def _accept(self, line: socket.socket) -> None:
+        """Where strangers crowd in, the one that has taken longest makes room: a neighbor takes no time."""
+        channel = self._channel(line)
+        with self._edges.changed:
+            self._handshakes[channel] = None
+            if len(self._handshakes) > _MOST_HANDSHAKES:
+                oldest = next(iter(self._handshakes))
+                del self._handshakes[oldest]
+                oldest.close()
+        _start(self._serve, channel, None)
 
     def _dial(self, peer: int) -> None:
         """Connect to a peer whose address is known, again and again while there is no connection."""
@@ -54,41 +91,60 @@ class Connector:
             address = self._rendezvous.read(peer) if peer not in edges.by_peer else None
             with contextlib.suppress(OSError):
                 if address is not None:
-                    self._serve(socket.create_connection(address, timeout=edges.timeout), peer)
+                    self._serve(self._channel(socket.create_connection(address, timeout=HANDSHAKE_SECONDS)), peer)
             with edges.changed:
                 edges.changed.wait_for(lambda: edges.closed, _REDIAL_SECONDS)
 
-    def _serve(self, line: socket.socket, dialed: int | None) -> None:
-        """Exchange hellos, then read until the end. Runs in the edge's own thread."""
+    def _serve(self, channel: SecureChannel, dialed: int | None) -> None:
+        """Authenticate, exchange hellos, then read until the end. Runs in the edge's own thread."""
         try:
-            edge, same_training = self._greet(line)
-        except BROKEN_CONNECTION:
-            shut(line)
+            edge, same_training = self._greet(channel, dialed is not None)
+        except BROKEN_CONNECTION as error:
+            self._drop_stranger(dialed, error)
+            channel.close()
             return
+        finally:
+            with self._edges.changed:
+                self._handshakes.pop(channel, None)
         if not same_training or edge.peer not in self._neighbors or dialed not in (None, edge.peer):
             if edge.peer in self._neighbors and not same_training:
                 self._refuse(edge.peer)
-            shut(line)
+            channel.close()
             return
         self._edges.add(edge)
         if self._agreement.is_active():
             self._agreement.announce([edge])
         self._edges.read(edge, self._agreement.handle)
 
-    def _greet(self, line: socket.socket) -> tuple[Edge, bool]:
-        """Exchange hellos. Returns the edge, and whether its peer has the same training."""
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        line.settimeout(self._edges.timeout)
+    def _greet(self, channel: SecureChannel, dials: bool) -> tuple[Edge, bool]:
+        """Authenticate and exchange hellos. Returns the edge, and whether its peer has the same training."""
+        deadline = time.monotonic() + HANDSHAKE_SECONDS
+        channel.handshake(self._secret, dials, deadline, self._tls[dials])
         next_step = self._agreement.next_step if self._agreement.is_active() else -1
-        line.sendall(pack_frame(FrameKind.HELLO, next_step, body=self._hello))
-        kind, step, _, body = receive_frame(line)
+        channel.send(FrameKind.HELLO, next_step, body=self._hello)
+        kind, step, _, body = channel.receive(deadline)
         if kind != FrameKind.HELLO:
-            raise ConnectionError
-        self._edges.count(Traffic(FRAME.size + len(self._hello), FRAME.size + len(body), 0))
+            raise ConnectionError("the first frame is no HELLO")
         (peer,) = struct.unpack_from("<I", body)
-        line.settimeout(None)  # from now on, silence is judged where messages are waited for
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(self._edges.timeout))
-        return Edge(peer, line, peer_step=step if step >= 0 else None), body[4:] == self._hello[4:]
+        sent, received = (DIALER_BYTES, LISTENER_BYTES) if dials else (LISTENER_BYTES, DIALER_BYTES)
+        sent += frame_bytes(next_step, 0, self._hello)
+        self._edges.count(Traffic(sent, received + frame_bytes(step, 0, body), 0))
+        channel.most_bytes = self._most_bytes
+        return Edge(peer, channel, peer_step=step if step >= 0 else None), body[4:] == self._hello[4:]
+
+    def _drop_stranger(self, dialed: int | None, error: Exception) -> None:
+        """Strangers make no noise. A neighbor's address that never answers as one is worth a warning."""
+        with self._edges.changed:
+            self.strangers += 1
+            if dialed is not None:
+                self._unproven[dialed] += 1
+        _log.debug("rank %d dropped a stranger, %d so far: %s", self._rank, self.strangers, error)
+        if dialed is not None and self._unproven[dialed] == _WARN_AFTER:
+            _log.warning(
+                "what listens at the address of rank %d does not prove the job's secret to rank %d; give all ranks the "
+                "same GRADWIRE_SECRET",
+                *(dialed, self._rank),
+            )
 
     def _refuse(self, peer: int) -> None:
         """A peer of another training is an error for a rank that is about to join; a joined rank ignores it."""

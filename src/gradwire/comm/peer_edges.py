@@ -5,7 +5,8 @@ import threading
 from collections.abc import Callable
 
 from gradwire.comm.collectives import Traffic
-from gradwire.comm.framing import FRAME, UNCOUNTED, Edge, FrameKind, pack_frame, receive_frame, shut
+from gradwire.comm.framing import UNCOUNTED, Edge, FrameKind
+from gradwire.comm.secure_channel import frame_bytes
 
 BROKEN_CONNECTION = (OSError, ConnectionError, struct.error)
 
@@ -41,7 +42,7 @@ class EdgeTable:
             edge.alive = False
             if edge.start is not None:
                 self.lost.append(edge.peer)
-            shut(edge.line)
+            edge.channel.close()
             if self.by_peer.get(edge.peer) is edge:
                 del self.by_peer[edge.peer]
             self.changed.notify_all()
@@ -75,9 +76,8 @@ class EdgeTable:
     def send(self, edge: Edge, kind: FrameKind, step: int = 0, index: int = 0, body: bytes = b"") -> bool:
         """Write a frame; a connection that cannot be written to is dropped. Returns whether it was written."""
         try:
-            with edge.write_lock:
-                edge.line.sendall(pack_frame(kind, step, index, body))
-            self.count(Traffic(FRAME.size + len(body), 0.0, 0), index)
+            edge.channel.send(kind, step, index, body)
+            self.count(Traffic(frame_bytes(step, index, body), 0.0, 0), index)
             return True
         except OSError:
             with self.changed:
@@ -88,8 +88,8 @@ class EdgeTable:
         """Read frames until the connection ends."""
         try:
             while edge.alive:
-                kind, step, index, body = receive_frame(edge.line)
-                self.count(Traffic(0.0, FRAME.size + len(body), 0), index)
+                kind, step, index, body = edge.channel.receive()
+                self.count(Traffic(0.0, frame_bytes(step, index, body), 0), index)
                 handle(edge, kind, step, index, body)
         except BROKEN_CONNECTION:
             with self.changed:

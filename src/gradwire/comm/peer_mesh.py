@@ -1,4 +1,4 @@
-"""Peer mesh: exchanges over plain TCP between neighbors, which may die, stall and come back.
+"""Peer mesh: exchanges over TCP between neighbors, which may die, stall and come back.
 
 A process group ends with its first dead member; here each pair of neighbors has a connection of its own, an edge. Both
 ends agree on the first step of an edge, so neither waits for a message that is never sent. One end's view of an edge:
@@ -16,12 +16,12 @@ Offers carry a digest of an end's copies of the edge, after a checkpoint was loa
 on as it was. While a rank waits for one neighbor, it sends WAIT to the others; a neighbor that sends nothing for
 `timeout` seconds is dropped. Its threads connect anew, but agree to nothing before its caller is active again.
 
-`framing` has the wire format, `peer_connector` the connections, `peer_edges` the table of edges, `peer_agreement` the
-answers to frames. This module has what the caller does.
+`secure_channel` has the wire format, which keeps strangers out; `framing` the kinds of frames, `peer_connector` the
+connections, `peer_edges` the table of edges, `peer_agreement` the answers to frames. This module has what the caller
+does.
 """
 
-import contextlib
-import socket
+import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -33,6 +33,7 @@ from gradwire.comm.peer_edges import EdgeTable
 from gradwire.comm.rendezvous import Rendezvous
 
 _LEAVE_SECONDS = 0.3
+_log = logging.getLogger("gradwire.gossip")
 
 
 class PeerMesh:
@@ -53,6 +54,7 @@ class PeerMesh:
         digest: bytes,
         *,
         timeout: float,
+        most_bytes: int,
         host: str = "127.0.0.1",
     ) -> None:
         self.rank, self.timeout, self.edges = rank, timeout, EdgeTable(timeout)
@@ -60,7 +62,7 @@ class PeerMesh:
         self._agreement = EdgeAgreement(rank, self.edges)
         self._deadline = 0.0  # when the step ends, with those that have answered
         self._writers = ThreadPoolExecutor(2 * len(self._neighbors) + 1, "gradwire-writer")
-        self._connector = Connector(self._agreement, self._neighbors, rendezvous, digest, host)
+        self._connector = Connector(self._agreement, self._neighbors, rendezvous, digest, host, most_bytes)
 
     # -- joining and leaving -------------------------------------------------------------------------------------------
 
@@ -137,8 +139,7 @@ class PeerMesh:
         self._writers.shutdown()
         for edge in live:
             if self.edges.send(edge, FrameKind.LEAVE):
-                with contextlib.suppress(OSError):
-                    edge.line.shutdown(socket.SHUT_WR)
+                edge.channel.end_sending()
         with self.edges.changed:
             # Closing on unread bytes would reset the connection, and destroy what the other end has not read yet.
             self.edges.changed.wait_for(lambda: not self.edges.live(), _LEAVE_SECONDS)
@@ -197,6 +198,14 @@ class PeerMesh:
                 last_sent = time.monotonic()
                 for edge in edges:
                     self._writers.submit(self.edges.send, edge, FrameKind.WAIT, step)
+
+    def drop(self, peer: int, why: str) -> None:
+        """Drop a neighbor. It may connect anew, and the edge then begins with whole parameters."""
+        with self.edges.changed:
+            edge = self.edges.by_peer.get(peer)
+            if edge is not None:
+                _log.warning("rank %d drops neighbor %d, which %s", self.rank, peer, why)
+                self.edges.drop(edge)
 
     def finish(self, step: int, snapshot: Snapshot) -> None:
         """The step is over; a rank that comes back may start from these parameters."""

@@ -1,6 +1,8 @@
 """Rendezvous: where peers write down their addresses, so that a peer that comes back can be found."""
 
+import contextlib
 import os
+import tempfile
 from abc import ABC, abstractmethod
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +37,10 @@ class Rendezvous(ABC):
     def get_text(self, key: str) -> str:
         """The text under a key; empty or an error where there is none."""
 
+    @abstractmethod
+    def set_default(self, key: str, text: str) -> str:
+        """Enter a text unless there is one. Returns the one that is there."""
+
 
 class FolderRendezvous(Rendezvous):
     """A folder that all ranks share: one small file for each."""
@@ -51,6 +57,18 @@ class FolderRendezvous(Rendezvous):
     def get_text(self, key: str) -> str:
         return (self.folder / key).read_text()
 
+    def set_default(self, key: str, text: str) -> str:
+        """The file is for this user's eyes only, and one of another user is refused."""
+        descriptor, partial = tempfile.mkstemp(dir=self.folder)  # readable by its owner alone
+        with open(descriptor, "w") as file:
+            file.write(text)
+        with contextlib.suppress(FileExistsError):
+            os.link(partial, self.folder / key)
+        os.unlink(partial)
+        if (self.folder / key).stat().st_uid != os.geteuid():
+            raise PermissionError(f"{self.folder / key} belongs to another user; choose a folder of your own")
+        return self.get_text(key)
+
 
 class StoreRendezvous(Rendezvous):
     """A torch TCPStore. It ends with the process that hosts it, so host it in one that does not train."""
@@ -65,6 +83,9 @@ class StoreRendezvous(Rendezvous):
 
     def get_text(self, key: str) -> str:
         return str(self.store.get(key).decode()) if self.store.check([key]) else ""
+
+    def set_default(self, key: str, text: str) -> str:
+        return str(self.store.compare_set(key, "", text).decode())
 
 
 def rendezvous(place: str | Path | Rendezvous) -> Rendezvous:

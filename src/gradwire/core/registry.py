@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar, dataclass_transform
 
 # Kinds of things that have a name: which slot of a spec they may fill.
-KINDS = ("transform", "selector", "quantizer", "indices", "feedback", "exchange", "preset", "topology", "gossip")
+KINDS = (
+    *("transform", "selector", "quantizer", "indices", "feedback", "exchange", "preset"),
+    *("topology", "gossip", "local"),
+)
 
 T = TypeVar("T")
 _ENTRIES: dict[str, tuple[str, Callable[..., object]]] = {}

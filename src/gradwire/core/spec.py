@@ -13,6 +13,8 @@ from typing import Any
 
 from gradwire.core.registry import lookup
 
+_LARGEST = 2**63
+
 
 def parse(text: str) -> Any:
     """Read a spec.
@@ -27,6 +29,9 @@ def parse(text: str) -> Any:
             f"cannot read the spec {text!r}; write stages as name(arguments), joined by |, "
             "for example topk(0.01) | sign"
         ) from None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value >= _LARGEST:
+            raise ValueError(f"{node.value} in the spec {text!r} is too large; whole numbers fit into 64 bits")
     value = _build(tree.body, text)
     if not (_is_spec(tree.body) or _is_table(tree.body)):
         raise ValueError(f"the spec {text!r} names no stage; write for example topk(0.01) | sign")

@@ -52,7 +52,7 @@ class Batched:
         self.world, self.clock = len(self.engines), Clock()
         self._stacked: list[LaneState] = []
         self._fronts: list[list[Generation]] = []  # as the engines were left with them, by lane and rank
-        # By lane: each rank's first gradient, and all gradients, where they lie end to end.
+        # By lane: the gradients of all ranks, and the buffer in which they lie end to end.
         self._flats: dict[int, tuple[list[Tensor], Tensor]] = {}
 
     def supports(self, grads: Sequence[Grads]) -> bool:
@@ -96,13 +96,13 @@ class Batched:
 
     def _flat(self, i: int, lane: Lane, grads: Sequence[Grads], unscale: float) -> Tensor:
         """All ranks' gradients of a lane end to end. Where they lie so already, they do in the next step, too."""
-        heads = [x for own in grads if (x := own[lane.tensors.names[0]]) is not None]
+        lying = [x for own in grads for name in lane.tensors.names if (x := own[name]) is not None]
         known = self._flats.get(i)
-        if known is not None and unscale == 1.0 and all(a is b for a, b in zip(known[0], heads, strict=True)):
+        if known is not None and unscale == 1.0 and all(a is b for a, b in zip(known[0], lying, strict=True)):
             return known[1]
         flat = joined([views_of(lane, own, self.engines[0].device, unscale).flat() for own in grads])
-        if same_memory(flat, heads[0]):
-            self._flats[i] = heads, flat
+        if same_memory(flat, lying[0]):
+            self._flats[i] = lying, flat
         return flat
 
     def _step_lane(self, lane: Lane, flat: Tensor, state: LaneState, key: Key, flags: list[Tensor]) -> Simulated:

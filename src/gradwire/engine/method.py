@@ -6,12 +6,20 @@ from typing import Any, ClassVar, TypeAlias
 
 from gradwire.codecs.codec import Codec, codec
 from gradwire.codecs.stage import Stage
+from gradwire.core.segments import Segments
 from gradwire.core.spec import parse
 from gradwire.exchanges import Auto, Exchange
 from gradwire.feedback import Feedback, NoFeedback, Residual
 
 Spec: TypeAlias = "str | Stage | Codec | Exchange | Method | Mapping[int, str | Stage | Codec]"
-_ARGUMENTS = {"feedback": "as feedback=", "exchange": "as exchange=", "gossip": "to gradwire.gossip"}
+_ONE_BIT = 1.5  # bits a value, with scales
+_MANY = 1 << 16  # values
+_ARGUMENTS = {
+    "feedback": "as feedback=",
+    "exchange": "as exchange=",
+    "gossip": "to gradwire.gossip",
+    "local": "to gradwire.local",
+}
 
 
 @dataclass(frozen=True)
@@ -109,3 +117,14 @@ def _part(given: Any, kind: type) -> Any:
     if made is not None and not isinstance(made, kind):
         raise ValueError(f"{given!r} is no {kind.__name__.lower()}; see `gradwire codecs` for all names")
     return made
+
+
+def starves_adaptive(codec: Codec, feedback: Feedback, exchange: Exchange) -> bool:
+    """Whether few entries, single bits or a low rank are sent, and the rest is kept for later steps.
+
+    An optimizer that divides by a second moment then takes what waited for many steps for one step's gradient.
+    """
+    if not feedback.keeps_error or feedback.needs_denominator or "residual" not in feedback.memories:
+        return False
+    bits = 8 * codec.size(Segments.single(_MANY)) / _MANY
+    return exchange.compresses_in_protocol or codec.selector is not None or bits < _ONE_BIT

@@ -114,7 +114,7 @@ class DeferredStatus:
 
     def __init__(self, device: torch.device, revertible: bool = True) -> None:
         self._device, self._revertible = device, revertible
-        self._forgotten = 0  # dropped steps from before the state was replaced
+        self._before = (0, 0)  # the counts when the state was replaced
         self._counts: Tensor | None = None  # dropped, corrupt
         self._arrived: torch.cuda.Event | None = None
 
@@ -136,8 +136,9 @@ class DeferredStatus:
         return 0 if self._counts is None else int(self._counts[0])
 
     def reset(self) -> None:
-        """The state was replaced: steps dropped so far did it no harm."""
-        self._forgotten = self.dropped
+        """The state was replaced: what was counted so far did it no harm."""
+        dropped, corrupt = (0, 0) if self._counts is None else self._counts.tolist()
+        self._before = dropped, corrupt
 
     def check(self) -> None:
         """Wait for all steps, and make sure that none was to be dropped that cannot be."""
@@ -160,7 +161,7 @@ class DeferredStatus:
         self._seen.copy_(counts, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
-        if damaged:
+        if damaged > self._before[1]:
             raise CorruptMessageError(
                 "a message of an earlier step was damaged on the way, or comes from another model; "
                 "go back to the last checkpoint, and check the network"
@@ -168,7 +169,7 @@ class DeferredStatus:
         self._check_revertible(dropped)
 
     def _check_revertible(self, dropped: int) -> None:
-        if dropped > self._forgotten and not self._revertible:
+        if dropped > self._before[0] and not self._revertible:
             raise RuntimeError(IRREVOCABLE)
 
 

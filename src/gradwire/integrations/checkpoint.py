@@ -13,10 +13,11 @@ from gradwire.integrations import checksums
 from gradwire.integrations.consistency import errors_on_all_ranks
 from gradwire.integrations.gossip.elastic import ElasticGossip
 from gradwire.integrations.gossip.gossip_sync import GossipSync
+from gradwire.integrations.local.handle import LocalSync
 from gradwire.integrations.optimizer import DistributedOptimizer
 from gradwire.integrations.wire import Wire
 
-Handle: TypeAlias = Wire | GossipSync | ElasticGossip
+Handle: TypeAlias = Wire | GossipSync | ElasticGossip | LocalSync
 
 
 def save(wire: Handle | DistributedOptimizer, folder: str | Path) -> Path:
@@ -69,9 +70,9 @@ def _bytes(x: Tensor) -> bytes:
 def _handle(wire: Handle | DistributedOptimizer) -> Handle:
     if isinstance(wire, DistributedOptimizer):
         return wire.wire
-    if not isinstance(wire, Wire | GossipSync | ElasticGossip):
+    if not isinstance(wire, Handle):
         raise TypeError(
-            f"{type(wire).__name__} is no handle; pass what gradwire.compress, gradwire.gossip or "
+            f"{type(wire).__name__} is no handle; pass what gradwire.compress, gradwire.gossip, gradwire.local or "
             "gradwire.DistributedOptimizer returned, and save the model by itself"
         )
     return wire

@@ -4,6 +4,8 @@ A file that was cut short would be noticed without it. A flipped bit would not, 
 continue from wrong numbers. Files without a checksum are read as they are.
 """
 
+import os
+import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,8 +26,30 @@ def write(state: Mapping[str, Tensor], path: Path) -> None:
     """Write tensors atomically: a reader sees the old file or the new one, never half of it."""
     own = {name: x.detach().cpu().contiguous() for name, x in state.items()}
     partial = path.with_name(path.name + ".partial")
-    save_file(own, partial, {_KEY: _checksum(own)})
+    try:
+        save_file(own, partial, {_KEY: checksum(own)})
+    except SafetensorError as wrong:  # its text ends as in: No space left on device (os error 28)
+        number = re.search(r"os error (\d+)", str(wrong))
+        raise OSError(int(number[1]) if number else 0, str(wrong), str(partial)) from None
+    publish(partial, path)
+
+
+def publish(partial: Path, path: Path) -> None:
+    """Give a whole file its name: after a power cut, the folder has the old file or the new one."""
+    sync(partial)
     partial.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    if os.name != "posix":  # elsewhere folders cannot be opened
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def read(path: Path) -> dict[str, Tensor]:
@@ -36,18 +60,20 @@ def read(path: Path) -> dict[str, Tensor]:
     """
     try:
         with safe_open(path, "pt") as file:
-            saved = (file.metadata() or {}).get(_KEY)
+            noted = file.metadata() or {}
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (OSError, SafetensorError) as wrong:
         raise Unreadable(str(wrong)) from None
-    if saved is not None and saved != _checksum(state):
+    if noted.keys() - {"format"} and noted.get(_KEY) != checksum(state):  # the key itself may be damaged
         raise Unreadable("its checksum is wrong, so some of its bytes have changed")
     return state
 
 
-def _checksum(state: Mapping[str, Tensor]) -> str:
+def checksum(state: Mapping[str, Tensor]) -> str:
+    """Of names, formats, shapes and bytes."""
     crc = 0
     for name, x in sorted(state.items()):
+        x = x.detach().cpu().contiguous()
         crc = zlib.crc32(f"{name} {x.dtype} {tuple(x.shape)}".encode(), crc)
         crc = zlib.crc32(x.reshape(-1).view(torch.uint8).numpy().data, crc)
     return f"{crc:08x}"

@@ -16,10 +16,11 @@ from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.auto import described_link
 from gradwire.integrations.consistency import errors_on_all_ranks
-from gradwire.integrations.ddp import find_ddp, make_wire
+from gradwire.integrations.ddp import find_ddp, make_wire, refuse_replicated
 from gradwire.integrations.host_discovery import find_backend
-from gradwire.integrations.model import refuse_sparse, refuse_wrapped, trainable
+from gradwire.integrations.model import refuse_later, refuse_sparse, refuse_wrapped, trainable
 from gradwire.integrations.optimizer import check_at_first_step
+from gradwire.integrations.ownership import refuse_averaged
 from gradwire.integrations.preconditioning import attach_optimizer, check_optimizer
 from gradwire.integrations.setup import Options, Setup
 from gradwire.integrations.wire import Wire
@@ -77,21 +78,27 @@ def compress(
     Returns:
         A handle: ``report()``, ``state_dict()``, ``set(...)``, ``off()``; callable in plain loops.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"compress takes the model itself, not {type(model).__name__}; pass an nn.Module")
     ddp = find_ddp(model)
     inner = model if ddp is None else ddp.module
     backend = find_backend(link, process_group if ddp is None else ddp.process_group, across)
     ignored = () if ddp is None else ddp.parameters_to_ignore
-    options = Options(feedback, exchange, granularity, rules, bundle, scaler, seed, launch_mb, rollback)
     with errors_on_all_ranks(backend):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"compress takes the model itself, not {type(model).__name__}; pass an nn.Module")
+        options = Options(feedback, exchange, granularity, rules, bundle, scaler, seed, launch_mb, rollback)
         refuse_wrapped(inner)
+        refuse_replicated(inner)
         refuse_sparse(inner)
         parameters = trainable((name, p) for name, p in inner.named_parameters() if name not in ignored)
+        if ddp is None:
+            refuse_averaged(parameters)
         described = described_link(spec, link, options)
     shared = {} if ddp is not None else dict((*inner.named_parameters(), *inner.named_buffers()))
     veto = partial(check_optimizer, optimizer)
-    wire = make_wire(Setup(parameters, backend, options, ddp is not None, shared, veto), spec, described, ddp)
+    known = {id(p) for name, p in inner.named_parameters() if p.requires_grad or name in ignored}
+    check_model = partial(refuse_later, inner, known)
+    setup = Setup(parameters, backend, options, ddp is not None, shared, veto, check_model)
+    wire = make_wire(setup, spec, described, ddp)
     attach_optimizer(wire, optimizer)
     check_at_first_step(wire)
     return wire

@@ -34,16 +34,20 @@ def agree(link: Backend, spec: str, model: Mapping[str, str], step: int = 0, err
     """
     described = json.dumps(list(model.items())).encode()
     fingerprint = f"{len(model)} tensors, fingerprint {hashlib.sha256(described).hexdigest()[:12]}"
-    compare(link, {"spec": spec, "model": fingerprint, "step": step, "error": error})
+    compare(link, {"spec": spec, "model": fingerprint, "step": step, "error": error}, model)
 
 
-def compare(link: Backend, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Send all ranks a note, and refuse what must not differ; the notes of all."""
+def compare(link: Backend, mine: Mapping[str, Any], model: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Send all ranks a note, and refuse what must not differ; the notes of all.
+
+    Args:
+        link: To all ranks.
+        mine: The note.
+        model: What the note's fingerprint of the model stands for. It is sent where models differ.
+    """
     error = mine.get("error")
     mine = {"version": VERSION, "format": WIRE_FORMAT, "spec": "", "model": "", "step": 0, "error": None, **mine}
-    note = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(link.device)
-    (payloads,) = link.answer([Gather(Payload(note))])
-    notes = [json.loads(bytes(payload.data.tolist()).rstrip(b"\0")) for payload in payloads]
+    notes = _gather(link, mine)
     for rank, other in enumerate(notes):
         if other["error"]:
             where = "" if error == other["error"] else f"on rank {rank}: "
@@ -51,9 +55,23 @@ def compare(link: Backend, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
     for rank, other in enumerate(notes):
         for field, remedy in _REMEDY.items():
             if other[field] != notes[0][field]:
-                theirs, ours = _differences(str(other[field]), str(notes[0][field]))
+                texts = str(other[field]), str(notes[0][field])
+                if field == "model" and model is not None:
+                    models = _gather(link, dict(model))  # all ranks have compared the same notes, and come here
+                    texts = _tensors(models[rank]), _tensors(models[0])
+                theirs, ours = _differences(*texts)
                 raise ValueError(f"rank {rank} has another {field} than rank 0: {theirs}, not {ours}; {remedy}")
     return notes
+
+
+def _gather(link: Backend, note: Mapping[str, Any]) -> list[dict[str, Any]]:
+    mine = torch.frombuffer(bytearray(json.dumps(note).encode()), dtype=torch.uint8).to(link.device)
+    (payloads,) = link.answer([Gather(Payload(mine))])
+    return [json.loads(bytes(payload.data.tolist()).rstrip(b"\0")) for payload in payloads]
+
+
+def _tensors(model: Mapping[str, str]) -> str:
+    return "; ".join(f"{name} {what}" for name, what in model.items())
 
 
 def _differences(one: str, other: str) -> tuple[str, str]:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed._composable.contract import _get_registry
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,6 +40,16 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
     """The model itself, or the DDP module that torch.compile wrapped."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def refuse_replicated(model: nn.Module) -> None:
+    """Refuse a model that `replicate` averages, by a DistributedDataParallel that takes no hook of ours."""
+    for name, module in model.named_modules():
+        if "replicate" in (_get_registry(module) or ()):
+            raise ValueError(
+                f"the module {name!r} is under replicate(), which averages its gradients by itself; wrap it in "
+                "DistributedDataParallel instead, and pass that to gradwire, or leave it unwrapped"
+            )
 
 
 class BucketInfo(NamedTuple):
@@ -110,6 +121,7 @@ class DDPHookState:
 
     def _begin(self) -> BackwardPass:
         """The first bucket of a step is here."""
+        self.wire.setup.check_model()
         self.wire.before_step()
         plan = self.wire.executor.engine.whole
         if plan is not self._plan:
@@ -128,7 +140,7 @@ class DDPHookState:
             if known is not None:
                 self._known.clear()
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-            views = {self._names[id(p)]: view for p, view in pairs}
+            views = {self._names[id(p)]: _as_laid_out(view, p) for p, view in pairs}
             known = self._known[number] = BucketInfo(buffer, views, Counter(self._bucket_of[name] for name in views))
         return known
 
@@ -186,6 +198,12 @@ def _sum(group: dist.ProcessGroup, bucket: GradBucket, dtype: torch.dtype) -> to
     assert work is not None
     done: torch.futures.Future[Tensor] = work.get_future().then(lambda total: buffer.copy_(total.value()[0]))
     return done
+
+
+def _as_laid_out(view: Tensor, p: Tensor) -> Tensor:
+    """A gradient in a bucket, which DDP fills in the order of the parameter's memory where that has no gaps."""
+    dense = torch.empty_like(p, device="meta").stride() == p.stride()  # else empty_like lays it out anew
+    return view.as_strided(p.shape, p.stride()) if dense else view
 
 
 def _at_the_end(work: Callable[[], None]) -> None:

@@ -51,6 +51,7 @@ class LightningCompression(Callback):
             _refuse_others(trainer)
         scaler = None if self._called else getattr(trainer.precision_plugin, "scaler", None)
         optimizer = next(iter(trainer.optimizers), None)
+        self.wire = None  # of an earlier fit
         self.wire = compress(model, self.spec, scaler=scaler, **{"optimizer": optimizer, **self.options})
         for optimizer in trainer.optimizers:
             check_wire(optimizer, self.wire)

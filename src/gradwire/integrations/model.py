@@ -1,6 +1,6 @@
 """The user's model: which parameters take part, under which names."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import torch
 from torch import nn
@@ -9,6 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 _SHARDED = (
     "is sharded: every rank has another part of it, and means over ranks would mix them up; gradwire compresses "
     "gradients of whole replicas, so use DistributedDataParallel, or no wrapper"
+)
+_LATER = (
+    "the parameter {!r} began to train after the wire was attached, so its gradient is not averaged; attach when all "
+    "parameters that train are in place and have requires_grad=True"
 )
 
 
@@ -27,6 +31,29 @@ def trainable(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Paramet
     if not chosen:
         raise ValueError("there is no trainable parameter to synchronize; pass a model with requires_grad=True ones")
     return chosen
+
+
+def refuse_later(model: nn.Module, known: Container[int]) -> None:
+    """Refuse a parameter that began to train after the wire was attached: no rank would send its gradient.
+
+    Args:
+        model: As it is now.
+        known: Identities of the parameters at attach.
+    """
+    modules: list[nn.Module] = [model]
+    for module in modules:  # which grows; this takes a quarter of the time of named_parameters()
+        modules += [child for child in module._modules.values() if child is not None]
+        for p in module._parameters.values():
+            if p is not None and p.requires_grad and id(p) not in known:
+                name = next(name for name, other in model.named_parameters() if other is p)
+                raise RuntimeError(_LATER.format(name.replace("_orig_mod.", "")))
+
+
+def refuse_unfrozen(named: Iterable[tuple[str, nn.Parameter]], known: Container[int]) -> None:
+    """The same for a list of parameters."""
+    for name, p in named:
+        if p.requires_grad and id(p) not in known:
+            raise RuntimeError(_LATER.format(name))
 
 
 def refuse_sparse(model: nn.Module) -> None:

@@ -21,10 +21,11 @@ from gradwire.integrations.auto import described_link
 from gradwire.integrations.consistency import errors_on_all_ranks
 from gradwire.integrations.ddp import make_wire
 from gradwire.integrations.host_discovery import find_backend
-from gradwire.integrations.model import trainable
-from gradwire.integrations.optimizer_warning import warn_if_starved
+from gradwire.integrations.model import refuse_unfrozen, trainable
+from gradwire.integrations.optimizer_warning import is_adaptive, warn_if_starved
+from gradwire.integrations.ownership import check_order, refuse_averaged, take
 from gradwire.integrations.preconditioning import attach_optimizer, check_optimizer
-from gradwire.integrations.setup import Options, Setup
+from gradwire.integrations.setup import Options, Setup, check_scaler
 from gradwire.integrations.wire import Wire
 
 
@@ -55,21 +56,25 @@ class DistributedOptimizer(Optimizer):
         **options: Any,
     ) -> None:
         backend, named = find_backend(link, process_group, across), list(named_parameters)
-        chosen = Options(**options)
         with errors_on_all_ranks(backend):
+            chosen = Options(**options)
+            check_scaler(scaler)
             _check_named(optimizer, named)
             parameters = trainable(named)
             _check_covered(optimizer, parameters)
+            refuse_averaged(parameters)
             described = described_link(spec, link, chosen)
         self.inner = optimizer
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
         self.state = optimizer.state
         veto, shared = partial(check_plan, optimizer), dict((*named, *named_buffers))
-        self.wire = make_wire(Setup(parameters, backend, chosen, shared=shared, veto=veto), spec, described)
+        check_model = partial(_check_still_covered, optimizer, named, parameters)
+        setup = Setup(parameters, backend, chosen, shared=shared, veto=veto, check_model=check_model)
+        self.wire = make_wire(setup, spec, described)
         attach_optimizer(self.wire, optimizer)
-        if backend.rank == 0:
-            warn_if_starved(optimizer, self.wire.engine.whole)
+        check_at_first_step(self.wire)
+        check_wire(optimizer, self.wire)
         self._scaler = scaler
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -148,7 +153,10 @@ def check_wire(optimizer: Optimizer, wire: Wire) -> None:
     """The same for an optimizer that may step parameters of a wire; a plan that starves it is warned of."""
     own = {id(p) for p in wire.parameters.values()}
     if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        if not wire.setup.hooked:
+            refuse_averaged(wire.parameters, wire)
         check_plan(optimizer, wire.engine.whole)
+        wire.adaptive = wire.adaptive or is_adaptive(optimizer)
         if wire.link.rank == 0:
             warn_if_starved(optimizer, wire.engine.whole)
 
@@ -156,6 +164,8 @@ def check_wire(optimizer: Optimizer, wire: Wire) -> None:
 def check_at_first_step(wire: Wire) -> None:
     """The same for optimizers that are not known yet: each is checked before its first step."""
     _checked[wire] = weakref.WeakKeyDictionary()
+    if not wire.setup.hooked:
+        take(wire)
     _register_hook()
 
 
@@ -170,13 +180,16 @@ def _register_hook() -> None:
 
 def _check_wires(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Check an optimizer that is about to step against the plans of all wires, once each."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or isinstance(optimizer, DistributedOptimizer):
         return
     for reference in _checked.keyrefs():
         wire = reference()
-        if wire is not None and _checked[wire].get(optimizer) is not (plan := wire.engine.whole):
+        if wire is None:
+            continue
+        if _checked[wire].get(optimizer) is not (plan := wire.executor.engine.whole):
             check_wire(optimizer, wire)
             _checked[wire][optimizer] = plan
+        check_order(wire, optimizer)
 
 
 def _corrects(plan: Plan) -> bool:
@@ -186,6 +199,10 @@ def _corrects(plan: Plan) -> bool:
 def _check_named(optimizer: object, named: Sequence[object]) -> None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{type(optimizer).__name__} is no torch optimizer; wrap the one that steps the parameters")
+    if isinstance(optimizer, DistributedOptimizer):
+        raise ValueError("a DistributedOptimizer averages gradients already; wrap the optimizer inside, once")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError("LBFGS takes several gradients in a step, and one is synchronized; wrap another optimizer")
     for one in named:
         if not (isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str)):
             raise TypeError(
@@ -203,6 +220,13 @@ def _check_covered(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter])
                     f"the optimizer holds a parameter of shape {tuple(p.shape)} that named_parameters does not name; "
                     "pass model.named_parameters() of the same model"
                 )
+
+
+def _check_still_covered(
+    optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]], parameters: Mapping[str, nn.Parameter]
+) -> None:
+    refuse_unfrozen(named, {id(p) for p in parameters.values()})
+    _check_covered(optimizer, parameters)
 
 
 def _loss(closure: Callable[[], float] | None) -> float | None:
@@ -227,6 +251,9 @@ class SGD(Optimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
     ) -> None:
+        for name, rate in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            if not rate >= 0:
+                raise ValueError(f"{name}={rate} is below zero, or no number; give a rate of 0 or more")
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(params, defaults)
 

@@ -9,12 +9,11 @@ import warnings
 
 from torch.optim import Optimizer
 
-from gradwire.engine.lane import Lane
+from gradwire.engine.method import starves_adaptive
 from gradwire.engine.plan import Plan
 
 _ADAPTIVE_OPTIONS = {"betas", "alpha", "lr_decay"}  # Adam's kind and Lion, RMSprop, Adagrad
 _STATES = {"exp_avg_sq", "square_avg", "exp_avg_sq_row"}
-_ONE_BIT = 1.5  # bits a value, with scales
 
 
 class OptimizerWarning(UserWarning):
@@ -30,32 +29,18 @@ def is_adaptive(optimizer: Optimizer) -> bool:
     return by_option or by_state or type(optimizer).__name__ == "Muon"
 
 
-def starving_lane(plan: Plan) -> Lane | None:
-    """A lane that sends few entries, single bits or few ranks, and keeps the rest for later steps."""
-    return next((lane for lane in plan.lanes if _starves(lane)), None)
-
-
 def warn_if_starved(optimizer: Optimizer, plan: Plan) -> None:
     """Warn of a spec that an adaptive optimizer should not follow."""
-    lane = starving_lane(plan) if is_adaptive(optimizer) else None
-    if lane is None:
+    lanes = [lane for lane in plan.lanes if starves_adaptive(lane.table[-1][1], lane.feedback, lane.table[-1][2])]
+    if not lanes or not is_adaptive(optimizer):
         return
-    codec, exchange = lane.table[-1][1:3]
+    lane = lanes[0]
+    _, codec, exchange = lane.table[-1]
     spec = exchange if exchange.compresses_in_protocol else codec
     warnings.warn(
         f"{spec} under {lane.feedback} sends entries rarely, and {type(optimizer).__name__} normalizes them as if they "
-        "were one step's gradient: expect a far worse loss than that of dense training. Use 'int4' or 'int8', which "
-        "lose nothing measurable, or 'onebit_adam' with gradwire.AdamW",
+        "were one step's gradient: expect a far worse loss than that of dense training. Use 'int8' or 'int4', "
+        "or 'onebit_adam' with gradwire.AdamW",
         OptimizerWarning,
         stacklevel=2,
     )
-
-
-def _starves(lane: Lane) -> bool:
-    codec, exchange = lane.table[-1][1:3]
-    if not lane.feedback.keeps_error or lane.feedback.needs_denominator or "residual" not in lane.feedback.memories:
-        return False
-    if exchange.compresses_in_protocol:
-        return True
-    sparse = codec.selector is not None
-    return sparse or 8 * codec.size(lane.units) < _ONE_BIT * lane.units.total

@@ -1,9 +1,11 @@
 """Scaling: what a GradScaler needs. All ranks must skip a step together, and back off together."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 
 from gradwire.comm.backend import Backend
 from gradwire.core.requests import Max, Scope
@@ -12,8 +14,21 @@ from gradwire.engine.step import StepResult
 
 
 def scale_of(scaler: torch.amp.GradScaler | None) -> float:
-    """What the loss was multiplied by. The state of a wire is in units of the unscaled gradient."""
-    return 1.0 if scaler is None else float(scaler.get_scale())
+    """What gradients are multiplied by now. The state of a wire is in units of the unscaled gradient."""
+    return 1.0 if scaler is None or _unscaled(scaler) else float(scaler.get_scale())
+
+
+def back_off(scaler: torch.amp.GradScaler) -> None:
+    """Have the optimizers skip whose gradients were unscaled: their scaler has looked for infinity already."""
+    for state in _unscaled(scaler):
+        for found_inf in state["found_inf_per_device"].values():
+            found_inf.fill_(1.0)
+
+
+def _unscaled(scaler: torch.amp.GradScaler) -> list[dict[str, Any]]:
+    """The states of optimizers for which ``scaler.unscale_`` was called, and ``scaler.step`` was not."""
+    states = scaler._per_optimizer_states if scaler.is_enabled() else {}
+    return [state for state in states.values() if state["stage"] is OptState.UNSCALED]
 
 
 def overflows(grads: Grads, backend: Backend, device: torch.device) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,12 @@ from gradwire.integrations.consistency import agree, errors_on_all_ranks
 from gradwire.integrations.spec_change import feedback_after
 
 
+def check_scaler(scaler: object) -> None:
+    """Refuse what is no GradScaler."""
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ValueError(f"scaler={scaler!r} is no torch.amp.GradScaler; pass the one of the loop, or none")
+
+
 @dataclass(frozen=True)
 class Options:
     """How gradients are compressed; see `compress` for each."""
@@ -34,6 +41,18 @@ class Options:
     seed: int = 0
     launch_mb: float = LAUNCH_BYTES / 2**20
     rollback: bool = True
+
+    def __post_init__(self) -> None:
+        check_scaler(self.scaler)
+        if isinstance(self.rules, Rule | str) or not isinstance(self.rules, Sequence):
+            raise ValueError(f"rules={self.rules!r} is no list; write rules=[gradwire.Rule('fp16', name='head.*')]")
+        for rule in self.rules:
+            if not isinstance(rule, Rule):
+                raise TypeError(f"{rule!r} is no rule; write gradwire.Rule('fp16', name='head.*')")
+        if not isinstance(self.seed, Integral) or not -(2**63) <= int(self.seed) < 2**63:
+            raise ValueError(f"seed={self.seed!r} is no whole number of 64 bits, such as seed=0")
+        if not isinstance(self.launch_mb, int | float) or not 0 <= self.launch_mb < 2**40:
+            raise ValueError(f"launch_mb={self.launch_mb!r} is no number of megabytes, such as launch_mb=25.0")
 
     @property
     def launch_bytes(self) -> int:
@@ -60,6 +79,7 @@ class Setup:
         hooked: Whether DDP calls the wire.
         shared: Tensors that start as rank 0's, by name.
         veto: Raises where a plan does not go with the rest of the training.
+        check_model: Raises where the model has come to train other parameters.
         note: What else must be the same on all ranks.
     """
 
@@ -69,6 +89,7 @@ class Setup:
     hooked: bool = False
     shared: Mapping[str, Tensor] = field(default_factory=dict)
     veto: Callable[[Plan], None] = lambda plan: None
+    check_model: Callable[[], None] = lambda: None
     note: str = ""
 
     @property
@@ -96,9 +117,6 @@ class Setup:
             current: The feedback until now.
         """
         with errors_on_all_ranks(self.backend):
-            for rule in options.rules:
-                if not isinstance(rule, Rule):
-                    raise TypeError(f"{rule!r} is no rule; write gradwire.Rule('fp16', name='head.*')")
             feedback = feedback_after(spec, options.feedback, current)
             main = method(spec, feedback, options.exchange).feedback
             rules = (*options.rules, *self._defaults(spec, feedback, options.exchange))

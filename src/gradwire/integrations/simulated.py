@@ -20,7 +20,7 @@ from gradwire.engine.gradients import Grads
 from gradwire.engine.lockstep import Lockstep, move
 from gradwire.engine.method import Spec
 from gradwire.engine.step import StepResult
-from gradwire.integrations.model import refuse_sparse, trainable
+from gradwire.integrations.model import refuse_later, refuse_sparse, trainable
 from gradwire.integrations.preconditioning import attach_optimizer, check_optimizer
 from gradwire.integrations.setup import Options, Setup
 from gradwire.integrations.wire import Wire, write_missing
@@ -69,6 +69,16 @@ class SimulatedGroup:
         self.wires, self.group = wires, group
         self._batch: Batched | None = None
 
+    def __call__(self) -> None:
+        """Replace every ``p.grad`` of all ranks by the update."""
+        grads = [wire.grads() for wire in self.wires]
+        for wire, own, result in zip(self.wires, grads, self.step(grads), strict=True):
+            pairs = [(own[name], update) for name, update in result.updates.items()]
+            elsewhere = [(g.detach(), update) for g, update in pairs if g is not None and not same_memory(g, update)]
+            if elsewhere:
+                torch._foreach_copy_([g for g, _ in elsewhere], [update for _, update in elsewhere])
+            write_missing(wire.parameters, result)
+
     def step(self, grads: Sequence[Grads], unscale: float = 1.0) -> list[StepResult]:
         """A step of all ranks.
 
@@ -76,6 +86,7 @@ class SimulatedGroup:
         gradients.
         """
         for wire in self.wires:
+            wire.setup.check_model()
             wire.before_step()
         batched = self._batched()
         if not batched.supports(grads):
@@ -128,6 +139,7 @@ class SimulatedWorkers:
             refuse_sparse(model)
             parameters, backend = trainable(model.named_parameters()), SimulatedBackend(self.group, rank)
             setup = Setup(parameters, backend, Options(**options), veto=partial(check_optimizer, optimizer))
+            setup.check_model = partial(refuse_later, model, {id(p) for p in parameters.values()})
             wire = Wire(setup, spec)
             attach_optimizer(wire, optimizer)
             self.wires.append(wire)
@@ -138,13 +150,7 @@ class SimulatedWorkers:
 
     def __call__(self) -> None:
         """One synchronization of all replicas."""
-        grads = [wire.grads() for wire in self.wires]
-        for wire, own, result in zip(self.wires, grads, self._ranks.step(grads), strict=True):
-            pairs = [(own[name], update) for name, update in result.updates.items()]
-            elsewhere = [(g.detach(), update) for g, update in pairs if g is not None and not same_memory(g, update)]
-            if elsewhere:
-                torch._foreach_copy_([g for g, _ in elsewhere], [update for _, update in elsewhere])
-            write_missing(wire.parameters, result)
+        self._ranks()
 
 
 def assemble(world: int, across: Across | None) -> Lockstep:

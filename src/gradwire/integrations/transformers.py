@@ -11,6 +11,7 @@ from gradwire.core.renamed import renamed
 from gradwire.engine.method import Spec
 from gradwire.integrations.accelerate import compress_prepared
 from gradwire.integrations.checkpoint import load, save
+from gradwire.integrations.checksums import checksum
 from gradwire.integrations.ddp import find_ddp
 from gradwire.integrations.optimizer import check_wire
 from gradwire.integrations.wire import Wire
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 else:
     from transformers import TrainerCallback
 
+_MODEL = "compression-model.crc32"  # in a checkpoint: the checksum of the parameters that its memories belong to
+
 
 class TrainerCompression(TrainerCallback):
     """Compresses gradients while a Trainer trains.
@@ -27,7 +30,7 @@ class TrainerCompression(TrainerCallback):
     Add it by ``trainer.add_callback(TrainerCompression(trainer, "topk(0.01) | sign"))``.
 
     Every checkpoint folder gets the memories of all ranks, and ``train(resume_from_checkpoint=...)`` continues with
-    them, also on another number of ranks.
+    them, also on another number of ranks. Memories that were saved with another model are not loaded.
 
     Attributes:
         wire: The handle, from the start of a training on; ``wire.report()`` and the rest.
@@ -73,20 +76,31 @@ class TrainerCompression(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if self.wire is not None and not args.save_only_model:
-            save(self.wire, _checkpoint(args, state))
+            folder = save(self.wire, _checkpoint(args, state)).parent
+            if self.wire.link.rank == 0:
+                (folder / _MODEL).write_text(checksum(self.wire.parameters))
 
     def _load(self, args: Any, state: Any) -> None:
         assert self.wire is not None
-        folder = Path(self.resume or args.resume_from_checkpoint or _checkpoint(args, state))
-        flag = torch.tensor([int(any(folder.glob("wire-*.safetensors")))], device=self.wire.link.device)
+        given = args.resume_from_checkpoint
+        folder = Path(self.resume or (given if isinstance(given, str) else None) or _checkpoint(args, state))
+        flag = torch.tensor([int(self._fits(folder))], device=self.wire.link.device)
         if self.wire.link.move(AllReduceOp(flag, "max")).item():  # or some ranks would load, and others not
             load(self.wire, folder)
             return
         warnings.warn(
-            f"training continues from step {state.global_step}, but {folder} holds no compression memories, and they "
-            "begin empty; if the checkpoint lies elsewhere, pass TrainerCompression(..., resume=FOLDER)",
+            f"training continues from step {state.global_step}, but {folder} holds no compression memories of this "
+            "model, and they begin empty; if the checkpoint lies elsewhere, pass "
+            "TrainerCompression(..., resume=FOLDER)",
             stacklevel=2,
         )
+
+    def _fits(self, folder: Path) -> bool:
+        """Whether a folder holds memories that were saved with the parameters as they are now."""
+        assert self.wire is not None
+        model = folder / _MODEL  # older checkpoints have none
+        saved = any(folder.glob("wire-*.safetensors"))
+        return saved and (not model.exists() or model.read_text() == checksum(self.wire.parameters))
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

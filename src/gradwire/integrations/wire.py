@@ -47,7 +47,10 @@ class Wire:
         self.worker = CommWorker(self.device)
         self._pending: Future[StepResult] | None = None  # a delayed step that is under way
         self.before_step: Callable[[], None] = lambda: None  # is called before a step's first gradient is compressed
+        self.adaptive = False  # whether an optimizer that normalizes its steps follows
         self.tuner: Tuner | None = None  # chooses the spec, where it is ``auto``
+        self.last_event = ""  # of a plain loop: "backward", "call", "second call" or "step"
+        self.is_off = False
         self._feedback: Feedback | None = None  # of the main rule
         self._first_step = self._first_skipped = 0  # where this wire's own account begins
         self._start(spec, options)
@@ -93,6 +96,7 @@ class Wire:
             grads: This rank's, by name.
             wait: Wait for this step's messages even where the mean of the step before is handed back.
         """
+        self.last_event = "second call" if self.last_event in ("call", "second call") else "call"
         if self.tuner is not None:
             result: StepResult = self.tuner.measure(lambda: self._sync(grads, wait))
             return result
@@ -100,9 +104,12 @@ class Wire:
 
     def _sync(self, grads: Grads, wait: bool) -> StepResult:
         engine = self.engine
+        self.setup.check_model()
         self.before_step()
         if self.scaler is not None and scaling.overflows(grads, self.link, self.device):
             engine.drop()
+            self.last_event = ""  # the optimizer will not step
+            scaling.back_off(self.scaler)
             return scaling.infinite(self.parameters, grads)
         scale = scaling.scale_of(self.scaler)
         if self.delays and not wait:
@@ -156,12 +163,12 @@ class Wire:
 
         A codec keeps the current feedback, if that keeps errors; a preset brings its own. Rules stay.
         """
-        old = self.engine
+        old, self.is_off = self.engine, False
         self._start(spec, replace(self.setup.options, feedback=feedback, exchange=exchange, seed=old.core.seed), old)
 
     def off(self) -> None:
         """Stop compressing: dense float32 from now on, under the same feedback, so that errors and momentum survive."""
-        old, current = self.engine, self._feedback
+        old, current, self.is_off = self.engine, self._feedback, True
         self._start(
             "fp32", replace(self.setup.options, feedback=current, exchange=None, rules=(), seed=old.core.seed), old
         )

@@ -16,6 +16,7 @@ from gradwire.kernels.groups import blocks, largest, mean, over, spread, total
 from gradwire.kernels.philox import uniform
 
 NATURAL_BITS = 9
+_LARGEST_FP8 = 448  # of E4M3
 _LARGEST = 254  # exponent bits of 2^127; 255 means infinity
 
 
@@ -30,6 +31,21 @@ def cast_encode(values: Tensor, dtype: torch.dtype) -> Tensor:
 def cast_decode(values: Tensor) -> Tensor:
     """Values of any float format as float32, which is never the same memory."""
     return values.to(torch.float32, copy=True)
+
+
+def fp8_encode(values: Tensor, groups: Tensor) -> Tensor:
+    """One scale per group, then E4M3 of each value over its scale; a group whose scale underflows is all zeros."""
+    scales = over(largest(values.abs(), groups), _LARGEST_FP8)
+    scaled = values / spread(scales.where(scales != 0, math.inf), groups, values.numel())
+    # Beyond its range the format has NaN alone, and a scale of few bits may be too small.
+    codes = scaled.clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn)
+    return torch.cat((as_bytes(scales), codes.view(torch.uint8)))
+
+
+def fp8_decode(data: Tensor, groups: Tensor) -> Tensor:
+    head = 4 * groups.numel()
+    codes = data[head:].view(torch.float8_e4m3fn).float()
+    return codes * spread(from_bytes(data[:head], torch.float32), groups, codes.numel())
 
 
 @kernel

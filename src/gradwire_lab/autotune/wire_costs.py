@@ -55,10 +55,15 @@ class WireCosts:
     def model(self) -> ModelProfile:
         return ModelProfile.of(self.wire.parameters)
 
+    @property
+    def specs(self) -> tuple[str, ...]:
+        """What may be tried: nothing that lost accuracy, or that the optimizer would suffer from."""
+        return tuple(free_of_losses(automatic(adaptive=self.wire.adaptive)))
+
     def free_coding(self, dense: StepTimes) -> Calibration:
         """A calibration by dense steps, as if coding cost nothing."""
         forward = max(0.0, dense.period - dense.backward - dense.exposed)
-        costs = {spec: CodingCost(0.0, 0.0) for spec in (*DENSE[:2], *free_of_losses(automatic()))}
+        costs = {spec: CodingCost(0.0, 0.0) for spec in (*DENSE[:2], *self.specs)}
         (cores,) = slowest(self.wire.link, [-cores_per_thread(self.wire.device)])
         return Calibration(self.model, forward, dense.backward, costs, -cores, world=self.wire.setup.parties)
 
@@ -82,7 +87,7 @@ class WireCosts:
 
     def promising(self, calibration: Calibration, cluster: Cluster, limit_seconds: float) -> list[str]:
         """The fastest specs that would take less than the limit, if their coding cost nothing."""
-        ways = [self.predict(calibration, spec, cluster) for spec in free_of_losses(automatic())]
+        ways = [self.predict(calibration, spec, cluster) for spec in self.specs]
         fast = sorted((way for way in ways if way.seconds < limit_seconds), key=lambda way: way.seconds)
         return [way.spec for way in fast[:MOST_MEASURED]]
 
@@ -99,7 +104,7 @@ class WireCosts:
 
     def best(self, calibration: Calibration, cluster: Cluster) -> Prediction:
         """What is worth a trial."""
-        return advise(calibration, cluster, free_of_losses(automatic()), self.predict).trial
+        return advise(calibration, cluster, self.specs, self.predict).trial
 
 
 def cores_per_thread(device: torch.device) -> float:

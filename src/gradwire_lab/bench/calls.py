@@ -36,7 +36,7 @@ SPECS = (
     "powersgd(4)",
     "topk(0.001) | rows",
 )
-DOORS = ("loop", "ddp", "optimizer", "hosts")
+ENTRY_POINTS = ("loop", "ddp", "optimizer", "hosts")
 ADDRESSES = ("same", "moving")
 PLAIN = "plain torch DGC"  # compression alone: nothing is exchanged or decoded
 PLAIN_RATIO = 0.001
@@ -54,7 +54,7 @@ class CallBench:
 
     Attributes:
         model: A name of `MODELS`: one tensor, or the weights of two dimensions or more.
-        door: A name of `DOORS`: how the training loop calls gradwire.
+        entry_point: A name of `ENTRY_POINTS`: how the training loop calls gradwire.
         specs: What is compressed how.
         size: Parameters in all, about; 0 for the model's own.
         device: ``cpu`` or ``cuda``.
@@ -63,7 +63,7 @@ class CallBench:
     """
 
     model: str
-    door: str = "loop"
+    entry_point: str = "loop"
     specs: tuple[str, ...] = SPECS
     size: int = 0
     device: str = "cpu"
@@ -77,10 +77,10 @@ def measure(
     """Time every spec, in this process or in several ranks; of those, the slowest counts.
 
     Raises:
-        ValueError: There is no such model, door, kind of address or spec.
+        ValueError: There is no such model, entry point, kind of address or spec.
     """
     check(bench, ranks)
-    if ranks == 1 and bench.door != "ddp":  # which needs a process group even for one
+    if ranks == 1 and bench.entry_point != "ddp":  # which needs a process group even for one
         return list(_rows(bench, 0, 1, report))
     alone = bench.device == "cuda" and torch.cuda.device_count() >= ranks
     by_rank = launch(_run_rank, ranks, bench, backend="nccl" if alone else "gloo")
@@ -93,14 +93,14 @@ def measure(
 def check(bench: CallBench, ranks: int) -> None:
     for what, value, known in (
         ("model", bench.model, MODELS),
-        ("door", bench.door, DOORS),
+        ("entry point", bench.entry_point, ENTRY_POINTS),
         ("kind of addresses", bench.addresses, ADDRESSES),
     ):
         if value not in known:
             raise ValueError(f"there is no {what} {value!r}; take {', '.join(known)}")
     for spec in bench.specs:
         method(spec)
-    if bench.door == "hosts" and ranks > 1 and ranks % 2:
+    if bench.entry_point == "hosts" and ranks > 1 and ranks % 2:
         raise ValueError(f"{ranks} ranks do not make two equal hosts; take --ranks {ranks + 1}")
 
 
@@ -121,7 +121,7 @@ def _rows(
         "model": bench.model,
         "params": weights.total,
         "tensors": len(weights.weights),
-        "door": bench.door,
+        "entry_point": bench.entry_point,
         "addresses": bench.addresses,
         "device": device.type,
         "ranks": world,
@@ -144,10 +144,10 @@ def _timed(bench: CallBench, weights: Weights, world: int) -> Iterator[dict[str,
     alone = {"without_ms": 0.0, "call_ms": took["ms"], "bytes_per_param": _PLAIN_BYTES, "to_kernels": None}
     yield {"spec": PLAIN, **took, **alone}
     without = 0.0
-    if bench.door in ("ddp", "optimizer"):
-        without = _time(bench, weights, _caller(bench.door, weights, None, world)[0])["ms"]
+    if bench.entry_point in ("ddp", "optimizer"):
+        without = _time(bench, weights, _caller(bench.entry_point, weights, None, world)[0])["ms"]
     for spec in bench.specs:
-        call, wire = _caller(bench.door, weights, spec, world)
+        call, wire = _caller(bench.entry_point, weights, spec, world)
         took = _time(bench, weights, call)
         yield {
             "spec": spec,
@@ -155,7 +155,7 @@ def _timed(bench: CallBench, weights: Weights, world: int) -> Iterator[dict[str,
             "without_ms": without,
             "call_ms": took["ms"] - without,
             "bytes_per_param": _bytes_per_param(spec, wire, weights.total),
-            "to_kernels": _to_kernels(bench, weights, call) if bench.door == "loop" else None,
+            "to_kernels": _to_kernels(bench, weights, call) if bench.entry_point == "loop" else None,
         }
         wire.off()
         del call, wire
@@ -166,13 +166,13 @@ def _timed(bench: CallBench, weights: Weights, world: int) -> Iterator[dict[str,
 # -- what is called ----------------------------------------------------------------------------------------------------
 
 
-def _caller(door: str, weights: Weights, spec: str | None, world: int) -> tuple[Callable[[], object], Any]:
+def _caller(entry_point: str, weights: Weights, spec: str | None, world: int) -> tuple[Callable[[], object], Any]:
     """The call of one step and its handle; without a spec, the same call without gradwire."""
-    if door == "ddp":
+    if entry_point == "ddp":
         ddp = DistributedDataParallel(weights)
         wire = compress(ddp, spec) if spec else None
         return lambda: ddp().backward(), wire
-    if door == "optimizer":
+    if entry_point == "optimizer":
         inner = torch.optim.SGD(weights.parameters(), lr=1e-3)
         if spec is None:
             return inner.step, None
@@ -180,7 +180,7 @@ def _caller(door: str, weights: Weights, spec: str | None, world: int) -> tuple[
         return outer.step, outer.wire
     assert spec is not None
     hosts = [[0]] if world == 1 else [list(range(world // 2)), list(range(world // 2, world))]
-    wire = compress(weights, spec, across=hosts if door == "hosts" else None)
+    wire = compress(weights, spec, across=hosts if entry_point == "hosts" else None)
     return wire, wire
 
 
@@ -265,7 +265,7 @@ def _kernel_clock() -> Iterator[list[float]]:
 
 def _preparation(bench: CallBench, weights: Weights) -> Callable[[], None]:
     moving = bench.addresses == "moving"
-    if bench.door == "ddp":
+    if bench.entry_point == "ddp":
         return partial(weights.clear, moving)
     return weights.fill_elsewhere if moving else weights.fill_in_place
 

@@ -32,7 +32,7 @@ from gradwire_lab.perf_model.advice import advise as weigh
 from gradwire_lab.perf_model.break_even import break_even
 from gradwire_lab.perf_model.calibration import Calibration, load
 from gradwire_lab.perf_model.calibration import save as write
-from gradwire_lab.perf_model.candidates import CANDIDATES, PRESETS, arguments
+from gradwire_lab.perf_model.candidates import CANDIDATES, PRESETS, arguments, suits_adaptive
 from gradwire_lab.perf_model.cluster import Cluster
 from gradwire_lab.perf_model.costs import predict
 from gradwire_lab.perf_model.model import ModelProfile
@@ -64,6 +64,9 @@ def advise(
     calibration: Annotated[Path | None, typer.Option(help="Figures that --save wrote, instead of measuring.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the figures to a file.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, though figures are kept.")] = False,
+    optimizer: Annotated[
+        str, typer.Option(help="That follows: sgd, adamw, ...; else the recipe's. Specs that starve it are not taken.")
+    ] = "",
     dtype: Annotated[str, typer.Option(help="Of gradients: float32, bfloat16, ...; else the model's own.")] = "",
     device: Annotated[str, typer.Option(help="cpu, cuda (the GPUs in turn), cuda:1; else where the model is.")] = "",
     overlap: Annotated[bool, typer.Option(help="As under DDP: messages leave during the backward pass.")] = True,
@@ -80,7 +83,7 @@ def advise(
     probe between the ranks measures it, and there are as many workers as ranks.
     """
     if patience is not None:
-        warnings.warn("advise --patience is now --probe-timeout", DeprecationWarning, stacklevel=2)
+        warnings.warn("advise --patience is now --probe-timeout", FutureWarning, stacklevel=2)
         probe_timeout = patience
     with refusing("advise", ValueError, TypeError), refusing("advise", RankError, code=1):
         chosen = tuple(part.strip() for part in _parted(specs)) or (*CANDIDATES, *PRESETS)
@@ -101,7 +104,8 @@ def advise(
         if save is not None:
             write(found, save)
         predictor = partial(predict, overlaps=overlap, across=cluster.per_host > 1)
-        barred = () if specs else tuple({*chosen} - {*free_of_losses(CANDIDATES)})
+        adaptive = _is_adaptive(optimizer or ("sgd" if model else resolve(recipes or ["digits"]).optimizer.name))
+        barred = () if specs else tuple({*chosen} - {*free_of_losses(_fitting(adaptive))})
         advice = weigh(found, cluster, chosen, predictor, barred=barred)
     way = advice.choice if advice.compresses else advice.runner_up or advice.fastest
     limit = way.spec, break_even(found, cluster, way.spec, predictor)
@@ -110,6 +114,16 @@ def advise(
         return
     words = Text(verdict(found, cluster, advice, limit))
     show(advice_table(found, cluster, advice, barred), words, width=160)
+
+
+def _is_adaptive(optimizer: str) -> bool:
+    """Whether an optimizer of this name divides its steps by a second moment."""
+    return optimizer.lower() not in ("sgd", "asgd", "rprop", "lbfgs")
+
+
+def _fitting(adaptive: bool) -> tuple[str, ...]:
+    """The candidates that an optimizer can follow."""
+    return tuple(spec for spec in CANDIDATES if suits_adaptive(spec) or not adaptive)
 
 
 def _parted(text: str) -> list[str]:

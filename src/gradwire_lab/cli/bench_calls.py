@@ -38,7 +38,7 @@ def calls(
 ) -> None:
     """Time what a user's call costs: the bytes it cannot avoid, plain torch DGC, and wire() by several methods."""
     if door:
-        warnings.warn("bench calls --door is now --entry-point", DeprecationWarning, stacklevel=2)
+        warnings.warn("bench calls --door is now --entry-point", FutureWarning, stacklevel=2)
     title = f"calls on {device}: the floor is a copy of the bytes that the call must read and write"
     printed = jsonl is not None and str(jsonl) == "-"
     results = ResultRows(printed, make_table(title, COLUMNS, COLUMNS[:3], no_wrap=True))
@@ -47,8 +47,8 @@ def calls(
         if jsonl is not None and not printed:
             with jsonl.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-        line = f"{row['model']}, {row['door']}, {row['spec']}: {row['call_ms']:.3f} ms, {row['to_floor']:.2f} x floor"
-        results.add(row, _cells(row), line)
+        case = f"{row['model']}, {row['entry_point']}, {row['spec']}"
+        results.add(row, _cells(row), f"{case}: {row['call_ms']:.3f} ms, {row['to_floor']:.2f} x floor")
 
     with refusing("bench calls", ValueError, TypeError, RuntimeError, OSError):
         check_device(device)
@@ -66,6 +66,6 @@ def calls(
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     numbers = ("floor_ms", "ms", "without_ms", "to_floor", "worst_ms", "host_ms")
-    words = (f"{row['model']}, {row['params'] / 1e6:.3g} M", row["door"], row["spec"])
+    words = (f"{row['model']}, {row['params'] / 1e6:.3g} M", row["entry_point"], row["spec"])
     ratios = ("-" if row[name] is None else f"{row[name]:.2f}" for name in ("to_plain", "to_kernels"))
     return (*words, f"{row['bytes_per_param']:.2f}", *(f"{row[name]:.3f}" for name in numbers), *ratios)

@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from gradwire_lab.cli.interrupts import sigterm_interrupts
-from gradwire_lab.cli.options import Data, Devices, InProcess, Overrides, Processes
+from gradwire_lab.cli.options import AllowCode, Data, Devices, InProcess, Overrides, Processes
 from gradwire_lab.cli.output import make_table, refuse, refusing, show
 from gradwire_lab.report.run_groups import Group, Task
 from gradwire_lab.report.statistics import Estimate
@@ -48,6 +48,7 @@ def compare(
     in_process: InProcess = None,
     devices: Devices = "",
     jobs: Annotated[int, typer.Option(min=1, help="Cells at once; on one GPU, start CUDA's MPS before.")] = 1,
+    allow_code: AllowCode = False,
 ) -> None:
     """Train several specs with several seeds each, and compare them with the first.
 
@@ -57,12 +58,13 @@ def compare(
     deadline = None if budget_seconds is None else time.monotonic() + budget_seconds
     named = {"--data": data, "--workers": workers, "--in-process": in_process, "--devices": devices}
     options = [part for name, value in named.items() if value for part in (name, str(value))]
+    options += ["--allow-code"] if allow_code else []
     world = workers or in_process
     typed = f"gradwire {shlex.join(sys.argv[1:])}"
     settings = (*(overrides or ()), *([f"train.workers={world}"] if world else []))
     with refusing("compare", ValueError):
         asked = arms(specs)
-        _check(recipes, asked, settings)
+        _check(recipes, asked, settings, allow_code)
         made = grid(recipes, asked, range(first_seed, first_seed + seeds), settings, runs, suffix)
         try:
             with sigterm_interrupts():
@@ -77,11 +79,11 @@ def compare(
     _close(progress)
 
 
-def _check(recipes: Sequence[str], asked: Sequence[Arm], settings: Sequence[str]) -> None:
+def _check(recipes: Sequence[str], asked: Sequence[Arm], settings: Sequence[str], allow_code: bool) -> None:
     """Refuse what the last cell would refuse before the first one trains, and two arms that are the same training."""
     known: list[tuple[Recipe, Arm]] = []
     for arm in asked:
-        recipe = resolve(recipes, [*settings, f"sync.spec={arm.spec}", *arm.overrides])
+        recipe = resolve(recipes, [*settings, f"sync.spec={arm.spec}", *arm.overrides], allow_code)
         gossiping = bool(recipe.gossip.method)
         recipe = recipe.model_copy(update={"sync": SyncTable()}) if gossiping else recipe
         for other in (other for same, other in known if same == recipe):

@@ -25,12 +25,19 @@ HEADINGS = {  # the kinds that make up a method, in the order in which one learn
     "feedback": "Feedback",
     "exchange": "Exchanges",
     "preset": "Presets",
+    "local": "Local steps",
 }
 
 MILLION = 1_000_000
 SOME = round(0.01 * MILLION)  # positions that an index coder is measured on
 _LABEL = re.compile(r"^([A-Z][a-z]+):\s+(.*)$")
 _PRESETS = {"dgc": ("dgc", "dgc(0.01, clip=1.0, ramp=400)"), "ramp": ("ramp(topk(0.001), steps=400)",)}
+_PRESETS |= {
+    "local_sgd": ("local_sgd(H=8)",),
+    "post_local_sgd": ("post_local_sgd(H=8, start=1000)",),
+    "diloco": ("diloco(H=30)", "diloco(H=30, start=256)"),
+    "sparseloco": ("sparseloco(H=5)", "sparseloco(H=5, k=64, chunk=4096, start=256)"),
+}
 # Well-known methods that are one stage or one exchange, and need no other name.
 ALONE = ("terngrad", "qsgd", "powersgd(2)")
 

@@ -4,6 +4,9 @@ from typing import Annotated
 
 import typer
 
+AllowCode = Annotated[
+    bool, typer.Option("--allow-code", help="Run the model file that a recipe or a run folder names.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line instead of a table.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Devices = Annotated[str, typer.Option(help="Of the workers of this host, in order: 0,0,1,1 or cpu.")]

@@ -14,7 +14,7 @@ _OPENING = """\
 A codec is a chain, `transform | selector | quantizer | index coder`, of which only one stage must be there: values
 travel as `fp32` and positions as `rice` unless something else is named. Feedback and exchange are chosen beside it,
 `gradwire.compress(model, "topk(0.01) | sign", feedback="residual", exchange="allgather")`, or come with the codec.
-A preset is all of that under one name.
+A preset is all of that under one name. Local steps are for `gradwire.local` ([how](local.md)).
 
 *Bits* are bits for each parameter of a vector of a million, all headers and scales included, for the first spec of the
 row; `<=` marks an upper bound, where the data decide. What a codec promises is written
@@ -71,6 +71,7 @@ def _presets() -> Iterator[str]:
         rows += [(spec, card.title) for spec in card.examples]
     shown = [(f"`{spec}`", title, f"`{method(spec)}`") for spec, title in rows]
     yield from _table(("spec", "what it is", "stands for"), shown)
+    yield ""
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:

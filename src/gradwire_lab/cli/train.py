@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from rich.text import Text
 from gradwire.comm.emulated import VARIABLE, set_emulated_link
 from gradwire.comm.liveness import PeerLostError
 from gradwire_lab.cli.interrupts import sigterm_interrupts
-from gradwire_lab.cli.options import Data, Devices, InProcess, Link, Overrides, Processes
+from gradwire_lab.cli.options import AllowCode, Data, Devices, InProcess, Link, Overrides, Processes
 from gradwire_lab.cli.output import refuse, refusing, show
 from gradwire_lab.cli.plan import parts
 from gradwire_lab.launch import RankError
@@ -26,6 +27,7 @@ from gradwire_lab.train.recipe_files import dumps, registered, resolve
 from gradwire_lab.train.record import begun, open_folder
 from gradwire_lab.train.resume_check import check_resume
 from gradwire_lab.train.run import evaluate as examine
+from gradwire_lab.train.run_lock import locked
 from gradwire_lab.train.run_modes import TrainJob, device_of, devices_of
 from gradwire_lab.train.run_names import title
 
@@ -55,6 +57,7 @@ def train(
     link: Link = "",
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")] = False,
+    allow_code: AllowCode = False,
 ) -> None:
     """Train a recipe.
 
@@ -62,10 +65,10 @@ def train(
     that they give. With --in-process, as simulated workers in lockstep: the same maths and bytes, on one device.
     """
     names = recipes or ["digits"]
-    with refusing("train", ValueError):
+    with refusing("train", ValueError, OSError):
         if link and in_process:
             raise ValueError("simulated workers have no link to emulate; leave --link or --in-process out")
-        recipe = _resolve(names, overrides, spec, data, model, seed)
+        recipe = _resolve(names, overrides, spec, data, model, seed, allow_code)
         if link and recipe.gossip.elastic:
             raise ValueError("connections of gossip.elastic are not emulated; leave --link or gossip.elastic out")
         if not in_process:
@@ -81,14 +84,16 @@ def evaluate(
     last: Annotated[bool, typer.Option("--last", help="The last checkpoint instead of the best.")] = False,
     split: Annotated[str, typer.Option(help="test, or of text also valid.")] = "test",
     data: Data = "",
+    model: Model = "",
+    allow_code: AllowCode = False,
     device: Annotated[str, typer.Option(help="cpu, 0, ...; by default the first GPU.")] = "",
 ) -> None:
     """Evaluate a checkpoint of a run."""
-    with refusing("evaluate", ValueError):
+    with refusing("evaluate", ValueError, OSError):
         if not (run / "recipe.toml").is_file():
             raise ValueError(f"{run} is no run folder: it has no recipe.toml")
         where = device_of(0, devices_of(device, 1))
-        score = examine(run, "last" if last else "best", split, where, data)
+        score = examine(run, "last" if last else "best", split, where, data, model, allow_code)
         value = f"{score.value:.2%}" if score.metric == "top1" else f"{score.value:.3f}"
         top5 = "" if score.top5 is None else f", top5 {score.top5:.2%}"
         typer.echo(f"{split} loss {score.loss:.4f}, {score.metric} {value}{top5}")
@@ -102,10 +107,11 @@ def plan(
     model: Model = "",
     workers: Annotated[int | None, typer.Option(min=1, help="How many; by default the recipe's number.")] = None,
     toml: Annotated[bool, typer.Option("--toml", help="Print only the resolved recipe.")] = False,
+    allow_code: AllowCode = False,
 ) -> None:
     """Print what a training would be: steps, optimizer, lanes, and the bytes of a step; --toml: the whole recipe."""
-    with refusing("plan", ValueError):
-        recipe = _resolve(recipes or ["digits"], overrides, spec, data, model, None)
+    with refusing("plan", ValueError, OSError):
+        recipe = _resolve(recipes or ["digits"], overrides, spec, data, model, None, allow_code)
         if toml:
             typer.echo(dumps(recipe), nl=False)
             return
@@ -130,12 +136,18 @@ def recipes(
 
 
 def _resolve(
-    names: list[str], overrides: list[str] | None, spec: str | None, data: str, model: str, seed: int | None
+    names: list[str],
+    overrides: list[str] | None,
+    spec: str | None,
+    data: str,
+    model: str,
+    seed: int | None,
+    allow_code: bool,
 ) -> Recipe:
     short = {"sync.spec": spec, "data.root": data or None, "model.name": model or None}
     given = [f"{key}={value}" for key, value in short.items() if value is not None]
     given += [] if seed is None else [f"train.seed={seed}"]
-    recipe = resolve(names, [*given, *(overrides or [])])
+    recipe = resolve(names, [*given, *(overrides or [])], allow_code)
     if spec and recipe.gossip.method:
         raise ValueError(f"--spec is not for workers that gossip; write --set 'gossip.codec={spec}' instead")
     return recipe
@@ -168,9 +180,8 @@ def _start(
         _refuse_begun(folder, recipe, resume or restarted, overwrite)
     if first:
         _note_unused(recipe)
-        _claim(folder)
     job = run_modes.TrainJob(recipe, folder, named, resume, title(names))
-    with sigterm_interrupts(), Display() as display:
+    with locked(folder) if first else nullcontext(), sigterm_interrupts(), Display() as display:
         _train(job, where, workers, in_process, display.show)
     if first:
         typer.echo(str(folder))
@@ -205,8 +216,9 @@ def _train(
             run_modes.train_in_process(job, in_process or 1, listen)
         else:
             run_modes.train_spawned(job, workers, listen)
-    except (RankError, PeerLostError) as wrong:
-        refuse("train", f"{wrong}\n{_left(job.folder)}" if begun else wrong, 1)
+    except (RankError, PeerLostError, OSError) as wrong:
+        why = f"{wrong.filename} cannot be used: {wrong.strerror}" if isinstance(wrong, OSError) else wrong
+        refuse("train", f"{why}\n{_left(job.folder)}" if begun else wrong, 1)
     except KeyboardInterrupt:
         refuse("train", f"stopped; {_left(job.folder)}" if begun else "stopped before the first step", INTERRUPTED)
 
@@ -231,13 +243,3 @@ def _refuse_begun(folder: Path, recipe: Recipe, resume: bool, overwrite: bool) -
         raise ValueError(
             f"{folder} holds a run already; go on with --resume, start anew with --overwrite, or add --suffix"
         )
-
-
-def _claim(folder: Path) -> None:
-    """Make the folder, and leave what is in it: training may still be refused."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as wrong:
-        raise ValueError(
-            f"cannot make the folder {folder} ({wrong.strerror}); name another place with --runs or --folder"
-        ) from None

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Literal, Self
 
+from gradwire.comm.job_secret import secret_variable
 from gradwire.comm.rates import LinkSpec
 from gradwire_lab.network import cleanup_watchdog, namespaces, shaping, userspace_switch
 from gradwire_lab.network.addresses import mac, private, unused
@@ -136,7 +137,7 @@ class Hosts:
         Returns:
             Exit codes by rank, and a sentence naming the host where something went wrong.
         """
-        variables = {**DEFAULTS, **os.environ, **(env or {})}
+        variables = {**DEFAULTS, **os.environ, **secret_variable(), **(env or {})}
         if per_host < 1:
             raise ValueError(f"cannot start {per_host} ranks in each host; give 1 or more")
         if timeout_seconds is not None and not timeout_seconds > 0:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gradwire.comm.job_secret import secret_variable
 from gradwire_lab.network.signals import signals_deferred
 
 Sink = Callable[[int, str], None]  # (rank, line)
@@ -78,9 +79,10 @@ def run_local(argv: Sequence[str], world: int, sink: Sink, variables: Mapping[st
     """Run a command in so many ranks on this host, and wait for all of them."""
     processes = RankProcesses(sink)
     rendezvous = ("127.0.0.1", FIRST_PORT + os.getpid() % 10_000)
+    common = {**DEFAULTS, **os.environ, **secret_variable(), **(variables or {})}
     try:
         for rank in range(world):
-            own = {**DEFAULTS, **os.environ, **(variables or {})} | place(rank, world, 1, rendezvous, "lo")
+            own = common | place(rank, world, 1, rendezvous, "lo")
             processes.start(f"rank {rank}", list(argv), own, None)
         return processes.wait(None, 3.0, lambda: "")
     finally:

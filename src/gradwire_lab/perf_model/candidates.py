@@ -6,7 +6,7 @@ weighed in advice, but never chosen by ``auto``.
 
 from collections.abc import Sequence
 
-from gradwire.engine.method import method
+from gradwire.engine.method import method, starves_adaptive
 from gradwire.feedback import MomentumCorrection
 
 CANDIDATES = (
@@ -45,6 +45,14 @@ def arguments(text: str, known: Sequence[str] = OPTIONS) -> tuple[str, dict[str,
     return spec, options
 
 
-def automatic(specs: Sequence[str] = CANDIDATES) -> tuple[str, ...]:
-    """Those that leave the user's optimizer as it is."""
-    return tuple(spec for spec in specs if not isinstance(method(spec).feedback, MomentumCorrection))
+def automatic(specs: Sequence[str] = CANDIDATES, adaptive: bool = False) -> tuple[str, ...]:
+    """Those that leave the user's optimizer as it is, and, where it is ``adaptive``, do not starve it."""
+    ways = [spec for spec in specs if not isinstance(method(spec).feedback, MomentumCorrection)]
+    return tuple(spec for spec in ways if suits_adaptive(spec) or not adaptive)
+
+
+def suits_adaptive(spec: str) -> bool:
+    """Whether an adaptive optimizer can follow a spec."""
+    whole = method(arguments(spec)[0])
+    corrects = isinstance(whole.feedback, MomentumCorrection)  # and Adam has momentum of its own
+    return not corrects and not starves_adaptive(whole.last, whole.feedback, whole.exchange)

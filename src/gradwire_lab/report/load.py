@@ -5,20 +5,17 @@ import math
 import re
 import shlex
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+from gradwire_lab.report.run_log import Record, parsed, records
 
 LOG = "run.jsonl"
 CELL = "cell.json"  # what a grid asked of this run, and by which command
 DENSE = ("dense", "fp32", "none")  # specs under which nothing is compressed
-
-REMEDY = "put a whole copy back, or leave that run out"
-
-T = TypeVar("T")
-Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -208,7 +205,7 @@ def load(folder: Path) -> RunRecord:
                 epochs[float(record["epoch"])] = record
             case "final":
                 final = record
-    text = _parsed(folder / "recipe.toml", str)
+    text = parsed(folder / "recipe.toml", str)
     end = max((*epochs, float((final or {}).get("epoch", 0.0))))
     starts = tuple(start for start in opened if _began(start) < end) or tuple(opened[-1:])
     return RunRecord(
@@ -217,25 +214,11 @@ def load(folder: Path) -> RunRecord:
         tuple(steps[step] for step in sorted(steps)),
         tuple(epochs[epoch] for epoch in sorted(epochs)),
         final,
-        _parsed(folder / "recipe.toml", tomllib.loads),
+        parsed(folder / "recipe.toml", _tables),
         text,
         _environment(folder),
         starts,
     )
-
-
-def records(log: Path) -> list[Record]:
-    """The records of a log. A last line without its end is what a killed process leaves: it is passed over."""
-    lines: list[str] = _parsed(log, str.splitlines)
-    parsed: list[Record] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            parsed.append(dict(json.loads(line)))
-        except (TypeError, ValueError):
-            if number == len(lines) and line.startswith("{"):
-                break
-            raise ValueError(f"line {number} of {log} is no JSON of a record; {REMEDY}") from None
-    return parsed
 
 
 def finished(folder: Path) -> bool:
@@ -258,17 +241,20 @@ def _lines(typed: Sequence[Sequence[str]]) -> str:
 
 def _environment(folder: Path) -> dict[str, Any]:
     """What the run noted; of a cell of a grid, the command is the grid's."""
-    noted, asked = (_parsed(folder / name, _object) for name in ("environment.json", CELL))
+    noted, asked = (parsed(folder / name, _object) for name in ("environment.json", CELL))
     return noted | ({"command": asked["command"]} if asked.get("command") else {})
 
 
 def _object(text: str) -> dict[str, Any]:
-    return dict(json.loads(text or "{}"))
+    content = dict(json.loads(text or "{}"))
+    command = content.get("command")
+    if not isinstance(command, list | str | None) or not all(isinstance(word, str) for word in command or ()):
+        raise ValueError("its command is no list of words")
+    return content
 
 
-def _parsed(path: Path, parse: Callable[[str], T]) -> T:
-    """What a file of a run says; one that is not there says nothing."""
-    try:
-        return parse(path.read_text(encoding="utf-8") if path.is_file() else "")
-    except (TypeError, ValueError) as wrong:
-        raise ValueError(f"{path} cannot be read ({wrong}); {REMEDY}") from None
+def _tables(text: str) -> dict[str, Any]:
+    tables = tomllib.loads(text)
+    if not all(isinstance(table, dict) for table in tables.values()):
+        raise ValueError("it has values outside of tables")
+    return tables

@@ -6,12 +6,14 @@
                              progress.json          all that is no tensor
     RUN/checkpoints/last.json, best.json            which folder each of them is
 
-A folder is complete before its name is written into last.json or best.json, which happens in one stroke: whenever a
-process dies, both name a whole checkpoint. No pickle is written or read.
+A folder is complete, and on the disk, before its name is written into last.json or best.json, which happens in one
+stroke: whenever a process dies or the power fails, both name a whole checkpoint. Every file has a checksum; those of
+older versions, whose JSON had none, are read. No pickle is written or read.
 """
 
 import json
 import shutil
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from gradwire.integrations import checksums
 
 State = Mapping[str, Tensor]
 MODEL, OPTIMIZER, PROGRESS = "model.safetensors", "optimizer.safetensors", "progress.json"
+FORMAT = 2  # of JSON files; the first had no checksum
 
 
 class Damaged(ValueError):
@@ -40,7 +43,12 @@ def write_text(path: Path, text: str) -> None:
     """Replace a file in one stroke."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    checksums.publish(partial, path)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """The same for an object, with a checksum."""
+    write_text(path, json.dumps({"format": FORMAT, **content, "crc32": _checksum(content)}))
 
 
 def find(run: Path, which: str) -> Path | None:
@@ -90,13 +98,15 @@ def open_folder(run: Path, step: int) -> Path:
     """The folder of a new checkpoint."""
     folder = run / "checkpoints" / f"step-{step}"
     folder.mkdir(parents=True, exist_ok=True)
+    for parent in folder.parents[:3]:
+        checksums.sync(parent)  # or a power cut may leave last.json, and not the folder that it names
     return folder
 
 
 def publish(folder: Path, best: bool) -> None:
     """Name a complete checkpoint as the last one, and perhaps as the best, and remove those that are neither."""
     for which in ("best", "last") if best else ("last",):
-        write_text(folder.parent / f"{which}.json", json.dumps({"folder": folder.name}))
+        write_json(folder.parent / f"{which}.json", {"folder": folder.name})
     _sweep(folder.parents[1])
 
 
@@ -167,15 +177,22 @@ def _sweep(run: Path) -> None:
         return
     for folder in (run / "checkpoints").glob("step-*"):
         if folder not in named:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # it may be a file of others
 
 
 def _json(path: Path, key: str) -> dict[str, Any]:
-    """An object with a key that it must have."""
+    """An object with a key that it must have. One mark of the format that is left asks for the other."""
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Damaged(path, error) from None
     if not isinstance(read, dict) or key not in read:
         raise Damaged(path, f"it has no {key!r}")
+    marks = {mark: read.pop(mark) for mark in ("format", "crc32") if mark in read}
+    if marks and marks != {"format": FORMAT, "crc32": _checksum(read)}:
+        raise Damaged(path, "its checksum is wrong, so some of its bytes have changed")
     return read
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content).encode()):08x}"

@@ -1,5 +1,6 @@
 """One cell of a grid, trained by the command `gradwire train`."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -55,7 +56,8 @@ class TrainCommand:
 
     def line(self, recipes: tuple[str, ...], overrides: tuple[str, ...], folder: Path) -> list[str]:
         """The command, which resumes a run that has begun."""
-        start = [sys.executable, "-c", "from gradwire_lab.cli.main import app; app()", "train"]
+        watched = f"from gradwire_lab.parent_watch import end_with_parent; end_with_parent({os.getpid()})"
+        start = [sys.executable, "-c", f"{watched}; from gradwire_lab.cli.main import app; app()", "train"]
         sets = [part for override in overrides for part in ("--set", override)]
         resume = ["--resume"] if (folder / LOG).is_file() else []
         return [*start, *recipes, *sets, "--folder", str(folder), *resume, *self.options]

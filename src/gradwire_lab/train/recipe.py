@@ -19,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from gradwire_lab.train.call_with_options import nearest
 from gradwire_lab.train.data import TASKS, TEXTS
 from gradwire_lab.train.data.partition import KINDS
+from gradwire_lab.train.recipe_values import refuse_odd
 
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0.0)]
@@ -29,7 +30,7 @@ Kind = Literal["constant", "steps", "cosine", "linear", "exponential", "plateau"
 def _renamed(value: object) -> object:
     if value != "in turn":
         return value
-    warnings.warn('passes = "in turn" is now "sequential"', DeprecationWarning, stacklevel=2)
+    warnings.warn('passes = "in turn" is now "sequential"', FutureWarning, stacklevel=2)
     return "sequential"
 
 
@@ -68,7 +69,7 @@ class DataTable(Table):
 
 
 class ModelTable(Table):
-    name: str = "cnn"  # one of gradwire_lab.train.models, file.py:make, or package.module:make
+    name: str = "cnn"  # one of gradwire_lab.train.models, an entry point of gradwire.models, or file.py:make
     options: dict[str, Any] = {}  # keywords of its maker
 
 
@@ -119,7 +120,7 @@ class SyncTable(Table):
     launch_mb: Annotated[float, Field(gt=0)] = 25.0
     rollback: bool = True  # keep memories of before a step until it is agreed on; false: half the memory
     across: Literal["ranks", "hosts"] | list[list[int]] = "ranks"  # between whom; lists: the ranks of each host
-    timeout: Annotated[float, Field(gt=0)] = 300.0  # seconds that a rank waits for others in a step
+    timeout: Annotated[float, Field(gt=0, le=1e9)] = 300.0  # seconds that a rank waits for others in a step
 
 
 class GossipTable(Table):
@@ -133,7 +134,7 @@ class GossipTable(Table):
     overlap: bool = False  # whether messages of neighbors are used a step late
     across: Literal["ranks", "hosts"] | list[list[int]] = "ranks"  # who is a node; lists: the ranks of each
     elastic: bool = False  # whether processes go on when one of them dies or stalls, and take it back
-    timeout: Annotated[float, Field(gt=0)] = 30.0  # seconds after which they give up a silent neighbor
+    timeout: Annotated[float, Field(gt=0, le=1e9)] = 30.0  # seconds after which they give up a silent neighbor
     passes: PassMode = "auto"  # of virtual workers, through the model
 
 
@@ -192,17 +193,23 @@ TABLES: dict[str, type[Table]] = {
 
 
 def read(tables: dict[str, Any]) -> Recipe:
-    """Check raw tables and make a recipe of them.
+    """Check raw tables and make a recipe of them. The file of a user's own model is run.
 
     Raises:
         ValueError: A wrong key, type or value; the message names it and the nearest right one.
     """
-    try:
-        recipe = Recipe.model_validate(tables)
-    except ValidationError as error:
-        raise ValueError("; ".join(map(_sentence, error.errors()))) from None
+    recipe = validate(tables)
     _check(recipe)
     return recipe
+
+
+def validate(tables: dict[str, Any]) -> Recipe:
+    """The same by keys, types and values alone; nothing is run."""
+    refuse_odd(tables)
+    try:
+        return Recipe.model_validate(tables)
+    except ValidationError as error:
+        raise ValueError("; ".join(map(_sentence, error.errors()))) from None
 
 
 def _check(recipe: Recipe) -> None:

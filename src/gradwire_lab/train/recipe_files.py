@@ -9,7 +9,7 @@ A file may have ``about`` (one line), ``fragment = true`` (it adds to a recipe, 
 import difflib
 import json
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, reduce
 from importlib import resources
 from itertools import product
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from gradwire_lab.train.call_with_options import nearest
-from gradwire_lab.train.recipe import TABLES, Recipe, read
+from gradwire_lab.train.recipe import TABLES, Recipe, read, validate
 
 Tables = dict[str, Any]
 WORDS = ("about", "fragment", "extends")
@@ -73,8 +73,11 @@ def find(name: str) -> Entry:
     return registered()[name]
 
 
-def resolve(names: Sequence[str], overrides: Iterable[str] = ()) -> Recipe:
-    """Merge recipes and fragments in order, then overrides such as ``train.epochs=5``, and check the outcome."""
+def resolve(names: Sequence[str], overrides: Iterable[str] = (), allow_code: bool = False) -> Recipe:
+    """Merge recipes and fragments in order, then overrides such as ``train.epochs=5``, and check the outcome.
+
+    A model file that a recipe names is run only if ``allow_code``; one that an override names is run.
+    """
     merged: Tables = {}
     entries = [find(name) for name in names]
     if entries and all(entry.fragment for entry in entries):
@@ -83,8 +86,10 @@ def resolve(names: Sequence[str], overrides: Iterable[str] = ()) -> Recipe:
     for entry in entries:
         merged = _over(merged, _whole(entry, ()))
     given = [_override(text) for text in overrides]
-    merged = _unstretched(merged, reduce(_merge, given, {}))
-    return read(reduce(_merge, given, merged))
+    typed: Tables = reduce(_merge, given, {})
+    if "name" not in typed.get("model", {}):
+        _refuse_code(merged, f"the recipe {' '.join(names)}", allow_code)
+    return read(reduce(_merge, given, _unstretched(merged, typed)))
 
 
 def dumps(recipe: Recipe) -> str:
@@ -95,21 +100,58 @@ def dumps(recipe: Recipe) -> str:
     return "\n".join(lines)
 
 
-def load(path: Path) -> Recipe:
-    """A recipe that `dumps` wrote into the folder of a run."""
+def load(path: Path, model: str = "", allow_code: bool = False) -> Recipe:
+    """A recipe that `dumps` wrote into the folder of a run.
+
+    A model file that it names is run only if ``allow_code``; a ``model`` that is given takes its place.
+    """
+    tables = _parsed(path)
+    own = tables.get("model")
+    if isinstance(own, dict) and model:
+        own["name"] = model
+    elif isinstance(own, dict):
+        _refuse_code(tables, f"the run {path.parent}", allow_code)
+        if ".py:" in str(own.get("name")):
+            own["name"] = _reached(str(own["name"]), path.parent)
+    return _named(path, read, tables)
+
+
+def load_inert(path: Path) -> Recipe:
+    """The same for comparison only: nothing that it names is run."""
+    return _named(path, validate, _parsed(path))
+
+
+def _parsed(path: Path) -> Tables:
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} cannot be read: {error}; `gradwire plan RECIPE... --toml` prints such a file"
         ) from None
-    model = tables.get("model", {})
-    if isinstance(model, dict) and ".py:" in str(model.get("name")):
-        model["name"] = _reached(str(model["name"]), path.parent)
+
+
+def _named(path: Path, make: Callable[[Tables], Recipe], tables: Tables) -> Recipe:
     try:
-        return read(tables)
+        return make(tables)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _refuse_code(tables: Tables, who: str, allow_code: bool) -> None:
+    """Refuse a model that would run code which the command line has not named."""
+    own = tables.get("model")
+    model = str(own.get("name", "")) if isinstance(own, Mapping) else ""
+    place, colon, _ = model.rpartition(":")
+    if colon and not place.endswith(".py"):
+        raise ValueError(
+            f"{who} names the model {model}, and functions of modules are named on the command line alone; add "
+            f"--model {model} if you trust it"
+        )
+    if colon and not allow_code:
+        raise ValueError(
+            f"{who} names the model {model}, a file that would be run; add --allow-code if you trust it, or name it "
+            f"with --model {model}"
+        )
 
 
 def _reached(model: str, run: Path) -> str:
@@ -130,13 +172,19 @@ def _reached(model: str, run: Path) -> str:
 def _entry(name: str, text: str) -> Entry:
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"the recipe {name} is no TOML: {error}") from None
     for word in raw:
         if word not in (*WORDS, *TABLES):
             raise ValueError(f"the recipe {name} has no {word!r}; {nearest(word, dict.fromkeys((*WORDS, *TABLES)))}")
     tables = {word: raw[word] for word in raw if word in TABLES}
-    return Entry(name, raw.get("about", ""), raw.get("fragment", False), tuple(raw.get("extends", ())), tables)
+    about, fragment, extends = raw.get("about", ""), raw.get("fragment", False), raw.get("extends", [])
+    listed = isinstance(extends, list) and all(isinstance(each, str) for each in extends)
+    if not (listed and isinstance(about, str) and isinstance(fragment, bool)):
+        raise ValueError(
+            f"the recipe {name} must have about = 'one line', fragment = true or false, and extends = ['digits']"
+        )
+    return Entry(name, about, fragment, tuple(extends), tables)
 
 
 def _whole(entry: Entry, above: tuple[str, ...]) -> Tables:
@@ -193,7 +241,7 @@ def _literal(text: str) -> Any:
     """A value of TOML; anything else is a string without its quotes."""
     try:
         return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
 
 

@@ -61,6 +61,7 @@ class Records:
         self._file.write(json.dumps(_plain(record)) + "\n")
         self._file.flush()
         if record["event"] == "epoch":
+            os.fsync(self._file.fileno())
             write_csv(self.folder)
         curves = {name: record[name] for name in (*CURVES, "loss", "lr") if record.get(name) is not None}
         if record["event"] in ("step", "epoch"):
@@ -97,7 +98,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     objects = []
     for line in lines:
-        with suppress(json.JSONDecodeError):
+        with suppress(ValueError, RecursionError):
             objects.append(json.loads(line))
     return [each for each in objects if isinstance(each, dict)]
 

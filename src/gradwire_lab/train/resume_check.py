@@ -31,7 +31,7 @@ def check_resume(folder: Path, recipe: Recipe) -> None:
         return
     checkpoint.inspect(last)
     before = folder / "recipe.toml"
-    changed = _changes(recipe_files.load(before), recipe) if before.is_file() else []
+    changed = _changes(recipe_files.load_inert(before), recipe) if before.is_file() else []
     if changed:
         raise ValueError(
             f"{folder} was trained with {' and '.join(old for old, _ in changed)}, and is asked to go on with "

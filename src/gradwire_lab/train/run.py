@@ -4,7 +4,6 @@ The way of a recipe: `recipe_files.resolve` reads it, `run_modes` decides which 
 calls `run_training` here, which builds a `loop.Training` and brings it to its end.
 """
 
-import json
 import math
 import sys
 from functools import partial
@@ -65,9 +64,18 @@ def run_training(
         return training.go(write, partial(save, folder), epochs[-1] if epochs else None)
 
 
-def evaluate(folder: Path, which: str, split: str, device: torch.device | str, root: str = "") -> Score:
-    """The score of a run's ``last`` or ``best`` checkpoint."""
-    recipe = load_recipe(folder / "recipe.toml").model_copy(update={"gossip": GossipTable()})  # one model, one worker
+def evaluate(
+    folder: Path,
+    which: str,
+    split: str,
+    device: torch.device | str,
+    root: str = "",
+    model: str = "",
+    allow_code: bool = False,
+) -> Score:
+    """The score of a run's ``last`` or ``best`` checkpoint. For ``model``, ``allow_code``: see `recipe_files.load`."""
+    recipe = load_recipe(folder / "recipe.toml", model, allow_code)
+    recipe = recipe.model_copy(update={"gossip": GossipTable()})  # one model, one worker
     if root:
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"root": root})})
     saved = checkpoint.find(folder, which)
@@ -104,7 +112,7 @@ def _write_common(training: Training, model: dict[str, Tensor], folder: Path) ->
         "schedule": {k: None if v == math.inf else v for k, v in training.schedule.state_dict().items()},
         **training.strategy.checkpoint.progress(folder),
     }
-    checkpoint.write_text(folder / PROGRESS, json.dumps(progress))
+    checkpoint.write_json(folder / PROGRESS, progress)
 
 
 def restore(training: Training, folder: Path, progress: dict[str, Any]) -> None:

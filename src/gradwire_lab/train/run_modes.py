@@ -1,5 +1,6 @@
 """Run modes: all workers in this process, one rank of a launcher's, or one process started here for each worker."""
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from gradwire.integrations.auto import AUTO
 from gradwire_lab import launch
 from gradwire_lab.launcher_env import LauncherRank
+from gradwire_lab.parent_watch import end_with_parent
 from gradwire_lab.train.loop import Listener
 from gradwire_lab.train.rank_info import RankInfo, simulated_ranks
 from gradwire_lab.train.recipe import Recipe
@@ -42,6 +44,8 @@ def train_in_process(job: TrainJob, world: int, listen: Listener) -> dict[str, A
 
 def train_as_rank(job: TrainJob, where: LauncherRank, listen: Listener) -> dict[str, Any]:
     """One rank of those that torchrun, mpirun or srun has started; after a restart, from the last checkpoint."""
+    if where.supervised:
+        end_with_parent(os.getppid())
     job = job._replace(resume=job.resume or where.attempt > 0)
     device = device_of(where.local_rank, job.devices)
     if job.recipe.gossip.elastic:
@@ -53,10 +57,10 @@ def train_as_rank(job: TrainJob, where: LauncherRank, listen: Listener) -> dict[
 
 def train_spawned(job: TrainJob, world: int, listen: Listener) -> dict[str, Any]:
     """Processes that are started here, one for each worker."""
-    refusals: list[str] = []
+    refusals: list[Exception] = []
 
     def on_message(rank: int, message: Any) -> None:
-        if isinstance(message, str):
+        if isinstance(message, Exception):
             refusals.append(message)
         elif rank == 0 or message["event"] == "back":
             listen(message)
@@ -71,7 +75,7 @@ def train_spawned(job: TrainJob, world: int, listen: Listener) -> dict[str, Any]
         finals = launch.launch(_rank, world, job, backend=backend, restarts=RESTARTS if elastic else 0, **options)
     except launch.RankError:
         if refusals:
-            raise TrainingRefused(refusals[0]) from None
+            raise refusals[0] from None
         raise
     final: dict[str, Any] = next(final for final in finals if final is not None)
     return final
@@ -81,7 +85,10 @@ def _rank(rank: int, world: int, job: TrainJob) -> dict[str, Any]:
     try:
         return _train_rank(job, world, rank, device_of(rank, job.devices), launch.send_message)
     except ValueError as error:
-        launch.send_message(str(error))
+        launch.send_message(TrainingRefused(str(error)))
+        raise
+    except OSError as error:
+        launch.send_message(OSError(error.errno, error.strerror, error.filename))
         raise
 
 

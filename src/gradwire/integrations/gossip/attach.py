@@ -57,7 +57,8 @@ def gossip(
         meeting: Where elastic peers find each other: a folder that all share, or ``tcp://host:port`` of a TCPStore.
         rank: Which elastic peer this is; by default RANK of the environment.
         world: How many elastic peers there are; by default WORLD_SIZE.
-        host: The address under which the other elastic peers reach this one.
+        host: The address under which the other elastic peers reach this one. Unless it is a loopback address, all peers
+            need the same ``GRADWIRE_SECRET`` in the environment.
 
     Returns:
         A handle: ``report()``, ``state_dict()``, ``evaluate_mean(...)``, ``distance()``.

@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from gradwire.integrations.gossip.handle import RankHandle
 from gradwire.integrations.gossip.membership import Membership, raw_bytes, snapshot_of
 from gradwire.integrations.gossip.report import GossipReport, summarize
 
+_SMALL_BYTES = 2**20  # headers of messages, and the numbers of an evaluation
 _log = logging.getLogger("gradwire.gossip")
 
 
@@ -67,7 +68,11 @@ class ElasticGossip(RankHandle):
         self._gathers = (-1, 0)  # a step, and how many times `gather_reachable` was called in it
         whole = f"{self.description}; seed {options.seed}; world {world}; {flat.fingerprint().tolist()}"
         digest = hashlib.sha256(whole.encode()).digest()
-        self.mesh = PeerMesh(rank, node.topology.peers(rank), rendezvous(meeting), digest, timeout=timeout, host=host)
+        most_bytes = _SMALL_BYTES + world * (4 + 4 * flat.read_all().numel())  # what `gather_models` sends at its end
+        peers = node.topology.peers(rank)
+        self.mesh = PeerMesh(
+            rank, peers, rendezvous(meeting), digest, timeout=timeout, most_bytes=most_bytes, host=host
+        )
         self._membership = Membership(flat, node, self.mesh)
         try:
             self._join()
@@ -96,13 +101,29 @@ class ElasticGossip(RankHandle):
         live = self.mesh.begin(step)
         self._log_rejoined(live, step)
         self._log_lost(step)  # now, while flows are those of the last round
-        transport = cast(Backend, _PeerTransport(self.mesh, step, x.device))  # of a backend, `execute` uses `answer`
-        (mixed,) = execute(interleave([self.node.run(x, live)]), transport, self.clock)
+        mixed = self._mix_without_damaged(x, live)
         self._log_lost(step)
         self._present = tuple(live)
         self.rounds_made += 1
         self.messages_sent += len(live)
         self.mesh.finish(step, snapshot_of(mixed, buffers))
+        return mixed
+
+    def _mix_without_damaged(self, x: Tensor, live: Mapping[int, bool]) -> Tensor:
+        """A neighbor whose message is damaged is dropped, and the round made without it, from what was received."""
+        transport = _PeerTransport(self.mesh, self.node.step, x.device)
+        for damaged in ((), *((peer,) for peer in live), tuple(live)):
+            transport.restart(without=damaged)
+            try:  # a node changes only at the end of a round
+                (mixed,) = execute(interleave([self.node.run(x, live)]), cast(Backend, transport), self.clock)
+            except CorruptMessageError as error:
+                if damaged == tuple(live):
+                    raise
+                _log.debug("rank %d received a damaged message: %s", self.rank, error)
+            else:
+                break
+        for peer in damaged:
+            self.mesh.drop(peer, "sent a message that cannot be decoded")
         return mixed
 
     def _log_rejoined(self, live: Mapping[int, bool], step: int) -> None:
@@ -148,10 +169,21 @@ class ElasticGossip(RankHandle):
         for hop in range(self.world - 1):  # no path is longer
             index = UNCOUNTED + self._gathers[1] * self.world + hop
             received = self.mesh.exchange(step, index, dict.fromkeys(self._present, _pack(new)))
-            tensors = {rank: x for body in received.values() for rank, x in _unpack(body, own).items()}
+            tensors = {rank: x for peer, body in received.items() for rank, x in self._unpack(peer, body, own).items()}
             new = {rank: x for rank, x in tensors.items() if rank not in known}
             known |= new
         return dict(sorted(known.items()))
+
+    def _unpack(self, peer: int, body: bytes, like: Tensor) -> dict[int, Tensor]:
+        """What `_pack` packed; a neighbor that sent something else is dropped."""
+        size = 4 + like.element_size() * like.numel()
+        records = [body[at : at + size] for at in range(0, len(body), size)]
+        ranks = [int.from_bytes(record[:4], "little") for record in records]
+        if len(body) % size or any(rank >= self.world for rank in ranks):
+            self.mesh.drop(peer, f"sent {len(body)} bytes of models, where each takes {size}")
+            return {}
+        tensors = [_tensor(record[4:]).view(like.dtype).view_as(like).to(like.device) for record in records]
+        return dict(zip(ranks, tensors, strict=True))
 
     def sum_over_processes(self, numbers: Tensor) -> tuple[Tensor, int]:
         """The sum over all ranks that can be reached, uncounted, and how many they are. All of them must call it."""
@@ -222,18 +254,25 @@ class ElasticGossip(RankHandle):
 
 
 class _PeerTransport:
-    """Answers the requests of one round over the peer mesh."""
+    """Answers the requests of one round over the peer mesh, and again from what was received."""
 
     def __init__(self, mesh: PeerMesh, step: int, device: torch.device) -> None:
         self._mesh, self._step, self._device = mesh, step, device
-        self._index = 0
+        self._answers: list[dict[int, bytes]] = []
+        self.restart()
+
+    def restart(self, without: Collection[int] = ()) -> None:
+        """Answer from the first request on, as if some peers were lost."""
+        self._index, self._without = 0, without
 
     def answer(self, requests: Sequence[Request]) -> list[Any]:
         (request,) = requests
         assert isinstance(request, SendRecv)
-        # Without neighbors, a node sends an empty message to itself.
-        out = {peer: raw_bytes(payload.data) for peer, payload in request.out.items() if peer != self._mesh.rank}
-        received = self._mesh.exchange(self._step, self._index, out)
+        if self._index == len(self._answers):
+            # Without neighbors, a node sends an empty message to itself.
+            out = {peer: raw_bytes(payload.data) for peer, payload in request.out.items() if peer != self._mesh.rank}
+            self._answers.append(self._mesh.exchange(self._step, self._index, out))
+        received = {peer: body for peer, body in self._answers[self._index].items() if peer not in self._without}
         self._index += 1
         return [{peer: Payload(_tensor(body).to(self._device)) for peer, body in received.items()}]
 
@@ -245,16 +284,3 @@ def _tensor(body: bytes) -> Tensor:
 def _pack(vectors: Mapping[int, Tensor]) -> bytes:
     """Rank by rank: a uint32, then the vector; all have the same length."""
     return b"".join(rank.to_bytes(4, "little") + raw_bytes(x) for rank, x in vectors.items())
-
-
-def _unpack(body: bytes, like: Tensor) -> dict[int, Tensor]:
-    size = 4 + like.element_size() * like.numel()
-    if len(body) % size:
-        raise CorruptMessageError(
-            f"a neighbor sent {len(body)} bytes of models, where each takes {size}; start all ranks with the same model"
-        )
-    vectors = {}
-    for at in range(0, len(body), size):
-        data = _tensor(body[at + 4 : at + size]).view(like.dtype)
-        vectors[int.from_bytes(body[at : at + 4], "little")] = data.view_as(like).to(like.device)
-    return vectors

@@ -62,6 +62,9 @@ class Membership:
         if state is None:
             return False
         step, body = state
+        if len(body) != 4 * self._flat.read_all().numel():
+            self._mesh.drop(peer, f"sent {len(body)} bytes of parameters and buffers")
+            return False
         if self._node.step:
             _log.warning(
                 "rank %d was at step %d, and takes parameters and step %d of neighbor %d",

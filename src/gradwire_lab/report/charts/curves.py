@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 import altair as alt
 
 from gradwire_lab.report.charts.figure import Chart, Figure, Row, chart, color, dash, finish, left_out, seeds, tooltips
-from gradwire_lab.report.load import Record, RunRecord
+from gradwire_lab.report.load import RunRecord
 from gradwire_lab.report.numbers import rounded
 from gradwire_lab.report.run_groups import Group, Task, grouped
+from gradwire_lab.report.run_log import Record
 
 POINTS = 6000  # of all curves of a chart together, so that the page stays small
 FINEST = 120  # of one curve

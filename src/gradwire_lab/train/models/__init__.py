@@ -7,9 +7,11 @@ state: ``logits, state = model(tokens, state)``, beginning with ``model.start(ba
 
 import importlib
 import importlib.util
+import inspect
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 
@@ -41,21 +43,29 @@ MODELS: dict[str, Maker] = {
     "gpt2": gpt2,
 }
 LANGUAGE = ("lstm", "gpt", "gpt2")  # those that read text
+GROUP = "gradwire.models"  # the entry points by which installed packages add models
 
 
 def load(text: str) -> Maker:
-    """The maker behind a name of `MODELS`, behind ``file.py:make``, or behind ``package.module:make``."""
+    """The maker behind a name of `MODELS` or of an entry point, ``file.py:make``, or ``package.module:make``."""
     place, colon, name = text.rpartition(":")
     if not colon:
         if text.endswith(".py"):
             raise ValueError(f"the model {text} is a file; name the function in it too, as in {text}:make")
-        if text not in MODELS:
-            raise ValueError(f"there is no model called {text!r}; {nearest(text, MODELS)} (your own: file.py:make)")
-        return MODELS[text]
+        if text in MODELS:
+            return MODELS[text]
+        points = {point.name: point for point in entry_points(group=GROUP)}
+        if text not in points:
+            known = {**MODELS, **points}
+            raise ValueError(f"there is no model called {text!r}; {nearest(text, known)} (your own: file.py:make)")
+        return points[text].load()  # type: ignore[no-any-return]
     module = _file(Path(place)) if place.endswith(".py") else _module(place)
     maker: object = getattr(module, name, None)
     if not callable(maker):
         raise ValueError(f"{place} has no function called {name!r} that would make a model")
+    named = inspect.isroutine(maker) or inspect.isclass(maker)
+    if place.endswith(".py") and named and getattr(maker, "__module__", None) != module.__name__:
+        raise ValueError(f"{place} only imports {name!r}; name a function that the file itself defines")
     return maker
 
 

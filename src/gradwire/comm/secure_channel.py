@@ -1,0 +1,239 @@
+"""Secure channel: a TCP connection whose ends have both proven the job's secret, and whose frames cannot be forged.
+
+The handshake has fixed lengths and one deadline for all of it. The dialer proves the secret first, so that a stranger
+who connects learns nothing.
+
+    listener   MAGIC, nonce [32]
+    dialer     nonce [32], HMAC(secret, "dialer" + both nonces) [32]
+    listener   HMAC(secret, "listener" + both nonces) [32]
+
+Frames follow:
+
+    size     uint8    of the rest of the header
+    kind     uint8
+    step     LEB128   plus one
+    index    LEB128   which exchange of the step
+    length   LEB128   of the body
+    body
+    tag      [16]     HMAC(key, number + all of the above), its first half
+
+Each direction has a key of its own, HMAC(secret, name + both nonces). Frames are numbered from 0, and the number does
+not travel, so a frame that is forged, changed, repeated, left out or out of order has a wrong tag. The hash is SHA-256.
+
+With ``GRADWIRE_TLS_CERT``, ``GRADWIRE_TLS_KEY`` and ``GRADWIRE_TLS_CA`` in the environment all this travels in TLS.
+Both ends then need a certificate that the authority has signed; host names are not compared.
+"""
+
+import contextlib
+import hmac
+import math
+import os
+import secrets
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+MAGIC = b"gradwire"
+HANDSHAKE_SECONDS = 5.0  # for all of it
+_NONCE = _PROOF = 32
+_TAG = 16
+LISTENER_BYTES, DIALER_BYTES = len(MAGIC) + _NONCE + _PROOF, _NONCE + _PROOF  # that each end sends in a handshake
+T = TypeVar("T")
+
+
+class SecureChannel:
+    """One end. Threads may send while one receives.
+
+    Attributes:
+        line: The connection.
+        most_bytes: The longest body that is received. A frame that announces more ends the connection.
+        seconds: How long the rest of a frame may take, once it has begun.
+    """
+
+    def __init__(self, line: socket.socket, most_bytes: int, seconds: float) -> None:
+        line.setblocking(False)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.line, self.most_bytes, self.seconds = line, most_bytes, seconds
+        self._access, self._sending = threading.Lock(), threading.Lock()  # to a TLS state; while a frame is sent
+        self._keys: tuple[bytes, bytes] = b"", b""  # for sending, for receiving
+        self._sent = self._received = 0  # frames
+
+    def handshake(self, secret: bytes, dials: bool, deadline: float, context: ssl.SSLContext | None = None) -> None:
+        """Prove the secret to the other end, and have it proven; inside of TLS, if there is a context.
+
+        Raises:
+            OSError: The other end has another secret, speaks another protocol, or is late.
+        """
+        if context is not None:
+            secured = context.wrap_socket(self.line, server_side=not dials, do_handshake_on_connect=False)
+            self.line = secured
+            self._attempt(secured.do_handshake, select.POLLIN, deadline)
+        own = secrets.token_bytes(_NONCE)
+        if dials:
+            opening = self._read(len(MAGIC) + _NONCE, deadline)
+            if not opening.startswith(MAGIC):
+                raise ConnectionError("the listener is not of gradwire")
+            nonces = opening[len(MAGIC) :] + own
+            self._write(own + _hmac(secret, b"dialer", nonces), deadline)
+            _check(_hmac(secret, b"listener", nonces), self._read(_PROOF, deadline))
+        else:
+            self._write(MAGIC + own, deadline)
+            answer = self._read(_NONCE + _PROOF, deadline)
+            nonces = own + answer[:_NONCE]
+            _check(_hmac(secret, b"dialer", nonces), answer[_NONCE:])
+            self._write(_hmac(secret, b"listener", nonces), deadline)
+        to_listener, to_dialer = (_hmac(secret, name, nonces) for name in (b"to listener", b"to dialer"))
+        self._keys = (to_listener, to_dialer) if dials else (to_dialer, to_listener)
+
+    def send(self, kind: int, step: int = 0, index: int = 0, body: bytes = b"") -> None:
+        """Write a frame."""
+        head = pack_head(kind, step, index, len(body))
+        with self._sending:
+            deadline = time.monotonic() + self.seconds
+            tag = _hmac(self._keys[0], self._sent.to_bytes(8, "little"), head, body)[:_TAG]
+            self._sent += 1
+            for part in (head + body + tag,) if len(body) < 2**16 else (head, body, tag):
+                self._write(part, deadline)
+
+    def receive(self, deadline: float = math.inf) -> tuple[int, int, int, bytes]:
+        """The next frame: kind, step, index and body. It must begin before the deadline."""
+        first = self._read(1, deadline)
+        deadline = min(deadline, time.monotonic() + self.seconds)
+        head = first + self._read(first[0], deadline)
+        kind, step, index, length = _unpack_head(head)
+        if length > self.most_bytes:
+            raise ConnectionError(f"a frame announces {length} bytes, where {self.most_bytes} are the most")
+        body = self._read(length, deadline)
+        expected = _hmac(self._keys[1], self._received.to_bytes(8, "little"), head, body)[:_TAG]
+        _check(expected, self._read(_TAG, deadline))
+        self._received += 1
+        return kind, step, index, body
+
+    def end_sending(self) -> None:
+        """Let the other end read to the end of what was sent. TLS goes on for what it sends."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self.line, socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close it, and wake the threads that wait for it."""
+        shut(self.line)
+
+    def _read(self, n: int, deadline: float) -> bytes:
+        parts, left = [], n
+        while left:
+            size = min(left, 2**20)
+            part = self._attempt(lambda size=size: self.line.recv(size), select.POLLIN, deadline)  # type: ignore[misc]
+            if not part:
+                raise ConnectionError("the connection ended")
+            parts.append(part)
+            left -= len(part)
+        return b"".join(parts)
+
+    def _write(self, data: bytes, deadline: float) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self._attempt(lambda view=view: self.line.send(view), select.POLLOUT, deadline) :]  # type: ignore[misc]
+
+    def _attempt(self, call: Callable[[], T], events: int, deadline: float) -> T:
+        """Call until it no longer has to wait for the connection."""
+        wanted: dict[type[OSError], int] = {ssl.SSLWantReadError: select.POLLIN, ssl.SSLWantWriteError: select.POLLOUT}
+        while True:
+            try:
+                with self._access:
+                    return call()
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as blocked:
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._is_ready(wanted.get(type(blocked), events), left):
+                    raise TimeoutError("the other end is late") from None
+
+    def _is_ready(self, events: int, seconds: float) -> bool:
+        poll = select.poll()
+        try:
+            poll.register(self.line, events)
+        except ValueError:
+            raise ConnectionError("the connection was closed") from None
+        return bool(poll.poll(None if seconds == math.inf else 1000 * seconds))
+
+
+def pack_head(kind: int, step: int, index: int, length: int) -> bytes:
+    """A frame's header. The step is -1 or more."""
+    head = bytearray([0, kind])
+    for number in (step + 1, index, length):
+        while number > 127:
+            head.append(number & 127 | 128)
+            number >>= 7
+        head.append(number)
+    head[0] = len(head) - 1
+    return bytes(head)
+
+
+def _unpack_head(head: bytes) -> tuple[int, int, int, int]:
+    """Kind, step, index and length."""
+    numbers, number, shift = [], 0, 0
+    for byte in head[2:]:
+        number |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            numbers.append(number)
+            number = shift = 0
+    if len(numbers) != 3:
+        raise ConnectionError("a frame's header cannot be read")
+    step, index, length = numbers
+    return head[1], step - 1, index, length
+
+
+def frame_bytes(step: int, index: int, body: bytes) -> int:
+    """The length of a frame."""
+    return len(pack_head(0, step, index, len(body))) + len(body) + _TAG
+
+
+def listen(host: str) -> socket.socket:
+    """A listening socket at a port that is free."""
+    return socket.create_server((host, 0), backlog=128)
+
+
+def accept_all(listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+    """Serve each connection, until the listener is closed by `shut`."""
+    while listener.fileno() >= 0:
+        try:
+            serve(listener.accept()[0])
+        except (OSError, RuntimeError):  # it was closed, the connection ended, or descriptors or threads are used up
+            time.sleep(0.05)
+
+
+def shut(line: socket.socket) -> None:
+    """Close a socket, and wake the threads that wait for it."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(line, socket.SHUT_RDWR)
+    line.close()
+
+
+def _hmac(key: bytes, *parts: bytes) -> bytes:
+    code = hmac.new(key, digestmod="sha256")
+    for part in parts:
+        code.update(part)
+    return code.digest()
+
+
+def _check(expected: bytes, received: bytes) -> None:
+    if not hmac.compare_digest(expected, received):
+        raise ConnectionError("the other end has another secret, or the connection was tampered with")
+
+
+def tls_context(dials: bool) -> ssl.SSLContext | None:
+    """From the environment; None where it names no certificate."""
+    certificate, authority = os.environ.get("GRADWIRE_TLS_CERT"), os.environ.get("GRADWIRE_TLS_CA")
+    if not certificate:
+        return None
+    if not authority:
+        raise ValueError("GRADWIRE_TLS_CERT needs GRADWIRE_TLS_CA: the authority that signed all ranks' certificates")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if dials else ssl.PROTOCOL_TLS_SERVER)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_cert_chain(certificate, os.environ.get("GRADWIRE_TLS_KEY") or None)
+    context.load_verify_locations(authority)
+    return context

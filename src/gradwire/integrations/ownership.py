@@ -1,0 +1,90 @@
+"""Ownership: a gradient is averaged once, by one wire, between ``backward()`` and the optimizer's step."""
+
+import gc
+import weakref
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gradwire.integrations.wire import Wire
+
+_owners: weakref.WeakSet[Wire] = weakref.WeakSet()  # wires that loops and optimizers call
+
+
+def refuse_averaged(parameters: Mapping[str, nn.Parameter], mine: Wire | None = None) -> None:
+    """Refuse parameters whose gradients another wire or a DistributedDataParallel averages.
+
+    Args:
+        parameters: By name.
+        mine: The wire that has them already, if any.
+    """
+    if _averaged(parameters, mine) is None:
+        return
+    gc.collect()  # what nothing refers to any more averages nothing
+    if (taken := _averaged(parameters, mine)) is not None:
+        raise ValueError(taken)
+
+
+def _averaged(parameters: Mapping[str, nn.Parameter], mine: Wire | None) -> str | None:
+    for wire in _owners:
+        if wire is not mine and (name := _shared(parameters, wire.parameters.values())):
+            return (
+                f"the parameter {name!r} has a wire already, and would be averaged twice; change the spec with "
+                "wire.set(...), or delete the other wire and its optimizer first"
+            )
+    # A parameter does not refer to the DistributedDataParallel that averages it, so all objects are looked at.
+    for ddp in [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]:
+        if name := _shared(parameters, (p for p in ddp.parameters() if p.requires_grad)):
+            return (
+                f"the gradient of {name!r} is averaged by a DistributedDataParallel already; pass that module to "
+                "gradwire.compress, or train without it"
+            )
+    return None
+
+
+def _shared(parameters: Mapping[str, nn.Parameter], others: Iterable[Tensor]) -> str | None:
+    theirs = {id(p) for p in others}
+    return next((name for name, p in parameters.items() if id(p) in theirs), None)
+
+
+def take(wire: Wire) -> None:
+    """Give a wire its parameters, and let it know of backward passes, so that a forgotten call is noticed."""
+    _owners.add(wire)
+    if wire.link.world == 1:
+        return
+    reference = weakref.ref(wire)
+
+    def note(_: Tensor) -> None:
+        if (owner := reference()) is not None:
+            owner.last_event = "backward"
+
+    for p in wire.parameters.values():
+        weakref.finalize(wire, p.register_post_accumulate_grad_hook(note).remove)
+
+
+def check_order(wire: Wire, optimizer: Optimizer) -> None:
+    """Refuse a step with gradients that were not averaged, or were averaged twice."""
+    event, wire.last_event = wire.last_event, "step"
+    if event not in ("backward", "second call") or not _must_be_called(wire):
+        return
+    own = {id(p) for p in wire.parameters.values()}
+    mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own and p.grad is not None]
+    if mine and event == "backward":
+        wire.last_event = event
+        raise RuntimeError(
+            "gradients were not averaged: backward() has run since the wire was last called; call wire() after "
+            "backward() and before optimizer.step()"
+        )
+    if mine:
+        raise RuntimeError(
+            "gradients were averaged twice: wire() was called twice since backward(); call it once before "
+            "optimizer.step()"
+        )
+    wire.last_event = event
+
+
+def _must_be_called(wire: Wire) -> bool:
+    """Whether ranks drift apart if an optimizer steps without a call."""
+    return not (wire.setup.hooked or wire.link.world == 1 or wire.is_off or wire.executor.engine.core.silent)

@@ -1,0 +1,8 @@
+"""Local steps: workers train by themselves for a while, then agree on where to go on from."""
+
+from gradwire.local.diloco import diloco
+from gradwire.local.local_sgd import local_sgd, post_local_sgd
+from gradwire.local.method import LocalMethod, local_method
+from gradwire.local.sparseloco import sparseloco
+
+__all__ = ["LocalMethod", "diloco", "local_method", "local_sgd", "post_local_sgd", "sparseloco"]

@@ -1,0 +1,90 @@
+"""LocalMethod: the round of local steps as a value."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradwire.codecs.codec import Codec, codec
+from gradwire.core.arguments import check_argument, is_count
+from gradwire.core.registry import registered
+from gradwire.core.spec import parse
+from gradwire.engine.method import Method, Spec, method
+from gradwire.exchanges import Exchange
+from gradwire.feedback import Feedback
+
+OuterFactory: TypeAlias = Callable[[Sequence[nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True)
+class LocalMethod:
+    """Every so many inner steps: send outer less local weights, step the outer weights by the mean, start from there.
+
+    Attributes:
+        H: Inner steps of a round.
+        message: How differences are compressed and exchanged.
+        rate: Of the outer SGD.
+        momentum: Of the outer SGD.
+        nesterov: Whether that momentum is Nesterov's.
+        start: For so many steps gradients are averaged in every step, and there are no rounds.
+        first: How those gradients are encoded.
+        alpha: The share of its own weights that a worker keeps when the outer step is applied.
+        delay: The message of a round travels during so many inner steps of the next one, and is applied after them.
+    """
+
+    H: int
+    message: Method
+    rate: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = False
+    start: int = 0
+    first: Codec = codec("int4")  # noqa: RUF009 - a frozen value
+    alpha: float = 0.0
+    delay: int = 0
+    name: ClassVar[str] = "local steps"
+    kind: ClassVar[str] = "local"
+
+    def __post_init__(self) -> None:
+        check_argument(self, "H", is_count(self.H), "a whole number of inner steps from 1")
+        check_argument(self, "rate", self.rate > 0.0, "a positive number")
+        check_argument(self, "momentum", 0.0 <= self.momentum < 1.0, "in [0, 1)")
+        check_argument(self, "start", self.start == 0 or is_count(self.start), "a whole number of steps from 0")
+        check_argument(self, "alpha", 0.0 <= self.alpha < 1.0, "in [0, 1)")
+        check_argument(self, "delay", is_count(self.delay, 0) and self.delay < self.H, "a whole number below H")
+        feedback, exchange = self.message.feedback, self.message.exchange
+        if feedback.needs_denominator or self.message.gradient_steps:
+            raise ValueError(f"{feedback} compresses an optimizer's momentum, not differences of weights; use residual")
+        if "momentum" in feedback.memories and self.momentum:
+            raise ValueError(f"{feedback} and the outer optimizer both have momentum; give one of them none")
+        if exchange.delays:
+            raise ValueError(f"{exchange} hands back the mean of the round before; use an exchange that is not delayed")
+
+    def __str__(self) -> str:
+        kind = "Nesterov" if self.nesterov else "SGD"
+        momentum = f", momentum={self.momentum}" if self.momentum else ""
+        own = "".join(f", {name}={n}" for name in ("alpha", "delay") if (n := getattr(self, name)))
+        start = f", the first {self.start} steps by gradients as {self.first}" if self.start else ""
+        return f"H={self.H}, {self.message}, outer={kind}(rate={self.rate}{momentum}){own}{start}"
+
+    def outer(self, weights: Sequence[nn.Parameter]) -> Optimizer:
+        """The optimizer of the outer weights."""
+        return torch.optim.SGD(weights, lr=self.rate, momentum=self.momentum, nesterov=self.nesterov)
+
+
+def local_method(
+    spec: str | LocalMethod,
+    codec: "Spec | None" = None,
+    feedback: str | Feedback | None = None,
+    exchange: str | Exchange | None = None,
+) -> LocalMethod:
+    """Make a round of a spec; a codec, feedback or exchange given with it wins over the spec's own."""
+    made: Any = parse(spec) if isinstance(spec, str) else spec
+    if not isinstance(made, LocalMethod):
+        raise ValueError(
+            f"{spec!r} does not say how many local steps to take; write one of {', '.join(registered('local'))} as in "
+            "'sparseloco(H=5)', and pass a codec of your own as codec="
+        )
+    return replace(made, message=method(made.message if codec is None else codec, feedback, exchange))

@@ -1,0 +1,38 @@
+"""SparseLoCo: few entries of every chunk of the differences, with decayed error feedback.
+
+Paper:    Sarfi et al., "Communication efficient LLM pre-training with SparseLoCo", 2025.
+          https://arxiv.org/abs/2508.15706
+Formula:  x_r = H inner steps from w;  t_r = decay e_r + (w - x_r);  c_r = the k largest of every chunk of t_r
+          e_r = t_r - c_r;  w_i = w_i - rate * (sum of c_ri) / (number of ranks that sent entry i);  x_r = w
+Wire:     k positions and signs, and one float32 scale, for every chunk, once in H steps; 1-D tensors as float16
+Traits:   two floats per parameter, the outer weights and e_r
+Differs:  values are signs with a scale for each chunk, where the paper has two bits and scales for whole tensors; the
+          scale is the mean magnitude of what is sent. 1-D tensors are sent whole.
+Spec:     sparseloco(H=5), sparseloco(H=30, k=64, chunk=4096), sparseloco(H=5, start=256)
+"""
+
+from gradwire.codecs.codec import codec
+from gradwire.codecs.quantizers import Int4, Sign
+from gradwire.codecs.selectors import ChunkTopK
+from gradwire.codecs.stage import Quantizer
+from gradwire.core.registry import register
+from gradwire.engine.method import Method
+from gradwire.exchanges import AllGather
+from gradwire.feedback import Residual
+from gradwire.local.method import LocalMethod
+
+
+@register("sparseloco", kind="local")
+def sparseloco(
+    H: int = 15,
+    k: int = 64,
+    chunk: int = 4096,
+    rate: float = 1.0,
+    decay: float = 0.95,
+    start: int = 0,
+    first: Quantizer = Int4(),  # noqa: B008 - a frozen value
+) -> LocalMethod:
+    """SparseLoCo (Sarfi et al. 2025): signs of the ``k`` largest of every ``chunk``, averaged over their senders."""
+    chain = ChunkTopK(k, chunk) | Sign(per=k)
+    message = Method(((0, chain),), Residual(decay), AllGather(mean="senders"))
+    return LocalMethod(H, message, rate, start=start, first=codec(first))

@@ -1,0 +1,68 @@
+"""Parent watch: a process ends within seconds of the one that started it, however that one ended."""
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+POLL_SECONDS = 1.0
+GRACE_SECONDS = 5.0  # for an orderly end
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+
+def end_with_launcher(pipe: Connection) -> None:
+    """End this rank at once with the fork server, and soon after the launcher's end of its pipe is closed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ends = select.poll()
+    ends.register(pipe.fileno(), 0)  # no event is asked for, so that only its end is reported
+    _kill_after(ends.poll)
+
+
+def end_with_parent(parent: int) -> None:
+    """End this process, which ``parent`` has started, soon after it.
+
+    The signal of Linux would come with the end of the thread that started it, while other threads live on.
+    """
+
+    def wait() -> None:
+        while os.getppid() == parent:
+            time.sleep(POLL_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    _kill_after(wait)
+
+
+@contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Deliver SIGINT and SIGTERM only at the end: a rank whose start is interrupted is known to no launcher."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if received:
+            signal.raise_signal(received[0])
+
+
+def _kill_after(wait: Callable[[], object]) -> None:
+    def watch() -> None:
+        wait()
+        time.sleep(GRACE_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()

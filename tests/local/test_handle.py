@@ -1,0 +1,229 @@
+"""The handle of local steps: its start, reports, other specs, other worlds, and what it refuses."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import fixtures
+import gradwire
+import local_fixtures
+from local_fixtures import train
+
+SPARSE = "sparseloco(H=2, k=4, chunk=32)"
+
+
+def team(spec: Any, world: int = 2, **options: Any) -> tuple[Any, ...]:
+    return local_fixtures.team(spec, world, **options)
+
+
+def owed(outer: Any) -> dict[str, torch.Tensor]:
+    return fixtures.mean_pending_error([rank.wire for rank in outer.ranks])
+
+
+# -- specs -------------------------------------------------------------------------------------------------------------
+
+
+def test_presets_print_what_they_stand_for() -> None:
+    text = str(gradwire.parse("sparseloco(H=5)"))
+    for part in (
+        "H=5",
+        "chunk_topk(64) | sign(per=64)",
+        "residual(decay=0.95)",
+        "allgather(mean='senders')",
+        "rate=1.0",
+    ):
+        assert part in text
+    assert "Nesterov(rate=0.7, momentum=0.9)" in str(gradwire.parse("diloco(H=30)"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "named"),
+    [
+        ("topk(0.01)", {}, "topk"),
+        ("diloco(H=0)", {}, "H=0"),
+        ("diloco(H=2, momentum=1.5)", {}, "momentum=1.5"),
+        ("local_sgd(alpha=1.0)", {}, "alpha=1.0"),
+        ("diloco(H=3, delay=3)", {}, "delay=3"),
+        ("local_sgd(H=2)", {"codec": "onebit_adam"}, "common_momentum"),
+        ("diloco(H=2)", {"codec": "dgc(0.1)"}, "momentum_correction"),
+        ("local_sgd(H=2)", {"codec": "int8", "exchange": "delayed"}, "delayed"),
+    ],
+)
+def test_what_makes_no_round_is_refused(spec: str, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        team(spec, **options)
+
+
+def test_compress_says_where_local_steps_belong() -> None:
+    with pytest.raises(ValueError, match=r"gradwire\.local"):
+        gradwire.method("diloco(H=5)")
+
+
+# -- the start ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_of_the_start_needs_averaged_gradients() -> None:
+    nets, optimizers, outer = team("post_local_sgd(H=2, start=2)")
+    fixtures.loss(nets[0], 0, 0).backward()
+    with pytest.raises(RuntimeError, match="average_gradients"):
+        optimizers[0].step()
+    with pytest.raises(RuntimeError, match="average_gradients"):
+        outer()
+
+
+def test_replicas_are_equal_in_the_start_and_differ_inside_rounds() -> None:
+    nets, optimizers, outer = team("diloco(H=2, start=3)")
+    train(nets, optimizers, outer, range(3))
+    assert fixtures.same(fixtures.tensors(nets[0]), fixtures.tensors(nets[1]))
+    train(nets, optimizers, outer, range(3, 4))
+    assert not fixtures.same(fixtures.tensors(nets[0]), fixtures.tensors(nets[1]))
+    assert outer.ranks[0].inside == 1 and outer.ranks[0].steps == 4
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+
+def test_ratios_count_inner_steps() -> None:
+    nets, optimizers, outer = team("local_sgd(H=4)")
+    train(nets, optimizers, outer, range(9))
+    report = outer.ranks[0].report()
+    n = 4 * sum(p.numel() for p in nets[0].parameters())
+    assert report.rounds.steps == 2 and report.local_steps == 8 and report.start is None
+    assert report.payload == 2 * n
+    assert report.payload_ratio == report.payload_ratio_all_in == pytest.approx(4.0)
+    assert report.wire_ratio == pytest.approx(4.0, rel=0.02)  # less a byte of status
+    assert "8 local steps in 2 rounds" in str(report)
+
+
+def test_the_start_has_an_account_of_its_own() -> None:
+    nets, optimizers, outer = team("post_local_sgd(H=4, start=4)")
+    train(nets, optimizers, outer, range(12))
+    report = outer.ranks[0].report()
+    assert report.start is not None and report.start.steps == report.start_steps == 4
+    assert report.sent == report.start.sent + report.rounds.sent == outer.ranks[0].link.traffic.sent
+    assert report.payload_ratio == pytest.approx(4.0)
+    assert report.payload_ratio_all_in == pytest.approx(12 / (4 + 2))
+    assert "the start" in str(report)
+
+
+def test_messages_of_a_chunk_have_the_size_that_their_card_says() -> None:
+    """64 of 4,096: at most Rice's bits, a sign each, and a float32 scale."""
+    nets = [torch.nn.Linear(256, 256, bias=False) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in nets]
+    outer = gradwire.local_lockstep(nets, optimizers, "sparseloco(H=5)")
+    for step in range(5):
+        for rank, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+            optimizer.zero_grad()
+            net(fixtures.batch(rank, step, width=256)).square().mean().backward()
+            optimizer.step()
+        outer()
+    assert outer.ranks[0].report().payload_ratio > 5 * 190
+
+
+# -- other specs, other worlds -----------------------------------------------------------------------------------------
+
+
+def test_set_takes_other_rounds_and_keeps_what_is_owed() -> None:
+    nets, optimizers, outer = team(SPARSE)
+    train(nets, optimizers, outer, range(4))
+    before = owed(outer)
+    for rank in outer.ranks:
+        rank.set("diloco(H=3, rate=0.5)", feedback="residual")
+    after = owed(outer)
+    assert all(torch.allclose(before[name], after[name], atol=1e-7) for name in before)
+    assert outer.ranks[0].method.H == 3
+    assert outer.ranks[0].optimizer.param_groups[0]["lr"] == 0.5
+    train(nets, optimizers, outer, range(4, 7))
+    assert outer.ranks[0].inside == 0
+    assert all(float(x.abs().max()) < 1e-6 for x in owed(outer).values())
+
+
+def test_set_applies_a_message_that_is_under_way() -> None:
+    nets, optimizers, outer = team("diloco(H=4, delay=3)")
+    train(nets, optimizers, outer, range(5))
+    before = outer.ranks[0].outer.weights["0.weight"].detach().clone()
+    for rank in outer.ranks:
+        rank.set("local_sgd(H=1)")
+        assert rank.flight is None
+    assert not torch.equal(outer.ranks[0].outer.weights["0.weight"], before)
+    train(nets, optimizers, outer, range(5, 6))
+    assert fixtures.same(fixtures.tensors(nets[0]), fixtures.tensors(nets[1]))
+
+
+def test_a_codec_alone_keeps_the_rounds() -> None:
+    nets, optimizers, outer = team("diloco(H=3)")
+    for rank in outer.ranks:
+        rank.set("int8")
+    assert outer.ranks[0].method.H == 3 and "int8" in outer.ranks[0].wire.spec
+    train(nets, optimizers, outer, range(3))
+
+
+def test_off_sends_what_is_owed() -> None:
+    nets, optimizers, outer = team(SPARSE)
+    train(nets, optimizers, outer, range(4))
+    for rank in outer.ranks:
+        rank.off()
+    train(nets, optimizers, outer, range(4, 6))
+    assert all(float(x.abs().max()) < 1e-6 for x in owed(outer).values())
+
+
+def test_four_workers_become_two_and_four_again() -> None:
+    nets, optimizers, outer = team(SPARSE, 4)
+    train(nets, optimizers, outer, range(6))
+    for world in (2, 4):
+        shared, before = fixtures.tensors(nets[0]), owed(outer)
+        states = [rank.state_dict() for rank in outer.ranks]
+        nets, optimizers, outer = team(SPARSE, world)
+        for rank in outer.ranks:
+            rank.load_state_dict(states)
+        after = owed(outer)
+        assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in before)
+        assert all(fixtures.same(fixtures.tensors(net), shared) for net in nets)
+        train(nets, optimizers, outer, range(6, 10))
+        assert outer.ranks[0].inside == 0
+
+
+def test_inside_a_round_another_world_starts_a_new_one_from_the_outer_weights() -> None:
+    nets, optimizers, outer = team("diloco(H=4)", 2)
+    train(nets, optimizers, outer, range(6))
+    states, shared = [rank.state_dict() for rank in outer.ranks], outer.ranks[0].outer.weights
+    nets, _, other = team("diloco(H=4)", 3)
+    for rank in other.ranks:
+        rank.load_state_dict(states)
+    assert other.ranks[2].inside == 0 and other.ranks[2].steps == 6
+    assert all(torch.equal(p, shared[name]) for name, p in nets[2].named_parameters())
+
+
+def test_another_world_applies_a_message_that_was_under_way() -> None:
+    nets, optimizers, outer = team("diloco(H=4, delay=2)", 2)
+    train(nets, optimizers, outer, range(5))
+    states = [rank.state_dict() for rank in outer.ranks]
+    outer()  # the message is applied
+    nets, _, other = team("diloco(H=4, delay=2)", 3)
+    for rank in other.ranks:
+        rank.load_state_dict(states)
+    shared = outer.ranks[0].outer.weights
+    assert other.ranks[2].inside == 0 and other.ranks[2].flight is None
+    assert all(torch.equal(p, shared[name]) for name, p in nets[2].named_parameters())
+
+
+@pytest.mark.parametrize("state", [{}, {"gradwire/spec": torch.zeros(1)}])
+def test_a_state_of_something_else_is_refused(state: dict[str, torch.Tensor]) -> None:
+    _, _, outer = team("diloco(H=2)", 1)
+    with pytest.raises(ValueError, match="local/steps"):
+        outer.ranks[0].load_state_dict(state)
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    _, _, outer = team("diloco(H=2)", 1)
+    net = torch.nn.Linear(3, 2)
+    other = gradwire.local_lockstep([net], [fixtures.sgd(net)], "diloco(H=2)")
+    with pytest.raises(ValueError, match="another model"):
+        outer.ranks[0].load_state_dict(other.ranks[0].state_dict())
+
+
+def test_printing_shows_the_round_and_the_plan() -> None:
+    _, _, outer = team(SPARSE)
+    text = str(outer.ranks[0])
+    assert "H=2" in text and "0 of 2" in text and "chunk_topk(4, chunk=32)" in text

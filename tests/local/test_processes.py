@@ -1,0 +1,166 @@
+"""Local steps in real processes: equal to lockstep, and resumed inside a round."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import fixtures
+import gradwire
+import local_fixtures
+from spawn import Answers, cases_fixture, run_ranks
+
+WORLD, STEPS = 3, 7
+CASES: dict[str, dict[str, Any]] = {
+    "sparseloco": {"spec": "sparseloco(H=2, k=4, chunk=32)", "bundle": None},
+    "a start": {"spec": "sparseloco(H=2, k=4, chunk=32, start=3)", "bundle": None},
+    "int8": {"spec": "diloco(H=3)", "codec": "int8", "exchange": "two_way", "bundle": None},
+    "a delay": {
+        "spec": "diloco(H=3, alpha=0.5, delay=2)",
+        "codec": "topk(0.1) | sign",
+        "exchange": "allgather",
+        "bundle": None,
+    },
+    "random bits": {"spec": "local_sgd(H=2)", "codec": "qsgd", "exchange": "allgather", "bundle": None},
+}
+
+
+def optimizer_of(net: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.01)
+
+
+def take_steps(net: Any, optimizer: Any, outer: Any, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        fixtures.loss(net, rank, step).backward()
+        optimizer.step()
+        outer()
+
+
+def account(outer: gradwire.LocalSync) -> dict[str, torch.Tensor]:
+    report = outer.report()
+    numbers = [report.sent, report.payload, report.rounds.sent, report.local_steps, report.start_steps]
+    return {"account": torch.tensor(numbers, dtype=torch.float64)}
+
+
+def train_process(rank: int, world: int, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    net = fixtures.model(seed=rank)  # they start as rank 0
+    optimizer = optimizer_of(net)
+    outer = gradwire.local(net, optimizer, **options)
+    take_steps(net, optimizer, outer, rank, range(STEPS))
+    return {**outer.state_dict(), **account(outer)}
+
+
+answers = cases_fixture(train_process, WORLD, CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_lockstep_equals_processes_bit_for_bit(case: str, answers: Answers) -> None:
+    nets = [fixtures.model() for _ in range(WORLD)]
+    optimizers = [optimizer_of(net) for net in nets]
+    outer = gradwire.local_lockstep(nets, optimizers, **CASES[case])
+    local_fixtures.train(nets, optimizers, outer, range(STEPS))
+    for mine, real in zip(outer.ranks, answers[case], strict=True):
+        assert fixtures.same({**mine.state_dict(), **account(mine)}, real)
+
+
+def resume(rank: int, world: int, folder: str, spec: str, stop: int) -> tuple[Any, Any]:
+    """A run without a break, and one that stops inside a round and goes on in new objects."""
+    net = fixtures.model()
+    optimizer = optimizer_of(net)
+    outer = gradwire.local(net, optimizer, spec)
+    take_steps(net, optimizer, outer, rank, range(stop))
+    gradwire.save(outer, folder)
+    moments = deepcopy(optimizer.state_dict())
+    again = fixtures.model(seed=5)
+    second = optimizer_of(again)
+    resumed = gradwire.local(again, second, spec)
+    gradwire.load(resumed, folder)
+    second.load_state_dict(moments)
+    take_steps(again, second, resumed, rank, range(stop, 12))
+    take_steps(net, optimizer, outer, rank, range(stop, 12))
+    return outer.state_dict(), resumed.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("spec", "stop"),
+    [
+        ("sparseloco(H=5, k=4, chunk=32)", 7),
+        ("diloco(H=5)", 7),
+        ("diloco(H=3, start=4)", 2),
+        ("diloco(H=3, start=4)", 9),
+        ("diloco(H=4, alpha=0.5, delay=2)", 5),
+    ],
+)
+def test_a_run_goes_on_inside_a_round_bit_for_bit(spec: str, stop: int, tmp_path: Path) -> None:
+    for through, resumed in run_ranks(resume, 2, str(tmp_path), spec, stop):
+        assert fixtures.same(through, resumed)
+
+
+def fail_on_one(rank: int, world: int) -> list[str]:
+    net = fixtures.model()
+    spec = "local_sgd(H=2)" if rank else "local_sgd(H=3)"
+    different = fixtures.error_text(lambda: gradwire.local(net, fixtures.sgd(net), spec))
+    wrong = fixtures.error_text(lambda: gradwire.local(net, fixtures.sgd(net), "topk(0.1)" if rank else "diloco"))
+    return [different, wrong]
+
+
+def test_ranks_that_differ_are_refused_on_all_ranks() -> None:
+    for different, wrong in run_ranks(fail_on_one, 2):
+        assert "ValueError" in different and "H=2" in different and "H=3" in different
+        assert "ValueError" in wrong and "topk(0.1)" in wrong
+
+
+def across_hosts(rank: int, world: int) -> dict[str, torch.Tensor]:
+    net = fixtures.model()
+    optimizer = optimizer_of(net)
+    outer = gradwire.local(net, optimizer, "diloco(H=2)", across=[[0, 1], [2, 3]])
+    take_steps(net, optimizer, outer, rank, range(6))
+    return fixtures.tensors(net)
+
+
+def ddp_inside(rank: int, world: int) -> tuple[str, dict[str, torch.Tensor]]:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    net = DistributedDataParallel(fixtures.model(), process_group=groups[rank // 2])
+    optimizer = optimizer_of(net)
+    outer = gradwire.local(net, optimizer, "diloco(H=2)", across=[[0, 1], [2, 3]])
+    take_steps(net, optimizer, outer, rank, range(6))
+    whole = DistributedDataParallel(fixtures.model())
+    refused = fixtures.error_text(lambda: gradwire.local(whole, optimizer_of(whole), "diloco(H=2)"))
+    return refused, fixtures.tensors(net.module)
+
+
+def test_ddp_inside_hosts_and_local_steps_between_them() -> None:
+    nets = [fixtures.model() for _ in range(2)]
+    optimizers = [optimizer_of(net) for net in nets]
+    outer = gradwire.local_lockstep(nets, optimizers, "diloco(H=2)")
+    for step in range(6):
+        for host, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+            optimizer.zero_grad()
+            both = [fixtures.loss(net, 2 * host + local, step) for local in range(2)]
+            torch.stack(both).mean().backward()
+            optimizer.step()
+        outer()
+    for refused, real in run_ranks(ddp_inside, 4):
+        assert "DistributedDataParallel" in refused
+        for name, p in nets[0].named_parameters():
+            torch.testing.assert_close(real[name], p.detach(), rtol=1e-3, atol=1e-4)
+
+
+def test_rounds_between_hosts_average_inside_hosts() -> None:
+    nets = [fixtures.model() for _ in range(4)]
+    optimizers = [optimizer_of(net) for net in nets]
+    outer = gradwire.local_lockstep(nets, optimizers, "diloco(H=2)")
+    for step in range(6):
+        for rank, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+            optimizer.zero_grad()
+            fixtures.loss(net, rank, step).backward()
+            optimizer.step()
+        outer()
+    for mine, real in zip(nets, run_ranks(across_hosts, 4), strict=True):
+        for name, p in mine.named_parameters():
+            torch.testing.assert_close(real[name], p.detach(), rtol=1e-4, atol=1e-5)

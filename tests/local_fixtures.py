@@ -1,0 +1,25 @@
+"""Replicas in this process that take local steps."""
+
+from typing import Any
+
+import fixtures
+import gradwire
+
+
+def team(spec: Any, world: int, make: Any = None, net: Any = fixtures.model, **options: Any) -> tuple[Any, ...]:
+    """Replicas, their optimizers, and what synchronizes them."""
+    nets = [net() for _ in range(world)]
+    optimizers = [(make or fixtures.sgd)(net) for net in nets]
+    return nets, optimizers, gradwire.local_lockstep(nets, optimizers, spec, **options)
+
+
+def train(nets: Any, optimizers: Any, outer: Any, steps: range) -> None:
+    """So many steps of all replicas."""
+    for step in steps:
+        for rank, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+            optimizer.zero_grad()
+            fixtures.loss(net, rank, step).backward()
+        outer.average_gradients()
+        for optimizer in optimizers:
+            optimizer.step()
+        outer()
