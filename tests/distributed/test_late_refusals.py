@@ -59,8 +59,9 @@ def damage(wire: gradwire.Wire, rank: int, how: str) -> None:
     path = gradwire.save(wire, Path(how))
     whole = path.read_bytes()
     wrong = whole[: len(whole) // 2] if how == "cut" else whole[:-9] + bytes([whole[-9] ^ 4]) + whole[-8:]
-    torch.distributed.barrier()
-    path.write_bytes(wrong if rank == 1 else whole)
+    if rank == 1:
+        path.write_bytes(wrong)
+    torch.distributed.barrier()  # or a rank would read a file that is being written
     gradwire.load(wire, Path(how))
 
 

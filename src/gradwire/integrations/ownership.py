@@ -34,8 +34,9 @@ def _averaged(parameters: Mapping[str, nn.Parameter], mine: Wire | None) -> str 
                 f"the parameter {name!r} has a wire already, and would be averaged twice; change the spec with "
                 "wire.set(...), or delete the other wire and its optimizer first"
             )
-    # A parameter does not refer to the DistributedDataParallel that averages it, so all objects are looked at.
-    for ddp in [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]:
+    # A parameter does not refer to the DistributedDataParallel that averages it, but every object refers to its class.
+    kinds = DistributedDataParallel, *DistributedDataParallel.__subclasses__()
+    for ddp in [x for x in gc.get_referrers(*kinds) if isinstance(x, DistributedDataParallel)]:
         if name := _shared(parameters, (p for p in ddp.parameters() if p.requires_grad)):
             return (
                 f"the gradient of {name!r} is averaged by a DistributedDataParallel already; pass that module to "
