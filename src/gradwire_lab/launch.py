@@ -27,7 +27,8 @@ import torch.distributed as dist
 from gradwire.comm import emulated
 from gradwire.comm.job_secret import secret_variable
 from gradwire_lab.launcher_env import LauncherRank
-from gradwire_lab.parent_watch import deferred_signals, end_with_launcher
+from gradwire_lab.parent_watch import end_with_launcher
+from gradwire_lab.signals import signals_deferred
 
 PRELOAD = ("torch", "torch.distributed", "numpy", "gradwire")
 TIMEOUT = datetime.timedelta(minutes=5)  # of one collective
@@ -119,10 +120,9 @@ def preload(*modules: str) -> None:
 
 
 def _start_quiet_tracker() -> None:
-    """Start Python's resource tracker with its warnings off.
+    """Start Python's resource tracker with its warnings off, in its own environment alone.
 
     It clears away numba's semaphores of ranks that were stopped, and would warn of a leak after our own last line.
-    Only its own environment is changed.
     """
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (before, "ignore:resource_tracker:UserWarning")))
@@ -179,7 +179,7 @@ def _started(world: int, job: bytes, folder: str) -> Iterator[list[LaunchedRank]
     grace_seconds = 0.0
     try:
         for rank in range(world):
-            with deferred_signals():
+            with signals_deferred():
                 ranks.append(_start(rank, world, job, folder))
         yield ranks
         grace_seconds = 5.0

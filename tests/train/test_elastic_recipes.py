@@ -73,7 +73,7 @@ def test_the_display_says_who_is_started_anew_and_who_is_back() -> None:
         display.show({"event": "back", "worker": 0, "step": 5})
         display.show({**start, "step": 5})  # a second live line
     said = console.file.getvalue()
-    for words in ("worker 0 died without a word: killed by SIGKILL; it is started anew", "worker 0 is back, at step 5"):
+    for words in ("worker 0 died without a word: killed by SIGKILL; it is restarted", "worker 0 is back, at step 5"):
         assert words in said
 
 

@@ -200,7 +200,7 @@ class PeerMesh:
                     self._writers.submit(self.edges.send, edge, FrameKind.WAIT, step)
 
     def drop(self, peer: int, why: str) -> None:
-        """Drop a neighbor. It may connect anew, and the edge then begins with whole parameters."""
+        """Drop a neighbor. It may connect again, and the edge then begins with whole parameters."""
         with self.edges.changed:
             edge = self.edges.by_peer.get(peer)
             if edge is not None:

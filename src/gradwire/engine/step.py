@@ -32,7 +32,7 @@ class BucketResult(NamedTuple):
         views: By lane: where the update was written.
         status: Of all ranks, uint8 on the device.
         extra: What a caller that wraps the engine has to remember of the bucket.
-        captured: Whether the result belongs to a captured bucket, whose replays fill it anew.
+        captured: Whether the result belongs to a captured bucket, whose replays fill it again.
     """
 
     lanes: list[LaneResult]

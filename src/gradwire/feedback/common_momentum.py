@@ -17,6 +17,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradwire.codecs.stage import Decoded, Memory
+from gradwire.core.arguments import check_argument
 from gradwire.core.registry import register
 from gradwire.feedback.feedback import Feedback, preconditioned
 
@@ -35,8 +36,7 @@ class CommonMomentum(Feedback):
     needs_denominator = True
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.beta < 1.0:
-            raise ValueError(f"{self}: beta must be in [0, 1)")
+        check_argument(self, "beta", 0.0 <= self.beta < 1.0, "in [0, 1), as AdamW's first beta")
 
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         x = preconditioned(grad, memory)

@@ -202,7 +202,7 @@ def _sum(group: dist.ProcessGroup, bucket: GradBucket, dtype: torch.dtype) -> to
 
 def _as_laid_out(view: Tensor, p: Tensor) -> Tensor:
     """A gradient in a bucket, which DDP fills in the order of the parameter's memory where that has no gaps."""
-    dense = torch.empty_like(p, device="meta").stride() == p.stride()  # else empty_like lays it out anew
+    dense = torch.empty_like(p, device="meta").stride() == p.stride()  # else empty_like lays it out without gaps
     return view.as_strided(p.shape, p.stride()) if dense else view
 
 

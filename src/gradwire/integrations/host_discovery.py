@@ -24,14 +24,12 @@ def find_backend(
         return backend
     with errors_on_all_ranks(backend):
         wanted = across if isinstance(across, str) else [[int(rank) for rank in host] for host in across]
-    notes = compare(backend, {"spec": f"across={wanted}", "across": wanted, "seated": launcher_place(os.environ)})
+    notes = compare(backend, {"spec": f"across={wanted}", "across": wanted, "place": launcher_place(os.environ)})
     if wanted == "hosts":
-        grouping = HostLayout.from_launcher(
-            [None if note["seated"] is None else tuple(note["seated"]) for note in notes]
-        )
+        layout = HostLayout.from_launcher([None if note["place"] is None else tuple(note["place"]) for note in notes])
     elif isinstance(wanted, str):
         raise ValueError(f"across={wanted!r} is unknown; write 'hosts', or the ranks of each, as in [[0, 1], [2, 3]]")
     else:
-        grouping = HostLayout.of(wanted)
-    grouping.check(backend.world)
-    return subdivide(backend, grouping)
+        layout = HostLayout.of(wanted)
+    layout.check(backend.world)
+    return subdivide(backend, layout)

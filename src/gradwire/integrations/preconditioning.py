@@ -5,8 +5,6 @@ the wire takes over the denominators and the momentum, which are the same on all
 gradients by the denominators before it compresses, and AdamW applies what the group agreed on.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -50,14 +48,16 @@ class Preconditioning:
 
     def denominators(self) -> dict[nn.Parameter, Tensor]:
         """Of the parameters whose gradients are momentum since the last step."""
-        return {p: part(_DENOMINATOR) for p, part in self._frozen()}
+        return {p: view for lane, state in self._frozen() for p, view in self._views(lane, state, _DENOMINATOR)}
 
     @torch.no_grad()
     def store_momentum(self) -> None:
         """Write the momentum that all ranks share into the optimizer's state, where it is stale since the freeze."""
-        for p, part in self._frozen():
-            if part.common:
-                self.optimizer.state[p]["exp_avg"].copy_(part("momentum") * part(_DENOMINATOR))
+        for lane, state in self._frozen():
+            if lane.feedback.memories["momentum"] == "same":
+                pairs = zip(self._views(lane, state, "momentum"), self._views(lane, state, _DENOMINATOR), strict=True)
+                for (p, momentum), (_, denominator) in pairs:
+                    self.optimizer.state[p]["exp_avg"].copy_(momentum * denominator)
 
     def _freeze(self, lane: Lane, state: LaneState) -> None:
         for name, place in lane.slices.items():
@@ -66,23 +66,16 @@ class Preconditioning:
             state.tensors[_DENOMINATOR][place] = denominator
             state.tensors["momentum"][place] = self.optimizer.state[p]["exp_avg"].flatten().float() / denominator
 
-    def _frozen(self) -> "Iterator[tuple[nn.Parameter, _Part]]":
+    def _frozen(self) -> list[tuple[Lane, LaneState]]:
+        """The lanes whose last step sent momentum."""
         core = self.wire.engine.core
-        for lane, state in zip(core.plan.lanes, core.states, strict=True):
-            if _needs(lane, core.step - 1):
-                for name, place in lane.slices.items():
-                    p = self.wire.parameters[name]
-                    yield p, _Part(state, place, p.shape, lane.feedback.memories["momentum"] == "same")
+        lanes = zip(core.plan.lanes, core.states, strict=True)
+        return [(lane, state) for lane, state in lanes if _needs(lane, core.step - 1)]
 
-
-class _Part:
-    """A parameter's part of the memories of a lane."""
-
-    def __init__(self, state: LaneState, place: slice, shape: torch.Size, common: bool) -> None:
-        self.state, self.place, self.shape, self.common = state, place, shape, common
-
-    def __call__(self, memory: str) -> Tensor:
-        return self.state.tensors[memory][self.place].view(self.shape)
+    def _views(self, lane: Lane, state: LaneState, memory: str) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameters of a lane, and their parts of a memory."""
+        owners = [(self.wire.parameters[name], place) for name, place in lane.slices.items()]
+        return [(p, state.tensors[memory][place].view(p.shape)) for p, place in owners]
 
 
 def check_optimizer(optimizer: Optimizer | None, plan: Plan) -> None:

@@ -100,8 +100,8 @@ class Setup:
     @property
     def parties(self) -> int:
         """Between how many parties messages are compressed: ranks, or hosts."""
-        grouping = self.backend.host_layout
-        return self.backend.world if grouping is None else len(grouping.hosts)
+        layout = self.backend.host_layout
+        return self.backend.world if layout is None else len(layout.hosts)
 
     @property
     def stays_on_device(self) -> bool:

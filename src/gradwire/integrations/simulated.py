@@ -159,9 +159,9 @@ def assemble(world: int, across: Across | None) -> Lockstep:
         return Lockstep(world)
     if isinstance(across, str) and across != "hosts":
         raise ValueError(f"across={across!r} is unknown; write 'hosts', or the ranks of each, [[0, 1], [2, 3]]")
-    grouping = HostLayout.of([range(world)] if isinstance(across, str) else across)
-    grouping.check(world)
-    return Lockstep(world, grouping)
+    layout = HostLayout.of([range(world)] if isinstance(across, str) else across)
+    layout.check(world)
+    return Lockstep(world, layout)
 
 
 def lockstep(models: Sequence[nn.Module], spec: Spec, **options: Any) -> SimulatedWorkers:

@@ -23,7 +23,7 @@ from gradwire_lab.network import cleanup_watchdog, namespaces, shaping, userspac
 from gradwire_lab.network.addresses import mac, private, unused
 from gradwire_lab.network.launch import DEFAULTS, FIRST_PORT, Ended, RankProcesses, Sink, place
 from gradwire_lab.network.namespaces import HostsUnavailableError, ip, listed
-from gradwire_lab.network.signals import SignalsAsExceptions, signals_deferred
+from gradwire_lab.signals import SignalsAsExceptions, signals_deferred
 
 DEVICE = "eth0"
 MOST_HOSTS = 250

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gradwire.comm.job_secret import secret_variable
-from gradwire_lab.network.signals import signals_deferred
+from gradwire_lab.signals import signals_deferred
 
 Sink = Callable[[int, str], None]  # (rank, line)
 

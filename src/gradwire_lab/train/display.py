@@ -14,7 +14,7 @@ QUIET_SECONDS = 10.0  # between plain lines of steps
 
 LINES = {
     "decision": "auto, step {step}: {spec}, {why}",
-    "anew": "worker {worker} {why}; it is started anew",
+    "anew": "worker {worker} {why}; it is restarted",
     "back": "worker {worker} is back, at step {step}",
 }
 Record = dict[str, Any]

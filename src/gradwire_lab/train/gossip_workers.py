@@ -44,9 +44,9 @@ def nodes(world: int, across: str | list[list[int]] | None) -> tuple[tuple[int, 
             f"gossip.across={across!r} would make one node of all {world} workers of this process; name those that "
             "are one, as in --set gossip.across=[[0,1],[2,3]]"
         )
-    grouping = HostLayout.of(across)
-    grouping.check(world)
-    return grouping.hosts
+    layout = HostLayout.of(across)
+    layout.check(world)
+    return layout.hosts
 
 
 def check_graph(recipe: Recipe, world: int) -> None:

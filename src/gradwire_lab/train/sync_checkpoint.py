@@ -91,8 +91,8 @@ class SyncCheckpoint:
     @property
     def _hosts(self) -> list[list[int]] | None:
         """The ranks of each host, where that makes a difference."""
-        grouping = self.workers.wire.link.host_layout
-        return None if grouping is None else [list(host) for host in grouping.hosts]
+        layout = self.workers.wire.link.host_layout
+        return None if layout is None else [list(host) for host in layout.hosts]
 
 
 def _account(wire: Wire) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Signals around something that must be taken down again.
+"""Signals around something that must be built or taken down as a whole.
 
-SIGTERM and SIGHUP end a Python process on the spot, so while something stands they raise ``SystemExit`` instead. While
-it is being taken down no signal disturbs: it is remembered, and delivered afterwards.
+SIGTERM and SIGHUP end a Python process on the spot, so while hosts stand they raise ``SystemExit`` instead. While they
+are taken down, or a rank is started, signals are held back and delivered afterwards.
 """
 
 import signal
@@ -21,7 +21,7 @@ class SignalsAsExceptions:
         self._before: dict[signal.Signals, _Handler] = {}
 
     def arm(self) -> None:
-        if threading.current_thread() is not threading.main_thread():  # only the main thread may say
+        if threading.current_thread() is not threading.main_thread():  # others cannot set handlers
             return
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) == signal.SIG_DFL:
@@ -44,13 +44,13 @@ def signals_deferred() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
+    received: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
+    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for late in came:
+        for late in received:
             signal.raise_signal(late)
