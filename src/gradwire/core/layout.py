@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,9 +13,22 @@ def address(x: Tensor) -> int:
     return x.data_ptr()
 
 
-def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """`address` of several."""
-    return tuple([x.data_ptr() for x in tensors])
+Places: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]  # the address and the strides of each tensor
+
+
+def places(tensors: Iterable[Tensor]) -> Places:
+    """Where tensors lie."""
+    return tuple([(x.data_ptr(), x.stride()) for x in tensors])
+
+
+def without_gaps(x: Tensor) -> bool:
+    """Whether a tensor's elements fill one stretch of memory, in whatever order."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(x))
+
+
+def in_memory_order(x: Tensor) -> Tensor:
+    """The elements of a tensor without gaps, as a flat view."""
+    return x.as_strided((x.numel(),), (1,))
 
 
 def same_memory(x: Tensor, y: Tensor) -> bool:

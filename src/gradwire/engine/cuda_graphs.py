@@ -23,7 +23,7 @@ from torch import Tensor
 from gradwire.comm.backend import Backend
 from gradwire.core.deferred_checks import defer_checks
 from gradwire.core.keys import Key
-from gradwire.core.layout import addresses
+from gradwire.core.layout import Places, in_memory_order, places, without_gaps
 from gradwire.engine import status
 from gradwire.engine.capture import Captured, CaptureError, Collectives, DeviceGraph, capture, in_collectives, resume
 from gradwire.engine.drive import Clock, execute
@@ -47,6 +47,10 @@ class GraphExecutor:
         backend: Carries out collectives.
         clock: Gets the time.
         graphs: Makes a graph; None: nothing is ever captured.
+
+    Attributes:
+        replayed: Whether the last step was replayed as a whole. Then the next one captures nothing, and may run on
+            another thread while the model computes.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class GraphExecutor:
         self._commits: dict[tuple[int, ...], Captured[None] | None] = {}  # None: cannot be captured
         self._step: Tensor | None = None  # the number of the step, as captured kernels read it
         self._counted = -1
+        self.replayed = False
 
     def run(self, grads: Grads, unscale: float = 1.0, complete: bool = False) -> StepResult:
         """A whole step. ``complete``: all ranks have all gradients."""
@@ -69,7 +74,7 @@ class GraphExecutor:
         """Compress and exchange one bucket."""
         bucket, core = self._buckets[i], self.engine.core
         core.drops.assert_valid()
-        where = None if self._graphs is None else self._addresses(i, grads)
+        where = None if self._graphs is None else self._places(i, grads)
         if where is None:
             return self._eager(i, grads)
         key = self._key(i, where)
@@ -80,7 +85,7 @@ class GraphExecutor:
             return self._replay(i, found)
         if len(bucket.captures) >= 2:  # state or codecs were replaced
             self._forget(bucket)
-        if bucket.eager < EAGER_STEPS or bucket.tries <= 0:
+        if bucket.eager < EAGER_STEPS or bucket.tries <= 0 or self.replayed:
             bucket.eager += 1
             return self._eager(i, grads)
         self._stage_in(bucket, grads, i)
@@ -90,6 +95,7 @@ class GraphExecutor:
         """Commit a step. ``complete``: all ranks have all gradients, so nothing is read from the device."""
         captured = all(result.captured for result in results)
         if not (complete and captured and self._backend.stream_ordered):
+            self.replayed = False
             outcome = execute(self.engine.finish(results, grads), self._backend, self._clock)
             return self._stage_out(grads, outcome)
         self._commit(results)
@@ -97,12 +103,12 @@ class GraphExecutor:
 
     # -- what can be captured ------------------------------------------------------------------------------------------
 
-    def _addresses(self, i: int, grads: Grads) -> tuple[int, ...] | None:
+    def _places(self, i: int, grads: Grads) -> Places | None:
         """Where captured work finds the gradients of a bucket; None if the step cannot be captured.
 
         All gradients must be there, and no lane may have anything to use up or to hand back late. Gradients that keep
-        coming to other addresses, or are not contiguous, are staged in a buffer of the bucket's own; then addresses do
-        not matter.
+        coming to other addresses, or have gaps, are staged in a buffer of the bucket's own; then addresses do not
+        matter.
         """
         bucket, core, lanes = self._buckets[i], self.engine.core, self.engine.whole.launches[i]
         passing = any(state.carried is not None or state.observed is not None for state in core.states_of(i))
@@ -115,21 +121,21 @@ class GraphExecutor:
             mine.append(grad)
         if bucket.stage is not None:
             return ()
-        where = addresses(mine)
-        if where == bucket.addresses:
+        where = places(mine)
+        if where == bucket.places:
             return where
         if any(x.device != core.device for x in mine):
             return None
-        bucket.moves += bool(bucket.addresses)
-        bucket.addresses = where
-        if bucket.moves <= MOVES and all(x.is_contiguous() for x in mine):
+        bucket.moves += bool(bucket.places)
+        bucket.places = where
+        if bucket.moves <= MOVES and all(map(without_gaps, mine)):
             return where
         self._forget(bucket)
         bucket.tries, bucket.eager = TRIES, EAGER_STEPS
         bucket.stage = [staged(views_of(lane, grads, core.device), core.device) for lane in lanes]
         return ()
 
-    def _key(self, i: int, where: tuple[int, ...]) -> Hashable:
+    def _key(self, i: int, where: Places) -> Hashable:
         core, lanes = self.engine.core, self.engine.core.plan.launches[i]
         fronts = tuple(state.front for state in core.states_of(i) if state.tensors)
         # By identity: lanes hold their encoders, and to compare those takes long.
@@ -231,12 +237,14 @@ class GraphExecutor:
         """Commit as if all were well; if not, the device puts everything back."""
         core = self.engine.core
         key = tuple(map(id, results))  # of captures: the table is cleared whenever one is forgotten
-        if key not in self._commits:
+        known = key in self._commits
+        if not (known or self.replayed):
             self._commits[key] = self._capture_commit(results)
-        elif (found := self._commits[key]) is not None:
+        elif (found := self._commits.get(key)) is not None:
             found.replay(self._backend, Clock())
         else:
             self._undo_if_dropped(results)
+        self.replayed = known
         for state, lane in zip(core.states, (lane for result in results for lane in result.lanes), strict=True):
             state.commit(lane.new, lane.spare)
         core.step += 1
@@ -267,7 +275,7 @@ class GraphExecutor:
             for name in tensors
             if tensors[name] is not state.tensors[name]
         ]
-        zero_if_(dropped, [x.view(-1) for result in results for view in result.views for x in view.grads])
+        zero_if_(dropped, [in_memory_order(x) for result in results for view in result.views for x in view.grads])
         copy_if_(dropped, [now for now, _ in pairs], [before for _, before in pairs])
         corrupt = [flag for b in self._buckets for x in b.captures.values() for flag in x.corrupt]
         core.drops.deferred.count_(dropped, corrupt)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gradwire.core.layout import Places
 from gradwire.engine.capture import Captured, CaptureError
 from gradwire.engine.drive import Rounds
 from gradwire.engine.lane import LaneResult
@@ -44,7 +45,7 @@ class BucketCaptures:
     replays: int = 0
     moves: int = 0
     tries: int = TRIES
-    addresses: tuple[int, ...] = ()
+    places: Places = ()
 
     def forget(self) -> None:
         """Run eagerly for a while, and capture anew."""

@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.comm.rates import LinkSpec
-from gradwire.core.layout import same_memory
+from gradwire.core.layout import same_memory, without_gaps
 from gradwire.engine.gradients import Grads
 from gradwire.engine.method import Spec
 from gradwire.engine.plan import Plan
@@ -67,6 +67,8 @@ class BackwardPass:
         early: Whether buckets leave as soon as they are complete. Some things need the whole gradient first: its norm,
             an overflow, the mean of the step before.
         complete: Whether all ranks have all their gradients.
+        threaded: Whether the work is done by the worker's thread: it waits for messages, or is replayed, where the
+            host's part of it would delay the launches of backward.
     """
 
     def __init__(self, wire: Wire, awaited: list[int], may_lack: bool) -> None:
@@ -74,7 +76,9 @@ class BackwardPass:
         self.early = not waits
         self.complete = not may_lack and wire.scaler is None
         self.missing = list(awaited)
+        self.threaded = wire.executor.replayed or not wire.setup.stays_on_device
         self.views: dict[str, Tensor] = {}
+        self.checked: Pending[None] | None = None
         self.futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self.results: list[Pending[BucketResult]] = []
 
@@ -114,14 +118,13 @@ class DDPHookState:
             now.missing[i] -= number
         while now.early and len(now.results) < len(now.missing) and not now.missing[len(now.results)]:
             bucket_step = partial(self.wire.executor.bucket, len(now.results), self._grads(now))
-            now.results.append(self._start(bucket_step))
+            now.results.append(self._start(now, bucket_step))
         if bucket.is_last():
             self._finish(now)
         return future
 
     def _begin(self) -> BackwardPass:
         """The first bucket of a step is here."""
-        self.wire.setup.check_model()
         self.wire.before_step()
         plan = self.wire.executor.engine.whole
         if plan is not self._plan:
@@ -130,7 +133,9 @@ class DDPHookState:
             names = [[name for lane in launch for name in lane.tensors.names] for launch in plan.launches]
             self._bucket_of = {name: i for i, mine in enumerate(names) for name in mine}
             self._awaited = [len(mine) for mine in names]
-        return BackwardPass(self.wire, self._awaited, self._may_lack)
+        now = BackwardPass(self.wire, self._awaited, self._may_lack)
+        now.checked = self._start(now, self.wire.setup.check_model)
+        return now
 
     def _info(self, bucket: GradBucket) -> BucketInfo:
         """What is in a bucket. DDP keeps its buckets until it makes others."""
@@ -144,17 +149,15 @@ class DDPHookState:
             known = self._known[number] = BucketInfo(buffer, views, Counter(self._bucket_of[name] for name in views))
         return known
 
-    def _start(self, work: Callable[[], T]) -> Pending[T]:
+    def _start(self, now: BackwardPass, work: Callable[[], T]) -> Pending[T]:
         """Do some work while backward goes on, in order."""
-        worker = self.wire.worker
-        return worker.enqueue(work) if self.wire.setup.stays_on_device else worker.submit(work)
+        return self.wire.worker.submit(work) if now.threaded else self.wire.worker.enqueue(work)
 
     def _grads(self, now: BackwardPass) -> Grads:
-        lacking = self._may_lack
-        return {
-            name: None if lacking and name not in self._touched else now.views.get(name)
-            for name in self.wire.parameters
-        }
+        none: dict[str, Tensor | None] = dict.fromkeys(self.wire.parameters)
+        if not self._may_lack:
+            return none | now.views
+        return none | {name: view for name, view in now.views.items() if name in self._touched}
 
     def _finish(self, now: BackwardPass) -> None:
         grads = self._grads(now)
@@ -166,26 +169,23 @@ class DDPHookState:
             # DDP drops the update of a parameter that no rank used in this step, so wait until that is known.
             work = partial(self.wire.sync, grads, wait=self._may_lack)
         missing = {} if now.early and now.complete else now.views  # where updates go of gradients that are not there
-        completed = self._start(partial(self._complete, now.futures, missing, work))
+        completed = self._start(now, partial(self._complete, now, missing, work))
         # DDP hides an exception of the hook: raise it from a callback that is queued after DDP's own.
         _at_the_end(lambda: _at_the_end(completed.result))
 
     def _commit(self, results: list[Pending[BucketResult]], grads: Grads, complete: bool) -> StepResult:
         return self.wire.executor.finish([result.result() for result in results], grads, complete)
 
-    def _complete(
-        self,
-        futures: list[tuple[torch.futures.Future[Tensor], Tensor]],
-        views: dict[str, Tensor],
-        work: Callable[[], StepResult],
-    ) -> None:
+    def _complete(self, now: BackwardPass, views: dict[str, Tensor], work: Callable[[], StepResult]) -> None:
         try:
+            assert now.checked is not None
+            now.checked.result()
             updates = work().updates
             for name, view in views.items():
                 if name in updates and not same_memory(updates[name], view):  # it has no gradient on this rank
                     view.copy_(updates[name])
         finally:
-            for future, buffer in futures:
+            for future, buffer in now.futures:
                 future.set_result(buffer)  # also after an error, which the user's backward() raises at its end
 
 
@@ -202,8 +202,7 @@ def _sum(group: dist.ProcessGroup, bucket: GradBucket, dtype: torch.dtype) -> to
 
 def _as_laid_out(view: Tensor, p: Tensor) -> Tensor:
     """A gradient in a bucket, which DDP fills in the order of the parameter's memory where that has no gaps."""
-    dense = torch.empty_like(p, device="meta").stride() == p.stride()  # else empty_like lays it out without gaps
-    return view.as_strided(p.shape, p.stride()) if dense else view
+    return view.as_strided(p.shape, p.stride()) if without_gaps(p) else view
 
 
 def _at_the_end(work: Callable[[], None]) -> None:

@@ -85,7 +85,7 @@ def _ones(x):
 
 
 @triton.jit
-def _unfold(word, left, groups, WORDS: tl.constexpr):
+def _unfold(word, groups, WORDS: tl.constexpr):
     """Write down the numbers of the marked groups, and count them."""
     marks = word & _MARKS
     number = _ones(marks)
@@ -94,14 +94,14 @@ def _unfold(word, left, groups, WORDS: tl.constexpr):
         lowest = marks & -marks
         bit = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
         group = tl.arange(0, WORDS) * (SPAN // GROUP) + bit
-        tl.store(groups + rank, group.to(groups.dtype.element_ty), mask=(lowest != 0) & (rank < left))
+        tl.store(groups + rank, group.to(groups.dtype.element_ty), mask=lowest != 0)
         rank += (lowest != 0).to(tl.int32)
         marks = marks ^ lowest
     return tl.sum(number, 0)
 
 
 @triton.jit
-def _look(x, place, length, low, last, bits, number, left, groups, keys, places, fine):
+def _look(x, place, length, low, last, bits, number, groups, keys, places, fine):
     """Keep the candidates among marked groups of entries; the first entry, ``x``, has this place in the segment."""
     done = tl.zeros([], tl.int32)
     for i in range(0, number, _WIDE):
@@ -113,9 +113,8 @@ def _look(x, place, length, low, last, bits, number, left, groups, keys, places,
         one = hit.to(tl.int32)
         several = tl.sum(one, 1)
         rank = (done + tl.cumsum(several, 0) - several)[:, None] + tl.cumsum(one, 1) - one
-        kept = hit & (rank < left)
-        tl.store(keys + rank, key, mask=kept)
-        tl.store(places + rank, (place + at).to(places.dtype.element_ty), mask=kept)
+        tl.store(keys + rank, key, mask=hit)
+        tl.store(places + rank, (place + at).to(places.dtype.element_ty), mask=hit)
         bin = fine_bin(tl.where(hit, key, low), low, bits, BINS - 1)
         here = tl.sum(several, 0)
         if here > _FEW:  # many may fall into one bin, where they would wait for each other
@@ -151,17 +150,18 @@ def compact(
     first = tl.zeros([], tl.int64)
     if total > 0:
         first = tl.atomic_add(line + FOUND, total.to(tl.int64), sem="relaxed")
+    # A segment whose candidates exceed its room is read again by `radix`: nothing beyond the room need be put aside.
+    if (total > 0) & (first + total <= tl.load(entry + ROOM)):
         start, slot = tl.load(entry + START), tl.load(entry + SLOT)
-        left = tl.minimum(tl.maximum(tl.load(entry + ROOM) - first, 0), total).to(tl.int32)
-        number = _unfold(word, left, groups + slot + first, WORDS)
+        number = _unfold(word, groups + slot + first, WORDS)
         tl.debug_barrier()
         # The chunk's first tile may begin before the segment: then places there are negative.
         tile = start // BLOCK + row - tl.load(entry + ROW)
         low, high, bits = tl.load(line + LOW).to(tl.int32), tl.load(line + HIGH), tl.load(line + BITS).to(tl.int32)
         last = tl.where(high == NEVER, high, high - 1).to(tl.int32)
         _look(
-            x + tile * BLOCK, tile * BLOCK - start, tl.load(entry + LENGTH), low, last, bits, tl.minimum(number, left),
-            left, groups + slot + first, keys + slot + first, places + slot + first, fine,
+            x + tile * BLOCK, tile * BLOCK - start, tl.load(entry + LENGTH), low, last, bits, number,
+            groups + slot + first, keys + slot + first, places + slot + first, fine,
         )  # fmt: skip
     tl.store(base + chunk, first)
     tl.store(count + chunk, total)
