@@ -3,20 +3,21 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+KERNELS := .venv/.kernels
 
 # Some virtual machines advertise AMX without offering its tiles, and there a bfloat16 matmul dies
 # with SIGILL. Keeping oneDNN to AVX-512 costs little and works everywhere.
-test study train interpret: export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
+$(KERNELS) test study faults train interpret: export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 # Tests start hundreds of processes. Byte code is written, whatever the environment says, so that they share it.
-test study interpret: export PYTHONDONTWRITEBYTECODE :=
+$(KERNELS) test study faults interpret: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test study interpret check format docs
+.PHONY: help setup train test study faults interpret check format docs
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1	\2/p' $(MAKEFILE_LIST)
 
-setup: $(STAMP)  ## Build or refresh .venv
+setup: $(STAMP) $(KERNELS)  ## Build or refresh .venv, and compile the CPU kernels
 
 # Torch goes first and pinned, so that nothing later chooses a build of its own. Pip compiles what it installs, but not
 # what lies here; where Python may not write byte code, every process of a test would do so anew.
@@ -27,51 +28,64 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m compileall -q src
 	@touch $@
 
+# Numba compiles a kernel at its first use and caches it. Processes that start together would each compile all of them.
+$(KERNELS): $(STAMP) $(wildcard src/gradwire/kernels/cpu/*.py)
+	$(BIN)/gradwire bench kernels --size 3000 --repeats 1 --json >/dev/null
+	@touch $@
+
 train: setup  ## Train on the digits with compressed gradients
 	$(BIN)/gradwire demo $(ARGS)
 
-# Tests that mostly compute in one process run with low priority beside those that start many ranks. Tests that watch a
-# clock come last, beside those of network hosts, which mostly wait.
+# Tests that mostly compute in one process run with low priority, in two parts, beside those that start many ranks. Tests
+# that watch a clock come last, beside those of network hosts, which mostly wait.
 CLOCKS := $(addprefix tests/,comm/test_throttled.py gossip/test_elastic.py gossip/test_peers.py \
 	perf_model/test_auto.py perf_model/test_probe.py test_spawn.py)
 HOSTS := $(addprefix tests/network/test_,hosts.py lost_host.py)
 LAST := $(addprefix --ignore=,$(CLOCKS) $(HOSTS))
-COMPUTE := $(addprefix tests/,bench codecs comm core engine kernels laws network perf_model topology) \
+KERNEL_TESTS := $(addprefix tests/,bench comm core kernels network perf_model topology cli/test_sentences.py)
+METHOD_TESTS := $(addprefix tests/,codecs engine laws optim/test_adamw.py optim/test_adaptive_methods.py) \
 	$(patsubst %,tests/gossip/test_%.py,consensus equalities gamma stack state study) \
-	$(patsubst %,tests/local/test_%.py,handle rounds) tests/optim/test_adamw.py tests/optim/test_adaptive_methods.py \
-	tests/cli/test_sentences.py
+	$(patsubst %,tests/local/test_%.py,handle rounds)
 PYTEST := $(BIN)/python -m pytest
 
 test: setup  ## Run the tests
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
-	@status=0; log=$$(mktemp); trap 'kill $$other; rm -f $$log; exit 130' INT TERM; \
-	together() { \
-		nice -n 10 $(PYTEST) -p no:cacheprovider --timeout 300 $$1 >$$log 2>&1 & other=$$!; \
-		$(PYTEST) $$2 || status=$$?; \
-		wait $$other || status=$$?; cat $$log; \
+	@status=0; logs=$$(mktemp -d); others=; trap 'kill $$others; rm -rf $$logs; exit 130' INT TERM; \
+	beside() { \
+		nice -n 10 $(PYTEST) -p no:cacheprovider --timeout 300 $$* >$$(mktemp $$logs/XXXXXX) 2>&1 & others="$$others $$!"; \
 	}; \
-	together "$(COMPUTE) $(LAST)" "$(addprefix --ignore=,$(COMPUTE)) $(LAST)"; \
-	together "$(HOSTS)" "$(CLOCKS)"; \
-	rm $$log; exit $$status
+	finish() { \
+		for other in $$others; do wait $$other || status=$$?; done; others=; cat $$logs/*; rm $$logs/*; \
+	}; \
+	beside $(KERNEL_TESTS) $(LAST); beside $(METHOD_TESTS) $(LAST); \
+	$(PYTEST) $(addprefix --ignore=,$(KERNEL_TESTS) $(METHOD_TESTS)) $(LAST) || status=$$?; finish; \
+	beside $(HOSTS); \
+	$(PYTEST) $(CLOCKS) || status=$$?; finish; \
+	rmdir $$logs; exit $$status
 endif
 
 study: setup  ## Run the tests that take long
 	$(BIN)/python -m pytest -m study $(ARGS)
 
+# Every campaign writes its counts to faults/. Options: ARGS="payloads --count 1000000 --seed 1", or "--minutes 120".
+faults: setup  ## Run the fault campaigns, nine minutes in all
+	PYTHONPATH=tests:. $(BIN)/python -m faults $(ARGS)
+
 interpret: setup  ## Run all tests of the Triton kernels on the CPU, under Triton's interpreter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest --timeout 600 tests/kernels/test_cuda_*.py $(ARGS)
 
-check: setup  ## Check format, lint and types
+check: $(STAMP)  ## Check format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: setup  ## Rewrite the code in the one format
+format: $(STAMP)  ## Rewrite the code in the one format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: setup  ## Regenerate docs/codecs.md from the registry
+docs: $(STAMP)  ## Regenerate docs/codecs.md from the registry, and build the site into site/
 	$(BIN)/gradwire codecs --markdown > docs/.codecs.partial
 	@mv docs/.codecs.partial docs/codecs.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

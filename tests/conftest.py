@@ -1,5 +1,6 @@
 """One thread, no bfloat16 traps, repeatable examples: set before anything imports torch."""
 
+import gc
 import os
 import signal
 import sys
@@ -33,9 +34,17 @@ settings.register_profile("explore", settings.get_profile("steady"), derandomize
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 
+def pytest_collection_finish() -> None:
+    """Modules and tests stay until the end: no search for garbage, or for models, need visit them."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def fork_server(request: pytest.FixtureRequest) -> None:
     """Imports while the first tests run, if some tests are going to need it."""
     starters = {"run_ranks", "run_cases", "cases_fixture"}
+    if any("trainers" in item.path.parts for item in request.session.items):
+        spawn.preload(spawn.TRAINERS)
     if any(starters & vars(item.module).keys() for item in request.session.items):
         spawn.start_server()

@@ -15,8 +15,8 @@ Case = tuple[str, tuple[str, ...]]  # the text of an error, and the words that i
 NO_ERROR = "no error"
 STEPS = 6
 # Small enough that the model below makes several of each, and that DDP rebuilds its buckets after the first step.
-BUCKET_MB = 0.0005
-LAUNCH_MB = 0.0008
+DDP_BUCKET_MB = 0.0005
+BUCKET_MB = 0.0008
 
 
 def model(seed: int = 0) -> nn.Sequential:
@@ -39,7 +39,7 @@ def sgd(net: nn.Module, **options: Any) -> torch.optim.SGD:
 
 
 def ddp(net: nn.Module, **options: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(net, bucket_cap_mb=BUCKET_MB, **options)
+    return DistributedDataParallel(net, bucket_cap_mb=DDP_BUCKET_MB, **options)
 
 
 def tensors(net: nn.Module) -> dict[str, Tensor]:
@@ -137,6 +137,6 @@ def by_name(*several: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name(options: Mapping[str, Any]) -> str:
-    values = {key: "rules" if key == "rules" else str(value) for key, value in options.items() if key != "launch_mb"}
+    values = {key: "rules" if key == "rules" else str(value) for key, value in options.items() if key != "bucket_mb"}
     spec = values.pop("spec")
     return " ".join((spec, *(value if key != "bundle" else f"bundle={value}" for key, value in values.items())))

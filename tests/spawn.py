@@ -31,8 +31,9 @@ PRELOAD = [
     "gradwire_lab.cli.main",
     "gradwire_lab.train.demo",
     "gradwire_lab.train.run_modes",
-    "tests.numba_tables",
 ]
+TRAINERS = "tests.trainer_imports"  # where their tests run
+LAST = "tests.numba_tables"
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=30)
 
 
@@ -46,12 +47,12 @@ class Answers(dict[str, Any]):
         return answer
 
 
-def preload() -> None:
+def preload(*more: str) -> None:
     """Name what the fork server imports. It starts, and freezes its environment, at first use.
 
     A process has one fork server, which serves these ranks and those that the tested code starts.
     """
-    launch.PRELOAD = (*launch.PRELOAD, *PRELOAD)
+    launch.PRELOAD = (*PRELOAD, *more, LAST)
     launch.preload()
 
 

@@ -47,10 +47,21 @@ def _chains() -> list[str]:
         "randomk(0.3, unbiased=True) | natural",
         "hadamard(block=8) | topk(0.3) | qsgd(levels=7, bucket=None) | bitmap",
         "hadamard | randomk(0.3, unbiased=True) | bf16",
+        "dct | int8",
+        "dct(side=4) | chunk_topk(2, chunk=16) | sign",
     ]
 
 
+def _pairs() -> list[str]:
+    selectors, quantizers = (
+        [made.examples[0] for made in gradwire.registered(kind).values()] for kind in ("selector", "quantizer")
+    )
+    return [f"{selector} | {quantizer}" for selector in selectors for quantizer in quantizers]
+
+
 CODECS: Mapping[str, Codec] = {str(made): made for made in map(codec, _chains())}
+DRAWN = {**CODECS, **{str(made): made for made in map(codec, _pairs())}}  # what property tests draw from
+STAGE_NAMES = [*gradwire.registered("transform", "selector", "quantizer", "indices")]
 
 
 def table(*lengths: int) -> Segments:
@@ -91,8 +102,15 @@ def dense(sent: Decoded, n: int) -> Tensor:
     return sent.add_to(torch.zeros(n))
 
 
-def codecs() -> st.SearchStrategy[Codec]:
-    return st.sampled_from(list(CODECS.values()))
+def codecs(name: str = "") -> st.SearchStrategy[Codec]:
+    """Any chain; or those that hold a stage of this name, every quantizer behind every selector among them."""
+    if not name:
+        return st.sampled_from(list(CODECS.values()))
+    return st.sampled_from([made for made in DRAWN.values() if name in names_of(made)])
+
+
+def names_of(chain: Codec) -> list[str]:
+    return [stage.name for stage in (chain.transform, chain.selector, chain.quantizer, chain.indices) if stage]
 
 
 def keys() -> st.SearchStrategy[Key]:

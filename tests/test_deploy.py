@@ -1,8 +1,11 @@
 """deploy/ and the page of flags, as far as they can be checked without a cluster."""
 
+import json
 import re
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +27,54 @@ def test_the_manifest_fits_its_schema():
         kubernetes_validate.validate(part, kubernetes_validate.latest_version(), strict=True)
     with pytest.raises(kubernetes_validate.ValidationError, match="replicaz"):
         kubernetes_validate.validate({**parts[0], "replicaz": 1}, kubernetes_validate.latest_version(), strict=True)
+
+
+def manifests() -> dict[str, Any]:
+    yaml = pytest.importorskip("yaml")
+    return {part["kind"]: part for part in yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text())}
+
+
+def test_pods_run_as_a_user_without_privileges():
+    pod = manifests()["Job"]["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["automountServiceAccountToken"] is False
+    for container in pod["containers"]:
+        rights = container["securityContext"]
+        assert rights["allowPrivilegeEscalation"] is False and rights["capabilities"] == {"drop": ["ALL"]}
+        assert not container.get("privileged") and "add" not in rights["capabilities"]
+
+
+def test_only_pods_of_the_job_reach_its_pods():
+    parts = manifests()
+    own = {"podSelector": {"matchLabels": parts["Job"]["spec"]["template"]["metadata"]["labels"]}}
+    policy = parts["NetworkPolicy"]["spec"]
+    assert policy["podSelector"] == own["podSelector"] and set(policy["policyTypes"]) == {"Ingress", "Egress"}
+    assert policy["ingress"] == [{"from": [own]}]
+    others = [rule for rule in policy["egress"] if rule["to"] != [own]]
+    assert [sorted({port["port"] for port in rule["ports"]}) for rule in others] == [[53]]
+
+
+def test_the_lock_has_hashes_of_what_is_pinned():
+    lock = (ROOT / "requirements.lock").read_text()
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    locked = dict(re.findall(r"^(\S+)==(\S+) ", lock, re.MULTILINE))
+    assert locked == {name: version for name, version in pinned.items() if name != "torch"}
+    for entry in re.split(r"\n(?=\S)", lock.partition("\n")[2].strip()):
+        assert re.fullmatch(r"\S+==\S+( ; [^\\\n]+)?( \\\n    --hash=sha256:[0-9a-f]{64})+", entry), entry[:100]
+
+
+def test_the_bill_of_materials_names_what_is_installed():
+    done = subprocess.run([sys.executable, ROOT / "deploy" / "sbom.py"], capture_output=True, text=True, check=True)
+    bill = json.loads(done.stdout)
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.5")
+    names = {part["name"]: part for part in bill["components"]}
+    assert {"torch", "numpy", "numba", "safetensors", "networkx", "pydantic"} <= names.keys()
+    refs = {part["bom-ref"] for part in (*bill["components"], bill["metadata"]["component"])}
+    assert len(refs) == len(names) + 1
+    assert {edge["ref"] for edge in bill["dependencies"]} == refs
+    assert all(set(edge["dependsOn"]) <= refs for edge in bill["dependencies"])
+    assert str(ROOT) not in done.stdout and "file:" not in done.stdout
 
 
 def test_the_slurm_script_is_a_script():

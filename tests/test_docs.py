@@ -22,8 +22,12 @@ from gradwire_lab.cli.main import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
-GUIDES = [page for page in PAGES if page.parent != ROOT / "docs" or page.stem in {"tour", "stability", "capabilities"}]
-EXAMPLES = {"src/gradwire/codecs/quantizers/crowd.py", "src/gradwire/exchanges/median.py"}  # of Contributing
+GUIDES = [
+    page
+    for page in PAGES
+    if page.parent != ROOT / "docs" or page.stem in {"tour", "glossary", "stability", "capabilities"}
+]
+EXAMPLES = {"src/gradwire/codecs/quantizers/crowd.py", "crowd.py", "median.py"}  # of Contributing
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 

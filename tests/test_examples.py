@@ -1,13 +1,19 @@
 """Every example runs, and prints what it should."""
 
 import importlib.util
+import io
 import os
 import runpy
+import socket
 import subprocess
 import sys
+import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+
+from gradwire_lab.launch import launch
 
 FOLDER = Path(__file__).parent.parent / "examples"
 PRINTS = {
@@ -19,17 +25,29 @@ PRINTS = {
     "06_accelerate.py": "64 steps (0 skipped), world of 2",
     "07_lightning.py": "64 steps (0 skipped), world of 2",
     "08_transformers.py": "30 steps (0 skipped), world of 2",
+    "09_sharded.py": "50 steps (0 skipped), world of 4 in 2 replicas",
+    "10_ray.py": "50 steps (0 skipped), world of 2",
 }
 # These start no processes and register nothing, so that they need no interpreter of their own, which takes 3 s.
 HERE = ("01_one_tensor.py", "02_plain_loop.py", "05_gossip_ring.py")
+# As torchrun starts them: in forked ranks, which have imported torch. It takes 20 s to start their own interpreters.
+RANKS = {"04_your_own_codec.py": 1, "06_accelerate.py": 2, "07_lightning.py": 2}
 # Trainers of other projects, and how they are started. Warnings of those projects are no errors here.
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 FRAMEWORKS = {
-    "06_accelerate.py": ("accelerate", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]),
+    "06_accelerate.py": ("accelerate", TORCHRUN),
     "07_lightning.py": ("lightning", []),
-    "08_transformers.py": ("transformers", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]),
+    "08_transformers.py": ("transformers", TORCHRUN),
+    "09_sharded.py": ("torch", [*TORCHRUN[:-1], "4"]),
+    "10_ray.py": ("ray", []),
 }
-# Its callback is tested in tests/trainers; importing transformers twice more takes as long as all that.
-LONG = {"08_transformers.py": pytest.mark.study}
+
+
+def needs(name: str) -> None:
+    framework, _ = FRAMEWORKS.get(name, ("torch", []))
+    if importlib.util.find_spec(framework) is None:
+        extra = "'ray[train]'" if framework == "ray" else f"gradwire[{framework}]"
+        pytest.skip(f"{framework} is not installed: pip install {extra}")
 
 
 def test_no_example_is_forgotten():
@@ -43,17 +61,46 @@ def test_example_in_this_process(name, monkeypatch, capsys):
     assert PRINTS[name] in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, ())) for name in sorted({*PRINTS} - {*HERE})])
+def printed(rank: int, world: int, name: str, folder: Path, port: int) -> str:
+    """What an example prints on one rank."""
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {key: str(value) for key, value in where.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "example"}
+    if name not in FRAMEWORKS:
+        warnings.simplefilter("error")
+    sys.argv = [str(FOLDER / name), str(folder)]
+    with redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_example_in_forked_ranks(name, tmp_path):
+    needs(name)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = launch(printed, RANKS[name], name, tmp_path, port, backend="", threads=1, limit_seconds=100)
+    assert PRINTS[name] in ranks[0]
+
+
+# In `make study`, all of them; 08's callback is tested in tests/trainers.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "03_ddp.py" else pytest.mark.study)
+        for name in sorted({*PRINTS} - {*HERE})
+    ],
+)
 def test_example(name, tmp_path):
-    framework, how = FRAMEWORKS.get(name, ("torch", ["-W", "error"]))
-    if importlib.util.find_spec(framework) is None:
-        pytest.skip(f"{framework} is not installed: pip install gradwire[{framework}]")
+    needs(name)
+    _, how = FRAMEWORKS.get(name, ("torch", ["-W", "error"]))
     done = subprocess.run(
         [sys.executable, *how, FOLDER / name, *([tmp_path] if name in FRAMEWORKS else [])],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=100,
+        timeout=300 if name == "10_ray.py" else 100,
     )
     assert done.returncode == 0, done.stderr
     assert PRINTS[name] in done.stdout

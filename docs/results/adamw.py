@@ -17,12 +17,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import gradwire
+from gradwire.integrations.preconditioning import steps_alone
 from gradwire_lab.train.models.gpt import GPT
 
 SPECS = (
     "dense",
     "int4",
     "onebit_adam(start={start})",
+    "onebit_adam(start={start}, divide='after')",
+    "onebit_adam(start={start}, alone={alone})",
+    "zero_one_adam(start={start})",
     "topk(0.01) | sign",
     "ef_signsgd",
     "dgc_adam(0.01, start={start})",
@@ -64,11 +68,14 @@ def train(spec: str, seed: int, rate: float, steps: int, workers: int, batch: in
     models = [GPT(256, 128, 2, 4) for _ in range(workers)]
     optimizers = [gradwire.AdamW(m.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.1) for m in models]
     group = gradwire.lockstep(models, spec, optimizers=optimizers)
+    alone = steps_alone(group.wires[0].engine.core.plan)
     draw = torch.Generator().manual_seed(1000 + seed)
     began = time.perf_counter()
     for step in range(steps):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            at = torch.randint(len(text) - TIME - 1, (batch,), generator=draw)
+        draws = [torch.randint(len(text) - TIME - 1, (batch,), generator=draw) for _ in models]
+        if step < alone:  # all workers take the same batches
+            draws = draws[:1] * workers
+        for model, optimizer, at in zip(models, optimizers, draws, strict=True):
             optimizer.zero_grad()
             loss_of(model, torch.stack([text[i : i + TIME + 1] for i in at]).long()).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)  # each worker's own gradient
@@ -105,7 +112,7 @@ def main() -> None:
     for seed in chosen.seeds:
         for rate in chosen.rates:
             for spec in chosen.specs:
-                spec = spec.format(start=chosen.steps * 3 // 20)
+                spec = spec.format(start=chosen.steps * 3 // 20, alone=chosen.steps // 20)
                 row = train(spec, seed, rate, chosen.steps, chosen.workers, chosen.batch)
                 print(json.dumps(row), flush=True)
                 with chosen.out.open("a") as file:

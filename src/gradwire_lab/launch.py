@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradwire.comm import emulated
-from gradwire.comm.job_secret import secret_variable
+from gradwire.comm import emulated, job_secret
+from gradwire.core import plugins
 from gradwire_lab.launcher_env import LauncherRank
 from gradwire_lab.parent_watch import end_with_launcher
 from gradwire_lab.signals import signals_deferred
@@ -87,8 +87,9 @@ def launch(
     if world < 1:
         raise ValueError(f"cannot launch {world} ranks; ask for at least one")
     preload(function.__module__)
-    link = os.environ.get(emulated.VARIABLE, "")
-    job = pickle.dumps((function, args, backend, timeout, link, threads or threads_per_rank(world), secret_variable()))
+    variables = {name: os.environ.get(name, "") for name in (emulated.VARIABLE, plugins.VARIABLE)}
+    variables |= job_secret.secret_variable()
+    job = pickle.dumps((function, args, backend, timeout, threads or threads_per_rank(world), variables))
     with tempfile.TemporaryDirectory() as folder, _started(world, job, folder) as ranks:
         left = dict.fromkeys(range(world), restarts)
 
@@ -281,11 +282,10 @@ def _rank(rank: int, world: int, folder: str, job: bytes, pipe: Connection) -> N
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; the host's name need not resolve
     _launcher = pipe
     try:
-        function, args, backend, timeout, link, threads, secret = pickle.loads(job)
+        function, args, backend, timeout, threads, variables = pickle.loads(job)
         torch.set_num_threads(threads)
-        os.environ.pop(emulated.VARIABLE, None)  # the fork server's, which is that of its first use
-        emulated.set_emulated_link(link)
-        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)} | secret  # all on this host
+        # Over those of the fork server, which are those of its first use; all ranks are on this host.
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)} | variables
         if backend:
             store = Path(folder, "rendezvous").as_uri()
             dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=timeout)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from gradwire_lab.bench import calls
 from gradwire_lab.bench.fixed_gradients import MODELS, Weights, shapes_of
-from gradwire_lab.cli.bench import app
+from gradwire_lab.cli.main import bench as app
 
 
 def test_resnet50_has_54_weights() -> None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from gradwire_lab.bench import cases, kernels, plain, selections
 from gradwire_lab.bench.scene import Scene
-from gradwire_lab.cli.bench import app
+from gradwire_lab.cli.main import bench as app
 
 CPU = torch.device("cpu")
 SIZE = 3000

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gradwire_lab.bench import memory, roofline, step
-from gradwire_lab.cli.bench import app
+from gradwire_lab.cli.main import bench as app
 
 
 def news(method: str, number: int, seconds: float, rank: int = 0) -> dict[str, object]:

@@ -12,7 +12,12 @@ from os import system
 from pathlib import Path
 import torch
 
-Path("{mark}").write_text("code has run")
+
+def leave_mark():
+    Path("{mark}").write_text("code has run")
+
+
+leave_mark()  # a file is imported once by a process
 
 
 class Net(torch.nn.Linear):
@@ -21,6 +26,7 @@ class Net(torch.nn.Linear):
 
 
 def make():
+    leave_mark()
     return Net(64, 10)
 """
 

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 import gradwire
 from gradwire_lab.cli.docstring_cards import HEADINGS, cards
 from gradwire_lab.cli.main import app
+from spawn import run_ranks
 
 ROOT = Path(__file__).parent.parent.parent
 WIDE = {"COLUMNS": "200"}
@@ -24,6 +25,29 @@ def registered() -> list[str]:
 def test_the_version():
     done = run("--version")
     assert (done.exit_code, done.stdout) == (0, f"gradwire {gradwire.__version__}\n")
+
+
+def test_help_and_version_come_without_torch():
+    heavy = ("torch", "numpy", "gradwire")
+    code = f"print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys; from gradwire_lab.command import run\nsys.argv[1:] = {{words}}\ntry: run()\nfinally: {code}"
+    for words in (["--version"], ["--help"], ["-h"], ["bench", "-h"]):
+        done = subprocess.run([sys.executable, "-c", code.format(words=words)], capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout.endswith("[]\n"), (words, done.stdout, done.stderr)
+
+
+def test_help_has_the_first_paragraph_of_every_command():
+    shown = " ".join(run("-h").stdout.replace("│", " ").split())
+    assert "train Train a recipe." in shown and "bench Measure" in shown
+    assert "step Time a training step without a network" in " ".join(run("bench", "-h").stdout.split())
+
+
+def test_a_name_alone_prints_its_card():
+    done = CliRunner().invoke(app, ["codecs", "topk"], env={"COLUMNS": "80"})
+    assert done.exit_code == 0 and "arxiv.org" in done.stdout and "topk(0.01)" in done.stdout
+    assert "ef21" not in done.stdout
+    refused = run("codecs", "tokp")
+    assert refused.exit_code == 2 and "topk" in refused.stderr
 
 
 def test_codecs_lists_every_name():
@@ -50,12 +74,13 @@ def test_every_card_has_a_title_and_a_spec_that_can_be_read(kind):
             assert gradwire.parse(spec) is not None
 
 
+def page(rank: int, world: int) -> str:
+    return run("codecs", "--markdown").stdout
+
+
 def test_the_page_is_up_to_date():
     # In a process of its own: other tests may have registered names here.
-    command = [sys.executable, "-m", "gradwire_lab.cli.main", "codecs", "--markdown"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert (ROOT / "docs" / "codecs.md").read_text() == done.stdout, "run `make docs`"
+    assert run_ranks(page, 1) == [(ROOT / "docs" / "codecs.md").read_text()], "run `make docs`"
 
 
 def test_show_spells_a_codec_out():
@@ -118,9 +143,3 @@ def test_the_demo_compares_with_dense():
     assert len(rows) == 3
     assert "1.0" in rows["dense"]
     assert "MB" in rows["fp16"]
-
-
-def test_importing_gradwire_does_not_import_the_command():
-    script = "import sys, gradwire; print([name for name in ('typer', 'sklearn', 'pandas') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
-    assert done.stdout.strip() == "[]"

@@ -219,7 +219,7 @@ def test_no_checkpoint_is_promised_where_there_is_none(tmp_path):
         (["train", "dgc"], "as in: gradwire train digits dgc"),
         (["plan", "digits", "ring8", "--spec", "sign"], "write --set 'gossip.codec=sign' instead"),
         (["train", "ptb-lstm700", "--workers", "1", "--runs", "{tmp}"], "pass --data DIR"),
-        (["train", "digits", "--model", "mine.py:make"], "there is no model file mine.py"),
+        (["train", "digits", "--model", "mine.py:make"], "there is no file mine.py"),
         (["evaluate", "{tmp}"], "is no run folder"),
         (["show", "auto"], "`gradwire advise` says"),
         (["train", "digits", "--spec", ""], "cannot read the spec ''"),

@@ -3,7 +3,7 @@
 Their format is fp32 values with 16-bit run lengths for weights, the whole model as one unit at 0.1 %, and 1-D tensors
 dense in fp32. Ours sends the same entries as fp16 with Rice-coded gaps, and 1-D tensors dense in fp16.
 
-``python tests/codecs/test_paper_ratios.py`` writes docs/ratios.md anew.
+``python tests/codecs/test_paper_ratios.py`` writes docs/ratios.md.
 """
 
 import math
@@ -106,7 +106,7 @@ def page() -> str:
         [
             "# Ratios on the models of the DGC paper",
             "",
-            "Bytes that one rank says in one step at 0.1 % density, against dense float32. Both columns are `size()`,",
+            "Bytes of one rank's message at 0.1 % density, against dense float32. Both columns are `size()`,",
             "the most that a message may take, with counts included.",
             "",
             "* *Paper's format*: float32 values, 16-bit run lengths, all weights one unit, 1-D tensors dense float32.",

@@ -18,6 +18,7 @@ from gradwire.codecs.quantizers import (
     OneBit,
     Sign,
     TernGrad,
+    TwoBit,
 )
 from gradwire.codecs.stage import Quantizer
 from gradwire.core.keys import Key
@@ -313,3 +314,15 @@ def test_integers_never_lose_more_than_the_value(quantizer: Quantizer) -> None:
 def test_integers_refuse_an_empty_block() -> None:
     with pytest.raises(ValueError, match=r"int4.*block=0"):
         Int4(block=0)
+
+
+def test_two_bits_by_hand() -> None:
+    x = vector(1.0, -1.0, 3.0, -0.5, 0.0)  # |x|^2 = 11.25, so the limit is 0.9816 * 1.5 = 1.4724
+    scale = (0.4528 * 2.5 + 1.5104 * 3.0) / (4 * 0.4528**2 + 1.5104**2)
+    torch.testing.assert_close(decoded(TwoBit(), x), vector(0.4528, -0.4528, 1.5104, -0.4528, 0.4528) * scale)
+    assert encode(TwoBit(), x)[4:].tolist() == [0b00110001, 0b01]
+
+
+def test_two_bits_of_normal_values_lose_as_much_as_in_the_paper() -> None:
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    assert float((x - decoded(TwoBit(), x)).square().mean()) == pytest.approx(0.1175, rel=0.05)

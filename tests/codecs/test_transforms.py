@@ -1,9 +1,9 @@
-"""The rotation: hand-computed, orthonormal, and the same on every rank."""
+"""Transforms: hand-computed, orthonormal, and the same on every rank."""
 
 import pytest
 import torch
 
-from gradwire.codecs.transforms import Hadamard
+from gradwire.codecs.transforms import DCT, Hadamard
 from gradwire.core.keys import Key
 from gradwire.core.segments import Segments
 from gradwire.kernels.hadamard import walsh
@@ -72,3 +72,25 @@ def test_no_segments_at_all() -> None:
 def test_the_block_must_be_a_power_of_two(block: int) -> None:
     with pytest.raises(ValueError, match="power of two"):
         Hadamard(block=block)
+
+
+def test_cosines_of_one_tile() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])  # rows (1, 2) and (3, 4)
+    y = DCT(2).forward(x, Segments(("a",), ((2, 2),)), KEY)
+    assert torch.allclose(y, torch.tensor([5.0, -1.0, -2.0, 0.0]), atol=1e-6)  # sum / 2, then differences
+
+
+@pytest.mark.parametrize("side", [1, 2, 5, 64])
+def test_cosines_are_orthonormal(side: int) -> None:
+    transform = DCT(side)
+    rows = torch.stack([transform.forward(e, MIXED, KEY) for e in torch.eye(MIXED.total)])
+    assert torch.allclose(rows @ rows.T, torch.eye(MIXED.total), atol=1e-5)
+    assert torch.allclose(transform.inverse(rows[7], MIXED, KEY), torch.eye(MIXED.total)[7], atol=1e-5)
+
+
+def test_a_tile_lies_end_to_end_and_a_constant_is_one_entry() -> None:
+    x = torch.arange(4.0).repeat_interleave(2).repeat(4)  # eight columns, four rows: two tiles, of side 4
+    y = DCT(4).forward(x, Segments(("a",), ((4, 8),)), KEY).view(2, 16)
+    flat = DCT(4).forward(torch.ones(32), Segments(("a",), ((4, 8),)), KEY).view(2, 16)
+    assert torch.allclose(flat, torch.tensor([4.0] + [0.0] * 15).expand(2, 16), atol=1e-6)
+    assert torch.allclose(y.norm(dim=1).square(), torch.tensor([8.0, 104.0]), atol=1e-3)

@@ -1,11 +1,14 @@
 import importlib
+from collections.abc import Callable
 from operator import attrgetter
 
 import pytest
+import torch
 
 import gradwire
 from gradwire import _RENAMED
 from gradwire.codecs.codec import _RENAMED as _RENAMED_OF_CODEC
+from gradwire.exchanges import Exchange
 
 
 @pytest.mark.parametrize("old", sorted(_RENAMED))
@@ -47,3 +50,27 @@ def test_an_old_name_of_a_codec_still_works_and_warns(old: str) -> None:
         assert getattr(codec, old) == attrgetter(_RENAMED_OF_CODEC[old])(codec)
     with pytest.raises(AttributeError, match="nothing_of_the_kind"):
         codec.nothing_of_the_kind  # noqa: B018 - the access raises
+
+
+def test_the_old_name_of_an_exchange_that_keeps_errors_still_works_and_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="keeps_server_error"):
+        served = type("Served", (Exchange,), {"serves": True})
+    assert served.keeps_server_error
+
+
+ENTRY_POINTS: dict[str, Callable[[torch.nn.Module, float], object]] = {
+    "compress": lambda net, size: gradwire.compress(net, "sign", launch_mb=size),  # type: ignore[call-arg]
+    "DistributedOptimizer": lambda net, size: (
+        gradwire.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), 0.1), net.named_parameters(), "sign", launch_mb=size
+        ).wire
+    ),
+    "lockstep": lambda net, size: gradwire.lockstep([net], "sign", launch_mb=size).wires[0],
+}
+
+
+@pytest.mark.parametrize("name", ENTRY_POINTS)
+def test_the_old_name_of_bucket_mb_still_works_and_warns(name: str) -> None:
+    with pytest.warns(DeprecationWarning, match="bucket_mb"):
+        wire = ENTRY_POINTS[name](torch.nn.Linear(2, 2), 3.0)
+    assert isinstance(wire, gradwire.Wire) and wire.setup.options.bucket_mb == 3.0

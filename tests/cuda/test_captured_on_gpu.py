@@ -39,12 +39,12 @@ def train(door: str, spec: str, rollback: bool = True) -> Trained:
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.05)
     if door == "optimizer":
         optimizer = gradwire.DistributedOptimizer(
-            optimizer, net.named_parameters(), spec, launch_mb=0.3, rollback=rollback
+            optimizer, net.named_parameters(), spec, bucket_mb=0.3, rollback=rollback
         )
         wire = optimizer.wire
     else:
         across = [[0]] if door == "hosts" else None
-        wire = gradwire.compress(outer, spec, launch_mb=0.3, rollback=rollback, across=across)
+        wire = gradwire.compress(outer, spec, bucket_mb=0.3, rollback=rollback, across=across)
     captures: list[int] = []
     held: list[Any] = []  # so that moving gradients do not come to the same addresses
     for step in range(STEPS):

@@ -57,7 +57,7 @@ class Loop:
         self.ddp: nn.Module = self.net
         if not plain:
             self.ddp = DistributedDataParallel(self.net, gradient_as_bucket_view=True, bucket_cap_mb=0.2)
-        self.wire = gradwire.compress(self.ddp, spec, launch_mb=0.3)
+        self.wire = gradwire.compress(self.ddp, spec, bucket_mb=0.3)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05)
         self.batch = torch.randn(16, 64, device="cuda")
 

@@ -19,8 +19,8 @@ from spawn import Answers, cases_fixture, run_ranks
 SPEC = "topk(0.1)"
 
 
-def compress_replicate(rank: int) -> object:
-    return gradwire.compress(replicate(fixtures.model()), SPEC)
+def compress_around_replicate(rank: int) -> object:
+    return gradwire.compress(nn.Sequential(replicate(fixtures.model())), SPEC)
 
 
 def compress_inside_ddp(rank: int) -> object:
@@ -125,7 +125,7 @@ def before_backward(rank: int) -> object:
 DDP = ("DistributedDataParallel",)
 ORDER = ("RuntimeError", "wire()", "backward()")
 REFUSED: dict[str, tuple[Callable[[int], object], tuple[str, ...]]] = {
-    "replicate": (compress_replicate, ("ValueError", "replicate")),
+    "a part under replicate": (compress_around_replicate, ("ValueError", "'0'", "replicate")),
     "the module inside DDP": (compress_inside_ddp, ("ValueError", "'0.weight'", *DDP)),
     "DDP after compress": (compress_then_ddp, ("ValueError", "'0.weight'", *DDP)),
     "an optimizer of DDP": (optimizer_of_ddp, ("ValueError", "'0.weight'", *DDP)),

@@ -1,4 +1,4 @@
-"""The DDP hook that captures launches and replays them, as on a GPU with NCCL, computes what it does without."""
+"""The DDP hook that captures buckets and replays them, as on a GPU with NCCL, computes what it does without."""
 
 from typing import Any, NamedTuple
 
@@ -17,18 +17,18 @@ from spawn import Answers, cases_fixture
 
 # What to compress by, and whether a checkpoint is loaded halfway.
 SPECS: dict[str, tuple[dict[str, Any], bool]] = {
-    "topk": ({"spec": "topk(0.1) | int32", "feedback": "momentum_correction", "launch_mb": fixtures.LAUNCH_MB}, False),
-    "int4": ({"spec": "int4", "exchange": "two_way", "launch_mb": fixtures.LAUNCH_MB}, True),
+    "topk": ({"spec": "topk(0.1) | int32", "feedback": "momentum_correction", "bucket_mb": fixtures.BUCKET_MB}, False),
+    "int4": ({"spec": "int4", "exchange": "two_way", "bucket_mb": fixtures.BUCKET_MB}, True),
     "int4 in place": (
-        {"spec": "int4", "exchange": "two_way", "launch_mb": fixtures.LAUNCH_MB, "rollback": False},
+        {"spec": "int4", "exchange": "two_way", "bucket_mb": fixtures.BUCKET_MB, "rollback": False},
         True,
     ),
     "hosts": (
-        {"spec": "topk(0.1) | int32", "across": [[0, 1]], "launch_mb": fixtures.LAUNCH_MB},
+        {"spec": "topk(0.1) | int32", "across": [[0, 1]], "bucket_mb": fixtures.BUCKET_MB},
         False,
     ),
     "hosts of one": (
-        {"spec": "topk(0.1) | int32", "across": [[0], [1]], "launch_mb": fixtures.LAUNCH_MB},
+        {"spec": "topk(0.1) | int32", "across": [[0], [1]], "bucket_mb": fixtures.BUCKET_MB},
         False,
     ),
 }
@@ -36,7 +36,7 @@ STEPS = 12
 BAD_STEP = 8
 
 
-def zero_nonfinite(flat: Tensor) -> tuple[Tensor, Tensor]:
+def zero_nonfinite(flat: Tensor, ranks: int = 1) -> tuple[Tensor, Tensor]:
     """As on a GPU, where the status is not read."""
     fine = torch.isfinite(flat).all()
     return torch.where(fine, flat, 0.0), ~fine

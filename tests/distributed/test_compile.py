@@ -28,7 +28,7 @@ def compiled(rank: int, world: int, way: str) -> dict[str, Tensor]:
     inner = torch.compile(net, backend="aot_eager") if way in ("plain", "inside DDP") else net
     outer = DistributedDataParallel(inner) if "DDP" in way else inner
     outer = torch.compile(outer, backend="aot_eager") if way == "around DDP" else outer
-    wire = gradwire.compress(outer, "topk(0.1)", launch_mb=fixtures.LAUNCH_MB)
+    wire = gradwire.compress(outer, "topk(0.1)", bucket_mb=fixtures.BUCKET_MB)
     train(outer, rank, None if "DDP" in way else wire)
     assert wire.report().steps == 4
     return {**fixtures.tensors(net), **fixtures.memories(wire)}

@@ -28,7 +28,7 @@ def fail(*_: object) -> None:
 def train(rank: int, world: int, options: dict[str, Any]) -> list[str]:
     """The error of every step."""
     outer = fixtures.ddp(fixtures.model(), **options)
-    wire = gradwire.compress(outer, "topk(0.1)", launch_mb=fixtures.LAUNCH_MB)
+    wire = gradwire.compress(outer, "topk(0.1)", bucket_mb=fixtures.BUCKET_MB)
     finish = wire.engine.finish
     errors = []
     for step in range(4):
@@ -49,10 +49,10 @@ def test_an_error_keeps_its_type_and_its_message(case: str, answers: Answers):
 
 
 def fail_early(rank: int, world: int) -> tuple[str, str]:
-    """An error before anything was sent, in the first of several launches; and a second hook."""
+    """An error before anything was sent, in the first of several buckets; and a second hook."""
     outer = fixtures.ddp(fixtures.model())
-    wire = gradwire.compress(outer, "topk(0.1)", launch_mb=fixtures.LAUNCH_MB)
-    wire.engine.exchange = fail
+    wire = gradwire.compress(outer, "topk(0.1)", bucket_mb=fixtures.BUCKET_MB)
+    wire.engine.bucket_rounds = fail
     early = fixtures.error_text(lambda: fixtures.loss(outer, rank, 0).backward())
     return early, fixtures.error_text(lambda: gradwire.compress(outer, "sign"))
 

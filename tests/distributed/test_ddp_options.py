@@ -13,7 +13,7 @@ import fixtures
 import gradwire
 from spawn import Answers, cases_fixture, run_ranks
 
-OPTIONS: dict[str, Any] = {"spec": "topk(0.1)", "launch_mb": fixtures.LAUNCH_MB}
+OPTIONS: dict[str, Any] = {"spec": "topk(0.1)", "bucket_mb": fixtures.BUCKET_MB}
 
 
 def hooked(rank: int, net: nn.Module, **options: Any) -> dict[str, Tensor]:
@@ -119,7 +119,7 @@ class Strided(nn.Module):
 
 
 STRIDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    f"{spec}, {how}": ({"spec": spec, "launch_mb": fixtures.LAUNCH_MB}, options)
+    f"{spec}, {how}": ({"spec": spec, "bucket_mb": fixtures.BUCKET_MB}, options)
     for spec in ("topk(0.1)", "int8", "powersgd(1)", "hadamard | int4")
     for how, options in {"copies": {}, "views": {"gradient_as_bucket_view": True}}.items()
 }

@@ -60,7 +60,7 @@ class Trained(NamedTuple):
     parameters: dict[str, Tensor]
     memories: dict[str, Tensor]
     sent: float
-    launches: int
+    buckets: int
 
 
 ENTRY_POINTS = {"loop": by_loop, "hook": by_hook, "optimizer": by_optimizer}
@@ -69,16 +69,16 @@ ENTRY_POINTS = {"loop": by_loop, "hook": by_hook, "optimizer": by_optimizer}
 def train(rank: int, world: int, options: dict[str, Any]) -> dict[str, Trained]:
     trained = {}
     for name, entry_point in ENTRY_POINTS.items():
-        parameters, wire = entry_point(rank, {**options, "launch_mb": fixtures.LAUNCH_MB})
-        launches = len(wire.engine.plan.launches)
-        trained[name] = Trained(parameters, fixtures.memories(wire), wire.report().sent, launches)
+        parameters, wire = entry_point(rank, {**options, "bucket_mb": fixtures.BUCKET_MB})
+        buckets = len(wire.engine.plan.buckets)
+        trained[name] = Trained(parameters, fixtures.memories(wire), wire.report().sent, buckets)
     return trained
 
 
 def check_trained(ranks: list[dict[str, Trained]], options: dict[str, Any]) -> None:
     for trained in ranks:
         hook = trained["hook"]
-        assert hook.launches > (0 if options.get("granularity") == "model" else 2), "the test needs several launches"
+        assert hook.buckets > (0 if options.get("granularity") == "model" else 2), "the test needs several buckets"
         assert not fixtures.same(hook.parameters, fixtures.tensors(fixtures.model())), "it does not train"
         assert fixtures.same(hook.parameters, ranks[0]["hook"].parameters), "ranks drift apart"
         for name in ("loop", "optimizer"):
@@ -112,20 +112,20 @@ def test_no_process_group_is_a_world_of_one(options: dict[str, Any]):
     assert fixtures.same(loop, optimizer)
 
 
-LAUNCHES = fixtures.by_name({"spec": "topk(0.1)"}, {"spec": "int8"})
+BUCKETS = fixtures.by_name({"spec": "topk(0.1)"}, {"spec": "int8"})
 
 
-def one_launch(rank: int, world: int, options: dict[str, Any]) -> list[dict[str, Tensor]]:
-    """Parameters with one launch for all layers, and with several."""
-    return [by_loop(rank, more)[0] for more in (options, {**options, "launch_mb": fixtures.LAUNCH_MB})]
+def one_bucket(rank: int, world: int, options: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """Parameters with one bucket for all layers, and with several."""
+    return [by_loop(rank, more)[0] for more in (options, {**options, "bucket_mb": fixtures.BUCKET_MB})]
 
 
-launches = cases_fixture(one_launch, 2, LAUNCHES)
+buckets = cases_fixture(one_bucket, 2, BUCKETS)
 
 
-@pytest.mark.parametrize("case", LAUNCHES)
-def test_the_number_of_launches_does_not_change_how_layers_are_compressed(case: str, launches: Answers):
-    for few, many in launches[case]:
+@pytest.mark.parametrize("case", BUCKETS)
+def test_the_number_of_buckets_does_not_change_how_layers_are_compressed(case: str, buckets: Answers):
+    for few, many in buckets[case]:
         assert fixtures.same(few, many)
 
 

@@ -15,7 +15,7 @@ BAD_STEP = 3
 STEPS = 7
 ENTRY_POINTS = ("plain", "plain, unscaled first", "hook", "optimizer")
 SPECS = fixtures.by_name(
-    {"spec": "topk(0.1)", "launch_mb": fixtures.LAUNCH_MB},
+    {"spec": "topk(0.1)", "bucket_mb": fixtures.BUCKET_MB},
     {"spec": "int4", "exchange": "two_way"},
     {"spec": "dgc(0.1, clip=0.2)"},
     {"spec": "powersgd(1)"},

@@ -42,8 +42,8 @@ IN_PROCESSES = ("topk(0.1)", "dgc(0.1, clip=0.5)", "int4", "qsgd")
 
 
 def short(options: dict[str, Any]) -> dict[str, Any]:
-    """Several launches, so that some ranks of a host have no parameter in some of them."""
-    return {**options, "launch_mb": fixtures.LAUNCH_MB}
+    """several buckets, so that some ranks of a host have no parameter in some of them."""
+    return {**options, "bucket_mb": fixtures.BUCKET_MB}
 
 
 def composed(options: dict[str, Any], steps: int) -> tuple[list[nn.Sequential], gradwire.SimulatedWorkers]:
@@ -82,7 +82,7 @@ def test_hosts_are_ranks_with_mean_gradients(options: dict[str, Any]):
         assert fixtures.same(shares[0] | shares[1], fixtures.memories(single))
         sent = [workers.wires[rank].report() for rank in host]
         assert sum(report.dense for report in sent) == single.report().dense
-        # A rank without parameters in a launch still sends a status.
+        # A rank without parameters in a bucket still sends a status.
         assert 0 <= sum(report.sent for report in sent) - single.report().sent <= 40 * fixtures.STEPS
 
 
@@ -165,7 +165,7 @@ BROKEN = fixtures.by_name(
     {"spec": "topk(0.1)", "bundle": None},
     {"spec": "powersgd(2)"},
     {"spec": "int4", "exchange": "two_way"},
-    # The bad layer is in a launch, and on a rank, that sends nothing of its own.
+    # The bad layer is in a bucket, and on a rank, that sends nothing of its own.
     {"spec": "topk(0.1)", "rules": (gradwire.Rule("int8", "2.*", exchange="noop"),)},
 )
 

@@ -36,7 +36,7 @@ SUMS = fixtures.by_name(
 
 
 def whole(options: dict[str, Any]) -> dict[str, Any]:
-    return {"bundle": None, "launch_mb": fixtures.LAUNCH_MB, **options}
+    return {"bundle": None, "bucket_mb": fixtures.BUCKET_MB, **options}
 
 
 def observe(rank: int, world: int, options: dict[str, Any]) -> list[dict[str, dict[str, Tensor]]]:

@@ -21,8 +21,8 @@ SPECS = fixtures.by_name(
     {"spec": "topk(0.1) | sign"},
     {"spec": "dgc(0.1, clip=0.5)"},
     {"spec": "sign", "feedback": "ef21", "granularity": "model"},
-    # The bad layer is in a launch that sends nothing of its own.
-    {"spec": "topk(0.1)", "rules": (gradwire.Rule("int8", "2.*", exchange="noop"),), "launch_mb": fixtures.LAUNCH_MB},
+    # The bad layer is in a bucket that sends nothing of its own.
+    {"spec": "topk(0.1)", "rules": (gradwire.Rule("int8", "2.*", exchange="noop"),), "bucket_mb": fixtures.BUCKET_MB},
 )
 VALUES = {"nan": math.nan, "inf": math.inf}
 CASES = {f"{name}, {value}": (SPECS[name], VALUES[value]) for name in SPECS for value in VALUES}

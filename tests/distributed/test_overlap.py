@@ -1,4 +1,4 @@
-"""Under DDP, a launch is sent and received while backward goes on, and collectives are counted by launches."""
+"""Under DDP, a bucket of the plan is exchanged while backward goes on, and collectives are counted by buckets."""
 
 import pytest
 import torch
@@ -10,11 +10,11 @@ from gradwire.integrations import ddp
 from spawn import Answers, cases_fixture
 
 SPECS = {"topk(0.1)": "topk(0.1)", "int8": "int8"}
-TIMEOUT = 20.0  # seconds that the last bucket waits for the first launch
+TIMEOUT = 20.0  # seconds that DDP's last bucket waits for the plan's first
 
 
 def overlapped(rank: int, world: int, spec: str) -> tuple[list[int], int, int]:
-    """The number of launches that were complete when the last bucket came, by step; all launches; collectives."""
+    """The plan's buckets that were complete when DDP's last came, by step; all of the plan's; collectives."""
     early: list[int] = []
     original = ddp.DDPHookState.receive
 
@@ -29,13 +29,13 @@ def overlapped(rank: int, world: int, spec: str) -> tuple[list[int], int, int]:
     ddp.DDPHookState.receive = receive
     try:
         net = fixtures.ddp(fixtures.model())
-        wire = gradwire.compress(net, spec, launch_mb=fixtures.LAUNCH_MB)
+        wire = gradwire.compress(net, spec, bucket_mb=fixtures.BUCKET_MB)
         optimizer = fixtures.sgd(net)
         for step in range(4):
             optimizer.zero_grad()
             fixtures.loss(net, rank, step).backward()
             optimizer.step()
-        return early, len(wire.engine.plan.launches), wire.report().collectives
+        return early, len(wire.engine.plan.buckets), wire.report().collectives
     finally:
         ddp.DDPHookState.receive = original
 
@@ -44,10 +44,10 @@ answers = cases_fixture(overlapped, 2, SPECS)
 
 
 @pytest.mark.parametrize("case", SPECS)
-def test_launches_arrive_before_the_last_bucket(case: str, answers: Answers) -> None:
-    for early, launches, collectives in answers[case]:
-        assert launches >= 3
+def test_buckets_of_the_plan_arrive_before_the_last_one_of_ddp(case: str, answers: Answers) -> None:
+    for early, buckets, collectives in answers[case]:
+        assert buckets >= 3
         assert len(early) == 4
-        assert all(1 <= count < launches for count in early[1:])  # DDP makes its buckets anew after the first step
+        assert all(1 <= count < buckets for count in early[1:])  # DDP rebuilds its own after the first step
         # Weights and biases are lanes of their own; one status message ends the step.
-        assert collectives <= 4 * (2 * launches + 1)
+        assert collectives <= 4 * (2 * buckets + 1)

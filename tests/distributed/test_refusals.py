@@ -23,8 +23,8 @@ SPECS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no rule": ({"spec": "sign", "rules": ["fp16"]}, ("'fp16'", "gradwire.Rule")),
     "a rule alone": ({"spec": "sign", "rules": gradwire.Rule("fp16")}, ("rules=[",)),
     "a scaler": ({"spec": "sign", "scaler": 3}, ("scaler=3", "GradScaler")),
-    "a text as a size": ({"spec": "sign", "launch_mb": "x"}, ("launch_mb='x'",)),
-    "a size without end": ({"spec": "sign", "launch_mb": float("inf")}, ("launch_mb=inf",)),
+    "a text as a size": ({"spec": "sign", "bucket_mb": "x"}, ("bucket_mb='x'",)),
+    "a size without end": ({"spec": "sign", "bucket_mb": float("inf")}, ("bucket_mb=inf",)),
     "a text as a seed": ({"spec": "sign", "seed": "x"}, ("seed='x'",)),
     "half a seed": ({"spec": "sign", "seed": 0.5}, ("seed=0.5",)),
     "a long seed": ({"spec": "sign", "seed": 2**70}, ("seed=",)),
@@ -201,7 +201,7 @@ OTHER_OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "bundle": ({**PLAIN, "bundle": "bf16"}, ("bf16", "fp16")),
     "rules": ({**PLAIN, "rules": (gradwire.Rule("int8", name="0.*"),)}, ("int8",)),
     "seed": ({**PLAIN, "seed": 7}, ("seed 7", "seed 0")),
-    "launch_mb": ({**PLAIN, "launch_mb": 1.0}, ("1048576",)),
+    "bucket_mb": ({**PLAIN, "bucket_mb": 1.0}, ("1048576",)),
     "rollback": ({**PLAIN, "rollback": False}, ("no rollback",)),
     "scaler": ({**PLAIN, "scaler": None}, ("GradScaler",)),  # which cannot be sent to a rank
 }
@@ -235,9 +235,9 @@ def test_releases_that_differ_are_refused_on_all_ranks(case: str, disagreements:
 
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "launch_mb as text": ({"launch_mb": "x"}, ("launch_mb", "'x'")),
-    "launch_mb below 0": ({"launch_mb": -1.0}, ("launch_mb", "-1.0")),
-    "launch_mb without end": ({"launch_mb": float("inf")}, ("launch_mb", "inf")),
+    "bucket_mb as text": ({"bucket_mb": "x"}, ("bucket_mb", "'x'")),
+    "bucket_mb below 0": ({"bucket_mb": -1.0}, ("bucket_mb", "-1.0")),
+    "bucket_mb without end": ({"bucket_mb": float("inf")}, ("bucket_mb", "inf")),
     "a seed as text": ({"seed": "odd"}, ("seed", "'odd'")),
     "a scaler as a number": ({"scaler": 3}, ("scaler", "3", "GradScaler")),
     "one rule": ({"rules": gradwire.Rule("fp16")}, ("rules", "[gradwire.Rule")),

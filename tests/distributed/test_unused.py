@@ -56,7 +56,7 @@ class Trained(NamedTuple):
 
 
 def unused(rank: int, world: int, options: dict[str, Any]) -> Trained:
-    whole = {**options, "launch_mb": fixtures.LAUNCH_MB}
+    whole = {**options, "bucket_mb": fixtures.BUCKET_MB}
     net, inner = Branches(), Branches()
     outer = fixtures.ddp(inner, find_unused_parameters=True)
     plain, hook = gradwire.compress(net, **whole), gradwire.compress(outer, **whole)

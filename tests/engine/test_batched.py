@@ -40,7 +40,7 @@ CASES = {
     "int4": {"spec": "int4"},
     "natural": {"spec": "natural", "feedback": "none"},
     "onebit": {"spec": "onebit"},
-    "two rules, several buckets": {"spec": "topk(0.05)", "rules": [Rule("sign", name="b.*")], "launch_mb": 600 / 2**20},
+    "two rules, several buckets": {"spec": "topk(0.05)", "rules": [Rule("sign", name="b.*")], "bucket_mb": 600 / 2**20},
 }
 UNSUPPORTED = {
     "powersgd": {"spec": "powersgd(2)"},

@@ -73,8 +73,8 @@ def spare_bytes(engine: Engine) -> int:
 
 @pytest.mark.parametrize("how", HOWS, ids=lambda how: f"{how[0]} {how[1]} {how[2]}")
 def test_in_place_equals_two_generations(how: tuple[str, str | None, str | None]) -> None:
-    plan = build(SHAPES, default_rules(*how, bundle=None), WORLD, launch_bytes=4 * 7000)
-    assert len(plan.launches) == 2
+    plan = build(SHAPES, default_rules(*how, bundle=None), WORLD, bucket_bytes=4 * 7000)
+    assert len(plan.buckets) == 2
     two, one = make_engines(plan, rollback=True), make_engines(plan, rollback=False)
     before = [addresses(engine) for engine in one]
     assert all(before)

@@ -12,6 +12,7 @@ fused                      one kernel adds the error, encodes and keeps the new 
 import ast
 import inspect
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import fixtures
 import gradwire
 from fake_cuda_graph import WrittenGraphs, largest
 from gradwire.comm.single import SingleBackend
-from gradwire.engine import batched, encoders
+from gradwire.engine import encoders
 from gradwire.engine.batched import Batched
 from gradwire.engine.cuda_graphs import EAGER_STEPS, GraphExecutor
 from gradwire.engine.encoders import Composed, Encoder, FusedDense, FusedTopK
@@ -56,18 +57,18 @@ class Trace:
         self._called: set[str] = set()
         for owner, name, word in (
             (Engine, "run", "eager"),
-            (Engine, "bucket", "eager"),
+            (Engine, "run_bucket", "eager"),
             (HostEngine, "run", "eager"),
-            (HostEngine, "bucket", "eager"),
+            (HostEngine, "run_bucket", "eager"),
             (GraphExecutor, "_capture", "graph"),
             (GraphExecutor, "_replay", "graph"),
             (GraphExecutor, "_commit", "commit on the device"),
             (Batched, "step", "batched"),
         ):
             patch.setattr(owner, name, self._noting(self._called.add, lambda _, word=word: word, getattr(owner, name)))
-        for owner, name in (*((kind, "encode") for kind in KINDS), (batched, "_encode")):
-            noted = self._noting(self.encoders.add, lambda encoder: KINDS[type(encoder)], getattr(owner, name))
-            patch.setattr(owner, name, noted)
+        for kind in KINDS:
+            noted = self._noting(self.encoders.add, lambda encoder: KINDS[type(encoder)], kind.encode)
+            patch.setattr(kind, "encode", noted)
 
     def _noting(
         self, add: Callable[[str], None], word: Callable[[Any], str], function: Callable[..., Any]
@@ -103,7 +104,7 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs on the CPU: fused encoders by their definitions, and nothing reads data."""
 
-    def zero_nonfinite(flat: Tensor) -> tuple[Tensor, Tensor]:
+    def zero_nonfinite(flat: Tensor, ranks: int = 1) -> tuple[Tensor, Tensor]:
         fine = torch.isfinite(flat).all()
         return torch.where(fine, flat, 0.0), ~fine
 
@@ -184,13 +185,22 @@ def test_there_are_no_other_encoders() -> None:
     assert set(KINDS.values()) == set(ENCODERS)
 
 
-def modules_that(matches: Callable[[ast.AST], bool]) -> set[str]:
-    """Source files of the library and its lab with a matching node."""
+@cache
+def nodes() -> dict[str, list[ast.AST]]:
+    """All imports and calls in the source files of the library and its lab."""
     roots = (SOURCE, SOURCE.parent / "gradwire_lab")
     files = [(root.parent, file) for root in roots for file in root.rglob("*.py")]
     return {
-        str(file.relative_to(base)) for base, file in files if any(map(matches, ast.walk(ast.parse(file.read_text()))))
+        str(file.relative_to(base)): [
+            node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom | ast.Call)
+        ]
+        for base, file in files
     }
+
+
+def modules_that(matches: Callable[[ast.AST], bool]) -> set[str]:
+    """Source files with a matching import or call."""
+    return {name for name, inside in nodes().items() if any(map(matches, inside))}
 
 
 def imports(*modules: str) -> Callable[[ast.AST], bool]:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from fake_cuda_graph import WrittenGraph, WrittenGraphs, largest
+from gradwire.codecs import decoding
 from gradwire.comm.backend import CountingBackend
 from gradwire.comm.collectives import Collective
 from gradwire.comm.single import SingleBackend
+from gradwire.core import deferred_checks
 from gradwire.core.deferred_checks import check, defer_checks
 from gradwire.core.payload import CorruptMessageError, Payload
 from gradwire.core.requests import Gather, Request, SendRecv, Sum
@@ -21,7 +23,7 @@ from gradwire.engine import Engine, Lockstep, Plan, build, checkpoint, default_r
 from gradwire.engine.cuda_graphs import EAGER_STEPS, GraphExecutor
 from gradwire.engine.drive import Clock, Rounds
 from gradwire.engine.lockstep import move
-from gradwire.engine.status import MISSING, NONFINITE, UNSUPPORTED, DeferredStatus
+from gradwire.engine.status import MALFORMED, MISSING, NONFINITE, UNSUPPORTED, Drops
 from gradwire.kernels import dispatch, fused
 
 CPU = torch.device("cpu")
@@ -50,7 +52,7 @@ BAD = {2: ("b.weight", torch.inf), 4: ("a.bias", torch.nan), 7: ("b.weight", tor
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused encoders by their definitions, and nothing reads data: what is captured must not depend on it."""
 
-    def zero_nonfinite(flat: Tensor) -> tuple[Tensor, Tensor]:
+    def zero_nonfinite(flat: Tensor, ranks: int = 1) -> tuple[Tensor, Tensor]:
         fine = torch.isfinite(flat).all()
         return torch.where(fine, flat, 0.0), ~fine
 
@@ -147,8 +149,8 @@ def captured(
 @pytest.mark.parametrize("how", HOWS, ids=lambda how: f"{how[0]} {how[1]} {how[2]}")
 @pytest.mark.usefixtures("as_on_a_device")
 def test_a_status_left_on_the_device_equals_one_read_at_once(how: tuple[str, str | None, str | None]) -> None:
-    plan = build(SHAPES, default_rules(*how), WORLD, launch_bytes=4 * 7000)
-    assert len(plan.launches) == 2
+    plan = build(SHAPES, default_rules(*how), WORLD, bucket_bytes=4 * 7000)
+    assert len(plan.buckets) == 2
     reading, leaving = make_engines(plan), make_engines(plan.with_fixed_length())
     known = in_lockstep(reading, Lockstep(WORLD))
     group, fails = ThreadedGroup(), how[0].startswith("randomk")
@@ -243,32 +245,34 @@ def test_checks_are_deferred_only_on_other_devices() -> None:
     assert noted == [elsewhere]
 
 
-def count(deferred: DeferredStatus, dropped: Tensor, corrupt: list[Tensor]) -> None:
-    deferred.count_(dropped, corrupt)
-    deferred.poll()
+def count(drops: Drops, *statuses: int) -> bool:
+    """Count a step whose buckets have these statuses; whether it is dropped."""
+    dropped = drops.count_([torch.tensor(status, dtype=torch.uint8) for status in statuses])
+    drops.poll()
+    return bool(dropped)
 
 
 def test_a_deferred_status_counts_at_once_and_raises_later() -> None:
-    deferred = DeferredStatus(CPU)
-    assert deferred.dropped == 0
-    count(deferred, torch.tensor(True), [])
-    count(deferred, torch.tensor(False), [torch.tensor(False), torch.tensor(True)])
-    assert deferred.dropped == 1
+    drops = Drops(CPU)
+    assert drops.count == 0
+    assert count(drops, 0, NONFINITE) and not count(drops, 0, 0)
+    assert drops.count == 1
+    assert count(drops, MALFORMED, 0)
     with pytest.raises(CorruptMessageError, match="earlier step"):
-        count(deferred, torch.tensor(True), [])
+        count(drops, 0, 0)
 
 
 def test_a_step_that_cannot_be_dropped_is_an_error_until_the_state_is_replaced() -> None:
-    deferred = DeferredStatus(CPU, revertible=False)
-    deferred.check()
-    count(deferred, torch.tensor(True), [])
+    drops = Drops(CPU, revertible=False)
+    drops.synchronize()
+    count(drops, NONFINITE)
     with pytest.raises(RuntimeError, match="rollback=False"):
-        deferred.check()
+        drops.synchronize()
     with pytest.raises(RuntimeError, match="rollback=False"):
-        deferred.poll()
-    deferred.reset()
-    deferred.check()
-    deferred.poll()
+        drops.poll()
+    drops.restart(0)
+    drops.synchronize()
+    drops.poll()
 
 
 # -- how a status travels ----------------------------------------------------------------------------------------------
@@ -289,7 +293,7 @@ def rounds_of(request: Request) -> Rounds[Any]:
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
-@pytest.mark.parametrize("found", [0, NONFINITE, MISSING, UNSUPPORTED])
+@pytest.mark.parametrize("found", [0, NONFINITE, MISSING, UNSUPPORTED, MALFORMED])
 def test_all_ranks_learn_the_status_of_one(kind: str, found: int) -> None:
     locals_ = [
         torch.tensor([found if rank == 1 and found != NONFINITE else 0], dtype=torch.uint8) for rank in range(WORLD)
@@ -303,7 +307,7 @@ def test_all_ranks_learn_the_status_of_one(kind: str, found: int) -> None:
         ]
     )
     for answer, known in results:
-        assert known is not None and status.read(known) == found
+        assert known is not None and status.read([known]) == found
         assert isinstance(answer, Tensor) == isinstance(REQUESTS[kind], Sum)
     assert group.traffic[0].collectives == 1, "the status travels with the first round"
 
@@ -318,14 +322,77 @@ def test_a_bucket_without_a_round_has_no_status() -> None:
 
 
 def test_a_corrupt_message_is_forgotten_with_the_state() -> None:
-    deferred = DeferredStatus(CPU)
-    deferred.count_(torch.tensor(False), [torch.tensor([True])])
-    deferred.poll()
-    with pytest.raises(CorruptMessageError):
-        deferred.poll()
-    deferred.reset()
-    deferred.poll()
-    deferred.count_(torch.tensor(False), [torch.tensor([True])])
-    deferred.poll()
-    with pytest.raises(CorruptMessageError):
-        deferred.poll()
+    drops = Drops(CPU)
+    for _ in range(2):
+        count(drops, MALFORMED)
+        with pytest.raises(CorruptMessageError):
+            drops.poll()
+        drops.restart(0)
+        drops.poll()
+
+
+# -- a corrupt message -------------------------------------------------------------------------------------------------
+
+CORRUPT: dict[str, tuple[str, str | None, bool]] = {  # spec, exchange, captured
+    "all-gather": ("topk(0.01) | int32", None, False),
+    "first leg": ("topk(0.05) | int32", "two_way", False),
+    "variable length": ("topk(0.01)", None, False),
+    "captured": ("topk(0.01) | int32", None, True),
+}
+DAMAGED = EAGER_STEPS + 2  # the step in which a message is damaged
+
+
+class DamagingBackend(ThreadedBackend):
+    """Damages the first bytes that it receives."""
+
+    damages = False
+
+    def move(self, collective: Collective) -> Tensor:
+        result = super().move(collective)
+        if self.damages and result.dtype == torch.uint8:
+            result.view(-1)[:8] = 255
+        return result
+
+
+def check_as_on_a_device(wrong: Tensor, error: str) -> bool:
+    deferred = deferred_checks._deferred.get()
+    if deferred is not None:
+        deferred.append(wrong)
+    return deferred is None
+
+
+def until_corrupt(engine: Engine, group: ThreadedGroup, captured: bool) -> tuple[int, str]:
+    """The step in which a rank raises an error, and the error; the last rank receives a damaged message."""
+    backend = DamagingBackend(group, engine.rank)
+    executor = GraphExecutor(engine, backend, Clock(), WrittenGraphs() if captured else None)
+    grads = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(DAMAGED + 4):
+        for name, x in gradients(step + 100)[engine.rank].items():
+            grads[name].copy_(x)
+        backend.damages = engine.rank == WORLD - 1 and step == DAMAGED
+        try:
+            executor.run(dict(grads), complete=True)
+        except CorruptMessageError as error:
+            return step, str(error)
+    return -1, ""
+
+
+@pytest.mark.parametrize("case", CORRUPT)
+def test_all_ranks_refuse_a_corrupt_message_of_one_in_the_same_step(
+    case: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    spec, exchange, captured = CORRUPT[case]
+    if captured:
+        request.getfixturevalue("as_on_a_device")
+        monkeypatch.setattr(decoding, "check", check_as_on_a_device)
+    plan = build(SHAPES, default_rules(spec, None, exchange, bundle=None), WORLD)
+    engines, group = make_engines(plan), ThreadedGroup()
+    with ThreadPoolExecutor(WORLD) as pool:
+        outcomes = [task.result() for task in [pool.submit(until_corrupt, e, group, captured) for e in engines]]
+    late = 2 if captured else 1  # a status that stays on the device is read one step later
+    assert [step for step, _ in outcomes] == [DAMAGED + late] * WORLD, outcomes
+    for engine in engines:
+        with pytest.raises((RuntimeError, CorruptMessageError)):
+            checkpoint.save(engine, spec)
+        engine.drops.restart(0)
+        checkpoint.save(engine, spec)

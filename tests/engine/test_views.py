@@ -118,14 +118,14 @@ def copy_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(views, "end_to_end", lambda parts: None)
 
 
-@pytest.mark.parametrize("launch_bytes", [4 * 7000, 2**20], ids=["two buckets", "one bucket"])
+@pytest.mark.parametrize("bucket_bytes", [4 * 7000, 2**20], ids=["two buckets", "one bucket"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("kind", RULES)
 def test_any_layout_equals_a_copy(
-    kind: str, world: int, layout: str, launch_bytes: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, world: int, layout: str, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = build(SHAPES, RULES[kind], world, launch_bytes=launch_bytes)
+    plan = build(SHAPES, RULES[kind], world, bucket_bytes=bucket_bytes)
     in_place = run_steps(plan, LAYOUTS[layout])
     copy_all(monkeypatch)
     assert all(map(torch.equal, in_place, run_steps(plan)))
@@ -182,7 +182,7 @@ def test_mixed_formats_equal_wide_ones() -> None:
 @pytest.mark.parametrize("kind", RULES)
 def test_missing_gradients_count_as_zeros(kind: str, layout: str) -> None:
     """One rank lacks one; another lacks two, of which one is missing everywhere and keeps its state."""
-    plan = build(SHAPES, RULES[kind], 3, launch_bytes=4 * 7000)
+    plan = build(SHAPES, RULES[kind], 3, bucket_bytes=4 * 7000)
     engines, known_engines = ([Engine(plan, rank, 3, 0, CPU) for rank in range(3)] for _ in range(2))
     for step in (0, 1, 3):
         grads = [LAYOUTS[layout](plan, gradients(plan, step, rank)) for rank in range(3)]
@@ -214,7 +214,7 @@ def saved(engine: Engine) -> dict[str, Tensor]:
 @pytest.mark.parametrize("rollback", [True, False])
 @pytest.mark.parametrize("world", [1, 3])
 def test_no_vector_beside_the_gradients(world: int, rollback: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = build(SHAPES, RULES["dgc"], world, launch_bytes=4 * 7000)
+    plan = build(SHAPES, RULES["dgc"], world, bucket_bytes=4 * 7000)
     known = run_steps(plan, rollback=rollback)
     written: list[int] = []
     scatter = fused.scatter_mean_

@@ -1,8 +1,5 @@
 """A warm-up makes the first step like any other, and changes nothing else."""
 
-import logging
-import time
-
 import pytest
 import torch
 
@@ -78,11 +75,3 @@ def test_reference_kernels_need_no_warm_up() -> None:
     with reference_only():
         warmup.warm_up(build(SHAPES, default_rules("topk(0.01)"), 2), CPU)
     assert not warmup._warm
-
-
-def test_a_long_warm_up_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(warmup, "_LONG_SECONDS", 0.01)
-    monkeypatch.setattr(warmup, "_take_steps", lambda *args: time.sleep(0.02))
-    with caplog.at_level(logging.WARNING, "gradwire"):
-        warmup.warm_up(build(SHAPES, default_rules("topk(0.01)"), 2), CPU)
-    assert "compiled" in caplog.text

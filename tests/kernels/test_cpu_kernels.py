@@ -84,25 +84,23 @@ RULES = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_accumulate_and_select_over_several_steps(rule: str) -> None:
-    """Edges are carried from step to step, and jump: gradients grow a hundredfold and shrink again."""
+    """Gradients grow a hundredfold and shrink again."""
     heavy, how = RULES[rule]
     for lengths in TABLES:
         n, counts = sum(lengths), tuple(-(-size // 50) for size in lengths)
         fast, slow = ([torch.zeros(n), torch.zeros(n) if heavy else None] for _ in range(2))
-        edge = None
         for step, scale in enumerate((1.0, 1.0, 100.0, 0.01, 1.0)):
             grad = inputs(n)["normal"].roll(step) * scale
             if step == 3:
                 grad[0] = float("nan")
-            found = fused.accumulate_topk_(grad, *fast, how, lengths, counts, edge)
+            found = fused.accumulate_topk_(grad, *fast, how, lengths, counts)
             with reference_only():
-                known = fused.accumulate_topk_(grad, *slow, how, lengths, counts, None)
+                known = fused.accumulate_topk_(grad, *slow, how, lengths, counts)
             for mine, theirs in zip(found[:2], known[:2], strict=True):
                 assert torch.equal(mine, theirs), (lengths, step)
             assert bool(found.broken) == bool(known.broken) == (step == 3)
-            edge = found.edge
             for memories in (fast, slow):
-                fused.settle_(*memories, found.indices, found.values)
+                fused.subtract_sent_(*memories, found.indices, found.values)
             assert torch.equal(fast[0], slow[0])
             assert not heavy or torch.equal(fast[1], slow[1])
 
@@ -166,9 +164,9 @@ def test_sixteen_bit_gradients_are_widened() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         grad = torch.randn(500).to(dtype)
         fast, slow = torch.ones(500), torch.ones(500)
-        found = fused.accumulate_topk_(grad, fast, None, fused.Accumulation(), lengths, counts, None)
+        found = fused.accumulate_topk_(grad, fast, None, fused.Accumulation(), lengths, counts)
         with reference_only():
-            known = fused.accumulate_topk_(grad, slow, None, fused.Accumulation(), lengths, counts, None)
+            known = fused.accumulate_topk_(grad, slow, None, fused.Accumulation(), lengths, counts)
         assert torch.equal(found.indices, known.indices)
         assert torch.equal(fast, slow)
 
@@ -229,7 +227,7 @@ def test_selection_of_a_gradient_that_is_mostly_zeros(values: int) -> None:
     torch.manual_seed(0)
     states = []
     for plain in (False, True):
-        draw, residual, edge = torch.Generator().manual_seed(1), torch.zeros(n), None
+        draw, residual = torch.Generator().manual_seed(1), torch.zeros(n)
         taken = []
         for step in range(4):
             grad = torch.zeros(n)
@@ -237,28 +235,26 @@ def test_selection_of_a_gradient_that_is_mostly_zeros(values: int) -> None:
             grad[7 * step] = 0.0 if values == 100 else 1e-42  # neither zero nor normal
             grad[n - 1] = -0.0
             with reference_only() if plain else nullcontext():
-                found = fused.accumulate_topk_(grad, residual, None, fused.Accumulation(), (n,), counts, edge)
-                fused.settle_(residual, None, found.indices, 0.9 * found.values)
-            edge = found.edge
+                found = fused.accumulate_topk_(grad, residual, None, fused.Accumulation(), (n,), counts)
+                fused.subtract_sent_(residual, None, found.indices, 0.9 * found.values)
             taken += [found.indices, found.values]
         states.append([residual, *taken])
     assert all(map(torch.equal, *states))
 
 
 def test_selection_where_all_that_is_large_lies_together() -> None:
-    """Candidates of one place may take the room of all others; a hint may be far too low or too high."""
+    """Candidates of one place may take the room of all others."""
     n, lengths, counts = 300_000, (200_000, 100_000), (200, 100)
     grad = torch.randn(n)
     grad[50_000:50_600] *= 1000
     grad[250_000:250_050] = 7.0  # ties
-    for hint in (None, torch.zeros(2), torch.full((2,), 1e30), torch.tensor([3.0, 3.5])):
-        fast, slow = torch.zeros(n), torch.zeros(n)
-        found = fused.accumulate_topk_(grad, fast, None, fused.Accumulation(), lengths, counts, hint)
-        with reference_only():
-            known = fused.accumulate_topk_(grad, slow, None, fused.Accumulation(), lengths, counts, None)
-        assert torch.equal(found.indices, known.indices)
-        assert torch.equal(found.values, known.values)
-        assert torch.equal(fast, slow)
+    fast, slow = torch.zeros(n), torch.zeros(n)
+    found = fused.accumulate_topk_(grad, fast, None, fused.Accumulation(), lengths, counts)
+    with reference_only():
+        known = fused.accumulate_topk_(grad, slow, None, fused.Accumulation(), lengths, counts)
+    assert torch.equal(found.indices, known.indices)
+    assert torch.equal(found.values, known.values)
+    assert torch.equal(fast, slow)
 
 
 def test_large_buffers_come_back_when_nothing_refers_to_them() -> None:

@@ -71,9 +71,7 @@ def selected(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield "topk", fused.topk(x, LENGTHS, counts)
     for name, grad in (("fp32", x), ("bf16", x.bfloat16())):
         residual, momentum = x.flip(0).clone(), x.roll(9).clone()
-        found = fused.accumulate_topk_(
-            grad, residual, momentum, fused.Accumulation(momentum=0.9), LENGTHS, counts, None
-        )
+        found = fused.accumulate_topk_(grad, residual, momentum, fused.Accumulation(momentum=0.9), LENGTHS, counts)
         yield f"accumulate_topk_ {name}", torch.cat((found.indices, found.values, residual, momentum))
         for bits in (1, 4):
             residual = x.flip(0).clone()

@@ -82,20 +82,18 @@ def test_selection_with_feedback(rule: Accumulation, dtype: torch.dtype, cut: st
     short = torch.zeros(TAIL), None if rule.momentum == 0 else torch.zeros(TAIL)
     before = tuple(x if x is None else long(x) for x in short)
     after = tuple(x if x is None else torch.empty_like(x) for x in before)
-    edge = None
     for step in range(3):
         g = tail(step, dtype)
         with reference_only():
-            expected = fused.send_topk_(g, short, short, step != 1, rule, (TAIL,), (40,), None)
+            expected = fused.send_topk_(g, short, short, step != 1, rule, (TAIL,), (40,))
         if step == 1:
-            found = cuda.carry_topk_(long(g), before, after, rule, lengths, few, edge)
-            cuda.settle_(after[0], None, found.indices, found.values)
+            found = cuda.carry_topk_(long(g), before, after, rule, lengths, few)
+            cuda.subtract_sent_(after[0], None, found.indices, found.values)
         else:
-            found = cuda.send_topk_(long(g), before, after, True, rule, lengths, few, edge)
-        edge = found.edge
+            found = cuda.send_topk_(long(g), before, after, True, rule, lengths, few)
         assert torch.equal(found.indices.cpu(), expected.indices + HEAD)
         assert torch.equal(found.values.cpu(), expected.values)
-        assert not found.broken and torch.equal(found.edge[-1:].cpu(), expected.edge)
+        assert not found.broken
         for new, wanted in zip(after, short, strict=True):
             if new is not None and wanted is not None:
                 ends_with(new, wanted)
@@ -109,12 +107,12 @@ def test_selection_in_place_and_what_is_not_finite() -> None:
     v2, u2, g2 = long(v), long(u), long(g)
     g2[3] = 100.0
     with reference_only():
-        expected = fused.accumulate_topk_(g, v, u, rule, (TAIL,), (9,), None)
-    found = cuda.accumulate_topk_(g2, v2, u2, rule, (N,), (10,), None)
+        expected = fused.accumulate_topk_(g, v, u, rule, (TAIL,), (9,))
+    found = cuda.accumulate_topk_(g2, v2, u2, rule, (N,), (10,))
     assert found.indices.tolist() == [3, *(expected.indices + HEAD).tolist()]
     assert torch.equal(found.values[1:].cpu(), expected.values) and found.values[0] == 150.0
     assert found.broken
-    cuda.settle_(v2, u2, found.indices[:1], found.values[:1])
+    cuda.subtract_sent_(v2, u2, found.indices[:1], found.values[:1])
     ends_with(v2, v)
     ends_with(u2, u)
 

@@ -2,10 +2,13 @@
 
 import random
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.codecs.addends import as_addend
 from gradwire.codecs.codec import Codec
@@ -14,7 +17,7 @@ from gradwire.codecs.selectors import RandomK
 from gradwire.codecs.stage import EncodeInput, Memory
 from gradwire.core.keys import Key
 from gradwire.core.segments import Segments
-from strategies import CODECS, KINDS, SIZES, codecs, dense, keys, signal, signals, table, tensor
+from strategies import CODECS, KINDS, SIZES, STAGE_NAMES, codecs, dense, keys, signal, signals, table, tensor
 
 KEY = Key(seed=3, step=5, rank=1)
 QUANTUM = 2.0**-149  # the smallest float32: no arithmetic near it is finer
@@ -47,6 +50,7 @@ def check_message(chain: Codec, input_: EncodeInput, key: Key) -> None:
     assert used == size if chain.traits.fixed else used <= size, f"{chain}: {used} of {size} bytes"
 
 
+each_stage = pytest.mark.parametrize("stage", STAGE_NAMES)
 each_codec = pytest.mark.parametrize("chain", CODECS.values(), ids=str)
 
 
@@ -75,6 +79,32 @@ def test_the_same_key_gives_the_same_bytes(chain: Codec) -> None:
         assert not torch.equal(first, other), "it draws the same at every step"
 
 
+class NoRandomOps(TorchDispatchMode):
+    """Refuses every operation of torch that draws random numbers, whatever the generator."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        assert torch.Tag.nondeterministic_seeded not in func.tags, f"{func} draws numbers that the key does not decide"
+        return func(*args, **(kwargs or {}))
+
+
+def refused(*_: object, **__: object) -> None:
+    raise AssertionError("random numbers come from a generator, and not from the key")
+
+
+@each_codec
+def test_randomness_comes_from_the_key_alone(chain: Codec) -> None:
+    input_ = signal(table(*SIZES))
+    with NoRandomOps(), pytest.MonkeyPatch.context() as patch:
+        first = chain.encode(input_, KEY).payload.data  # also imports what torch needs for such modes
+        for module, name in ((random, "Random"), (numpy.random, "default_rng"), (numpy.random, "RandomState")):
+            patch.setattr(module, name, refused)
+        patch.setattr(torch, "Generator", refused)
+        again, other = (chain.encode(input_, key).payload.data for key in (KEY, Key(3, 6, 1)))
+    assert torch.equal(first, again)
+    if chain.traits.unbiased and not chain.traits.linear:
+        assert first.shape != other.shape or not torch.equal(first, other), "it draws the same at every step"
+
+
 @each_codec
 def test_encoding_without_decoded_values_gives_the_same_message(chain: Codec) -> None:
     input_ = signal(table(*SIZES))
@@ -85,9 +115,13 @@ def test_encoding_without_decoded_values_gives_the_same_message(chain: Codec) ->
     assert all(torch.equal(only.memory[name], decoded.memory[name]) for name in only.memory)
 
 
-@settings(max_examples=200)
-@given(chain=codecs(), input_=signals(), key=keys())
-def test_messages_are_decoded_as_sent_in_the_bytes_promised(chain: Codec, input_: EncodeInput, key: Key) -> None:
+@each_stage
+@settings(max_examples=8)
+@given(draw=st.data(), input_=signals(), key=keys())
+def test_messages_are_decoded_as_sent_in_the_bytes_promised(
+    stage: str, draw: st.DataObject, input_: EncodeInput, key: Key
+) -> None:
+    chain = draw.draw(codecs(stage))
     check_message(chain, input_, key)
 
 
@@ -100,11 +134,13 @@ def test_the_mean_of_messages_is_their_sum_over_their_number(chain: Codec) -> No
     assert torch.equal(chain.decoder.mean(payloads, input_[0].segments, ranks), total / 3)
 
 
-@settings(max_examples=150)
-@given(chain=codecs(), input_=signals(), key=keys())
+@each_stage
+@settings(max_examples=6)
+@given(draw=st.data(), input_=signals(), key=keys())
 def test_encoding_leaves_the_inputs_and_the_global_random_state_alone(
-    chain: Codec, input_: EncodeInput, key: Key
+    stage: str, draw: st.DataObject, input_: EncodeInput, key: Key
 ) -> None:
+    chain = draw.draw(codecs(stage))
     before = [input_.grad.clone(), input_.target.clone(), {name: x.clone() for name, x in input_.memory.items()}]
     states = torch.get_rng_state(), random.getstate()
     encoded = chain.encode(input_, key)
@@ -120,9 +156,13 @@ def same(memory: Memory, other: Memory) -> bool:
     return memory.keys() == other.keys() and all(torch.equal(memory[name], other[name]) for name in memory)
 
 
-@settings(max_examples=100)
-@given(chain=codecs(), input_=signals(), key=keys())
-def test_a_message_shares_no_memory_with_what_it_was_made_of(chain: Codec, input_: EncodeInput, key: Key) -> None:
+@each_stage
+@settings(max_examples=4)
+@given(draw=st.data(), input_=signals(), key=keys())
+def test_a_message_shares_no_memory_with_what_it_was_made_of(
+    stage: str, draw: st.DataObject, input_: EncodeInput, key: Key
+) -> None:
+    chain = draw.draw(codecs(stage))
     input_ = input_._replace(grad=input_.grad.clone(), target=input_.target.clone())
     encoded = chain.encode(input_, key)
     payload, values = encoded.payload.data.clone(), encoded.sent.values.clone()
@@ -131,9 +171,13 @@ def test_a_message_shares_no_memory_with_what_it_was_made_of(chain: Codec, input
     assert torch.equal(encoded.payload.data, payload) and torch.equal(encoded.sent.values, values)
 
 
-@settings(max_examples=100)
-@given(chain=codecs(), input_=signals(), key=keys())
-def test_selected_positions_rise_within_the_budget(chain: Codec, input_: EncodeInput, key: Key) -> None:
+@each_stage
+@settings(max_examples=4)
+@given(draw=st.data(), input_=signals(), key=keys())
+def test_selected_positions_rise_within_the_budget(
+    stage: str, draw: st.DataObject, input_: EncodeInput, key: Key
+) -> None:
+    chain = draw.draw(codecs(stage))
     indices = chain.encode(input_, key).sent.indices
     assert (indices is None) == (chain.selector is None or chain.transform is not None)
     if indices is not None and chain.selector is not None:
@@ -142,9 +186,13 @@ def test_selected_positions_rise_within_the_budget(chain: Codec, input_: EncodeI
         assert all(c <= chain.selector.capacity(n) for c, n in zip(counts, input_.segments.lengths, strict=True))
 
 
-@settings(max_examples=100)
-@given(chain=codecs(), input_=signals(), key=keys())
-def test_layout_in_memory_does_not_show_in_the_bytes(chain: Codec, input_: EncodeInput, key: Key) -> None:
+@each_stage
+@settings(max_examples=4)
+@given(draw=st.data(), input_=signals(), key=keys())
+def test_layout_in_memory_does_not_show_in_the_bytes(
+    stage: str, draw: st.DataObject, input_: EncodeInput, key: Key
+) -> None:
+    chain = draw.draw(codecs(stage))
     loose = input_._replace(grad=_strided(input_.grad), target=_strided(input_.target))
     assert torch.equal(chain.encode(loose, key).payload.data, chain.encode(input_, key).payload.data)
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gradwire
-from gradwire.codecs.codec import codec
+from gradwire.codecs.codec import Codec, codec
+from gradwire.core import registry
 from gradwire.core.spec import parse
 from gradwire.engine import Engine, Lockstep, Method, Rule, build, method
 from gradwire.engine.step import StepResult
@@ -38,7 +39,7 @@ class Group:
     """Ranks of one process, and their state."""
 
     def __init__(self, whole: Method, world: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES, **options: object):
-        plan = build(shapes, [Rule(whole, **options)], world, launch_bytes=300)
+        plan = build(shapes, [Rule(whole, **options)], world, bucket_bytes=300)
         self.lockstep = Lockstep(world)
         self.sessions = [Engine(plan, rank, world, 11, CPU) for rank in range(world)]
 
@@ -328,7 +329,7 @@ def test_traffic_is_as_predicted_plus_one_status(exchange: str, world: int) -> N
     plan = group.sessions[0].plan
     predicted = sum(made.traffic(chain, lane.tensors, world) for lane in plan.lanes for _, chain, made in lane.table)
     measured = group.lockstep.traffic[0].sent
-    status = len(plan.launches) * (world - 1) * (1 if exchange == "allgather" else 8 / world)
+    status = len(plan.buckets) * (world - 1) * (1 if exchange == "allgather" else 8 / world)
     assert measured == pytest.approx(predicted + status)
 
 
@@ -369,3 +370,31 @@ def test_products_of_equal_layers_are_written_together() -> None:
     for p, q, start in zip(left, right, starts, strict=True):
         expected[start : start + 15] = (p @ q.mT).flatten()
     torch.testing.assert_close(flat[2:], expected)
+
+
+class Cheap(Noop):
+    """Sends nothing, and suits one codec."""
+
+    name = "cheap"
+
+    def suits(self, codec: Codec) -> bool:
+        return str(codec) == "int4"
+
+
+@pytest.mark.parametrize(
+    ("spec", "world", "chosen"),
+    [
+        *(("fp16", world, "allreduce") for world in (1, 2, 4)),  # whose payloads are added on the way
+        *(("topk(0.1) | sign | int32", world, "allgather") for world in (1, 2, 4)),  # which has no second leg
+        *(("sign", world, "allgather") for world in (1, 2)),  # as short as two legs
+        ("sign", 4, "two_way"),
+        ("int4", 4, "cheap"),
+    ],
+)
+def test_auto_takes_what_sends_least_of_all_exchanges_that_suit(
+    spec: str, world: int, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry._ENTRIES, "cheap", ("exchange", Cheap))
+    monkeypatch.setitem(registry._ENTRIES, "needy", ("exchange", lambda argument: None))  # never made
+    plan = build(SHAPES, [Rule(spec)], world)
+    assert {exchange.name for lane in plan.lanes for _, _, exchange in lane.table} == {chosen}

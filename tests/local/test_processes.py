@@ -25,6 +25,11 @@ CASES: dict[str, dict[str, Any]] = {
         "exchange": "allgather",
         "bundle": None,
     },
+    "fragments": {
+        "spec": "streaming_diloco(H=4, fragments=2, values=int8, delay=2)",
+        "exchange": "allgather",
+        "bundle": None,
+    },
     "random bits": {"spec": "local_sgd(H=2)", "codec": "qsgd", "exchange": "allgather", "bundle": None},
 }
 
@@ -93,7 +98,9 @@ def resume(rank: int, world: int, folder: str, spec: str, stop: int) -> tuple[An
         ("diloco(H=5)", 7),
         ("diloco(H=3, start=4)", 2),
         ("diloco(H=3, start=4)", 9),
+        ("diloco(H=3, start=4, first=None)", 2),
         ("diloco(H=4, alpha=0.5, delay=2)", 5),
+        ("streaming_diloco(H=4, fragments=2, delay=2)", 7),
     ],
 )
 def test_a_run_goes_on_inside_a_round_bit_for_bit(spec: str, stop: int, tmp_path: Path) -> None:
@@ -106,6 +113,11 @@ def fail_on_one(rank: int, world: int) -> list[str]:
     spec = "local_sgd(H=2)" if rank else "local_sgd(H=3)"
     different = fixtures.error_text(lambda: gradwire.local(net, fixtures.sgd(net), spec))
     wrong = fixtures.error_text(lambda: gradwire.local(net, fixtures.sgd(net), "topk(0.1)" if rank else "diloco"))
+    wire = gradwire.compress(net, "int8")
+    twice = fixtures.error_text(lambda: gradwire.local(net, fixtures.sgd(net), "diloco(H=2)"))
+    assert wire.report().steps == 0 and "ValueError" in twice and "wire" in twice, twice
+    del wire
+    gradwire.local(net, fixtures.sgd(net), "diloco(H=2)")
     return [different, wrong]
 
 
@@ -164,3 +176,49 @@ def test_rounds_between_hosts_average_inside_hosts() -> None:
     for mine, real in zip(nets, run_ranks(across_hosts, 4), strict=True):
         for name, p in mine.named_parameters():
             torch.testing.assert_close(real[name], p.detach(), rtol=1e-4, atol=1e-5)
+
+
+def uneven(rank: int, world: int, folder: str) -> tuple[list[int], list[dict[str, torch.Tensor]]]:
+    """Rank 1 takes three times as long for a step. A run without a break, and one that stops inside a round."""
+    found = []
+    net, again = fixtures.model(), fixtures.model(seed=5)
+    first, second = optimizer_of(net), optimizer_of(again)
+    outer, other = (gradwire.local(a, b, "diloco(H=4)", uneven=True) for a, b in ((net, first), (again, second)))
+    for one in (outer, other):
+        one.pace.seconds_per_step = lambda: 1.0 + 2.0 * rank  # type: ignore[union-attr, method-assign]
+    take_steps(net, first, outer, rank, range(4))
+    steps = list(outer.pace.steps)  # type: ignore[union-attr]
+    take_steps(net, first, outer, rank, range(4, 4 + steps[rank] // 2))
+    gradwire.save(outer, folder)
+    moments = deepcopy(first.state_dict())
+    dist.barrier()  # all ranks have saved
+    gradwire.load(other, folder)
+    second.load_state_dict(moments)
+    for a, b, c in ((net, first, outer), (again, second, other)):
+        take_steps(a, b, c, rank, range(4 + steps[rank] // 2, 4 + steps[rank]))
+        found.append({name: x.detach() for name, x in c.outer.weights.items()})
+    return steps, found
+
+
+def test_slow_ranks_take_fewer_steps_and_count_for_less(tmp_path: Path) -> None:
+    nets = [fixtures.model() for _ in range(2)]
+    optimizers = [optimizer_of(net) for net in nets]
+    w, b = [p.detach().clone() for p in nets[0].parameters()], [torch.zeros(()) for _ in nets[0].parameters()]
+    for ends in ((4, 4), (10, 6)):  # rounds of 4 and 4 steps, then of 6 and 2
+        differences = []
+        for rank, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+            begun = 0 if ends == (4, 4) else 4
+            take_steps(net, optimizer, lambda: None, rank, range(begun, ends[rank]))
+            weight = (ends[rank] - begun) / 4
+            differences.append([weight * (x - p.detach()) for x, p in zip(w, net.parameters(), strict=True)])
+        for i, (one, two) in enumerate(zip(*differences, strict=True)):
+            g = (one + two) / 2
+            b[i] = 0.9 * b[i] + g
+            w[i] = w[i] - 0.7 * (g + 0.9 * b[i])
+        for net in nets:
+            for p, x in zip(net.parameters(), w, strict=True):
+                p.data.copy_(x)
+    for steps, (through, resumed) in run_ranks(uneven, 2, str(tmp_path)):
+        assert steps == [6, 2] and fixtures.same(through, resumed)
+        for mine, x in zip(through.values(), w, strict=True):
+            torch.testing.assert_close(mine, x, rtol=1e-4, atol=1e-5)

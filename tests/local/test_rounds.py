@@ -224,9 +224,9 @@ def test_what_was_sent_and_what_is_owed_is_what_was_put_in(codec: str, feedback:
     put_in, before = torch.zeros(()), flat(rank.outer.weights.values())
     differences = rank.outer.differences
 
-    def recorded() -> Any:
+    def recorded(names: Any) -> Any:
         nonlocal put_in
-        found = differences()
+        found = differences(names)
         put_in = put_in + flat(found.values())
         return found
 

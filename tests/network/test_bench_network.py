@@ -35,8 +35,10 @@ def told(*words: str) -> tuple[int, str]:
 
 
 def test_options_follow_the_spec() -> None:
-    spec, options = methods.parse("int8; exchange=two_way; bundle=none; launch_mb=50")
-    assert spec == "int8" and options == {"exchange": "two_way", "bundle": None, "launch_mb": 50.0}
+    spec, options = methods.parse("int8; exchange=two_way; bundle=none; bucket_mb=50")
+    assert spec == "int8" and options == {"exchange": "two_way", "bundle": None, "bucket_mb": 50.0}
+    with pytest.warns(FutureWarning, match="bucket_mb"):
+        assert methods.parse("int8; launch_mb=50") == ("int8", {"bucket_mb": 50.0})
     assert methods.parse("int8; feedback=none")[1] == {"feedback": "none"}  # which is not the default
     assert methods.parse("int8; rollback=false")[1] == {"rollback": False}
 
@@ -53,13 +55,14 @@ def test_every_method_that_is_measured_by_default_exists(name: str) -> None:
         (("--method", "ddp"), "take ddp-none, ddp-fp32"),
         (("--method", "topk(0.1); exchange"), "write for example exchange=two_way"),
         (("--method", "topkk(0.1)"), "topkk"),
+        (("--method", "local:topk(0.1)"), "sparseloco"),
         (("--link", "12parsec", "--method", "ddp-none"), "no unit of rate"),
         (("--link", "0bit", "--method", "ddp-none"), "impossible"),
         (("--model", "lsmt", "--method", "ddp-none"), "there is no workload 'lsmt'"),
         (("--model", "absent.py:make", "--method", "ddp-none"), "absent.py"),
         (("--picture", "bench.jpg"), "a picture is a PNG or an SVG"),
         (("--link", "1gbit,1ms,1%", "--throttled", "--method", "ddp-none"), "has jitter or loss too"),
-        (("--method", "topk(0.1); launch_mb=x"), "cannot read launch_mb=x of 'topk(0.1); launch_mb=x'"),
+        (("--method", "topk(0.1); bucket_mb=x"), "cannot read bucket_mb=x of 'topk(0.1); bucket_mb=x'"),
         (("--method", "topk(0.1); rollback=maybe"), "cannot read rollback=maybe"),
         (("--turn", "nan"), "turns of nan s cannot be"),
         (("--model", "linear", "--link", "1gbit", "--timeout", "-1"), "a timeout of -1 s cannot be"),
@@ -124,7 +127,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
 def test_ranks_on_an_emulated_link_make_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     budget = Budget(rounds=1, steps=2, warmup=2)
-    methods = ["ddp-fp32", "ddp-bf16", "fp16"]
+    methods = ["ddp-fp32", "ddp-bf16", "fp16", "local:local_sgd(H=3)"]
     found = {one["method"]: one for one in measure(Scenario("linear", "200mbit", 2, "throttled"), methods, budget)}
     assert "refused" in found["ddp-bf16"]["failed"]
     dense, ours = found["ddp-fp32"], found["fp16"]
@@ -132,6 +135,8 @@ def test_ranks_on_an_emulated_link_make_rows(monkeypatch: pytest.MonkeyPatch) ->
     # 4.2 MB at 200 mbit, with headers.
     assert dense["step_ms"] > 170 and dense["silent_ms"] < dense["step_ms"]
     assert ours["reported"] == pytest.approx(dense["reported"] / 2, rel=0.01)
+    rounds = found["local:local_sgd(H=3)"]
+    assert rounds["steps"] == 6 and rounds["reported"] == pytest.approx(dense["reported"] / 3, rel=0.01)
     assert VARIABLE not in os.environ
 
 

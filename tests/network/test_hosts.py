@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import gradwire
 from gradwire.comm.rates import parse_rate, parse_seconds, parse_share
-from gradwire_lab.cli.hosts import app
+from gradwire_lab.cli.main import hosts as app
 from gradwire_lab.network import Hosts, HostsUnavailableError, LinkSpec, namespaces, shaping, sweep
 from gradwire_lab.network.launch import RankProcesses
 from gradwire_lab.network.userspace_switch import Port, Switch

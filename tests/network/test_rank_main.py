@@ -27,6 +27,11 @@ def test_steps_that_wait_for_all_are_told_by_their_median() -> None:
     assert row["step_ms"] == pytest.approx(200) and row["steps"] == 8 and row["nic"] == pytest.approx(15)
 
 
+def test_of_rounds_a_step_is_the_mean() -> None:
+    turns = [{**turn("local:local_sgd(H=4)", 1, 0.1, 0.1, 0.1, 0.5), "period": 4}]
+    assert summarize(turns)["step_ms"] == pytest.approx(200)
+
+
 def test_what_decides_for_itself_says_what_it_became() -> None:
     turns = [{**turn("auto", number, 0.2, 0.2), "became": spec} for number, spec in enumerate(("bf16", "fp32", "bf16"))]
     assert summarize(turns)["became"] == "bf16, fp32"

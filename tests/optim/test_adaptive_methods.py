@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import gradwire
+from gradwire.engine.lane import is_refresh
 
 WORLD, START, STEPS, RATE, DECAY, BETA = 3, 4, 10, 0.01, 0.1, 0.9
+REFRESHED = (6, 10, 14, 22)  # with refresh=2: 0, 1, 2, 4, 6, 10, 14, 22; of those, after the start
 
 
 class Net(nn.Module):
@@ -25,7 +27,9 @@ class Net(nn.Module):
 
 def loss(model: nn.Module, rank: int, step: int) -> Tensor:
     draw = torch.Generator().manual_seed(100 * step + rank)
-    return (model(torch.randn(16, 24, generator=draw)) - torch.randn(16, 8, generator=draw)).square().mean()
+    x, y = torch.randn(16, 24, generator=draw), torch.randn(16, 8, generator=draw)
+    width = next(model.parameters()).dtype
+    return (model(x.to(width)) - y.to(width)).square().mean()
 
 
 class Training:
@@ -52,9 +56,9 @@ class Training:
         return [p.detach().clone() for p in self.models[rank].parameters()]
 
 
-def floored(variance: Tensor, steps: int) -> Tensor:
+def floored(variance: Tensor, steps: int, floor: float) -> Tensor:
     root = (variance / (1 - 0.999**steps)).sqrt() + 1e-8
-    return torch.maximum(root, 0.3 * root.mean())
+    return torch.maximum(root, floor * root.mean())
 
 
 def sign(x: Tensor, per: int) -> Tensor:
@@ -73,7 +77,7 @@ def mean_gradients(model: nn.Module, step: int) -> list[list[Tensor]]:
     return [list(each) for each in zip(*found, strict=True)]
 
 
-def plain(method: str, steps: int, per: int = 32) -> list[Tensor]:
+def plain(method: str, steps: int, floor: float = 0.1, per: int = 32) -> list[Tensor]:
     """The recursion of one method, with exact gradients in its start, on one model."""
     model = Net()
     names = [name for name, _ in model.named_parameters()]
@@ -82,26 +86,37 @@ def plain(method: str, steps: int, per: int = 32) -> list[Tensor]:
     errors = [[torch.zeros_like(p) for p in model.parameters()] for _ in range(WORLD)]
     moments: dict[int, list[Tensor]] = {}
     frozen: dict[int, Tensor] = {}
+    last: dict[int, Tensor] = {}
+    variances: dict[int, Tensor] = {}
     for step in range(steps):
         grads = mean_gradients(model, step)
         for i, p in enumerate(model.parameters()):
             matrix = p.dim() == 2 and "weight" in names[i]
             t = step + 1
-            if not matrix or step < START:
+            if not matrix or step < START or (method == "zero_one" and step in REFRESHED):
+                if i in frozen:  # back to units of gradients; the frozen variance counts as measured in all steps
+                    m[i] = m[i] * frozen[i]
+                    v[i] = variances[i] * (1 - 0.999**step)
+                    del frozen[i]
                 g = sum(grads[i]) / WORLD
                 m[i] = BETA * m[i] + (1 - BETA) * g
                 v[i] = 0.999 * v[i] + 0.001 * g * g
                 move = m[i] / (1 - BETA**t) / ((v[i] / (1 - 0.999**t)).sqrt() + 1e-8)
             else:
                 if i not in frozen:
-                    frozen[i] = floored(v[i], step)
-                    m[i] = m[i] / frozen[i]
+                    variances[i] = v[i] / (1 - 0.999**step)
+                    frozen[i] = floored(v[i], step, floor)
+                    for rank in range(WORLD):
+                        errors[rank][i] *= last.get(i, 0.0) / frozen[i]
+                    last[i] = frozen[i]
+                    m[i] = m[i] if method == "paper" else m[i] / frozen[i]
                     moments[i] = [m[i].clone() for _ in range(WORLD)]
                 d = frozen[i]
-                if method == "onebit":
+                if method != "dense":
                     sent = []
                     for rank in range(WORLD):
-                        target = BETA * m[i] + (1 - BETA) * grads[i][rank] / d + errors[rank][i]
+                        x = grads[i][rank] if method == "paper" else grads[i][rank] / d
+                        target = BETA * m[i] + (1 - BETA) * x + errors[rank][i]
                         sent.append(sign(target, per))
                         errors[rank][i] = target - sent[-1]
                     m[i] = sum(sent) / WORLD
@@ -109,7 +124,7 @@ def plain(method: str, steps: int, per: int = 32) -> list[Tensor]:
                     for rank in range(WORLD):
                         moments[i][rank] = BETA * moments[i][rank] + (1 - BETA) * grads[i][rank] / d
                     m[i] = sum(moments[i]) / WORLD
-                move = m[i] / (1 - BETA**t)
+                move = (m[i] / d if method == "paper" else m[i]) / (1 - BETA**t)
             with torch.no_grad():
                 p.mul_(1 - RATE * DECAY).sub_(RATE * move)
     return [p.detach().clone() for p in model.parameters()]
@@ -121,26 +136,47 @@ def close(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "options", "method"),
+    ("spec", "options", "method", "floor"),
     [
-        (f"onebit_adam(start={START}, per=32, first=fp32)", {"exchange": "allgather"}, "onebit"),
-        (f"dgc_adam(1.0, start={START}, values=fp32, first=fp32)", {}, "dense"),
+        (f"onebit_adam(start={START}, per=32, first=fp32)", {"exchange": "allgather"}, "onebit", 0.1),
+        (
+            f"onebit_adam(start={START}, per=32, first=fp32, floor=0.3, divide='after')",
+            {"exchange": "allgather"},
+            "paper",
+            0.3,
+        ),
+        (
+            f"zero_one_adam(start={START}, per=32, first=fp32, refresh=2)",
+            {"exchange": "allgather"},
+            "zero_one",
+            0.1,
+        ),
+        (f"dgc_adam(1.0, start={START}, values=fp32, first=fp32)", {}, "dense", 0.1),
     ],
 )
-def test_methods_equal_their_recursions(spec: str, options: dict[str, Any], method: str) -> None:
+def test_methods_equal_their_recursions(spec: str, options: dict[str, Any], method: str, floor: float) -> None:
     found = Training(spec, bundle="fp32", **options).run(STEPS)
-    close(found.weights(), plain(method, STEPS))
+    close(found.weights(), plain(method, STEPS, floor))
 
 
-@pytest.mark.parametrize("spec", [f"onebit_adam(start={START}, per=32)", f"dgc_adam(0.1, start={START})"])
+SPECS = [
+    f"onebit_adam(start={START}, per=32)",
+    f"onebit_adam(start={START}, per=32, divide='after')",
+    f"dgc_adam(0.1, start={START})",
+    f"zero_one_adam(start={START}, per=32, refresh=2)",
+    f"onebit_adam(start={START}, per=32, alone=3)",
+]
+
+
+@pytest.mark.parametrize("spec", SPECS)
 def test_replicas_stay_equal(spec: str) -> None:
     found = Training(spec).run(STEPS)
     for rank in range(1, WORLD):
         assert all(map(torch.equal, found.weights(), found.weights(rank)))
 
 
-@pytest.mark.parametrize("at", [START - 2, START, START + 3])
-@pytest.mark.parametrize("spec", [f"onebit_adam(start={START}, per=32)", f"dgc_adam(0.1, start={START})"])
+@pytest.mark.parametrize("at", [START - 2, START, START + 3])  # in the start, at its end, and after a refresh
+@pytest.mark.parametrize("spec", SPECS)
 def test_a_run_goes_on_bit_for_bit(spec: str, at: int) -> None:
     whole = Training(spec).run(STEPS)
     first, second = Training(spec).run(at), Training(spec)
@@ -163,24 +199,117 @@ def test_a_run_of_torchs_adamw_is_taken_over() -> None:
     after = gradwire.AdamW(model.parameters(), RATE, weight_decay=DECAY)
     after.load_state_dict(before.state_dict())
     wire = gradwire.compress(model, "onebit_adam(start=0, per=32)", optimizer=after)
-    variance = after.state[model.first.weight]["exp_avg_sq"].clone()
+    frozen = after.denominator(model.first.weight)
     for step in range(START, STEPS):
         after.zero_grad()
         loss(model, 0, step).backward()
         wire()
         after.step()
-    assert torch.equal(after.state[model.first.weight]["exp_avg_sq"], variance)
+    torch.testing.assert_close(after.denominator(model.first.weight), frozen)
     assert loss(model, 0, 0).item() < loss(Net(), 0, 0).item()
 
 
-def test_the_optimizers_state_has_the_common_momentum() -> None:
-    found = Training(f"onebit_adam(start={START}, per=32)").run(STEPS)
+def test_a_schedule_of_refreshes_doubles_its_interval() -> None:
+    steps = [step for step in range(START + 1, 30) if is_refresh(step, 2)]
+    assert tuple(steps) == REFRESHED
+
+
+def test_ranks_train_alone_and_then_as_rank_0() -> None:
+    run = Training(f"onebit_adam(start={START}, per=32, alone=2)").run(1)
+    assert not torch.equal(run.weights(0)[0], run.weights(1)[0])
+    report = run.workers.wires[0].report()
+    assert report.sent == report.payload == 0
+    run.run(1)
+    single = Net()
+    lone = torch.optim.AdamW(single.parameters(), RATE, weight_decay=DECAY)
+    for step in range(2):
+        lone.zero_grad()
+        loss(single, 0, step).backward()
+        lone.step()
+    close(run.weights(2), [p.detach() for p in single.parameters()])
+    state = run.optimizers[2].state_dict()["state"][0]
+    torch.testing.assert_close(state["exp_avg_sq"], lone.state_dict()["state"][0]["exp_avg_sq"])
+    broadcast = run.workers.wires[0].report()
+    size = 4 * 3 * sum(p.numel() for p in single.parameters())  # weights and two moments
+    assert broadcast.payload == size and broadcast.sent == 2 * size  # rank 0 sends it to both
+
+
+@pytest.mark.parametrize("alone", [START, START + 1, -1])
+def test_a_start_that_is_all_alone_is_refused(alone: int) -> None:
+    with pytest.raises(ValueError, match=f"alone={alone}"):
+        gradwire.method(f"onebit_adam(start={START}, alone={alone})")
+
+
+def test_a_start_may_have_a_table_of_codecs() -> None:
+    made = gradwire.method(f"onebit_adam(start={START}, first={{0: fp32, 2: int4, 8: int8}})")
+    assert [(step, str(chosen)) for step, chosen in made.table] == [(0, "fp32"), (2, "int4"), (START, "sign(per=4096)")]
+
+
+@pytest.mark.parametrize("spec", ["zero_one_adam(start=0)", "zero_one_adam(refresh=-1)"])
+def test_a_refresh_needs_a_start(spec: str) -> None:
+    with pytest.raises(ValueError, match="refresh="):
+        gradwire.method(spec)
+
+
+def test_parameters_of_16_bits_are_rounded_once_a_step() -> None:
+    model = Net().bfloat16()
+    optimizer = gradwire.AdamW(model.parameters(), RATE, weight_decay=DECAY)
+    wire = gradwire.compress(model, "onebit_adam(start=1, per=32)", optimizer=optimizer)
+    for step in range(2):
+        before = model.second.weight.detach().clone()
+        optimizer.zero_grad()
+        loss(model, 0, step).backward()
+        wire()
+        optimizer.step()
+    assert wire.state_dict()["momentum/second.weight"].dtype == torch.float32
+    denominator = optimizer.frozen.denominators()[model.second.weight]
+    momentum = model.second.weight.grad.float() / denominator / (1 - BETA**2)
+    expected = before.float() * (1 - RATE * DECAY) - RATE * momentum
+    torch.testing.assert_close(model.second.weight.detach(), expected.bfloat16(), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("divide", ["before", "after"])
+def test_the_optimizers_state_has_the_common_momentum(divide: str) -> None:
+    found = Training(f"onebit_adam(start={START}, per=32, divide={divide!r})").run(STEPS)
     saved = [optimizer.state_dict()["state"][0]["exp_avg"].clone() for optimizer in found.optimizers]
     assert all(torch.equal(saved[0], each) for each in saved)
     wire, p = found.workers.wires[0], found.models[0].first.weight
-    denominator = found.optimizers[0].frozen.denominators()[p]
+    denominator = found.optimizers[0].frozen.denominators()[p] if divide == "before" else 1.0
     momentum = wire.state_dict()["momentum/first.weight"].view_as(p)
     torch.testing.assert_close(saved[0], momentum * denominator)
+
+
+def test_another_spec_takes_the_momentum_over() -> None:
+    model = Net()
+    optimizer = gradwire.AdamW(model.parameters(), RATE, weight_decay=DECAY)
+    wire = gradwire.compress(model, f"onebit_adam(start={START}, per=32)", optimizer=optimizer)
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            before = optimizer.state_dict()["state"][0]["exp_avg"].clone()
+            optimizer.state[model.first.weight]["exp_avg"].zero_()  # it is stale while the wire holds the momentum
+            wire.set("dense")
+        optimizer.zero_grad()
+        loss(model, 0, step).backward()
+        wire()
+        optimizer.step()
+    after = optimizer.state[model.first.weight]["exp_avg"]
+    torch.testing.assert_close(after, BETA * before + (1 - BETA) * model.first.weight.grad)
+
+
+@pytest.mark.parametrize("feedback", ["residual", "none"])
+def test_errors_over_denominators_become_gradients_under_another_feedback(feedback: str) -> None:
+    run = Training(f"onebit_adam(start={START}, per=32)").run(STEPS)
+    for wire in run.workers.wires:
+        denominator = wire.state_dict()["denominator/first.weight"]
+        over = wire.state_dict()["residual/first.weight"]
+        over = over + len(run.workers.wires) * wire.state_dict()["served/first.weight"]  # this rank's shard
+        torch.testing.assert_close(wire.debts()["first.weight"].flatten(), over * denominator)
+    owed = [wire.debts()["first.weight"] for wire in run.workers.wires]
+    for wire in run.workers.wires:
+        wire.set("int4", feedback=feedback)
+    for wire, before in zip(run.workers.wires, owed, strict=True):
+        torch.testing.assert_close(wire.debts()["first.weight"], before)
+        assert not any(bool(x.any()) for name, x in wire.state_dict().items() if name == "residual/first.weight")
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
@@ -225,6 +354,25 @@ def test_another_beta_is_refused() -> None:
     model = Net()
     with pytest.raises(ValueError, match=r"0\.8"):
         gradwire.compress(model, "onebit_adam", optimizer=gradwire.AdamW(model.parameters(), betas=(0.8, 0.99)))
+
+
+def groups(model: nn.Module) -> gradwire.AdamW:
+    first, second = list(model.first.parameters()), list(model.second.parameters())
+    return gradwire.AdamW([{"params": first}, {"params": second, "betas": (0.8, 0.99), "lr": 0.02}], RATE)
+
+
+def test_groups_of_several_first_betas_need_rules_of_their_own() -> None:
+    with pytest.raises(ValueError, match=r"second\.weight"):
+        gradwire.compress(model := Net(), "onebit_adam(start=2)", optimizer=groups(model))
+    rule = gradwire.Rule("onebit_adam(start=2, beta=0.8)", name="second.*")
+    optimizer = groups(model := Net())
+    wire = gradwire.compress(model, "onebit_adam(start=2)", optimizer=optimizer, rules=[rule])
+    for step in range(4):
+        optimizer.zero_grad()
+        loss(model, 0, step).backward()
+        wire()
+        optimizer.step()
+    assert optimizer.frozen.denominators().keys() == {model.first.weight, model.second.weight}
 
 
 def test_hosts_are_refused() -> None:

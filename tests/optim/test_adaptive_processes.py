@@ -11,8 +11,12 @@ import fixtures
 import gradwire
 from spawn import Answers, cases_fixture
 
-WORLD, STEPS = 2, 6
-SPECS = ("onebit_adam(start=3, per=16)", "dgc_adam(0.1, start=3)")
+WORLD, STEPS = 2, 8
+SPECS = (
+    "onebit_adam(start=3, per=16)",
+    "dgc_adam(0.1, start=3)",
+    "zero_one_adam(start=4, per=16, alone=2, refresh=2)",
+)
 ENTRY_POINTS = ("loop", "ddp", "optimizer")
 
 

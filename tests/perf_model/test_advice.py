@@ -11,12 +11,14 @@ import torch
 from gradwire.comm.rates import LinkSpec
 from gradwire.core.segments import Segments
 from gradwire.engine.method import method
+from gradwire_lab.cli.advice_text import verdict
 from gradwire_lab.perf_model.advice import ERROR, LOSS, advise, corners
 from gradwire_lab.perf_model.break_even import break_even
 from gradwire_lab.perf_model.calibration import Calibration, CodingCost, load, save
 from gradwire_lab.perf_model.candidates import CANDIDATES, arguments, automatic
 from gradwire_lab.perf_model.cluster import Cluster
-from gradwire_lab.perf_model.costs import LAUNCHES, Prediction, predict, predict_across
+from gradwire_lab.perf_model.costs import BUCKET_SIZES, Prediction, predict, predict_across
+from gradwire_lab.perf_model.local_steps import local_steps
 from gradwire_lab.perf_model.model import ModelProfile
 from gradwire_lab.perf_model.software import Software
 
@@ -156,8 +158,13 @@ def test_gradients_of_two_bytes_are_half_as_long() -> None:
 def test_one_size_of_launches_is_no_choice() -> None:
     """`auto` cannot change the size, so it must not hope for another one."""
     starts = replace(FIGURES, costs={**COSTS, "sign": CodingCost(0.02, 0.03, start=0.2)})
-    free, bound = predict(starts, "sign", place("1gbit")), predict(starts, "sign", place("1gbit"), True, (LAUNCHES[0],))
-    assert free.launch_bytes == LAUNCHES[1] and bound.launch_bytes == LAUNCHES[0] and bound.seconds > free.seconds
+    free, bound = (
+        predict(starts, "sign", place("1gbit")),
+        predict(starts, "sign", place("1gbit"), True, (BUCKET_SIZES[0],)),
+    )
+    assert (
+        free.bucket_bytes == BUCKET_SIZES[1] and bound.bucket_bytes == BUCKET_SIZES[0] and bound.seconds > free.seconds
+    )
 
 
 def test_bytes_of_a_gather_grow_with_the_world_and_of_sums_do_not() -> None:
@@ -185,6 +192,23 @@ def test_software_counts_where_no_link_hinders() -> None:
     assert free == pytest.approx(FIGURES.compute)
     # 65.6 MB, 6/4 of that sent, 10 ns each: 0.98 s beside 0.2 s of backward pass on the same core.
     assert paid == pytest.approx(0.3 + 0.984 + 3 * 0.01, rel=0.05)
+
+
+def test_local_steps_share_a_round_that_no_step_can_afford() -> None:
+    figures = replace(FIGURES, costs={**COSTS, "int4": CodingCost(0.03, 0.05)})
+    thin, fast = (local_steps(figures, place(link)) for link in ("1mbit,20ms", "100gbit,10us"))
+    assert thin is not None and fast is not None
+    assert thin.spec == f"sparseloco(H={thin.H})" and thin.codec is None and thin.H > 100
+    assert thin.seconds <= 1.1 * figures.compute * (1 + 1e-9)
+    assert local_steps(figures, place("10mbit,20ms")).H < thin.H  # type: ignore[union-attr]
+    assert fast.H <= 3 and eval(
+        fast.call, {"gradwire": SimpleNamespace(local=lambda *a: a), "model": 0, "optimizer": 1}
+    )
+    advice = advise(figures, place("1mbit,20ms"))
+    assert thin.call in verdict(figures, place("1mbit,20ms"), advice, (advice.choice.spec, None))
+    easy = advise(figures, place("100gbit,10us"))
+    assert "gradwire.local" not in verdict(figures, place("100gbit,10us"), easy, (easy.choice.spec, None))
+    assert local_steps(replace(figures, costs={"sign": COSTS["sign"]}), place("1mbit")) is None
 
 
 def test_calibrations_are_kept_as_they_are(tmp_path: Path) -> None:

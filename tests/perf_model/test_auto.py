@@ -188,13 +188,13 @@ def slower_than_expected(rank: int, world: int) -> dict[str, Any]:
     inner = net(24)
     model = DistributedDataParallel(inner)
     wire = gradwire.compress(model, "auto", link="100gbit")
-    bucket = Engine.bucket
+    run_bucket = Engine.run_bucket
 
     def slow(self: Any, *args: Any) -> Any:
         time.sleep(0.03)
-        return bucket(self, *args)
+        return run_bucket(self, *args)
 
-    Engine.bucket = slow
+    Engine.run_bucket = slow
     train(model, wire, STEPS, rank, plain=False)
     owed = max(float(debt.abs().max()) for debt in wire.debts().values())
     return {**outcome(wire, inner), "owed": owed}

@@ -25,8 +25,8 @@ def grads() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("world", [2, 3, 8])
 @pytest.mark.parametrize("spec", FIXED)
 def test_the_schedule_equals_the_real_collectives(spec: str, world: int) -> None:
-    plan = build(SHAPES, default_rules(spec), world, launch_bytes=12_000)
-    assert len(plan.launches) > 1
+    plan = build(SHAPES, default_rules(spec), world, bucket_bytes=12_000)
+    assert len(plan.buckets) > 1
     planned = [call for bucket in schedule(plan, 0) for call in bucket.calls]
     real = time_coding(plan, grads(), repeats=1).calls
     assert [(m.kind, m.dtype) for m in planned] == [(m.kind, m.dtype) for m in real]

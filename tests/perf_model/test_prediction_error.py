@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gradwire.comm.rates import LinkSpec
-from gradwire.engine.plan import LAUNCH_BYTES
+from gradwire.engine.plan import BUCKET_BYTES
 from gradwire_lab.bench.network import prediction_error
 from gradwire_lab.bench.network.prediction_error import ChoiceComparison, StepComparison, Way, compare
 from gradwire_lab.perf_model.calibration import Calibration, CodingCost
@@ -34,8 +34,8 @@ def row(method: str, seconds: float) -> dict[str, Any]:
     return {**place, "method": method, "step_ms": 1e3 * seconds}
 
 
-def predicted(spec: str, launch_bytes: int = LAUNCH_BYTES) -> float:
-    return predict(FIGURES, spec, Cluster(4, LinkSpec.parse("100mbit")), launches=(launch_bytes,)).seconds
+def predicted(spec: str, bucket_bytes: int = BUCKET_BYTES) -> float:
+    return predict(FIGURES, spec, Cluster(4, LinkSpec.parse("100mbit")), bucket_sizes=(bucket_bytes,)).seconds
 
 
 @pytest.fixture
@@ -55,13 +55,14 @@ def test_methods_are_read_as_forecasts_know_them() -> None:
     assert Way.of("ddp-fp16") == Way("ddp-fp16")
     assert Way.of("int8; exchange=two_way") == Way("int8; exchange=two_way")
     assert Way.of("topk(0.1); rollback=false") == Way("topk(0.1)")
-    assert Way.of("topk(0.1); bundle=none; launch_mb=200") == Way("topk(0.1); bundle=none", 200 * 2**20)
+    for size in ("bucket_mb=200", "launch_mb=200"):  # the second in records of an earlier release
+        assert Way.of(f"topk(0.1); bundle=none; {size}") == Way("topk(0.1); bundle=none", 200 * 2**20)
     for unknown in ("ddp-powersgd", "ddp-none", "gossip:choco(ring)", "auto"):
         assert Way.of(unknown) is None
 
 
-def test_every_cell_is_compared_with_its_own_launches(asked: list[tuple[str, ...]]) -> None:
-    large = f"{TOP}; launch_mb=200"
+def test_every_cell_is_compared_with_its_own_buckets(asked: list[tuple[str, ...]]) -> None:
+    large = f"{TOP}; bucket_mb=200"
     rows = [
         row("ddp-none", 0.3),
         row("ddp-powersgd", 0.9),
@@ -71,7 +72,7 @@ def test_every_cell_is_compared_with_its_own_launches(asked: list[tuple[str, ...
     ]
     errors = {one.row["method"]: one.error for one in compare(rows) if isinstance(one, StepComparison)}
     assert errors == pytest.approx({"ddp-none": 0.0, "ddp-fp32": 0.0, TOP: 0.0, large: -0.5})
-    assert asked == [(TOP,)], "a spec is measured once, however its launches are cut"
+    assert asked == [(TOP,)], "a spec is measured once, however its buckets are cut"
 
 
 def test_what_is_taken_is_scored_by_what_it_took(asked: list[tuple[str, ...]]) -> None:

@@ -23,7 +23,7 @@ def test_wire_that_outlasts_it_is_waited_for() -> None:
         [BucketTimeline(0.5, (CommWork("wire", wire=3.0),)), BucketTimeline(1.0, (CommWork("wire", wire=1.0),))],
         cores=1,
     )
-    # The second launch waits for the first: 2 s until it leaves, 3 s and 1 s on the wire.
+    # The second bucket waits for the first: 2 s until it leaves, 3 s and 1 s on the wire.
     assert split.step == 1 + 2 + 3 + 1
 
 

@@ -192,6 +192,42 @@ def test_the_command_prints_and_writes(tmp_path: Path, monkeypatch: pytest.Monke
     assert "| topk(0.01)\\|sign | 4 | 3 | 94.10 +- 0.17" in (tmp_path / "digits-results.md").read_text()
 
 
+MODEL = "import torch\n\n\ndef make():\n    return torch.nn.Linear(64, {width})\n"
+
+
+def compared(*words: str) -> str:
+    done = CliRunner().invoke(app, ["digits", "--seeds", "1", "--specs", "fp32", *words], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_a_changed_model_or_recipe_file_is_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runner = Runner()
+    monkeypatch.setattr(command, "TrainCommand", lambda *_, **__: runner)
+    (tmp_path / "mine.py").write_text("import layers\n" + MODEL.format(width=10))
+    (tmp_path / "layers.py").write_text("import math")
+    (tmp_path / "fast.toml").write_text("[train]\nepochs = 2\n")
+    words = ["fast.toml", "--set", "model.name=mine.py:make"]
+    compared(*words)
+    assert "finished before" in compared(*words) and len(runner.calls) == 1
+    for file, text in (("mine.py", "import layers\n" + MODEL.format(width=11)), ("layers.py", ""), ("fast.toml", "")):
+        (tmp_path / file).write_text(text)
+        assert "mine.py" in (printed := compared(*words)) and "finished before" not in printed, file
+    assert len(runner.calls) == len(set(runner.calls)) == 4  # the earlier runs are kept
+    assert "finished before" in compared(*words)
+    assert len(list(tmp_path.glob("runs/*-results*.md"))) == 4
+
+
+def test_results_of_another_grid_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "TrainCommand", lambda *_, **__: Runner())
+    for specs in (SPECS, SPECS, "fp32"):
+        compared("--specs", specs, "--runs", str(tmp_path))
+    kept, latest = sorted(tmp_path.glob("*.json"), key=lambda path: -len(path.name))
+    assert latest.name == "digits-results.json" and len(list(tmp_path.glob("*.md"))) == 2
+    assert [len(json.loads(path.read_text())["specs"]) for path in (kept, latest)] == [2, 1]
+
+
 @pytest.mark.parametrize(
     ("words", "specs", "sentence"),
     [

@@ -11,6 +11,9 @@ import typer
 from typer.testing import CliRunner
 
 from gradwire_lab.cli.report import report
+from gradwire_lab.report.charts import tradeoff
+from gradwire_lab.report.load import load
+from gradwire_lab.report.run_groups import tasks
 from run_folders import SPECS, write_grid, write_run
 
 MOST_BYTES = 1_500_000
@@ -81,6 +84,43 @@ def test_pictures_need_no_browser(runs: Path, tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "ptb-lstm-metric-over-bytes.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "ptb-lstm-metric-over-bytes.svg").read_text().startswith("<svg")
     assert not Path("report.html").exists()
+
+
+def test_charts_for_a_paper(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--format", "pdf", "--format", "svg", "--width", "300", "--no-title", "--specs", "fp32; topk(0.01)|sign"]
+    done = CliRunner().invoke(app, [*map(str, runs.glob("digits-*")), *words])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "figures" / "digits-cnn-metric-over-bytes.pdf").read_bytes().startswith(b"%PDF")
+    drawn = (tmp_path / "figures" / "digits-cnn-metric-over-bytes.svg").read_text()
+    assert "terngrad" not in drawn and "topk(0.01) | sign" in drawn and "Accuracy against" not in drawn
+    assert int(re.search(r'width="(\d+)', drawn)[1]) < 450
+    refused = CliRunner().invoke(app, [str(runs), "--specs", "int9"])
+    assert refused.exit_code == 2 and "'int9'" in refused.stderr and "terngrad" in refused.stderr
+
+
+def test_latex_tables(runs: Path) -> None:
+    done = CliRunner().invoke(app, [str(runs), "--latex", "-"])
+    assert done.exit_code == 0, done.output
+    assert r"topk(0.01) \textbar{} sign & 4 & 3 &" in done.stdout and r"$\pm$" in done.stdout
+    assert done.stdout.count(r"\begin{tabular}") == done.stdout.count(r"\bottomrule") == 2
+    rows = [line for line in done.stdout.splitlines() if line.endswith(r"\\")]
+    assert len({row.count(" & ") for row in rows[:6]}) == 1
+
+
+def test_names_lie_neither_on_each_other_nor_on_points() -> None:
+    near = [{"group": f"spec number {i}", "sent": 1e6 * (1 + i / 100), "value": 90 + i / 50} for i in range(9)]
+    far = [{"group": "fp32", "sent": 1e9, "value": 95.0}, {"group": "dgc", "sent": 1e5, "value": 80.0}]
+    names = [row["group"] for row, _ in tradeoff.placed([*far, *near])]
+    assert {"fp32", "dgc"} <= set(names) and len(names) < 11
+
+
+def test_bars_are_intervals(tmp_path: Path) -> None:
+    for seed, value in enumerate((0.90, 0.92, 0.91)):
+        write_run(tmp_path, "fp32", seed, epochs=1, values=[value])
+    (task,) = tasks([load(folder) for folder in tmp_path.iterdir()])
+    row = tradeoff._row(task, task.groups[0])
+    assert row["high"] - row["value"] == pytest.approx(4.302653 * 1.0 / 3**0.5, abs=1e-3)
 
 
 def test_tables_name_what_made_them(runs: Path, tmp_path: Path) -> None:

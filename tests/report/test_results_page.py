@@ -1,4 +1,4 @@
-"""docs/results.md shows what the logs beside it say."""
+"""docs/results-tables.md, docs/results.md and README.md show what the logs hold."""
 
 import re
 from pathlib import Path
@@ -27,14 +27,29 @@ STUDIES = [
 def test_tables_are_those_of_the_logs(study: str) -> None:
     folders = [DOCS / "results" / name for name in study.split()]
     made = markdown(tasks([load(folder) for folder in find(folders)]), DOCS)
-    assert made.strip() in (DOCS / "results.md").read_text(encoding="utf-8"), (
-        f"docs/results.md is out of date; put in it what `gradwire report {study} --markdown -` prints in docs/results"
+    assert made.strip() in (DOCS / "results-tables.md").read_text(encoding="utf-8"), (
+        f"docs/results-tables.md is out of date; `gradwire report {study} --markdown -` in docs/results prints its rows"
     )
 
 
-def test_the_table_of_the_readme_is_a_part_of_it() -> None:
-    made = markdown(tasks([load(folder) for folder in find([DOCS / "results" / "resnet9"])]), DOCS)
-    rows = [re.split(r"(?<!\\) \| ", line) for line in made.splitlines() if "run.jsonl" in line]
-    shown = [f"{row[0]} | {row[3]} | {row[5]} | {row[6]} | {row[7]} |" for row in rows]
-    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
-    assert "\n".join(shown) in readme, "the table of README.md is out of date; take it from docs/results.md"
+Row = dict[str, str]
+
+
+def rows(page: Path) -> list[Row]:
+    """Rows of the tables whose first column is a spec, by the names of their columns."""
+    found, columns = [], []
+    for line in page.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if not cells or cells[0] == "spec":
+            columns = cells
+        elif columns and not cells[0].startswith("---"):
+            found.append(dict(zip(columns, cells, strict=True)))
+    return found
+
+
+@pytest.mark.parametrize(("page", "least"), [(DOCS / "results.md", 25), (DOCS.parent / "README.md", 4)])
+def test_rows_of_the_findings_are_rows_of_the_tables(page: Path, least: int) -> None:
+    known = rows(DOCS / "results-tables.md")
+    shown = [row for row in rows(page) if row.keys() <= set().union(*known)]
+    assert len(shown) >= least
+    assert not [row for row in shown if not any(row.items() <= other.items() for other in known)]

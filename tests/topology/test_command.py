@@ -1,11 +1,14 @@
 """``gradwire graph``."""
 
+from pathlib import Path
+from xml.etree import ElementTree
+
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from gradwire.topology import graph as read
-from gradwire_lab.cli.graph import facts, graph, picture
+from gradwire_lab.cli.graph import drawing, facts, graph, picture
 
 app = typer.Typer()
 app.command()(graph)
@@ -60,3 +63,15 @@ def test_invalid_arguments_are_refused(arguments: list[str]) -> None:
     assert done.exit_code == 2
     assert "Traceback" not in done.output
     assert "Invalid value" in done.output
+
+
+def test_a_graph_is_drawn_as_svg(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["torus", "--size", "16", "--svg", str(tmp_path / "torus.svg")])
+    assert done.exit_code == 0, done.output
+    root = ElementTree.parse(tmp_path / "torus.svg").getroot()
+    count = {tag: len(root.findall(f"{{http://www.w3.org/2000/svg}}{tag}")) for tag in ("line", "circle", "text")}
+    assert count == {"line": 32, "circle": 16, "text": 16}
+    one_way = drawing(read("arrows([(0, 1), (0, 2), (1, 2), (2, 0)])").on(3))
+    assert one_way.count("<line") == 3 and one_way.count("marker-end") == 2  # 0 and 2 send both ways
+    refused = CliRunner().invoke(app, ["ring", "--size", "3", "--svg", str(tmp_path / "none" / "ring.svg")])
+    assert refused.exit_code == 2 and "ring.svg" in refused.stderr

@@ -258,7 +258,7 @@ def test_a_model_of_an_installed_package() -> None:
     [
         ("resnet21", {}, "did you mean 'resnet"),
         ("zebra", {}, "choose among resnet20"),
-        ("none.py:make", {}, "no model file none.py"),
+        ("none.py:make", {}, "no file none.py"),
         ("resnet9", {"scales": 1.0}, "did you mean 'scale'"),
         ("resnet9", {"zero_init": True}, "no option called 'zero_init'"),
         ("lstm", {}, "needs the option 'vocab'; give it with --set model.options.vocab=VOCAB"),

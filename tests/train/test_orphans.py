@@ -80,12 +80,15 @@ def test_ranks_that_wait_for_others_end_with_the_command(tmp_path, number):
         assert_all_end(mark)
 
 
-@pytest.mark.parametrize("seconds", [3.0, 6.0])
+@pytest.mark.parametrize("processes", [3, 5], ids=["fork server", "second rank"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_command_that_is_ended_in_its_first_seconds_leaves_no_rank(tmp_path, number, seconds):
+def test_a_command_that_is_ended_while_it_starts_leaves_no_rank(tmp_path, number, processes):
+    """The command and its resource tracker, then the fork server, then ranks."""
     words = ("train", "digits", "--workers", "3", "--folder", str(tmp_path / "run"), "--set", "train.epochs=1000")
     with started(sys.executable, "-c", "from gradwire_lab.command import run; run()", *words) as (command, mark):
-        time.sleep(seconds)
+        while len(marked(mark)) < processes:
+            assert command.poll() is None, "the command ended by itself"
+            time.sleep(0.02)
         command.send_signal(number)
         command.wait(30)
         assert_all_end(mark)

@@ -315,3 +315,9 @@ def test_the_old_name_of_sequential_passes_still_works(table):
     with pytest.warns(FutureWarning, match="sequential"):
         recipe = recipe_files.resolve(["digits"], [f"{table}.passes=in turn"])
     assert getattr(recipe, table).passes == "sequential"
+
+
+def test_the_old_name_of_the_size_of_buckets_still_works():
+    with pytest.warns(FutureWarning, match="bucket_mb"):
+        recipe = recipe_files.resolve(["digits"], ["sync.launch_mb=3.0"])
+    assert recipe.sync.bucket_mb == 3.0

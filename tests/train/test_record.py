@@ -1,7 +1,9 @@
 """Curves elsewhere: TensorBoard's events are read back, and Weights & Biases is played by a stand-in."""
 
+import errno
 import json
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,3 +121,26 @@ def test_without_a_project_or_without_the_module(tmp_path, wandb, monkeypatch):
     monkeypatch.delenv("WANDB_PROJECT")
     with Records(tmp_path, 0.0, writes=True):
         assert not wandb.begun
+
+
+def test_a_full_disk_in_the_thread_of_tensorboard_is_raised_and_not_printed(tmp_path, capsys):
+    """Its thread printed a traceback, and the error named no file."""
+
+    class FullBoard:
+        def add_scalar(self, *point):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def close(self):
+            pass
+
+    with Records(tmp_path, 0.0, writes=True) as records:
+        records._board = FullBoard()
+        with pytest.raises(OSError, match=r"events\.out"):
+            records.write({"event": "step", "step": 1, "loss": 1.0})
+    if "torch.utils.tensorboard" in sys.modules:
+        thread = type("Writer", (threading.Thread,), {"__module__": "tensorboard.summary"})(
+            target=FullBoard().add_scalar
+        )
+        thread.start()
+        thread.join()
+        assert "Traceback" not in capsys.readouterr().err

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None,
     reason="Accelerate is not installed: pip install gradwire[accelerate]",
 )
-OPTIONS: dict[str, Any] = {"spec": "topk(0.1)", "launch_mb": fixtures.LAUNCH_MB}
+OPTIONS: dict[str, Any] = {"spec": "topk(0.1)", "bucket_mb": fixtures.BUCKET_MB}
 
 
 def accelerator_of(rank: int, world: int, **options: Any) -> Any:
@@ -156,7 +156,36 @@ def one_rank(rank: int, world: int, folder: Path) -> None:
     assert wire.report().steps == 2  # nothing is accumulated
 
 
+def local_steps(rank: int, world: int, folder: Path) -> None:
+    """Saved inside a round, and loaded into another model, with the optimizer of each rank."""
+    from gradwire.integrations.accelerate import attach_local
+
+    plain = fixtures.model()
+    adam = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    outer = gradwire.local(plain, adam, "diloco(H=2, start=1)")
+    for step in range(7):
+        adam.zero_grad()
+        fixtures.loss(plain, rank, step).backward()
+        adam.step()
+        outer()
+    for start, stop in ((0, 4), (4, 7)):
+        accelerator = accelerator_of(rank, world)
+        net = fixtures.model(seed=start)
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+        handle = attach_local(accelerator, model, "diloco(H=2, start=1)")
+        if start:
+            accelerator.load_state(str(folder / "local"))
+        for step in range(start, stop):
+            accelerator.backward(fixtures.loss(model, rank, step))
+            optimizer.step()
+            optimizer.zero_grad()
+        if not start:
+            accelerator.save_state(str(folder / "local"))
+    assert handle.steps == 7 and fixtures.same(fixtures.tensors(net), fixtures.tensors(plain))
+
+
 TWO_RANKS = {
+    "local steps": local_steps,
     "one line": one_line,
     "resumed": resumed,
     "bfloat16": bfloat16,

@@ -62,7 +62,7 @@ def fit(
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": "x"}
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    compression = LightningCompression(spec, launch_mb=fixtures.LAUNCH_MB)
+    compression = LightningCompression(spec, bucket_mb=fixtures.BUCKET_MB)
     where = {"accelerator": "cpu", "devices": world, "strategy": "ddp" if world > 1 else "auto"}
     options = {"use_distributed_sampler": False, **where, **quiet, **options}
     trainer = Trainer(max_epochs=epochs, callbacks=[compression, *more], **options)
@@ -74,7 +74,7 @@ def fit(
 def loop(rank: int, world: int, epochs: int = 1, passes: int = 1, clip: float = 0.0) -> tuple[gradwire.Wire, nn.Module]:
     """The same without Lightning."""
     net = fixtures.model()
-    wire = gradwire.compress(net, SPEC, launch_mb=fixtures.LAUNCH_MB)
+    wire = gradwire.compress(net, SPEC, bucket_mb=fixtures.BUCKET_MB)
     optimizer = fixtures.sgd(net)
     for _ in range(epochs):
         for step, batch in enumerate(examples(rank).split(BATCH)):
@@ -181,7 +181,35 @@ def from_dense(rank: int, world: int, folder: Path) -> None:
     assert compression.wire.report().steps == STEPS
 
 
+def local_steps(rank: int, world: int, folder: Path) -> None:
+    """A fit of two epochs, the second one resumed inside a round, computes what a plain loop computes."""
+    from lightning.pytorch import Trainer
+
+    from gradwire.integrations.lightning import LightningLocalSteps
+
+    net = fixtures.model()
+    optimizer = fixtures.sgd(net, momentum=0.9)
+    outer = gradwire.local(net, optimizer, "diloco(H=4, start=3)")
+    for batch in [*examples(rank).split(BATCH)] * 2:
+        optimizer.zero_grad()
+        net(batch).square().mean().backward()
+        optimizer.step()
+        outer()
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    for epochs, start in ((1, None), (2, folder / "local.ckpt")):
+        callback, fitted = LightningLocalSteps("diloco(H=4, start=3)"), module(0.9)
+        where: dict[str, Any] = {"accelerator": "cpu", "devices": world, "strategy": "ddp"}
+        options = {"use_distributed_sampler": False, **where, **quiet}
+        trainer = Trainer(max_epochs=epochs, callbacks=[callback], **options)
+        trainer.fit(fitted, DataLoader(TensorDataset(examples(rank)), BATCH), ckpt_path=start)
+        if start is None:
+            trainer.save_checkpoint(folder / "local.ckpt")
+    assert callback.outer is not None and callback.outer.steps == 2 * STEPS
+    assert fixtures.same(fixtures.tensors(fitted.net), fixtures.tensors(net))
+
+
 TWO_RANKS = {
+    "local steps": local_steps,
     "two epochs": two_epochs,
     "accumulated and clipped": accumulated,
     "bfloat16": bfloat16,

@@ -48,7 +48,7 @@ def train(
     from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
 
-    from gradwire.integrations.transformers import TrainerCompression
+    from gradwire.integrations.transformers import TrainerCompression, TrainerLocalSteps
 
     AcceleratorState._reset_state()
     resume = options.pop("resume", None)
@@ -57,7 +57,8 @@ def train(
     quiet |= {"lr_scheduler_type": "constant"}
     options = {"max_steps": steps, "per_device_train_batch_size": BATCH, **quiet, **options}
     trainer = Trainer(gpt(), TrainingArguments(str(folder), **options), train_dataset=texts())
-    compression = TrainerCompression(trainer, spec, resume=resume, launch_mb=fixtures.LAUNCH_MB)
+    kind = TrainerLocalSteps if "H=" in spec else TrainerCompression
+    compression = kind(trainer, spec, resume=resume, bucket_mb=fixtures.BUCKET_MB)
     trainer.add_callback(compression)
     trainer.train(resume_from_checkpoint=start)
     return compression, trainer.model
@@ -136,7 +137,18 @@ def checkpoint(folder: Path) -> str:
     return str(folder / "run" / "checkpoint-3")
 
 
+def local_steps(rank: int, world: int, folder: Path) -> None:
+    """Replicas differ inside a round, and a run that was stopped there ends as one that was not."""
+    spec, adam = "diloco(H=4)", {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 3}
+    through, model = train(rank, world, folder / "local", 7, spec=spec, **adam)
+    again, other = train(rank, world, folder / "local", 7, str(folder / "local" / "checkpoint-6"), spec=spec, **adam)
+    assert through.outer.steps == again.outer.steps == 7 and through.outer.inside == 3
+    assert not equal_on_ranks(model) and fixtures.same(fixtures.tensors(model), fixtures.tensors(other))
+    assert fixtures.same(through.outer.state_dict(), again.outer.state_dict())
+
+
 TWO_RANKS = {
+    "local steps": local_steps,
     "uninterrupted": uninterrupted,
     "resumed in its folder": resumed_here,
     "resumed by name": resumed_by_name,

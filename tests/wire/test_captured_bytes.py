@@ -154,7 +154,7 @@ def take_steps(num_steps: int, case: Case, door: str, rank: int, **options: Any)
     model = Model(case.rows)
     x = torch.randn(model.matrices[0].shape, generator=torch.Generator().manual_seed(rank))
     trained = DistributedDataParallel(model, bucket_cap_mb=4) if door == "ddp" else model
-    wire = gradwire.compress(trained, case.spec, exchange=case.exchange, launch_mb=4, **options)  # several launches
+    wire = gradwire.compress(trained, case.spec, exchange=case.exchange, bucket_mb=4, **options)  # several buckets
     yield
     for _ in range(num_steps):
         model.zero_grad()

@@ -29,7 +29,7 @@ class Case(NamedTuple):
     spec: str
     codec: str | None
     steps: int
-    messages: int = 2  # one to each neighbor on the ring
+    messages: float = 2  # one to each neighbor on the ring
 
 
 CASES = {
@@ -39,6 +39,8 @@ CASES = {
     "deepsqueeze": Case("deepsqueeze(ring)", "topk(0.05) | int32", 4),
     "dpsgd": Case("dpsgd(ring)", "fp16", 1),
     "ecd": Case("ecd(ring)", "natural", 2),
+    "local_gossip": Case("local_gossip(dpsgd(ring), H=3)", "fp16", 3, 2 / 3),
+    "noloco": Case("noloco(ring)", "fp16", 1),
     "powergossip": Case("powergossip(ring, iterations=2)", None, 30, 4),  # two letters to each
     "sgp": Case("sgp(ring)", "bf16", 1),
 }

@@ -34,7 +34,7 @@ def resolve_stages(stages: Sequence[Stage]) -> ResolvedStages:
         raise ValueError(f"{coder} has no indices to code: {reason}; leave {coder} out")
     if transform is not None and selector is not None and selector.memories:
         raise ValueError(
-            f"{selector} remembers coordinates, which {transform} mixes anew at every step; drop one of them"
+            f"{selector} remembers coordinates, which {transform} mixes differently at every step; drop one of them"
         )
     return transform, selector, by_slot.get(2, FP32()), coder or (Rice() if sends_indices else None)
 

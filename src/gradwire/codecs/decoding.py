@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.codecs.stage import Decoded, EncodeInput, IndexCoder
+from gradwire.codecs.stage import Decoded, EncodeInput
 from gradwire.core.deferred_checks import check
 from gradwire.core.keys import Key
 from gradwire.core.payload import COUNT_BYTES, CorruptMessageError, Payload, as_rows, from_bytes
 from gradwire.core.segments import Segments, on
 from gradwire.kernels import groups
 from gradwire.kernels.fused import scatter_mean
+from gradwire.kernels.rice import Found
 
 if TYPE_CHECKING:
     from gradwire.codecs.codec import Codec
@@ -98,49 +99,24 @@ class Decoder:
 
     def _entries_together(self, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]) -> Entries | None:
         """`entries`, reading the device once for all messages. None: read each by itself, which also names errors."""
-        codec, coder, first, ranks = self.codec, self.codec.coder(segments), payloads[0].data, len(payloads)
-        if coder is None or coder.decode_rows is None:
+        codec, coder, nbytes = self.codec, self.codec.coder(segments), payloads[0].nbytes
+        counts, head = codec.capacities(segments), codec.header_bytes
+        if coder is None or coder.decode_rows is None or any(payload.nbytes != nbytes for payload in payloads):
             return None
-        if not codec.header_bytes:
-            return self._entries_known(coder, payloads, segments, keys)
-        if len({payload.nbytes for payload in payloads}) > 1 or first.numel() < COUNT_BYTES:
-            return None
-        counts, rows = codec.capacities(segments), as_rows(payloads)
-        found = coder.decode_rows(rows[:, COUNT_BYTES:], sum(counts), segments.total)
-        if found is None:
-            return None
-        headers = from_bytes(rows[:, :COUNT_BYTES].reshape(-1), torch.int32).long()
-        *numbers, faulty = torch.cat((headers, found.used, found.faults.any().long()[None])).tolist()
-        size = codec.quantizer.size(counts)
-        starts = [COUNT_BYTES + used for used in numbers[ranks:]]
-        if faulty or set(numbers[:ranks]) != {sum(counts)} or max(starts) + size > first.numel():
-            return None
-        bodies = [row[start : start + size] for row, start in zip(rows, starts, strict=True)]
-        return self._entries_of(bodies, found.indices, counts, segments, keys)
-
-    def _entries_known(
-        self, coder: IndexCoder, payloads: Sequence[Payload], segments: Segments, keys: Sequence[Key]
-    ) -> Entries | None:
-        """`entries` of messages whose parts all lie at known places, so that the device is not read."""
-        counts = self.codec.capacities(segments)
-        room, size = coder.size(sum(counts), segments.total), self.codec.quantizer.size(counts)
-        if any(payload.nbytes != room + size for payload in payloads):
+        total, size = sum(counts), codec.quantizer.size(counts)
+        stop = nbytes if head else coder.size(total, segments.total)
+        if nbytes < head or (not head and nbytes != stop + size):
             return None
         rows = as_rows(payloads)
-        found = coder.decode_rows(rows[:, :room], sum(counts), segments.total) if coder.decode_rows else None
-        if found is None:
+        found = coder.decode_rows(rows[:, head:stop], total, segments.total)
+        starts = None if found is None else _starts(found, rows, head, stop, total)
+        if found is None or starts is None or max(starts) + size > nbytes:
             return None
-        check(found.faults, "a message names positions that it cannot mean; it was damaged on the way")
-        return self._entries_of([row[room:] for row in rows], found.indices, counts, segments, keys)
-
-    def _entries_of(
-        self, bodies: list[Tensor], indices: Tensor, counts: tuple[int, ...], segments: Segments, keys: Sequence[Key]
-    ) -> Entries:
-        """Of messages that all have as many entries as they may."""
-        lengths, decode = on(counts, indices.device), self.codec.quantizer.decode
+        lengths, decode = on(counts, rows.device), codec.quantizer.decode
+        bodies = [row[start : start + size] for row, start in zip(rows, starts, strict=True)]
         values = [decode(body, lengths, segments.names, key) for body, key in zip(bodies, keys, strict=True)]
-        bounds = tuple(sum(counts) * rank for rank in range(len(bodies) + 1))
-        return Entries(values[0] if len(values) == 1 else torch.cat(values), indices.flatten(), bounds)
+        bounds = tuple(total * rank for rank in range(len(rows) + 1))
+        return Entries(values[0] if len(values) == 1 else torch.cat(values), found.indices.flatten(), bounds)
 
     def merge(
         self, payloads: Sequence[Payload], error: Tensor | None, segments: Segments, keys: Sequence[Key], key: Key
@@ -201,6 +177,18 @@ class Decoder:
             raise CorruptMessageError(f"a message claims {count} entries where at most {most} may be sent")
         indices, used = coder.decode(data[codec.header_bytes :], count, table.total)
         return _checked(indices, table.total), codec.header_bytes + used
+
+
+def _starts(found: Found, rows: Tensor, head: int, stop: int, count: int) -> list[int] | None:
+    """Where the values of each message begin; None if one is not what a sender of ``count`` entries writes."""
+    if not head:  # they lie at a known place, so the device is not read
+        check(found.faults, "a message names positions that it cannot mean; it was damaged on the way")
+        return [stop] * len(rows)
+    headers = from_bytes(rows[:, :head].reshape(-1), torch.int32).long()
+    *numbers, faulty = torch.cat((headers, found.used, found.faults.any().long()[None])).tolist()
+    if faulty or set(numbers[: len(rows)]) != {count}:
+        return None
+    return [head + used for used in numbers[len(rows) :]]
 
 
 def _checked(indices: Tensor, n: int) -> Tensor:

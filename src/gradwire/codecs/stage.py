@@ -4,7 +4,7 @@ Every stage is a frozen dataclass. It works on a whole flat buffer at once: ``se
 ``lengths`` (how many values each segment has left) tell which stretch belongs to which unit.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradwire.core.keys import Key
 from gradwire.core.segments import Segments
-from gradwire.core.spec import write
+from gradwire.core.spec import Named
 from gradwire.core.traits import Traits
 from gradwire.kernels.rice import Found
 
@@ -74,18 +74,11 @@ class Decoded(NamedTuple):
         return x.index_add(0, self.indices, self.values)
 
 
-class Stage(ABC):
-    """A named, frozen piece of a codec. ``name`` and ``kind`` are set by `register`.
+class Stage(Named):
+    """A named, frozen piece of a codec.
 
     An attribute that may be None is an optional capability. A stage that has it defines a method of that name.
     """
-
-    name: ClassVar[str]
-    kind: ClassVar[str]
-    examples: ClassVar[tuple[str, ...]]  # specs that tests and docs feed on; never empty
-
-    def __str__(self) -> str:
-        return write(self)
 
     def __or__(self, other: "Stage | Codec") -> "Codec":
         from gradwire.codecs.codec import join  # a codec is made of stages: the import must wait

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.comm.agreement_barrier import AgreementBarrier
 from gradwire.comm.collectives import BroadcastOp, Collective, Traffic, fuse, traffic
 from gradwire.comm.host_layout import HostLayout
-from gradwire.core.requests import Request, run
+from gradwire.core.requests import Request, Scope, run
 
 
 class Backend(ABC):
@@ -27,6 +28,7 @@ class Backend(ABC):
     device = torch.device("cpu")  # where small agreements must live
     host_layout: HostLayout | None = None  # which ranks share a host, where that makes a difference
     inside = Traffic()  # bytes that stay inside a host
+    barrier: AgreementBarrier | None = None  # where ranks meet before they agree on something
     stream_ordered = False  # collectives of CUDA tensors only queue up on the device: the host waits in none
 
     @abstractmethod
@@ -51,9 +53,9 @@ class Backend(ABC):
             return self.world
         return self.host_layout.ranks_per_host if scope == "local" else len(self.host_layout.hosts)
 
-    def broadcast_(self, tensor: Tensor) -> None:
-        """Overwrite a tensor with rank 0's."""
-        tensor.copy_(self.run(BroadcastOp(tensor)))
+    def broadcast_(self, tensor: Tensor, scope: Scope = "world") -> None:
+        """Overwrite a tensor with that of the first rank in some scope."""
+        tensor.copy_(self.run(BroadcastOp(tensor, scope)))
 
 
 def delegated(owner: str, name: str) -> Any:

@@ -49,6 +49,7 @@ class EmulatedBackend(CountingBackend):
     def __init__(self, inner: CountingBackend, spec: LinkSpec | str, shared: SharedLink = SHARED_LINK) -> None:
         super().__init__()
         self.inner, self.rank, self.world, self.device = inner, inner.rank, inner.world, inner.device
+        self.barrier = inner.barrier
         self.spec = LinkSpec.parse(spec) if isinstance(spec, str) else spec
         if self.spec.jitter_seconds or self.spec.loss:
             raise ValueError(

@@ -34,7 +34,7 @@ class HostBackend(Backend):
     ) -> None:
         self.host_layout: HostLayout | None = host_layout
         self.whole, self.local, self.between = whole, local, between
-        self.rank, self.world, self.device = whole.rank, whole.world, whole.device
+        self.rank, self.world, self.device, self.barrier = whole.rank, whole.world, whole.device, whole.barrier
         self.stream_ordered = local.stream_ordered and between.stream_ordered
 
     def _counting(self, collective: Collective) -> CountingBackend | None:
@@ -78,5 +78,7 @@ def _group(whole: CountingBackend, ranks: Sequence[int]) -> CountingBackend:
     members = [rank if whole.group is None else dist.get_global_rank(whole.group, rank) for rank in ranks]
     backend = TorchBackend(subgroup(members, whole.group))
     # Of all ranks: one that is missed here may be lost to another group.
-    backend.probe_addresses = whole.probe_addresses
+    backend.probe_addresses, backend.barrier = whole.probe_addresses, whole.barrier
+    if whole.barrier is not None:
+        whole.barrier.add(backend.progress)
     return backend

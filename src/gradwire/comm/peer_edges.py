@@ -65,7 +65,7 @@ class EdgeTable:
             return list(self.by_peer.values())
 
     def add(self, edge: Edge) -> None:
-        """Enter a new connection in place of an older one: a peer dials anew only when it has lost that."""
+        """Enter a new connection in place of an older one: a peer dials again only when it has lost that."""
         with self.changed:
             old = self.by_peer.get(edge.peer)
             if old is not None:

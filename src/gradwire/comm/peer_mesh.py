@@ -14,7 +14,7 @@ ends agree on the first step of an edge, so neither waits for a message that is 
 
 Offers carry a digest of an end's copies of the edge, after a checkpoint was loaded; where both are equal, the edge goes
 on as it was. While a rank waits for one neighbor, it sends WAIT to the others; a neighbor that sends nothing for
-`timeout` seconds is dropped. Its threads connect anew, but agree to nothing before its caller is active again.
+`timeout` seconds is dropped. Its threads connect again, but agree to nothing before its caller is active again.
 
 `secure_channel` has the wire format, which keeps strangers out; `framing` the kinds of frames, `peer_connector` the
 connections, `peer_edges` the table of edges, `peer_agreement` the answers to frames. This module has what the caller

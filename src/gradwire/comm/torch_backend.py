@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.comm.agreement_barrier import AgreementBarrier, CollectiveProgress
 from gradwire.comm.backend import Backend, CountingBackend
 from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, Collective
 from gradwire.comm.emulated import maybe_emulated
@@ -63,7 +64,6 @@ class TorchBackend(CountingBackend):
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self.group = group
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self.stream_ordered = dist.get_backend(group) == "nccl"
@@ -72,6 +72,12 @@ class TorchBackend(CountingBackend):
         # Of CUDA tensors gloo takes only some collectives; through the host it takes all of them.
         self._via_host = dist.get_backend(group) == "gloo"
         self.probe_addresses: ProbeAddresses = {}
+        self.progress = CollectiveProgress(group)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group; None is that of all ranks."""
+        return self.progress.group
 
     def exchange_probe_addresses(self) -> None:
         """Let all members know where each listens for probes. All members must call it."""
@@ -94,13 +100,16 @@ class TorchBackend(CountingBackend):
     def move_into(self, collective: Collective, out: Tensor) -> None:
         x = collective.tensor.detach().contiguous()
         try:
-            if self._via_host and x.is_cuda:
-                on_host = torch.empty_like(out, device="cpu")
-                self._move_into(on_host, collective, x.cpu())
-                out.copy_(on_host)
-            else:
-                self._move_into(out, collective, x)
+            with self.progress:
+                if self._via_host and x.is_cuda:
+                    on_host = torch.empty_like(out, device="cpu")
+                    self._move_into(on_host, collective, x.cpu())
+                    out.copy_(on_host)
+                else:
+                    self._move_into(out, collective, x)
         except RuntimeError as error:
+            if self.barrier is not None:
+                self.barrier.check()
             raise diagnose(error, dist.get_rank(), self.probe_addresses) from error
 
     def _move_into(self, out: Tensor, collective: Collective, x: Tensor) -> None:
@@ -152,6 +161,12 @@ def connect(group: dist.ProcessGroup | None = None, timeout: timedelta | None = 
                 "call torch.distributed.init_process_group before gradwire, or unset WORLD_SIZE"
             )
         return SingleBackend()
-    backend = TorchBackend(private_group(group, timeout))
+    return backend_of(private_group(group, timeout))
+
+
+def backend_of(private: dist.ProcessGroup) -> Backend:
+    """A backend over a group of our own, whose ranks can probe each other and agree. All of them must call it."""
+    backend = TorchBackend(private)
     backend.exchange_probe_addresses()
+    backend.barrier = AgreementBarrier(backend.progress, backend.probe_addresses, timeout_of(private))
     return maybe_emulated(backend)

@@ -9,11 +9,6 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
-def is_fraction(value: float) -> bool:
-    """Whether an argument is a number in (0, 1]."""
-    return is_number(value) and 0 < value <= 1
-
-
 def is_count(value: object, least: int = 1) -> bool:
     """Whether an argument is a whole number from ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -31,4 +26,5 @@ def check_argument(stage: Any, name: str, valid: bool, wanted: str) -> None:
 
 def check_fraction(stage: Any, name: str, example: str) -> None:
     """Refuse an argument that is no number in (0, 1]."""
-    check_argument(stage, name, is_fraction(getattr(stage, name)), f"in (0, 1], for example {example}")
+    value = getattr(stage, name)
+    check_argument(stage, name, is_number(value) and 0 < value <= 1, f"in (0, 1], for example {example}")

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar, dataclass_transform
 
+from gradwire.core.plugins import load_plugins
+
 # Kinds of things that have a name: which slot of a spec they may fill.
 KINDS = (
     *("transform", "selector", "quantizer", "indices", "feedback", "exchange", "preset"),
@@ -21,13 +23,15 @@ _ENTRIES: dict[str, tuple[str, Callable[..., object]]] = {}
 def register(name: str, kind: str) -> Callable[[T], T]:
     """Decorator: give a stage its name in specs, and make its class a frozen dataclass, if it is none yet.
 
+    A file that is imported again, or a cell of a notebook that is run again, replaces what it registered before.
+
     Raises:
         ValueError: The name is registered already.
     """
     assert kind in KINDS, kind
 
     def enter(entry: T) -> T:
-        if name in _ENTRIES:
+        if name in _ENTRIES and _origin(_ENTRIES[name][1]) != _origin(entry):
             raise ValueError(f"the name {name!r} is registered twice; pick another for {entry!r}")
         if isinstance(entry, type) and "__dataclass_fields__" not in vars(entry):
             dataclass(frozen=True)(entry)
@@ -39,8 +43,16 @@ def register(name: str, kind: str) -> Callable[[T], T]:
     return enter
 
 
+def _origin(entry: object) -> tuple[str, str]:
+    """The file or module that defines an entry, and the entry's name there."""
+    module, name = getattr(entry, "__module__", ""), getattr(entry, "__qualname__", repr(entry))
+    return getattr(sys.modules.get(module), "__file__", None) or module, name
+
+
 def lookup(name: str) -> tuple[str, Callable[..., object]]:
     """The kind and maker registered under a name, or a sentence with the nearest ones."""
+    if name not in _ENTRIES:
+        load_plugins()
     if name not in _ENTRIES:
         plain = name.lower().replace("-", "_")
         near = [plain] if plain in _ENTRIES else difflib.get_close_matches(plain, _ENTRIES, n=3)
@@ -51,6 +63,7 @@ def lookup(name: str) -> tuple[str, Callable[..., object]]:
 
 def registered(*kinds: str) -> dict[str, Callable[..., object]]:
     """Everything registered, or everything of some kinds, by name."""
+    load_plugins()
     return {name: made for name, (kind, made) in _ENTRIES.items() if not kinds or kind in kinds}
 
 

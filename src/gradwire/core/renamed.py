@@ -2,7 +2,11 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def renamed(names: Mapping[str, str], namespace: Mapping[str, Any]) -> Callable[[str], Any]:
@@ -21,3 +25,19 @@ def renamed(names: Mapping[str, str], namespace: Mapping[str, Any]) -> Callable[
         return namespace[names[name]]
 
     return __getattr__
+
+
+def renamed_argument(old: str, new: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A function one of whose keywords has changed its name."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            if old in kwargs:
+                warnings.warn(f"{old}= is now {new}=", DeprecationWarning, stacklevel=2)
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate

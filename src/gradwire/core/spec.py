@@ -8,8 +8,9 @@ import ast
 import dataclasses
 import inspect
 import re
+from abc import ABC
 from functools import reduce
-from typing import Any
+from typing import Any, ClassVar
 
 from gradwire.core.registry import lookup
 
@@ -36,6 +37,17 @@ def parse(text: str) -> Any:
     if not (_is_spec(tree.body) or _is_table(tree.body)):
         raise ValueError(f"the spec {text!r} names no stage; write for example topk(0.01) | sign")
     return value
+
+
+class Named(ABC):
+    """A frozen value with a name in specs. ``name`` and ``kind`` are set by `register`."""
+
+    name: ClassVar[str]
+    kind: ClassVar[str]
+    examples: ClassVar[tuple[str, ...]]  # specs that tests and docs feed on; never empty
+
+    def __str__(self) -> str:
+        return write(self)
 
 
 def write(stage: Any) -> str:

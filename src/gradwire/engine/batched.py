@@ -13,26 +13,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.codecs.addends import clip_for_sum
-from gradwire.codecs.encoding import encode_selected
-from gradwire.codecs.stage import Decoded, EncodeInput
 from gradwire.core.keys import PER_RANK, Key
 from gradwire.core.layout import joined, same_memory
 from gradwire.core.requests import Request
 from gradwire.engine.accounting import nbytes
 from gradwire.engine.drive import Clock
-from gradwire.engine.encoders import Composed, Encoder, FusedDense, FusedTopK, zero_nonfinite
+from gradwire.engine.encoders import Encoder
 from gradwire.engine.gradients import Grads, by_name, views_of
 from gradwire.engine.lane import Lane
 from gradwire.engine.lockstep import Lockstep
 from gradwire.engine.state import Generation, LaneState
 from gradwire.engine.step import Engine, StepResult
 from gradwire.engine.traffic_model import AgreedGather, costs
-from gradwire.engine.views import ContiguousRun
+from gradwire.engine.views import GradViews
 from gradwire.exchanges.batch import RankBatch, Simulated, Sizes, blank, stacked
-from gradwire.exchanges.shards import shard
-
-SERVED = "served"
+from gradwire.exchanges.shards import SERVER_ERROR, shard
 
 
 @dataclass
@@ -61,14 +56,15 @@ class Batched:
         plain = self.group.host_layout is None and all(engine.step == first.step for engine in self.engines)
         dense = all(x is not None and x.layout == torch.strided for own in grads for x in own.values())
         lanes = zip(first.plan.lanes, first.states, strict=True)
+        intact = not any(engine.drops.corrupt for engine in self.engines)  # else a status has to travel
         # Moments were observed on all ranks or on none.
         alike = len({tuple(state.observed is None for state in engine.states) for engine in self.engines}) == 1
-        return plain and dense and alike and not first.clips and all(self._supports(*pair) for pair in lanes)
+        return plain and dense and intact and alike and not first.clips and all(self._supports(*pair) for pair in lanes)
 
     def _supports(self, lane: Lane, state: LaneState) -> bool:
         encoder = lane.encoder(self.engines[0].step)
-        served = encoder.exchange.serves and encoder.feedback.keeps_error
-        return supported(encoder) and state.carried is None and (SERVED in state.tensors) == served
+        keeps = encoder.exchange.keeps_server_error and encoder.feedback.keeps_error
+        return supported(encoder) and state.carried is None and (SERVER_ERROR in state.tensors) == keeps
 
     def step(self, grads: Sequence[Grads], unscale: float = 1.0) -> StepResult:
         """The updates of all ranks, which are the same tensors for all.
@@ -77,7 +73,7 @@ class Batched:
         whose number of entries varies read it once before.)
         """
         first, self.clock = self.engines[0], Clock()
-        first.drops.synchronize()
+        first.drops.assert_valid()
         lanes, flags, results = first.plan.lanes, list[Tensor](), list[Simulated]()
         for i, (lane, state) in enumerate(zip(lanes, self._states(), strict=True)):
             flat = self._flat(i, lane, grads, unscale)
@@ -109,15 +105,17 @@ class Batched:
         began = time.perf_counter()
         encoder = lane.encoder(key.step)
         cuts = tuple(shard(lane.units.total, self.world, r) for r in range(self.world)) if encoder.exchange.cuts else ()
-        whole = EncodeInput(flat, flat, {}, stacked(lane.units, self.world, cuts))
-        sent, memory = _encode(encoder, whole, state, key, self.world, flags, self.engines[0].rollback)
+        context = lane.context(key, self.world)._replace(units=stacked(lane.units, self.world, cuts), simulated=True)
+        new = Generation({}) if self.engines[0].rollback else state.front
+        message = encoder.encode(GradViews([flat], flat.device), state, new, context, flags).message
         encoded = time.perf_counter()
-        assert encoder.exchange.simulate is not None
-        found = encoder.exchange.simulate(sent, memory, encoder.codec, RankBatch(key, self.world, lane.units))
-        spent = Clock(encode=encoded - began, decode=time.perf_counter() - encoded)
+        assert encoder.exchange.simulate is not None and message.sent is not None
+        batch = RankBatch(key, self.world, lane.units)
+        result = encoder.exchange.simulate(message.sent, message.memory, encoder.codec, batch)
+        elapsed = Clock(encode=encoded - began, decode=time.perf_counter() - encoded)
         for clock in (self.clock, *(engine.accounting.seconds[lane.label] for engine in self.engines)):
-            clock.add(spent)
-        return found
+            clock.add(elapsed)
+        return result
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -136,9 +134,9 @@ class Batched:
             state.observed = torch.cat(observed) if observed else None
         return self._stacked
 
-    def _commit(self, news: list[Generation]) -> None:
+    def _commit(self, generations: list[Generation]) -> None:
         self._fronts = []
-        for i, (lane, new) in enumerate(zip(self.engines[0].plan.lanes, news, strict=True)):
+        for i, (lane, new) in enumerate(zip(self.engines[0].plan.lanes, generations, strict=True)):
             self._stacked[i].commit(new)
             fronts = _unstack(new, lane.units.total, self.world)
             self._fronts.append(fronts)
@@ -157,8 +155,8 @@ class Batched:
                 engine.accounting.dense[lane.label] += 4 * lane.units.total
                 engine.accounting.encoded[lane.label] += sum(nbytes(each[rank]) for each in rounds)
         at = 0
-        for launch in plan.launches:
-            lanes, at = requests[at : at + len(launch)], at + len(launch)
+        for bucket in plan.buckets:
+            lanes, at = requests[at : at + len(bucket)], at + len(bucket)
             for i in range(max(map(len, lanes))):
                 rounds = [each[i] for each in lanes if i < len(each)]
                 for rank, price in enumerate(costs(rounds, self.world, first=i == 0)):
@@ -173,42 +171,14 @@ def supported(encoder: Encoder) -> bool:
     return per_unit and encoder.exchange.simulate is not None
 
 
-def _encode(
-    encoder: Encoder, signal: EncodeInput, state: LaneState, key: Key, world: int, flags: list[Tensor], rollback: bool
-) -> tuple[Decoded, dict[str, Tensor]]:
-    """What all ranks would decode of each other, and their new memories."""
-    codec, table, flat = encoder.codec, signal.segments, signal.grad
-    if isinstance(encoder, Composed):
-        grad, bad = zero_nonfinite(flat, world)
-        flags.append(bad)
-        memory = codec.absorb(grad, state.tensors, state.observed)
-        target, memory = encoder.feedback.compensate(grad, memory)
-        encoded = codec.encode(EncodeInput(grad, target, memory, table), key)
-        encoded = clip_for_sum(encoded, world) if encoder.exchange.adds_payloads else encoded
-        return encoded.sent, dict(encoder.feedback.update_memory(target, encoded.sent, encoded.memory))
-    own = encoder.feedback.memories
-    memory = dict(state.tensors)
-    if rollback:
-        memory |= {name: torch.empty_like(state.tensors[name]) for name in own}
-    if isinstance(encoder, FusedTopK):
-        found = encoder.select(ContiguousRun(0, flat, table.lengths), state, memory, flags)
-        sent = encode_selected(codec, found.indices, found.values, table, key, memory).sent
-        encoder.settle_(memory, sent)
-        return sent, memory
-    assert isinstance(encoder, FusedDense)
-    payload = encoder.quantize(flat, 0, table.total, table, state, memory, flags)
-    values = codec.quantizer.decode(payload.data, table.lengths_on(flat.device), table.names, key)
-    return Decoded(None, values), memory
-
-
 def _read(
-    flags: Sequence[Tensor], asked: Sequence[list[list[Request]] | Sizes]
+    flags: Sequence[Tensor], results: Sequence[list[list[Request]] | Sizes]
 ) -> tuple[bool, list[list[list[Request]]]]:
     """Whether a gradient was not finite, and the requests of each lane, now that all lengths are known."""
-    waiting = [each.positions for each in asked if isinstance(each, Sizes) and each.positions is not None]
+    waiting = [each.positions for each in results if isinstance(each, Sizes) and each.positions is not None]
     bad, *numbers = torch.cat([torch.stack(list(flags)).any().long()[None], *waiting]).tolist()
     left, requests = iter(numbers), []
-    for each in asked:
+    for each in results:
         if isinstance(each, Sizes):
             sizes = each.known if each.positions is None else [n + next(left) for n in each.known]
             each = [[AgreedGather(blank(n), max(sizes)) for n in sizes]]
@@ -226,6 +196,6 @@ def _unstack(new: Generation, n: int, world: int) -> list[Generation]:
     fronts = [Generation({}) for _ in range(world)]
     for name, x in new.tensors.items():
         for rank in range(world):
-            start, stop = shard(n, world, rank) if name == SERVED else (rank * n, (rank + 1) * n)
+            start, stop = shard(n, world, rank) if name == SERVER_ERROR else (rank * n, (rank + 1) * n)
             fronts[rank].tensors[name] = x[start:stop]
     return fronts

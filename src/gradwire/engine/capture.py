@@ -121,7 +121,7 @@ class CaptureError(Exception):
 
 @dataclass
 class Captured(Generic[T]):
-    """A captured generator, and its return value, whose tensors every replay fills anew."""
+    """A captured generator, and its return value, whose tensors every replay fills again."""
 
     segments: list[Segment]
     value: T

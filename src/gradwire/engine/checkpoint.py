@@ -16,16 +16,17 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import StateSpec
-from gradwire.engine.hosts import HostEngine
 from gradwire.engine.lane import Lane
+from gradwire.engine.shards import AnyEngine, ShardEngine
 from gradwire.engine.state import LaneState, spans, zeros
 from gradwire.engine.step import Engine
+from gradwire.exchanges.shards import SERVER_ERROR
+from gradwire.feedback.feedback import divisor
 from gradwire.version import WIRE_FORMAT
 
 Saved: TypeAlias = Mapping[str, Tensor]
-AnyEngine: TypeAlias = Engine | HostEngine
 _CARRIED, _OBSERVED = "owed", "observed"  # what a lane holds in passing, by their names in checkpoints
-_SERVED = StateSpec((), "shard")
+_BY_SHARD = StateSpec((), "shard")
 
 
 def save(engine: AnyEngine, spec: str) -> dict[str, Tensor]:
@@ -44,10 +45,10 @@ def save(engine: AnyEngine, spec: str) -> dict[str, Tensor]:
         held = _tensors(state)
         for memory, spec_ in _specs(lane, held, core.world).items():
             for name, span in spans(spec_, lane.tensors, core.rank, core.world).items():
-                whole = torch.zeros(span.length)
-                whole[span.own] = held[memory][span.live].cpu()
-                saved[f"{memory}/{name}"] = whole
-    return {**saved, **engine.extra_state} if isinstance(engine, HostEngine) else saved
+                vector = torch.zeros(span.length)
+                vector[span.own] = held[memory][span.live].cpu()
+                saved[f"{memory}/{name}"] = vector
+    return saved if isinstance(engine, Engine) else {**saved, **engine.extra_state}
 
 
 def _tensors(state: LaneState) -> dict[str, Tensor]:
@@ -63,7 +64,16 @@ def _specs(lane: Lane, held: Saved, world: int) -> dict[str, StateSpec]:
 
 def num_savers(saved: Saved) -> int:
     """How many ranks have saved a state like this one."""
-    return int(saved["gradwire/world"]) * int(saved.get("gradwire/beside", 1))
+    beside, shards = (int(saved.get(f"gradwire/{name}", 1)) for name in ("beside", "shards"))
+    return int(saved["gradwire/world"]) * beside * shards
+
+
+def of_shard(engine: AnyEngine, states: Sequence[Saved]) -> list[Saved]:
+    """Of several states, those of this rank's shard."""
+    if len(states) == 1 or not isinstance(engine, ShardEngine):
+        return list(states)
+    mine = [state for state in states if int(state.get("gradwire/shard", 0)) == engine.shard]
+    return mine or list(states)
 
 
 def same_shape(engine: AnyEngine, saved: Saved) -> bool:
@@ -117,7 +127,7 @@ def load(engine: AnyEngine, states: Sequence[Saved]) -> None:
         mine = [state for state in states if int(state["gradwire/rank"]) == core.rank]
     for lane, state in zip(core.plan.lanes, core.states, strict=True):
         _load_lane(core, lane, state, mine, states)
-    if isinstance(engine, HostEngine):
+    if not isinstance(engine, Engine):
         engine.load_extra_state(mine[0])
     core.step = int(states[0]["gradwire/step"])
     core.seed = int(states[0]["gradwire/seed"])
@@ -125,46 +135,49 @@ def load(engine: AnyEngine, states: Sequence[Saved]) -> None:
 
 
 def _load_lane(core: Engine, lane: Lane, state: LaneState, mine: Sequence[Saved], states: Sequence[Saved]) -> None:
-    found = _buffers(core, lane, mine, states)
-    state.carried, state.observed = found.pop(_CARRIED, None), found.pop(_OBSERVED, None)
+    memories = _buffers(core, lane, mine, states)
+    state.carried, state.observed = memories.pop(_CARRIED, None), memories.pop(_OBSERVED, None)
     if core.rollback:
-        state.replace(found)
+        state.replace(memories)
         return
     for name, x in state.tensors.items():  # captured steps would keep the old memories as well as the new
-        x.copy_(found[name])
+        x.copy_(memories[name])
 
 
 def _buffers(core: Engine, lane: Lane, mine: Sequence[Saved], states: Sequence[Saved]) -> dict[str, Tensor]:
     """One lane's memories. The error of a server may lie with any rank, all others with their owner."""
     places = {key.partition("/")[::2] for state in states for key in state}
-    found = {memory: torch.zeros(0) for memory, name in places if name in lane.slices}
-    specs = _specs(lane, found, core.world)
-    unserved = "served" in found and "served" not in specs
-    if unserved:  # this world's exchange has no servers, so their error is carried by all
+    saved = {memory: torch.zeros(0) for memory, name in places if name in lane.slices}
+    specs = _specs(lane, saved, core.world)
+    no_servers = SERVER_ERROR in saved and SERVER_ERROR not in specs
+    if no_servers:  # this world's exchange has no servers, so their error is carried by all
         specs[_CARRIED] = StateSpec(lane.tensors.lengths)
     buffers = zeros(specs, lane.tensors, core.rank, core.world, core.device)
     for memory, spec in specs.items():
         for name, span in spans(spec, lane.tensors, core.rank, core.world).items():
-            held = states if spec.reshard == "shard" else mine
-            whole = _merge([state.get(f"{memory}/{name}") for state in held], spec, span.length)
-            if memory == _CARRIED and unserved:
-                whole = whole + _merge([state.get(f"served/{name}") for state in states], _SERVED, span.length)
-            buffers[memory][span.live] = whole[span.own].to(core.device)
+            sources = states if spec.reshard == "shard" else mine
+            vector = _merge([state.get(f"{memory}/{name}") for state in sources], spec, span.length)
+            if memory == _CARRIED and no_servers:
+                served = _merge([state.get(f"{SERVER_ERROR}/{name}") for state in states], _BY_SHARD, span.length)
+                if lane.feedback.divides:  # what is carried is in units of updates
+                    served = served * divisor(buffers)[span.live].cpu()
+                vector = vector + served
+            buffers[memory][span.live] = vector[span.own].to(core.device)
     return buffers
 
 
 def _merge(copies: Sequence[Tensor | None], spec: StateSpec, n: int) -> Tensor:
     """One memory of one parameter, of all ranks' copies; a rank without one holds zeros."""
-    held = [torch.zeros(n) if copy is None else copy for copy in copies]
-    if len(held) == 1 or spec.reshard == "same":
-        return held[0]
-    total = torch.stack([copy.double() for copy in held]).sum(0)
-    return (total if spec.reshard == "shard" else total / len(held)).float()
+    known = [torch.zeros(n) if copy is None else copy for copy in copies]
+    if len(known) == 1 or spec.reshard == "same":
+        return known[0]
+    total = torch.stack([copy.double() for copy in known]).sum(0)
+    return (total if spec.reshard == "shard" else total / len(known)).float()
 
 
 def _fingerprint(engine: AnyEngine) -> Tensor:
     shapes = [
-        shape for lane in engine.whole.lanes for shape in zip(lane.tensors.names, lane.tensors.shapes, strict=True)
+        shape for lane in engine.full_plan.lanes for shape in zip(lane.tensors.names, lane.tensors.shapes, strict=True)
     ]
     digest = hashlib.sha256(json.dumps(sorted(shapes)).encode()).digest()
     return torch.tensor(list(digest[:8]), dtype=torch.uint8)
@@ -183,6 +196,7 @@ def check(engine: AnyEngine, states: Sequence[Saved], spec: str) -> None:
             f"the state has format {int(states[0]['gradwire/format'])}, but this gradwire reads {WIRE_FORMAT}; "
             "install the gradwire that saved it"
         )
+    _check_shard(engine, states[0])
     saved = bytes(states[0]["gradwire/spec"].tolist()).decode()
     if saved != spec:
         raise ValueError(
@@ -196,6 +210,16 @@ def check(engine: AnyEngine, states: Sequence[Saved], spec: str) -> None:
     if len(steps) > 1:
         raise ValueError(f"the states were saved at different steps, {steps}; pass those of one step")
     _check_model(engine, hosts[0])
+
+
+def _check_shard(engine: AnyEngine, state: Saved) -> None:
+    saved = tuple(int(state.get(f"gradwire/{name}", value)) for name, value in (("shard", 0), ("shards", 1)))
+    mine = (engine.shard, engine.shards) if isinstance(engine, ShardEngine) else (0, 1)
+    if saved != mine:
+        raise ValueError(
+            f"the state is of shard {saved[0]} of {saved[1]}, and this rank holds shard {mine[0]} of {mine[1]}; save "
+            "and load through torch.distributed.checkpoint to change the number of shards"
+        )
 
 
 def _check_ranks(core: Engine, states: Sequence[Saved]) -> None:
@@ -216,9 +240,9 @@ def _check_model(engine: AnyEngine, state: Saved) -> None:
                 if saved is None and (spec.reshard == "shard" or lone):
                     continue  # the world that saved it had no servers; or it was one host, which compresses nothing
                 if saved is None or saved.numel() != n:
-                    found = "nothing" if saved is None else f"{saved.numel()} elements"
+                    length = "nothing" if saved is None else f"{saved.numel()} elements"
                     raise ValueError(
-                        f"the state holds {found} of {memory} for {name!r}, where {n} elements are needed; "
+                        f"the state holds {length} of {memory} for {name!r}, where {n} elements are needed; "
                         "is it a checkpoint of another model?"
                     )
     if not torch.equal(state["gradwire/model"], _fingerprint(engine)):

@@ -16,21 +16,20 @@ one): then it stays on the device, which undoes a bad step by itself.
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from gradwire.comm.backend import Backend
 from gradwire.core.deferred_checks import defer_checks
-from gradwire.core.keys import Key
 from gradwire.core.layout import Places, in_memory_order, places, without_gaps
-from gradwire.engine import status
 from gradwire.engine.capture import Captured, CaptureError, Collectives, DeviceGraph, capture, in_collectives, resume
 from gradwire.engine.drive import Clock, execute
 from gradwire.engine.gradients import Grads, views_of
 from gradwire.engine.graph_buffers import TRIES, BucketCaptures, CapturedBucket, Outside, present, restored, staged
-from gradwire.engine.hosts import HostEngine
-from gradwire.engine.step import BucketResult, Engine, StepResult, named_updates
+from gradwire.engine.shards import AnyEngine
+from gradwire.engine.step import BucketResult, StepResult, named_updates
 from gradwire.engine.views import GradViews
 from gradwire.kernels.conditional import copy_if_, zero_if_
 
@@ -54,10 +53,10 @@ class GraphExecutor:
     """
 
     def __init__(
-        self, engine: Engine | HostEngine, backend: Backend, clock: Clock, graphs: Callable[[], DeviceGraph] | None
+        self, engine: AnyEngine, backend: Backend, clock: Clock, graphs: Callable[[], DeviceGraph] | None
     ) -> None:
         self.engine, self._backend, self._clock, self._graphs = engine, backend, clock, graphs
-        self._buckets = [BucketCaptures() for _ in engine.whole.launches]
+        self._buckets = [BucketCaptures() for _ in engine.full_plan.buckets]
         self._commits: dict[tuple[int, ...], Captured[None] | None] = {}  # None: cannot be captured
         self._step: Tensor | None = None  # the number of the step, as captured kernels read it
         self._counted = -1
@@ -67,10 +66,10 @@ class GraphExecutor:
         """A whole step. ``complete``: all ranks have all gradients."""
         if self._graphs is None or unscale != 1.0 or self.engine.core.clips:
             return execute(self.engine.run(grads, unscale), self._backend, self._clock)
-        results = [self.bucket(i, grads) for i in range(len(self.engine.whole.launches))]
+        results = [self.run_bucket(i, grads) for i in range(len(self.engine.full_plan.buckets))]
         return self.finish(results, grads, complete)
 
-    def bucket(self, i: int, grads: Grads) -> BucketResult:
+    def run_bucket(self, i: int, grads: Grads) -> BucketResult:
         """Compress and exchange one bucket."""
         bucket, core = self._buckets[i], self.engine.core
         core.drops.assert_valid()
@@ -78,11 +77,11 @@ class GraphExecutor:
         if where is None:
             return self._eager(i, grads)
         key = self._key(i, where)
-        found = bucket.captures.get(key)
-        if found is not None:
+        captured = bucket.captures.get(key)
+        if captured is not None:
             bucket.replays += 1
             self._stage_in(bucket, grads, i)
-            return self._replay(i, found)
+            return self._replay(i, captured)
         if len(bucket.captures) >= 2:  # state or codecs were replaced
             self._forget(bucket)
         if bucket.eager < EAGER_STEPS or bucket.tries <= 0 or self.replayed:
@@ -99,7 +98,7 @@ class GraphExecutor:
             outcome = execute(self.engine.finish(results, grads), self._backend, self._clock)
             return self._stage_out(grads, outcome)
         self._commit(results)
-        return self._stage_out(grads, StepResult(named_updates(self.engine.whole.lanes, results), False))
+        return self._stage_out(grads, StepResult(named_updates(self.engine.full_plan.lanes, results), False))
 
     # -- what can be captured ------------------------------------------------------------------------------------------
 
@@ -110,25 +109,25 @@ class GraphExecutor:
         coming to other addresses, or have gaps, are staged in a buffer of the bucket's own; then addresses do not
         matter.
         """
-        bucket, core, lanes = self._buckets[i], self.engine.core, self.engine.whole.launches[i]
+        bucket, core, lanes = self._buckets[i], self.engine.core, self.engine.full_plan.buckets[i]
         passing = any(state.carried is not None or state.observed is not None for state in core.states_of(i))
-        if passing or any(lane.at(core.step)[1].delays for lane in lanes):
+        if passing or any(lane.at(core.step)[1].delays or lane.refreshes(core.step) for lane in lanes):
             return None
-        mine = []
+        dense = []
         for grad in (grads[name] for lane in lanes for name in lane.tensors.names):
             if grad is None or grad.layout != torch.strided:
                 return None
-            mine.append(grad)
+            dense.append(grad)
         if bucket.stage is not None:
             return ()
-        where = places(mine)
+        where = places(dense)
         if where == bucket.places:
             return where
-        if any(x.device != core.device for x in mine):
+        if any(x.device != core.device for x in dense):
             return None
         bucket.moves += bool(bucket.places)
         bucket.places = where
-        if bucket.moves <= MOVES and all(map(without_gaps, mine)):
+        if bucket.moves <= MOVES and all(map(without_gaps, dense)):
             return where
         self._forget(bucket)
         bucket.tries, bucket.eager = TRIES, EAGER_STEPS
@@ -136,14 +135,14 @@ class GraphExecutor:
         return ()
 
     def _key(self, i: int, where: Places) -> Hashable:
-        core, lanes = self.engine.core, self.engine.core.plan.launches[i]
+        core, lanes = self.engine.core, self.engine.core.plan.buckets[i]
         fronts = tuple(state.front for state in core.states_of(i) if state.tensors)
         # By identity: lanes hold their encoders, and to compare those takes long.
         return fronts, tuple([id(lane.encoder(core.step)) for lane in lanes]), where
 
     def _stage_in(self, bucket: BucketCaptures, grads: Grads, i: int) -> None:
         if bucket.stage is not None:
-            for lane, view in zip(self.engine.whole.launches[i], bucket.stage, strict=True):
+            for lane, view in zip(self.engine.full_plan.buckets[i], bucket.stage, strict=True):
                 torch._foreach_copy_(view.grads, [present(grads[name]) for name in lane.tensors.names])
 
     def _stage_out(self, grads: Grads, outcome: StepResult) -> StepResult:
@@ -151,7 +150,7 @@ class GraphExecutor:
         if all(bucket.stage is None for bucket in self._buckets):
             return outcome
         updates = dict(outcome.updates)
-        for bucket, lanes in zip(self._buckets, self.engine.whole.launches, strict=True):
+        for bucket, lanes in zip(self._buckets, self.engine.full_plan.buckets, strict=True):
             names = [name for lane in lanes for name in lane.tensors.names if bucket.stage is not None]
             there = [name for name in names if name in updates and grads[name] is not None]
             into = [present(grads[name]) for name in there]
@@ -164,16 +163,16 @@ class GraphExecutor:
 
     def _eager(self, i: int, grads: Grads) -> BucketResult:
         self._commits.clear()
-        return execute(self.engine.bucket(i, grads), self._backend, self._clock)
+        return execute(self.engine.run_bucket(i, grads), self._backend, self._clock)
 
-    def _replay(self, i: int, found: CapturedBucket) -> BucketResult:
+    def _replay(self, i: int, bucket: CapturedBucket) -> BucketResult:
         core, clock = self.engine.core, Clock()
         self._count_step()
-        result = found.captured.replay(self._backend, clock)
+        result = bucket.captured.replay(self._backend, clock)
         self._clock.add(clock)
-        core.accounting.encoded.update(found.encoded)
-        core.accounting.dense.update(found.dense)
-        lanes = core.plan.launches[i]
+        core.accounting.encoded.update(bucket.encoded)
+        core.accounting.dense.update(bucket.dense)
+        lanes = core.plan.buckets[i]
         total = sum(lane.units.total for lane in lanes)
         for lane in lanes:  # the time of one graph is shared out by size
             core.accounting.seconds[lane.label].add(clock, lane.units.total / max(total, 1), wire=False)
@@ -196,29 +195,28 @@ class GraphExecutor:
     def _capture(self, i: int, grads: Grads, key: Hashable) -> BucketResult:
         assert self._graphs is not None
         core, bucket = self.engine.core, self._buckets[i]
-        views = bucket.stage or [views_of(lane, grads, core.device) for lane in self.engine.whole.launches[i]]
+        views = bucket.stage or [views_of(lane, grads, core.device) for lane in self.engine.full_plan.buckets[i]]
         states, accounting = core.states_of(i), core.accounting
         encoded, dense = accounting.encoded.copy(), accounting.dense.copy()
         outside = Outside.of(states, core.rollback, core.device)
-        random = Key(core.seed, core.step, core.rank, device_counter=self._count_step())
+        random = replace(core.key, device_counter=self._count_step())
 
         def again() -> Collectives[BucketResult]:
             fresh = [GradViews(view.grads, core.device) for view in views]
-            rounds = self.engine.exchange(i, fresh, outside.local, outside.news, random)
-            return in_collectives(outside.keep(rounds, states, corrupt), self._backend)
+            rounds = self.engine.bucket_rounds(i, fresh, outside.local, outside.storage, random)
+            return in_collectives(outside.keep(rounds, states, corrupt, core.drops.malformed), self._backend)
 
         with defer_checks() as corrupt:
             try:
                 with restored(states, core.rollback):
-                    found = capture(again(), self._backend, self._graphs)
+                    captured = capture(again(), self._backend, self._graphs)
             except CaptureError as error:
                 self._refuse(bucket, error)
                 accounting.encoded, accounting.dense = encoded, dense
                 corrupt.clear()
                 return resume(again(), self._backend, error.results)._replace(captured=False)
-        said = accounting.encoded - encoded, accounting.dense - dense
-        bucket.captures[key] = CapturedBucket(found, list(corrupt), *said)
-        return found.value
+        bucket.captures[key] = CapturedBucket(captured, accounting.encoded - encoded, accounting.dense - dense)
+        return captured.value
 
     def _forget(self, bucket: BucketCaptures) -> None:
         bucket.forget()
@@ -240,19 +238,19 @@ class GraphExecutor:
         known = key in self._commits
         if not (known or self.replayed):
             self._commits[key] = self._capture_commit(results)
-        elif (found := self._commits.get(key)) is not None:
-            found.replay(self._backend, Clock())
+        elif (commit := self._commits.get(key)) is not None:
+            commit.replay(self._backend, Clock())
         else:
             self._undo_if_dropped(results)
         self.replayed = known
         for state, lane in zip(core.states, (lane for result in results for lane in result.lanes), strict=True):
-            state.commit(lane.new, lane.spare)
+            state.commit(lane.new, lane.reusable)
         core.step += 1
-        core.drops.deferred.poll()
+        core.drops.poll()
 
     def _capture_commit(self, results: Sequence[BucketResult]) -> Captured[None] | None:
         assert self._graphs is not None
-        self.engine.core.drops.deferred.counts  # noqa: B018 - allocated outside of the graph
+        self.engine.core.drops.counts  # noqa: B018 - allocated outside of the graph
 
         def undo() -> Collectives[None]:
             self._undo_if_dropped(results)
@@ -267,7 +265,7 @@ class GraphExecutor:
     def _undo_if_dropped(self, results: Sequence[BucketResult]) -> None:
         """Have the device count a step that was dropped, zero its updates, and copy the old state over the new."""
         core = self.engine.core
-        dropped = status.any_of([result.status != 0 for result in results])
+        dropped = core.drops.count_([result.status for result in results])
         new = [one.new.tensors for result in results for one in result.lanes]
         pairs = [
             (tensors[name], state.tensors[name])
@@ -277,5 +275,3 @@ class GraphExecutor:
         ]
         zero_if_(dropped, [in_memory_order(x) for result in results for view in result.views for x in view.grads])
         copy_if_(dropped, [now for now, _ in pairs], [before for _, before in pairs])
-        corrupt = [flag for b in self._buckets for x in b.captures.values() for flag in x.corrupt]
-        core.drops.deferred.count_(dropped, corrupt)

@@ -41,9 +41,9 @@ class Clock:
 def interleave(generators: Sequence[Generator[R, Any, T]]) -> Generator[list[R], list[Any], list[T]]:
     """Step all generators together: each round yields the requests of those that have not ended."""
     steps = [advance(generator) for generator in generators]
-    while pending := {i: step for i, step in enumerate(steps) if not isinstance(step, Finished)}:
-        answers = yield list(pending.values())
-        for i, answer in zip(pending, answers, strict=True):
+    while running := {i: step for i, step in enumerate(steps) if not isinstance(step, Finished)}:
+        answers = yield list(running.values())
+        for i, answer in zip(running, answers, strict=True):
             steps[i] = advance(generators[i], answer)
     return [step.value for step in steps if isinstance(step, Finished)]
 

@@ -3,14 +3,15 @@
 There are three. Which one serves a lane is decided when the plan is built, from what the stages declare:
 
     FusedTopK    feedback with an `accumulation`, a selector that is `exact_topk`: one pass over gradient and memories
-    FusedDense   feedback with an `accumulation` and no momentum, a quantizer with a `feedback_kernel`, no selector
+    FusedDense   feedback with an `accumulation` and no momentum, or with a `signal`; a quantizer with a
+                 `feedback_kernel`, no selector
     Composed     everything else: feedback, codec and feedback again, as they are written
 
 The law: a fused encoder makes the same messages and memories as the composed one, bit for bit.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -18,15 +19,16 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
-from gradwire.codecs.encoding import encode_selected
-from gradwire.codecs.stage import Decoded, EncodeInput
+from gradwire.codecs.encoding import Encoded, encode_selected
+from gradwire.codecs.stage import EncodeInput
 from gradwire.core.payload import Payload
 from gradwire.core.segments import Segments
 from gradwire.engine.state import Generation, LaneState
 from gradwire.engine.views import ContiguousRun, GradViews
-from gradwire.exchanges.exchange import CommContext, Exchange, Message, ShardMessage
-from gradwire.exchanges.shards import shard
+from gradwire.exchanges.exchange import CommContext, Exchange, Message
+from gradwire.exchanges.shards import SERVER_ERROR, shard
 from gradwire.feedback import Feedback
+from gradwire.feedback.feedback import divisor
 from gradwire.kernels import fused
 from gradwire.kernels.dispatch import accelerated
 
@@ -50,7 +52,7 @@ class Encoder(ABC):
     feedback: Feedback
     codec: Codec
     exchange: Exchange
-    keeps_spare: ClassVar[bool] = False  # on a CPU, the old memories' storage is worth keeping for the next step
+    reuses_memories: ClassVar[bool] = False  # on a CPU, the old memories' storage is worth keeping for the next step
 
     @abstractmethod
     def encode(
@@ -74,13 +76,13 @@ class Composed(Encoder):
         self, views: GradViews, state: LaneState, new: Generation, context: CommContext, flags: list[Tensor]
     ) -> EncodedLane:
         flat, on_cpu = views.flat(), views.device.type == "cpu"
-        if self._only_compensates and not on_cpu and state.carried is None and "served" not in state.tensors:
+        if self._only_compensates and not on_cpu and state.carried is None and SERVER_ERROR not in state.tensors:
             return self._compensate(flat, state, new, flags)
-        check = None if on_cpu else self._check_of_message
+        check = None if on_cpu or context.simulated else self._check_of_message
         if check is None:
-            flat, bad = zero_nonfinite(flat)
+            flat, bad = zero_nonfinite(flat, context.world if context.simulated else 1)
             flags.append(bad)
-        encoded = self.encode_flat(flat, state, context)
+        encoded = self._encode_finite(flat, state, context)
         if check is not None:  # what was encoded of values that are not finite will be dropped
             assert isinstance(encoded.message.content, Payload)
             flags.append(check(encoded.message.content.data, context.units.lengths))
@@ -96,8 +98,8 @@ class Composed(Encoder):
     @property
     def _only_compensates(self) -> bool:
         """Whether the exchange takes off what it sends, and all that is left is to add the error."""
-        settles = self.exchange.settles and tuple(self.feedback.memories) == ("residual",)
-        return settles and self.feedback.accumulation is not None and accelerated()
+        subtracts = self.exchange.subtracts_sent and tuple(self.feedback.memories) == ("residual",)
+        return subtracts and self.feedback.accumulation is not None and accelerated()
 
     def _compensate(self, flat: Tensor, state: LaneState, new: Generation, flags: list[Tensor]) -> EncodedLane:
         """Add the error in one pass. The sum lies where the exchange leaves the new error."""
@@ -108,7 +110,7 @@ class Composed(Encoder):
         flags.append(fused.accumulate_(flat, target, None, rule, old))
         return EncodedLane(Message(target, None, {**state.tensors, "residual": target}), target)
 
-    def encode_flat(self, grad: Tensor, state: LaneState, context: CommContext) -> EncodedLane:
+    def _encode_finite(self, grad: Tensor, state: LaneState, context: CommContext) -> EncodedLane:
         """The same of a finite gradient."""
         memory = self.codec.absorb(grad, state.tensors, state.observed)
         target, memory = self.feedback.compensate(grad, memory)
@@ -122,39 +124,39 @@ class Composed(Encoder):
         self, target: Tensor, memory: dict[str, Tensor], state: LaneState, context: CommContext
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Add errors that an earlier spec or exchange left behind."""
-        if state.carried is not None:
-            target = target + state.carried
-        if "served" in memory and not (self.exchange.serves and context.keeps_error):
+        if state.carried is not None:  # in units of updates
+            target = target + (state.carried / divisor(memory) if self.feedback.divides else state.carried)
+        if SERVER_ERROR in memory and self.feedback.keeps_error and not self.exchange.keeps_server_error:
             start, stop = shard(context.units.total, context.world, context.key.rank)
             target = target.clone()
-            target[start:stop] += context.world * memory["served"]
-            memory["served"] = torch.zeros_like(memory["served"])
+            target[start:stop] += context.world * memory[SERVER_ERROR]
+            memory[SERVER_ERROR] = torch.zeros_like(memory[SERVER_ERROR])
         return target, memory
 
 
 class FusedTopK(Encoder):
     """Exact top-k, where the gradients lie."""
 
-    keeps_spare: ClassVar[bool] = True
+    reuses_memories: ClassVar[bool] = True
 
     def encode(
         self, views: GradViews, state: LaneState, new: Generation, context: CommContext, flags: list[Tensor]
     ) -> EncodedLane:
-        memory = {**state.tensors, **_room(self.feedback, state, new)}
-        whole = context.units == context.tensors and not self.exchange.cuts and views.device.type == "cpu"
-        runs = views.runs() if whole and views.width == torch.float32 else _one_run(views)
+        memory = {**state.tensors, **_storage_of(self.feedback.memories, state, new)}
+        by_layer = context.units == context.tensors and not self.exchange.cuts and views.device.type == "cpu"
+        runs = views.runs() if by_layer and views.width == torch.float32 else _one_run(views)
 
-        def encode_shard(start: int, stop: int) -> ShardMessage:
+        def encode_shard(start: int, stop: int) -> Message:
             window = _window(context.units, start, stop)
             cut = runs if len(runs) > 1 else [ContiguousRun(start, runs[0].flat[start:stop], window.lengths)]
-            found = [self.select(run, state, memory, flags) for run in cut]
-            encoded = encode_selected(self.codec, *_together(found, cut), window, context.key, memory)
-            self.settle_(memory, encoded.sent, start)
-            return ShardMessage(encoded.payload, None, memory)
+            selected = [self._select(run, state, memory, flags) for run in cut]
+            encoded = encode_selected(self.codec, *_together(selected, cut), window, context.key, memory)
+            self._subtract_sent_(memory, encoded, start)
+            return Message.of(encoded, memory, context)
 
         return EncodedLane(self.exchange.encode_shards(encode_shard, context))
 
-    def select(
+    def _select(
         self, run: ContiguousRun, state: LaneState, memory: dict[str, Tensor], flags: list[Tensor]
     ) -> fused.Selected:
         """Add a run's gradients to the old memories, which makes the new ones, and select."""
@@ -164,20 +166,21 @@ class FusedTopK(Encoder):
         after = _pair(memory, part)
         before = after if memory["residual"] is state.tensors["residual"] else _pair(state.tensors, part)
         counts = tuple(map(self.codec.selector.capacity, run.lengths))
-        about = rule, run.lengths, counts, None
+        budget = rule, run.lengths, counts
         if self.codec.is_identity_on_selected:
-            found = fused.send_topk_(run.flat, before, after, self.feedback.masks, *about)
+            selected = fused.send_topk_(run.flat, before, after, self.feedback.masks, *budget)
         else:
-            found = fused.carry_topk_(run.flat, before, after, *about)
-        flags.append(found.broken)
-        return found
+            selected = fused.carry_topk_(run.flat, before, after, *budget)
+        flags.append(selected.broken)
+        return selected
 
-    def settle_(self, memory: dict[str, Tensor], sent: Decoded, start: int = 0) -> None:
+    def _subtract_sent_(self, memory: dict[str, Tensor], encoded: Encoded, start: int) -> None:
         """Take what was sent off the error, unless the kernel has done so."""
         if not self.codec.is_identity_on_selected:
-            assert sent.indices is not None
             residual, momentum = _pair(memory, slice(start, None))
-            fused.settle_(residual, momentum if self.feedback.masks else None, sent.indices, sent.values)
+            indices, values = encoded.sent
+            assert indices is not None
+            fused.subtract_sent_(residual, momentum if self.feedback.masks else None, indices, values)
 
 
 class FusedDense(Encoder):
@@ -186,47 +189,38 @@ class FusedDense(Encoder):
     def encode(
         self, views: GradViews, state: LaneState, new: Generation, context: CommContext, flags: list[Tensor]
     ) -> EncodedLane:
-        memory = {**state.tensors, **_room(self.feedback, state, new)}
-        (run,) = _one_run(views)
+        kernel, rule = self.codec.quantizer.feedback_kernel, self.feedback.accumulation
+        assert kernel is not None
+        memory = {**state.tensors, **_storage_of(("residual",), state, new)}
+        after, old = memory["residual"], state.tensors["residual"]
+        flat, signal = _one_run(views)[0].flat, self.feedback.signal
+        flat = flat if signal is None else signal(flat.float(), state.tensors)
+        decay = 1.0 if rule is None else rule.decay
 
-        def encode_shard(start: int, stop: int) -> ShardMessage:
-            payload = self.quantize(run.flat, start, stop, context.units, state, memory, flags)
-            return ShardMessage(payload, None, memory)
+        def encode_shard(start: int, stop: int) -> Message:
+            window, part = _window(context.units, start, stop), slice(start, stop)
+            before = None if after is old else old[part]
+            data, bad = kernel(flat[part], after[part], decay, window.lengths, before=before)
+            flags.append(bad)
+            encoded = Encoded(self.codec, context.key, window, None, window.lengths, data, memory)
+            return Message.of(encoded, memory, context)
 
         return EncodedLane(self.exchange.encode_shards(encode_shard, context))
-
-    def quantize(
-        self,
-        flat: Tensor,
-        start: int,
-        stop: int,
-        units: Segments,
-        state: LaneState,
-        memory: dict[str, Tensor],
-        flags: list[Tensor],
-    ) -> Payload:
-        """The payload of ``[start, stop)``."""
-        kernel, rule = self.codec.quantizer.feedback_kernel, self.feedback.accumulation
-        assert kernel is not None and rule is not None
-        after, old = memory["residual"], state.tensors["residual"]
-        before = None if after is old else old[start:stop]
-        lengths = _window(units, start, stop).lengths
-        data, bad = kernel(flat[start:stop], after[start:stop], rule.decay, lengths, before=before)
-        flags.append(bad)
-        return Payload(data)
 
 
 def encoder_for(feedback: Feedback, codec: Codec, exchange: Exchange, others: Sequence[Exchange] = ()) -> Encoder:
     """The encoder that serves a lane; ``others`` are the exchanges of the lane's other steps."""
     # An exchange with an error of its own may leave it to another, which then has to add it.
-    leaves = any(other.serves for other in others) and not exchange.serves
+    leaves = any(other.keeps_server_error for other in others) and not exchange.keeps_server_error
     rule = feedback.accumulation
     composes = exchange.compresses_in_protocol or codec.transform is not None or codec.traits.linear or leaves
-    if accelerated() and rule is not None and not composes:
-        if codec.selector is not None and codec.selector.exact_topk:
-            return FusedTopK(feedback, codec, exchange)
-        if codec.selector is None and tuple(feedback.memories) == ("residual",) and codec.quantizer.feedback_kernel:
-            return FusedDense(feedback, codec, exchange)
+    if not accelerated() or composes:
+        return Composed(feedback, codec, exchange)
+    if rule is not None and codec.selector is not None and codec.selector.exact_topk:
+        return FusedTopK(feedback, codec, exchange)
+    one_memory = rule is not None and tuple(feedback.memories) == ("residual",)
+    if codec.selector is None and codec.quantizer.feedback_kernel and (one_memory or feedback.signal is not None):
+        return FusedDense(feedback, codec, exchange)
     return Composed(feedback, codec, exchange)
 
 
@@ -246,13 +240,9 @@ def zero_nonfinite(flat: Tensor, ranks: int = 1) -> tuple[Tensor, Tensor]:
     return torch.where(fine[:, None], rows, 0.0).view(-1), bad
 
 
-def _room(feedback: Feedback, state: LaneState, new: Generation) -> dict[str, Tensor]:
+def _storage_of(names: Iterable[str], state: LaneState, new: Generation) -> dict[str, Tensor]:
     """Where new memories go that kernels write."""
-    missing = [name for name in feedback.memories if name not in new.tensors]
-    return {
-        **{name: torch.empty_like(state.tensors[name]) for name in missing},
-        **{name: x for name, x in new.tensors.items() if name in feedback.memories},
-    }
+    return {name: new.tensors[name] if name in new.tensors else torch.empty_like(state.tensors[name]) for name in names}
 
 
 def _pair(memory: dict[str, Tensor], part: slice) -> tuple[Tensor, Tensor | None]:
@@ -267,12 +257,12 @@ def _one_run(views: GradViews) -> list[ContiguousRun]:
     return [ContiguousRun(0, flat, tuple(x.numel() for x in views.grads))]
 
 
-def _together(found: Sequence[fused.Selected], runs: Sequence[ContiguousRun]) -> tuple[Tensor, Tensor]:
+def _together(selected: Sequence[fused.Selected], runs: Sequence[ContiguousRun]) -> tuple[Tensor, Tensor]:
     """The positions and values that several runs selected."""
-    if len(found) == 1:
-        return found[0].indices, found[0].values
-    indices = [one.indices + run.start for one, run in zip(found, runs, strict=True)]
-    return torch.cat(indices), torch.cat([one.values for one in found])
+    if len(selected) == 1:
+        return selected[0].indices, selected[0].values
+    indices = [one.indices + run.start for one, run in zip(selected, runs, strict=True)]
+    return torch.cat(indices), torch.cat([one.values for one in selected])
 
 
 def _window(units: Segments, start: int, stop: int) -> Segments:

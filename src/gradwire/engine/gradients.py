@@ -29,6 +29,14 @@ def views_of(lane: Lane, grads: Grads, device: torch.device, factor: float = 1.0
     return GradViews(dense, device, factor, [grads[name] is not None for name in lane.tensors.names])
 
 
+def views_and_status(
+    lanes: Sequence[Lane], grads: Grads, device: torch.device, factor: float = 1.0
+) -> tuple[list[GradViews], Tensor]:
+    """Where the gradients of some lanes lie; and what the host can see of them, uint8[1] on the device."""
+    status = torch.full((1,), host_status(lanes, grads), dtype=torch.uint8, device=device)
+    return [views_of(lane, grads, device, factor) for lane in lanes], status
+
+
 def by_name(lanes: Sequence[Lane], flats: Sequence[Tensor]) -> dict[str, Tensor]:
     """The flat vectors of some lanes as tensors by parameter."""
     return {

@@ -13,6 +13,7 @@ from gradwire.engine.capture import Captured, CaptureError
 from gradwire.engine.drive import Rounds
 from gradwire.engine.lane import LaneResult
 from gradwire.engine.state import Generation, LaneState
+from gradwire.engine.status import MALFORMED
 from gradwire.engine.step import BucketResult
 from gradwire.engine.views import GradViews
 
@@ -25,7 +26,6 @@ class CapturedBucket:
     """A bucket's step, and what each replay adds to the accounts."""
 
     captured: Captured[BucketResult]
-    corrupt: list[Tensor]
     encoded: Counter[str]
     dense: Counter[str]
 
@@ -48,7 +48,7 @@ class BucketCaptures:
     places: Places = ()
 
     def forget(self) -> None:
-        """Run eagerly for a while, and capture anew."""
+        """Run eagerly for a while, and capture again."""
         self.tries = TRIES if self.replays > LASTING else self.tries - bool(self.captures)
         self.captures.clear()
         self.eager = self.replays = 0
@@ -59,33 +59,31 @@ class Outside:
     """Where that goes which outlives a captured bucket: not to memory that graphs share.
 
     Attributes:
-        news: By lane: storage of new memories. It may be the state's own.
+        storage: By lane: storage of new memories. It may be the state's own.
         local: This rank's status: captured buckets have all their gradients.
         status: Of all ranks.
-        corrupt: Whether a message was found corrupt.
     """
 
-    news: list[Generation]
+    storage: list[Generation]
     local: Tensor
     status: Tensor
-    corrupt: Tensor
 
     @classmethod
     def of(cls, states: Sequence[LaneState], rollback: bool, device: torch.device) -> "Outside":
-        news = [_room(state) if rollback else state.front for state in states]
-        local, found, corrupt = torch.zeros(3, dtype=torch.uint8, device=device).split(1)
-        return cls(news, local, found.view(()), corrupt.view(()))
+        storage = [_storage_of(state) if rollback else state.front for state in states]
+        local, status = torch.zeros(2, dtype=torch.uint8, device=device).split(1)
+        return cls(storage, local, status.view(()))
 
     def keep(
-        self, rounds: Rounds[BucketResult], states: Sequence[LaneState], corrupt: list[Tensor]
+        self, rounds: Rounds[BucketResult], states: Sequence[LaneState], corrupt: Sequence[Tensor], malformed: Tensor
     ) -> Rounds[BucketResult]:
-        """The same rounds with their result here."""
+        """The same rounds with their result here. A corrupt message sets ``malformed``, the status of later rounds."""
         result = yield from rounds
         if corrupt:
-            corrupt[:] = [self.corrupt.copy_(torch.cat([flag.flatten() for flag in corrupt]).any())]
+            malformed.bitwise_or_(torch.cat([flag.flatten() for flag in corrupt]).any() * MALFORMED)
         self.status.copy_(result.status)
         lanes = []
-        for one, state, new in zip(result.lanes, states, self.news, strict=True):
+        for one, state, new in zip(result.lanes, states, self.storage, strict=True):
             for name, x in one.new.tensors.items():
                 if x is not new.tensors.get(name):
                     unchanged = x is state.tensors[name] or name not in new.tensors
@@ -94,7 +92,7 @@ class Outside:
         return result._replace(lanes=lanes, status=self.status, captured=True)
 
 
-def _room(state: LaneState) -> Generation:
+def _storage_of(state: LaneState) -> Generation:
     """Storage for the next generation of a lane's memories."""
     if state.back is not None and state.back.tensors.keys() == state.tensors.keys():
         return state.back

@@ -13,7 +13,6 @@ ranks of all hosts come to the same decision.
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from gradwire.core.requests import Max, Request, Scope, SendRecv, Sum, T, interc
 from gradwire.core.segments import on
 from gradwire.engine import status
 from gradwire.engine.drive import Rounds
-from gradwire.engine.gradients import Grads, by_name, check_moments, host_status, views_of
+from gradwire.engine.gradients import Grads, by_name, check_moments, views_and_status
 from gradwire.engine.host_messages import HostMean, host_message, read_message
 from gradwire.engine.lane import Lane
 from gradwire.engine.partition import Owners, share
@@ -52,13 +51,13 @@ class HostEngine:
 
     Attributes:
         core: The engine of this rank's share.
-        whole: The plan of all parameters.
+        full_plan: The plan of all parameters.
         shares: What each rank of the host serves.
     """
 
     def __init__(
         self,
-        whole: Plan,
+        full_plan: Plan,
         owned: Owners,
         host_layout: HostLayout,
         rank: int,
@@ -68,14 +67,14 @@ class HostEngine:
     ) -> None:
         host, self.local = host_layout.place_of(rank)
         self.ranks_per_host = host_layout.ranks_per_host
-        self.whole = whole
-        self.shares = [share(whole, owned, local) for local in range(self.ranks_per_host)]
-        self.core = Engine(self.shares[self.local], host, len(host_layout.hosts), seed, device, rollback, whole)
+        self.full_plan = full_plan
+        self.shares = [share(full_plan, owned, local) for local in range(self.ranks_per_host)]
+        self.core = Engine(self.shares[self.local], host, len(host_layout.hosts), seed, device, rollback, full_plan)
         self._moments: dict[str, Tensor] = {}
         self._next = {
             name: torch.zeros(n, device=device)
-            for i, served in enumerate(self.shares)
-            for lane in served.lanes
+            for i, plan in enumerate(self.shares)
+            for lane in plan.lanes
             for name, n in zip(lane.tensors.names, lane.tensors.lengths, strict=True)
             if i != self.local and self._is_delayed(lane)
         }
@@ -83,64 +82,59 @@ class HostEngine:
     def run(self, grads: Grads, unscale: float = 1.0) -> Rounds[StepResult]:
         """A whole step. Clipping needs the host's whole gradient, so all of it comes in before any goes out."""
         core, means, results = self.core, list[HostMean](), list[BucketResult]()
-        views = [self._views(i, grads) for i in range(len(self.whole.launches))]
-        for i, (own, local) in enumerate(views):
-            means.append((yield from self._inward(i, own, local)))
+        views = [views_and_status(bucket, grads, core.device) for bucket in self.full_plan.buckets]
+        for i, (rank_views, local) in enumerate(views):
+            means.append((yield from self._inward(i, rank_views, local)))
         factor = yield from self._clip(means, unscale)
         for i, mean in enumerate(means):
-            results.append((yield from self._outward(i, mean, views[i][0], factor, core.rooms(i), core.key)))
+            results.append((yield from self._outward(i, mean, views[i][0], factor, core.storage_of(i), core.key)))
         return (yield from self.finish(results, grads))
 
-    def bucket(self, i: int, grads: Grads) -> Rounds[BucketResult]:
+    def run_bucket(self, i: int, grads: Grads) -> Rounds[BucketResult]:
         """All three parts for one bucket."""
-        core, (views, local) = self.core, self._views(i, grads)
+        core = self.core
         core.drops.assert_valid()
-        return (yield from self.exchange(i, views, local, core.rooms(i), core.key))
+        views, local = views_and_status(self.full_plan.buckets[i], grads, core.device)
+        return (yield from self.bucket_rounds(i, views, local, core.storage_of(i), core.key))
 
-    def exchange(
-        self, i: int, views: list[GradViews], local: Tensor, news: Sequence[Generation], key: Key
+    def bucket_rounds(
+        self, i: int, views: list[GradViews], local: Tensor, storage: Sequence[Generation], key: Key
     ) -> Rounds[BucketResult]:
-        """As `Engine.exchange`; the views are those of all parameters of the bucket."""
+        """As `Engine.bucket_rounds`; the views are those of all parameters of the bucket."""
         mean = yield from self._inward(i, views, local)
-        return (yield from self._outward(i, mean, views, 1.0, news, key))
+        return (yield from self._outward(i, mean, views, 1.0, storage, key))
 
     def finish(self, results: Sequence[BucketResult], grads: Grads) -> Rounds[StepResult]:
         """Commit the share, or drop the step on all ranks of all hosts."""
-        found = reduce(or_, (status.read(result.status) for result in results), 0)
+        bits = status.read(result.status for result in results)
         mine = dict(grads)
-        if found & MISSING and not found & UNSUPPORTED:
+        if bits & MISSING and not bits & UNSUPPORTED:
             mine = {name: x for result in results for name, x in result.extra.mean.known().items()}
-        alike = [x._replace(status=torch.full_like(x.status, found), views=x.extra.views) for x in results]
+        alike = [x._replace(status=torch.full_like(x.status, bits), views=x.extra.views) for x in results]
         outcome = yield from among_hosts(self.core.finish(alike, mine, alone=False))
-        updates = named_updates(self.whole.lanes, results)
+        updates = named_updates(self.full_plan.lanes, results)
         if outcome.skipped:
             for view in (view for result in results for view in result.views):
                 view.zero_()
             return StepResult(updates, True)
-        if found & MISSING:
+        if bits & MISSING:
             updates = yield from self._used_anywhere(updates, outcome)
         following = {name: x for result in results for name, x in result.extra.next.items()}
         self._next |= {name: x for name, x in following.items() if name in updates and name in self._next}
         return StepResult(updates, False)
 
-    def _views(self, i: int, grads: Grads) -> tuple[list[GradViews], Tensor]:
-        """Where the gradients of a bucket lie, by lane of the whole plan; and this rank's status."""
-        lanes, device = self.whole.launches[i], self.core.device
-        local = torch.full((1,), host_status(lanes, grads), dtype=torch.uint8, device=device)
-        return [views_of(lane, grads, device) for lane in lanes], local
-
     # -- inward --------------------------------------------------------------------------------------------------------
 
     def _inward(self, i: int, views: Sequence[GradViews], local: Tensor) -> Rounds[HostMean]:
         """Send the gradients of others' shares, and take the mean of this rank's own."""
-        lanes = list(zip(self.whole.launches[i], views, strict=True))
+        lanes = list(zip(self.full_plan.buckets[i], views, strict=True))
         grads = {name: x for lane, view in lanes for name, x in zip(lane.tensors.names, view.grads, strict=True)}
         present = {name: x for lane, view in lanes for name, x in zip(lane.tensors.names, view.present, strict=True)}
         if self.ranks_per_host == 1:
             flags = None if all(present.values()) else on(tuple(map(int, present.values())), self.core.device)
             return HostMean(grads, flags, local)
         messages = {
-            peer: self._gradients(self.shares[peer].launches[i], grads, present, local & UNSUPPORTED)
+            peer: self._gradients(self.shares[peer].buckets[i], grads, present, local & UNSUPPORTED)
             for peer in range(self.ranks_per_host)
         }
         size = messages[self.local].nbytes
@@ -154,15 +148,15 @@ class HostEngine:
         device = self.core.device
         sizes = {name: n for lane in lanes for name, n in zip(lane.tensors.names, lane.tensors.lengths, strict=True)}
         tested = [name for lane in lanes if self._tests_variance(lane) for name in lane.tensors.names]
-        seen = any(name in self._moments for name in tested)
+        has_moments = any(name in self._moments for name in tested)
         moments = [self._moments.pop(name, torch.zeros(sizes[name], device=device)) for name in tested]
         flats = [grads[name].reshape(-1).to(device, torch.float32) for name in sizes]
         notes = on(tuple(int(present[name]) for name in sizes), device).to(torch.uint8)
-        return host_message([*flats, *moments], [notes, local, on((int(seen),), device).to(torch.uint8)])
+        return host_message([*flats, *moments], [notes, local, on((int(has_moments),), device).to(torch.uint8)])
 
     def _mean(self, i: int, received: Sequence[Payload]) -> HostMean:
         """The mean of what the ranks of the host sent, added in their order."""
-        lanes = self.core.plan.launches[i]
+        lanes = self.core.plan.buckets[i]
         tested = [k for k, lane in enumerate(lanes) if self._tests_variance(lane)]
         sizes = [lane.tensors.total for lane in lanes] + [lanes[k].tensors.total for k in tested]
         numbers, notes = zip(*(read_message(payload, sum(sizes)) for payload in received), strict=True)
@@ -180,17 +174,15 @@ class HostEngine:
         mine: dict[str, Tensor | None] = {name: grad for mean in means for name, grad in mean.grads.items()}
         if self.ranks_per_host == 1 or not self.core.clips:
             return self.core.clip_factor(mine, unscale)
-        squares = [grad.double().square().sum() for grad in mine.values() if grad is not None]
-        own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.core.device)
-        (square,) = yield [Sum(own[None], LOCAL)]
-        return self.core.clip_factor({"": square.sqrt()}, unscale)
+        norm = yield from norm_inside(mine, self.core.device)
+        return self.core.clip_factor({"": norm}, unscale)
 
     def observe(self, moments: Mapping[str, Tensor]) -> None:
         """Keep measured second moments until the next step sends them to the ranks that need them."""
         if self.ranks_per_host == 1:
             self.core.observe(moments)
             return
-        check_moments(moments, self.whole)
+        check_moments(moments, self.full_plan)
         for name, moment in moments.items():
             flat = moment.detach().flatten().to(self.core.device).float()
             self._moments[name] = self._moments[name] + flat if name in self._moments else flat.clone()
@@ -208,13 +200,13 @@ class HostEngine:
         mean: HostMean,
         views: list[GradViews],
         factor: float,
-        news: Sequence[Generation],
+        storage: Sequence[Generation],
         key: Key,
     ) -> Rounds[BucketResult]:
         """Exchange this rank's share with other hosts, and the updates of all shares inside the host."""
-        lanes, device = self.core.plan.launches[i], self.core.device
+        lanes, device = self.core.plan.buckets[i], self.core.device
         shares = [GradViews([mean.grads[name] for name in lane.tensors.names], device, factor) for lane in lanes]
-        result = yield from among_hosts(self.core.exchange(i, shares, mean.status, news, key))
+        result = yield from among_hosts(self.core.bucket_rounds(i, shares, mean.status, storage, key))
         if self.ranks_per_host == 1:
             return result._replace(views=views, extra=HostBucket(mean, shares, {}))
         agreed = [
@@ -222,7 +214,7 @@ class HostEngine:
             for lane, one, view in zip(lanes, result.lanes, shares, strict=True)
         ]
         message = host_message([x for parts in agreed for x in parts], [result.status.view(1)])
-        sizes = [sum(lane.tensors.total for lane in served.launches[i]) for served in self.shares]
+        sizes = [sum(lane.tensors.total for lane in plan.buckets[i]) for plan in self.shares]
         into = {peer: 4 * n + 1 for peer, n in enumerate(sizes)}
         (received,) = yield [SendRecv(dict.fromkeys(into, message), into, LOCAL)]
         worst = reduce(torch.bitwise_or, [payload.data[-1] for payload in received.values()])
@@ -233,13 +225,13 @@ class HostEngine:
         """Write the updates of all shares over the gradients; what delayed lanes hand back at the next step."""
         updates: dict[str, Tensor] = {}
         following: dict[str, Tensor] = {}
-        for served, flat in zip(self.shares, numbers, strict=True):
-            lanes = served.launches[i]
+        for plan, flat in zip(self.shares, numbers, strict=True):
+            lanes = plan.buckets[i]
             for lane, part in zip(lanes, flat.split([lane.tensors.total for lane in lanes]), strict=True):
                 (following if self._is_delayed(lane) else updates).update(by_name([lane], [part]))
-        before = self.pending if following else {}
+        before = self.delayed_updates if following else {}
         updates |= {name: before[name].view(x.shape) for name, x in following.items()}
-        for lane, view in zip(self.whole.launches[i], views, strict=True):
+        for lane, view in zip(self.full_plan.buckets[i], views, strict=True):
             torch._foreach_copy_(view.grads, [updates[name] for name in lane.tensors.names])
         return {name: x.flatten() for name, x in following.items()}
 
@@ -254,9 +246,9 @@ class HostEngine:
     # -- what is delayed, and what is saved ----------------------------------------------------------------------------
 
     @property
-    def pending(self) -> dict[str, Tensor]:
+    def delayed_updates(self) -> dict[str, Tensor]:
         """By name: what the last step agreed on, to be handed back one step late."""
-        return {**self.core.pending, **self._next}
+        return {**self.core.delayed_updates, **self._next}
 
     @property
     def extra_state(self) -> dict[str, Tensor]:
@@ -277,6 +269,15 @@ class HostEngine:
 
     def _tests_variance(self, lane: Lane) -> bool:
         return "second_moment" in lane.at(self.core.step)[0].memories
+
+
+def norm_inside(grads: Grads, device: torch.device) -> Rounds[Tensor]:
+    """The norm of gradients of which each rank of a host has a part."""
+    squares = [grad.detach().double().square().sum() for grad in grads.values() if grad is not None]
+    own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+    (square,) = yield [Sum(own[None], LOCAL)]
+    norm: Tensor = square.sqrt()
+    return norm
 
 
 def among_hosts(rounds: Rounds[T]) -> Rounds[T]:

@@ -11,15 +11,17 @@ from gradwire.codecs.codec import Codec
 from gradwire.codecs.decoding import Entries
 from gradwire.codecs.stage import Memory, StateSpec
 from gradwire.core.keys import Key
+from gradwire.core.payload import CorruptMessageError
 from gradwire.core.requests import CommGenerator
 from gradwire.core.segments import Segments
 from gradwire.engine.encoders import Composed, Encoder, encoder_for
 from gradwire.engine.state import Generation, LaneState
 from gradwire.engine.views import GradViews
 from gradwire.exchanges import Exchange
-from gradwire.exchanges.exchange import CommContext
-from gradwire.exchanges.shards import shard
+from gradwire.exchanges.exchange import Aggregate, CommContext
+from gradwire.exchanges.shards import SERVER_ERROR, shard
 from gradwire.feedback import Feedback, NoFeedback
+from gradwire.feedback.feedback import divisor
 
 
 class LaneResult(NamedTuple):
@@ -28,12 +30,21 @@ class LaneResult(NamedTuple):
     Attributes:
         update: As a flat tensor, or as few entries.
         new: The new memories.
-        spare: Storage of old memories that serves the next step.
+        reusable: Old memories, as storage for the next step.
     """
 
     update: Tensor | Entries
     new: Generation
-    spare: Generation | None = None
+    reusable: Generation | None = None
+
+
+def is_refresh(step: int, times: int) -> bool:
+    """Whether a step is among 0, 1, 2, ..., of which so many are one step apart, as many two, as many four, and so on.
+
+    These are the steps k_j of 0/1 Adam, with k_{j+1} = k_j + 2^floor(j / times).
+    """
+    interval = 1 << ((step // times + 1).bit_length() - 1)
+    return (step - times * (interval - 1)) % interval == 0
 
 
 @dataclass(frozen=True)
@@ -44,9 +55,10 @@ class Lane:
         label: The rule's.
         tensors: The parameters.
         units: What the codec treats as one vector each.
-        feedback: Of all steps but the first.
+        feedback: Of all steps after the first `gradient_steps`.
         table: Codec and exchange from a step on.
         gradient_steps: For so many steps gradients are sent without feedback.
+        refresh: Later steps that send gradients as the last of those do: so many, before their interval doubles.
     """
 
     label: str
@@ -55,6 +67,7 @@ class Lane:
     feedback: Feedback
     table: tuple[tuple[int, Codec, Exchange], ...]
     gradient_steps: int = 0
+    refresh: int = 0
 
     def at(self, step: int) -> tuple[Codec, Exchange]:
         """The codec and exchange of a step."""
@@ -63,6 +76,8 @@ class Lane:
 
     def encoder(self, step: int) -> Encoder:
         """The encoder of a step."""
+        if self._sends_gradients(step):
+            step = min(step, self.gradient_steps - 1)
         return [encoder for start, encoder in self._encoders if start <= step][-1]
 
     @cached_property
@@ -74,7 +89,14 @@ class Lane:
         )
 
     def _feedback(self, step: int) -> Feedback:
-        return NoFeedback() if step < self.gradient_steps else self.feedback
+        return NoFeedback() if self._sends_gradients(step) else self.feedback
+
+    def _sends_gradients(self, step: int) -> bool:
+        return step < self.gradient_steps or self.refreshes(step)
+
+    def refreshes(self, step: int) -> bool:
+        """Whether a step after the first ones sends gradients again."""
+        return step > self.gradient_steps and self.refresh > 0 and is_refresh(step, self.refresh)
 
     @cached_property
     def fused(self) -> bool:
@@ -88,7 +110,13 @@ class Lane:
         )
 
     def step(
-        self, views: GradViews, state: LaneState, new: Generation, context: CommContext, flags: list[Tensor]
+        self,
+        views: GradViews,
+        state: LaneState,
+        new: Generation,
+        context: CommContext,
+        flags: list[Tensor],
+        corrupt: list[CorruptMessageError],
     ) -> CommGenerator[LaneResult]:
         """Add the error, encode, keep the new error, exchange, and make the update.
 
@@ -98,6 +126,7 @@ class Lane:
             new: Storage for new memories. It may lack some, and it may be the state's own.
             context: Of the exchange.
             flags: Gets bools on the device: whether a gradient was not finite.
+            corrupt: Gets the errors of messages that cannot be decoded; the mean is zero then.
         """
         encoder = self.encoder(context.key.step)
         if state.carried is not None:
@@ -105,18 +134,22 @@ class Lane:
         message, target = encoder.encode(views, state, new, context, flags)
         if not encoder.codec.decoder.is_sparse(context.units, context.world):
             views.free_copy()
-        aggregate = yield from encoder.exchange.run(message, encoder.codec, context)
+        try:
+            aggregate = yield from encoder.exchange.run(message, encoder.codec, context)
+        except CorruptMessageError as error:
+            corrupt.append(error)
+            aggregate = Aggregate(torch.zeros(context.units.total, device=views.device), message.memory)
         mean, memory = aggregate.mean, aggregate.memory
         if aggregate.sent is not None:
             assert target is not None
             memory = encoder.feedback.update_memory(target, aggregate.sent, memory)
         if encoder.feedback.finalize is not None and not isinstance(mean, Entries):
             mean, memory = encoder.feedback.finalize(mean, memory)
-        return LaneResult(mean, Generation(dict(memory)), self._spare(encoder, views, state, memory))
+        return LaneResult(mean, Generation(dict(memory)), self._reusable(encoder, views, state, memory))
 
-    def _spare(self, encoder: Encoder, views: GradViews, state: LaneState, memory: Memory) -> Generation | None:
+    def _reusable(self, encoder: Encoder, views: GradViews, state: LaneState, memory: Memory) -> Generation | None:
         """Old memories that kernels have replaced. On a CPU, fresh pages would cost more than the step itself."""
-        if not encoder.keeps_spare or views.device.type != "cpu" or not views.in_place:
+        if not encoder.reuses_memories or views.device.type != "cpu" or not views.in_place:
             return None
         old = {name: state.tensors[name] for name in encoder.feedback.memories}
         return None if any(memory[name] is x for name, x in old.items()) else Generation(old)
@@ -150,11 +183,13 @@ class Lane:
         owed = self.feedback.error(memory)
         like = next(iter(memory.values()), torch.zeros(0))
         debt = like.new_zeros(n) if owed is None else owed.clone()
+        if SERVER_ERROR in memory:
+            start, stop = shard(n, world, rank)
+            debt[start:stop] += world * memory[SERVER_ERROR]  # one rank keeps it, for all
+        if self.feedback.divides:
+            debt *= divisor(memory)
         if state.carried is not None:
             debt += state.carried
-        if "served" in memory:
-            start, stop = shard(n, world, rank)
-            debt[start:stop] += world * memory["served"]  # one rank keeps it, for all
         if "pending" in memory:
             debt += memory["pending"]
         return debt

@@ -8,7 +8,7 @@ from gradwire.codecs.codec import Codec, codec
 from gradwire.codecs.stage import Stage
 from gradwire.core.segments import Segments
 from gradwire.core.spec import parse
-from gradwire.exchanges import Auto, Exchange
+from gradwire.exchanges import Auto, Exchange, Noop
 from gradwire.feedback import Feedback, NoFeedback, Residual
 
 Spec: TypeAlias = "str | Stage | Codec | Exchange | Method | Mapping[int, str | Stage | Codec]"
@@ -28,15 +28,19 @@ class Method:
 
     Attributes:
         table: Codecs by step.
-        feedback: Of all steps but the first.
+        feedback: Of all steps after the first `gradient_steps`.
         exchange: Of all steps.
         gradient_steps: For so many steps gradients are sent without feedback.
+        alone: For so many steps nothing is sent; then all ranks go on from rank 0's weights and moments.
+        refresh: Later steps that send gradients, too: so many, before the interval between them doubles; 0: none.
     """
 
     table: tuple[tuple[int, Codec], ...]
     feedback: Feedback
     exchange: Exchange
     gradient_steps: int = 0
+    alone: int = 0
+    refresh: int = 0
     kind: ClassVar[str] = "preset"
 
     def __post_init__(self) -> None:
@@ -45,6 +49,8 @@ class Method:
             raise ValueError(f"a step table must rise from step 0, but this one has steps {steps}")
         if self.gradient_steps and self.gradient_steps not in steps:
             raise ValueError(f"gradients are sent for {self.gradient_steps} steps, but the step table has {steps}")
+        if self.refresh < 0 or (self.refresh and not self.gradient_steps):
+            raise ValueError(f"refresh={self.refresh} must be 0 or more, and needs a start of 1 step or more")
         for _, chosen in self.table:
             if self.exchange.check is not None:
                 self.exchange.check(chosen)
@@ -60,7 +66,17 @@ class Method:
         codecs = "{" + ", ".join(stages) + "}" if len(stages) > 1 else str(self.table[0][1])
         stages_text = "" if self.exchange.compresses_in_protocol else f"{codecs}, "
         first = f", the first {self.gradient_steps} steps without feedback" if self.gradient_steps else ""
-        return f"{stages_text}feedback={self.feedback}, exchange={self.exchange}{first}"
+        alone = f", the first {self.alone} without traffic" if self.alone else ""
+        again = f", and later ones at intervals that double after {self.refresh}" if self.refresh else ""
+        return f"{stages_text}feedback={self.feedback}, exchange={self.exchange}{first}{alone}{again}"
+
+    @property
+    def stages(self) -> list[tuple[int, Codec, Exchange]]:
+        """Codec and exchange from a step on. What is not sent is not rounded either."""
+        first = [(0, codec("fp32"), Noop())] if self.alone else []
+        now = [chosen for step, chosen in self.table if step <= self.alone][-1]
+        later = [(step, chosen, self.exchange) for step, chosen in self.table if step > self.alone]
+        return [*first, (self.alone, now, self.exchange), *later]
 
     @property
     def last(self) -> Codec:

@@ -20,8 +20,8 @@ def assign_owners(plan: Plan, ranks_per_host: int) -> dict[str, int]:
     """Assign all parameters to the ranks of a host, with about as much work for each in every bucket."""
     owners: dict[str, int] = {}
     total = [0] * ranks_per_host
-    for launch in plan.launches:
-        owners |= balance([atom for lane in launch for atom in _atoms(lane)], total)
+    for bucket in plan.buckets:
+        owners |= balance([atom for lane in bucket for atom in _atoms(lane)], total)
     return owners
 
 
@@ -48,10 +48,10 @@ def _atoms(lane: Lane) -> list[Atom]:
 
 def share(plan: Plan, owned: Owners, local: int) -> Plan:
     """What one rank of a host serves: as many buckets, some of them perhaps empty."""
-    launches = tuple(
-        tuple(part for lane in launch if (part := _part(lane, owned, local)) is not None) for launch in plan.launches
+    buckets = tuple(
+        tuple(part for lane in bucket if (part := _part(lane, owned, local)) is not None) for bucket in plan.buckets
     )
-    return Plan(launches, plan.world)
+    return Plan(buckets, plan.world)
 
 
 def _part(lane: Lane, owned: Owners, local: int) -> Lane | None:

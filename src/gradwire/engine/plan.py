@@ -1,7 +1,7 @@
 """Plan: which rule, therefore which lane, serves each parameter.
 
 The first matching rule wins. Parameters are taken in the reverse of their registration, which is about the order in
-which backward delivers them, and cut into *launches*: sets of lanes that travel together.
+which backward delivers them, and cut into *buckets*: sets of lanes that travel together.
 """
 
 import difflib
@@ -20,7 +20,7 @@ from gradwire.exchanges import Auto, Delayed, Exchange, Noop, choose
 from gradwire.feedback import Feedback, NoFeedback
 
 GRANULARITIES = ("layer", "bucket", "model")
-LAUNCH_BYTES = 25 * 2**20
+BUCKET_BYTES = 25 * 2**20
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -74,18 +74,18 @@ class Rule:
 
 @dataclass(frozen=True)
 class Plan:
-    """Launches of lanes, for one model and one world."""
+    """Buckets of lanes, for one model and one world."""
 
-    launches: tuple[tuple[Lane, ...], ...]
+    buckets: tuple[tuple[Lane, ...], ...]
     world: int
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
-        return tuple(lane for launch in self.launches for lane in launch)
+        return tuple(lane for bucket in self.buckets for lane in bucket)
 
     def with_fixed_length(self) -> "Plan":
         """The same plan with messages of known length wherever possible; the updates are the same."""
-        return Plan(tuple(tuple(lane.with_fixed_length() for lane in launch) for launch in self.launches), self.world)
+        return Plan(tuple(tuple(lane.with_fixed_length() for lane in bucket) for bucket in self.buckets), self.world)
 
 
 def default_rules(
@@ -96,22 +96,19 @@ def default_rules(
     bundle: str | None = "fp16",
 ) -> tuple[Rule, ...]:
     """The spec for everything, but 1-D tensors (biases, norms) dense in one bundle, under the same feedback."""
-    whole = method(spec, feedback, exchange)
-    main = Rule(whole, granularity=granularity)
-    lossless = whole.last.traits.lossless and not whole.exchange.compresses_in_protocol
-    if bundle is None or (lossless and not whole.feedback.needs_denominator):
+    chosen = method(spec, feedback, exchange)
+    main = Rule(chosen, granularity=granularity)
+    lossless = chosen.last.traits.lossless and not chosen.exchange.compresses_in_protocol
+    if bundle is None or (lossless and not chosen.feedback.needs_denominator):
         return (main,)
+    # Gradients where the rest is momentum: the optimizer steps 1-D tensors as it always does.
+    feedback_of_bundle = NoFeedback() if chosen.feedback.needs_denominator else chosen.feedback
     dense = Rule(
-        Method(method(bundle).table, _feedback_of_bundle(whole.feedback), _of_bundle(whole.exchange)),
+        Method(method(bundle).table, feedback_of_bundle, _of_bundle(chosen.exchange), alone=chosen.alone),
         max_dim=1,
         granularity="model",
     )
     return (dense, main)
-
-
-def _feedback_of_bundle(feedback: Feedback) -> Feedback:
-    """The same, but gradients where the rest is momentum: the optimizer steps 1-D tensors as it always does."""
-    return NoFeedback() if feedback.needs_denominator else feedback
 
 
 def _of_bundle(exchange: Exchange) -> Exchange:
@@ -121,23 +118,34 @@ def _of_bundle(exchange: Exchange) -> Exchange:
     return exchange if isinstance(exchange, Noop) else Auto()
 
 
-def build(shapes: Shapes, rules: Sequence[Rule], world: int, launch_bytes: int = LAUNCH_BYTES) -> Plan:
-    """Assign every parameter to the first rule that matches it, and lay out lanes and launches."""
+def build(
+    shapes: Shapes, rules: Sequence[Rule], world: int, bucket_bytes: int = BUCKET_BYTES, local: Shapes | None = None
+) -> Plan:
+    """Assign every parameter to the first rule that matches it, and lay out lanes and buckets.
+
+    Args:
+        shapes: By name.
+        rules: In order.
+        world: Number of ranks.
+        bucket_bytes: Bytes of gradients that travel together.
+        local: The shapes of what this rank holds, where that is less. Empty parts are left out.
+    """
     methods = [method(rule.spec, rule.feedback, rule.exchange) for rule in rules]
     for rule in rules:
         _refuse_idle(rule, shapes)
     chosen = {name: _first(rules, name, shape) for name, shape in shapes.items()}
-    whole = {i for i, rule in enumerate(rules) if rule.granularity == "model"}
-    groups = _launch_groups(shapes, chosen, whole, launch_bytes)
-    launches = []
+    modelwide = {i for i, rule in enumerate(rules) if rule.granularity == "model"}
+    shapes = shapes if local is None else {name: shape for name, shape in local.items() if math.prod(shape)}
+    groups = _bucket_groups(shapes, chosen, modelwide, bucket_bytes)
+    buckets = []
     for group in groups:
         by_rule = sorted(group, key=lambda name: chosen[name])  # stable: keeps backward's order
         lanes = [
             _lane(rules[i], methods[i], {name: shapes[name] for name in names}, world)
             for i, names in groupby(by_rule, key=lambda name: chosen[name])
         ]
-        launches.append(tuple(lanes))
-    return Plan(tuple(launches), world)
+        buckets.append(tuple(lanes))
+    return Plan(tuple(buckets), world)
 
 
 def _refuse_idle(rule: Rule, shapes: Shapes) -> None:
@@ -146,8 +154,8 @@ def _refuse_idle(rule: Rule, shapes: Shapes) -> None:
         return
     named = [name for name in shapes if fnmatchcase(name, rule.name)]
     if named:
-        found = ", ".join(f"{name} {shapes[name]}" for name in named[:3])
-        raise ValueError(f"the rule [{rule.label}] fits none of the parameters that it names: {found}; loosen it")
+        parameters = ", ".join(f"{name} {shapes[name]}" for name in named[:3])
+        raise ValueError(f"the rule [{rule.label}] fits none of the parameters that it names: {parameters}; loosen it")
     near = ", ".join(difflib.get_close_matches(rule.name.replace("*", ""), list(shapes), n=3, cutoff=0.0))
     raise ValueError(f"the rule [{rule.label}] names no trainable parameter; the nearest names are {near}")
 
@@ -159,28 +167,30 @@ def _first(rules: Sequence[Rule], name: str, shape: tuple[int, ...]) -> int:
     raise ValueError(f"no rule matches the parameter {name!r}; end the rules with one for '*'")
 
 
-def _launch_groups(shapes: Shapes, chosen: Mapping[str, int], whole: set[int], launch_bytes: int) -> list[list[str]]:
-    """Names by launch. What is compressed as one with the rest of the model can only travel last."""
+def _bucket_groups(
+    shapes: Shapes, chosen: Mapping[str, int], modelwide: set[int], bucket_bytes: int
+) -> list[list[str]]:
+    """Names by bucket. What is compressed as one with the rest of the model can only travel last."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name in reversed(list(shapes)):
-        if chosen[name] in whole:
+        if chosen[name] in modelwide:
             continue
         size = 4 * math.prod(shapes[name])
-        if groups[-1] and filled + size > launch_bytes:
+        if groups[-1] and filled + size > bucket_bytes:
             groups.append([])
             filled = 0
         groups[-1].append(name)
         filled += size
-    groups[-1] += [name for name in reversed(list(shapes)) if chosen[name] in whole]
+    groups[-1] += [name for name in reversed(list(shapes)) if chosen[name] in modelwide]
     return groups
 
 
-def _lane(rule: Rule, whole: Method, shapes: Shapes, world: int) -> Lane:
+def _lane(rule: Rule, method_: Method, shapes: Shapes, world: int) -> Lane:
     tensors = Segments(tuple(shapes), tuple(shapes.values()))
     units = tensors if rule.granularity == "layer" else tensors.merged()
-    table = tuple((step, codec, _resolve(whole.exchange, codec, units, world)) for step, codec in whole.table)
-    return Lane(rule.label, tensors, units, whole.feedback, table, whole.gradient_steps)
+    table = tuple((step, codec, _resolve(exchange, codec, units, world)) for step, codec, exchange in method_.stages)
+    return Lane(rule.label, tensors, units, method_.feedback, table, method_.gradient_steps, method_.refresh)
 
 
 def _resolve(exchange: Exchange, codec: Codec, units: Segments, world: int) -> Exchange:

@@ -1,16 +1,29 @@
 """Presets: the well-known whole methods by name. Each is only a spec; `print(wire)` shows what it stands for."""
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from gradwire.codecs.codec import Codec, codec
 from gradwire.codecs.quantizers import FP32, Int4, Sign
-from gradwire.codecs.selectors import TopK
+from gradwire.codecs.selectors import ChunkTopK, TopK
 from gradwire.codecs.stage import IndexCoder, Quantizer, Stage
+from gradwire.codecs.transforms import DCT
 from gradwire.core.registry import register
 from gradwire.engine.method import Method, method
-from gradwire.exchanges import Auto, Majority, TwoWay
-from gradwire.feedback import CommonMomentum, MomentumCorrection, NoFeedback, PreconditionedMomentum, Residual
+from gradwire.exchanges import Auto, Exchange, Majority, TwoWay
+from gradwire.feedback import (
+    CommonMomentum,
+    DecoupledMomentum,
+    EF21Momentum,
+    Feedback,
+    MomentumCorrection,
+    NoFeedback,
+    PreconditionedMomentum,
+    Residual,
+)
+
+Start: TypeAlias = "Stage | Codec | Mapping[int, Stage | Codec]"  # how gradients are sent before momentum is
 
 
 @register("dgc", kind="preset")
@@ -29,8 +42,8 @@ def dgc(
     if indices is not None:
         chain = chain | indices
     feedback = MomentumCorrection(momentum, nesterov, masking, clip)
-    whole = Method(((0, chain),), feedback, Auto())
-    return ramped(whole, ramp) if ramp else whole
+    made = Method(((0, chain),), feedback, Auto())
+    return ramped(made, ramp) if ramp else made
 
 
 @register("ef_signsgd", kind="preset")
@@ -40,13 +53,42 @@ def ef_signsgd() -> Method:
 
 
 @register("onebit_adam", kind="preset")
-def onebit_adam(start: int = 256, beta: float = 0.9, per: int = 4096, first: Quantizer = Int4()) -> Method:  # noqa: B008 - a frozen value
+def onebit_adam(
+    start: int = 256,
+    beta: float = 0.9,
+    per: int = 4096,
+    first: Start = Int4(),  # noqa: B008 - a frozen value
+    floor: float = 0.1,
+    divide: str = "before",
+    alone: int = 0,
+) -> Method:
     """1-bit Adam (Tang et al., ICML 2021): ``first`` for ``start`` steps, then AdamW's momentum, one bit an entry.
 
-    The variance is frozen after the start. Both legs keep their errors; every ``per`` entries have a scale.
+    The variance is frozen after the start; its root is at least ``floor`` of a tensor's mean. Momentum is divided by
+    it ``before`` compression, or ``after`` as in the paper. Both legs keep their errors; ``per`` entries share a scale.
+    For ``alone`` steps of the start nothing is sent; then all ranks go on from rank 0's weights and moments.
     """
-    table = ((0, codec(first)), (start, codec(Sign(per=per))))
-    return Method(table if start else ((0, table[1][1]),), CommonMomentum(beta), TwoWay(), start)
+    return _started(start, alone, first, codec(Sign(per=per)), CommonMomentum(beta, floor, divide), TwoWay())
+
+
+@register("zero_one_adam", kind="preset")
+def zero_one_adam(
+    start: int = 256,
+    beta: float = 0.9,
+    per: int = 4096,
+    first: Start = Int4(),  # noqa: B008 - a frozen value
+    floor: float = 0.1,
+    divide: str = "before",
+    alone: int = 0,
+    refresh: int = 16,
+) -> Method:
+    """0/1 Adam (Lu et al., ICLR 2023): ``onebit_adam`` whose variance is refreshed by steps that send gradients again.
+
+    Those steps are 0, 1, 2, ...: ``refresh`` of them one step apart, as many two, as many four, and so on; in the start
+    all steps send gradients. The paper's local steps are not part of it.
+    """
+    whole = onebit_adam(start, beta, per, first, floor, divide, alone)
+    return replace(whole, refresh=refresh)
 
 
 @register("dgc_adam", kind="preset")
@@ -56,15 +98,40 @@ def dgc_adam(
     beta: float = 0.9,
     masking: bool = True,
     values: Quantizer = Sign(per=64),  # noqa: B008 - a frozen value
-    first: Quantizer = Int4(),  # noqa: B008 - a frozen value
+    first: Start = Int4(),  # noqa: B008 - a frozen value
+    floor: float = 0.1,
+    alone: int = 0,
 ) -> Method:
     """Deep Gradient Compression in front of AdamW: ``first`` for ``start`` steps, then the largest entries.
 
     With ratio 1 and exact values it is Adam with a variance that is frozen after the start.
     """
     chain = codec(values) if ratio == 1.0 else TopK(ratio) | values
-    table = ((0, codec(first)), (start, chain))
-    return Method(table if start else ((0, table[1][1]),), PreconditionedMomentum(beta, masking), Auto(), start)
+    return _started(start, alone, first, chain, PreconditionedMomentum(beta, masking, floor), Auto())
+
+
+def _started(start: int, alone: int, first: Start, chain: Codec, feedback: Feedback, exchange: Exchange) -> Method:
+    """Gradients as ``first`` for ``start`` steps, none of them sent for ``alone`` steps; then momentum."""
+    if not 0 <= alone < max(start, 1):
+        raise ValueError(
+            f"alone={alone} must be less than start={start}: in the rest of the start, ranks measure the variance of "
+            "their mean gradient"
+        )
+    begin = first if isinstance(first, Mapping) else {0: first}
+    table = [(step, codec(spec)) for step, spec in begin.items() if step < start]
+    return Method((*table, (start, chain)), feedback, exchange, start, alone)
+
+
+@register("ef21_sgdm", kind="preset")
+def ef21_sgdm(ratio: float = 0.01, momentum: float = 0.9, values: Quantizer = FP32()) -> Method:  # noqa: B008 - a frozen value
+    """EF21 with momentum (Fatkhullin et al., NeurIPS 2023), in front of SGD without momentum."""
+    return Method(((0, TopK(ratio) | values),), EF21Momentum(momentum), Auto())
+
+
+@register("demo", kind="preset")
+def demo(k: int = 32, side: int = 64, momentum: float = 0.999, values: Quantizer = FP32()) -> Method:  # noqa: B008 - a frozen value
+    """DeMo (Peng et al., 2024), in front of SGD without momentum: ``k`` cosine components of every tile of a matrix."""
+    return Method(((0, DCT(side) | ChunkTopK(k, side * side) | values),), DecoupledMomentum(momentum), Auto())
 
 
 @register("majority_vote", kind="preset")
@@ -82,10 +149,10 @@ def dense() -> Method:
 @register("ramp", kind="preset")
 def ramped(spec: Method | Codec | Stage, steps: int) -> Method:
     """DGC's exponential warm-up: density 25 %, then a quarter of the last, over ``steps`` steps, to the spec's own."""
-    whole = method(spec)
-    chain = whole.last
+    made = method(spec)
+    chain = made.last
     ratio = getattr(chain.selector, "ratio", None)
-    if ratio is None or len(whole.table) > 1:
+    if ratio is None or len(made.table) > 1:
         raise ValueError(f"ramp({spec}) needs one codec whose selector has a ratio, such as topk(0.001)")
     if steps < 1:
         raise ValueError(f"ramp(..., steps={steps}) must take at least one step")
@@ -93,7 +160,7 @@ def ramped(spec: Method | Codec | Stage, steps: int) -> Method:
     selector: Any = chain.selector
     densities = {steps * i // len(stages): density for i, density in enumerate(stages)}
     table = [(at, replace(chain, selector=replace(selector, ratio=density))) for at, density in densities.items()]
-    return replace(whole, table=(*table, (steps, chain)))
+    return replace(made, table=(*table, (steps, chain)))
 
 
 def _densities(ratio: float) -> list[float]:

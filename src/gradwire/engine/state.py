@@ -44,9 +44,9 @@ class LaneState:
     def tensors(self) -> dict[str, Tensor]:
         return self.front.tensors
 
-    def commit(self, new: Generation, spare: Generation | None = None) -> None:
-        """Turn the generations over; ``spare`` is storage for the next step."""
-        self.front, self.back = new, spare
+    def commit(self, new: Generation, back: Generation | None = None) -> None:
+        """Turn the generations over; ``back`` is storage for the next step."""
+        self.front, self.back = new, back
         self.carried = self.observed = None
 
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
@@ -66,12 +66,12 @@ def spans(spec: StateSpec, tensors: Segments, rank: int, world: int) -> dict[str
     """The parts of all parameters of a lane in one memory."""
     total = sum(spec.lengths)
     start, stop = shard(total, world, rank) if spec.reshard == "shard" else (0, total)
-    found, at = {}, 0
+    spans_, at = {}, 0
     for name, n in zip(tensors.names, spec.lengths, strict=True):
         low, high = max(at, start), max(min(at + n, stop), max(at, start))
-        found[name] = Span(slice(low - start, high - start), slice(low - at, high - at), n)
+        spans_[name] = Span(slice(low - start, high - start), slice(low - at, high - at), n)
         at += n
-    return found
+    return spans_
 
 
 def zeros(

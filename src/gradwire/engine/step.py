@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from gradwire.core.keys import Key
+from gradwire.core.payload import CorruptMessageError
 from gradwire.core.requests import Max
 from gradwire.engine import status
 from gradwire.engine.accounting import Accounting
 from gradwire.engine.drive import Rounds, interleave
-from gradwire.engine.gradients import Grads, check_moments, host_status, unsupported_message, views_of
+from gradwire.engine.gradients import Grads, check_moments, unsupported_message, views_and_status
 from gradwire.engine.lane import Lane, LaneResult
 from gradwire.engine.plan import Plan
 from gradwire.engine.state import Generation, LaneState, spans, zeros
-from gradwire.engine.status import MISSING, NONFINITE, UNSUPPORTED, DeferredStatus, Drops
+from gradwire.engine.status import MALFORMED, MISSING, NONFINITE, UNSUPPORTED, Drops
 from gradwire.engine.views import GradViews
 
 
@@ -60,7 +61,8 @@ class Engine:
         seed: Of all random bits.
         device: Where lanes compute.
         rollback: Whether the state of before a step is kept until the commit. Where no kernel is fused, it is.
-        full_plan: What all ranks of a host compress, where they share the work.
+        host_plan: What all ranks of a host compress, where they share the work.
+        shard: Which part of a sharded replica this is; random bits differ between them.
     """
 
     plan: Plan
@@ -69,21 +71,22 @@ class Engine:
     seed: int
     device: torch.device
     rollback: bool = True
-    full_plan: Plan | None = None
+    host_plan: Plan | None = None
+    shard: int = 0
 
     local, ranks_per_host = 0, 1  # where several ranks of a host share the work: which of how many this is
 
     def __post_init__(self) -> None:
         self.core = self  # the engine that holds this rank's state
-        self.whole = self.full_plan or self.plan
-        self.rollback = self.rollback or not any(lane.fused for lane in self.whole.lanes)
+        self.full_plan = self.host_plan or self.plan
+        self.rollback = self.rollback or not any(lane.fused for lane in self.full_plan.lanes)
         self.step = 0
         self.states = [
             LaneState(Generation(zeros(lane.slots(self.world), lane.tensors, self.rank, self.world, self.device)))
             for lane in self.plan.lanes
         ]
         self.accounting = Accounting()
-        self.drops = Drops(DeferredStatus(self.device, revertible=self.rollback), self.rollback)
+        self.drops = Drops(self.device, self.rollback)
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -91,11 +94,11 @@ class Engine:
         """A whole step: all buckets in order, then the commit. Gradients are multiplied by ``unscale`` first."""
         factor = self.clip_factor(grads, unscale)
         results = []
-        for i in range(len(self.plan.launches)):
-            results.append((yield from self.bucket(i, grads, factor)))
+        for i in range(len(self.plan.buckets)):
+            results.append((yield from self.run_bucket(i, grads, factor)))
         return (yield from self.finish(results, grads))
 
-    def bucket(self, i: int, grads: Grads, factor: float = 1.0) -> Rounds[BucketResult]:
+    def run_bucket(self, i: int, grads: Grads, factor: float = 1.0) -> Rounds[BucketResult]:
         """Compress and exchange the lanes of one bucket, and write their updates over the gradients.
 
         Args:
@@ -104,47 +107,48 @@ class Engine:
             factor: What gradients are multiplied by first.
         """
         self.drops.assert_valid()
-        lanes = self.plan.launches[i]
-        local = torch.full((1,), host_status(lanes, grads), dtype=torch.uint8, device=self.device)
-        views = [views_of(lane, grads, self.device, factor) for lane in lanes]
-        return (yield from self.exchange(i, views, local, self.rooms(i), self.key))
+        views, local = views_and_status(self.plan.buckets[i], grads, self.device, factor)
+        return (yield from self.bucket_rounds(i, views, local, self.storage_of(i), self.key))
 
     @property
     def key(self) -> Key:
         """Of this step's random bits."""
-        return Key(self.seed, self.step, self.rank)
+        return Key(self.seed, self.step, self.rank, f"shard {self.shard}" if self.shard else "")
 
-    def rooms(self, i: int) -> list[Generation]:
+    def storage_of(self, i: int) -> list[Generation]:
         """By lane of a bucket: storage for new memories."""
         return [state.back or Generation({}) if self.rollback else state.front for state in self.states_of(i)]
 
-    def exchange(
-        self, i: int, views: list[GradViews], local: Tensor, news: Sequence[Generation], key: Key
+    def bucket_rounds(
+        self, i: int, views: list[GradViews], local: Tensor, storage: Sequence[Generation], key: Key
     ) -> Rounds[BucketResult]:
-        """The protocol of one bucket. Gradients are overwritten at its end, when no lane needs them any more.
+        """Encode and exchange one bucket, and write its updates over the gradients, once no lane needs those.
 
         Args:
             i: Which bucket.
             views: Its gradients, by lane.
             local: This rank's status, uint8[1] on the device.
-            news: By lane: storage for new memories.
+            storage: By lane: storage for new memories.
             key: Of this step's random bits.
         """
-        flags: list[Tensor] = []
-        parts = zip(self.plan.launches[i], views, self.states_of(i), news, strict=True)
+        flags, corrupt = list[Tensor](), list[CorruptMessageError]()
+        local = local | self.drops.malformed
+        parts = zip(self.plan.buckets[i], views, self.states_of(i), storage, strict=True)
         # Several lanes wait for each other's rounds. A capture that fails meanwhile starts again from the gradients.
-        out = views[0].whole() if len(views) == 1 else None
+        out = views[0].contiguous() if len(views) == 1 else None
         lanes = []
         for lane, view, state, new in parts:
             context = lane.context(key, self.world, True, out)
-            lanes.append(self.accounting.counted(lane, lane.step(view, state, new, context, flags)))
-        results, found = yield from status.with_status(interleave(lanes), local, flags, self.world)
-        if found is None:
-            mine = status.merged(local, flags)
-            found = mine.view(()) if self.silent else (yield from status.ask(mine))
+            lanes.append(self.accounting.counted(lane, lane.step(view, state, new, context, flags, corrupt)))
+        results, shared = yield from status.with_status(interleave(lanes), local, flags, self.world)
+        if shared is None:
+            own = status.merged(local, flags)
+            shared = own.view(()) if self.sends_nothing else (yield from status.gather(own))
+        if corrupt:
+            self.drops.report_corrupt(corrupt[0])
         for view, result in zip(views, results, strict=True):
             view.write_(result.update, self.world)
-        return BucketResult(results, views, found)
+        return BucketResult(results, views, shared)
 
     def finish(self, results: Sequence[BucketResult], grads: Grads, alone: bool = True) -> Rounds[StepResult]:
         """Commit what all buckets led to, or drop the step on all ranks.
@@ -154,18 +158,18 @@ class Engine:
             grads: By name.
             alone: Whether this rank may refuse the step by itself; else the caller calls `check_used`.
         """
-        found = 0
-        for result in results:
-            found |= status.read(result.status)
-        if found & UNSUPPORTED:
+        bits = status.read(result.status for result in results)
+        if bits & MALFORMED:
+            self.drops.raise_corrupt()
+        if bits & UNSUPPORTED:
             raise ValueError(unsupported_message(grads))
-        if found & NONFINITE:
+        if bits & NONFINITE:
             self.drops.assert_revertible()
             self.drop()
             for view in (view for result in results for view in result.views):
                 view.zero_()
             return StepResult(named_updates(self.plan.lanes, results), True)
-        used = (yield from self._used(grads)) if found & MISSING else None
+        used = (yield from self._used(grads)) if bits & MISSING else None
         if alone:
             self.check_used(used or {})
         self._commit(results, used)
@@ -176,31 +180,31 @@ class Engine:
 
     def states_of(self, i: int) -> list[LaneState]:
         """The states of one bucket's lanes."""
-        start = sum(len(launch) for launch in self.plan.launches[:i])
-        return self.states[start : start + len(self.plan.launches[i])]
+        start = sum(len(bucket) for bucket in self.plan.buckets[:i])
+        return self.states[start : start + len(self.plan.buckets[i])]
 
     @property
-    def silent(self) -> bool:
+    def sends_nothing(self) -> bool:
         """Whether no lane sends anything."""
-        return all(lane.at(self.step)[1].local_only for lane in self.whole.lanes)
+        return all(lane.at(self.step)[1].local_only for lane in self.full_plan.lanes)
 
     def _used(self, grads: Grads) -> Rounds[Mapping[str, bool]]:
         """Which parameters have a gradient on any rank at all."""
         flags = [0 if grads[name] is None else 1 for name in grads]
-        if self.silent:
+        if self.sends_nothing:
             return dict(zip(grads, map(bool, flags), strict=True))
         (anywhere,) = yield [Max(torch.tensor(flags, dtype=torch.int32, device=self.device))]
         return dict(zip(grads, (flag > 0 for flag in anywhere.tolist()), strict=True))
 
     def _commit(self, results: Sequence[BucketResult], used: Mapping[str, bool] | None) -> None:
         """Turn the state over, but keep the old where no rank had a gradient: that update goes nowhere."""
-        found = [one for result in results for one in result.lanes]
-        for lane, state, result in zip(self.plan.lanes, self.states, found, strict=True):
+        lane_results = [one for result in results for one in result.lanes]
+        for lane, state, result in zip(self.plan.lanes, self.states, lane_results, strict=True):
             idle = [name for name in lane.tensors.names if used is not None and not used[name]]
             left = _left(state.carried, [lane.slices[name] for name in idle])
             for name in idle:
                 _restore_(result.new.tensors, state, lane, name, self.rank, self.world)
-            state.commit(result.new, result.spare)
+            state.commit(result.new, result.reusable)
             state.carried = left
         self.step += 1
 
@@ -220,10 +224,10 @@ class Engine:
 
     def check_used(self, used: Mapping[str, bool]) -> None:
         """Refuse parameters without a gradient on any rank whose state was changed in place."""
-        changed = () if self.rollback else (lane for lane in self.whole.lanes if lane.fused)
+        changed = () if self.rollback else (lane for lane in self.full_plan.lanes if lane.fused)
         idle = [name for lane in changed for name in lane.tensors.names if not used.get(name, True)]
         if idle:
-            self.drops.poison(
+            self.drops.invalidate(
                 f"no rank had a gradient of {idle[0]!r}, whose state was already overwritten (rollback=False); go back "
                 "to the last checkpoint, and freeze what is not trained, or attach with rollback=True"
             )
@@ -231,7 +235,7 @@ class Engine:
     @property
     def clips(self) -> bool:
         """Whether a feedback clips by the norm of the whole gradient."""
-        return any(getattr(lane.feedback, "clip", None) for lane in self.whole.lanes)
+        return any(getattr(lane.feedback, "clip", None) for lane in self.full_plan.lanes)
 
     def clip_factor(self, grads: Grads, unscale: float = 1.0) -> float:
         """``unscale``, times local clipping, which observed moments follow."""
@@ -239,14 +243,14 @@ class Engine:
             return unscale
         norms = [g.detach().double().norm() for g in grads.values() if g is not None]
         norm = float(torch.stack(norms).norm()) * unscale if norms else 0.0
-        factor = min(lane.feedback.clip_factor(norm, self.world) for lane in self.whole.lanes)
+        factor = min(lane.feedback.clip_factor(norm, self.world) for lane in self.full_plan.lanes)
         for state in self.states:
             state.observed = None if state.observed is None else state.observed * factor**2
         return unscale * factor
 
     def observe(self, moments: Mapping[str, Tensor]) -> None:
         """Add measured second moments, sum over samples of (g / batch)^2, for the variance test of the next step."""
-        check_moments(moments, self.whole)
+        check_moments(moments, self.full_plan)
         for lane, state in zip(self.plan.lanes, self.states, strict=True):
             if "second_moment" in state.tensors:
                 if state.observed is None:
@@ -256,7 +260,7 @@ class Engine:
                         state.observed[place] += moments[name].detach().flatten().to(state.observed)
 
     @property
-    def pending(self) -> dict[str, Tensor]:
+    def delayed_updates(self) -> dict[str, Tensor]:
         """By name: what the last step agreed on, to be handed back one step late. These are the memories themselves."""
         lanes = [pair for pair in zip(self.plan.lanes, self.states, strict=True) if "pending" in pair[1].tensors]
         return {name: state.tensors["pending"][place] for lane, state in lanes for name, place in lane.slices.items()}

@@ -71,7 +71,7 @@ class GradViews:
             flat = self._copy = flat * self.factor
         return flat
 
-    def whole(self) -> Tensor | None:
+    def contiguous(self) -> Tensor | None:
         """The gradients where they lie, if that is end to end."""
         return end_to_end([x.view(-1) for x in self.grads]) if self.in_place else None
 
@@ -82,9 +82,9 @@ class GradViews:
     def runs(self) -> list[ContiguousRun]:
         """The gradients where they lie, if the average run is long; else one run of a copy."""
         if self.in_place:
-            found = self._runs()
-            if len(found) == 1 or sum(run.flat.numel() for run in found) >= LONG_RUN * len(found):
-                return found
+            runs = self._runs()
+            if len(runs) == 1 or sum(run.flat.numel() for run in runs) >= LONG_RUN * len(runs):
+                return runs
         return [ContiguousRun(0, self.flat(), tuple(x.numel() for x in self.grads))]
 
     def _runs(self) -> list[ContiguousRun]:

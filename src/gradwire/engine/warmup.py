@@ -4,8 +4,6 @@ Every kind of lane takes two steps of its own, on tensors of a few elements. Wha
 and is cached on disk: only the first attachment on a machine takes long.
 """
 
-import logging
-import time
 from dataclasses import replace
 
 import torch
@@ -24,24 +22,19 @@ from gradwire.kernels.dispatch import accelerated, versions
 Kind = tuple[Feedback, Codec, Exchange]
 
 _TINY = Segments(("a", "b"), ((12, 8), (5, 3)))
-_LONG_SECONDS = 2.0
 _warm: set[Kind] = set()
-_log = logging.getLogger("gradwire")
 
 
 def warm_up(plan: Plan, device: torch.device) -> None:
     """Have the kernels of all lanes ready. Kernels of a GPU are made for their sizes, so those wait."""
     if device.type != "cpu" or not accelerated() or versions("cpu") is None:
         return
-    began = time.perf_counter()
     for lane in plan.lanes:
         for start, codec, exchange in lane.table:
             kind = (lane.encoder(start).feedback, codec, exchange)
             if kind not in _warm:
                 _warm.add(kind)
                 _take_steps(lane, kind, min(plan.world, 2))
-    if (seconds := time.perf_counter() - began) > _LONG_SECONDS:
-        _log.warning("gradwire: CPU kernels were compiled in %.0f s; the next start will find them on disk", seconds)
 
 
 def _take_steps(lane: Lane, kind: Kind, world: int) -> None:

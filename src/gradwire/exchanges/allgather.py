@@ -42,6 +42,9 @@ class AllGather(Exchange):
     def __post_init__(self) -> None:
         check_argument(self, "mean", self.mean in ("all", "senders"), "'all' or 'senders'")
 
+    def suits(self, codec: Codec) -> bool:
+        return True
+
     def check(self, codec: Codec) -> None:
         if self.mean == "senders" and codec.selector is not None and codec.transform is not None:
             raise ValueError(f"after {codec.transform} every rank sends all entries; leave it out, or use mean='all'")

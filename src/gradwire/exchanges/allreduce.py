@@ -36,6 +36,9 @@ class AllReduce(Exchange):
     exact = True
     adds_payloads = True
 
+    def suits(self, codec: Codec) -> bool:
+        return codec.traits.linear
+
     def check(self, codec: Codec) -> None:
         if not codec.traits.linear:
             raise ValueError(

@@ -1,8 +1,8 @@
 """Auto: the exchange that fits the codec and sends least at this world size.
 
 Paper:    none; a choice, not a method
-Formula:  allreduce where payloads can be added; else, of allgather and two_way, the one that sends least, two_way only
-          for codecs of fixed length that select nothing
+Formula:  of all exchanges that suit the codec, the one that sends least: allreduce where payloads can be added; two_way
+          for codecs of fixed length that select nothing; allgather for any
 Wire:     as the exchange chosen
 Traits:   as the exchange chosen
 Differs:  no paper to differ from
@@ -10,26 +10,17 @@ Spec:     auto
 """
 
 from gradwire.codecs.codec import Codec
-from gradwire.core.registry import register
+from gradwire.core.registry import register, registered
 from gradwire.core.requests import CommGenerator
 from gradwire.core.segments import Segments
-from gradwire.exchanges.allgather import AllGather
-from gradwire.exchanges.allreduce import AllReduce
 from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
-from gradwire.exchanges.two_way import TwoWay
 
 
 def choose(codec: Codec, units: Segments, world: int) -> Exchange:
-    """Add where payloads can be added; else gather, unless the two legs of `two_way` are shorter.
-
-    Selected entries are never sent the second leg: the union of N selections is not sparse as one is, so cutting it
-    again would lose what DGC and methods like it rely upon.
-    """
-    if codec.traits.linear:
-        return AllReduce()
-    if codec.selector is None and codec.traits.fixed:
-        return min((AllGather(), TwoWay()), key=lambda exchange: exchange.traffic(codec, units, world))
-    return AllGather()
+    """Of all exchanges that suit the codec, the one that sends least; among equals one that adds, then one leg."""
+    every = [made() for made in registered("exchange").values() if getattr(made, "suits", None) is not None]
+    suited = [x for x in every if isinstance(x, Exchange) and x.suits is not None and x.suits(codec)]
+    return min(suited, key=lambda x: (x.traffic(codec, units, world), not x.adds_payloads, x.cuts, x.name))
 
 
 @register("auto", kind="exchange")

@@ -31,7 +31,7 @@ class Delayed(Exchange):
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Exchange) or self.inner.compresses_in_protocol or isinstance(self.inner, Delayed):
             raise ValueError(f"delayed({self.inner}) cannot wrap that; it takes allreduce, allgather or two_way")
-        for name in ("cuts", "serves", "adds_payloads", "check"):  # are those of the exchange within
+        for name in ("cuts", "keeps_server_error", "adds_payloads", "check"):  # are those of the exchange within
             object.__setattr__(self, name, getattr(self.inner, name))
 
     def slots(self, context: CommContext) -> dict[str, StateSpec]:

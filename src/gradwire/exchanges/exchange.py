@@ -3,7 +3,8 @@
 An exchange yields requests and never sees the network. `encode` is local; `run` is the protocol.
 """
 
-from abc import ABC, abstractmethod
+import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple, TypeAlias
 
@@ -13,12 +14,13 @@ from torch import Tensor
 from gradwire.codecs.addends import clip_for_sum
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.decoding import Entries
+from gradwire.codecs.encoding import Encoded
 from gradwire.codecs.stage import Decoded, EncodeInput, Memory, StateSpec
 from gradwire.core.keys import Key
 from gradwire.core.payload import Payload
 from gradwire.core.requests import CommGenerator
 from gradwire.core.segments import Segments
-from gradwire.core.spec import write
+from gradwire.core.spec import Named
 from gradwire.exchanges.batch import Simulate
 from gradwire.exchanges.shards import shard
 
@@ -35,6 +37,7 @@ class CommContext(NamedTuple):
         needs_decoded: Whether the feedback uses what receivers will decode.
         allow_sparse_result: Whether a mean with few entries may be returned as those.
         out: Memory that a mean may be written to, after the first request: that of the gradient.
+        simulated: Whether the buffer holds all ranks, one after the other, and no message is written (see `batch`).
     """
 
     key: Key
@@ -45,17 +48,25 @@ class CommContext(NamedTuple):
     needs_decoded: bool = True
     allow_sparse_result: bool = False
     out: Tensor | None = None
+    simulated: bool = False
 
 
 class Message(NamedTuple):
     """What a rank sends first: payloads by rank, one payload, or a vector that is compressed in the protocol.
 
-    ``sent`` is None where it is not needed, or known only after the protocol.
+    ``content`` is None in a simulation. ``sent`` is None where it is not needed, or known only after the protocol.
     """
 
-    content: Mapping[int, Payload] | Payload | Tensor
+    content: Mapping[int, Payload] | Payload | Tensor | None
     sent: Decoded | None
     memory: Memory
+
+    @classmethod
+    def of(cls, encoded: Encoded, memory: Memory, context: CommContext, needs_decoded: bool = False) -> "Message":
+        """The message of an encoded stretch; in a simulation, what receivers would decode of it."""
+        if context.simulated:
+            return cls(None, encoded.sent, memory)
+        return cls(encoded.payload, encoded.sent if needs_decoded else None, memory)
 
 
 class Aggregate(NamedTuple):
@@ -66,59 +77,53 @@ class Aggregate(NamedTuple):
     sent: Decoded | None = None
 
 
-class ShardMessage(NamedTuple):
-    """The message of one stretch of the buffer. ``sent`` is None where no memory needs it any more."""
-
-    payload: Payload
-    sent: Decoded | None
-    memory: Memory
+EncodeShard: TypeAlias = Callable[[int, int], Message]  # encodes the stretch [start, stop)
 
 
-EncodeShard: TypeAlias = Callable[[int, int], ShardMessage]  # encodes the stretch [start, stop)
-
-
-class Exchange(ABC):
+class Exchange(Named):
     """A frozen protocol."""
 
-    name: ClassVar[str]
-    kind: ClassVar[str]
-    examples: ClassVar[tuple[str, ...]]
     exact: ClassVar[bool] = False  # with fp32 the outcome is the mean, to rounding
     compresses_in_protocol: ClassVar[bool] = False  # after its first request; uses no codec
     local_only: ClassVar[bool] = False  # requests nothing from the group
     cuts: bool = False  # encodes shards of the buffer apart, one for each rank
-    settles: ClassVar[bool] = False  # takes what is sent off the message, where that is the memory "residual" itself
+    subtracts_sent: ClassVar[bool] = (
+        False  # takes what is sent off the message, where that is the memory "residual" itself
+    )
     delays: ClassVar[bool] = False  # hands back the mean of the step before
-    serves: bool = False  # keeps an error of its own, the memory "served", where the lane keeps errors
+    keeps_server_error: bool = False  # keeps the memory `SERVER_ERROR` where the lane keeps errors
     adds_payloads: bool = False  # payloads are added as they are, so that values are limited
     # Optional capabilities: an exchange that has one defines a method of that name.
+    suits: Callable[[Codec], bool] | None = None  # whether `auto` may choose it for this codec; else it never does
     check: Callable[[Codec], None] | None = None  # raises ValueError for a codec that this exchange cannot carry
     slots: Callable[[CommContext], dict[str, StateSpec]] | None = None  # memories of the exchange's own
     simulate: Simulate | None = None  # the exchange of all ranks at once (see `batch`); else they run one by one
 
-    def __str__(self) -> str:
-        return write(self)
+    def __init_subclass__(cls) -> None:
+        if "serves" in vars(cls):
+            warnings.warn(f"{cls.__name__}.serves is now keeps_server_error", DeprecationWarning, stacklevel=2)
+            cls.keeps_server_error = vars(cls)["serves"]
 
     def encode(self, signal: EncodeInput, codec: Codec, context: CommContext) -> Message:
         """Encode ``signal.target``."""
         if self.compresses_in_protocol:
             return Message(signal.target, None, signal.memory)
 
-        def encode_shard(start: int, stop: int) -> ShardMessage:
+        def encode_shard(start: int, stop: int) -> Message:
             encoded = codec.encode(signal.cut(start, stop), context.key)
             encoded = clip_for_sum(encoded, context.world) if self.adds_payloads else encoded
-            return ShardMessage(encoded.payload, encoded.sent if context.needs_decoded else None, encoded.memory)
+            return Message.of(encoded, encoded.memory, context, context.needs_decoded)
 
         return self.encode_shards(encode_shard, context)
 
     def encode_shards(self, encode: EncodeShard, context: CommContext) -> Message:
         """Encode the buffer whole, or, where this exchange sends shards, one by one."""
         n, world = context.units.total, context.world
-        if not self.cuts:
-            return Message(*encode(0, n))
+        if not self.cuts or context.simulated:  # then the table of units is cut
+            return encode(0, n)
         cuts = [shard(n, world, rank) for rank in range(world)]
         parts = [encode(*cut) for cut in cuts]
-        payloads = {rank: part.payload for rank, part in enumerate(parts)}
+        payloads = {rank: part.content for rank, part in enumerate(parts) if isinstance(part.content, Payload)}
         sent = _join([part.sent for part in parts], [start for start, _ in cuts])
         return Message(payloads, sent, parts[-1].memory)
 

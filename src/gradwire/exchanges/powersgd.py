@@ -5,8 +5,8 @@ Paper:    Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient com
 Formula:  P = mean_r(M_r Q);  P = orthonormal(P);  Q_r = M_r' P;  Q = mean_r(Q_r);  mean = P Q'
 Wire:     r (rows + columns) float32 per matrix, in two sums; other tensors dense float32, with the first sum
 Traits:   compresses in its protocol: what was sent is known only after the first sum; not exact
-Differs:  a matrix that r factors would not shrink travels dense; a basis column that died begins anew as it was first
-          drawn; the error is taken against the rank's own projection P Q_r', whose mean over ranks is the update
+Differs:  a matrix that r factors would not shrink travels dense; a basis column that became zero is replaced by the
+          one first drawn; the error is that of the rank's own projection P Q_r', whose mean over ranks is the update
 Spec:     powersgd(2)
 """
 
@@ -45,16 +45,16 @@ class ShapeGroup:
 
 def shape_groups(tensors: Segments, rank: int) -> list[ShapeGroup]:
     """Low-rank work grouped by shape, so that one batched product serves many layers."""
-    found: dict[tuple[int, int], list[tuple[int, int, str]]] = defaultdict(list)
+    by_shape: dict[tuple[int, int], list[tuple[int, int, str]]] = defaultdict(list)
     basis = 0
     for name, shape, start in zip(tensors.names, tensors.shapes, tensors.offsets[:-1], strict=True):
         if basis_length(shape, rank):
             rows, columns = _matrix(shape)
-            found[rows, columns].append((start, basis, name))
+            by_shape[rows, columns].append((start, basis, name))
             basis += basis_length(shape, rank)
     return [
         ShapeGroup(rows, columns, *(tuple(part) for part in zip(*places, strict=True)))
-        for (rows, columns), places in found.items()
+        for (rows, columns), places in by_shape.items()
     ]
 
 
@@ -106,7 +106,7 @@ class PowerSGD(Exchange):
     rank: int = 2
     examples: ClassVar[tuple[str, ...]] = ("powersgd", "powersgd(rank=1)")
     compresses_in_protocol: ClassVar[bool] = True
-    settles: ClassVar[bool] = True
+    subtracts_sent: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not is_count(self.rank):
@@ -144,17 +144,17 @@ class PowerSGD(Exchange):
         right = [s.view_as(q) for s, q in zip(parts, mine, strict=True)]
 
         # Factored or uncompressed, everything is written.
-        settles = memory.get("residual") is x
-        mean = context.out if settles and context.out is not None else torch.empty_like(x)
-        own = x if settles else torch.empty_like(x)
+        subtracts = memory.get("residual") is x
+        mean = context.out if subtracts and context.out is not None else torch.empty_like(x)
+        own = x if subtracts else torch.empty_like(x)
         if uncompressed.numel():
-            own[uncompressed] = 0.0 if settles else x[uncompressed]
+            own[uncompressed] = 0.0 if subtracts else x[uncompressed]
             mean[uncompressed] = dense / context.world
         for f, p, q, q_own in zip(shapes, left, right, mine, strict=True):
             _multiply_(mean, p, q, f.starts)
-            _multiply_(own, p, q_own, f.starts, subtract=settles)
+            _multiply_(own, p, q_own, f.starts, subtract=subtracts)
         memory = {**memory, "basis": _remember(memory["basis"], shapes, right)}
-        return Aggregate(mean, memory, None if settles else Decoded(None, own))
+        return Aggregate(mean, memory, None if subtracts else Decoded(None, own))
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         factors = sum(
@@ -209,14 +209,14 @@ def _views(flat: Tensor, starts: tuple[int, ...], rows: int, columns: int) -> It
 @lru_cache(maxsize=1024)
 def _runs(starts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Stretches of equal distances, as in a stack of equal layers: one batched product writes them where they lie."""
-    found, i = [], 0
+    stretches, i = [], 0
     while i < len(starts):
         j = i + 1
         while j < len(starts) and starts[j] - starts[j - 1] == starts[i + 1] - starts[i]:
             j += 1
-        found.append((i, j))
+        stretches.append((i, j))
         i = j
-    return tuple(found)
+    return tuple(stretches)
 
 
 @cached_on_device(64)

@@ -1,5 +1,8 @@
 """Shards: which stretch of a buffer each rank reduces."""
 
+# The memory of a shard's owner: what its second leg did not send. Checkpoints have it under this name.
+SERVER_ERROR = "served"
+
 _EIGHT = 8  # codes of any width are whole bytes then, so that kernels serve a shard as it lies
 
 

@@ -20,12 +20,13 @@ from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Decoded, EncodeInput, Memory, StateSpec
 from gradwire.core.decode_cache import memoized
 from gradwire.core.keys import qualified
+from gradwire.core.payload import CorruptMessageError, Payload
 from gradwire.core.registry import register
 from gradwire.core.requests import CommGenerator, Gather, Request, SendRecv
 from gradwire.core.segments import Segments
 from gradwire.exchanges.batch import RankBatch, Simulated, blank, stacked, starts_of
 from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
-from gradwire.exchanges.shards import shard
+from gradwire.exchanges.shards import SERVER_ERROR, shard
 from gradwire.kernels.rank_mean import rank_mean
 
 
@@ -35,7 +36,15 @@ class TwoWay(Exchange):
 
     examples = ("two_way",)
     exact = True
-    cuts = serves = True
+    cuts = keeps_server_error = True
+
+    def suits(self, codec: Codec) -> bool:
+        """Selected entries are never sent the second leg.
+
+        The union of N selections is not sparse as one is, so cutting it again would lose what DGC and methods like it
+        rely upon.
+        """
+        return codec.selector is None and codec.traits.fixed
 
     def check(self, codec: Codec) -> None:
         if not codec.traits.fixed:
@@ -47,7 +56,7 @@ class TwoWay(Exchange):
             raise ValueError(f"two_way encodes twice, but {codec} remembers what it sent; use allgather")
 
     def slots(self, context: CommContext) -> dict[str, StateSpec]:
-        return {"served": StateSpec(context.tensors.lengths, "shard")} if context.keeps_error else {}
+        return {SERVER_ERROR: StateSpec(context.tensors.lengths, "shard")} if context.keeps_error else {}
 
     def run(self, message: Message, codec: Codec, context: CommContext) -> CommGenerator[Aggregate]:
         assert isinstance(message.content, Mapping)
@@ -58,15 +67,21 @@ class TwoWay(Exchange):
         # Leg 1: receive this rank's shard of all ranks.
         received = yield SendRecv(message.content, {rank: sizes[me] for rank in range(world)})
         keys = [context.key.of(rank) for rank in range(world)]
-        error = message.memory["served"] if context.keeps_error else None
+        error = message.memory[SERVER_ERROR] if context.keeps_error else None
 
         # Leg 2: send the mean to all ranks.
         second = context.key.fold("leg2")
-        payload, error = codec.decoder.merge(
-            [received[rank] for rank in range(world)], error, windows[me], keys, second
-        )
-        memory = message.memory if error is None else {**message.memory, "served": error}
+        corrupt: CorruptMessageError | None = None
+        try:
+            payload, error = codec.decoder.merge(
+                [received[rank] for rank in range(world)], error, windows[me], keys, second
+            )
+        except CorruptMessageError as failure:  # other ranks still wait for the second leg
+            payload, corrupt = Payload(received[me].data.new_zeros(sizes[me])), failure
+        memory = message.memory if error is None else {**message.memory, SERVER_ERROR: error}
         means = yield Gather(payload, max(sizes))
+        if corrupt is not None:
+            raise corrupt
 
         def decode() -> Tensor:
             places = enumerate(zip(means, windows, strict=True))
@@ -82,12 +97,12 @@ class TwoWay(Exchange):
         cuts = tuple(shard(n, world, rank) for rank in range(world))
         starts = starts_of(codec, sent, stacked(units, world, cuts))
         target = rank_mean(sent.values, sent.indices, starts, n, world)
-        served = memory.get("served")
-        if served is not None:
-            target = target + served
+        error = memory.get(SERVER_ERROR)
+        if error is not None:
+            target = target + error
         outcome = codec.encode(EncodeInput(target, target, {}, _by_owner(units, cuts)), batch.key.fold("leg2")).sent
-        if served is not None:
-            memory = {**memory, "served": outcome.residual_of(target)}
+        if error is not None:
+            memory = {**memory, SERVER_ERROR: outcome.residual_of(target)}
         sizes = [codec.size(units.window(*cut)) for cut in cuts]
         out = {rank: blank(size) for rank, size in enumerate(sizes)}
         first: list[Request] = [SendRecv(out, dict.fromkeys(range(world), size)) for size in sizes]

@@ -4,12 +4,14 @@ Paper:    Tang et al., "1-bit Adam: communication efficient large-scale training
           ICML 2021. https://arxiv.org/abs/2102.02888, Algorithm 1, lines 5 to 13
 Formula:  x = g / d;  target = b m + (1 - b) x + e;  e = target - C(target)
           m = mean over ranks of C(target);  the update is d m
-          d is the root of the optimizer's variance, frozen when its dense steps end
+          divide='after': x = g, and the update is m
+          d is the root of the optimizer's variance, frozen when its gradient steps end; at least `floor` of its mean
 Wire:     nothing
 Traits:   what was sent plus e equals what was compensated; three floats per parameter
-Differs:  the paper compresses b m + (1 - b) g and divides by d afterwards. The noise of one bit is then as large for an
-          entry of small variance as for its neighbors, and the division blows it up. Here the division comes first
-Spec:     common_momentum(0.9)
+Differs:  the paper compresses b m + (1 - b) g and divides by d afterwards, as with divide='after'. The noise of one bit
+          is then as large for an entry of small variance as for its neighbors, and the division blows it up. By
+          default the division comes first. The floor is an addition, too; floor=0 is the paper's
+Spec:     common_momentum(0.9), common_momentum(divide='after', floor=0.3)
 """
 
 from typing import ClassVar
@@ -19,7 +21,7 @@ from torch import Tensor
 from gradwire.codecs.stage import Decoded, Memory
 from gradwire.core.arguments import check_argument
 from gradwire.core.registry import register
-from gradwire.feedback.feedback import Feedback, preconditioned
+from gradwire.feedback.feedback import Feedback, check_preconditioner, divisor
 
 
 @register("common_momentum", kind="feedback")
@@ -28,22 +30,33 @@ class CommonMomentum(Feedback):
 
     Attributes:
         beta: b above, AdamW's first.
+        floor: The smallest denominator, as a share of a tensor's mean.
+        divide: By the denominator, ``before`` or ``after`` compression.
     """
 
     beta: float = 0.9
-    examples = ("common_momentum", "common_momentum(0.8)")
+    floor: float = 0.1
+    divide: str = "before"
+    examples = ("common_momentum", "common_momentum(beta=0.8, floor=0.3)", "common_momentum(divide='after')")
     memories: ClassVar[dict[str, str]] = {"momentum": "same", "denominator": "same", "residual": "mean"}
     needs_denominator = True
 
     def __post_init__(self) -> None:
-        check_argument(self, "beta", 0.0 <= self.beta < 1.0, "in [0, 1), as AdamW's first beta")
+        check_preconditioner(self)
+        check_argument(self, "divide", self.divide in ("before", "after"), "'before' or 'after' (compression)")
+
+    def signal(self, grad: Tensor, memory: Memory) -> Tensor:
+        momentum = self.beta * memory["momentum"]
+        if self.divide == "after":
+            return momentum.add_(grad, alpha=1.0 - self.beta)
+        return momentum.addcdiv_(grad, divisor(memory), value=1.0 - self.beta)
 
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        x = preconditioned(grad, memory)
-        return self.beta * memory["momentum"] + (1.0 - self.beta) * x + memory["residual"], memory
+        return self.signal(grad, memory) + memory["residual"], memory
 
     def update_memory(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
         return {**memory, "residual": sent.residual_of(target)}
 
     def finalize(self, mean: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        return mean * memory["denominator"], {**memory, "momentum": mean}
+        update = mean * memory["denominator"] if self.divide == "before" else mean
+        return update, {**memory, "momentum": mean}

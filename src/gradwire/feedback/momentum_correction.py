@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gradwire.codecs.stage import Decoded, Memory
 from gradwire.core.registry import register
-from gradwire.feedback.feedback import Feedback
+from gradwire.feedback.feedback import Feedback, masked
 from gradwire.kernels.fused import Accumulation
 
 
@@ -71,7 +71,4 @@ class MomentumCorrection(Feedback):
         return target, {**memory, "momentum": u}
 
     def update_memory(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
-        u = memory["momentum"]
-        if self.masking and sent.indices is not None:
-            u = u.index_fill(0, sent.indices, 0.0)
-        return {**memory, "momentum": u, "residual": sent.residual_of(target)}
+        return masked(target, sent, memory, self.masking)

@@ -4,7 +4,7 @@ A method is a frozen rule. It is called with a rank's parameters after the optim
 returns new parameters; it never sees the network. Its memories are flat buffers, by name.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from gradwire.codecs.stage import Decoded, EncodeInput, Memory, StateSpec
 from gradwire.core.payload import Payload
 from gradwire.core.registry import registered
 from gradwire.core.requests import CommGenerator
-from gradwire.core.spec import parse, write
+from gradwire.core.spec import Named, parse
 from gradwire.gossip.message import GossipContext, GossipMessage, exchange_messages
 from gradwire.topology import Graph, Topology, graph
 
@@ -41,7 +41,7 @@ class MixResult(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GossipMethod(ABC):
+class GossipMethod(Named):
     """A frozen rule by which neighbors mix their parameters.
 
     Attributes:
@@ -49,9 +49,6 @@ class GossipMethod(ABC):
     """
 
     graph: Graph
-    name: ClassVar[str]
-    kind: ClassVar[str]
-    examples: ClassVar[tuple[str, ...]]
     compresses: ClassVar[bool] = False  # by itself, so that it takes no codec
     overlaps: ClassVar[bool] = True  # what it adds to x may as well be added one step later
     elastic: ClassVar[bool] = False  # continues when neighbors die
@@ -59,9 +56,6 @@ class GossipMethod(ABC):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "graph", graph(self.graph))
-
-    def __str__(self) -> str:
-        return write(self)
 
     @abstractmethod
     def check(self, codec: Codec, topology: Topology) -> None:

@@ -10,6 +10,9 @@ from gradwire.engine.method import Spec
 from gradwire.integrations.checkpoint import load, save
 from gradwire.integrations.compress import compress
 from gradwire.integrations.ddp import find_ddp
+from gradwire.integrations.local.handle import LocalSync
+from gradwire.integrations.local.trainers import local_prepared
+from gradwire.integrations.model import is_plain
 from gradwire.integrations.optimizer import check_wire
 from gradwire.integrations.wire import Wire
 
@@ -22,7 +25,8 @@ def attach(accelerator: Any, model: nn.Module, spec: Spec, **options: Any) -> Wi
 
     Args:
         accelerator: An `accelerate.Accelerator`.
-        model: The prepared model: in several processes, one in DistributedDataParallel.
+        model: The prepared model: in several processes, one in DistributedDataParallel, or under FSDP2 with replicas
+            (``ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)``).
         spec: See `gradwire.compress`, as for all other options.
         options: All of `gradwire.compress` but the scaler.
 
@@ -40,14 +44,52 @@ def attach(accelerator: Any, model: nn.Module, spec: Spec, **options: Any) -> Wi
     return wire
 
 
+def attach_local(accelerator: Any, model: nn.Module, spec: str, **options: Any) -> LocalSync:
+    """Local steps of a model that ``accelerator.prepare`` has returned, with its optimizers.
+
+    The loop stays as it is: the handle is called after each step of the last optimizer. ``accelerator.save_state``
+    writes the state of every rank into the same folder, and ``accelerator.load_state`` reads it back.
+
+    Args:
+        accelerator: An `accelerate.Accelerator`.
+        model: The prepared model.
+        spec: See `gradwire.local`, as for all other options.
+        options: All of `gradwire.local`.
+    """
+    optimizers = [prepared.optimizer for prepared in accelerator._optimizers]
+    outer = local_prepared(model, optimizers, spec, **options)
+    last = _LoadedLast(outer)
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: save(outer, folder))
+    accelerator.register_load_state_pre_hook(lambda models, folder: last.note(folder))
+    accelerator.register_for_checkpointing(last)
+    return outer
+
+
+class _LoadedLast:
+    """Loads the state of a handle after models and optimizers, which Accelerate reads for all ranks from one file."""
+
+    def __init__(self, outer: LocalSync) -> None:
+        self.outer, self.folder = outer, ""
+
+    def note(self, folder: str) -> None:
+        self.folder = folder
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        load(self.outer, self.folder)
+
+
 def compress_prepared(
     accelerator: Any, model: nn.Module, spec: Spec, options: Mapping[str, Any], optimizers: Sequence[Optimizer]
 ) -> Wire:
-    """`gradwire.compress`, for a model that an Accelerator has wrapped in DDP, or has to itself."""
-    if accelerator.num_processes > 1 and find_ddp(model) is None:
+    """`gradwire.compress`, for a model that an Accelerator has wrapped in DDP or sharded, or has to itself."""
+    if accelerator.num_processes > 1 and find_ddp(model) is None and all(map(is_plain, model.parameters())):
         raise ValueError(
             f"in {accelerator.num_processes} processes the prepared model is a {type(model).__name__}, and only the "
-            "gradients of DistributedDataParallel are compressed; prepare it without FSDP, DeepSpeed and the like"
+            "gradients of DistributedDataParallel, and of FSDP2 with replicas, are compressed; prepare it without "
+            "DeepSpeed and the like"
         )
     optimizer = next(iter(optimizers), None)
     wire = compress(model, spec, scaler=accelerator.scaler, **{"optimizer": optimizer, **options})

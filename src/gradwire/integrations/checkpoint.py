@@ -43,7 +43,7 @@ def load(wire: Handle | DistributedOptimizer, folder: str | Path) -> None:
     wire.load_state_dict(states)
 
 
-def gather_states(wire: Wire) -> list[dict[str, Tensor]]:
+def gather_states(wire: Wire | LocalSync) -> list[dict[str, Tensor]]:
     """All ranks' states by rank, as `Wire.load_state_dict` takes them; an empty list on all ranks but the first.
 
     All ranks must call it. They send one after another, uncounted, so that the first rank's device

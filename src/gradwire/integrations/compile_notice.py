@@ -1,6 +1,7 @@
 """Compile notice: the first use of kernels takes a while, so a warning says why."""
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ _log = logging.getLogger("gradwire")
 
 @contextmanager
 def compile_notice(device: torch.device, first: bool) -> Iterator[None]:
-    """On the first rank, warn once when Numba begins to compile a kernel that it does not find on disk."""
+    """On the first rank, say once that Numba compiles kernels that it does not find on disk, and how long it took."""
     if not first or device.type != "cpu" or not accelerated() or versions("cpu") is None:
         yield
         return
@@ -34,5 +35,8 @@ def compile_notice(device: torch.device, first: bool) -> Iterator[None]:
         def on_end(self, event: Any) -> None:
             """The end of a single kernel is not logged."""
 
-    with event.install_listener("numba:compile", Notice()):
+    notice, began = Notice(), time.perf_counter()
+    with event.install_listener("numba:compile", notice):
         yield
+    if notice.shown:
+        _log.warning("gradwire: CPU kernels were compiled in %.0f s", time.perf_counter() - began)

@@ -2,30 +2,38 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradwire.comm.backend import Backend
 from gradwire.comm.host_layout import Across
+from gradwire.core.renamed import renamed_argument
 from gradwire.engine.method import Spec
-from gradwire.engine.plan import LAUNCH_BYTES, Rule
+from gradwire.engine.plan import BUCKET_BYTES, Rule
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.auto import described_link
 from gradwire.integrations.consistency import errors_on_all_ranks
-from gradwire.integrations.ddp import find_ddp, make_wire, refuse_replicated
+from gradwire.integrations.ddp import find_ddp, find_replicated, make_wire, refuse_replicated
 from gradwire.integrations.host_discovery import find_backend
-from gradwire.integrations.model import refuse_later, refuse_sparse, refuse_wrapped, trainable
+from gradwire.integrations.model import is_plain, is_whole, refuse_later, refuse_sparse, refuse_wrapped, trainable
 from gradwire.integrations.optimizer import check_at_first_step
 from gradwire.integrations.ownership import refuse_averaged
 from gradwire.integrations.preconditioning import attach_optimizer, check_optimizer
 from gradwire.integrations.setup import Options, Setup
 from gradwire.integrations.wire import Wire
 
+if TYPE_CHECKING:
+    from gradwire.integrations.sharded.replicas import Replicas
 
+
+@renamed_argument("launch_mb", "bucket_mb")
 def compress(
     model: nn.Module,
     spec: Spec,
@@ -39,9 +47,9 @@ def compress(
     scaler: torch.amp.GradScaler | None = None,
     process_group: dist.ProcessGroup | None = None,
     seed: int = 0,
-    launch_mb: float = LAUNCH_BYTES / 2**20,
+    bucket_mb: float = BUCKET_BYTES / 2**20,
     rollback: bool = True,
-    across: Across | None = None,
+    across: Across | DeviceMesh | None = None,
     link: Backend | str | None = None,
 ) -> Wire:
     """Compress a model's gradients.
@@ -66,39 +74,73 @@ def compress(
         scaler: The loop's GradScaler, if it has one.
         process_group: The group to train over; by default the whole world, or DDP's.
         seed: Of all random bits; equal on all ranks.
-        launch_mb: Megabytes of gradients that travel together under DDP.
+        bucket_mb: Megabytes of gradients that travel together under DDP.
         rollback: Keep the memories of before a step until all ranks have agreed on it, so that a gradient that is not
             finite drops the step. False changes them in place, where a fused kernel serves: half the memory, the same
             bits, but such a gradient is an error then, unless there is a ``scaler``.
         across: ``"hosts"`` compresses only between hosts, which are found from the environment that torchrun, mpirun
             or srun sets, and takes dense means inside; so does a list of the ranks of each host, ``[[0, 1], [2, 3]]``.
+            Of a model under ``fully_shard``: the dimension of the mesh between replicas, ``mesh["replicate"]``.
         link: Who moves the bytes, if not torch.distributed. With ``"auto"``, what the link between hosts can do, as in
             ``"100mbit,5ms"``; measured in the first steps if not given.
 
     Returns:
         A handle: ``report()``, ``state_dict()``, ``set(...)``, ``off()``; callable in plain loops.
     """
-    ddp = find_ddp(model)
-    inner = model if ddp is None else ddp.module
-    backend = find_backend(link, process_group if ddp is None else ddp.process_group, across)
-    ignored = () if ddp is None else ddp.parameters_to_ignore
+    wrapper, replicated = find_ddp(model), find_replicated(model)
+    ddp, inner = wrapper or replicated, model if wrapper is None else wrapper.module
+    replicas = _find_replicas(model, across)
+    if replicas is not None:
+        backend = replicas.connect()
+    else:
+        assert not isinstance(across, DeviceMesh)
+        backend = find_backend(link, process_group if ddp is None else ddp.process_group, across)
+    ignored = () if ddp is None else _ignored(ddp, inner)
     with errors_on_all_ranks(backend):
         if not isinstance(model, nn.Module):
             raise TypeError(f"compress takes the model itself, not {type(model).__name__}; pass an nn.Module")
-        options = Options(feedback, exchange, granularity, rules, bundle, scaler, seed, launch_mb, rollback)
+        options = Options(feedback, exchange, granularity, rules, bundle, scaler, seed, bucket_mb, rollback)
         refuse_wrapped(inner)
-        refuse_replicated(inner)
+        if replicas is not None and (process_group is not None or isinstance(link, Backend)):
+            raise ValueError("a sharded model is averaged over its own mesh; leave process_group= and link= out")
+        if replicas is None and replicated is None:
+            refuse_replicated(inner)
         refuse_sparse(inner)
-        parameters = trainable((name, p) for name, p in inner.named_parameters() if name not in ignored)
+        named = [(name, p) for name, p in inner.named_parameters() if name not in ignored]
+        parameters = trainable(named, is_whole if replicas is None else lambda _: True)
         if ddp is None:
             refuse_averaged(parameters)
         described = described_link(spec, link, options)
     shared = {} if ddp is not None else dict((*inner.named_parameters(), *inner.named_buffers()))
-    veto = partial(check_optimizer, optimizer)
+    fits_optimizer = partial(check_optimizer, optimizer, parameters)
     known = {id(p) for name, p in inner.named_parameters() if p.requires_grad or name in ignored}
-    check_model = partial(refuse_later, inner, known)
-    setup = Setup(parameters, backend, options, ddp is not None, shared, veto, check_model)
+    sharded = replicas is not None
+    check_model = partial(refuse_later, inner, known, sharded=sharded)
+    hooked = ddp is not None or sharded
+    setup = Setup(parameters, backend, options, hooked, shared, fits_optimizer, check_model, sharded=sharded)
     wire = make_wire(setup, spec, described, ddp)
+    if replicas is not None:
+        replicas.attach(wire)
     attach_optimizer(wire, optimizer)
     check_at_first_step(wire)
     return wire
+
+
+def _ignored(ddp: DistributedDataParallel, model: nn.Module) -> set[str]:
+    """The names of parameters that a DistributedDataParallel does not average."""
+    averaged = {id(p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
+    return {name for name, p in model.named_parameters() if id(p) not in averaged}
+
+
+def _find_replicas(model: nn.Module, across: Across | DeviceMesh | None) -> "Replicas | None":
+    """The replicas of a model that is sharded; None where each rank has a replica of its own."""
+    if isinstance(model, nn.Module) and not all(map(is_plain, model.parameters())):
+        from gradwire.integrations.sharded.replicas import find_replicas  # which imports FSDP, and that takes long
+
+        return find_replicas(model, across)
+    if isinstance(across, DeviceMesh):
+        raise ValueError(
+            f"across={across} is for models under fully_shard, and no parameter is sharded; pass "
+            "process_group=mesh['replicate'].get_group() instead"
+        )
+    return None

@@ -18,6 +18,7 @@ from gradwire.core.requests import Gather
 from gradwire.version import VERSION, WIRE_FORMAT
 
 _REMEDY = {
+    "call": "call the same everywhere",
     "version": "install the same gradwire everywhere",
     "format": "install the same gradwire everywhere",
     "spec": "attach with the same spec, rules and options everywhere",
@@ -26,15 +27,18 @@ _REMEDY = {
 }
 
 
-def agree(link: Backend, spec: str, model: Mapping[str, str], step: int = 0, error: str | None = None) -> None:
+def agree(
+    link: Backend, spec: str, model: Mapping[str, str], step: int = 0, error: str | None = None, call: str = ""
+) -> None:
     """Compare the configuration with all ranks.
 
     Raises:
         ValueError: Some rank failed, or attached or loaded something else.
+        RuntimeError: Some rank takes a step instead.
     """
     described = json.dumps(list(model.items())).encode()
     fingerprint = f"{len(model)} tensors, fingerprint {hashlib.sha256(described).hexdigest()[:12]}"
-    compare(link, {"spec": spec, "model": fingerprint, "step": step, "error": error}, model)
+    compare(link, {"spec": spec, "model": fingerprint, "step": step, "error": error, "call": call}, model)
 
 
 def compare(link: Backend, mine: Mapping[str, Any], model: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
@@ -46,7 +50,10 @@ def compare(link: Backend, mine: Mapping[str, Any], model: Mapping[str, str] | N
         model: What the note's fingerprint of the model stands for. It is sent where models differ.
     """
     error = mine.get("error")
-    mine = {"version": VERSION, "format": WIRE_FORMAT, "spec": "", "model": "", "step": 0, "error": None, **mine}
+    nothing = {"spec": "", "model": "", "step": 0, "error": None, "call": ""}
+    mine = {"version": VERSION, "format": WIRE_FORMAT, **nothing, **mine}
+    if link.barrier is not None:
+        link.barrier.enter(f"what fails there ({error})" if error else mine["call"] or "gradwire")
     notes = _gather(link, mine)
     for rank, other in enumerate(notes):
         if other["error"]:

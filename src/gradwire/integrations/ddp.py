@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed._composable.contract import _get_registry
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,13 +43,29 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
+def find_replicated(model: nn.Module) -> DistributedDataParallel | None:
+    """The DistributedDataParallel by which `replicate` averages a model. Its first forward pass would make it."""
+    module = getattr(model, "_orig_mod", model)
+    state = replicate.state(module) if _is_replicated(module) else None
+    if state is None:  # or FSDP's function of the same name
+        return None
+    if not state.has_initialized:
+        state.lazy_init()
+    ddp: DistributedDataParallel = state._ddp
+    return ddp
+
+
+def _is_replicated(module: nn.Module) -> bool:
+    return isinstance(module, nn.Module) and "replicate" in (_get_registry(module) or ())
+
+
 def refuse_replicated(model: nn.Module) -> None:
-    """Refuse a model that `replicate` averages, by a DistributedDataParallel that takes no hook of ours."""
+    """Refuse a part of a model that `replicate` averages, and the rest not."""
     for name, module in model.named_modules():
-        if "replicate" in (_get_registry(module) or ()):
+        if _is_replicated(module):
             raise ValueError(
-                f"the module {name!r} is under replicate(), which averages its gradients by itself; wrap it in "
-                "DistributedDataParallel instead, and pass that to gradwire, or leave it unwrapped"
+                f"the module {name!r} is under replicate(), which averages its gradients by itself; pass that module "
+                "to gradwire, or leave it unwrapped"
             )
 
 
@@ -117,7 +134,7 @@ class DDPHookState:
         for i, number in info.awaited.items():
             now.missing[i] -= number
         while now.early and len(now.results) < len(now.missing) and not now.missing[len(now.results)]:
-            bucket_step = partial(self.wire.executor.bucket, len(now.results), self._grads(now))
+            bucket_step = partial(self.wire.executor.run_bucket, len(now.results), self._grads(now))
             now.results.append(self._start(now, bucket_step))
         if bucket.is_last():
             self._finish(now)
@@ -126,11 +143,11 @@ class DDPHookState:
     def _begin(self) -> BackwardPass:
         """The first bucket of a step is here."""
         self.wire.before_step()
-        plan = self.wire.executor.engine.whole
+        plan = self.wire.executor.engine.full_plan
         if plan is not self._plan:
             self._plan = plan
             self._known.clear()
-            names = [[name for lane in launch for name in lane.tensors.names] for launch in plan.launches]
+            names = [[name for lane in bucket for name in lane.tensors.names] for bucket in plan.buckets]
             self._bucket_of = {name: i for i, mine in enumerate(names) for name in mine}
             self._awaited = [len(mine) for mine in names]
         now = BackwardPass(self.wire, self._awaited, self._may_lack)
@@ -171,7 +188,7 @@ class DDPHookState:
         missing = {} if now.early and now.complete else now.views  # where updates go of gradients that are not there
         completed = self._start(now, partial(self._complete, now, missing, work))
         # DDP hides an exception of the hook: raise it from a callback that is queued after DDP's own.
-        _at_the_end(lambda: _at_the_end(completed.result))
+        at_the_end(lambda: at_the_end(completed.result))
 
     def _commit(self, results: list[Pending[BucketResult]], grads: Grads, complete: bool) -> StepResult:
         return self.wire.executor.finish([result.result() for result in results], grads, complete)
@@ -205,7 +222,7 @@ def _as_laid_out(view: Tensor, p: Tensor) -> Tensor:
     return view.as_strided(p.shape, p.stride()) if without_gaps(p) else view
 
 
-def _at_the_end(work: Callable[[], None]) -> None:
+def at_the_end(work: Callable[[], None]) -> None:
     """Do something when the current backward pass is over, after all that was queued before; it may raise."""
     torch.autograd.Variable._execution_engine.queue_callback(work)
 

@@ -13,6 +13,9 @@ from gradwire.engine.method import Spec
 from gradwire.integrations.checkpoint import gather_states
 from gradwire.integrations.compress import compress
 from gradwire.integrations.ddp import find_ddp
+from gradwire.integrations.local.handle import LocalSync
+from gradwire.integrations.local.trainers import local_prepared
+from gradwire.integrations.model import is_plain
 from gradwire.integrations.optimizer import check_wire
 from gradwire.integrations.wire import Wire
 
@@ -41,12 +44,12 @@ class LightningCompression(Callback):
         """The options are those of `gradwire.compress`, but for the scaler, which is Lightning's own."""
         self.spec, self.options = spec, options
         self.wire: Wire | None = None
-        self._called = False  # by us, not by DDP
+        self._called = False  # by us, not by DDP or by hooks of a sharded model
         self._saved: list[dict[str, Any]] = []
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         model = trainer.strategy.model
-        self._called = find_ddp(model) is None
+        self._called = find_ddp(model) is None and all(map(is_plain, model.parameters()))
         if self._called:
             _refuse_others(trainer)
         scaler = None if self._called else getattr(trainer.precision_plugin, "scaler", None)
@@ -58,6 +61,14 @@ class LightningCompression(Callback):
         if self._saved:
             self.wire.load_state_dict(self._saved)
             self._saved = []
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        if self.wire is not None and self.wire.setup.sharded:
+            # Lightning has FSDP reduce every batch that adds up to a step; the last one is enough.
+            is_last = not trainer.fit_loop._should_accumulate()
+            for module in pl_module.modules():
+                if hasattr(module, "set_requires_gradient_sync"):
+                    module.set_requires_gradient_sync(is_last, recurse=False)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if self._called and self.wire is not None:
@@ -83,11 +94,51 @@ class LightningCompression(Callback):
             warnings.warn("the checkpoint was saved without compression, whose memories begin empty", stacklevel=2)
 
 
+class LightningLocalSteps(Callback):
+    """Local steps while a Trainer fits; pass it in ``Trainer(strategy="ddp", callbacks=[...])``.
+
+    A checkpoint holds the state of all ranks, and ``fit(ckpt_path=...)`` continues with it.
+
+    Attributes:
+        outer: The handle, from the start of a fit on; ``outer.report()`` and the rest.
+    """
+
+    def __init__(self, spec: str, **options: Any) -> None:
+        """The options are those of `gradwire.local`."""
+        self.spec, self.options = spec, options
+        self.outer: LocalSync | None = None
+        self._saved: list[dict[str, Any]] = []
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        optimizers = [getattr(one, "optimizer", one) for one in trainer.optimizers]
+        self.outer = local_prepared(trainer.strategy.model, optimizers, self.spec, **self.options)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._saved and self.outer is not None:  # after Lightning has loaded the optimizers of one rank
+            self.outer.load_state_dict(self._saved)
+            self._saved = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        assert self.outer is not None
+        report = self.outer.report()
+        metrics = {"gradwire/sent_mb": report.sent / 1e6, "gradwire/payload_ratio": report.payload_ratio}
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, trainer.global_step)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if self.outer is not None:
+            checkpoint[KEY] = gather_states(self.outer)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if trainer.training:
+            self._saved = checkpoint.get(KEY, [])
+
+
 def _refuse_others(trainer: Any) -> None:
     if trainer.world_size > 1:
         raise ValueError(
             f"{type(trainer.strategy).__name__} does not wrap the model in DistributedDataParallel, whose gradients "
-            "are compressed; use Trainer(strategy='ddp')"
+            "are compressed; use Trainer(strategy='ddp'), or shard it with replicas in configure_model"
         )
     if len(trainer.optimizers) > 1:
         raise ValueError(

@@ -1,14 +1,16 @@
 """The user's model: which parameters take part, under which names."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 _SHARDED = (
-    "is sharded: every rank has another part of it, and means over ranks would mix them up; gradwire compresses "
-    "gradients of whole replicas, so use DistributedDataParallel, or no wrapper"
+    "is sharded: every rank has another part of it, and means over ranks would mix them up; use "
+    "DistributedDataParallel, or no wrapper, or, to compress between replicas of sharded models, "
+    "fully_shard(model, mesh=mesh['shard']) and across=mesh['replicate']"
 )
 _LATER = (
     "the parameter {!r} began to train after the wire was attached, so its gradient is not averaged; attach when all "
@@ -16,8 +18,24 @@ _LATER = (
 )
 
 
-def trainable(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+def is_plain(x: Tensor) -> bool:
+    """Whether a tensor is no DTensor."""
+    return not hasattr(x, "full_tensor")
+
+
+def is_whole(x: Tensor) -> bool:
+    """Whether this rank has all of a tensor: it is no DTensor, or one that is replicated."""
+    return all(placement.is_replicate() for placement in getattr(x, "placements", ()))
+
+
+def trainable(
+    named: Iterable[tuple[str, nn.Parameter]], accepts: Callable[[Tensor], bool] = is_plain
+) -> dict[str, nn.Parameter]:
     """Parameters that want gradients, by name, as the module would call them uncompiled.
+
+    Args:
+        named: Parameters, by name.
+        accepts: Tells parameters that can be compressed from others, which are sharded.
 
     Raises:
         ValueError: There is none, or one whose gradient cannot be compressed.
@@ -26,25 +44,53 @@ def trainable(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Paramet
     for name, parameter in named:
         name = name.replace("_orig_mod.", "")  # what torch.compile puts before a name
         if parameter.requires_grad:
-            _check(name, parameter)
+            _check(name, parameter, accepts)
             chosen[name] = parameter
     if not chosen:
         raise ValueError("there is no trainable parameter to synchronize; pass a model with requires_grad=True ones")
     return chosen
 
 
-def refuse_later(model: nn.Module, known: Container[int]) -> None:
+def local(x: Any) -> Tensor:
+    """What this rank has of a tensor: all of it, but of a DTensor."""
+    if not hasattr(x, "to_local"):
+        whole: Tensor = x
+        return whole
+    if any(placement.is_partial() for placement in x.placements):
+        raise ValueError("a gradient is a sum over ranks that was not taken yet; redistribute it to Replicate() first")
+    with torch.no_grad():
+        part: Tensor = x.to_local()
+    return part
+
+
+def like(p: nn.Parameter, part: Tensor) -> Tensor:
+    """A gradient of a parameter, made of what this rank has of it."""
+    return distributed_as(p, part.to(device=p.device, dtype=p.dtype))
+
+
+def distributed_as(p: Any, part: Tensor) -> Tensor:
+    """A tensor distributed as another one is, made of what this rank has of it."""
+    if not hasattr(p, "to_local"):
+        return part
+    made: Tensor = type(p).from_local(
+        part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
+    return made
+
+
+def refuse_later(model: nn.Module, known: Container[int], sharded: bool = False) -> None:
     """Refuse a parameter that began to train after the wire was attached: no rank would send its gradient.
 
     Args:
         model: As it is now.
         known: Identities of the parameters at attach.
+        sharded: Whether plain tensors are parameters that FSDP has gathered for a while.
     """
     modules: list[nn.Module] = [model]
     for module in modules:  # which grows; this takes a quarter of the time of named_parameters()
         modules += [child for child in module._modules.values() if child is not None]
         for p in module._parameters.values():
-            if p is not None and p.requires_grad and id(p) not in known:
+            if p is not None and p.requires_grad and id(p) not in known and sharded <= hasattr(p, "to_local"):
                 name = next(name for name, other in model.named_parameters() if other is p)
                 raise RuntimeError(_LATER.format(name.replace("_orig_mod.", "")))
 
@@ -78,9 +124,9 @@ def refuse_wrapped(model: nn.Module) -> None:
             raise ValueError(f"the module {name!r} {_SHARDED}")
 
 
-def _check(name: str, parameter: nn.Parameter) -> None:
+def _check(name: str, parameter: nn.Parameter, accepts: Callable[[Tensor], bool]) -> None:
     # A DTensor, or marked by FSDP: an optimizer is given parameters without their module.
-    if hasattr(parameter, "full_tensor") or hasattr(parameter, "_fsdp_flattened"):
+    if hasattr(parameter, "_fsdp_flattened") or not accepts(parameter):
         raise ValueError(f"the parameter {name!r} {_SHARDED}")
     if parameter.is_complex():
         raise ValueError(f"the parameter {name!r} is complex; hold its real and imaginary parts in two parameters")

@@ -13,9 +13,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradwire.comm.backend import Backend
 from gradwire.comm.host_layout import Across
+from gradwire.core.renamed import renamed_argument
 from gradwire.engine.method import Spec
 from gradwire.engine.plan import Plan
-from gradwire.feedback import MomentumCorrection
 from gradwire.integrations import scaling
 from gradwire.integrations.auto import described_link
 from gradwire.integrations.consistency import errors_on_all_ranks
@@ -42,6 +42,7 @@ class DistributedOptimizer(Optimizer):
     # GradScaler then leaves unscaling and skipping to us: a skip must be decided by all ranks together.
     _step_supports_amp_scaling = True
 
+    @renamed_argument("launch_mb", "bucket_mb")
     def __init__(
         self,
         optimizer: Optimizer,
@@ -68,9 +69,9 @@ class DistributedOptimizer(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
         self.state = optimizer.state
-        veto, shared = partial(check_plan, optimizer), dict((*named, *named_buffers))
+        fits_optimizer, shared = partial(check_plan, optimizer, parameters), dict((*named, *named_buffers))
         check_model = partial(_check_still_covered, optimizer, named, parameters)
-        setup = Setup(parameters, backend, chosen, shared=shared, veto=veto, check_model=check_model)
+        setup = Setup(parameters, backend, chosen, shared=shared, check_plan=fits_optimizer, check_model=check_model)
         self.wire = make_wire(setup, spec, described)
         attach_optimizer(self.wire, optimizer)
         check_at_first_step(self.wire)
@@ -132,21 +133,21 @@ class DistributedOptimizer(Optimizer):
 
 
 def refuse_second_momentum(optimizer: Optimizer, plan: Plan) -> None:
-    """Refuse an optimizer that applies momentum once more, after momentum correction."""
+    """Refuse an optimizer that applies momentum once more, after the feedback."""
     if isinstance(optimizer, SGD) or not _corrects(plan):
         return
     for group in optimizer.param_groups:
         if group.get("momentum") or "betas" in group:
             raise ValueError(
-                f"{type(optimizer).__name__} has momentum of its own, and momentum correction applies it before "
-                "compression; build the optimizer with momentum=0, or use gradwire.SGD"
+                f"{type(optimizer).__name__} has momentum of its own, and the feedback applies it before compression; "
+                "build the optimizer with momentum=0, or use gradwire.SGD"
             )
 
 
-def check_plan(optimizer: Optimizer, plan: Plan) -> None:
+def check_plan(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], plan: Plan) -> None:
     """Refuse an optimizer that a plan does not go with."""
     refuse_second_momentum(optimizer, plan)
-    check_optimizer(optimizer, plan)
+    check_optimizer(optimizer, parameters, plan)
 
 
 def check_wire(optimizer: Optimizer, wire: Wire) -> None:
@@ -155,16 +156,16 @@ def check_wire(optimizer: Optimizer, wire: Wire) -> None:
     if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         if not wire.setup.hooked:
             refuse_averaged(wire.parameters, wire)
-        check_plan(optimizer, wire.engine.whole)
+        check_plan(optimizer, wire.parameters, wire.engine.full_plan)
         wire.adaptive = wire.adaptive or is_adaptive(optimizer)
         if wire.link.rank == 0:
-            warn_if_starved(optimizer, wire.engine.whole)
+            warn_if_starved(optimizer, wire.engine.full_plan)
 
 
 def check_at_first_step(wire: Wire) -> None:
     """The same for optimizers that are not known yet: each is checked before its first step."""
     _checked[wire] = weakref.WeakKeyDictionary()
-    if not wire.setup.hooked:
+    if not wire.setup.hooked or wire.setup.sharded:
         take(wire)
     _register_hook()
 
@@ -186,14 +187,14 @@ def _check_wires(optimizer: Optimizer, args: object, kwargs: object) -> None:
         wire = reference()
         if wire is None:
             continue
-        if _checked[wire].get(optimizer) is not (plan := wire.executor.engine.whole):
+        if _checked[wire].get(optimizer) is not (plan := wire.executor.engine.full_plan):
             check_wire(optimizer, wire)
             _checked[wire][optimizer] = plan
         check_order(wire, optimizer)
 
 
 def _corrects(plan: Plan) -> bool:
-    return any(isinstance(lane.feedback, MomentumCorrection) and lane.feedback.momentum > 0 for lane in plan.lanes)
+    return any(getattr(lane.feedback, "momentum", 0.0) > 0 for lane in plan.lanes)
 
 
 def _check_named(optimizer: object, named: Sequence[object]) -> None:

@@ -27,6 +27,17 @@ def refuse_averaged(parameters: Mapping[str, nn.Parameter], mine: Wire | None = 
         raise ValueError(taken)
 
 
+def refuse_wires(parameters: Mapping[str, nn.Parameter], world: int) -> None:
+    """Refuse local steps of parameters whose gradients a wire averages over as many ranks in every step."""
+    gc.collect()  # what nothing refers to any more averages nothing
+    for wire in _owners:
+        if 1 < world <= wire.link.world and (name := _shared(parameters, wire.parameters.values())):
+            raise ValueError(
+                f"the gradient of {name!r} is averaged by a wire in every step, which leaves nothing to local steps; "
+                "delete the wire and its calls, or let it average over the ranks of a host with process_group="
+            )
+
+
 def _averaged(parameters: Mapping[str, nn.Parameter], mine: Wire | None) -> str | None:
     for wire in _owners:
         if wire is not mine and (name := _shared(parameters, wire.parameters.values())):
@@ -53,7 +64,7 @@ def _shared(parameters: Mapping[str, nn.Parameter], others: Iterable[Tensor]) ->
 def take(wire: Wire) -> None:
     """Give a wire its parameters, and let it know of backward passes, so that a forgotten call is noticed."""
     _owners.add(wire)
-    if wire.link.world == 1:
+    if wire.link.world == 1 or wire.setup.hooked:
         return
     reference = weakref.ref(wire)
 
@@ -88,4 +99,4 @@ def check_order(wire: Wire, optimizer: Optimizer) -> None:
 
 def _must_be_called(wire: Wire) -> bool:
     """Whether ranks drift apart if an optimizer steps without a call."""
-    return not (wire.setup.hooked or wire.link.world == 1 or wire.is_off or wire.executor.engine.core.silent)
+    return not (wire.setup.hooked or wire.link.world == 1 or wire.is_off or wire.executor.engine.core.sends_nothing)

@@ -1,22 +1,27 @@
 """Preconditioning: what a wire takes from AdamW, and gives back, when it compresses momentum.
 
 A method with ``gradient_steps`` sends gradients first, and AdamW steps as it always does. Then its variance is frozen:
-the wire takes over the denominators and the momentum, which are the same on all ranks. From there on it divides
-gradients by the denominators before it compresses, and AdamW applies what the group agreed on.
+the wire takes over the denominators and the momentum, which are the same on all ranks. From there on it compresses
+momentum, by default over the denominators, and AdamW applies what the group agreed on.
 """
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradwire.comm.collectives import BroadcastOp, traffic
 from gradwire.engine.lane import Lane
 from gradwire.engine.plan import Plan
 from gradwire.engine.state import LaneState
 from gradwire.engine.step import Engine
+from gradwire.exchanges.shards import SERVER_ERROR, shard
 from gradwire.integrations.wire import Wire
 from gradwire.optim import AdamW
 
 _DENOMINATOR = "denominator"
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 class Preconditioning:
@@ -25,52 +30,116 @@ class Preconditioning:
     Attributes:
         wire: That compresses.
         optimizer: That steps.
+        leader: Of rank 0, where all ranks live in one process.
     """
 
     def __init__(self, wire: Wire, optimizer: AdamW) -> None:
         self.wire, self.optimizer = wire, optimizer
+        self.leader: Preconditioning | None = None
         self._engine: Engine | None = None  # that was looked at before
+        self._apart = False  # whether ranks have stepped alone, and have not met since
         optimizer.frozen = self
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Freeze the variance where this step is the first that needs it."""
+        """Freeze the variance where this step is the first that needs it, and hand momentum back where it is the last.
+
+        Ranks of one process meet before the last step that they take alone, since none knows when others have stepped.
+        """
         core = self.wire.engine.core
         if core is not self._engine:
             _refuse_hosts(self.wire)
+            if self._engine is not None:  # its spec was another one
+                self._store_all(self._engine)
+        alone = steps_alone(core.plan)
+        self._apart = self._apart or core.step < alone
+        if self.leader is not None and core.step == alone - 1:
+            self._copy(self.leader)
         for lane, state in zip(core.plan.lanes, core.states, strict=True):
-            if not _needs(lane, core.step):
-                continue
-            first = core.step == lane.gradient_steps
-            if first or (core is not self._engine and not bool(state.tensors[_DENOMINATOR].any())):
+            needs, needed = _needs(lane, core.step), _needs(lane, core.step - 1)
+            anew = needs and core is not self._engine and not bool(state.tensors[_DENOMINATOR].any())
+            if anew or (needs and not needed):
                 self._freeze(lane, state)
+            elif needed and not needs:
+                self._store(lane, state)
         self._engine = core
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Take over rank 0's weights and moments, where the steps that each rank took alone are over."""
+        core = self.wire.engine.core
+        if not self._apart or core.step < steps_alone(core.plan):
+            return
+        self._apart = False
+        if self.leader is None:
+            for tensor in self._tensors():
+                self._count(tensor)
+                self.wire.link.broadcast_(tensor)
 
     def denominators(self) -> dict[nn.Parameter, Tensor]:
         """Of the parameters whose gradients are momentum since the last step."""
-        return {p: view for lane, state in self._frozen() for p, view in self._views(lane, state, _DENOMINATOR)}
+        frozen = _frozen(self.wire.engine.core)
+        return {p: view for lane, state in frozen for p, view in self._views(lane, state, _DENOMINATOR)}
 
     @torch.no_grad()
     def store_momentum(self) -> None:
         """Write the momentum that all ranks share into the optimizer's state, where it is stale since the freeze."""
-        for lane, state in self._frozen():
-            if lane.feedback.memories["momentum"] == "same":
-                pairs = zip(self._views(lane, state, "momentum"), self._views(lane, state, _DENOMINATOR), strict=True)
-                for (p, momentum), (_, denominator) in pairs:
-                    self.optimizer.state[p]["exp_avg"].copy_(momentum * denominator)
+        self._store_all(self.wire.engine.core)
+
+    def _store_all(self, core: Engine) -> None:
+        for lane, state in _frozen(core):
+            self._store(lane, state)
+
+    def _store(self, lane: Lane, state: LaneState) -> None:
+        if lane.feedback.memories["momentum"] == "same":
+            units = dict(self._views(lane, state, _DENOMINATOR)) if _divides(lane) else {}
+            for p, momentum in self._views(lane, state, "momentum"):
+                self.optimizer.state[p]["exp_avg"].copy_(momentum * units.get(p, 1.0))
 
     def _freeze(self, lane: Lane, state: LaneState) -> None:
+        if self._apart:
+            raise RuntimeError(
+                "ranks trained alone, and have not taken over rank 0's weights, because the optimizer has not stepped "
+                "since; give the method a start that is longer than alone="
+            )
+        state.back = None  # after captured steps without feedback, both generations are the same tensors
+        before = state.tensors[_DENOMINATOR].clone()
         for name, place in lane.slices.items():
             p = self.wire.parameters[name]
-            denominator = self.optimizer.denominator(p).flatten()
+            denominator = self.optimizer.denominator(p, lane.feedback.floor).flatten()
+            momentum = self.optimizer.state[p]["exp_avg"].flatten().float()
             state.tensors[_DENOMINATOR][place] = denominator
-            state.tensors["momentum"][place] = self.optimizer.state[p]["exp_avg"].flatten().float() / denominator
+            state.tensors["momentum"][place] = momentum / denominator if _divides(lane) else momentum
+        if lane.refresh and _divides(lane):
+            self._rescale(lane, state, before)
 
-    def _frozen(self) -> list[tuple[Lane, LaneState]]:
-        """The lanes whose last step sent momentum."""
+    def _rescale(self, lane: Lane, state: LaneState, before: Tensor) -> None:
+        """Errors are over the denominators, as momentum is."""
+        core, n = self.wire.engine.core, lane.units.total
+        ratio = torch.where(before > 0, before / state.tensors[_DENOMINATOR], 1.0)
+        state.tensors["residual"].mul_(ratio)
+        if SERVER_ERROR in state.tensors:
+            state.tensors[SERVER_ERROR].mul_(ratio[slice(*shard(n, core.world, core.rank))])
+
+    def _tensors(self) -> list[Tensor]:
+        """Weights, and what the optimizer remembers of them."""
+        owned = [(p, self.optimizer.state[p]) for p in self.wire.parameters.values()]
+        return [x for p, state in owned for x in (p.detach(), *(state[name] for name in _MOMENTS if name in state))]
+
+    def _count(self, tensor: Tensor) -> None:
         core = self.wire.engine.core
-        lanes = zip(core.plan.lanes, core.states, strict=True)
-        return [(lane, state) for lane, state in lanes if _needs(lane, core.step - 1)]
+        core.accounting.encoded[core.plan.lanes[-1].label] += tensor.nbytes
+
+    def _copy(self, leader: "Preconditioning") -> None:
+        """Take over another rank's weights, moments and gradients, and count what a broadcast would cost."""
+        link = self.wire.link
+        for mine, theirs in zip(self._tensors(), leader._tensors(), strict=True):
+            mine.copy_(theirs)
+            self._count(mine)
+            link.traffic += traffic(BroadcastOp(mine), link.rank, link.world)
+        for p, q in zip(self.wire.parameters.values(), leader.wire.parameters.values(), strict=True):
+            if p.grad is not None and q.grad is not None:
+                p.grad.copy_(q.grad)
 
     def _views(self, lane: Lane, state: LaneState, memory: str) -> list[tuple[nn.Parameter, Tensor]]:
         """The parameters of a lane, and their parts of a memory."""
@@ -78,11 +147,20 @@ class Preconditioning:
         return [(p, state.tensors[memory][place].view(p.shape)) for p, place in owners]
 
 
-def check_optimizer(optimizer: Optimizer | None, plan: Plan) -> None:
-    """Refuse a plan that compresses momentum where no `gradwire.AdamW` with the same beta applies it."""
-    lane = next((lane for lane in plan.lanes if lane.feedback.needs_denominator), None)
-    if lane is None:
-        return
+def _frozen(core: Engine) -> list[tuple[Lane, LaneState]]:
+    """The lanes whose last step sent momentum."""
+    lanes = zip(core.plan.lanes, core.states, strict=True)
+    return [(lane, state) for lane, state in lanes if _needs(lane, core.step - 1)]
+
+
+def check_optimizer(optimizer: Optimizer | None, parameters: Mapping[str, nn.Parameter], plan: Plan) -> None:
+    """Refuse a plan that compresses momentum where no `gradwire.AdamW` with the same betas applies it."""
+    for lane in plan.lanes:
+        if lane.feedback.needs_denominator:
+            _check_lane(optimizer, parameters, lane)
+
+
+def _check_lane(optimizer: Optimizer | None, parameters: Mapping[str, nn.Parameter], lane: Lane) -> None:
     if not isinstance(optimizer, AdamW):
         kind = "no optimizer was given" if optimizer is None else f"{type(optimizer).__name__} was given"
         raise ValueError(
@@ -90,27 +168,44 @@ def check_optimizer(optimizer: Optimizer | None, plan: Plan) -> None:
             "opt = gradwire.AdamW(model.parameters(), ...), and pass optimizer=opt"
         )
     beta = getattr(lane.feedback, "beta", None)
-    for group in optimizer.param_groups:
-        if float(group["betas"][0]) != beta:
+    betas = {id(p): group["betas"] for group in optimizer.param_groups for p in group["params"]}
+    for name in lane.tensors.names:
+        found = betas.get(id(parameters[name]))
+        if found is None or float(found[0]) != beta:
             raise ValueError(
-                f"{lane.feedback} has beta={beta}, but a group of AdamW has betas={group['betas']}; give both the same"
+                f"{lane.feedback} has beta={beta}, but AdamW has betas={found} for {name!r}; give both the same, and "
+                "groups with other betas a rule of their own, gradwire.Rule('onebit_adam(beta=0.8)', name='head.*')"
             )
     if any(exchange.delays for _, _, exchange in lane.table):
         raise ValueError(f"{lane.feedback} needs the momentum of the same step; use an exchange that is not delayed")
 
 
-def attach_optimizer(wire: Wire, optimizer: Optimizer | None) -> None:
+def attach_optimizer(wire: Wire, optimizer: Optimizer | None) -> Preconditioning | None:
     """Let a wire and the optimizer share moments, if the wire's plan may need them."""
-    if isinstance(optimizer, AdamW):
-        _refuse_hosts(wire)
-        wire.before_step = Preconditioning(wire, optimizer).before_step
+    if not isinstance(optimizer, AdamW):
+        return None
+    _refuse_hosts(wire)
+    made = Preconditioning(wire, optimizer)
+    wire.before_step = made.before_step
+    return made
+
+
+def steps_alone(plan: Plan) -> int:
+    """For how many steps a plan that sends something later sends nothing."""
+    ends = [[start for start, _, exchange in lane.table if not exchange.local_only] for lane in plan.lanes]
+    return min(starts[0] for starts in ends if starts) if any(ends) else 0
 
 
 def _refuse_hosts(wire: Wire) -> None:
     """Ranks of a host share out the lanes, so none of them has the denominators of all parameters."""
-    lane = next((lane for lane in wire.engine.whole.lanes if lane.feedback.needs_denominator), None)
+    lane = next((lane for lane in wire.engine.full_plan.lanes if lane.feedback.needs_denominator), None)
     if lane is not None and wire.link.host_layout is not None:
         raise ValueError(f"{lane.feedback} cannot be used with across='hosts'; leave across out, or use 'int4'")
+
+
+def _divides(lane: Lane) -> bool:
+    """Whether the lane's momentum is over the denominators."""
+    return lane.feedback.divide == "before"
 
 
 def _needs(lane: Lane, step: int) -> bool:

@@ -7,9 +7,9 @@ from typing import Any
 
 from gradwire.comm.collectives import Traffic
 from gradwire.engine.accounting import Accounting
-from gradwire.engine.checkpoint import AnyEngine
 from gradwire.engine.drive import Clock
 from gradwire.engine.lane import Lane
+from gradwire.engine.shards import AnyEngine
 from gradwire.engine.state import LaneState
 
 
@@ -37,6 +37,8 @@ class Report:
         sent_inside: Bytes that this rank sent to others on its host: dense gradients, and what was agreed on them.
         received_inside: Bytes that it got from them.
         note: What this account leaves out, if anything.
+        sharded: Whether hosts stand for replicas, each of which several ranks hold together. What FSDP sends inside a
+            replica is not counted.
     """
 
     steps: int
@@ -56,6 +58,7 @@ class Report:
     sent_inside: float = 0.0
     received_inside: float = 0.0
     note: str = ""
+    sharded: bool = False
 
     @classmethod
     def of(cls, traffic: Traffic, clock: Clock, accounting: Accounting, **others: Any) -> "Report":
@@ -101,7 +104,8 @@ class Report:
         return self.wire_ratio / 2
 
     def __str__(self) -> str:
-        where = "" if self.hosts is None else f" on {self.hosts} hosts"
+        kind = "replicas" if self.sharded else "hosts"
+        where = "" if self.hosts is None else f" {'in' if self.sharded else 'on'} {self.hosts} {kind}"
         lines = [
             f"{self.steps} steps ({self.skipped} skipped), world of {self.world}{where}",
             *self._inside(),
@@ -125,8 +129,9 @@ class Report:
         if self.hosts is None:
             return []
         each = self.sent_inside / max(1, self.steps)
-        sent = f"inside    {_bytes(self.sent_inside)} sent ({_bytes(each)} per step) to ranks of this host, in float32"
-        return [sent, "between hosts:"]
+        what = "to ranks of this replica, besides FSDP" if self.sharded else "to ranks of this host, in float32"
+        sent = f"inside    {_bytes(self.sent_inside)} sent ({_bytes(each)} per step) {what}"
+        return [sent, "between replicas:" if self.sharded else "between hosts:"]
 
 
 def show(engine: AnyEngine, rank: int, world: int) -> str:

@@ -1,4 +1,7 @@
-"""Scaling: what a GradScaler needs. All ranks must skip a step together, and back off together."""
+"""Scaling: what a GradScaler needs. All ranks must skip a step together, and back off together.
+
+Without a scaler, overflow is reported by the status of a step (`engine/status.py`), which `Engine.finish` reads.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +14,7 @@ from gradwire.comm.backend import Backend
 from gradwire.core.requests import Max, Scope
 from gradwire.engine.gradients import Grads
 from gradwire.engine.step import StepResult
+from gradwire.integrations.model import local
 
 
 def scale_of(scaler: torch.amp.GradScaler | None) -> float:
@@ -47,5 +51,7 @@ def infinite(parameters: Mapping[str, nn.Parameter], grads: Grads) -> StepResult
     for name, p in parameters.items():
         grad = grads.get(name)
         usable = grad is not None and grad.layout == torch.strided
-        updates[name] = grad.detach().fill_(torch.inf) if usable and grad is not None else torch.full_like(p, torch.inf)
+        updates[name] = (
+            grad.detach().fill_(torch.inf) if usable and grad is not None else torch.full_like(local(p), torch.inf)
+        )
     return StepResult(updates, skipped=True)

@@ -12,13 +12,15 @@ from gradwire.comm.backend import Backend
 from gradwire.engine.hosts import HostEngine
 from gradwire.engine.method import Spec, method
 from gradwire.engine.partition import assign_owners
-from gradwire.engine.plan import LAUNCH_BYTES, Plan, Rule, build, default_rules, uncompressed
+from gradwire.engine.plan import BUCKET_BYTES, Plan, Rule, build, default_rules, uncompressed
+from gradwire.engine.shards import AnyEngine, ShardEngine
 from gradwire.engine.step import Engine
 from gradwire.engine.warmup import warm_up
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.compile_notice import compile_notice
 from gradwire.integrations.consistency import agree, errors_on_all_ranks
+from gradwire.integrations.model import local
 from gradwire.integrations.spec_change import feedback_after
 
 
@@ -39,7 +41,7 @@ class Options:
     bundle: str | None = "fp16"
     scaler: torch.amp.GradScaler | None = None
     seed: int = 0
-    launch_mb: float = LAUNCH_BYTES / 2**20
+    bucket_mb: float = BUCKET_BYTES / 2**20
     rollback: bool = True
 
     def __post_init__(self) -> None:
@@ -51,13 +53,13 @@ class Options:
                 raise TypeError(f"{rule!r} is no rule; write gradwire.Rule('fp16', name='head.*')")
         if not isinstance(self.seed, Integral) or not -(2**63) <= int(self.seed) < 2**63:
             raise ValueError(f"seed={self.seed!r} is no whole number of 64 bits, such as seed=0")
-        if not isinstance(self.launch_mb, int | float) or not 0 <= self.launch_mb < 2**40:
-            raise ValueError(f"launch_mb={self.launch_mb!r} is no number of megabytes, such as launch_mb=25.0")
+        if not isinstance(self.bucket_mb, int | float) or not 0 <= self.bucket_mb < 2**40:
+            raise ValueError(f"bucket_mb={self.bucket_mb!r} is no number of megabytes, such as bucket_mb=25.0")
 
     @property
-    def launch_bytes(self) -> int:
+    def bucket_bytes(self) -> int:
         """Bytes of gradients that travel together."""
-        return int(self.launch_mb * 2**20)
+        return int(self.bucket_mb * 2**20)
 
 
 class AgreedPlan(NamedTuple):
@@ -76,11 +78,12 @@ class Setup:
         parameters: By name.
         backend: Of this rank.
         options: As given.
-        hooked: Whether DDP calls the wire.
+        hooked: Whether DDP, or hooks of sharded parameters, call the wire.
         shared: Tensors that start as rank 0's, by name.
-        veto: Raises where a plan does not go with the rest of the training.
+        check_plan: Raises where a plan does not go with the rest of the training.
         check_model: Raises where the model has come to train other parameters.
         note: What else must be the same on all ranks.
+        sharded: Whether each rank has a part of every parameter; hosts are replicas then.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -88,9 +91,10 @@ class Setup:
     options: Options
     hooked: bool = False
     shared: Mapping[str, Tensor] = field(default_factory=dict)
-    veto: Callable[[Plan], None] = lambda plan: None
+    check_plan: Callable[[Plan], None] = lambda plan: None
     check_model: Callable[[], None] = lambda: None
     note: str = ""
+    sharded: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -98,8 +102,8 @@ class Setup:
         return next(iter(self.parameters.values())).device
 
     @property
-    def parties(self) -> int:
-        """Between how many parties messages are compressed: ranks, or hosts."""
+    def plan_world(self) -> int:
+        """The number of ranks, or of hosts, between which plans compress."""
         layout = self.backend.host_layout
         return self.backend.world if layout is None else len(layout.hosts)
 
@@ -121,26 +125,29 @@ class Setup:
             main = method(spec, feedback, options.exchange).feedback
             rules = (*options.rules, *self._defaults(spec, feedback, options.exchange))
             text = describe(rules)
-            if self.parties == 1 and self.backend.host_layout is not None:
+            if self.plan_world == 1 and self.backend.host_layout is not None:
                 rules = uncompressed(rules)
             plan = self._build(rules)
-            self.veto(plan)
+            self.check_plan(plan)
             if self.stays_on_device:
                 plan = plan.with_fixed_length()
-        agree(self.backend, f"{text}; {self._circumstances(options)}", self.tensors())
+        call = "" if current is None else "set() or off()"
+        agree(self.backend, f"{text}; {self._circumstances(options)}", self.tensors(), call=call)
         return AgreedPlan(plan, main, text)
 
-    def engine(self, plan: Plan, seed: int) -> Engine | HostEngine:
+    def engine(self, plan: Plan, seed: int) -> AnyEngine:
         """This rank's side of a plan."""
         backend, options = self.backend, self.options
         with compile_notice(self.device, first=backend.rank == 0):
             warm_up(plan, self.device)
         if backend.host_layout is None:
             return Engine(plan, backend.rank, backend.world, seed, self.device, options.rollback)
+        if self.sharded:
+            return ShardEngine(plan, backend.host_layout, backend.rank, seed, self.device, options.rollback)
         # Owners follow from rules, not from specs: then nothing changes hands when the spec changes.
         lossy = (*options.rules, *self._defaults("sign"))
         owned = assign_owners(
-            build(self._shapes, lossy, plan.world, options.launch_bytes), backend.host_layout.ranks_per_host
+            build(self._shapes, lossy, plan.world, options.bucket_bytes), backend.host_layout.ranks_per_host
         )
         return HostEngine(plan, owned, backend.host_layout, backend.rank, seed, self.device, options.rollback)
 
@@ -154,29 +161,36 @@ class Setup:
         return {name: f"{tuple(x.shape)} {x.dtype} {x.requires_grad}" for name, x in tensors.items()}
 
     def broadcast(self) -> None:
-        """Start as rank 0 does."""
+        """Start as rank 0 does, or as the first replica."""
         with torch.no_grad():
             for tensor in self.shared.values():
-                self.backend.broadcast_(tensor)
+                if (part := local(tensor)).numel():
+                    self.backend.broadcast_(part, "across" if self.sharded else "world")
         self.shared = {}
 
     @property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(p.shape) for name, p in self.parameters.items()}
 
+    @property
+    def _local_shapes(self) -> dict[str, tuple[int, ...]] | None:
+        return {name: tuple(local(p).shape) for name, p in self.parameters.items()} if self.sharded else None
+
     def _build(self, rules: Sequence[Rule]) -> Plan:
         """The plan of some rules. Only DDP overlaps buckets, so elsewhere a GPU takes more small gradients at once.
 
         Large gradients stay apart: they are read where they lie, while several together take a copy.
         """
-        shapes, size = self._shapes, self.options.launch_bytes
-        plan = build(shapes, rules, self.parties, size)
-        shared = any(x.serves for lane in plan.lanes for _, _, x in lane.table)  # shards are cut out of buckets
+        shapes, size = self._shapes, self.options.bucket_bytes
+        plan = build(shapes, rules, self.plan_world, size, self._local_shapes)
+        shared = any(
+            x.keeps_server_error for lane in plan.lanes for _, _, x in lane.table
+        )  # shards are cut out of buckets
         fixed = shared or any(rule.granularity == "bucket" for rule in rules) or self.backend.host_layout is not None
         large = any(4 * p.numel() > size for p in self.parameters.values())
         if self.hooked or self.device.type != "cuda" or fixed or large:
             return plan
-        return build(shapes, rules, self.parties, max(size, 5 * LAUNCH_BYTES))
+        return build(shapes, rules, self.plan_world, max(size, 5 * BUCKET_BYTES))
 
     def _defaults(
         self, spec: Spec, feedback: str | Feedback | None = None, exchange: str | Exchange | None = None
@@ -188,9 +202,10 @@ class Setup:
         scaler = "no GradScaler" if options.scaler is None else "a GradScaler"
         hook = "DDP" if self.hooked else "no DDP"
         undo = "rollback" if options.rollback else "no rollback"
-        hosts = "" if self.backend.host_layout is None else f"; hosts {self.backend.host_layout}"
-        launches = f"launches of {options.launch_bytes} bytes"
-        return f"seed {options.seed}; {launches}; {scaler}; {hook}; {undo}{hosts}{self.note}"
+        kind = "replicas" if self.sharded else "hosts"
+        hosts = "" if self.backend.host_layout is None else f"; {kind} {self.backend.host_layout}"
+        buckets = f"buckets of {options.bucket_bytes} bytes"
+        return f"seed {options.seed}; {buckets}; {scaler}; {hook}; {undo}{hosts}{self.note}"
 
 
 def describe(rules: Sequence[Rule]) -> str:

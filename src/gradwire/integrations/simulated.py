@@ -14,6 +14,7 @@ from gradwire.comm.backend import Backend
 from gradwire.comm.collectives import Collective
 from gradwire.comm.host_layout import Across, HostLayout
 from gradwire.core.layout import same_memory
+from gradwire.core.renamed import renamed_argument
 from gradwire.engine.batched import Batched
 from gradwire.engine.drive import profile
 from gradwire.engine.gradients import Grads
@@ -121,6 +122,7 @@ class SimulatedGroup:
 class SimulatedWorkers:
     """Wires of N replicas. Call it after all of them have run ``backward()``."""
 
+    @renamed_argument("launch_mb", "bucket_mb")
     def __init__(
         self,
         models: Sequence[nn.Module],
@@ -135,13 +137,17 @@ class SimulatedWorkers:
             raise ValueError("lockstep knows no GradScaler; unscale the gradients of all replicas before the call")
         self.group = assemble(len(models), across)
         self.wires = []
+        leader = None
         for rank, (model, optimizer) in enumerate(zip_longest(models, optimizers)):
             refuse_sparse(model)
             parameters, backend = trainable(model.named_parameters()), SimulatedBackend(self.group, rank)
-            setup = Setup(parameters, backend, Options(**options), veto=partial(check_optimizer, optimizer))
+            fits_optimizer = partial(check_optimizer, optimizer, parameters)
+            setup = Setup(parameters, backend, Options(**options), check_plan=fits_optimizer)
             setup.check_model = partial(refuse_later, model, {id(p) for p in parameters.values()})
             wire = Wire(setup, spec)
-            attach_optimizer(wire, optimizer)
+            shared = attach_optimizer(wire, optimizer)
+            if shared is not None:
+                leader = shared.leader = leader or shared
             self.wires.append(wire)
         self._ranks = SimulatedGroup(self.wires, self.group)
         with torch.no_grad():

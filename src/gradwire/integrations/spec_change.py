@@ -4,10 +4,10 @@ import torch
 
 from gradwire.core.spec import parse
 from gradwire.engine import checkpoint
-from gradwire.engine.checkpoint import AnyEngine
-from gradwire.engine.hosts import HostEngine
 from gradwire.engine.method import Method, Spec
+from gradwire.engine.shards import AnyEngine
 from gradwire.engine.state import spans
+from gradwire.engine.step import Engine
 from gradwire.feedback import Feedback
 
 
@@ -25,9 +25,10 @@ def migrate_state(old: AnyEngine, new: AnyEngine) -> None:
     after.step, after.accounting = before.step, before.accounting
     after.drops.restart(before.skipped)
     saved = checkpoint.save(old, "")
-    if isinstance(new, HostEngine):
+    if not isinstance(new, Engine):
         new.load_extra_state(saved)
     owed = {}
+    divided = {name: lane.feedback.divides for lane in before.plan.lanes for name in lane.tensors.names}
     for lane, state in zip(before.plan.lanes, before.states, strict=True):
         debt = lane.debt(state, before.rank, before.world).to(before.device)
         owed.update({name: debt[place] for name, place in lane.slices.items()})
@@ -35,7 +36,8 @@ def migrate_state(old: AnyEngine, new: AnyEngine) -> None:
         for memory, spec in lane.slots(after.world).items():
             for name, span in spans(spec, lane.tensors, after.rank, after.world).items():
                 whole = saved.get(f"{memory}/{name}")
-                if whole is not None and whole.numel() == span.length:
+                same_units = memory == "denominator" or divided[name] == lane.feedback.divides
+                if whole is not None and whole.numel() == span.length and same_units:
                     state.tensors[memory][span.live] = whole[span.own].to(after.device)
         in_memory = lane.debt(state, after.rank, after.world).to(after.device)
         left = torch.cat([owed[name] for name in lane.tensors.names]) - in_memory

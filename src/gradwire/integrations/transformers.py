@@ -13,6 +13,8 @@ from gradwire.integrations.accelerate import compress_prepared
 from gradwire.integrations.checkpoint import load, save
 from gradwire.integrations.checksums import checksum
 from gradwire.integrations.ddp import find_ddp
+from gradwire.integrations.local.handle import LocalSync
+from gradwire.integrations.local.trainers import local_prepared
 from gradwire.integrations.optimizer import check_wire
 from gradwire.integrations.wire import Wire
 
@@ -101,6 +103,34 @@ class TrainerCompression(TrainerCallback):
         model = folder / _MODEL  # older checkpoints have none
         saved = any(folder.glob("wire-*.safetensors"))
         return saved and (not model.exists() or model.read_text() == checksum(self.wire.parameters))
+
+
+class TrainerLocalSteps(TrainerCallback):
+    """Local steps while a Trainer trains.
+
+    Add it by ``trainer.add_callback(TrainerLocalSteps(trainer, "diloco(H=30)"))``. Every checkpoint folder gets the
+    state of all ranks, and ``train(resume_from_checkpoint=...)`` continues with it.
+
+    Attributes:
+        outer: The handle, from the start of a training on; ``outer.report()`` and the rest.
+    """
+
+    def __init__(self, trainer: Any, spec: str, *, resume: str | Path | None = None, **options: Any) -> None:
+        """Take a Trainer, whose callback this is to be; options as for `gradwire.local`."""
+        self.trainer, self.spec, self.resume, self.options = trainer, spec, resume, options
+        self.outer: LocalSync | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        optimizer = self.trainer.optimizer
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        self.outer = local_prepared(self.trainer.model_wrapped, [optimizer], self.spec, **self.options)
+        if state.global_step:
+            given = args.resume_from_checkpoint
+            load(self.outer, self.resume or (given if isinstance(given, str) else None) or _checkpoint(args, state))
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self.outer is not None and not args.save_only_model:
+            save(self.outer, _checkpoint(args, state))
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

@@ -14,15 +14,16 @@ from gradwire.engine.capture import graphs_on
 from gradwire.engine.cuda_graphs import GraphExecutor
 from gradwire.engine.drive import Clock
 from gradwire.engine.gradients import Grads
-from gradwire.engine.hosts import HostEngine
 from gradwire.engine.method import Spec
-from gradwire.engine.step import Engine, StepResult
+from gradwire.engine.shards import AnyEngine
+from gradwire.engine.step import StepResult
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations import scaling
 from gradwire.integrations.auto import Tuner
 from gradwire.integrations.comm_worker import CommWorker
 from gradwire.integrations.consistency import agree, errors_on_all_ranks
+from gradwire.integrations.model import like, local
 from gradwire.integrations.report import Report, show
 from gradwire.integrations.setup import Options, Setup
 from gradwire.integrations.spec_change import migrate_state
@@ -57,8 +58,11 @@ class Wire:
         setup.broadcast()
         self.link.traffic = Traffic()  # the account of bytes begins with the first step
 
-    def _start(self, spec: Spec, options: Options, old: Engine | HostEngine | None = None) -> None:
+    def _start(self, spec: Spec, options: Options, old: AnyEngine | None = None) -> None:
         """Make the engine that all ranks agree on, with the state of the old one."""
+        if old is not None:
+            with errors_on_all_ranks(self.link):  # one rank alone may know of a corrupt message
+                old.core.drops.synchronize()
         agreed = self.setup.agree(spec, options, self._feedback)
         self._feedback, self.spec = agreed.feedback, agreed.text
         self._engine = self.setup.engine(agreed.plan, options.seed)
@@ -67,12 +71,12 @@ class Wire:
             migrate_state(old, self._engine)
 
     @property
-    def engine(self) -> Engine | HostEngine:
+    def engine(self) -> AnyEngine:
         """State and step. This waits for a delayed step that is under way."""
         pending, self._pending = self._pending, None
         if pending is not None:
             result = pending.result()
-            for name, update in self._engine.pending.items():
+            for name, update in self._engine.delayed_updates.items():
                 if result.skipped or name not in result.updates:
                     update.zero_()  # it was handed out already
         return self._engine
@@ -81,13 +85,15 @@ class Wire:
 
     def __call__(self) -> None:
         """Replace every ``p.grad`` by the update. Call it after ``backward()``, before ``step()``."""
+        if self.setup.sharded:
+            return  # hooks have done it in the backward pass
         if self.setup.hooked:
             raise RuntimeError("DDP calls this wire by itself in every backward pass; remove the call")
         write_missing(self.parameters, self.sync(self.grads()))
 
     def grads(self) -> dict[str, Tensor | None]:
         """This rank's gradients, by name."""
-        return {name: p.grad for name, p in self.parameters.items()}
+        return {name: None if p.grad is None else local(p.grad) for name, p in self.parameters.items()}
 
     def sync(self, grads: Grads, wait: bool = False) -> StepResult:
         """One step. Updates are written over the gradients, in units of the scaled loss.
@@ -127,8 +133,8 @@ class Wire:
         engine = self._engine
         updates: dict[str, Tensor] = {}
         copies = {name: None if g is None else g.detach().clone() for name, g in grads.items()}
-        for name, x in engine.pending.items():
-            grad, shape = grads[name], self.parameters[name].shape
+        for name, x in engine.delayed_updates.items():
+            grad, shape = grads[name], local(self.parameters[name]).shape
             updates[name] = x.view(shape).clone() if grad is None else grad.detach().copy_(x.view(shape))
         self._pending = self.worker.submit(lambda: self.executor.run(copies, 1.0 / scale))
         return StepResult(updates, skipped=False)
@@ -137,7 +143,7 @@ class Wire:
     def delays(self) -> bool:
         """Whether every lane hands back the mean of the step before, so that this step's may travel meanwhile."""
         step = self._engine.core.step
-        return all(lane.at(step)[1].delays for lane in self._engine.whole.lanes)
+        return all(lane.at(step)[1].delays for lane in self._engine.full_plan.lanes)
 
     @property
     def skipped(self) -> int:
@@ -154,7 +160,7 @@ class Wire:
                 only the gradients of M micro-batches passes the sum over those of (gradient / M)^2. A loop that clips
                 its gradients multiplies this by the square of the same factor.
         """
-        self.engine.observe(second_moments)
+        self.engine.observe({name: local(x) for name, x in second_moments.items()})
 
     # -- changing the spec -----------------------------------------------------------------------------------------
 
@@ -188,11 +194,11 @@ class Wire:
         if self.tuner is not None and states and "gradwire/spec" in states[0]:
             self.tuner.before_load(bytes(states[0]["gradwire/spec"].tolist()).decode())
         engine = self.engine
-        core = engine.core
+        core, states = engine.core, checkpoint.of_shard(engine, states)
         with errors_on_all_ranks(self.link):
             checkpoint.check(engine, states, self.spec)
         account = self.link.traffic
-        agree(self.link, self.spec, self.setup.tensors(), int(states[0]["gradwire/step"]))
+        agree(self.link, self.spec, self.setup.tensors(), int(states[0]["gradwire/step"]), call="load_state_dict()")
         self.link.traffic = account  # an agreement belongs to no step
         taken, skipped = core.step - self._first_step, core.skipped - self._first_skipped
         checkpoint.load(engine, states)
@@ -207,7 +213,7 @@ class Wire:
         """This rank's share of the pending update by name; its mean over ranks is still to be applied."""
         engine = self.engine
         core = engine.core
-        debts = {name: torch.zeros(p.shape, device=self.device) for name, p in self.parameters.items()}
+        debts = {name: torch.zeros(local(p).shape, device=self.device) for name, p in self.parameters.items()}
         for lane, state in zip(core.plan.lanes, core.states, strict=True):
             debt = (
                 lane.debt(state, core.rank, core.world).to(self.device) * engine.ranks_per_host
@@ -223,8 +229,8 @@ class Wire:
         core, link = self.engine.core, self.link
         counts: dict[str, Any] = {"steps": core.step - self._first_step, "skipped": core.skipped - self._first_skipped}
         if link.host_layout is not None:
-            counts |= {"hosts": self.setup.parties, "sent_inside": link.inside.sent}
-            counts["received_inside"] = link.inside.received
+            counts |= {"hosts": self.setup.plan_world, "sent_inside": link.inside.sent}
+            counts |= {"received_inside": link.inside.received, "sharded": self.setup.sharded}
         note = "" if self.tuner is None else self.tuner.note()
         return Report.of(link.traffic, self.clock, core.accounting, world=link.world, note=note, **counts)
 
@@ -243,4 +249,4 @@ def write_missing(parameters: Mapping[str, nn.Parameter], result: StepResult) ->
     for name, update in result.updates.items():
         p = parameters[name]
         if p.grad is None:
-            p.grad = update.to(device=p.device, dtype=p.dtype)
+            p.grad = like(p, update)

@@ -69,7 +69,7 @@ def chunk_topk(x: Tensor, lengths: tuple[int, ...], k: int, chunk: int) -> Tenso
 
 @cached_on_device(16)
 def _rows(lengths: tuple[int, ...], k: int, chunk: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Starts and sizes of all chunks, and which of the best of each are there; kept, so that nobody waits for them."""
+    """Starts and sizes of all chunks, and which of the best of each are there; cached, so that no step waits."""
     where = chunks(lengths, k, chunk)
     segment = torch.arange(len(lengths)).repeat_interleave(where.end - where.first)
     inside = (torch.arange(where.chunks) - where.first[segment]) * chunk

@@ -1,4 +1,4 @@
-"""Fused steps of error feedback: compensate, choose or quantize, and settle, touching memory once.
+"""Fused steps of error feedback: compensate, select or quantize, and keep the new error, touching memory once.
 
 These definitions compose plain torch calls; faster versions make one pass. All change ``residual`` and ``momentum`` in
 place. A gradient entry that is not finite counts as zero, and is reported: nothing of it may reach a memory.
@@ -36,14 +36,11 @@ class Selected(NamedTuple):
         indices: Rising flat positions.
         values: What lies there.
         broken: A bool tensor: some gradient entry was not finite.
-        edge: A hint for the next step, never a result, such as the smallest selected magnitude of each segment. Only
-            the kernel that gave it can read it.
     """
 
     indices: Tensor
     values: Tensor
     broken: Tensor
-    edge: Tensor
 
 
 @kernel
@@ -90,15 +87,11 @@ def accumulate_topk_(
     rule: Accumulation,
     lengths: tuple[int, ...],
     counts: tuple[int, ...],
-    edge: Tensor | None,
 ) -> Selected:
-    """`accumulate_`, then `topk` of the target. ``edge`` is the last step's; it may only save time."""
-    del edge
+    """`accumulate_`, then `topk` of the target."""
     broken = accumulate_(grad, residual, momentum, rule)
     indices = topk(residual, lengths, counts)
-    values = residual[indices]
-    ends = torch.tensor((0, *counts), device=grad.device).cumsum(0)
-    return Selected(indices, values, broken, _smallest(values.abs(), ends.diff()))
+    return Selected(indices, residual[indices], broken)
 
 
 @kernel
@@ -109,13 +102,12 @@ def carry_topk_(
     rule: Accumulation,
     lengths: tuple[int, ...],
     counts: tuple[int, ...],
-    edge: Tensor | None,
 ) -> Selected:
     """`accumulate_topk_` with memories that are read, residual and momentum, and others, or the same, to be written."""
     for old, new in zip(before, after, strict=True):
         if old is not None and new is not None and old is not new:
             new.copy_(old)
-    return accumulate_topk_(grad, *after, rule, lengths, counts, edge)
+    return accumulate_topk_(grad, *after, rule, lengths, counts)
 
 
 @kernel
@@ -127,18 +119,17 @@ def send_topk_(
     rule: Accumulation,
     lengths: tuple[int, ...],
     counts: tuple[int, ...],
-    edge: Tensor | None,
 ) -> Selected:
-    """`carry_topk_` of values that are heard as they are, and so settled at once; ``mask``: the momentum, too."""
-    found = carry_topk_(grad, before, after, rule, lengths, counts, edge)
-    settle_(after[0], after[1] if mask else None, found.indices, found.values)
+    """`carry_topk_`, then `subtract_sent_` of values that are sent as they are; ``mask``: the momentum, too."""
+    found = carry_topk_(grad, before, after, rule, lengths, counts)
+    subtract_sent_(after[0], after[1] if mask else None, found.indices, found.values)
     return found
 
 
 @kernel
-def settle_(residual: Tensor, momentum: Tensor | None, indices: Tensor, heard: Tensor) -> None:
-    """Take what was heard off the debt, and mask the momentum, if given, where something was sent."""
-    residual.index_add_(0, indices, heard, alpha=-1)
+def subtract_sent_(residual: Tensor, momentum: Tensor | None, indices: Tensor, sent: Tensor) -> None:
+    """Take what was sent off the error, and mask the momentum, if given, where something was sent."""
+    residual.index_add_(0, indices, sent, alpha=-1)
     if momentum is not None:
         momentum.index_fill_(0, indices, 0.0)
 
@@ -182,27 +173,27 @@ def feedback_integer_(
 
 @kernel
 def merge_sign(
-    shards: Tensor, served: Tensor | None, lengths: tuple[int, ...], norm: bool
+    shards: Tensor, error: Tensor | None, lengths: tuple[int, ...], norm: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """A server's turn between two legs of `sign`: the mean of messages, uint8[ranks, bytes], and its debt, said again.
+    """The server's part between two legs of `sign`: the mean of messages, uint8[ranks, bytes], plus an error, encoded.
 
-    Gives the message, and the debt that it leaves, if there was one.
+    Returns the message and, if there was an error, the new one.
     """
     counts = torch.tensor(lengths, device=shards.device)
-    mine = _mean([quantize.sign_decode(row, counts) for row in shards], served)
+    mine = _mean([quantize.sign_decode(row, counts) for row in shards], error)
     data = quantize.sign_encode(mine, counts, norm)
-    return data, None if served is None else mine - quantize.sign_decode(data, counts)
+    return data, None if error is None else mine - quantize.sign_decode(data, counts)
 
 
 @kernel
 def merge_integer(
-    shards: Tensor, served: Tensor | None, lengths: tuple[int, ...], bits: int, block: int
+    shards: Tensor, error: Tensor | None, lengths: tuple[int, ...], bits: int, block: int
 ) -> tuple[Tensor, Tensor | None]:
     """`merge_sign` of `int8`, `int4` or `int2`."""
     counts = torch.tensor(lengths, device=shards.device)
-    mine = _mean([quantize.integer_decode(row, counts, bits, block) for row in shards], served)
+    mine = _mean([quantize.integer_decode(row, counts, bits, block) for row in shards], error)
     data = quantize.integer_encode(mine, counts, bits, block)
-    return data, None if served is None else mine - quantize.integer_decode(data, counts, bits, block)
+    return data, None if error is None else mine - quantize.integer_decode(data, counts, bits, block)
 
 
 @kernel
@@ -230,13 +221,13 @@ def scatter_mean_(
     out.copy_(over(total[:n], world))
 
 
-def _mean(parts: list[Tensor], debt: Tensor | None) -> Tensor:
-    """Parts added in their order, over their number, and a debt on top of it."""
+def _mean(parts: list[Tensor], error: Tensor | None) -> Tensor:
+    """Parts added in their order, over their number, and an error on top of it."""
     total = torch.zeros_like(parts[0])
     for part in parts:
         total += part
     mean = over(total, len(parts))
-    return mean if debt is None else mean + debt
+    return mean if error is None else mean + error
 
 
 def _largest(size: Tensor, k: int) -> Tensor:
@@ -248,7 +239,3 @@ def _largest(size: Tensor, k: int) -> Tensor:
     above = (size > edge).nonzero().flatten()
     tied = (size == edge).nonzero().flatten()[: k - above.numel()]
     return torch.cat((above, tied)).sort().values
-
-
-def _smallest(x: Tensor, lengths: Tensor) -> Tensor:
-    return torch.segment_reduce(x, "min", lengths=lengths, unsafe=True, initial=torch.finfo(x.dtype).max)

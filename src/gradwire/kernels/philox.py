@@ -72,7 +72,7 @@ def _ragged(counts: Tensor) -> Tensor:
 
 @cached_on_device(64)
 def _keys(words: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    # Cached, since a unit's key is the same at every step; nobody may write into it.
+    # Cached, since a unit's key is the same at every step; it must not be written into.
     return torch.tensor(words, dtype=torch.int64, device=device).view(-1, 2)
 
 

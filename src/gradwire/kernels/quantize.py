@@ -17,6 +17,7 @@ from gradwire.kernels.philox import uniform
 
 NATURAL_BITS = 9
 _LARGEST_FP8 = 448  # of E4M3
+_TWO_BIT_LEVELS, _TWO_BIT_LIMIT = (1.0, 0.4528 / 1.5104), 0.9816  # what divides them is in standard deviations
 _LARGEST = 254  # exponent bits of 2^127; 255 means infinity
 
 
@@ -46,6 +47,27 @@ def fp8_decode(data: Tensor, groups: Tensor) -> Tensor:
     head = 4 * groups.numel()
     codes = data[head:].view(torch.float8_e4m3fn).float()
     return codes * spread(from_bytes(data[:head], torch.float32), groups, codes.numel())
+
+
+def twobit_encode(values: Tensor, groups: Tensor) -> Tensor:
+    """One scale per group, then two bits per value: whether it is >= 0, and whether its magnitude is the larger one."""
+    n, sizes = values.numel(), values.abs()
+    square = total(values.double().square(), groups)  # in float64, where no float32 overflows
+    limits = (square / groups.clamp(min=1)).sqrt() * _TWO_BIT_LIMIT
+    large = sizes > spread(limits, groups, n)
+    levels = torch.where(large, *_TWO_BIT_LEVELS).double()
+    scales = total(sizes.double() * levels, groups) / total(levels.square(), groups).clamp(min=_TWO_BIT_LEVELS[1] ** 2)
+    # Of finite values the scale is finite, even where rounding to float32 would make it infinite.
+    scales = scales.where(scales.isinf(), scales.clamp(max=torch.finfo(torch.float32).max)).float()
+    return torch.cat((as_bytes(scales), pack((values >= 0).int() + 2 * large.int(), 2)))
+
+
+def twobit_decode(data: Tensor, groups: Tensor) -> Tensor:
+    head = 4 * groups.numel()
+    scales = spread(from_bytes(data[:head], torch.float32), groups)
+    codes = unpack(data[head:], 2, scales.numel())
+    levels = scales * torch.where(codes >= 2, *_TWO_BIT_LEVELS)
+    return torch.where(codes % 2 == 1, levels, -levels)
 
 
 @kernel
@@ -184,7 +206,7 @@ def _into(out: Tensor | None, values: Tensor) -> Tensor:
 
 def _norms(values: Tensor, buckets: Tensor) -> Tensor:
     norms = total(values.double().square(), buckets).sqrt()
-    # Only an infinite input has an infinite norm in float64, and that one should be heard.
+    # Only an infinite input has an infinite norm in float64, and that one must be sent on.
     return norms.clamp(max=torch.finfo(torch.float32).max).where(norms.isfinite(), norms).float()
 
 

@@ -65,7 +65,7 @@ def joined(runs: Runs, count: int) -> Runs:
 
 @cached_on_device(64)
 def table(runs: Runs, device: torch.device) -> RowTable:
-    """Row by row. Kept, since they are the same at every step: nobody may write into them."""
+    """Row by row. Kept, since they are the same at every step: they must not be written into."""
     numbers = torch.tensor([rows for rows, _ in runs], dtype=torch.int64)
     widths = torch.tensor([width for _, width in runs], dtype=torch.int64).repeat_interleave(numbers)
     return RowTable((widths.cumsum(0) - widths).to(device), widths.to(device))
@@ -91,7 +91,7 @@ def encode_in_rows(indices: Tensor, runs: Runs) -> Tensor:
     ones = ((gaps >> bits) + 1).cumsum(0) - 1
     return torch.cat(
         (
-            _say(counts, count),
+            _write_counts(counts, count),
             set_bits(ones, int(ones[-1]) + 1),
             pack_ragged(gaps & ((torch.ones_like(bits) << bits) - 1), bits),
         )
@@ -108,7 +108,7 @@ def decode_in_rows(data: Tensor, count: int, runs: Runs) -> tuple[Tensor, int]:
     if count == 0:
         return data.new_zeros(0, dtype=torch.int64), 0
     rows = table(joined(runs, count), data.device)
-    counts, start = _hear(data, rows.widths.numel(), count)
+    counts, start = _read_counts(data, rows.widths.numel(), count)
     if bool(((counts < 0) | (counts > rows.widths)).any()) or int(counts.sum()) != count:
         raise CorruptMessageError(f"the rows do not have {count} positions together; the message was damaged")
     bits = _parameters(counts, rows.widths)
@@ -125,7 +125,7 @@ def decode_in_rows(data: Tensor, count: int, runs: Runs) -> tuple[Tensor, int]:
     return _positions(gaps, counts, rows), stop
 
 
-def _say(counts: Tensor, count: int) -> Tensor:
+def _write_counts(counts: Tensor, count: int) -> Tensor:
     """How many positions each row has, all rows or only some being named."""
     rows, some = counts.numel(), counts.nonzero().flatten()
     whole = encode_blocks(counts, width_of(count + 1))
@@ -137,8 +137,8 @@ def _say(counts: Tensor, count: int) -> Tensor:
     return torch.cat((_number(rows, counts.device), whole))
 
 
-def _hear(data: Tensor, rows: int, count: int) -> tuple[Tensor, int]:
-    """The numbers that `_say` says, and how many bytes they took."""
+def _read_counts(data: Tensor, rows: int, count: int) -> tuple[Tensor, int]:
+    """The numbers that `_write_counts` wrote, and how many bytes they took."""
     if data.numel() < _NUMBER:
         raise CorruptMessageError(f"a message of {data.numel()} bytes is too short for its number of rows")
     named, start = int.from_bytes(bytes(data[:_NUMBER].tolist()), "little"), _NUMBER

@@ -3,6 +3,17 @@
 from gradwire.local.diloco import diloco
 from gradwire.local.local_sgd import local_sgd, post_local_sgd
 from gradwire.local.method import LocalMethod, local_method
+from gradwire.local.muloco import muloco
 from gradwire.local.sparseloco import sparseloco
+from gradwire.local.streaming_diloco import streaming_diloco
 
-__all__ = ["LocalMethod", "diloco", "local_method", "local_sgd", "post_local_sgd", "sparseloco"]
+__all__ = [
+    "LocalMethod",
+    "diloco",
+    "local_method",
+    "local_sgd",
+    "muloco",
+    "post_local_sgd",
+    "sparseloco",
+    "streaming_diloco",
+]

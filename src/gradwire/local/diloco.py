@@ -7,12 +7,10 @@ Formula:  x_r = H inner steps from w;  g = mean over ranks of (w - x_r)
 Wire:     one float32 difference in H steps
 Traits:   exact; two floats per parameter, the outer weights and b
 Differs:  as in the paper; H is 500 there. Any codec can carry the differences: codec="int4". With a delay they travel
-          during so many steps, as in Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), which takes
-          alpha = 0.5: x_r = alpha x_r + (1 - alpha) w. Its fragments are not here.
+          during so many steps, and x_r = alpha x_r + (1 - alpha) w, as in streaming_diloco.
 Spec:     diloco(H=30), diloco(H=100, rate=0.7, momentum=0.9), diloco(H=30, alpha=0.5, delay=1)
 """
 
-from gradwire.codecs.codec import codec
 from gradwire.codecs.quantizers import Int4
 from gradwire.codecs.stage import Quantizer
 from gradwire.core.registry import register
@@ -26,9 +24,9 @@ def diloco(
     rate: float = 0.7,
     momentum: float = 0.9,
     start: int = 0,
-    first: Quantizer = Int4(),  # noqa: B008 - a frozen value
+    first: Quantizer | None = Int4(),  # noqa: B008 - a frozen value
     alpha: float = 0.0,
     delay: int = 0,
 ) -> LocalMethod:
     """DiLoCo (Douillard et al. 2023): the outer step has Nesterov momentum; float32 differences."""
-    return LocalMethod(H, dense(), rate, momentum, momentum > 0.0, start, codec(first), alpha, delay)
+    return LocalMethod(H, dense(), rate, momentum, momentum > 0.0, start, first, alpha, delay)

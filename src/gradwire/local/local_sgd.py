@@ -11,7 +11,6 @@ Differs:  differences are sent, not weights, so that any codec and feedback can 
 Spec:     local_sgd(H=8), post_local_sgd(H=8, start=1000)
 """
 
-from gradwire.codecs.codec import codec
 from gradwire.codecs.quantizers import FP32
 from gradwire.codecs.stage import Quantizer
 from gradwire.core.registry import register
@@ -26,6 +25,6 @@ def local_sgd(H: int = 8, rate: float = 1.0, alpha: float = 0.0) -> LocalMethod:
 
 
 @register("post_local_sgd", kind="local")
-def post_local_sgd(H: int = 8, start: int = 1000, first: Quantizer = FP32()) -> LocalMethod:  # noqa: B008 - a frozen value
+def post_local_sgd(H: int = 8, start: int = 1000, first: Quantizer | None = FP32()) -> LocalMethod:  # noqa: B008
     """Post-local SGD (Lin et al., ICLR 2020): gradients are averaged for ``start`` steps, then local SGD."""
-    return LocalMethod(H, dense(), start=start, first=codec(first))
+    return LocalMethod(H, dense(), start=start, first=first)

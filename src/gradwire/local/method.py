@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwire.codecs.codec import Codec, codec
+from gradwire.codecs.stage import Quantizer
 from gradwire.core.arguments import check_argument, is_count
 from gradwire.core.registry import registered
 from gradwire.core.spec import parse
@@ -30,9 +31,12 @@ class LocalMethod:
         momentum: Of the outer SGD.
         nesterov: Whether that momentum is Nesterov's.
         start: For so many steps gradients are averaged in every step, and there are no rounds.
-        first: How those gradients are encoded.
+        first: How those gradients are encoded; with None nothing is sent, since all workers take the same batches.
         alpha: The share of its own weights that a worker keeps when the outer step is applied.
         delay: The message of a round travels during so many inner steps of the next one, and is applied after them.
+        fragments: Into how many parts layers are dealt, or patterns of parameter names, one a part.
+        stagger: Whether parts are sent at different steps of a round, in turn.
+        inner: The kind of inner optimizer that the method is meant for; any, if empty.
     """
 
     H: int
@@ -41,9 +45,12 @@ class LocalMethod:
     momentum: float = 0.0
     nesterov: bool = False
     start: int = 0
-    first: Codec = codec("int4")  # noqa: RUF009 - a frozen value
+    first: Quantizer | Codec | None = codec("int4")  # noqa: RUF009 - a frozen value
     alpha: float = 0.0
     delay: int = 0
+    fragments: int | tuple[str, ...] = 1
+    stagger: bool = True
+    inner: str = ""
     name: ClassVar[str] = "local steps"
     kind: ClassVar[str] = "local"
 
@@ -54,6 +61,11 @@ class LocalMethod:
         check_argument(self, "start", self.start == 0 or is_count(self.start), "a whole number of steps from 0")
         check_argument(self, "alpha", 0.0 <= self.alpha < 1.0, "in [0, 1)")
         check_argument(self, "delay", is_count(self.delay, 0) and self.delay < self.H, "a whole number below H")
+        object.__setattr__(self, "first", None if self.first is None else codec(self.first))
+        patterns = isinstance(self.fragments, tuple) and all(isinstance(x, str) for x in self.fragments)
+        check_argument(
+            self, "fragments", is_count(self.fragments) or patterns, "a whole number, or patterns as in ('a.*', '*')"
+        )
         feedback, exchange = self.message.feedback, self.message.exchange
         if feedback.needs_denominator or self.message.gradient_steps:
             raise ValueError(f"{feedback} compresses an optimizer's momentum, not differences of weights; use residual")
@@ -66,8 +78,15 @@ class LocalMethod:
         kind = "Nesterov" if self.nesterov else "SGD"
         momentum = f", momentum={self.momentum}" if self.momentum else ""
         own = "".join(f", {name}={n}" for name in ("alpha", "delay") if (n := getattr(self, name)))
-        start = f", the first {self.start} steps by gradients as {self.first}" if self.start else ""
+        if self.fragments != 1:
+            own += f", fragments={self.fragments}{'' if self.stagger else ' together'}"
+        how = "on the same batches" if self.first is None else f"by gradients as {self.first}"
+        start = f", the first {self.start} steps {how}" if self.start else ""
         return f"H={self.H}, {self.message}, outer={kind}(rate={self.rate}{momentum}){own}{start}"
+
+    def offset(self, fragment: int, count: int) -> int:
+        """At which step of a round a fragment of so many is sent; 0 is the end."""
+        return fragment * self.H // count if self.stagger else 0
 
     def outer(self, weights: Sequence[nn.Parameter]) -> Optimizer:
         """The optimizer of the outer weights."""

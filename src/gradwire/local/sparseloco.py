@@ -4,14 +4,14 @@ Paper:    Sarfi et al., "Communication efficient LLM pre-training with SparseLoC
           https://arxiv.org/abs/2508.15706
 Formula:  x_r = H inner steps from w;  t_r = decay e_r + (w - x_r);  c_r = the k largest of every chunk of t_r
           e_r = t_r - c_r;  w_i = w_i - rate * (sum of c_ri) / (number of ranks that sent entry i);  x_r = w
-Wire:     k positions and signs, and one float32 scale, for every chunk, once in H steps; 1-D tensors as float16
+Wire:     k positions and signs, and one scale, for every chunk, once in H steps; scales are float32, or bfloat16 with
+          scales='bf16'; 1-D tensors as float16
 Traits:   two floats per parameter, the outer weights and e_r
 Differs:  values are signs with a scale for each chunk, where the paper has two bits and scales for whole tensors; the
           scale is the mean magnitude of what is sent. 1-D tensors are sent whole.
-Spec:     sparseloco(H=5), sparseloco(H=30, k=64, chunk=4096), sparseloco(H=5, start=256)
+Spec:     sparseloco(H=5), sparseloco(H=30, k=64, chunk=4096, scales='bf16'), sparseloco(H=5, start=256)
 """
 
-from gradwire.codecs.codec import codec
 from gradwire.codecs.quantizers import Int4, Sign
 from gradwire.codecs.selectors import ChunkTopK
 from gradwire.codecs.stage import Quantizer
@@ -29,10 +29,11 @@ def sparseloco(
     chunk: int = 4096,
     rate: float = 1.0,
     decay: float = 0.95,
+    scales: str = "fp32",
     start: int = 0,
-    first: Quantizer = Int4(),  # noqa: B008 - a frozen value
+    first: Quantizer | None = Int4(),  # noqa: B008 - a frozen value
 ) -> LocalMethod:
     """SparseLoCo (Sarfi et al. 2025): signs of the ``k`` largest of every ``chunk``, averaged over their senders."""
-    chain = ChunkTopK(k, chunk) | Sign(per=k)
+    chain = ChunkTopK(k, chunk) | Sign(per=k, scales=scales)
     message = Method(((0, chain),), Residual(decay), AllGather(mean="senders"))
-    return LocalMethod(H, message, rate, start=start, first=codec(first))
+    return LocalMethod(H, message, rate, start=start, first=first)

@@ -9,14 +9,12 @@ All other parameters are updated as by ``torch.optim.AdamW``, and without a wire
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-# A variance that was measured over few steps may be nearly zero, and whatever is divided by its root explodes.
-SMALLEST_DENOMINATOR = 0.3  # of a tensor's mean
 _torch_step = inspect.unwrap(torch.optim.Adam.step)  # without the hooks, which run around our own step
 
 
@@ -28,6 +26,9 @@ class FrozenVariance(Protocol):
 
     def store_momentum(self) -> None:
         """Write the momentum that all ranks share into the optimizer's state."""
+
+    def after_step(self) -> None:
+        """Is called when all parameters are updated."""
 
 
 class AdamW(torch.optim.AdamW):
@@ -55,6 +56,8 @@ class AdamW(torch.optim.AdamW):
             p.grad = momentum
         if held and not self._overflown():
             self._apply_momentum(denominators)
+        if self.frozen is not None:
+            self.frozen.after_step()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,8 +66,11 @@ class AdamW(torch.optim.AdamW):
             self.frozen.store_momentum()
         return super().state_dict()
 
-    def denominator(self, p: nn.Parameter) -> Tensor:
-        """The root of the variance, as torch's AdamW divides by it, but never much below the tensor's mean."""
+    def denominator(self, p: nn.Parameter, floor: float = 0.0) -> Tensor:
+        """The root of the variance, as torch's AdamW divides by it, but no less than a share of the tensor's mean.
+
+        A variance that was measured over few steps may be nearly zero, and whatever is divided by its root explodes.
+        """
         state, group = self.state[p], self._group_of(p)
         if "exp_avg_sq" not in state:
             raise RuntimeError(
@@ -74,7 +80,7 @@ class AdamW(torch.optim.AdamW):
         square = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].float()
         unbiased = square / (1 - float(group["betas"][1]) ** float(state["step"]))
         root = unbiased.sqrt_().add_(group["eps"])
-        return torch.maximum(root, SMALLEST_DENOMINATOR * root.mean())
+        return torch.maximum(root, floor * root.mean())
 
     @torch.no_grad()
     def _apply_momentum(self, denominators: Mapping[nn.Parameter, Tensor]) -> None:
@@ -90,9 +96,17 @@ class AdamW(torch.optim.AdamW):
             grads = [p.grad for p in params if p.grad is not None]
             if scale is not None:
                 grads = list(torch._foreach_mul(grads, 1.0 / float(scale)))
-            torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
-            sign = 1.0 if group["maximize"] else -1.0
-            torch._foreach_addcdiv_(params, grads, [denominators[p] for p in params], value=sign * size)
+            size = size if group["maximize"] else -size
+            _update_(params, 1 - rate * group["weight_decay"], grads, [denominators[p] for p in params], size)
+            self._age_variance(params, group, float(steps[0]))
+
+    def _age_variance(self, params: list[nn.Parameter], group: dict[str, Any], step: float) -> None:
+        """Keep the variance what it is after torch's correction of its bias, which counts this step as measured."""
+        beta = float(group["betas"][1])
+        ratio = (1 - beta**step) / (1 - beta ** (step - 1))
+        if ratio - 1 > 2**-25:
+            names = [name for name in ("exp_avg_sq", "max_exp_avg_sq") if name in self.state[params[0]]]
+            torch._foreach_mul_([self.state[p][name] for p in params for name in names], ratio)
 
     def _overflown(self) -> bool:
         """Whether a GradScaler found that this step must be left out."""
@@ -101,3 +115,15 @@ class AdamW(torch.optim.AdamW):
 
     def _group_of(self, p: nn.Parameter) -> dict[str, Any]:
         return next(group for group in self.param_groups if any(p is other for other in group["params"]))
+
+
+def _update_(
+    params: Sequence[Tensor], shrink: float, xs: list[Tensor], denominators: list[Tensor], size: float
+) -> None:
+    """``p = shrink * p + size * x / denominator``, which is in float32; parameters of fewer bits are rounded once."""
+    wide = [p if p.dtype == torch.float32 else p.float() for p in params]
+    torch._foreach_mul_(wide, shrink)
+    torch._foreach_addcdiv_(wide, [x.float() for x in xs], denominators, value=size)
+    for p, x in zip(params, wide, strict=True):
+        if p is not x:
+            p.copy_(x)

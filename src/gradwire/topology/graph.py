@@ -1,25 +1,18 @@
 """Graph: a family of topologies, one for each size; what a spec names. ``Ring().on(8)`` is a ring of 8 ranks."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable
 from typing import ClassVar
 
 from gradwire.core.registry import registered
-from gradwire.core.spec import parse, write
+from gradwire.core.spec import Named, parse
 from gradwire.topology.checks import MixingRows, Promise
 from gradwire.topology.topology import Topology
 from gradwire.topology.weights import neighbors, require_rule, weigh
 
 
-class Graph(ABC):
+class Graph(Named):
     """A frozen rule that gives the mixing weights of a graph of any size it can have."""
-
-    name: ClassVar[str]
-    kind: ClassVar[str]
-    examples: ClassVar[tuple[str, ...]]
-
-    def __str__(self) -> str:
-        return write(self)
 
     @property
     @abstractmethod

@@ -65,7 +65,7 @@ class WireCosts:
         forward = max(0.0, dense.period - dense.backward - dense.exposed)
         costs = {spec: CodingCost(0.0, 0.0) for spec in (*DENSE[:2], *self.specs)}
         (cores,) = slowest(self.wire.link, [-cores_per_thread(self.wire.device)])
-        return Calibration(self.model, forward, dense.backward, costs, -cores, world=self.wire.setup.parties)
+        return Calibration(self.model, forward, dense.backward, costs, -cores, world=self.wire.setup.plan_world)
 
     def cluster(self, dense: StepTimes) -> Cluster:
         layout = self.wire.link.host_layout
@@ -75,15 +75,15 @@ class WireCosts:
     def dense_seconds(self, link: LinkSpec) -> float:
         """How long the dense sums of a step take on a link: DDP's own, or those of this wire."""
         setup = self.wire.setup
-        spec, world = (DENSE[0], self.wire.link.world) if self.ddp_reduces else ("fp32", setup.parties)
-        buckets = self.model.buckets(spec, world, setup.options.launch_bytes)
+        spec, world = (DENSE[0], self.wire.link.world) if self.ddp_reduces else ("fp32", setup.plan_world)
+        buckets = self.model.buckets(spec, world, setup.options.bucket_bytes)
         return sum(
             collective_seconds("all_reduce", call.nbytes, world, link) for bucket in buckets for call in bucket.calls
         )
 
     def predict(self, calibration: Calibration, spec: str, cluster: Cluster) -> Prediction:
-        launches = (self.wire.setup.options.launch_bytes,)
-        return predict(calibration, spec, cluster, self.overlaps, launches, self.wire.link.host_layout is not None)
+        bucket_sizes = (self.wire.setup.options.bucket_bytes,)
+        return predict(calibration, spec, cluster, self.overlaps, bucket_sizes, self.wire.link.host_layout is not None)
 
     def promising(self, calibration: Calibration, cluster: Cluster, limit_seconds: float) -> list[str]:
         """The fastest specs that would take less than the limit, if their coding cost nothing."""
@@ -96,7 +96,7 @@ class WireCosts:
         draw = torch.Generator().manual_seed(0)
         setup, parameters = self.wire.setup, self.wire.parameters
         grads = {name: torch.randn(p.shape, generator=draw).to(p) for name, p in parameters.items()}
-        plans = [self.model.plan(spec, setup.parties, setup.options.launch_bytes) for spec in specs]
+        plans = [self.model.plan(spec, setup.plan_world, setup.options.bucket_bytes) for spec in specs]
         times = [time_coding(plan, grads, repeats=2) for plan in plans]
         shared = iter(slowest(self.wire.link, [seconds for one in times for seconds in (one.encode, one.decode)]))
         measured = {spec: CodingCost(next(shared), next(shared)) for spec in specs}

@@ -38,7 +38,7 @@ def _select(
     kind: str = "gaussian",
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """A whole step of compression; the hint lives where a graph finds it again.
+    """A whole step of compression.
 
     The memories start as they are after some thousand steps, since young ones grow by much at every step; or at zero
     where that is what makes the input hard, or where they would hide it.
@@ -51,15 +51,13 @@ def _select(
     )
     new = (torch.empty_like(old[0]), torch.empty_like(old[0]) if momentum else None) if turns else old
     counts = scene.counts(ratio)
-    hint: Tensor | None = None
     turn = 0
 
     def step() -> None:
-        nonlocal turn, hint, old, new
+        nonlocal turn, old, new
         turn += 1
-        found = fused.send_topk_(grads[turn % len(grads)], old, new, True, _RULE, scene.lengths, counts, hint)
+        fused.send_topk_(grads[turn % len(grads)], old, new, True, _RULE, scene.lengths, counts)
         old, new = new, old
-        hint = found.edge if hint is None or hint.shape != found.edge.shape else hint.copy_(found.edge)
 
     return Case(needed, step)
 

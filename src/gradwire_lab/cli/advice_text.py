@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradwire.comm.rates import FASTEST_BITS, SLOWEST_BITS, LinkSpec
-from gradwire.engine.plan import LAUNCH_BYTES
+from gradwire.engine.plan import BUCKET_BYTES
 from gradwire_lab.cli.output import make_table
 from gradwire_lab.perf_model.accuracy_records import free_of_losses, records_of
 from gradwire_lab.perf_model.advice import Advice
@@ -18,6 +18,7 @@ from gradwire_lab.perf_model.calibration import Calibration
 from gradwire_lab.perf_model.candidates import arguments
 from gradwire_lab.perf_model.cluster import Cluster
 from gradwire_lab.perf_model.costs import Prediction
+from gradwire_lab.perf_model.local_steps import TOO_SLOW, local_steps
 from gradwire_lab.perf_model.model import DENSE
 from gradwire_lab.report.numbers import in_bytes
 
@@ -45,6 +46,23 @@ def _known(spec: str) -> str:
 
 
 def verdict(found: Calibration, cluster: Cluster, advice: Advice, limit: tuple[str, RateRange | None]) -> str:
+    return "\n".join(filter(None, (_single_steps(found, cluster, advice, limit), _local_steps(found, cluster, advice))))
+
+
+def _local_steps(found: Calibration, cluster: Cluster, advice: Advice) -> str:
+    """What to do where the link slows down even the choice."""
+    choice, rounds = advice.choice, local_steps(found, cluster)
+    if choice.split.exposed <= TOO_SLOW * choice.split.compute or rounds is None:
+        return ""
+    times = choice.seconds / choice.split.compute
+    return (
+        f"No way to send every step is enough for this link: a step takes {times:,.3g} times its computing. Take local "
+        f"steps, H = {rounds.H}: {_ms(rounds.seconds)} a step and {in_bytes(rounds.sent)}. What that costs in loss "
+        f"depends on the model, and grows with H: see docs/local.md.\nouter = {rounds.call}"
+    )
+
+
+def _single_steps(found: Calibration, cluster: Cluster, advice: Advice, limit: tuple[str, RateRange | None]) -> str:
     dense = found.model.called(advice.dense.spec).removeprefix("ddp-")
     if not advice.compresses:
         text = f"Stay with {dense} DDP: {_ms(advice.dense.seconds)} a step."
@@ -65,8 +83,8 @@ def _arguments(choice: Prediction, cluster: Cluster) -> str:
     """The arguments of `gradwire.compress`, in Python."""
     spec, options = arguments(choice.spec)
     keywords: dict[str, Any] = {**options, "across": "hosts"} if cluster.per_host > 1 else dict(options)
-    if choice.launch_bytes != LAUNCH_BYTES:
-        keywords["launch_mb"] = choice.launch_bytes // 2**20
+    if choice.bucket_bytes != BUCKET_BYTES:
+        keywords["bucket_mb"] = choice.bucket_bytes // 2**20
     named = (f"{key}={json.dumps(value) if value else value}" for key, value in keywords.items())
     return ", ".join([json.dumps(spec), *named])
 
@@ -100,6 +118,7 @@ def as_object(
         "dense": found.model.called(advice.dense.spec),
         "speedup": advice.speedup,
         "break_even": _paying(*limit),
+        "local_steps": None if (rounds := local_steps(found, cluster)) is None else asdict(rounds),
         "ways": [
             {
                 "spec": found.model.called(way.spec),
@@ -108,7 +127,8 @@ def as_object(
                 "hidden": way.split.hidden,
                 "sent": way.sent,
                 "collectives": way.collectives,
-                "launch_bytes": way.launch_bytes,
+                "bucket_bytes": way.bucket_bytes,
+                "launch_bytes": way.bucket_bytes,  # its old name, for one release
                 "evidence": [] if way.spec in DENSE else [asdict(one) for one in records_of(way.spec)],
             }
             for way in advice.ways

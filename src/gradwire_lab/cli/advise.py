@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,15 +40,16 @@ from gradwire_lab.train.loading import batch_of, recurrent
 from gradwire_lab.train.models import build
 from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.recipe_files import resolve
+from gradwire_lab.train.spec_lists import split_specs
+from gradwire_lab.train.user_files import hashes, named_files
 
 _SECONDS = 6.0  # to be spent on microbenchmarks, unless single ones take longer
 _LONGEST_TIMEOUT = 86400.0
-_OPTION = re.compile(r"\s*\w+\s*=")
 
 
 def advise(
     recipes: Annotated[list[str] | None, typer.Argument(help="A recipe and fragments; or give --model.")] = None,
-    model: Annotated[str, typer.Option(help="lstm, resnet20, gpt, or mine.py:make, as for bench network.")] = "",
+    model: Annotated[str, typer.Option(help="Your own, mine.py:make; or lstm, resnet20, gpt.")] = "",
     workers: Annotated[int | None, typer.Option(min=2, help="How many; or give --hosts and --per-host.")] = None,
     link: Annotated[str, typer.Option(help="Between hosts: 100mbit,5ms. Under torchrun it may be probed.")] = "",
     hosts: Annotated[int | None, typer.Option(min=1, help="How many.")] = None,
@@ -60,7 +60,9 @@ def advise(
     sharing: Annotated[
         int | None, typer.Option(min=1, help="Workers that share a machine's cores, measured so; else --per-host.")
     ] = None,
-    specs: Annotated[str, typer.Option(help="What to weigh, parted by commas; else candidates and presets.")] = "",
+    specs: Annotated[
+        str, typer.Option(help="What to weigh, separated by semicolons; else candidates and presets.")
+    ] = "",
     calibration: Annotated[Path | None, typer.Option(help="Figures that --save wrote, instead of measuring.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the figures to a file.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, though figures are kept.")] = False,
@@ -86,7 +88,7 @@ def advise(
         warnings.warn("advise --patience is now --probe-timeout", FutureWarning, stacklevel=2)
         probe_timeout = patience
     with refusing("advise", ValueError, TypeError), refusing("advise", RankError, code=1):
-        chosen = tuple(part.strip() for part in _parted(specs)) or (*CANDIDATES, *PRESETS)
+        chosen = tuple(split_specs(specs, commas=True)) or (*CANDIDATES, *PRESETS)
         for spec in chosen:
             method(arguments(spec)[0])
         where = launcher_rank(os.environ)
@@ -104,7 +106,8 @@ def advise(
         if save is not None:
             write(found, save)
         predictor = partial(predict, overlaps=overlap, across=cluster.per_host > 1)
-        adaptive = _is_adaptive(optimizer or ("sgd" if model else resolve(recipes or ["digits"]).optimizer.name))
+        named = resolve(recipes or ["digits"]).optimizer.name if recipes or not model else "sgd"
+        adaptive = _is_adaptive(optimizer or named)
         barred = () if specs else tuple({*chosen} - {*free_of_losses(_fitting(adaptive))})
         advice = weigh(found, cluster, chosen, predictor, barred=barred)
     way = advice.choice if advice.compresses else advice.runner_up or advice.fastest
@@ -124,18 +127,6 @@ def _is_adaptive(optimizer: str) -> bool:
 def _fitting(adaptive: bool) -> tuple[str, ...]:
     """The candidates that an optimizer can follow."""
     return tuple(spec for spec in CANDIDATES if suits_adaptive(spec) or not adaptive)
-
-
-def _parted(text: str) -> list[str]:
-    """Parted at commas that stand in no bracket, and, as for `compare`, at semicolons that no option follows."""
-    parts, depth = [""], 0
-    for at, sign in enumerate(text):
-        depth += (sign in "({[") - (sign in ")}]")
-        if depth == 0 and (sign == "," or (sign == ";" and not _OPTION.match(text, at + 1))):
-            parts.append("")
-        else:
-            parts[-1] += sign
-    return [part for part in parts if part.strip()]
 
 
 def _cluster(
@@ -203,7 +194,7 @@ def _figures(wanted: Wanted, cluster: Cluster, sharers: int, fresh: bool) -> Cal
     if found is None:
         job = calibrate.CalibrationJob(make, wanted.specs, parties, seconds=_SECONDS, device=device, dtype=wanted.dtype)
         job = calibrate.checked(job)  # what is wrong with it is an error here, and not of a rank
-        typer.echo("measuring here; this takes some seconds", err=True)
+        typer.echo(f"measuring here; about {_SECONDS:.0f} s left, and as long as the kernels need to start", err=True)
         busy = calibration_cache.disturbance()
         found = calibrate.calibrate(job, sharers)
         if busy:
@@ -214,12 +205,13 @@ def _figures(wanted: Wanted, cluster: Cluster, sharers: int, fresh: bool) -> Cal
 
 def _subject(recipes: list[str] | None, model: str, workers: int) -> tuple[Callable[[], Workload], dict[str, str]]:
     """How to make the workload, and what its figures depend on."""
-    if model and recipes:
-        raise ValueError("give a recipe or --model, not both")
-    if model:
+    if model and workloads.is_workload(model):
+        if recipes:
+            raise ValueError(f"{model} brings its own batches; leave the recipe {' '.join(recipes)} or --model out")
         return partial(workloads.load, model), {"model": model, "source": workloads.source(model)}
-    recipe = resolve(recipes or ["digits"])
-    return partial(recipe_workload, recipe, workers), {"recipe": recipe.model_dump_json(), "workers": str(workers)}
+    recipe = resolve(recipes or ["digits"], [f"model.name={model}"] if model else [])
+    facts = {"recipe": recipe.model_dump_json(), "workers": str(workers), "files": str(hashes(named_files(recipe)))}
+    return partial(recipe_workload, recipe, workers), facts
 
 
 def recipe_workload(recipe: Recipe, world: int) -> Workload:

@@ -9,29 +9,14 @@ import typer
 from gradwire_lab.bench import kernels as bench_kernels
 from gradwire_lab.bench import memory as bench_memory
 from gradwire_lab.bench import step as bench_step
-from gradwire_lab.cli.bench_calls import calls
 from gradwire_lab.cli.bench_checks import check_device, check_picture
-from gradwire_lab.cli.bench_network import emulation_error, network
 from gradwire_lab.cli.options import AsJson, Device
 from gradwire_lab.cli.output import ResultRows, make_table, refusing
-
-app = typer.Typer(help="Measure, on this machine.", no_args_is_help=True)
 
 COLUMNS = ("kernel", "elements", "segments", "ms", "GB/s", "x floor", "x definition", "x plain torch", "x Gaussian")
 STEP_COLUMNS = ("workload", "ranks", "method", "ms", "x DDP", "quartiles", "x silent", "CPU x DDP", "kept", "peak")
 
 
-@app.callback()
-def bench() -> None:
-    """Measure, on this machine."""
-
-
-for command in (calls, network):
-    app.command()(command)
-app.command("link")(emulation_error)
-
-
-@app.command()
 def kernels(
     device: Device = "cpu",
     size: Annotated[
@@ -47,7 +32,9 @@ def kernels(
     sizes: list[int | tuple[int, ...]] = list(size or [25_600_000])
     sizes += [bench_kernels.resnet50()] if resnet50 else []
     title = f"kernels on {device}: the floor is a copy of as many bytes, in the same run"
-    results = ResultRows(as_json, make_table(title, COLUMNS, ("kernel",), no_wrap=True))
+    with refusing("bench kernels", ValueError):
+        count = sum(len(bench_kernels.chosen(only, each if isinstance(each, tuple) else (each,))) for each in sizes)
+    results = ResultRows(as_json, make_table(title, COLUMNS, ("kernel",), no_wrap=True), count)
 
     def report(row: dict[str, Any]) -> None:
         what = f"{row['kernel']}, {row['n']:,} elements, segments: {row['segments']}"
@@ -83,7 +70,6 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-@app.command()
 def step(
     workload: Annotated[list[str] | None, typer.Option(help="resnet20, gpt, resnet50, gpt2; several.")] = None,
     device: Device = "cpu",
@@ -133,7 +119,6 @@ def _step_cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-@app.command()
 def memory(
     spec: Annotated[list[str] | None, typer.Option(help="'dgc(0.001)', 'sign; feedback=none', ...; several.")] = None,
     device: Device = "cpu",
@@ -141,13 +126,14 @@ def memory(
     as_json: AsJson = False,
 ) -> None:
     """Weigh methods: floats per parameter that they keep, and that they hold at most within a step."""
+    chosen = spec or bench_memory.SPECS
     title = f"floats per parameter on {device}, beside parameters and gradients"
-    results = ResultRows(as_json, make_table(title, ("spec", "kept", "peak", "due"), ("spec",)))
+    results = ResultRows(as_json, make_table(title, ("spec", "kept", "peak", "due"), ("spec",)), len(chosen))
     with refusing("bench memory", ValueError, TypeError, RuntimeError):
         check_device(device)
         for one in spec or ():
             bench_memory.check(one)
-        for row in bench_memory.measure(spec or bench_memory.SPECS, device, size):
+        for row in bench_memory.measure(chosen, device, size):
             numbers = (row["kept_floats"], row["peak_floats"], row["due_floats"])
             kept, peak, due = ("" if number is None else f"{number:.2f}" for number in numbers)
             results.add(row, (row["spec"], kept, peak, due), f"{row['spec']}: {kept} floats kept, {peak} at most")

@@ -41,7 +41,9 @@ def calls(
         warnings.warn("bench calls --door is now --entry-point", FutureWarning, stacklevel=2)
     title = f"calls on {device}: the floor is a copy of the bytes that the call must read and write"
     printed = jsonl is not None and str(jsonl) == "-"
-    results = ResultRows(printed, make_table(title, COLUMNS, COLUMNS[:3], no_wrap=True))
+    models, entries, specs = model or ("one", "resnet50"), entry_point or door or ("loop",), spec or bench_calls.SPECS
+    count = len(models) * len(entries) * len(specs)
+    results = ResultRows(printed, make_table(title, COLUMNS, COLUMNS[:3], no_wrap=True), count)
 
     def report(row: dict[str, Any]) -> None:
         if jsonl is not None and not printed:
@@ -53,9 +55,7 @@ def calls(
     with refusing("bench calls", ValueError, TypeError, RuntimeError, OSError):
         check_device(device)
         benches = [
-            bench_calls.CallBench(m, d, tuple(spec or bench_calls.SPECS), size, device, addresses, repeats)
-            for m in model or ("one", "resnet50")
-            for d in entry_point or door or ("loop",)
+            bench_calls.CallBench(m, d, tuple(specs), size, device, addresses, repeats) for m in models for d in entries
         ]
         for bench in benches:
             bench_calls.check(bench, ranks)

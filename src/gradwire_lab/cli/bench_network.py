@@ -22,6 +22,7 @@ from gradwire_lab.cli.bench_checks import check_picture
 from gradwire_lab.cli.options import AsJson
 from gradwire_lab.cli.output import ResultRows, make_table, refusing, show
 from gradwire_lab.network.namespaces import HostsUnavailableError, lacking
+from gradwire_lab.train.time_left import TimeLeft
 
 
 def network(
@@ -65,14 +66,18 @@ def network(
         # What is wrong with a workload is an error here, and not of every rank.
         weights = {name: _nbytes(workloads.load(name).model.parameters()) for name in model or ["lstm"]}
         chosen = [Scenario(*place, where) for place in product(weights, named, workers or [2, 4, 8])]
+        left = TimeLeft(len(chosen) * len(names))
         for scenario in chosen:
             derived = grid.with_timeout(usual, scenario, weights[scenario.model])
             budget = derived if timeout is None else replace(usual, timeout=timeout)
-            for row in runner.measure(
-                scenario, grid.missing(scenario, names, rows, budget, retry), budget, _progress(scenario)
-            ):
+            missing = grid.missing(scenario, names, rows, budget, retry)
+            left.total -= len(names) - len(missing)
+            for row in runner.measure(scenario, missing, budget, _progress(scenario)):
                 grid.append(out, row)
                 rows.append(row)
+                left.finish()
+            if left.text:
+                typer.echo(f"{left.done} of {left.total} rows, {left.text}", err=True)
     wanted = {scenario.key(name) for scenario in chosen for name in names}
     found = results_table.results([row for row in grid.latest(rows) if grid.key_of(row) in wanted])
     if picture:

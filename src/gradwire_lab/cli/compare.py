@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -13,24 +14,25 @@ import typer
 from rich.table import Table
 
 from gradwire_lab.cli.interrupts import sigterm_interrupts
-from gradwire_lab.cli.options import AllowCode, Data, Devices, InProcess, Overrides, Processes
+from gradwire_lab.cli.options import AllowCode, Data, Devices, InProcess, Model, Overrides, Processes
 from gradwire_lab.cli.output import make_table, refuse, refusing, show
 from gradwire_lab.report.run_groups import Group, Task
 from gradwire_lab.report.statistics import Estimate
 from gradwire_lab.report.summary import cells, columns
 from gradwire_lab.report.table import markdown
-from gradwire_lab.train.compare import Arm, GridCell, Progress, arms, grid, outcome, run_grid
+from gradwire_lab.train.compare import Arm, GridCell, Progress, arms, fingerprint, grid, outcome, run_grid
 from gradwire_lab.train.grid_worker import TrainCommand
 from gradwire_lab.train.recipe import Recipe, SyncTable
-from gradwire_lab.train.recipe_files import resolve
+from gradwire_lab.train.recipe_files import resolve, toml_files
 from gradwire_lab.train.run_names import title
+from gradwire_lab.train.user_files import hashes, named_files
 
 
 def compare(
     recipes: Annotated[list[str], typer.Argument(help="A recipe and fragments, merged in order.")],
     specs: Annotated[
         str,
-        typer.Option(help="Parted by semicolons; the first is the baseline. 'SPEC @ key=value' sets a key for one."),
+        typer.Option(help="Separated by semicolons; the first is the baseline. 'SPEC @ key=value' sets a key for one."),
     ],
     seeds: Annotated[int, typer.Option(min=1, help="How many, from 0 or from --first-seed on.")] = 3,
     first_seed: Annotated[int, typer.Option(min=0, help="The first of the seeds.")] = 0,
@@ -44,6 +46,7 @@ def compare(
         Path | None, typer.Option(help="Where the table goes, as .md and .json; by default beside the runs.")
     ] = None,
     data: Data = "",
+    model: Model = "",
     workers: Processes = None,
     in_process: InProcess = None,
     devices: Devices = "",
@@ -61,11 +64,13 @@ def compare(
     options += ["--allow-code"] if allow_code else []
     world = workers or in_process
     typed = f"gradwire {shlex.join(sys.argv[1:])}"
-    settings = (*(overrides or ()), *([f"train.workers={world}"] if world else []))
+    settings = [*(overrides or ()), *([f"train.workers={world}"] if world else [])]
+    settings += [f"model.name={model}"] if model else []
     with refusing("compare", ValueError):
         asked = arms(specs)
-        _check(recipes, asked, settings, allow_code)
-        made = grid(recipes, asked, range(first_seed, first_seed + seeds), settings, runs, suffix)
+        files = _check(recipes, asked, settings, allow_code)
+        made = grid(recipes, asked, range(first_seed, first_seed + seeds), settings, runs, suffix, files)
+        _note_apart(made)
         try:
             with sigterm_interrupts():
                 runner = TrainCommand(tuple(options), deadline, quiet=jobs > 1)
@@ -79,19 +84,40 @@ def compare(
     _close(progress)
 
 
-def _check(recipes: Sequence[str], asked: Sequence[Arm], settings: Sequence[str], allow_code: bool) -> None:
-    """Refuse what the last cell would refuse before the first one trains, and two arms that are the same training."""
+def _note_apart(made: Sequence[GridCell]) -> None:
+    """Say which files have changed since earlier runs of the same name."""
+    apart = [cell for cell in made if cell.files and fingerprint(cell.files) in cell.folder.name]
+    if apart:
+        names = ", ".join(sorted({name for cell in apart for name in cell.files}))
+        typer.echo(f"{names}, or a file that is imported there, differs from earlier runs; these are kept, and new")
+        typer.echo(f"runs go to {apart[0].folder} and the like")
+
+
+def _check(
+    recipes: Sequence[str], asked: Sequence[Arm], settings: Sequence[str], allow_code: bool
+) -> dict[Arm, dict[str, str]]:
+    """Refuse what the last cell would refuse before the first one trains, and two arms that are the same training.
+
+    Returns:
+        Of every arm, hashes of the user's own files that it depends on.
+    """
+    files: dict[Arm, dict[str, str]] = {}
     known: list[tuple[Recipe, Arm]] = []
     for arm in asked:
         recipe = resolve(recipes, [*settings, f"sync.spec={arm.spec}", *arm.overrides], allow_code)
-        gossiping = bool(recipe.gossip.method)
+        gossiping = recipe.own_models
         recipe = recipe.model_copy(update={"sync": SyncTable()}) if gossiping else recipe
         for other in (other for same, other in known if same == recipe):
             hint = (
-                "; workers that gossip compress by gossip.codec, as in 'sign @ gossip.codec=sign'" if gossiping else ""
+                "; workers that gossip compress by gossip.codec, as in 'sign @ gossip.codec=sign', and those that take "
+                "local steps by local.codec"
+                if gossiping
+                else ""
             )
             raise ValueError(f"{other.label!r} and {arm.label!r} would be the same training{hint}")
         known.append((recipe, arm))
+        files[arm] = hashes([*toml_files(recipes), *named_files(recipe)])
+    return files
 
 
 def _close(progress: Progress) -> None:
@@ -121,10 +147,27 @@ def _table(task: Task) -> Table:
 def _write(task: Task, made: list[GridCell], progress: Progress, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     page, data = (path.with_name(f"{path.name.removesuffix('.md')}.{kind}") for kind in ("md", "json"))
-    page.write_text(markdown([task], path.parent), encoding="utf-8")
     counts = {"cells": len(made), "left": len(progress.left), "failed": len(progress.failed)}
-    data.write_text(json.dumps(summary(task) | counts, indent=2) + "\n", encoding="utf-8")
+    asked = {"grid": [{**cell.asked, "seed": cell.seed} for cell in made]}
+    _keep_older(page, data, asked["grid"])
+    page.write_text(markdown([task], path.parent), encoding="utf-8")
+    data.write_text(json.dumps(summary(task) | counts | asked, indent=2) + "\n", encoding="utf-8")
     typer.echo(f"{page}, {data}")
+
+
+def _keep_older(page: Path, data: Path, asked: object) -> None:
+    """Rename the results of another grid that these files hold, so that both are kept."""
+    if not data.is_file():
+        return
+    text = data.read_text(encoding="utf-8")
+    with suppress(ValueError):
+        if json.loads(text).get("grid") == asked:
+            return
+    name = f"{data.stem}-{fingerprint(text)}"
+    for file in (page, data):
+        if file.is_file():
+            file.rename(file.with_name(f"{name}{file.suffix}"))
+    typer.echo(f"the results of another grid are kept as {data.with_name(f'{name}.md')}")
 
 
 def summary(task: Task) -> dict[str, object]:

@@ -13,7 +13,7 @@ from typing import Any
 from gradwire.codecs.codec import Codec, codec
 from gradwire.codecs.stage import IndexCoder, Stage
 from gradwire.core.registry import card as card_of
-from gradwire.core.registry import registered
+from gradwire.core.registry import lookup, registered
 from gradwire.core.segments import Segments
 from gradwire.core.spec import parse
 
@@ -70,6 +70,16 @@ class Card:
 def cards(kind: str) -> list[Card]:
     """The cards of one kind, by name."""
     return [_card(name, kind, make) for name, make in sorted(registered(kind).items())]
+
+
+def card_named(name: str) -> Card:
+    """The card of one name.
+
+    Raises:
+        ValueError: There is no such name; the message has the nearest ones.
+    """
+    kind, make = lookup(name)
+    return _card(name, kind, make)
 
 
 def alone() -> list[tuple[str, str]]:

@@ -1,6 +1,8 @@
 """``gradwire graph torus --size 16``: what a graph is worth, and what it looks like."""
 
 import math
+from html import escape
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,9 +11,23 @@ from rich.table import Table
 
 from gradwire.topology import Topology, theory
 from gradwire.topology import graph as read
+from gradwire_lab.cli.output import refusing
 
 WIDEST = 64  # characters of a picture; larger graphs are drawn in blocks
 SHADES = ".-:+#"
+SIDE = 480  # of a drawing, in pixels
+_SVG = """\
+<svg xmlns="http://www.w3.org/2000/svg" width="{side}" height="{side}" viewBox="0 0 {side} {side}">
+<title>{title}</title>
+<style>
+line {{ stroke: #7f7f7f; stroke-width: 1.2 }} circle {{ fill: #0072b2 }} marker path {{ fill: #7f7f7f }}
+text {{ fill: white; font: 11px sans-serif; text-anchor: middle }}
+</style>
+<marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">
+<path d="M0,0 L8,4 L0,8 z"/></marker>
+{shapes}
+</svg>
+"""
 
 
 def graph(
@@ -20,6 +36,7 @@ def graph(
     delta: Annotated[
         float | None, typer.Option(help="A codec's contraction in (0, 1]: print CHOCO's theoretical step for it.")
     ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw ranks and edges into this SVG, too.")] = None,
 ) -> None:
     """Print and draw a graph of some size."""
     try:
@@ -32,6 +49,10 @@ def graph(
         table.add_row(label, value)
     Console().print(table)
     typer.echo(f"{picture(topology)}\n{_legend(topology)}")
+    if svg is not None:
+        with refusing("graph", OSError):
+            svg.write_text(drawing(topology), encoding="utf-8")
+        typer.echo(str(svg))
 
 
 def facts(topology: Topology, delta: float | None = None) -> list[tuple[str, str]]:
@@ -68,6 +89,31 @@ def picture(topology: Topology) -> str:
             for j in topology.peers(i, step):
                 cells[i][j] = "#" if topology.period == 1 else str(step % 10)
     return "\n".join(" ".join(row) if topology.size <= WIDEST // 2 else "".join(row) for row in cells)
+
+
+def drawing(topology: Topology) -> str:
+    """The graph as SVG: ranks on a circle, edges as lines, with an arrow to the receiver where only one end sends."""
+    angles = [2 * math.pi * rank / topology.size for rank in range(topology.size)]
+    places = [(SIDE / 2 * (1 + 0.86 * math.sin(a)), SIDE / 2 * (1 - 0.86 * math.cos(a))) for a in angles]
+    radius = max(2.0, min(14.0, SIDE / topology.size))
+    arrows = _arrows(topology)
+    lines = [
+        _line(places[sender], places[receiver], radius, (sender, receiver) in arrows)
+        for receiver, sender in sorted(arrows)
+        if (sender, receiver) not in arrows or sender > receiver  # an edge both ways is drawn once
+    ]
+    dots = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}"/>' for x, y in places]
+    names = [f'<text x="{x:.1f}" y="{y:.1f}" dy="0.35em">{rank}</text>' for rank, (x, y) in enumerate(places)]
+    shapes = [*lines, *dots, *(names if radius > 8 else [])]
+    return _SVG.format(side=SIDE, title=escape(str(topology)), shapes="\n".join(shapes))
+
+
+def _line(start: tuple[float, float], end: tuple[float, float], radius: float, both: bool) -> str:
+    """From the middle of a dot to that of another, or to its edge where it ends in an arrow."""
+    share = 1.0 if both else 1 - (radius + 3) / math.dist(start, end)
+    x, y = (a + share * (b - a) for a, b in zip(start, end, strict=True))
+    arrow = "" if both else ' marker-end="url(#arrow)"'
+    return f'<line x1="{start[0]:.1f}" y1="{start[1]:.1f}" x2="{x:.1f}" y2="{y:.1f}"{arrow}/>'
 
 
 def _legend(topology: Topology) -> str:

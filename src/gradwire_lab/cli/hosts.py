@@ -9,12 +9,7 @@ from gradwire_lab.cli.output import refusing
 from gradwire_lab.network.hosts import Hosts
 from gradwire_lab.network.namespaces import HostsUnavailableError, sweep
 
-app = typer.Typer(no_args_is_help=True, help="Run commands in several hosts made on this machine.")
 
-_RAW = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-
-
-@app.command(context_settings=_RAW)
 def run(
     command: Annotated[list[str], typer.Argument(help="What every rank runs, after --.")],
     hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
@@ -43,7 +38,6 @@ def run(
     raise typer.Exit(ended.code)
 
 
-@app.command("sweep")
 def sweep_leftovers() -> None:
     """Remove hosts whose owner died before it could."""
     with refusing("hosts", HostsUnavailableError):

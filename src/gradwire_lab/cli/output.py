@@ -8,7 +8,10 @@ from typing import Any, NoReturn
 
 import typer
 from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
+
+from gradwire_lab.train.time_left import TimeLeft
 
 _WIDTH = 150  # where no terminal shows it
 
@@ -27,21 +30,39 @@ def show(*parts: RenderableType, width: int = _WIDTH) -> None:
     """Print for a terminal, or in a fixed width."""
     console = Console(width=None if sys.stdout.isatty() else width)
     for part in parts:
-        console.print(part)
+        unlimited = console.options.update(width=10_000)
+        wide = isinstance(part, Table) and Measurement.get(console, unlimited, part).minimum > console.width
+        console.print(stacked(part) if wide and isinstance(part, Table) else part)
+
+
+def stacked(table: Table) -> Table:
+    """A table whose rows stand below each other, one column a line, for terminals that are too narrow for it."""
+    lines = Table(title=table.title, title_justify="left", caption=table.caption, show_header=False, box=None)
+    lines.add_column(no_wrap=True)
+    lines.add_column(overflow="fold")
+    for row in zip(*(column.cells for column in table.columns), strict=True):
+        for column, cell in zip(table.columns, row, strict=True):
+            lines.add_row(column.header, cell)
+        lines.add_row("", "")
+    return lines
 
 
 class ResultRows:
-    """Rows as they are measured: as JSON, a line each, or as a table at the end and progress on standard error."""
+    """Rows as they are measured: as JSON, a line each, or as a table at the end and progress on standard error.
 
-    def __init__(self, as_json: bool, table: Table) -> None:
-        self._as_json, self._table = as_json, table
+    Where the number of rows is known beforehand, ``total``, progress has the time that is left.
+    """
+
+    def __init__(self, as_json: bool, table: Table, total: int = 0) -> None:
+        self._as_json, self._table, self._left = as_json, table, TimeLeft(total)
 
     def add(self, row: dict[str, Any], cells: Sequence[str], progress: str = "") -> None:
         """One more row, the cells of the table that stand for it, and a line for those who wait."""
+        self._left.finish()
         if self._as_json:
             typer.echo(json.dumps(row))
         elif progress:
-            typer.echo(progress, err=True)
+            typer.echo("; ".join(filter(None, (progress, self._left.text))), err=True)
         self._table.add_row(*cells)
 
     def show(self, *notes: str, width: int = _WIDTH) -> None:

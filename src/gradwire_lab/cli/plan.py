@@ -12,12 +12,14 @@ from rich.text import Text
 
 from gradwire.engine import Plan, build, default_rules
 from gradwire.integrations.auto import AUTO
+from gradwire.local import local_method
 from gradwire_lab.cli.gossip_plan import gossip_table
 from gradwire_lab.cli.output import make_table
 from gradwire_lab.train.compression import arguments, method_of
 from gradwire_lab.train.data import Task, load
 from gradwire_lab.train.data.text import TextTask
 from gradwire_lab.train.loading import batch_of, check_sizes, loader_of
+from gradwire_lab.train.local_rows import parts_of
 from gradwire_lab.train.models import build as build_model
 from gradwire_lab.train.models.regime import regime_of
 from gradwire_lab.train.optimizers import apply_regime
@@ -60,6 +62,9 @@ def parts(recipe: Recipe, world: int) -> Iterator[RenderableType]:
     if recipe.gossip.method:
         yield gossip_table(recipe, model, world)
         return
+    if recipe.local.spec:
+        yield from _local(recipe, model, world, last)
+        return
     made = _plan(recipe, model, world, round(recipe.sync.ramp * steps))
     if recipe.sync.across != "ranks":
         yield "only hosts compress: read workers, and ranks, as hosts"
@@ -83,11 +88,26 @@ def _optimizer(recipe: Recipe, world: int, steps: int, by_model: bool) -> str:
     return ", ".join(filter(None, (f"{plan.name} with rate {plan.lr:g}{grown}; {shape}", *parts)))
 
 
+def _local(recipe: Recipe, model: torch.nn.Module, world: int, last: int) -> Iterator[RenderableType]:
+    """The message of a round, and how many of them there are."""
+    plan = recipe.local
+    rounds = local_method(plan.spec, **parts_of(recipe))
+    rules = default_rules(
+        rounds.message, granularity=plan.granularity, bundle=None if plan.bundle == "none" else plan.bundle
+    )
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    count = max(0, last - rounds.start) // rounds.H
+    yield Text(f"{rounds}: {min(last, rounds.start):,} steps of the start, then {count:,} rounds, each of which sends")
+    made = build(shapes, rules, world, int(recipe.sync.bucket_mb * 2**20))
+    yield _lanes(made, count)
+    yield _bytes(made, count)
+
+
 def _plan(recipe: Recipe, model: torch.nn.Module, world: int, ramp: int) -> Plan:
     options: dict[str, Any] = arguments(recipe, ramp)
     rules = default_rules(method_of(recipe, ramp), granularity=options["granularity"], bundle=options["bundle"])
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    return build(shapes, (*options["rules"], *rules), world, int(recipe.sync.launch_mb * 2**20))
+    return build(shapes, (*options["rules"], *rules), world, int(recipe.sync.bucket_mb * 2**20))
 
 
 def facts_and_steps(recipe: Recipe, world: int) -> tuple[dict[str, object], int]:
@@ -111,10 +131,10 @@ def facts_and_steps(recipe: Recipe, world: int) -> tuple[dict[str, object], int]
 def _lanes(made: Plan, last: int) -> Table:
     settled = max(step for step in stages(made) if step <= last)
     title = f"lanes from step {settled:,} on" if settled else "lanes"
-    columns = ("launch", "rule", "tensors", "units", "parameters", "codec", "feedback", "exchange", "bytes")
-    table = make_table(title, columns, ("launch", "rule", "codec", "feedback", "exchange"))
-    for number, launch in enumerate(made.launches):
-        for lane in launch:
+    columns = ("bucket", "rule", "tensors", "units", "parameters", "codec", "feedback", "exchange", "bytes")
+    table = make_table(title, columns, ("bucket", "rule", "codec", "feedback", "exchange"))
+    for number, bucket in enumerate(made.buckets):
+        for lane in bucket:
             codec, exchange = lane.at(last)
             codec_text = "low rank" if exchange.compresses_in_protocol else str(codec)
             counts = (str(len(lane.tensors)), str(len(lane.units)), f"{lane.units.total:,}")

@@ -1,16 +1,29 @@
 """``gradwire report RUNS...``: one page, pictures or markdown tables from run folders."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
 from gradwire_lab.cli.output import needing_charts, refusing
 from gradwire_lab.report.load import load, nothing_in, sort_out
-from gradwire_lab.report.run_groups import Task, tasks
+from gradwire_lab.report.run_groups import Group, Task, tasks
+from gradwire_lab.report.table import latex as latex_tables
 from gradwire_lab.report.table import markdown as tables
+from gradwire_lab.train.spec_lists import split_specs
 
 PAGE = Path("report.html")
+
+
+class Kind(StrEnum):
+    """The formats of charts."""
+
+    PDF = "pdf"
+    SVG = "svg"
+    PNG = "png"
 
 
 def report(
@@ -21,22 +34,54 @@ def report(
     title: Annotated[str, typer.Option(help="What the page is called.")] = "gradwire report",
     png: Annotated[Path | None, typer.Option(help="A folder for the charts as PNG; no browser needed.")] = None,
     svg: Annotated[Path | None, typer.Option(help="A folder for the charts as SVG.")] = None,
-    markdown: Annotated[
-        Path | None, typer.Option(help="A file for tables in markdown, such as docs/results.md; - prints them.")
+    markdown: Annotated[Path | None, typer.Option(help="A file for tables in Markdown; - prints them.")] = None,
+    latex: Annotated[
+        Path | None, typer.Option(help="A file for tables in LaTeX, with the package booktabs; - prints them.")
     ] = None,
+    kind: Annotated[
+        list[Kind] | None, typer.Option("--format", help="Charts as pdf, svg or png, into --figures; several.")
+    ] = None,
+    figures: Annotated[Path, typer.Option(help="The folder for charts of --format.")] = Path("figures"),
+    width: Annotated[int, typer.Option(min=100, max=5000, help="Of charts, in pixels of 1/72 inch.")] = 560,
+    specs: Annotated[str, typer.Option(help="Only these, separated by semicolons.")] = "",
+    titles: Annotated[
+        bool, typer.Option("--title-in-figures/--no-title", help="Titles and captions in charts.")
+    ] = True,
 ) -> None:
-    """Write one self-contained HTML page about some runs."""
+    """Write one self-contained HTML page about some runs, or charts and tables for a paper."""
     with refusing("report", ValueError, OSError), needing_charts("report"):
-        found = tasks([load(folder) for folder in _runs_in(runs)])
+        found = _chosen(tasks([load(folder) for folder in _runs_in(runs)]), split_specs(specs))
         if not found:
             raise ValueError("no run has finished an epoch yet, so there is nothing to report")
-        if markdown is not None:
-            _write_tables(found, markdown)
-        for folder, kind in ((png, "png"), (svg, "svg")):
+        for path, write in ((markdown, tables), (latex, latex_tables)):
+            if path is not None:
+                _write_tables(found, path, write)
+        wanted = [(png, "png"), (svg, "svg"), *((figures, one.value) for one in kind or ())]
+        for folder, name in wanted:
             if folder is not None:
-                _write_pictures(found, folder, kind)
-        if output is not None or (markdown, png, svg) == (None, None, None):
+                _write_pictures(found, folder, name, width, titles)
+        if output is not None or not (markdown or latex or png or svg or kind):
             _write_page(found, output or PAGE, title)
+
+
+def _chosen(found: list[Task], specs: list[str]) -> list[Task]:
+    """The tasks with the groups of these specs alone; with all of them where none is named."""
+    if not specs:
+        return found
+    known = [group for task in found for group in task.groups]
+    for spec in specs:
+        if not any(_is(group, spec) for group in known):
+            names = "; ".join(dict.fromkeys(group.label for group in known))
+            raise ValueError(f"no run has the spec {spec!r}; there are {names}")
+    kept = [
+        replace(task, groups=tuple(group for group in task.groups if any(_is(group, spec) for spec in specs)))
+        for task in found
+    ]
+    return [task for task in kept if task.groups]
+
+
+def _is(group: Group, spec: str) -> bool:
+    return spec.replace(" ", "") in (group.label.replace(" ", ""), group.spec.replace(" ", ""))
 
 
 def _runs_in(paths: list[Path]) -> list[Path]:
@@ -60,17 +105,17 @@ def _write_page(found: list[Task], path: Path, title: str) -> None:
     typer.echo(f"{path}: {len(text.encode()) / 1e6:.2f} MB, opens in any browser, loads nothing")
 
 
-def _write_pictures(found: list[Task], folder: Path, kind: str) -> None:
+def _write_pictures(found: list[Task], folder: Path, kind: str, width: int, titles: bool) -> None:
     from gradwire_lab.report.pictures import pictures
 
-    for path in pictures(found, folder, "png" if kind == "png" else "svg"):
+    for path in pictures(found, folder, cast(Any, kind), width, titles):
         typer.echo(str(path))
 
 
-def _write_tables(found: list[Task], path: Path) -> None:
+def _write_tables(found: list[Task], path: Path, write: Callable[[list[Task], Path], str]) -> None:
     if str(path) == "-":
-        typer.echo(tables(found), nl=False)
+        typer.echo(write(found, Path()), nl=False)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(tables(found, path.parent), encoding="utf-8")
+    path.write_text(write(found, path.parent), encoding="utf-8")
     typer.echo(str(path))

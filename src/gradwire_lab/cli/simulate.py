@@ -11,8 +11,9 @@ from gradwire_lab.cli.output import needing_charts, refusing
 from gradwire_lab.cli.simulated_models import simulated_models
 from gradwire_lab.perf_model.calibration import load
 from gradwire_lab.perf_model.cluster import Algorithm
-from gradwire_lab.perf_model.simulation import INSIDE, LINKS, WORKERS, SimulatedModel, grid, judge
+from gradwire_lab.perf_model.simulation import INSIDE, LINKS, WORKERS, SimulatedModel, SimulationPoint, grid, judge
 from gradwire_lab.perf_model.stragglers import Stragglers
+from gradwire_lab.train.time_left import TimeLeft
 
 PAGE, ROWS = Path("simulation.html"), Path("simulation.jsonl")
 _ASSUMED = (
@@ -51,9 +52,10 @@ def simulate(
         if per_host > 1:
             named = f"hierarchical, {per_host} workers to a host"
             places[named] = (_several(workers or WORKERS, per_host), per_host)
+        left = TimeLeft(len(models) * len(link or LINKS) * sum(len(counts) for counts, _ in places.values()))
         grids = {
             place: [
-                judge(cell, uneven)
+                _judged(cell, uneven, left)
                 for cell in grid(models, counts, link or LINKS, each, cast(Algorithm, algorithm), inside or INSIDE)
             ]
             for place, (counts, each) in places.items()
@@ -61,6 +63,14 @@ def simulate(
         measured = models[0].measured
         source = _ASSUMED if measured is None else f"Computing and compressing: {measured.note}."
         _write(grids, f"{source} {_MARKED}", output, rows)
+
+
+def _judged(cell: SimulationPoint, uneven: Stragglers, left: TimeLeft) -> dict[str, Any]:
+    row = judge(cell, uneven)
+    left.finish()
+    if left.done % max(1, left.total // 10) == 0 and left.text:
+        typer.echo(f"{left.done} of {left.total} cells, {left.text}", err=True)
+    return row
 
 
 def _several(workers: Sequence[int], per_host: int) -> list[int]:

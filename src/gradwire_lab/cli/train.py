@@ -1,5 +1,6 @@
 """``gradwire train RECIPE...``, ``evaluate RUN``, ``plan RECIPE...`` and ``recipes``."""
 
+import json
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,11 +14,12 @@ from rich.text import Text
 from gradwire.comm.emulated import VARIABLE, set_emulated_link
 from gradwire.comm.liveness import PeerLostError
 from gradwire_lab.cli.interrupts import sigterm_interrupts
-from gradwire_lab.cli.options import AllowCode, Data, Devices, InProcess, Link, Overrides, Processes
+from gradwire_lab.cli.options import AllowCode, Data, Devices, InProcess, Link, Model, Overrides, Processes
 from gradwire_lab.cli.output import refuse, refusing, show
 from gradwire_lab.cli.plan import parts
 from gradwire_lab.launch import RankError
 from gradwire_lab.launcher_env import launcher_rank
+from gradwire_lab.report.run_log import parsed
 from gradwire_lab.train import checkpoint, run_modes
 from gradwire_lab.train.display import Display
 from gradwire_lab.train.gossip_workers import check_graph
@@ -30,12 +32,12 @@ from gradwire_lab.train.run import evaluate as examine
 from gradwire_lab.train.run_lock import locked
 from gradwire_lab.train.run_modes import TrainJob, device_of, devices_of
 from gradwire_lab.train.run_names import title
+from gradwire_lab.train.user_files import hashes, named_files
 
 INTERRUPTED = 130
 
 Names = Annotated[list[str] | None, typer.Argument(help="Recipes and fragments, merged in order; digits by default.")]
 Seed = Annotated[int | None, typer.Option(help="Of weights, order, augmentation and random bits.")]
-Model = Annotated[str, typer.Option(help="A model of your own: file.py:make.")]
 Spec = Annotated[str | None, typer.Option(help="Short for --set sync.spec=SPEC.")]
 
 
@@ -150,6 +152,8 @@ def _resolve(
     recipe = resolve(names, [*given, *(overrides or [])], allow_code)
     if spec and recipe.gossip.method:
         raise ValueError(f"--spec is not for workers that gossip; write --set 'gossip.codec={spec}' instead")
+    if spec and recipe.local.spec:
+        raise ValueError(f"--spec is not for workers that take local steps; write --set 'local.codec={spec}' instead")
     return recipe
 
 
@@ -180,6 +184,8 @@ def _start(
         _refuse_begun(folder, recipe, resume or restarted, overwrite)
     if first:
         _note_unused(recipe)
+        if resume or restarted:
+            _note_changed(folder, recipe)
     job = run_modes.TrainJob(recipe, folder, named, resume, title(names))
     with locked(folder) if first else nullcontext(), sigterm_interrupts(), Display() as display:
         _train(job, where, workers, in_process, display.show)
@@ -195,6 +201,18 @@ def _note_unused(recipe: Recipe) -> None:
             "--set gossip.codec=CODEC",
             err=True,
         )
+
+
+def _note_changed(folder: Path, recipe: Recipe) -> None:
+    """Say that a file of the user's own has changed since the run's last session."""
+    before = parsed(folder / "environment.json", _files)
+    for name, now in hashes(named_files(recipe)).items():
+        if before.get(name, now) != now:
+            typer.echo(f"{name} has changed since {folder} was trained with it", err=True)
+
+
+def _files(text: str) -> dict[str, str]:
+    return dict(json.loads(text or "{}").get("files", {}))
 
 
 def _train(

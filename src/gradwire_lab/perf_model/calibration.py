@@ -19,7 +19,7 @@ class CodingCost:
         decode: From the received messages to the update.
         per_peer: By how much decoding grows with every further rank.
         fill: Bytes sent over the most that could have been.
-        start: Further seconds of every launch, however small.
+        start: Further seconds of every bucket, however small.
     """
 
     encode: float
@@ -29,7 +29,7 @@ class CodingCost:
     start: float = 0.0
 
     def share(self, of: float) -> "CodingCost":
-        """Of a part of the model; a launch starts as usual."""
+        """Of a part of the model; a bucket starts as usual."""
         return replace(self, encode=self.encode * of, decode=self.decode * of)
 
     def scaled(self, by: float) -> "CodingCost":

@@ -51,7 +51,7 @@ class BucketSchedule:
 
 def schedule(plan: Plan, step: int) -> tuple[BucketSchedule, ...]:
     """The whole step of one rank."""
-    return tuple(_bucket(lanes, plan.world, step) for lanes in plan.launches)
+    return tuple(_bucket(lanes, plan.world, step) for lanes in plan.buckets)
 
 
 def sent(buckets: Iterable[BucketSchedule], world: int) -> float:
@@ -80,12 +80,18 @@ def _extrapolated(lanes: Sequence[Lane], world: int, step: int) -> Iterator[Coll
         yield replace(large, nbytes=large.nbytes + share * (1 / world - 1 / many))
 
 
-def _calls(lanes: Sequence[Lane], world: int, step: int) -> list[CollectiveCall]:
-    """The collectives of a bucket: round by round, what `fuse` makes of the requests of its lanes."""
+def _calls(lanes: Sequence[Lane], world: int, step: int) -> tuple[CollectiveCall, ...]:
+    """The collectives of a bucket. Buckets of equal shapes have the same."""
+    return _calls_of(tuple(map(_unnamed, lanes)), world, step)
+
+
+@lru_cache(maxsize=4096)
+def _calls_of(lanes: tuple[Lane, ...], world: int, step: int) -> tuple[CollectiveCall, ...]:
+    """Round by round, what `fuse` makes of the requests of all lanes."""
     backend = LoopbackBackend(world, META)
-    for requests in zip_longest(*(_requests(_unnamed(lane), world, step) for lane in lanes)):
+    for requests in zip_longest(*(_requests(lane, world, step) for lane in lanes)):
         _answer([one for one in requests if one is not None], backend)
-    return backend.calls
+    return tuple(backend.calls)
 
 
 @lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TypeAlias
 
-from gradwire.engine.plan import LAUNCH_BYTES
+from gradwire.engine.plan import BUCKET_BYTES
 from gradwire_lab.perf_model.calibration import Calibration, CodingCost
 from gradwire_lab.perf_model.cluster import Cluster
 from gradwire_lab.perf_model.comm_schedule import BucketSchedule, sent_by
@@ -18,7 +18,7 @@ from gradwire_lab.perf_model.model import DENSE
 from gradwire_lab.perf_model.timeline import BucketTimeline, CommWork, StepTime, play
 
 CLEARLY = 0.97
-LAUNCHES = (LAUNCH_BYTES, 16 * LAUNCH_BYTES)  # large ones leave late, but start fewer kernels and collectives
+BUCKET_SIZES = (BUCKET_BYTES, 16 * BUCKET_BYTES)  # large ones leave late, but start fewer kernels and collectives
 
 WorkOf: TypeAlias = Callable[[CollectiveCall], CommWork]
 BucketWork: TypeAlias = Callable[[BucketSchedule, CodingCost], tuple[CommWork, ...]]
@@ -33,14 +33,14 @@ class Prediction:
         split: Where the seconds go.
         sent: Bytes that a worker sends in a step; hierarchically, one of each host.
         collectives: How many.
-        launch_bytes: Of gradients that travel together.
+        bucket_bytes: Of gradients that travel together.
     """
 
     spec: str
     split: StepTime
     sent: float
     collectives: int
-    launch_bytes: int
+    bucket_bytes: int
 
     @property
     def seconds(self) -> float:
@@ -52,7 +52,7 @@ def predict(
     spec: str,
     cluster: Cluster,
     overlaps: bool = True,
-    launches: Sequence[int] = LAUNCHES,
+    bucket_sizes: Sequence[int] = BUCKET_SIZES,
     across: bool = False,
 ) -> Prediction:
     """The step of one way to synchronize.
@@ -62,7 +62,7 @@ def predict(
         spec: One of `DENSE`, or a spec.
         cluster: Where.
         overlaps: Whether messages leave during the backward pass.
-        launches: Sizes; the larger are taken where they are clearly faster. DDP's buckets are as they are.
+        bucket_sizes: Sizes; the larger are taken where they are clearly faster. DDP's buckets are as they are.
         across: Whether every host computes a dense mean first, so that only hosts exchange messages; otherwise all
             workers take part in one exchange.
     """
@@ -81,9 +81,9 @@ def predict(
         return swap, *_bucket_work(bucket, cost.share(share), exchange), swap
 
     sized = partial(_sized, calibration, spec, world, overlaps, work)
-    best = sized(launches[0])
-    if spec not in DENSE and calibration.model.elements * 4 > launches[0]:
-        for other in map(sized, launches[1:]):
+    best = sized(bucket_sizes[0])
+    if spec not in DENSE and calibration.model.elements * 4 > bucket_sizes[0]:
+        for other in map(sized, bucket_sizes[1:]):
             best = other if other.seconds < CLEARLY * best.seconds else best
     return best
 
@@ -92,10 +92,10 @@ predict_across = partial(predict, across=True)
 
 
 def _sized(
-    calibration: Calibration, spec: str, world: int, overlaps: bool, work: BucketWork, launch_bytes: int
+    calibration: Calibration, spec: str, world: int, overlaps: bool, work: BucketWork, bucket_bytes: int
 ) -> Prediction:
     cost = calibration.cost(spec, world)
-    buckets = calibration.model.buckets(spec, world, launch_bytes)
+    buckets = calibration.model.buckets(spec, world, bucket_bytes)
     timelines = [
         BucketTimeline(bucket.ready, work(bucket, cost.share(bucket.elements / calibration.model.elements)))
         for bucket in buckets
@@ -103,7 +103,7 @@ def _sized(
     split = play(calibration.forward, calibration.backward, timelines, calibration.cores, overlaps)
     calls = [_filled(call, cost.fill) for bucket in buckets for call in bucket.calls]
     sent = sum(sent_by(call, world) for call in calls)
-    return Prediction(spec, split, sent, len(calls), launch_bytes)
+    return Prediction(spec, split, sent, len(calls), bucket_bytes)
 
 
 def _bucket_work(bucket: BucketSchedule, cost: CodingCost, work_of: WorkOf) -> tuple[CommWork, ...]:

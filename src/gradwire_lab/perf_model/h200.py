@@ -22,7 +22,7 @@ from gradwire_lab.perf_model.model import DENSE, ModelProfile
 # Assumed, since low-rank products were not timed: bytes of memory that every weight costs, read and written, and how
 # far from the speed of a copy they are. Eight reads or writes of four bytes; the slowest timed kernel is at 3.5.
 _LOW_RANK_BYTES, _LOW_RANK_SLOWDOWN = 32, 3.5
-_LOW_RANK_START = 1e-3  # seconds of each launch: many small kernels
+_LOW_RANK_START = 1e-3  # seconds of each bucket: many small kernels
 ASSUMED = ("powersgd", "int8")  # of int8, the fused kernel was not timed: int4's stands in
 
 
@@ -80,7 +80,7 @@ def cost(model: ModelProfile, spec: str, world: int) -> CodingCost:
     if spec in DENSE:
         cast = 0.0 if spec == "ddp-fp32" else 6 * model.elements * copy_seconds()
         return CodingCost(cast, cast)
-    plan = model.plan(spec, world, 2**62)  # in one launch: the cost of starting a launch is a figure of its own
+    plan = model.plan(spec, world, 2**62)  # in one bucket: the cost of starting a bucket is a figure of its own
     (lane,) = [lane for lane in plan.lanes if lane.label == "*"]
     codec, exchange = lane.at(10**9)
     if exchange.compresses_in_protocol:

@@ -20,7 +20,7 @@ from gradwire_lab.perf_model.timing import now
 
 Grads = Mapping[str, Tensor]
 
-WARMUP = 2  # steps that do not count: the first begins with nothing owed, and no hints
+WARMUP = 2  # steps that do not count: the first begins without an error to add
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class CodingTime:
     """Seconds of one rank in one step, the wire aside, and what the wire would carry.
 
     Attributes:
-        encode: Until the first message of a launch is ready, all launches together.
+        encode: Until the first message of a bucket is ready, all buckets together.
         decode: From the received messages to the update, written back.
         calls: The collectives of the step, in order.
     """

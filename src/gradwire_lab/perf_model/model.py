@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gradwire.engine.plan import LAUNCH_BYTES, Plan, build, default_rules
+from gradwire.engine.plan import BUCKET_BYTES, Plan, build, default_rules
 from gradwire_lab.perf_model.candidates import arguments
 from gradwire_lab.perf_model.comm_schedule import BucketSchedule, schedule
 from gradwire_lab.perf_model.loopback import CollectiveCall
@@ -90,14 +90,14 @@ class ModelProfile:
             found.update(dict.fromkeys(bucket.names, max(self.ready[name] for name in bucket.names)))
         return found
 
-    def plan(self, spec: str, world: int, launch_bytes: int = LAUNCH_BYTES) -> Plan:
+    def plan(self, spec: str, world: int, bucket_bytes: int = BUCKET_BYTES) -> Plan:
         """The plan that `gradwire.compress` makes of a spec."""
         text, options = arguments(spec)
-        return build(self.shapes, default_rules(text, **options), world, launch_bytes)  # type: ignore[arg-type]
+        return build(self.shapes, default_rules(text, **options), world, bucket_bytes)  # type: ignore[arg-type]
 
-    def buckets(self, spec: str, world: int, launch_bytes: int = LAUNCH_BYTES) -> tuple[BucketSchedule, ...]:
+    def buckets(self, spec: str, world: int, bucket_bytes: int = BUCKET_BYTES) -> tuple[BucketSchedule, ...]:
         """What is sent in a step once all warm-up is over, in order."""
-        key = (spec, world, launch_bytes)
+        key = (spec, world, bucket_bytes)
         if key not in self._known:
             dense = spec in DENSE
             buckets = self._buckets(spec) if dense else schedule(self.plan(*key), _SETTLED)

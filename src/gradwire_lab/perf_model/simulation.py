@@ -19,6 +19,7 @@ from gradwire_lab.perf_model.calibration import Calibration
 from gradwire_lab.perf_model.candidates import CANDIDATES, automatic
 from gradwire_lab.perf_model.cluster import Algorithm, Cluster
 from gradwire_lab.perf_model.costs import predict, predict_across
+from gradwire_lab.perf_model.local_steps import local_steps
 from gradwire_lab.perf_model.model import DENSE, ModelProfile
 from gradwire_lab.perf_model.stragglers import Stragglers
 
@@ -105,6 +106,7 @@ def judge(cell: SimulationPoint, stragglers: Stragglers = Stragglers()) -> dict[
     found = advise(calibration, cell.cluster, CHOOSABLE, cell.predictor)
     bf16 = cell.predictor(calibration, "ddp-bf16", cell.cluster)
     best, choice = found.fastest, cell.predictor(calibration, settled_spec(cell, calibration, found), cell.cluster)
+    rounds = local_steps(calibration, cell.cluster, predictor=cell.predictor)
     return {
         "model": cell.model_run.name,
         "batch": cell.model_run.batch,
@@ -125,6 +127,8 @@ def judge(cell: SimulationPoint, stragglers: Stragglers = Stragglers()) -> dict[
         "fastest_compressed_seconds": best.seconds,
         "compression_loses": best.seconds >= found.dense.seconds,
         "gossip_seconds": _gossiping(cell, stragglers),
+        "local_H": None if rounds is None else rounds.H,
+        "local_seconds": None if rounds is None else rounds.seconds,
         "ways": {way.spec: float(f"{way.seconds:.5g}") for way in found.ways},
         "waiting": uneven,
     }

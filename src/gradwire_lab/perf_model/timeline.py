@@ -68,7 +68,7 @@ def play(
         backward: Seconds of the backward pass, when nothing is sent.
         timelines: Of the buckets, in order.
         cores: Processors for each worker; two threads of a worker get the speed of min(1, cores / 2) each.
-        overlaps: Whether launches leave during the backward pass; otherwise all wait for its end.
+        overlaps: Whether buckets leave during the backward pass; otherwise all wait for its end.
     """
     speed = min(1.0, max(0.5, cores / 2))
     now, left = 0.0, backward  # since the backward pass began, and of it

@@ -12,7 +12,7 @@ T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
 _ASIDE = ("train.seed", "train.workers", "train.eval_every", "train.log_every", "train.save_every", "data.root")
-_HOW = ("sync.", "gossip.")  # tables that say how workers agree, which is what is compared
+_HOW = ("sync.", "gossip.", "local.")  # tables that say how workers agree, which is what is compared
 _USUAL: dict[str, object] = {"sync.granularity": "layer", "sync.ramp": 0}
 
 

@@ -1,6 +1,7 @@
-"""Markdown tables for docs/results.md: every row names the command and the logs that made it."""
+"""Tables: in Markdown, where every row names the command and the logs that made it, and in LaTeX."""
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,30 @@ def markdown(tasks: Sequence[Task], base: Path | None = None) -> str:
         base: The folder that links to the logs start from: the one that the text will lie in.
     """
     return "\n".join(_section(task, base or Path()) for task in tasks)
+
+
+def latex(tasks: Sequence[Task], base: Path | None = None) -> str:
+    """A table of the package booktabs for each task, with what made it in comments."""
+    del base  # comments have no links
+    return "\n".join(_tabular(task) for task in tasks)
+
+
+def _tabular(task: Task) -> str:
+    shown = columns(task)
+    rows = [[column.title for column in shown], *([cell.text for cell in cells(task, group)] for group in task.groups)]
+    head, *body = (" & ".join(map(_escaped, row)) + r" \\" for row in rows)
+    layout = "".join("r" if column.numeric else "l" for column in shown)
+    typed = dict.fromkeys(run.command for group in task.groups for run in group.runs)
+    lines = [f"% {task.name}", *(f"% {line}" for command in typed for line in command.splitlines())]
+    lines += [rf"\begin{{tabular}}{{{layout}}}", r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
+    return "\n".join((*lines, r"\end{tabular}", ""))
+
+
+def _escaped(text: str) -> str:
+    """Text as LaTeX prints it."""
+    signs = {"\\": r"\textbackslash{}", "|": r"\textbar{}", "+-": r"$\pm$", "<": r"\textless{}", ">": r"\textgreater{}"}
+    signs |= {sign: f"\\{sign}" for sign in "&%$#_{}"} | {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    return re.sub("|".join(map(re.escape, signs)), lambda found: signs[found[0]], text)
 
 
 def _section(task: Task, base: Path) -> str:

@@ -1,9 +1,14 @@
-"""Call a maker with the options of a recipe, and with facts of the data."""
+"""Makers: functions that a recipe names, called with its options and with facts of the data."""
 
 import difflib
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from gradwire.core.plugins import load_file
 
 T = TypeVar("T")
 
@@ -12,6 +17,32 @@ def nearest(word: str, words: Mapping[str, object]) -> str:
     """The end of an error about an unknown word: the nearest known word, or all of them."""
     near = difflib.get_close_matches(word, words, n=1)
     return f"did you mean {near[0]!r}?" if near else f"choose among {', '.join(words) or 'none at all'}"
+
+
+def load_function(text: str) -> Callable[..., Any]:
+    """The function of ``file.py:make`` or ``package.module:make``.
+
+    Raises:
+        ValueError: There is none, or a file only imports it.
+    """
+    place, _, name = text.rpartition(":")
+    module = load_file(Path(place)) if place.endswith(".py") else _module(place)
+    maker: object = getattr(module, name, None)
+    if not callable(maker):
+        raise ValueError(f"{place} has no function called {name!r}; name one that it defines, as in {place}:make")
+    named = inspect.isroutine(maker) or inspect.isclass(maker)
+    if place.endswith(".py") and named and getattr(maker, "__module__", None) != module.__name__:
+        raise ValueError(f"{place} only imports {name!r}; name a function that the file itself defines")
+    return maker
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"the module {error.name} is not installed; install it, or name a file as in mine.py:make"
+        ) from None
 
 
 def call_with_options(

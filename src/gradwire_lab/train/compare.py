@@ -4,9 +4,10 @@ Each cell of the grid is a run folder. One that has its closing record is never 
 goes on from its checkpoint; and what is left when the time is up waits for the next command.
 """
 
+import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
@@ -18,6 +19,8 @@ from gradwire_lab.report.load import CELL, finished, load
 from gradwire_lab.report.run_groups import Group, Task, task_name
 from gradwire_lab.report.slug import slug
 from gradwire_lab.train.run_names import title
+from gradwire_lab.train.spec_lists import split_specs
+from gradwire_lab.train.time_left import TimeLeft
 
 
 class OutOfTime(Exception):
@@ -47,21 +50,22 @@ class Arm:
 
 @dataclass(frozen=True)
 class GridCell:
-    """One run of the grid."""
+    """One run of the grid; ``files`` are hashes of the user's own files that it depends on."""
 
     arm: Arm
     seed: int
     recipes: tuple[str, ...]
     overrides: tuple[str, ...]
     folder: Path
+    files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return f"{self.arm.label}, seed {self.seed}"
 
     @property
-    def asked(self) -> dict[str, list[str]]:
-        return {"recipes": list(self.recipes), "overrides": list(self.overrides)}
+    def asked(self) -> dict[str, object]:
+        return {"recipes": list(self.recipes), "overrides": list(self.overrides), "files": dict(self.files)}
 
 
 @dataclass
@@ -75,13 +79,13 @@ class Progress:
 
 
 def arms(text: str) -> tuple[Arm, ...]:
-    """Read ``"fp32; topk(0.01) @ sync.granularity=model"``: specs parted by semicolons, settings set off by @.
+    """Read ``"fp32; topk(0.01) @ sync.granularity=model"``: semicolons separate specs, @ settings.
 
     Raises:
         ValueError: There is no spec, or one twice.
     """
     parsed = []
-    for part in filter(None, (part.strip() for part in text.split(";"))):
+    for part in split_specs(text):
         spec, *overrides = (piece.strip() for piece in part.split("@"))
         parsed.append(Arm(spec, tuple(overrides)))
     if not parsed:
@@ -101,14 +105,28 @@ def grid(
     overrides: Sequence[str] = (),
     runs: Path = Path("runs"),
     suffix: str = "",
+    files: Mapping[Arm, Mapping[str, str]] | None = None,
 ) -> list[GridCell]:
-    """The cells, seed by seed: so each spec has a baseline of the same seed, also if the time is up early."""
+    """The cells, seed by seed: so each spec has a baseline of the same seed, also if the time is up early.
+
+    ``files`` are hashes of the user's own files that an arm depends on. Where a folder holds a run of other files, the
+    cell's folder has their hash in its name, so both runs are kept.
+    """
     arms, cells = tuple(arms), []
     for seed, arm in product(seeds, arms):
-        folder = runs / "-".join(filter(None, (title(recipes), slug(suffix), slug(arm.label), str(seed))))
+        own = dict((files or {}).get(arm, {}))
+        words = title(recipes), slug(suffix), slug(arm.label)
+        folder = runs / "-".join(filter(None, (*words, str(seed))))
+        if (folder / CELL).is_file() and json.loads((folder / CELL).read_text()).get("files", {}) != own:
+            folder = runs / "-".join(filter(None, (*words, fingerprint(own), str(seed))))
         settings = (*overrides, f"sync.spec={arm.spec}", *arm.overrides, f"train.seed={seed}")
-        cells.append(GridCell(arm, seed, tuple(recipes), settings, folder))
+        cells.append(GridCell(arm, seed, tuple(recipes), settings, folder, own))
     return cells
+
+
+def fingerprint(value: object) -> str:
+    """Eight letters that stand for plain data."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def run_grid(
@@ -131,21 +149,24 @@ def run_grid(
     for cell in cells:
         _check(cell)
     end = None if budget_seconds is None else clock() + budget_seconds
-    progress, halted = Progress(), Event()
+    progress, halted, left = Progress(), Event(), TimeLeft(len(cells), jobs)
 
     def take(number: int, cell: GridCell) -> None:
         place = f"[{number}/{len(cells)}] {cell.name}"
         if finished(cell.folder):
             progress.skipped.append(cell)
+            left.skip()
             log(f"{place}: finished before")
         elif halted.is_set() or progress.left or (end is not None and clock() >= end):
             progress.left.append(cell)
         else:
-            log(f"{place}: {'goes on' if (cell.folder / CELL).is_file() else 'starts'}")
+            verb, began = "goes on" if (cell.folder / CELL).is_file() else "starts", time.monotonic()
+            log(", ".join(filter(None, (f"{place}: {verb}", left.text and f"{left.text} in all"))))
             cell.folder.mkdir(parents=True, exist_ok=True)
             (cell.folder / CELL).write_text(json.dumps(cell.asked | {"command": command}, indent=2) + "\n")
             try:
                 _run(cell, run_cell, progress, log, halted)
+                left.finish(time.monotonic() - began)
             except BaseException:
                 halted.set()  # before this thread takes the next
                 raise
@@ -181,7 +202,7 @@ def _check(cell: GridCell) -> None:
     note = cell.folder / CELL
     if not note.is_file():
         return
-    asked = json.loads(note.read_text())
+    asked = {"files": {}, **json.loads(note.read_text())}
     if any(asked[key] != value for key, value in cell.asked.items()):
         before = " ".join((*asked["recipes"], *(f"--set {override}" for override in asked["overrides"])))
         raise ValueError(f"{cell.folder} was made by {before!r}; give --suffix or --runs to keep the two apart")

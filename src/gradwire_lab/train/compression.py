@@ -39,7 +39,7 @@ def arguments(recipe: Recipe, ramp_steps: int) -> dict[str, Any]:
         "bundle": None if sync.bundle == "none" else sync.bundle,
         "rules": tuple(Rule(**rule.model_dump()) for rule in sync.rules),
         "seed": recipe.train.seed,
-        "launch_mb": sync.launch_mb,
+        "bucket_mb": sync.bucket_mb,
         "rollback": sync.rollback,
         "across": None if sync.across == "ranks" else sync.across,
     }

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -25,7 +25,7 @@ class Display:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(width=None if sys.stdout.isatty() else 160)
-        columns = TextColumn("{task.description}"), BarColumn(10), TimeRemainingColumn()
+        columns = TextColumn("{task.description}"), TimeRemainingColumn(), TextColumn("left")
         self._live = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self._start: Record = {}
         self._last: Record = {}
@@ -74,7 +74,7 @@ class Display:
             )
 
     def _short(self, record: Record, speed: float) -> str:
-        """A line that leaves room for the bar and the time, in a terminal of 80 columns too."""
+        """A line that leaves room for the time that is left, in a terminal of 80 columns too."""
         tested = self._tested
         known = f"  {tested['metric']} {_value(tested, tested['value'])}" if tested else ""
         cost = f"{_size(record['sent'])}, {_times(record['payload_ratio'])}"

@@ -1,4 +1,4 @@
-"""Gossip strategy: workers that never agree on one model, as [gossip] of a recipe describes.
+"""Gossip strategy: workers that step models of their own, as [gossip] or [local] of a recipe describes.
 
     every worker's gradient -> clip -> its own step -> a round with its neighbors
 
@@ -18,8 +18,9 @@ from gradwire_lab.train.data.images import Batch
 from gradwire_lab.train.evaluation import Score, evaluate_model
 from gradwire_lab.train.forward_backward import Passes
 from gradwire_lab.train.gossip_checkpoint import GossipCheckpoint
-from gradwire_lab.train.gossip_workers import GossipWorkers, Weights
+from gradwire_lab.train.gossip_workers import GossipWorkers, Weights, method_of
 from gradwire_lab.train.loading import evaluation_batches, recurrent
+from gradwire_lab.train.local_rows import LocalRows
 from gradwire_lab.train.optimizers import plain_optimizer, set_hyperparameters
 from gradwire_lab.train.rank_info import RankInfo, simulated_ranks
 from gradwire_lab.train.recipe import Recipe
@@ -29,7 +30,7 @@ LOSSES = ("dropped", "rejoined", "drift")  # what is counted where workers may c
 
 
 class GossipStrategy:
-    """What the loop asks of workers that gossip; see `SyncStrategy`."""
+    """What the loop asks of workers that gossip, or take local steps; see `SyncStrategy`."""
 
     def __init__(self, recipe: Recipe, rank_info: RankInfo, model: nn.Module, task: Task) -> None:
         if recipe.gossip.elastic and rank_info.rendezvous is None:
@@ -106,8 +107,10 @@ class GossipStrategy:
         return [Score(loss, own[0].metric, value, None) for loss, value, present in rows if present]
 
     def evaluate(self, splits: tuple[str, ...]) -> tuple[list[Score], dict[str, Any]]:
-        """Means over workers; the mean model's own score is a further field."""
+        """Means over workers; the mean model's own score is a further field. Local steps: of what they share."""
         self.check()
+        if isinstance(self.workers.handle, LocalRows):
+            return [self.score(split) for split in splits], {}
         scores = [self.worker_scores(split) for split in splits]
         mean = self.workers.mean_model()
         fields = {
@@ -121,7 +124,9 @@ class GossipStrategy:
         return self.workers.handle.max_over_processes(seconds)
 
     def start_fields(self) -> dict[str, Any]:
-        method = self.workers.method
+        if isinstance(self.workers.handle, LocalRows):
+            return self.workers.handle.start_fields()
+        method = method_of(self.recipe)
         codec = "" if method.compresses else f" with {self.recipe.gossip.codec or 'fp32'}"
         graph = method.graph.on(len(self.workers.handle.hosts))
         return {"spec": f"{method}{codec}", "method": f"{method}{codec} on {graph}"}
@@ -129,11 +134,13 @@ class GossipStrategy:
     def account(self, step: int) -> dict[str, Any]:
         """Bytes as the first worker counts them; it sends to as many neighbors as it has."""
         handle = self.workers.handle
+        if isinstance(handle, LocalRows):
+            return handle.account()
         report = handle.report()
         neighbors = report.messages / max(1, report.rounds)
         dense = 4.0 * handle.nodes[0].tensors.total * report.rounds
         around = 2 * (report.world - 1) / report.world  # how often each number goes around a ring
-        central = isinstance(self.workers.method, Centralized)
+        central = isinstance(method_of(self.recipe), Centralized)
         payload = report.sent / max(1e-9, around if central else neighbors)
         return {
             **account(report.sent, report.received, payload, dense, around * dense, handle.clock),
@@ -145,9 +152,10 @@ class GossipStrategy:
 
     def group_account(self) -> dict[str, Any]:
         """How often all workers that can be reached have lost and regained a neighbor."""
-        if not self.workers.handle.elastic:
+        handle = self.workers.handle
+        if isinstance(handle, LocalRows) or not handle.elastic:
             return {}
-        report = self.workers.handle.report()
+        report = handle.report()
         counts = torch.tensor([getattr(report, name) for name in LOSSES], dtype=torch.float64)
         dropped, rejoined, drift = self.workers.total(counts.to(self.rank_info.device)).tolist()
         return {"dropped": int(dropped), "rejoined": int(rejoined), "drift": drift}
@@ -161,7 +169,8 @@ class GossipStrategy:
 
 def pass_mode(recipe: Recipe, workers: GossipWorkers) -> str:
     """How workers pass: together where that is asked for, or by default where there are several."""
-    wanted, sequential = recipe.gossip.passes, recurrent(workers.model)
+    wanted = recipe.local.passes if recipe.local.spec else recipe.gossip.passes
+    sequential = recurrent(workers.model)
     if wanted == "together" and sequential:
         raise ValueError(f"{recipe.model.name} is recurrent, and such models pass one after another; use sequential")
     return "sequential" if wanted == "auto" and (sequential or len(workers.buffers) == 1) else wanted

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from gradwire.comm.host_layout import HostLayout
 from gradwire.core.segments import Segments
-from gradwire.gossip import GossipMethod, gossip_method
+from gradwire.gossip import GossipMethod, LocalGossip, gossip_method
 from gradwire.integrations.gossip import BatchedGossip, GossipHandle, gossip
 from gradwire.integrations.gossip.flat_params import FlatParams
+from gradwire_lab.train.local_rows import LocalRows
 from gradwire_lab.train.rank_info import RankInfo
 from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.workers import Workers, views
@@ -28,7 +29,8 @@ def method_of(recipe: Recipe) -> GossipMethod:
     plan = recipe.gossip
     words = [] if plan.method == "centralized" else [plan.graph]
     words += [f"{name}={value!r}" for name, value in plan.options.items()]
-    return gossip_method(f"{plan.method}({', '.join(words)})" if words else plan.method)
+    method = gossip_method(f"{plan.method}({', '.join(words)})" if words else plan.method)
+    return method if plan.H == 1 else LocalGossip(method, plan.H)
 
 
 def nodes(world: int, across: str | list[list[int]] | None) -> tuple[tuple[int, ...], ...]:
@@ -56,8 +58,8 @@ def check_graph(recipe: Recipe, world: int) -> None:
         method_of(recipe).graph.on(world if isinstance(across, str) else len(across))
 
 
-def _handle(model: nn.Module, method: GossipMethod, recipe: Recipe, rank_info: RankInfo) -> GossipHandle:
-    plan = recipe.gossip
+def _handle(model: nn.Module, recipe: Recipe, rank_info: RankInfo) -> GossipHandle:
+    plan, method = recipe.gossip, method_of(recipe)
     across = None if plan.across == "ranks" else plan.across
     options: dict[str, Any] = {"granularity": plan.granularity, "overlap": plan.overlap, "seed": recipe.train.seed}
     if rank_info.virtual:
@@ -76,7 +78,7 @@ class GossipWorkers(Workers):
     SGD and Adam do, steps at once.
 
     Attributes:
-        handle: How workers reach the others.
+        handle: How workers reach the others: by gossip, or by rounds after local steps.
         rows: Their parameters, float32 [workers, N], in the order of ``model.named_parameters()``.
         grads: Their gradients, likewise.
     """
@@ -84,9 +86,12 @@ class GossipWorkers(Workers):
     zero_missing = True
 
     def __init__(self, model: nn.Module, rank_info: RankInfo, recipe: Recipe) -> None:
-        self.method, self._overlap = method_of(recipe), recipe.gossip.overlap
-        self.handle = _handle(model, self.method, recipe, rank_info)
+        self._overlap = recipe.gossip.overlap
+        local = bool(recipe.local.spec)
+        self.handle = LocalRows(model, recipe, rank_info) if local else _handle(model, recipe, rank_info)
         super().__init__(model, rank_info)  # after the handle has given the model its first values
+        if isinstance(self.handle, LocalRows):
+            self.handle.buffers = self.buffers
         self.flat = FlatParams(model)
         self.rows = self.flat.read().expand(len(rank_info.ranks), -1).clone()
         self.grads = torch.zeros_like(self.rows)
@@ -130,8 +135,9 @@ class GossipWorkers(Workers):
             self.rows.copy_(self.flat.read())
 
     def mean_model(self) -> Weights:
-        """The mean over all workers."""
-        return self.mean(self.rows.sum(0)), self.mean_buffers()
+        """The mean over all workers; after local steps, the weights that they share."""
+        shared = self.handle.outer_row() if isinstance(self.handle, LocalRows) else None
+        return self.mean(self.rows.sum(0)) if shared is None else shared, self.mean_buffers()
 
     def distance(self, mean: Tensor) -> float:
         """The root mean square over workers of |x_i - mean|."""

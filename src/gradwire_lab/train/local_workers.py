@@ -50,7 +50,7 @@ class LocalWorkers(Workers):
     @property
     def plan(self) -> Plan:
         """Which lane each parameter is compressed in."""
-        return self.wire.executor.engine.whole
+        return self.wire.executor.engine.full_plan
 
     @property
     def wire(self) -> Wire:

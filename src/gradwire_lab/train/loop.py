@@ -3,7 +3,7 @@
     batches -> the strategy's step: gradients, exchange, optimizer -> records, evaluations, checkpoints
 
 What a step does is up to a strategy: workers that agree on one gradient (`sync_strategy`), or workers that gossip
-(`gossip_strategy`). The host waits for the device only to log, to evaluate and to save.
+or take local steps (`gossip_strategy`). The host waits for the device only to log, to evaluate and to save.
 """
 
 import math
@@ -56,11 +56,11 @@ class Training:
         self.model = model_of(recipe, rank_info, self.task.facts)
         self.recipe = recipe = apply_regime(recipe, regime_of(self.model))
         self.loader = loader_of(recipe, self.task, self.model, rank_info)
-        own_ramp = 0 if recipe.gossip.method else round(recipe.sync.ramp * self.loader.steps)
+        own_ramp = 0 if recipe.own_models else round(recipe.sync.ramp * self.loader.steps)
         self.ramp_steps = own_ramp if ramp_steps is None else ramp_steps
         self.strategy: Strategy = (
             GossipStrategy(recipe, rank_info, self.model, self.task)
-            if recipe.gossip.method
+            if recipe.own_models
             else SyncStrategy(recipe, rank_info, self.model, self.task, self.ramp_steps)
         )
         self.batch = batch_of(recipe, rank_info.world)
@@ -226,7 +226,11 @@ class Training:
             "epoch": round(self.position, 4),
             "loss": loss,
             "lr": self.strategy.optimizer.param_groups[0]["lr"],
-            **{name: account[name] for name in ("gamma", "sent", "payload_ratio", "seconds") if name in account},
+            **{
+                name: account[name]
+                for name in ("gamma", "rounds", "sent", "payload_ratio", "seconds")
+                if name in account
+            },
         }
 
     def _diverged_record(self, why: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def apply_regime(recipe: Recipe, regime: Regime | None) -> Recipe:
 def _lasting(recipe: Recipe) -> tuple[str, ...]:
     """What is decided when a run begins."""
     compressed = ("momentum",) if corrects_momentum(recipe) else ()  # then it is the compressor's
-    gossiping = ("weight_decay",) if recipe.gossip.method else ()
+    gossiping = ("weight_decay",) if recipe.own_models else ()
     return ("optimizer", "nesterov", *compressed, *gossiping)
 
 

@@ -1,25 +1,27 @@
-"""Recipe: everything that decides a training, in seven tables of TOML.
+"""Recipe: everything that decides a training, in eight tables of TOML.
 
     [data]      which examples, cut and shuffled how
     [model]     which network
     [train]     how long, in which batches, in which precision
     [sync]      what the workers send each other: the arguments of `gradwire.compress`
     [gossip]    or how they average with neighbors: the arguments of `gradwire.gossip`
+    [local]     or how they agree on weights every few steps: the arguments of `gradwire.local`
     [optimizer] what is done with the agreed gradient, or with each worker's own
     [schedule]  how the learning rate changes
 
-A recipe that was read is a value; `recipe_files` finds, merges and overrides the files that it is read from.
+A recipe that was read is a value; `recipe_files` finds, merges and overrides the files that it is read from, and
+`run` trains by it.
 """
 
 import warnings
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from gradwire_lab.train.call_with_options import nearest
-from gradwire_lab.train.data import TASKS, TEXTS
+from gradwire_lab.train.data import known
 from gradwire_lab.train.data.partition import KINDS
-from gradwire_lab.train.recipe_values import refuse_odd
+from gradwire_lab.train.recipe_values import refuse_odd, with_new_keys
 
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0.0)]
@@ -44,7 +46,7 @@ class Table(BaseModel):
 
 
 class DataTable(Table):
-    name: Literal[tuple(TASKS)] = "digits"  # type: ignore[valid-type]
+    name: Annotated[str, AfterValidator(known)] = "digits"  # or file.py:data
     root: str = ""  # the folder that --data names
     partition: Literal[KINDS] = "shuffled"  # type: ignore[valid-type]
     reshuffle: bool = True
@@ -117,7 +119,7 @@ class SyncTable(Table):
     rules: list[RuleTable] = []
     ramp: Amount = 0.0  # epochs of warm-up, in which the density falls to the spec's own
     densities: list[Annotated[float, Field(gt=0, le=1)]] = []  # of equal parts of the ramp; empty: 1/4, 1/16, ...
-    launch_mb: Annotated[float, Field(gt=0)] = 25.0
+    bucket_mb: Annotated[float, Field(gt=0)] = 25.0
     rollback: bool = True  # keep memories of before a step until it is agreed on; false: half the memory
     across: Literal["ranks", "hosts"] | list[list[int]] = "ranks"  # between whom; lists: the ranks of each host
     timeout: Annotated[float, Field(gt=0, le=1e9)] = 300.0  # seconds that a rank waits for others in a step
@@ -129,12 +131,25 @@ class GossipTable(Table):
     method: str = ""  # choco, dpsgd, ...; empty: none
     graph: str = "ring"
     options: dict[str, Any] = {}  # further keywords of the method, such as gamma = 0.45
+    H: Count = 1  # local steps before a round
     codec: str = ""  # what messages are written in; empty: float32
     granularity: Literal["layer", "model"] = "layer"
     overlap: bool = False  # whether messages of neighbors are used a step late
     across: Literal["ranks", "hosts"] | list[list[int]] = "ranks"  # who is a node; lists: the ranks of each
     elastic: bool = False  # whether processes go on when one of them dies or stalls, and take it back
     timeout: Annotated[float, Field(gt=0, le=1e9)] = 30.0  # seconds after which they give up a silent neighbor
+    passes: PassMode = "auto"  # of virtual workers, through the model
+
+
+class LocalTable(Table):
+    """See `gradwire.local`; where a spec is given, workers take local steps, and [sync] is not used."""
+
+    spec: str = ""  # sparseloco(H=5), diloco(H=30), ...; empty: none
+    codec: str = ""  # how differences are encoded; empty: as the spec says
+    feedback: str = "auto"
+    exchange: str = "auto"
+    granularity: Literal["layer", "bucket", "model"] = "layer"
+    bundle: str = "fp16"  # the codec of 1-D tensors; none: that of all others
     passes: PassMode = "auto"  # of virtual workers, through the model
 
 
@@ -181,8 +196,14 @@ class Recipe(Table):
     train: TrainTable = TrainTable()
     sync: SyncTable = SyncTable()
     gossip: GossipTable = GossipTable()
+    local: LocalTable = LocalTable()
     optimizer: OptimizerTable = OptimizerTable()
     schedule: ScheduleTable = ScheduleTable()
+
+    @property
+    def own_models(self) -> bool:
+        """Whether each worker steps a model of its own."""
+        return bool(self.gossip.method or self.local.spec)
 
 
 TABLES: dict[str, type[Table]] = {
@@ -193,13 +214,15 @@ TABLES: dict[str, type[Table]] = {
 
 
 def read(tables: dict[str, Any]) -> Recipe:
-    """Check raw tables and make a recipe of them. The file of a user's own model is run.
+    """Check raw tables and make a recipe of them. The files of a user's own model and data are run.
 
     Raises:
         ValueError: A wrong key, type or value; the message names it and the nearest right one.
     """
+    from gradwire_lab.train.recipe_checks import check  # which knows recipes
+
     recipe = validate(tables)
-    _check(recipe)
+    check(recipe)
     return recipe
 
 
@@ -207,75 +230,9 @@ def validate(tables: dict[str, Any]) -> Recipe:
     """The same by keys, types and values alone; nothing is run."""
     refuse_odd(tables)
     try:
-        return Recipe.model_validate(tables)
+        return Recipe.model_validate(with_new_keys(tables))
     except ValidationError as error:
         raise ValueError("; ".join(map(_sentence, error.errors()))) from None
-
-
-def _check(recipe: Recipe) -> None:
-    """What only other parts of the package can judge."""
-    from gradwire.engine import method
-    from gradwire_lab.train import models
-    from gradwire_lab.train.compression import corrects_momentum, method_of
-
-    models.load(recipe.model.name)
-    _refuse_unlike(recipe)
-    _refuse_gossip(recipe.sync.spec)
-    method_of(recipe, ramp_steps=100)
-    for rule in recipe.sync.rules:
-        method(rule.spec, rule.feedback, rule.exchange)
-    if recipe.sync.bundle != "none":
-        method(recipe.sync.bundle)
-    if recipe.gossip.method:
-        _check_gossip(recipe)
-    elif recipe.gossip.elastic:
-        raise ValueError("gossip.elastic is a way to gossip; name one that can, as in gossip.method = 'choco'")
-    if recipe.optimizer.name == "adamw" and corrects_momentum(recipe):
-        raise ValueError(
-            "AdamW has momentum of its own, and this feedback applies momentum too; choose another of both"
-        )
-
-
-def _refuse_unlike(recipe: Recipe) -> None:
-    """Refuse a model of ours that does not take the data; of a user's own model it is not known what it takes."""
-    from gradwire_lab.train.models import LANGUAGE, MODELS
-
-    model, data = recipe.model.name, recipe.data.name
-    if model not in MODELS or (model in LANGUAGE) == (data in TEXTS):
-        return
-    takes, given, other_model, other_data = (
-        ("text", "images", "cnn", "pydoc") if model in LANGUAGE else ("images", "text", "lstm", "digits")
-    )
-    raise ValueError(
-        f"the model {model} takes {takes}, and the data {data} are {given}; name another model, as in --set "
-        f"model.name={other_model}, or other data, as in --set data.name={other_data}"
-    )
-
-
-def _refuse_gossip(spec: str) -> None:
-    from gradwire.core.registry import registered
-
-    name = spec.partition("(")[0].strip()
-    if name in registered("gossip"):
-        raise ValueError(
-            f"{spec!r} is a way to gossip, and no spec; write --set gossip.method={name} instead, and its graph as "
-            "gossip.graph"
-        )
-
-
-def _check_gossip(recipe: Recipe) -> None:
-    from gradwire.codecs import codec
-    from gradwire_lab.train.gossip_workers import method_of
-
-    method = method_of(recipe)
-    if recipe.gossip.codec:
-        codec(recipe.gossip.codec)
-    if recipe.train.precision == "fp16":
-        raise ValueError("with gossip every worker would scale its loss by itself; use train.precision = 'bf16'")
-    if recipe.gossip.elastic and recipe.gossip.across != "ranks":
-        raise ValueError("gossip.elastic has nodes of one worker, which may come and go; leave gossip.across out")
-    if recipe.schedule.scale == "linear" and method.name != "centralized":
-        raise ValueError("a step of gossip averages a worker and its neighbors alone; use schedule.scale = 'graph'")
 
 
 def _sentence(error: Any) -> str:

@@ -20,6 +20,7 @@ from gradwire_lab.train.call_with_options import nearest
 from gradwire_lab.train.recipe import TABLES, Recipe, read, validate
 
 Tables = dict[str, Any]
+CODE_TABLES = ("model", "data")  # whose names may be Python files
 WORDS = ("about", "fragment", "extends")
 
 # Recipes that are nothing but products of fragments: cifar10-NET-CODEC-UNIT.
@@ -73,10 +74,16 @@ def find(name: str) -> Entry:
     return registered()[name]
 
 
+def toml_files(names: Iterable[str]) -> list[Path]:
+    """The files of the user's own among some recipes, and among those that they extend."""
+    own = [name for name in names if name.endswith(".toml")]
+    return [*map(Path, own), *(file for name in own for file in toml_files(find(name).extends))]
+
+
 def resolve(names: Sequence[str], overrides: Iterable[str] = (), allow_code: bool = False) -> Recipe:
     """Merge recipes and fragments in order, then overrides such as ``train.epochs=5``, and check the outcome.
 
-    A model file that a recipe names is run only if ``allow_code``; one that an override names is run.
+    A Python file that a recipe names is run only if ``allow_code``; one that an override names is run.
     """
     merged: Tables = {}
     entries = [find(name) for name in names]
@@ -87,8 +94,7 @@ def resolve(names: Sequence[str], overrides: Iterable[str] = (), allow_code: boo
         merged = _over(merged, _whole(entry, ()))
     given = [_override(text) for text in overrides]
     typed: Tables = reduce(_merge, given, {})
-    if "name" not in typed.get("model", {}):
-        _refuse_code(merged, f"the recipe {' '.join(names)}", allow_code)
+    _refuse_code(merged, f"the recipe {' '.join(names)}", allow_code, typed)
     return read(reduce(_merge, given, _unstretched(merged, typed)))
 
 
@@ -103,17 +109,15 @@ def dumps(recipe: Recipe) -> str:
 def load(path: Path, model: str = "", allow_code: bool = False) -> Recipe:
     """A recipe that `dumps` wrote into the folder of a run.
 
-    A model file that it names is run only if ``allow_code``; a ``model`` that is given takes its place.
+    A Python file that it names is run only if ``allow_code``; a ``model`` that is given takes its place.
     """
     tables = _parsed(path)
-    own = tables.get("model")
-    if isinstance(own, dict) and model:
-        own["name"] = model
-    elif isinstance(own, dict):
-        _refuse_code(tables, f"the run {path.parent}", allow_code)
-        if ".py:" in str(own.get("name")):
+    typed: Tables = {"model": {"name": model}} if model else {}
+    _refuse_code(tables, f"the run {path.parent}", allow_code, typed)
+    for own in (tables.get(table) for table in CODE_TABLES if table not in typed):
+        if isinstance(own, dict) and ".py:" in str(own.get("name")):
             own["name"] = _reached(str(own["name"]), path.parent)
-    return _named(path, read, tables)
+    return _named(path, read, _merge(tables, typed))
 
 
 def load_inert(path: Path) -> Recipe:
@@ -137,31 +141,33 @@ def _named(path: Path, make: Callable[[Tables], Recipe], tables: Tables) -> Reci
         raise ValueError(f"{path}: {error}") from None
 
 
-def _refuse_code(tables: Tables, who: str, allow_code: bool) -> None:
-    """Refuse a model that would run code which the command line has not named."""
-    own = tables.get("model")
-    model = str(own.get("name", "")) if isinstance(own, Mapping) else ""
-    place, colon, _ = model.rpartition(":")
-    if colon and not place.endswith(".py"):
-        raise ValueError(
-            f"{who} names the model {model}, and functions of modules are named on the command line alone; add "
-            f"--model {model} if you trust it"
-        )
-    if colon and not allow_code:
-        raise ValueError(
-            f"{who} names the model {model}, a file that would be run; add --allow-code if you trust it, or name it "
-            f"with --model {model}"
-        )
+def _refuse_code(tables: Tables, who: str, allow_code: bool, typed: Tables) -> None:
+    """Refuse a model or data that would run code which the command line has not named."""
+    for table in CODE_TABLES:
+        own = tables.get(table)
+        name = str(own.get("name", "")) if isinstance(own, Mapping) and "name" not in typed.get(table, {}) else ""
+        place, colon, _ = name.rpartition(":")
+        option = f"--model {name}" if table == "model" else f"--set {table}.name={name}"
+        if colon and not place.endswith(".py"):
+            raise ValueError(
+                f"{who} names the {table} {name}, and functions of modules are named on the command line alone; add "
+                f"{option} if you trust it"
+            )
+        if colon and not allow_code:
+            raise ValueError(
+                f"{who} names the {table} {name}, a file that would be run; add --allow-code if you trust it, or name "
+                f"it with {option}"
+            )
 
 
-def _reached(model: str, run: Path) -> str:
-    """A user's own model, as it can be named here: its file may lie in the run's folder, or next to it."""
-    file, _, maker = model.rpartition(":")
+def _reached(own: str, run: Path) -> str:
+    """A user's own model or data, as they can be named here: the file may lie in the run's folder, or next to it."""
+    file, _, maker = own.rpartition(":")
     for path in (run / Path(file).name, Path(file), *(folder / file for folder in run.resolve().parents[:2])):
         if path.is_file():
             return f"{path}:{maker}"
     raise ValueError(
-        f"{run} was trained with the model {model}, and there is no {file} here, nor next to the run; run this in the "
+        f"{run} was trained with {own}, and there is no {file} here, nor next to the run; run this in the "
         f"folder where it was trained, or copy {Path(file).name} into {run}"
     )
 

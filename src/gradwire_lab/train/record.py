@@ -3,7 +3,7 @@
 run.jsonl         one JSON object a line: start, step, epoch, final; and each decision of sync.spec = "auto"
 results.csv       one line an epoch
 recipe.toml       the recipe, resolved
-environment.json  versions, device, git revision, command line
+environment.json  versions, device, git revision, command line, hashes of the user's own files
 events.out.*      TensorBoard, where it is installed
 wandb-run         the run's name at Weights & Biases, where WANDB_PROJECT is set
 """
@@ -17,7 +17,9 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from gradwire.version import VERSION, WIRE_FORMAT
 from gradwire_lab.train.checkpoint import write_text
 from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.recipe_files import dumps
+from gradwire_lab.train.user_files import hashes, named_files
 
 CURVES = ("train_loss", "test_loss", "valid_loss", "value", "top5", "sent", "payload_ratio", "wire_ratio")
 
@@ -65,12 +68,18 @@ class Records:
             write_csv(self.folder)
         curves = {name: record[name] for name in (*CURVES, "loss", "lr") if record.get(name) is not None}
         if record["event"] in ("step", "epoch"):
-            self._draw(curves, record["step"])
+            self._draw(curves, record["step"], record.get("rounds"))
 
-    def _draw(self, curves: dict[str, float], step: int) -> None:
+    def _draw(self, curves: dict[str, float], step: int, rounds: int | None) -> None:
+        """By step; after local steps, also by round, under ``by_round/``."""
         if self._board is not None:
-            for name, value in curves.items():
-                self._board.add_scalar(name, value, step)
+            try:
+                for name, value in curves.items():
+                    self._board.add_scalar(name, value, step)
+                    if rounds:
+                        self._board.add_scalar(f"by_round/{name}", value, rounds)
+            except OSError as wrong:  # of its thread, which does not name the file
+                raise OSError(wrong.errno, wrong.strerror, str(self.folder / "events.out")) from None
         if self._wandb is not None:
             self._wandb.log(curves, step=step)
 
@@ -123,9 +132,10 @@ def write_csv(folder: Path) -> None:
 
 def open_folder(folder: Path, recipe: Recipe) -> None:
     """Make a run's folder, with its recipe and where it runs."""
+    files = hashes(named_files(recipe))
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "recipe.toml", dumps(recipe))
-    write_text(folder / "environment.json", json.dumps(environment(), indent=2))
+    write_text(folder / "environment.json", json.dumps(environment() | {"files": files}, indent=2))
 
 
 def environment() -> dict[str, Any]:
@@ -165,7 +175,18 @@ def _tensorboard(folder: Path, step: int) -> Any:
         writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
     except ImportError:
         return None
+    threading.excepthook = _without_disk_errors(threading.excepthook)
     return writer(str(folder), purge_step=step + 1)
+
+
+def _without_disk_errors(show: Callable[[Any], object]) -> Callable[[Any], object]:
+    """A hook that leaves out what TensorBoard's thread cannot write: the next call of its writer raises that."""
+
+    def hook(failed: Any) -> None:
+        if not (isinstance(failed.exc_value, OSError) and "tensorboard" in type(failed.thread).__module__):
+            show(failed)
+
+    return show if getattr(show, "__qualname__", "") == hook.__qualname__ else hook
 
 
 def _find_wandb() -> Any:

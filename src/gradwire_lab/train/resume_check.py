@@ -15,8 +15,9 @@ CHANGEABLE = {
         *("workers", "epochs", "iterations", "passes", "graphs", "deterministic"),
         *("eval_batch", "eval_every", "log_every", "save_every"),
     ),
-    "sync": ("launch_mb", "rollback", "timeout"),
+    "sync": ("bucket_mb", "rollback", "timeout"),
     "gossip": ("timeout", "passes"),
+    "local": ("passes",),
 }
 
 

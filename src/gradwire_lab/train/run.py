@@ -19,7 +19,7 @@ from gradwire_lab.train.data.text import TextTask
 from gradwire_lab.train.evaluation import Score
 from gradwire_lab.train.loop import Listener, Training
 from gradwire_lab.train.rank_info import RankInfo, simulated_ranks
-from gradwire_lab.train.recipe import GossipTable, Recipe
+from gradwire_lab.train.recipe import GossipTable, LocalTable, Recipe
 from gradwire_lab.train.recipe_files import load as load_recipe
 from gradwire_lab.train.record import Records, read
 
@@ -75,7 +75,7 @@ def evaluate(
 ) -> Score:
     """The score of a run's ``last`` or ``best`` checkpoint. For ``model``, ``allow_code``: see `recipe_files.load`."""
     recipe = load_recipe(folder / "recipe.toml", model, allow_code)
-    recipe = recipe.model_copy(update={"gossip": GossipTable()})  # one model, one worker
+    recipe = recipe.model_copy(update={"gossip": GossipTable(), "local": LocalTable()})  # one model, one worker
     if root:
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"root": root})})
     saved = checkpoint.find(folder, which)

@@ -12,3 +12,4 @@ from gradwire.codecs.quantizers.onebit import OneBit as OneBit
 from gradwire.codecs.quantizers.qsgd import QSGD as QSGD
 from gradwire.codecs.quantizers.sign import Sign as Sign
 from gradwire.codecs.quantizers.terngrad import TernGrad as TernGrad
+from gradwire.codecs.quantizers.twobit import TwoBit as TwoBit

@@ -3,26 +3,31 @@
 Paper:    Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression
           schemes", ICML 2019. https://arxiv.org/abs/1901.09847, Algorithm 1
 Formula:  C(x)_i = s if x_i >= 0, else -s;  s = |x|_1 / m (mean) or |x|_2 / sqrt(m) (norm)
-Wire:     scales   float32[segments], or float32[blocks] with per=
+Wire:     scales   float32[segments], or float32[blocks] with per=; bfloat16 with scales='bf16'
           signs    1 bit each, 1 for x >= 0
-          total    4 * segments (or blocks) + ceil(m / 8) bytes
-Traits:   biased; contraction for the mean: |x - C(x)|^2 = |x|^2 - |x|_1^2 / m
+          total    4 (or 2) * segments (or blocks) + ceil(m / 8) bytes
+Traits:   biased; contraction for the mean: |x - C(x)|^2 = |x|^2 - |x|_1^2 / m; rounding scales to bfloat16 adds at
+          most 2^-16 |x|_1^2 / m
 Differs:  zero has a sign, plus, since one bit cannot say otherwise. The scale "norm", which keeps
           the length of x but may lose more than it says, is an addition. So are blocks: per=64 has one
           scale for every 64 values that are sent, and blocks end where segments end.
-Spec:     sign, sign(scale='norm'), sign(per=4096), chunk_topk(64) | sign(per=64)
+Spec:     sign, sign(scale='norm'), sign(per=4096), chunk_topk(64) | sign(per=64, scales='bf16')
 """
 
+import torch
 from torch import Tensor
 
-from gradwire.codecs.stage import FeedbackKernel, Quantizer
+from gradwire.codecs.stage import FeedbackKernel, MergeKernel, Quantizer
 from gradwire.core.arguments import check_argument, is_count
 from gradwire.core.keys import Key
+from gradwire.core.payload import as_bytes, from_bytes
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
 from gradwire.kernels import fused, quantize
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.groups import block_lengths, blocks_of, num_blocks
+
+_LARGEST = torch.finfo(torch.bfloat16).max
 
 
 @register("sign", kind="quantizer")
@@ -32,21 +37,24 @@ class Sign(Quantizer):
     Attributes:
         scale: Which of the two.
         per: How many values share a scale; None: all of a segment.
+        scales: The format of scales in messages, ``fp32`` or ``bf16``.
     """
 
-    examples = ("sign", "sign(scale='norm')", "sign(per=16)")
+    examples = ("sign", "sign(scale='norm')", "sign(per=16)", "sign(per=16, scales='bf16')")
     scale: str = "mean"
     per: int | None = None
+    scales: str = "fp32"
 
     def __post_init__(self) -> None:
         check_argument(self, "scale", self.scale in ("mean", "norm"), "'mean' or 'norm'")
+        check_argument(self, "scales", self.scales in ("fp32", "bf16"), "'fp32' or 'bf16'")
         check_argument(
             self, "per", self.per is None or is_count(self.per), "a positive whole number, as in sign(per=64)"
         )
 
     @property
-    def feedback_kernel(self) -> FeedbackKernel:  # type: ignore[override]
-        return self._keep_error
+    def feedback_kernel(self) -> FeedbackKernel | None:  # type: ignore[override]
+        return None if self._short else self._keep_error
 
     def _keep_error(
         self, grad: Tensor, residual: Tensor, decay: float, lengths: tuple[int, ...], before: Tensor | None = None
@@ -54,19 +62,42 @@ class Sign(Quantizer):
         cut = block_lengths(lengths, self.per)
         return fused.feedback_sign_(grad, residual, decay, cut, self.scale == "norm", before=before)
 
+    @property
+    def _short(self) -> bool:
+        return self.scales == "bf16"
+
     def size(self, lengths: tuple[int, ...]) -> int:
-        return 4 * num_blocks(lengths, self.per) + packed_bytes(sum(lengths), 1)
+        return (2 if self._short else 4) * num_blocks(lengths, self.per) + packed_bytes(sum(lengths), 1)
 
     def encode(self, values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
-        return quantize.sign_encode(values, blocks_of(lengths, self.per), self.scale == "norm")
+        blocks = blocks_of(lengths, self.per)
+        data = quantize.sign_encode(values, blocks, self.scale == "norm")
+        if not (self._short and len(blocks)):
+            return data
+        scales, signs = from_bytes(data[: 4 * len(blocks)], torch.float32), data[4 * len(blocks) :]
+        finite = torch.where(scales.isinf(), scales, scales.clamp(max=_LARGEST))  # rounding makes none infinite
+        return torch.cat((as_bytes(finite.bfloat16()), signs))
 
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
-        return quantize.sign_decode(data, blocks_of(lengths, self.per))
+        blocks = blocks_of(lengths, self.per)
+        return quantize.sign_decode(self._widened(data, len(blocks)), blocks)
 
     def decode_into(self, data: Tensor, lengths: Tensor, out: Tensor) -> Tensor:
-        return quantize.sign_decode(data, blocks_of(lengths, self.per), out)
+        blocks = blocks_of(lengths, self.per)
+        return quantize.sign_decode(self._widened(data, len(blocks)), blocks, out)
 
-    def merge(self, shards: Tensor, error: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+    def _widened(self, data: Tensor, blocks: int) -> Tensor:
+        """The same message with float32 scales."""
+        if not (self._short and blocks):
+            return data
+        scales = from_bytes(data[: 2 * blocks], torch.bfloat16).float()
+        return torch.cat((as_bytes(scales), data[2 * blocks :]))
+
+    @property
+    def merge(self) -> MergeKernel | None:  # type: ignore[override]
+        return None if self._short else self._merge
+
+    def _merge(self, shards: Tensor, error: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         return fused.merge_sign(shards, error, block_lengths(lengths, self.per), self.scale == "norm")
 
     @property

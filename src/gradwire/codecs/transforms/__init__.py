@@ -1,5 +1,6 @@
 """Transforms: changes of basis that all ranks share."""
 
+from gradwire.codecs.transforms.dct import DCT
 from gradwire.codecs.transforms.hadamard import Hadamard
 
-__all__ = ["Hadamard"]
+__all__ = ["DCT", "Hadamard"]

@@ -93,7 +93,7 @@ class GossipSync(RankHandle):
             for one in states:
                 check_state(one, self.node, self.flat, self.description)
                 self.share.check_state(one)
-        agree(self.link, self.description, {}, int(states[0]["gradwire/step"]))
+        agree(self.link, self.description, {}, int(states[0]["gradwire/step"]), call="load_state_dict()")
         if self.share.serves:
             load_state(self.node, states[0])
         else:

@@ -1,16 +1,21 @@
 """`local`: one call after which a model takes local steps."""
 
-from collections.abc import Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from gradwire.comm.backend import Backend
 from gradwire.comm.host_layout import Across
+from gradwire.core.renamed import renamed_argument
 from gradwire.engine.method import Spec
-from gradwire.engine.plan import LAUNCH_BYTES, Rule
+from gradwire.engine.plan import BUCKET_BYTES, Rule
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.consistency import errors_on_all_ranks
@@ -18,25 +23,33 @@ from gradwire.integrations.ddp import find_ddp
 from gradwire.integrations.host_discovery import find_backend
 from gradwire.integrations.local.handle import LocalSync
 from gradwire.integrations.model import refuse_sparse, refuse_wrapped, trainable
+from gradwire.integrations.optimizer_warning import OptimizerWarning
+from gradwire.integrations.ownership import refuse_wires
 from gradwire.integrations.setup import Options, Setup
 from gradwire.local.method import LocalMethod, OuterFactory, local_method
 
+Optimizers: TypeAlias = "Optimizer | Sequence[Optimizer]"
+_hooks: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
 
+
+@renamed_argument("launch_mb", "bucket_mb")
 def local(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizers,
     spec: str | LocalMethod,
     codec: "Spec | None" = None,
     *,
     feedback: str | Feedback | None = None,
     exchange: str | Exchange | None = None,
     outer: OuterFactory | None = None,
+    outer_device: torch.device | str | None = None,
+    uneven: bool = False,
     granularity: str = "layer",
     rules: Sequence[Rule] = (),
     bundle: str | None = "fp16",
     process_group: "torch.distributed.ProcessGroup | None" = None,
     seed: int = 0,
-    launch_mb: float = LAUNCH_BYTES / 2**20,
+    bucket_mb: float = BUCKET_BYTES / 2**20,
     rollback: bool = True,
     across: Across | None = None,
     link: Backend | None = None,
@@ -45,20 +58,24 @@ def local(
 
     Args:
         model: This rank's replica. It starts with the parameters and buffers of rank 0.
-        optimizer: That steps the model: any, and it is left alone. In the start of a method that has one, its
-            ``step()`` averages gradients first.
+        optimizer: That steps the model: any, and it is left alone; or a list of several, where each steps a part. In
+            the start of a method that has one, its ``step()`` averages gradients first.
         spec: The round: ``"sparseloco(H=5)"``, ``"diloco(H=30)"``, ``"local_sgd(H=8)"``, ...
         codec: How differences are encoded, such as ``"int4"``; by default as the spec says.
         feedback: What happens to the error of the codec; by default what the codec or the spec needs.
         exchange: ``"allgather"``, ``"two_way"``, ...; by default as the codec or the spec needs.
         outer: Makes the optimizer of the outer weights: ``lambda weights: torch.optim.Adam(weights, 1e-3)``. By default
             SGD with the rate and momentum of the spec.
+        outer_device: Where outer weights and their momentum are kept: ``"cpu"`` to spare a GPU; by default with the
+            model. Errors stay with the model.
+        uneven: Whether ranks take as many steps in a round as their speed allows, H on average, so that all end it at
+            about the same time. Differences are weighted by steps.
         granularity: As for `compress`; so are the arguments below.
         rules: Exceptions, tried in order before the codec.
         bundle: The codec of 1-D tensors, which travel together, where the others are compressed.
         process_group: The group to train over; by default the whole world.
         seed: Of all random bits; equal on all ranks.
-        launch_mb: Megabytes of differences that travel together.
+        bucket_mb: Megabytes of differences that travel together.
         rollback: Keep the memories of before a round until all ranks have agreed on it.
         across: ``"hosts"``, or the ranks of each host: differences are averaged inside a host, and compressed between
             hosts. The model may then be a `DistributedDataParallel` over the ranks of its host.
@@ -74,15 +91,57 @@ def local(
             raise ValueError("DistributedDataParallel averages gradients over all ranks; pass the module inside of it")
         chosen = local_method(spec, codec, feedback, exchange)
         inner = model if ddp is None else ddp.module
-        setup = set_up(inner, backend, Options(None, None, granularity, rules, bundle, None, seed, launch_mb, rollback))
-    handle = LocalSync(inner, setup, chosen, outer)
-
-    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        handle.average_gradients()
-
-    if chosen.start:
-        optimizer.register_step_pre_hook(before_step)
+        setup = set_up(inner, backend, Options(None, None, granularity, rules, bundle, None, seed, bucket_mb, rollback))
+        refuse_wires(setup.parameters, backend.world)
+        optimizers = as_list(optimizer, chosen)
+    handle = LocalSync(inner, setup, chosen, outer, outer_device, uneven)
+    watch(handle, optimizers, handle.average_gradients)
     return handle
+
+
+def as_list(given: Optimizers, chosen: LocalMethod) -> list[Optimizer]:
+    """The optimizers of one worker; warns where the method is meant for others."""
+    optimizers = [given] if isinstance(given, Optimizer) else list(given)
+    for one in optimizers:
+        if not isinstance(one, Optimizer):
+            raise TypeError(f"{type(one).__name__} is no optimizer of torch; pass the one that steps the model")
+    kinds = [type(one).__name__ for one in optimizers]
+    if chosen.inner and not any(chosen.inner.lower() in kind.lower() for kind in kinds):
+        warnings.warn(
+            f"this method is meant for inner steps of {chosen.inner}, not of {', '.join(kinds)}; pass "
+            f"[torch.optim.{chosen.inner}(matrices), torch.optim.AdamW(others)], or use diloco",
+            OptimizerWarning,
+            stacklevel=3,
+        )
+    return optimizers
+
+
+def watch(handle: LocalSync, optimizers: Sequence[Optimizer], before_step: Callable[[], None]) -> None:
+    """Have optimizers call something before their steps, and refuse two steps of one without a call of the handle."""
+    for number, optimizer in enumerate(optimizers):
+
+        def note(_: Optimizer, args: Any, kwargs: Any, number: int = number) -> Any:
+            if number in handle.unfinished:
+                raise RuntimeError(
+                    "optimizer.step() was called a second time, and outer() was not called after the first; call the "
+                    "handle that gradwire.local returned once after every step"
+                )
+            handle.unfinished.add(number)
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            if closure is not None:  # gradients are there when it has run
+                return args[:1], {**kwargs, "closure": partial(_run, closure, before_step)}
+            before_step()
+            return None
+
+        if optimizer in _hooks:
+            _hooks[optimizer].remove()  # of a handle that this one replaces
+        _hooks[optimizer] = optimizer.register_step_pre_hook(note)
+
+
+def _run(closure: Callable[[], Any], then: Callable[[], None]) -> Any:
+    loss = closure()
+    then()
+    return loss
 
 
 def set_up(model: nn.Module, backend: Backend, options: Options) -> Setup:

@@ -1,13 +1,15 @@
 """The outer weights: the point that all workers share, and the optimizer that moves it."""
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradwire.core.requests import Sum
+from gradwire.core.payload import Payload
+from gradwire.core.requests import Gather, Sum
 from gradwire.engine.drive import Rounds
 from gradwire.local.method import LocalMethod, OuterFactory
 
@@ -21,33 +23,49 @@ class OuterWeights:
         optimizer: Steps the weights by the mean difference.
     """
 
-    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], make: OuterFactory) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        make: OuterFactory,
+        place: torch.device | str | None = None,
+    ) -> None:
         saved = model.state_dict(keep_vars=True).keys()
         named = {name: x for name, x in model.named_buffers() if name in saved and x.is_floating_point()}
         self._local, self._local_buffers = parameters, named
         self._own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self.weights = {name: nn.Parameter(p.detach().float().clone()) for name, p in parameters.items()}
+        self.weights = {name: nn.Parameter(_copy(p.detach(), place)) for name, p in parameters.items()}
         self.buffers = {name: x.detach().clone() for name, x in named.items()}
         self.optimizer = make(list(self.weights.values()))
 
     @torch.no_grad()
-    def differences(self) -> dict[str, Tensor]:
+    def differences(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Outer less local weights. What a parameter's own format cannot hold of the outer weight is no difference."""
-        return {name: self.weights[name].to(p.dtype).float() - p.float() for name, p in self._local.items()}
+        local = {name: self._local[name] for name in (names or self._local)}
+        return {name: self._weight(name).float() - p.float() for name, p in local.items()}
+
+    def _weight(self, name: str) -> Tensor:
+        """An outer weight, where the model has it and as its format holds it."""
+        p = self._local[name]
+        return self.weights[name].to(device=p.device, dtype=p.dtype)
 
     def step(self, updates: Mapping[str, Tensor]) -> None:
-        """Move the weights by the mean difference."""
-        for name, weight in self.weights.items():
-            weight.grad = updates[name].view_as(weight)
+        """Move weights by the mean difference; those without one stay."""
+        for name, update in updates.items():
+            self.weights[name].grad = update.view_as(self.weights[name]).to(self.weights[name].device)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def restart(self, alpha: float = 0.0) -> None:
-        """Set the model to the outer weights and buffers; it keeps the share ``alpha`` of its own weights."""
-        for name, p in self._local.items():
-            weight = self.weights[name].to(p.dtype)
+    def restart(self, alpha: float = 0.0, names: Iterable[str] | None = None) -> None:
+        """Set the model to the outer weights; it keeps the share ``alpha`` of its own."""
+        for name in names or self._local:
+            p, weight = self._local[name], self._weight(name)
             p.copy_(torch.lerp(weight, p, alpha) if alpha else weight)
+
+    @torch.no_grad()
+    def restart_buffers(self) -> None:
+        """Set the model's buffers to their mean as of the last round."""
         for name, x in self._local_buffers.items():
             x.copy_(self.buffers[name])
 
@@ -56,6 +74,22 @@ class OuterWeights:
         """Set the outer weights to those of the model, which are the same on all ranks."""
         for name, p in self._local.items():
             self.weights[name].copy_(p)
+
+    @torch.no_grad()
+    def settle(self, world: int) -> Rounds[int]:
+        """After a start on the same batches: where ranks differ, by rounding, all take the mean. Returns bytes sent."""
+        own = torch.cat([p.flatten().float() for p in self._local.values()])
+        digest = hashlib.sha256(own.cpu().numpy().tobytes()).digest()
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(own.device)
+        (digests,) = yield [Gather(Payload(mine))]
+        if all(torch.equal(other.data[: mine.numel()], digests[0].data[: mine.numel()]) for other in digests):
+            return mine.numel()
+        (total,) = yield [Sum(own)]
+        parts = total.div(world).split([p.numel() for p in self._local.values()])
+        for (name, p), mean in zip(self._local.items(), parts, strict=True):
+            self.weights[name].copy_(mean.view_as(p))
+        self.restart()
+        return mine.numel() + own.nbytes
 
     @torch.no_grad()
     def flat_buffers(self) -> Tensor:
@@ -124,6 +158,12 @@ class OuterWeights:
         self.optimizer.load_state_dict(saved)  # it knows which of them belong on the device
 
 
+def _copy(x: Tensor, place: torch.device | str | None) -> Tensor:
+    """A float32 copy; on the host, in memory that a GPU copies from fast."""
+    copy = x.to(device=x.device if place is None else place, dtype=torch.float32, copy=True)
+    return copy.pin_memory() if x.is_cuda and copy.device.type == "cpu" else copy
+
+
 class _Averaged(AbstractContextManager[None]):
     """Sets the model to the outer weights, and back."""
 
@@ -133,6 +173,7 @@ class _Averaged(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self.own = self.outer.own()
         self.outer.restart()
+        self.outer.restart_buffers()
 
     def __exit__(self, *error: object) -> None:
         self.outer.load_own(self.own)

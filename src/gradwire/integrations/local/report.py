@@ -1,11 +1,16 @@
 """Report of local steps: bytes of the start, bytes of the rounds, and both against a float32 gradient in every step."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from gradwire.comm.collectives import Traffic
+from gradwire.integrations.local.fragment import Fragment
+from gradwire.integrations.local.start import Start
 from gradwire.integrations.report import Report
 from gradwire.integrations.wire import Wire
+
+_SUMMED = ("payload", "dense", "encode_seconds", "wire_seconds", "decode_seconds")
 
 
 @dataclass(frozen=True)
@@ -17,12 +22,14 @@ class LocalReport:
         local_steps: Inner steps of the rounds that have ended.
         start: Bytes and seconds of those gradients; None without a start.
         rounds: Bytes and seconds of the rounds; buffers are in what was sent, not in the payload.
+        dense: Float32 bytes of the inner steps of those rounds, as this rank would have encoded them.
     """
 
     start_steps: int
     local_steps: int
     start: Report | None
     rounds: Report
+    dense: float
 
     @property
     def skipped(self) -> int:
@@ -46,28 +53,31 @@ class LocalReport:
     @property
     def payload_ratio(self) -> float:
         """Of the rounds: float32 bytes of all inner steps, over bytes encoded."""
-        return self.rounds.payload_ratio * self.steps_per_round
+        return _over(self.dense, self.rounds.payload)
 
     @property
     def wire_ratio(self) -> float:
         """Of the rounds: bytes that a float32 ring all-reduce sends in all inner steps, over bytes sent."""
-        return self.rounds.wire_ratio * self.steps_per_round
+        return _over(self._ring * self.dense, self.rounds.sent)
 
     @property
     def payload_ratio_all_in(self) -> float:
         """The same with the start."""
-        return self._dense / self.payload if self.payload else math.inf
+        return _over(self._dense_all_in, self.payload)
 
     @property
     def wire_ratio_all_in(self) -> float:
         """The same with the start."""
-        parties = self.rounds.hosts or self.rounds.world
-        return 2 * (parties - 1) / parties * self._dense / self.sent if self.sent else math.inf
+        return _over(self._ring * self._dense_all_in, self.sent)
 
     @property
-    def _dense(self) -> float:
-        """Float32 bytes of all steps, as this rank would have encoded them."""
-        return self.rounds.dense * self.steps_per_round + (0 if self.start is None else self.start.dense)
+    def _ring(self) -> float:
+        parties = self.rounds.hosts or self.rounds.world
+        return 2 * (parties - 1) / parties
+
+    @property
+    def _dense_all_in(self) -> float:
+        return self.dense + (0 if self.start is None else self.start.dense)
 
     def __str__(self) -> str:
         lines = [
@@ -82,11 +92,43 @@ class LocalReport:
         return "\n".join(lines)
 
 
-def split(wire: Wire, starter: Wire | None, before: Traffic) -> tuple[Report | None, Report]:
-    """The reports of the start and of the rounds. Both share a link, which had carried ``before`` when rounds began."""
-    whole = wire.report()
-    left = {name: getattr(whole, name) - getattr(before, name) for name in ("sent", "received", "collectives")}
-    rounds = replace(whole, **left)
-    if starter is None:
-        return None, rounds
-    return replace(starter.report(), **{name: getattr(before, name) for name in left}), rounds
+def summarize(wires: Sequence[Wire], fragments: Sequence[Fragment], start: Start) -> LocalReport:
+    """The report of the start and of the rounds. Both share a link."""
+    reports = [wire.report() for wire in wires]
+    before = {name: getattr(start.traffic, name) for name in ("sent", "received", "collectives")}
+    rounds = replace(_merged(reports), **{name: getattr(reports[0], name) - n for name, n in before.items()})
+    steps, dense = max(one.steps for one in fragments), sum(one.dense for one in fragments)
+    first = None
+    if start.wire is not None:
+        first = replace(start.wire.report(), **before)
+    elif start.steps:
+        first = replace(_of_unsent(rounds, wires, start), **before)
+    return LocalReport(start.steps, steps, first, rounds, dense)
+
+
+def _of_unsent(like: Report, wires: Sequence[Wire], start: Start) -> Report:
+    """The report of a start without traffic."""
+    each = sum(4 * p.numel() for wire in wires for p in wire.parameters.values())
+    none: dict[str, Any] = {**dict.fromkeys(("skipped", *_SUMMED), 0), "rules": {}, "rule_seconds": {}}
+    return replace(like, **none | {"steps": start.steps, "payload": start.payload, "dense": each * start.steps})
+
+
+def _merged(reports: Sequence[Report]) -> Report:
+    """The report of all fragments, whose rounds are those of the first."""
+    first, *others = reports
+    for other in others:
+        both: dict[str, Any] = {name: getattr(first, name) + getattr(other, name) for name in ("skipped", *_SUMMED)}
+        both |= {name: _added(getattr(first, name), getattr(other, name)) for name in ("rules", "rule_seconds")}
+        first = replace(first, **both)
+    return first
+
+
+def _added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Pairs of numbers by rule, added up."""
+    rules = dict.fromkeys((*one, *other))
+    pairs = {rule: [table[rule] for table in (one, other) if rule in table] for rule in rules}
+    return {rule: tuple(map(sum, zip(*found, strict=True))) for rule, found in pairs.items()}
+
+
+def _over(dense: float, sent: float) -> float:
+    return dense / sent if sent else math.inf

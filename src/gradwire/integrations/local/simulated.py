@@ -1,18 +1,21 @@
 """Simulated local steps: N replicas in one process, by the same code as real ones."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from gradwire.comm.host_layout import Across
+from gradwire.core.renamed import renamed_argument
 from gradwire.engine.method import Spec
 from gradwire.engine.step import StepResult
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.comm_worker import CompletedFuture
-from gradwire.integrations.local.attach import set_up
+from gradwire.integrations.local.attach import Optimizers, as_list, set_up, watch
+from gradwire.integrations.local.fragment import Fragment
 from gradwire.integrations.local.handle import LocalSync
 from gradwire.integrations.setup import Options
 from gradwire.integrations.simulated import SimulatedBackend, SimulatedGroup, assemble
@@ -26,12 +29,14 @@ class SimulatedLocal:
         ranks: The handle of each replica: ``report()``, ``state_dict()``, ``averaged()``.
     """
 
+    @renamed_argument("launch_mb", "bucket_mb")
     def __init__(
         self,
         models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
+        optimizers: Sequence[Optimizers],
         chosen: LocalMethod,
         outer: OuterFactory | None = None,
+        outer_device: torch.device | str | None = None,
         across: Across | None = None,
         **options: Any,
     ) -> None:
@@ -39,49 +44,67 @@ class SimulatedLocal:
             raise ValueError(
                 f"local_lockstep got {len(models)} models and {len(optimizers)} optimizers; pass one of each per worker"
             )
+        inner = [as_list(given, chosen) for given in optimizers]
         for model in models[1:]:
             model.load_state_dict(models[0].state_dict())
         self.group = assemble(len(models), across)
         self.ranks = [
-            LocalSync(model, set_up(model, SimulatedBackend(self.group, rank), Options(**options)), chosen, outer)
+            LocalSync(
+                model,
+                set_up(model, SimulatedBackend(self.group, rank), Options(**options)),
+                chosen,
+                outer,
+                outer_device,
+            )
             for rank, model in enumerate(models)
         ]
-        self._rounds = SimulatedGroup([rank.wire for rank in self.ranks], self.group)
-        self._start = SimulatedGroup([rank.starter for rank in self.ranks if rank.starter is not None], self.group)
-        if chosen.start:
-            for rank, optimizer in zip(self.ranks, optimizers, strict=True):
-                optimizer.register_step_pre_hook(lambda *step, rank=rank: rank.require_averaged())
+        wires = [rank.wires for rank in self.ranks]
+        self._rounds = [SimulatedGroup(same, self.group) for same in zip(*wires, strict=True)]  # by fragment
+        starters = [rank.start.wire for rank in self.ranks if rank.start.wire is not None]
+        self._start = SimulatedGroup(starters, self.group)
+        for rank, own in zip(self.ranks, inner, strict=True):
+            watch(rank, own, partial(_require_averaged, rank))
 
     def average_gradients(self) -> None:
         """In the start: average ``p.grad`` over all replicas; later it has no effect. Call it before the steps."""
-        if self.ranks[0].starting:
+        if self.ranks[0].starting and self._start.wires:
             self._start()
             for rank in self.ranks:
-                rank.count_average()
+                rank.start.count_average()
 
     def __call__(self) -> None:
         """Count an inner step of all replicas; every H-th time, agree on weights."""
-        if all([rank.advance() for rank in self.ranks]):
-            self._exchange()
+        for fragments in zip(*[rank.advance() for rank in self.ranks], strict=True):
+            self._exchange(fragments)
+        if self.ranks[0].start.ends_unsent(self.ranks[0].steps):
+            world = len(self.ranks)
+            for rank, sent in zip(
+                self.ranks, self.group.drive([rank.outer.settle(world) for rank in self.ranks]), strict=True
+            ):
+                rank.start.count_end(sent)
         for rank in self.ranks:
             rank.arrive()
 
-    def _exchange(self) -> None:
-        ranks = self.ranks
-        results = self._rounds.step([rank.outer.differences() for rank in ranks])
-        if not results[0].skipped:
+    def _exchange(self, fragments: Sequence[Fragment]) -> None:
+        ranks, first = self.ranks, fragments[0]
+        results = self._rounds[first.number].step([rank.outer.differences(first.names) for rank in ranks])
+        if not (results[0].skipped or first.number):
             flat = [rank.outer.flat_buffers() for rank in ranks]
             pairs = zip(ranks, flat, strict=True)
             self.group.drive([rank.outer.average_buffers(own, len(ranks)) for rank, own in pairs])
-        for rank, result in zip(ranks, results, strict=True):
+        for fragment, result in zip(fragments, results, strict=True):
             # Optimizers may write to gradients, and these may belong to all ranks.
             updates = {name: x.clone() for name, x in result.updates.items()}
-            rank.flight = CompletedFuture([StepResult(updates, result.skipped)])
+            fragment.flight = CompletedFuture([StepResult(updates, result.skipped)])
+
+
+def _require_averaged(rank: LocalSync) -> None:
+    rank.start.require_averaged(rank.steps)
 
 
 def local_lockstep(
     models: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer],
+    optimizers: Sequence[Optimizers],
     spec: str | LocalMethod,
     codec: "Spec | None" = None,
     *,

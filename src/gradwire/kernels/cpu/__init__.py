@@ -18,7 +18,7 @@ from gradwire.kernels.cpu.quantize import (
 from gradwire.kernels.cpu.rice import decode_blocks, encode_blocks
 from gradwire.kernels.cpu.rows import decode_in_rows, encode_in_rows
 from gradwire.kernels.cpu.scatter import scatter_mean, scatter_mean_
-from gradwire.kernels.cpu.select import accumulate_topk_, carry_topk_, settle_, topk
+from gradwire.kernels.cpu.select import accumulate_topk_, carry_topk_, subtract_sent_, topk
 from gradwire.kernels.cpu.signs import onebit_decode, onebit_encode, sign_decode, sign_encode
 
 __all__ = [
@@ -47,9 +47,9 @@ __all__ = [
     "qsgd_encode",
     "scatter_mean",
     "scatter_mean_",
-    "settle_",
     "sign_decode",
     "sign_encode",
+    "subtract_sent_",
     "ternary_decode",
     "ternary_encode",
     "topk",

@@ -1,4 +1,4 @@
-"""Error feedback for the CPU: scale, bits and debt with as few passes as the scale allows."""
+"""Error feedback for the CPU: scale, bits and error with as few passes as the scale allows."""
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from gradwire.kernels.cpu.codes import LARGEST, levels_of, nearest, scale_of
 from gradwire.kernels.cpu.halves import gradient, stretch
 from gradwire.kernels.cpu.packing import join, pack
 from gradwire.kernels.cpu.pieces import blocked, groups_of, whole
-from gradwire.kernels.cpu.signs import settle_signs
+from gradwire.kernels.cpu.signs import subtract_signs
 from gradwire.kernels.cpu.threads import compiled, in_turn, inlined, serial
 from gradwire.kernels.fused import Accumulation
 
@@ -75,11 +75,11 @@ def _accumulate_and_sum(grad, old, v, decay, pieces, what, broken, sums):
 
 
 @serial
-def _settle_block(v, scale, levels, codes, heard):
+def _encode_block(v, scale, levels, codes, decoded):
     nearest(v, scale, levels, codes)
-    levels_of(codes, scale, levels, heard)
+    levels_of(codes, scale, levels, decoded)
     for i in range(v.size):
-        v[i] = v[i] - heard[i]
+        v[i] = v[i] - decoded[i]
 
 
 @compiled
@@ -92,12 +92,12 @@ def _integers(grad, old, v, decay, pieces, block, levels, bits, broken, group_sc
             carry(old[a:b], target)
         broken[t] = accumulate_tile(stretch(grad, a, b), target, target, np.float32(0.0), False, decay, 0)
         codes = np.empty(b - a, dtype=np.uint32)
-        heard = np.empty(min(block, b - a), dtype=np.float32)
+        decoded = np.empty(min(block, b - a), dtype=np.float32)
         for i in range((b - a + block - 1) // block):
             part = target[i * block : (i + 1) * block]
             scale = scale_of(part, LARGEST)
             group_scales[pieces.group[t] + i] = scale
-            _settle_block(part, scale, levels, codes[i * block : (i + 1) * block], heard[: part.size])
+            _encode_block(part, scale, levels, codes[i * block : (i + 1) * block], decoded[: part.size])
         heads[t] = pack(codes, a, bits, out)
 
 
@@ -127,7 +127,7 @@ def feedback_sign_(
     message = lend(4 * sizes.size + packed_bytes(v.size, 1), np.uint8)
     message[: 4 * sizes.size] = sizes.view(np.uint8)
     body = message[4 * sizes.size :]
-    settle_signs(v, pieces, sizes, heads, body)
+    subtract_signs(v, pieces, sizes, heads, body)
     join(pieces.start, 1, heads, body)
     return torch.from_numpy(message), torch.tensor(bool(broken.any()))
 

@@ -1,4 +1,4 @@
-"""A server's turn between two legs: the ranks' messages are decoded, added and said again while a tile is in cache."""
+"""The server's part between two legs: messages are decoded, added and encoded again while a tile is in cache."""
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from gradwire.kernels.cpu.buffer_pool import lend
 from gradwire.kernels.cpu.codes import LARGEST, levels_of, nearest, scale_of
 from gradwire.kernels.cpu.packing import join, pack, unpack
 from gradwire.kernels.cpu.pieces import blocked, groups_of, whole
-from gradwire.kernels.cpu.signs import choose_signs, settle_signs
+from gradwire.kernels.cpu.signs import choose_signs, subtract_signs
 from gradwire.kernels.cpu.threads import compiled, in_turn, serial
 
 
@@ -23,17 +23,17 @@ def _add(total, part, first):
 
 
 @serial
-def _over(total, count, debt, indebted):
-    """Divide, and add a debt on top of it."""
+def _over(total, count, error, has_error):
+    """Divide, and add an error on top of it."""
     for i in range(total.size):
         total[i] = total[i] / count
-    if indebted:
+    if has_error:
         for i in range(total.size):
-            total[i] = total[i] + debt[i]
+            total[i] = total[i] + error[i]
 
 
 @compiled
-def _mean_of_signs(rows, heads, pieces, debt, indebted, what, mean, sums):
+def _mean_of_signs(rows, heads, pieces, error, has_error, what, mean, sums):
     world, body = rows.shape[0], 4 * heads.shape[1]
     for t in prange(sums.size):
         a, b = pieces.start[t], pieces.stop[t]
@@ -42,12 +42,12 @@ def _mean_of_signs(rows, heads, pieces, debt, indebted, what, mean, sums):
             size = heads[r, pieces.segment[t]]
             choose_signs(rows[r][body:], a, size, -size, part)
             _add(total, part, r == 0)
-        _over(total, np.float32(world), debt[a:b] if indebted else total, indebted)
+        _over(total, np.float32(world), error[a:b] if has_error else total, has_error)
         sums[t] = scales.squares(total) if what == scales.SQUARES else scales.magnitudes(total)
 
 
 @compiled
-def _merge_integers(rows, tops, pieces, block, levels, bits, debt, indebted, mean, group_scales, heads, out):
+def _merge_integers(rows, tops, pieces, block, levels, bits, error, has_error, mean, group_scales, heads, out):
     world, body = rows.shape[0], 4 * tops.shape[1]
     for t in prange(heads.size):
         a, b = pieces.start[t], pieces.stop[t]
@@ -59,7 +59,7 @@ def _merge_integers(rows, tops, pieces, block, levels, bits, debt, indebted, mea
                 own = slice(i * block, (i + 1) * block)
                 levels_of(codes[own], tops[r, pieces.group[t] + i], levels, part[own])
             _add(total, part, r == 0)
-        _over(total, np.float32(world), debt[a:b] if indebted else total, indebted)
+        _over(total, np.float32(world), error[a:b] if has_error else total, has_error)
         for i in range((b - a + block - 1) // block):
             own = slice(i * block, (i + 1) * block)
             scale = scale_of(total[own], LARGEST)
@@ -79,25 +79,25 @@ def _parts(shards: Tensor, count: int) -> tuple[NDArray[np.float32], NDArray[np.
 
 @in_turn
 def merge_sign(
-    shards: Tensor, served: Tensor | None, lengths: tuple[int, ...], norm: bool
+    shards: Tensor, error: Tensor | None, lengths: tuple[int, ...], norm: bool
 ) -> tuple[Tensor, Tensor | None]:
     heads, rows = _parts(shards, len(lengths))
     pieces, what = whole(lengths), scales.SQUARES if norm else scales.MAGNITUDES
     mean = lend(sum(lengths), np.float32)
     sums, loose = np.empty(pieces.start.size), np.empty(pieces.start.size, dtype=np.uint8)
-    debt = mean if served is None else served.numpy()
-    _mean_of_signs(rows, heads, pieces, debt, served is not None, what, mean, sums)
+    old = mean if error is None else error.numpy()
+    _mean_of_signs(rows, heads, pieces, old, error is not None, what, mean, sums)
     sizes = scales.mean(scales.summed(sums, pieces.segment, len(lengths)), lengths, what)
     message = lend(4 * sizes.size + packed_bytes(mean.size, 1), np.uint8)
     message[: 4 * sizes.size] = sizes.view(np.uint8)
-    settle_signs(mean, pieces, sizes, loose, message[4 * sizes.size :])
+    subtract_signs(mean, pieces, sizes, loose, message[4 * sizes.size :])
     join(pieces.start, 1, loose, message[4 * sizes.size :])
-    return torch.from_numpy(message), None if served is None else torch.from_numpy(mean)
+    return torch.from_numpy(message), None if error is None else torch.from_numpy(mean)
 
 
 @in_turn
 def merge_integer(
-    shards: Tensor, served: Tensor | None, lengths: tuple[int, ...], bits: int, block: int
+    shards: Tensor, error: Tensor | None, lengths: tuple[int, ...], bits: int, block: int
 ) -> tuple[Tensor, Tensor | None]:
     groups, pieces = groups_of(lengths, block), blocked(lengths, block)
     tops, rows = _parts(shards, groups)
@@ -105,7 +105,7 @@ def merge_integer(
     message = lend(4 * groups + packed_bytes(mean.size, bits), np.uint8)
     head, body = message[: 4 * groups].view(np.float32), message[4 * groups :]
     loose = np.empty(pieces.start.size, dtype=np.uint8)
-    about = block, (1 << bits - 1) - 1, bits, mean if served is None else served.numpy(), served is not None
+    about = block, (1 << bits - 1) - 1, bits, mean if error is None else error.numpy(), error is not None
     _merge_integers(rows, tops, pieces, *about, mean, head, loose, body)
     join(pieces.start, bits, loose, body)
-    return torch.from_numpy(message), None if served is None else torch.from_numpy(mean)
+    return torch.from_numpy(message), None if error is None else torch.from_numpy(mean)

@@ -117,7 +117,7 @@ def encode_in_rows(indices: Tensor, runs: rows.Runs) -> Tensor:
     rest = np.zeros((count * each + 7) // 8 + _WORD, dtype=np.uint8)
     quotients, remainders = _write(indices.contiguous().numpy(), starts, widths, counts, ones, rest)
     streams = ones[: (quotients + 7) // 8], rest[: (remainders + 7) // 8]
-    return torch.cat((*_say(counts, count), *map(torch.from_numpy, streams)))
+    return torch.cat((*_write_counts(counts, count), *map(torch.from_numpy, streams)))
 
 
 def decode_in_rows(data: Tensor, count: int, runs: rows.Runs) -> tuple[Tensor, int]:
@@ -128,7 +128,7 @@ def decode_in_rows(data: Tensor, count: int, runs: rows.Runs) -> tuple[Tensor, i
     return found
 
 
-def _say(counts: np.ndarray, count: int) -> tuple[Tensor, ...]:
+def _write_counts(counts: np.ndarray, count: int) -> tuple[Tensor, ...]:
     """How many positions each row has, all rows or only some being named, whichever is shorter."""
     some = np.flatnonzero(counts)
     empty = encode_blocks(torch.from_numpy(np.diff(some, prepend=-1) - 1), width_of(counts.size))
@@ -141,7 +141,7 @@ def _say(counts: np.ndarray, count: int) -> tuple[Tensor, ...]:
     return named if some.size < counts.size and taken < whole.numel() else (_number(counts.size), whole)
 
 
-def _hear(data: Tensor, num_rows: int, count: int) -> tuple[np.ndarray, int] | None:
+def _read_counts(data: Tensor, num_rows: int, count: int) -> tuple[np.ndarray, int] | None:
     """The reverse, and how many bytes it took; None where such rows cannot be."""
     named = int.from_bytes(data[:_NUMBER].contiguous().numpy().tobytes(), "little")
     if data.numel() < _NUMBER or named > num_rows:
@@ -161,10 +161,10 @@ def _hear(data: Tensor, num_rows: int, count: int) -> tuple[np.ndarray, int] | N
 
 def _read(data: Tensor, count: int, starts: np.ndarray, widths: np.ndarray) -> tuple[Tensor, int] | None:
     """Positions, and how many bytes they took; None where the bytes are not what a sender writes."""
-    heard = _hear(data, starts.size, count)
-    if heard is None:
+    rows_read = _read_counts(data, starts.size, count)
+    if rows_read is None:
         return None
-    counts, start = heard
+    counts, start = rows_read
     most, remainders = _expect(counts, widths, count)
     if most < 0:
         return None

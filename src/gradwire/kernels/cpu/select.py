@@ -153,8 +153,7 @@ def _select(
     _choose_all(work, low, *candidates, first, counts, over, indices, values, keys, left)
     if left.any():
         select_by_key(residual, work, left, keys, indices, values)
-    found = indices, values.view(np.float32), np.array(bad.any()), keys.view(np.float32)
-    return Selected(*map(torch.from_numpy, found))
+    return Selected(*map(torch.from_numpy, (indices, values.view(np.float32), np.array(bad.any()))))
 
 
 @in_turn
@@ -172,7 +171,6 @@ def accumulate_topk_(
     rule: Accumulation,
     lengths: tuple[int, ...],
     counts: tuple[int, ...],
-    edge: Tensor | None,
 ) -> Selected:
     return _accumulate_topk(grad, (_NONE, _NONE), (residual, momentum), rule, lengths, counts)
 
@@ -185,7 +183,6 @@ def carry_topk_(
     rule: Accumulation,
     lengths: tuple[int, ...],
     counts: tuple[int, ...],
-    edge: Tensor | None,
 ) -> Selected:
     residual, momentum = before
     old = residual.numpy(), _NONE if momentum is None else momentum.numpy()
@@ -208,17 +205,17 @@ def _accumulate_topk(
 
 
 @compiled
-def _settle(residual, momentum, masks, indices, heard):
+def _subtract_sent(residual, momentum, masks, indices, sent):
     for p in prange((indices.size + 65535) // 65536):
         for i in range(65536 * p, min(indices.size, 65536 * (p + 1))):
             j = indices[i]
-            residual[j] = residual[j] - heard[i]
+            residual[j] = residual[j] - sent[i]
             if masks:
                 momentum[j] = np.float32(0.0)
 
 
 @in_turn
-def settle_(residual: Tensor, momentum: Tensor | None, indices: Tensor, heard: Tensor) -> None:
+def subtract_sent_(residual: Tensor, momentum: Tensor | None, indices: Tensor, sent: Tensor) -> None:
     """As defined, but for positions that all differ."""
     v = residual.numpy()
-    _settle(v, v if momentum is None else momentum.numpy(), momentum is not None, indices.numpy(), heard.numpy())
+    _subtract_sent(v, v if momentum is None else momentum.numpy(), momentum is not None, indices.numpy(), sent.numpy())

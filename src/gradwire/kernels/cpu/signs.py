@@ -60,7 +60,7 @@ def _decode(data, pieces, above, below, out):
 
 
 @compiled
-def settle_signs(v, pieces, sizes, heads, out):
+def subtract_signs(v, pieces, sizes, heads, out):
     """Pack the signs of the target, and leave what they do not say."""
     for t in prange(heads.size):
         a, b = pieces.start[t], pieces.stop[t]

@@ -5,7 +5,7 @@ two, and on the machines where it is chosen there is nothing better.
 
 Loops become vectors only where Numba sees that no index is negative: they run from 0 over a slice.
 
-Numba compiles a cached kernel anew when its own file has changed, not when a function of another file that it calls
+Numba compiles a cached kernel again when its own file has changed, not when a function of another file that it calls
 has: after such a change, delete this folder's ``__pycache__``.
 """
 

@@ -1,6 +1,6 @@
 """Triton versions of the kernels, by the names and signatures of their definitions."""
 
-from gradwire.kernels.cuda.accumulate import accumulate_, settle_
+from gradwire.kernels.cuda.accumulate import accumulate_, subtract_sent_
 from gradwire.kernels.cuda.casts import cast_decode, cast_encode
 from gradwire.kernels.cuda.chunks import chunk_topk
 from gradwire.kernels.cuda.conditional import copy_if_, zero_if_
@@ -52,9 +52,9 @@ __all__ = [
     "scatter_mean_",
     "scattered",
     "send_topk_",
-    "settle_",
     "sign_decode",
     "sign_encode",
+    "subtract_sent_",
     "ternary_decode",
     "ternary_encode",
     "topk",

@@ -98,11 +98,11 @@ def _accumulate(grad, before, residual, momentum, broken, n, m, decay, RULE: tl.
 
 
 @triton.jit
-def _settle(residual, momentum, indices, heard, k, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr):
+def _subtract_sent(residual, momentum, indices, sent, k, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr):
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = j < k
     at = tl.load(indices + j, mask=live, other=0)
-    left = tl.load(residual + at, mask=live) - tl.load(heard + j, mask=live)
+    left = tl.load(residual + at, mask=live) - tl.load(sent + j, mask=live)
     tl.store(residual + at, left, mask=live)
     if MOMENTUM:
         tl.store(momentum + at, tl.zeros_like(left), mask=live)
@@ -155,12 +155,12 @@ def accumulate_(
 
 
 @placed
-def settle_(residual: Tensor, momentum: Tensor | None, indices: Tensor, heard: Tensor) -> None:
+def subtract_sent_(residual: Tensor, momentum: Tensor | None, indices: Tensor, sent: Tensor) -> None:
     """As defined, but for positions that all differ."""
     k = indices.numel()
-    if not (readable(residual, momentum, heard) and indices.is_contiguous()):
-        definition(fused.settle_)(residual, momentum, indices, heard)
+    if not (readable(residual, momentum, sent) and indices.is_contiguous()):
+        definition(fused.subtract_sent_)(residual, momentum, indices, sent)
     elif k:
-        fresh = (residual, residual if momentum is None else momentum, indices, heard)
+        fresh = (residual, residual if momentum is None else momentum, indices, sent)
         facts = (k, momentum is None, *form(*fresh))
-        launch(_settle, -(-k // 1024), facts, fresh, (k, momentum is not None, 1024), num_warps=4)
+        launch(_subtract_sent, -(-k // 1024), facts, fresh, (k, momentum is not None, 1024), num_warps=4)

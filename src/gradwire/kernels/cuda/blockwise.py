@@ -140,7 +140,7 @@ def write_blocks(
     tl.store(scales + group + tl.arange(0, ACROSS), scale, mask=tl.arange(0, ACROSS) * GROUP < size)
     codes = q + LEVELS
     if BITS == 8 and ALIGNED and GROUP == WIDTH and not MASKED:
-        # Four bytes at a time, as values come: alone, nobody knows that they lie at multiples of four.
+        # Four bytes at a time, as values come: alone, they are not known to lie at multiples of four.
         four = tl.reshape(codes, [ACROSS * WIDTH // 4, 4]) << 8 * tl.arange(0, 4)[None, :]
         to = (out + start).to(tl.pointer_type(tl.int32))
         tl.store(to + tl.arange(0, ACROSS * WIDTH // 4), tl.sum(four, 1))

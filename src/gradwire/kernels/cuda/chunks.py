@@ -1,7 +1,7 @@
 """The largest entries of every chunk: groups of eight by their largest, and then the entries of the best groups.
 
 The ``k`` best entries lie in the ``k`` best groups, those whose own best entry is best. A program has one warp for 4096
-entries, so that hardly anybody waits, and reads them once; after that it holds an eighth of them, and soon less.
+entries, so that hardly a thread waits, and reads them once; after that it holds an eighth of them, and soon less.
 """
 
 from functools import lru_cache

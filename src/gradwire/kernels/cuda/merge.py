@@ -1,6 +1,6 @@
-"""A server's turn: several ranks' messages to their mean, its debt on top, and that in few bytes again; in one pass.
+"""The server's part of two legs: the mean of ranks' messages, the error on top, encoded again; in one pass.
 
-Eight values in a row are one thread's. Each rank's codes for them are a few bytes, which may lie anywhere. The debt is
+Eight values in a row are one thread's. Each rank's codes for them are a few bytes, which may lie anywhere. The error is
 asked for last: what waits for it is little, and what it would wait for holds many registers.
 """
 
@@ -20,7 +20,7 @@ from gradwire.kernels.cuda.tables import BLOCK, definition, grid, placed
 
 _WIDEST = 2048  # a larger block does not fit into one slab
 _TOGETHER = 16  # ranks, at most, that are unrolled
-_SLAB = 512  # one warp, which waits for nobody
+_SLAB = 512  # one warp, which waits for no other
 _EACH = 512  # values of a warp
 _SIGN_BIT = tl.constexpr(-0x80000000)
 _TO_FLOAT = 0x4B000000  # 2^23: a number in its lower 23 bits makes it that much larger
@@ -81,9 +81,9 @@ def _sum_steps(
 
 @triton.jit
 def _slab(
-    shards, served, left, scales, out, start, size, group, head, stride, share, to_float,
+    shards, error, left, scales, out, start, size, group, head, stride, share, to_float,
     HIGH: tl.constexpr, LOW: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    ACROSS: tl.constexpr, OWES: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
+    ACROSS: tl.constexpr, HAS_ERROR: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, ACROSS * GROUP // 8)
@@ -94,32 +94,32 @@ def _slab(
         HIGH, LOW, LEVELS, BITS, GROUP, RANKS, TOGETHER, WIDE,
     )  # fmt: skip
     x = tl.reshape(_mean(total, share, RANKS), [ACROSS, GROUP])
-    if OWES:
-        x = x + fetch(served + start, at, live, MASKED)
+    if HAS_ERROR:
+        x = x + fetch(error + start, at, live, MASKED)
     if MASKED:
         x = tl.where(live, x, 0.0)
-    scale, q = round_integers(x, at < 0, served, left + start, at, live, HIGH, LOW, LEVELS, READ, OWES, MASKED)
+    scale, q = round_integers(x, at < 0, error, left + start, at, live, HIGH, LOW, LEVELS, READ, HAS_ERROR, MASKED)
     write_blocks(q, scale, scales, out, start, size, group, at, live, LEVELS, BITS, GROUP, GROUP, ACROSS, True, MASKED)
 
 
 @triton.jit
 def _merge_blocks(
-    shards, served, left, scales, out, starts, sizes, groups, head, stride, share, to_float,
+    shards, error, left, scales, out, starts, sizes, groups, head, stride, share, to_float,
     HIGH: tl.constexpr, LOW: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    ACROSS: tl.constexpr, OWES: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
+    ACROSS: tl.constexpr, HAS_ERROR: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     slab = tl.program_id(0)
     start, size, group = tl.load(starts + slab), tl.load(sizes + slab), tl.load(groups + slab)
     start = tl.multiple_of(start, 8)
     if size == ACROSS * GROUP:
         _slab(
-            shards, served, left, scales, out, start, size, group, head, stride, share, to_float,
-            HIGH, LOW, LEVELS, BITS, GROUP, ACROSS, OWES, RANKS, TOGETHER, WIDE, False,
+            shards, error, left, scales, out, start, size, group, head, stride, share, to_float,
+            HIGH, LOW, LEVELS, BITS, GROUP, ACROSS, HAS_ERROR, RANKS, TOGETHER, WIDE, False,
         )  # fmt: skip
     else:
         _slab(
-            shards, served, left, scales, out, start, size, group, head, stride, share, to_float,
-            HIGH, LOW, LEVELS, BITS, GROUP, ACROSS, OWES, RANKS, 1, False, True,
+            shards, error, left, scales, out, start, size, group, head, stride, share, to_float,
+            HIGH, LOW, LEVELS, BITS, GROUP, ACROSS, HAS_ERROR, RANKS, 1, False, True,
         )  # fmt: skip
 
 
@@ -174,8 +174,8 @@ def _sum_signs(
 
 @triton.jit
 def _sign_tile(
-    shards, served, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride, share,
-    STAT: tl.constexpr, OWES: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
+    shards, error, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride, share,
+    STAT: tl.constexpr, HAS_ERROR: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
     MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0).to(tl.int64)
@@ -193,46 +193,46 @@ def _sign_tile(
             False, RANKS, 1, WIDE, MASKED, BLOCK,
         )  # fmt: skip
     x = _mean(total, share, RANKS)
-    if OWES:
-        x = x + fetch(served + tile * BLOCK, at, live, MASKED)
+    if HAS_ERROR:
+        x = x + fetch(error + tile * BLOCK, at, live, MASKED)
         put(left + tile * BLOCK, at, x, live, MASKED)
     describe(x, bits, parts, rows, n, tile, row, stop, row_segment, starts, STAT, True, MASKED, BLOCK)
 
 
 @triton.jit
 def _merge_signs(
-    shards, served, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride, share,
-    STAT: tl.constexpr, OWES: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
+    shards, error, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride, share,
+    STAT: tl.constexpr, HAS_ERROR: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     if (tl.program_id(0).to(tl.int64) + 1) * BLOCK <= n:
         _sign_tile(
-            shards, served, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride,
-            share, STAT, OWES, RANKS, TOGETHER, WIDE, False, BLOCK,
+            shards, error, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride,
+            share, STAT, HAS_ERROR, RANKS, TOGETHER, WIDE, False, BLOCK,
         )  # fmt: skip
     else:
         _sign_tile(
-            shards, served, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride,
-            share, STAT, OWES, RANKS, 1, WIDE, True, BLOCK,
+            shards, error, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride,
+            share, STAT, HAS_ERROR, RANKS, 1, WIDE, True, BLOCK,
         )  # fmt: skip
 
 
 @placed
 def merge_integer(
-    shards: Tensor, served: Tensor | None, lengths: tuple[int, ...], bits: int, block: int
+    shards: Tensor, error: Tensor | None, lengths: tuple[int, ...], bits: int, block: int
 ) -> tuple[Tensor, Tensor | None]:
     where = slabs(lengths, block, shards.device, _SLAB) if block <= _WIDEST else None
-    if where is None or not where.n or not where.aligned or block != where.width or not _fit(shards, served):
-        return definition(fused.merge_integer)(shards, served, lengths, bits, block)
+    if where is None or not where.n or not where.aligned or block != where.width or not _fit(shards, error):
+        return definition(fused.merge_integer)(shards, error, lengths, bits, block)
     ranks, levels = shards.shape[0], (1 << bits - 1) - 1
     data, scales, body = message(where.groups, where.n, bits, shards.device)
-    left = None if served is None else torch.empty_like(served)
-    owed, kept = (scales, scales) if served is None or left is None else (served, left)
-    fresh = (shards, owed, kept, scales, body.view(word(bits)), where.start, where.size, where.group)
-    facts = (lengths, bits, block, ranks, shards.stride(0), _wide(shards), served is None, *form(*fresh))
+    left = None if error is None else torch.empty_like(error)
+    before, after = (scales, scales) if error is None or left is None else (error, left)
+    fresh = (shards, before, after, scales, body.view(word(bits)), where.start, where.size, where.group)
+    facts = (lengths, bits, block, ranks, shards.stride(0), _wide(shards), error is None, *form(*fresh))
     rest = (
         4 * where.groups, shards.stride(0), 1 / ranks, _TO_FLOAT, *reciprocal(levels), levels, bits, block,
-        where.across, served is not None, ranks, _together(ranks), _wide(shards),
+        where.across, error is not None, ranks, _together(ranks), _wide(shards),
     )  # fmt: skip
     warps = max(1, where.across * block // _EACH)
     launch(_merge_blocks, where.start.numel(), facts, fresh, rest, num_warps=warps, **_INTEGERS)
@@ -241,22 +241,22 @@ def merge_integer(
 
 @placed
 def merge_sign(
-    shards: Tensor, served: Tensor | None, lengths: tuple[int, ...], norm: bool
+    shards: Tensor, error: Tensor | None, lengths: tuple[int, ...], norm: bool
 ) -> tuple[Tensor, Tensor | None]:
     where = grid(lengths, shards.device)
-    if not where.n or not _eights(lengths) or not _fit(shards, served):
-        return definition(fused.merge_sign)(shards, served, lengths, norm)
+    if not where.n or not _eights(lengths) or not _fit(shards, error):
+        return definition(fused.merge_sign)(shards, error, lengths, norm)
     ranks, stat = shards.shape[0], ROOT if norm else MEAN
     data, scales, bits = message(len(lengths), where.n, 1, shards.device)
     parts = room(where, shards.device)
-    left = None if served is None else torch.empty_like(served)
-    owed, kept = (scales, scales) if served is None or left is None else (served, left)
+    left = None if error is None else torch.empty_like(error)
+    before, after = (scales, scales) if error is None or left is None else (error, left)
     fresh = (
-        shards, owed, kept, bits, parts, where.tile_row, where.tile_segment, where.row_segment, where.starts
+        shards, before, after, bits, parts, where.tile_row, where.tile_segment, where.row_segment, where.starts
     )  # fmt: skip
-    facts = (lengths, norm, ranks, shards.stride(0), _wide(shards), served is None, *form(*fresh))
+    facts = (lengths, norm, ranks, shards.stride(0), _wide(shards), error is None, *form(*fresh))
     rest = (
-        where.rows, where.n, 4 * len(lengths), shards.stride(0), 1 / ranks, stat.value, served is not None,
+        where.rows, where.n, 4 * len(lengths), shards.stride(0), 1 / ranks, stat.value, error is not None,
         ranks, _together(ranks), _wide(shards), BLOCK,
     )  # fmt: skip
     launch(_merge_signs, where.tiles, facts, fresh, rest, **_SIGNS)
@@ -266,8 +266,8 @@ def merge_sign(
     return data, left
 
 
-def _fit(shards: Tensor, served: Tensor | None) -> bool:
-    plain = served is None or (served.dtype == torch.float32 and served.is_contiguous())
+def _fit(shards: Tensor, error: Tensor | None) -> bool:
+    plain = error is None or (error.dtype == torch.float32 and error.is_contiguous())
     return plain and shards.stride(1) == 1
 
 

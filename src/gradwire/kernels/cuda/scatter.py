@@ -1,7 +1,7 @@
 """Several ranks' sparse messages into one dense mean: no sum depends on which thread came first.
 
 A program writes one tile of the result: zeros first, then rank after rank adds its entries there, and all threads wait
-before the next rank's turn. Positions differ within a message, so nobody meets anybody meanwhile. Where each rank has
+before the next rank's turn. Positions differ within a message, so threads never meet. Where each rank has
 only a few entries in the tile, every entry is held by a thread from the start; elsewhere ranks read theirs in turn.
 """
 

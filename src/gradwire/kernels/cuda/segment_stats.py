@@ -125,7 +125,7 @@ def _survey(
 
 @triton.jit
 def _gather(parts, rows, STAT: tl.constexpr, GROUP: tl.constexpr):
-    """Add up a group of rows, and write it down behind all rows. Where they are not of one segment, nobody reads it."""
+    """Add up a group of rows, and write it down behind all rows. Where they are not of one segment, it is not read."""
     group, groups = tl.program_id(0), rows // GROUP
     at = parts + group * GROUP + tl.arange(0, GROUP)
     to = parts + _PARTS * rows + group

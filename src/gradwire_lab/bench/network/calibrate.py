@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.comm.backend import Backend
 from gradwire.comm.emulated import EmulatedBackend
 from gradwire.comm.torch_backend import connect
-from gradwire.engine.plan import LAUNCH_BYTES
+from gradwire.engine.plan import BUCKET_BYTES
 from gradwire_lab.bench.network import devices
 from gradwire_lab.bench.network.rank_main import while_all_run
 from gradwire_lab.bench.network.workloads import CPU, Workload, load
@@ -236,7 +236,7 @@ def _arrival(ddp: nn.Module, workload: Workload) -> dict[str, float]:
 
 def _dense(grads: Mapping[str, Tensor], dtype: torch.dtype, world: int, repeats: int) -> CodingCost:
     """What DDP's hooks do besides the all-reduce: divide and cast, and cast back."""
-    buckets = torch.cat([grad.flatten() for grad in grads.values()]).split(LAUNCH_BYTES // 4)
+    buckets = torch.cat([grad.flatten() for grad in grads.values()]).split(BUCKET_BYTES // 4)
     watch = Stopwatch(buckets[0].device)
     found = []
     for _ in range(repeats + 1):

@@ -2,8 +2,9 @@
 
 ``ddp-none`` does not communicate at all. Other names that begin with ``ddp-`` are torch's: DDP with overlapped
 buckets whose storage is the gradients', plain or with one of its hooks. ``gossip:`` averages parameters after the
-step. ``auto`` is measured once it has decided. Everything else is a spec of ours under DDP. Options follow after
-semicolons, as keywords of `gradwire.compress`: ``ef_signsgd; exchange=two_way``.
+step, and ``local:`` takes local steps, as in ``local:sparseloco(H=15)`` and ``local:diloco(H=30); codec=int4``; their
+step is a mean over whole rounds. ``auto`` is measured once it has decided. Everything else is a spec of ours under DDP.
+Options follow after semicolons, as keywords of `gradwire.compress`: ``ef_signsgd; exchange=two_way``.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hooks' annotations with the types themselves.
@@ -11,6 +12,7 @@ semicolons, as keywords of `gradwire.compress`: ``ef_signsgd; exchange=two_way``
 import gc
 import os
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +32,12 @@ from gradwire.comm.rates import LinkSpec
 from gradwire.engine import method
 from gradwire.integrations import compress
 from gradwire.integrations.gossip import GossipSync, gossip
+from gradwire.integrations.host_discovery import find_backend
+from gradwire.integrations.local.attach import set_up
+from gradwire.integrations.local.handle import LocalSync
+from gradwire.integrations.setup import Options
 from gradwire.integrations.wire import Wire
+from gradwire.local import LocalMethod, local_method
 from gradwire_lab.autotune.tuner import AutoTuner
 from gradwire_lab.bench.network.workloads import Loss, Workload
 from gradwire_lab.perf_model.candidates import OPTIONS, arguments
@@ -41,7 +48,7 @@ AUTO = "auto"
 POWERSGD = "ddp-powersgd"
 OURS = (
     "topk(0.001) | fp16; bundle=none",
-    "topk(0.003) | sign; bundle=none; launch_mb=200",
+    "topk(0.003) | sign; bundle=none; bucket_mb=200",
     "dgc(0.001)",
     "topk(0.01) | sign",
     "powersgd(4)",
@@ -64,7 +71,9 @@ def parse(name: str) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: The spec, or an option, is none.
     """
-    spec, texts = arguments(name, (*OPTIONS, *_READERS, "codec"))
+    if "launch_mb=" in name:
+        warnings.warn(f"launch_mb= of {name!r} is now bucket_mb=", FutureWarning, stacklevel=2)
+    spec, texts = arguments(name.replace("launch_mb=", "bucket_mb="), (*OPTIONS, *_READERS, "codec"))
     read = {key: _READERS[key](value or "", name) for key, value in texts.items() if key in _READERS}
     return spec, {**texts, **read}
 
@@ -79,10 +88,10 @@ def _megabytes(text: str, name: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f"cannot read launch_mb={text} of {name!r}; write for example launch_mb=50") from None
+        raise ValueError(f"cannot read bucket_mb={text} of {name!r}; write for example bucket_mb=50") from None
 
 
-_READERS: dict[str, Callable[[str, str], Any]] = {"launch_mb": _megabytes, "rollback": _truth}
+_READERS: dict[str, Callable[[str, str], Any]] = {"bucket_mb": _megabytes, "rollback": _truth}
 
 
 def check(name: str) -> None:
@@ -91,6 +100,8 @@ def check(name: str) -> None:
         return
     if name.startswith("gossip:"):
         parse(name)
+    elif name.startswith("local:"):
+        _local_method(name)
     elif name == "ddp" or name.startswith("ddp-"):
         known = (NO_COMM, *DENSE, POWERSGD)
         if name not in known:
@@ -109,12 +120,14 @@ class BuiltMethod:
         after: What to do after the optimizer's step.
         account: Bytes of tensors that this rank has sent and received so far, where that is known.
         became: What ``auto`` has chosen.
+        period: Steps of a round, of which most may send nothing.
     """
 
     run: nn.Module
     after: Callable[[], object]
     account: Callable[[], Traffic | None]
     became: str = ""
+    period: int = 1
 
     def step(self, loss: Loss, optimizer: torch.optim.Optimizer) -> None:
         """One step of training."""
@@ -133,15 +146,31 @@ def build_method(name: str, workload: Workload) -> BuiltMethod:
         net = gossip(model, spec, options.get("codec"))
         assert isinstance(net, GossipSync)
         return BuiltMethod(model, net, lambda: net.link.traffic)
+    if name.startswith("local:"):
+        return _local(name, model)
     if name.startswith("ddp-"):
         return _torch(name, model)
     if name == AUTO:
         return _decided(workload)
-    # All gradients in one bucket deliver as early as several do: our launches are cut by the plan.
+    # All gradients in one bucket deliver as early as several do: our buckets are cut by the plan.
     ddp = _ddp(model)
     spec, options = parse(name)
     wire: Wire = compress(ddp, spec, **options)
     return BuiltMethod(ddp, lambda: None, lambda: wire.link.traffic)
+
+
+def _local_method(name: str) -> tuple[LocalMethod, dict[str, Any]]:
+    spec, options = parse(name.removeprefix("local:"))
+    parts = {key: options.pop(key, None) for key in ("codec", "feedback", "exchange")}
+    return local_method(spec, **parts), options
+
+
+def _local(name: str, model: nn.Module) -> BuiltMethod:
+    chosen, options = _local_method(name)
+    setup = set_up(model, find_backend(None, None, None), Options(**options))
+    setup.shared = {}  # as for DDP: all ranks built the same model
+    outer = LocalSync(model, setup, chosen)
+    return BuiltMethod(model, outer, lambda: outer.wire.link.traffic, period=chosen.H)
 
 
 def _decided(workload: Workload) -> BuiltMethod:

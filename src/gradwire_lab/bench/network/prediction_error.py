@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.comm.rates import LinkSpec
-from gradwire.engine.plan import LAUNCH_BYTES
+from gradwire.engine.plan import BUCKET_BYTES
 from gradwire_lab.bench.network import workloads
 from gradwire_lab.bench.network.calibrate import CalibrationJob, calibrate
 from gradwire_lab.bench.network.grid import Row
@@ -30,6 +30,8 @@ from gradwire_lab.perf_model.model import DENSE
 
 TOLERANCE = 0.15  # of a measured step, within which predictions should lie
 REGRET = 0.05  # by how much a choice may be slower than the best that was measured
+
+_SIZES = ("bucket_mb", "launch_mb")  # of buckets; the second in rows of an earlier release
 
 Print = Callable[[str], object]
 
@@ -83,11 +85,11 @@ class Way:
 
     Attributes:
         spec: A dense way, or the arguments of `gradwire.compress` that decide about costs.
-        launch_bytes: Of gradients that travel together.
+        bucket_bytes: Of gradients that travel together.
     """
 
     spec: str
-    launch_bytes: int = LAUNCH_BYTES
+    bucket_bytes: int = BUCKET_BYTES
 
     @staticmethod
     def of(method: str) -> "Way | None":
@@ -97,10 +99,10 @@ class Way:
         if method == AUTO or method.startswith(("ddp-", "gossip:")):
             return None
         spec, *options = (part.strip() for part in method.split(";"))
-        sizes = [option.partition("=")[2] for option in options if option.startswith("launch_mb")]
+        sizes = [option.partition("=")[2] for option in options if option.startswith(_SIZES)]
         # Without rollback the same bytes are sent.
-        rest = [option for option in options if not option.startswith(("launch_mb", "rollback"))]
-        return Way("; ".join([spec, *rest]), int(float(sizes[-1]) * 2**20) if sizes else LAUNCH_BYTES)
+        rest = [option for option in options if not option.startswith((*_SIZES, "rollback"))]
+        return Way("; ".join([spec, *rest]), int(float(sizes[-1]) * 2**20) if sizes else BUCKET_BYTES)
 
 
 def compare(rows: Iterable[Row], report: Print = lambda line: None) -> Iterator[StepComparison | ChoiceComparison]:
@@ -140,7 +142,9 @@ def _predicted(rows: Sequence[Row], figures: Calibration) -> Iterator[StepCompar
         if row["method"] == NO_COMM:
             yield StepComparison(row, figures.compute)
         elif way is not None:
-            yield StepComparison(row, predict(figures, way.spec, _cluster(row), launches=(way.launch_bytes,)).seconds)
+            yield StepComparison(
+                row, predict(figures, way.spec, _cluster(row), bucket_sizes=(way.bucket_bytes,)).seconds
+            )
 
 
 def _picked(rows: Sequence[Row], figures: Calibration) -> Iterator[ChoiceComparison]:
@@ -157,6 +161,6 @@ def _picked(rows: Sequence[Row], figures: Calibration) -> Iterator[ChoiceCompari
         choice = advise(known, _cluster(row), weighed).trial
         best = min(there, key=lambda way: there[way])
         same = [way for way in there if way.spec == choice.spec]
-        taken = min(same, key=lambda way: abs(way.launch_bytes - choice.launch_bytes))
+        taken = min(same, key=lambda way: abs(way.bucket_bytes - choice.bucket_bytes))
         regret = there[taken] / there[best] - 1
         yield ChoiceComparison(row["model"], row["link"], row["world"], taken.spec, best.spec, regret, careful)

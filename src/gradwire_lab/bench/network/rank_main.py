@@ -83,9 +83,11 @@ def _block(method: str, workload: Workload, budget: Budget, number: int) -> bool
     except (TypeError, ValueError, RuntimeError) as wrong:
         emit(method=method, refused=f"{type(wrong).__name__}: {wrong}")
         return False
-    count = _agree_on_steps(seconds[-1], budget)
-    for _ in range(budget.warmup - 2 if count > 2 else 0):
+    count, period = _agree_on_steps(seconds[-1], budget), built.period
+    warmup = max(2, budget.warmup) if count > 2 else 2
+    for _ in range(-(-warmup // period) * period - 2):
         step()
+    count = -(-count // period) * period  # whole rounds
     reported, nic = _accounts(built)
     times = [step() for _ in range(count)]
     reported_after, nic_after = _accounts(built)
@@ -95,6 +97,7 @@ def _block(method: str, workload: Workload, budget: Budget, number: int) -> bool
         seconds=times,
         nic=None if nic is None or nic_after is None else (nic_after - nic) / count,
         became=built.became,
+        period=period,
         **_reported(reported, reported_after, count),
     )
     for p in workload.model.parameters():
@@ -146,8 +149,9 @@ def _reported(before: Traffic | None, after: Traffic | None, steps: int) -> dict
 def summarize(turns: list[dict[str, Any]]) -> dict[str, Any]:
     """One row of all ranks' turns of a method."""
     seconds = [one for turn in turns for one in turn["seconds"]]
+    middle = statistics.median if turns[0].get("period", 1) == 1 else statistics.fmean
     row: dict[str, Any] = {
-        "step_ms": 1e3 * (_unsynchronized_step(turns) if turns[0]["method"] == NO_COMM else statistics.median(seconds)),
+        "step_ms": 1e3 * (_unsynchronized_step(turns) if turns[0]["method"] == NO_COMM else middle(seconds)),
         "step_ms_quartiles": [1e3 * one for one in quartiles(seconds)],
         "steps": len(seconds),
     }

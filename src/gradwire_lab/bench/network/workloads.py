@@ -1,8 +1,9 @@
 """Workloads: the training step that every method is measured with.
 
 Batches are small, because compression is for those whose step is short beside their traffic; inputs are random, because
-no time depends on what they say. A person's own workload is a function that takes nothing and returns a model and a
-function from that model to a loss: ``mine.py:make`` or ``package.module:make``.
+no time depends on what they say. A user's own is ``mine.py:make`` or ``package.module:make``: a function that returns a
+module, as for `gradwire train`, which is fed random digits; or a module and a function from it to a loss, which brings
+its own batches.
 """
 
 import inspect
@@ -16,9 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradwire_lab.train import models
+from gradwire_lab.train.call_with_options import call_with_options
 from gradwire_lab.train.models.lstm import LanguageLSTM
 
 CPU = torch.device("cpu")
+DIGITS = {"classes": 10, "channels": 1, "size": 8}  # the facts of that data set
+DIGITS_SHAPE = (DIGITS["channels"], DIGITS["size"], DIGITS["size"])
 SMALL_GPT = {"width": 256, "layers": 6, "heads": 4}
 Loss = Callable[[nn.Module], Tensor]
 
@@ -93,15 +97,28 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
 
 
 def load(name: str) -> Workload:
-    """A workload by its name, or a person's own."""
+    """A workload by its name, or a user's own."""
     if ":" not in name:
         if name not in WORKLOADS:
             raise ValueError(f"there is no workload {name!r}; take {', '.join(WORKLOADS)}, or your own: mine.py:make")
         return WORKLOADS[name]()
-    made: object = models.load(name)()
+    made = _made(name)
+    if isinstance(made, nn.Module):
+        inputs, labels = torch.randn(60, *DIGITS_SHAPE), torch.randint(DIGITS["classes"], (60,))
+        return Workload(made, lambda run: F.cross_entropy(run(inputs), labels))
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
-        raise ValueError(f"{name} must return a model and a function from it to a loss, but returned {made!r:.80}")
+        raise ValueError(f"{name} must return a module, or one and a function from it to a loss, not {made!r:.80}")
     return Workload(*made)
+
+
+def is_workload(name: str) -> bool:
+    """Whether a name is one of ours, or of a user's own function that brings batches along; a plain module does not."""
+    return ":" not in name or not isinstance(_made(name), nn.Module)
+
+
+def _made(name: str) -> object:
+    """What a user's own function returns, which is told of the digits as `gradwire train` would."""
+    return call_with_options(models.load(name), "model", name, {}, {**DIGITS, "num_classes": DIGITS["classes"]})
 
 
 def source(name: str) -> str:

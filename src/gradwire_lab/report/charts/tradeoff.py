@@ -1,6 +1,8 @@
 """Accuracy against bytes, and the Pareto front."""
 
+import math
 from collections.abc import Sequence
+from typing import Literal
 
 import altair as alt
 
@@ -20,11 +22,23 @@ from gradwire_lab.report.charts.figure import (
 from gradwire_lab.report.numbers import in_bytes, mean_and_spread, ratio, rounded
 from gradwire_lab.report.run_groups import Group, Task, front
 
-MOST_NAMES = 6  # of points; where there are more, names would lie on top of each other, and the legend has them too
+Spot = tuple[Literal["left", "right", "center"], int, int]
+CHARACTER, LINE = 6.2, 14  # pixels of a name's letters, and of its height
+PLOT_WIDTH, PLOT_HEIGHT = 480, 250  # about; on a narrower page names may meet, and the legend has them too
+# Where a name may stand beside its point: alignment, and pixels to the right and down.
+SPOTS: tuple[Spot, ...] = (
+    ("left", 9, -8),
+    ("left", 9, 10),
+    ("right", -9, -8),
+    ("right", -9, 10),
+    ("center", 0, -16),
+    ("center", 0, 18),
+)
+Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def metric_over_bytes(task: Task) -> Figure | None:
-    rows = [row for group in task.groups if (row := _row(group))["sent"] and row["value"] is not None]
+    rows = [row for group in task.groups if (row := _row(task, group))["sent"] and row["value"] is not None]
     if not rows:
         return None
     best = front([(row["sent"], row["value"]) for row in rows], task.metric)
@@ -32,20 +46,21 @@ def metric_over_bytes(task: Task) -> Figure | None:
     return Figure(
         "metric-over-bytes",
         f"{task.metric.title.capitalize()} against bytes sent by each rank",
-        f"At the end of training, {seeds(task)}; bars span the seeds. Dotted: the Pareto front, whose points none "
-        "beats that sends as little. Counted is all that a rank sent, agreements and padding included."
+        f"At the end of training, {seeds(task)}; bars are 95 % t-intervals of the means. Dotted: the Pareto "
+        "front, whose points none beats that sends as little. Counted is all that a rank sent, agreements and padding "
+        "included."
         + left_out({group.label: len(group.runs) * bool(group.diverged) for group in task.groups}, "diverged"),
         finish(_chart(task, rows, line)),
     )
 
 
-def _row(group: Group) -> Row:
-    values = list(group.values.values())
+def _row(task: Task, group: Group) -> Row:
+    interval = group.estimate.within(task.metric.least, task.metric.most)
     return {
         "group": group.label,
         "value": rounded(group.estimate.mean),
-        "low": rounded(min(values)),
-        "high": rounded(max(values)),
+        "low": rounded(interval.mean if interval.low is None else interval.low),
+        "high": rounded(interval.mean if interval.high is None else interval.high),
         "sent": rounded(group.mean("sent")),
         "text": mean_and_spread(group.estimate),
         "bytes": in_bytes(group.mean("sent") or 0),
@@ -65,11 +80,48 @@ def _chart(task: Task, rows: Sequence[Row], line: Sequence[Row]) -> Chart:
     titles |= {"payload": "payload ratio", "wire": "wire ratio"}
     points = chart(rows).mark_point(filled=True, size=110, opacity=1)
     points = points.encode(x, y, color(task), shape(task), tooltip=tooltips(titles))
-    named = line if len(rows) <= MOST_NAMES else []
-    names = chart(named).mark_text(align="left", dx=9, dy=-8).encode(x, y, alt.Text("group:N"))
+    names = [
+        chart([row]).mark_text(align=align, dx=dx, dy=dy).encode(x, y, alt.Text("group:N"))
+        for row, (align, dx, dy) in placed(rows)
+    ]
     return alt.layer(
         stairs.encode(x, y, alt.Order("order:Q")),
         spans.encode(opacity=visible),
         points.encode(opacity=visible).add_params(chosen),
-        names,
+        *names,
     )
+
+
+def placed(rows: Sequence[Row]) -> list[tuple[Row, Spot]]:
+    """The names that can stand beside their points, and where, so that none lies on another or on a point.
+
+    The first rows choose first. A name without room is left to the legend.
+    """
+    points = _pixels(rows)
+    taken: list[Box] = [(x - 6, y - 6, x + 6, y + 6) for x, y in points]
+    found = []
+    for row, (x, y) in zip(rows, points, strict=True):
+        width = CHARACTER * len(row["group"])
+        for align, dx, dy in SPOTS:
+            left = x + dx - {"left": 0.0, "right": width, "center": width / 2}[align]
+            box = left, y + dy - LINE / 2, left + width, y + dy + LINE / 2
+            inside = box[0] >= -30 and box[2] <= PLOT_WIDTH + 60
+            if inside and not any(_overlap(box, other) for other in taken):
+                taken.append(box)
+                found.append((row, (align, dx, dy)))
+                break
+    return found
+
+
+def _pixels(rows: Sequence[Row]) -> list[tuple[float, float]]:
+    """Where points are drawn, about."""
+    across, up = [math.log(row["sent"]) for row in rows], [row["value"] for row in rows]
+    width, height = max(across) - min(across) or 1.0, max(up) - min(up) or 1.0
+    return [
+        (PLOT_WIDTH * (x - min(across)) / width, PLOT_HEIGHT * (max(up) - y) / height)
+        for x, y in zip(across, up, strict=True)
+    ]
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]

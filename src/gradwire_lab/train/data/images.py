@@ -54,6 +54,26 @@ class ImageTask:
         return {"classes": self.classes, "channels": channels, "size": width}
 
 
+def image_task(name: str, parts: object) -> ImageTask:
+    """A task of four tensors: images and labels to train on, images and labels to test with.
+
+    Raises:
+        ValueError: They are not four tensors whose shapes fit.
+    """
+    if not (isinstance(parts, tuple | list) and len(parts) == 4 and all(isinstance(x, Tensor) for x in parts)):
+        raise ValueError(f"{name} must return a task, or images and labels to train on and to test with: four tensors")
+    train, test = (Images(pixels, labels.long()) for pixels, labels in (parts[:2], parts[2:]))
+    for images in (train, test):
+        if images.pixels.dim() != 4 or images.labels.shape != images.pixels.shape[:1]:
+            shapes = f"{list(images.pixels.shape)} and {list(images.labels.shape)}"
+            raise ValueError(f"{name}: images must be [n, channels, height, width] and labels [n], not {shapes}")
+    values = train.pixels.float()
+    deviation, mean = torch.std_mean(values, dim=(0, 2, 3))
+    scale = deviation.where(deviation > 0, 1.0)
+    classes = int(max(train.labels.max(), test.labels.max())) + 1
+    return ImageTask(name, train, test, classes, tuple(mean.tolist()), tuple(scale.tolist()))
+
+
 class Normalizer:
     """Pixels of any type -> float32 of mean zero and deviation one."""
 

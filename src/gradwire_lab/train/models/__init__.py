@@ -5,20 +5,14 @@ An image model turns [batch, channels, height, width] into logits [batch, classe
 state: ``logits, state = model(tokens, state)``, beginning with ``model.start(batch)``.
 """
 
-import importlib
-import importlib.util
-import inspect
-import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import entry_points
-from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import nn
 
-from gradwire_lab.train.call_with_options import call_with_options, nearest
+from gradwire_lab.train.call_with_options import call_with_options, load_function, nearest
 from gradwire_lab.train.models.digits import cnn
 from gradwire_lab.train.models.gpt import GPT, gpt2
 from gradwire_lab.train.models.lstm import LanguageLSTM
@@ -48,8 +42,7 @@ GROUP = "gradwire.models"  # the entry points by which installed packages add mo
 
 def load(text: str) -> Maker:
     """The maker behind a name of `MODELS` or of an entry point, ``file.py:make``, or ``package.module:make``."""
-    place, colon, name = text.rpartition(":")
-    if not colon:
+    if ":" not in text:
         if text.endswith(".py"):
             raise ValueError(f"the model {text} is a file; name the function in it too, as in {text}:make")
         if text in MODELS:
@@ -59,14 +52,7 @@ def load(text: str) -> Maker:
             known = {**MODELS, **points}
             raise ValueError(f"there is no model called {text!r}; {nearest(text, known)} (your own: file.py:make)")
         return points[text].load()  # type: ignore[no-any-return]
-    module = _file(Path(place)) if place.endswith(".py") else _module(place)
-    maker: object = getattr(module, name, None)
-    if not callable(maker):
-        raise ValueError(f"{place} has no function called {name!r} that would make a model")
-    named = inspect.isroutine(maker) or inspect.isclass(maker)
-    if place.endswith(".py") and named and getattr(maker, "__module__", None) != module.__name__:
-        raise ValueError(f"{place} only imports {name!r}; name a function that the file itself defines")
-    return maker
+    return load_function(text)
 
 
 def build(
@@ -101,34 +87,3 @@ def _call(maker: Maker, text: str, options: Mapping[str, object], facts: Mapping
         given = ", ".join(f"model.options.{word} = {value!r}" for word, value in options.items())
         why = " ".join(str(error).split())
         raise ValueError(f"the model {text} cannot be made with {given}: {why}") from None
-
-
-def _file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise ValueError(
-            f"there is no model file {path}; give a path from the current folder, as in models/mine.py:make"
-        )
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"the model file {path} cannot be imported: {_whereabouts(error, path)}") from error
-    return module
-
-
-def _whereabouts(error: Exception, path: Path) -> str:
-    """An error, and the last line of the user's file on the way to it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame.lineno for frame in frames if frame.filename == str(path.absolute())]
-    line, what = (error.lineno, error.msg) if isinstance(error, SyntaxError) else (theirs[-1] if theirs else 0, error)
-    return f"{f'line {line}: ' if line else ''}{type(error).__name__}: {what}"
-
-
-def _module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"the module {error.name} is not installed; install it, or name a file as in mine.py:make"
-        ) from None

@@ -52,7 +52,7 @@ def _line(row, base, row_segment, table, state, BLOCK: tl.constexpr):
 def _tile(
     grad, residual, momentum, new_residual, new_momentum, broken, n, m, decay, tile_row, row_segment, table, state,
     words, over,
-    RULE: tl.constexpr, TELL: tl.constexpr, DENSE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    RULE: tl.constexpr, REPORT: tl.constexpr, DENSE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0).to(tl.int64)
     base = tile * BLOCK
@@ -64,7 +64,7 @@ def _tile(
         grad + base, residual + base, momentum + base, new_residual + base, new_momentum + base,
         at, at < n - base, m, decay, RULE, True, MASKED,
     )  # fmt: skip
-    if TELL:
+    if REPORT:
         report(bad, broken)
     key = key_of(v)
     while row < stop:
@@ -85,16 +85,16 @@ def _tile(
 def mark(
     grad, residual, momentum, new_residual, new_momentum, broken, n, m, decay, tile_row, row_segment, table, state,
     words, over,
-    RULE: tl.constexpr, TELL: tl.constexpr, DENSE: tl.constexpr, BLOCK: tl.constexpr,
+    RULE: tl.constexpr, REPORT: tl.constexpr, DENSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """TELL: some segment has no other program, so that this one must say when an entry is bad."""
+    """REPORT: some segment has no other program, so this one must report an entry that is not finite."""
     if (tl.program_id(0).to(tl.int64) + 1) * BLOCK <= n:
         _tile(
             grad, residual, momentum, new_residual, new_momentum, broken, n, m, decay, tile_row, row_segment, table,
-            state, words, over, RULE, TELL, DENSE, False, BLOCK,
+            state, words, over, RULE, REPORT, DENSE, False, BLOCK,
         )  # fmt: skip
     else:
         _tile(
             grad, residual, momentum, new_residual, new_momentum, broken, n, m, decay, tile_row, row_segment, table,
-            state, words, over, RULE, TELL, DENSE, True, BLOCK,
+            state, words, over, RULE, REPORT, DENSE, True, BLOCK,
         )  # fmt: skip

@@ -94,11 +94,10 @@ def _choose(line, bins, known, wanted, SHIFT: tl.constexpr, BITS: tl.constexpr):
     longer = (known << BITS) | digit
     tl.store(line + KEY, longer.to(tl.int64))
     tl.store(line + LAST, wanted - tl.sum(tl.where(place > digit, counts, 0), 0))
-    return longer
 
 
 @triton.jit
-def _first(x, edge, chunk, entry, line, bins, larger, tied, out, n, SHIFT: tl.constexpr, BITS: tl.constexpr,
+def _first(x, chunk, entry, line, bins, larger, tied, out, n, SHIFT: tl.constexpr, BITS: tl.constexpr,
            BLOCK: tl.constexpr):  # fmt: skip
     """Prove the guessed key, and count first digits in case that it is wrong."""
     guess = tl.load(line + KEY).to(tl.int32)
@@ -122,7 +121,6 @@ def _first(x, edge, chunk, entry, line, bins, larger, tied, out, n, SHIFT: tl.co
         if (left > 0) & (left <= tl.load(line + TIED)):
             _share_out(entry, larger, tied, out, left)
             tl.store(line + OUTCOME, PROVEN)
-            tl.store(edge, guess.to(tl.float32, bitcast=True))
         else:
             _choose(line, bins, guess * 0, wanted, SHIFT, BITS)
         tl.debug_barrier()
@@ -133,7 +131,7 @@ def _first(x, edge, chunk, entry, line, bins, larger, tied, out, n, SHIFT: tl.co
 
 @triton.jit
 def count_digits(
-    x, edge, table, chunk_segment, state, digits, larger, tied, out, n,
+    x, table, chunk_segment, state, digits, larger, tied, out, n,
     SHIFT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the next digit of each last winner; LAST holds how many of the winners agree with it so far."""
@@ -142,7 +140,7 @@ def count_digits(
     entry, line, bins = table + segment * COLUMNS, state + segment * COLUMNS, digits + segment * DIGIT_BINS
     if tl.load(line + OUTCOME) == MISSED:
         if SHIFT + BITS == 31:
-            _first(x, edge + segment, chunk, entry, line, bins, larger, tied, out, n, SHIFT, BITS, BLOCK)
+            _first(x, chunk, entry, line, bins, larger, tied, out, n, SHIFT, BITS, BLOCK)
         else:
             known, wanted = tl.load(line + KEY).to(tl.int32), tl.load(line + LAST)
             base, start, stop = stretch(chunk, entry, BLOCK)
@@ -154,9 +152,7 @@ def count_digits(
                 counts += tl.histogram((key >> SHIFT) & ((1 << BITS) - 1), 1 << BITS, mask=agrees)
             tl.atomic_add(bins + tl.arange(0, 1 << BITS), counts.to(tl.int64), mask=counts > 0, sem="relaxed")
             if is_last(line, tl.load(entry + CHUNKS)):
-                longer = _choose(line, bins, known, wanted, SHIFT, BITS)
-                if SHIFT == 0:
-                    tl.store(edge + segment, longer.to(tl.float32, bitcast=True))
+                _choose(line, bins, known, wanted, SHIFT, BITS)
                 tl.debug_barrier()
                 tl.store(bins + tl.arange(0, DIGIT_BINS), tl.zeros([DIGIT_BINS], tl.int64))
 

@@ -44,11 +44,10 @@ def accumulate_topk_(
     rule: Accumulation,
     lengths: tuple[int, ...],
     counts: tuple[int, ...],
-    edge: Tensor | None,
 ) -> Selected:
     chosen = plan(lengths, counts, grad.device)
     if chosen.total == 0 or not readable(grad, residual, momentum):
-        return definition(fused.accumulate_topk_)(grad, residual, momentum, rule, lengths, counts, edge)
+        return definition(fused.accumulate_topk_)(grad, residual, momentum, rule, lengths, counts)
     memories = residual, momentum
     return _Selection(memories, memories, chosen).run(grad, rule)
 
@@ -61,11 +60,10 @@ def carry_topk_(
     rule: Accumulation,
     lengths: tuple[int, ...],
     counts: tuple[int, ...],
-    edge: Tensor | None,
 ) -> Selected:
     chosen = plan(lengths, counts, grad.device)
     if chosen.total == 0 or not readable(grad, *before, *after):
-        return definition(fused.carry_topk_)(grad, before, after, rule, lengths, counts, edge)
+        return definition(fused.carry_topk_)(grad, before, after, rule, lengths, counts)
     return _Selection(before, after, chosen).run(grad, rule)
 
 
@@ -78,13 +76,12 @@ def send_topk_(
     rule: Accumulation,
     lengths: tuple[int, ...],
     counts: tuple[int, ...],
-    edge: Tensor | None,
 ) -> Selected:
     chosen = plan(lengths, counts, grad.device)
     if chosen.total == 0 or not readable(grad, *before, *after):
-        return definition(fused.send_topk_)(grad, before, after, mask, rule, lengths, counts, edge)
-    settle = 2 if mask and after[1] is not None else 1
-    return _Selection(before, after, chosen).run(grad, rule, settle=settle)
+        return definition(fused.send_topk_)(grad, before, after, mask, rule, lengths, counts)
+    subtract = 2 if mask and after[1] is not None else 1
+    return _Selection(before, after, chosen).run(grad, rule, subtract=subtract)
 
 
 class _Selection:
@@ -96,12 +93,12 @@ class _Selection:
         self.plan = chosen
         self.facts: tuple[Any, ...] = (chosen.serial, *form(self.x, self.spare))
 
-    def run(self, grad: Tensor | None, rule: Accumulation, values: bool = True, settle: int = 0) -> Selected:
+    def run(self, grad: Tensor | None, rule: Accumulation, values: bool = True, subtract: int = 0) -> Selected:
         stream = stream_of(self.x.device)
         scratch = self.plan.pool.take(self.plan, stream)
         self.facts = (*self.facts, scratch.serial)
         self._mark(scratch, grad, rule)
-        selected = self._finish(scratch, values, settle)
+        selected = self._finish(scratch, values, subtract)
         self.plan.pool.give(scratch, stream)
         return selected
 
@@ -119,13 +116,12 @@ class _Selection:
         launch(refine, p.chunks, facts, read, sampled, num_warps=8)
         marked = (
             scratch.broken, tiles.n, *numbers, tiles.tile_row, tiles.row_segment, p.table, scratch.state,
-            scratch.words, scratch.over, kind, p.silent, p.dense, BLOCK,
+            scratch.words, scratch.over, kind, p.unselected, p.dense, BLOCK,
         )  # fmt: skip
         launch(mark, tiles.tiles, facts, (*read, self.x, self.spare), marked, **_MARK)
 
-    def _finish(self, scratch: Scratch, values: bool, settle: int) -> Selected:
+    def _finish(self, scratch: Scratch, values: bool, subtract: int) -> Selected:
         p, x, facts, n = self.plan, self.x, self.facts, self.plan.grid.n
-        edge = torch.empty(p.table.shape[0], device=x.device)
         indices = torch.empty(p.total, dtype=torch.int64, device=x.device)
         chosen = torch.empty(p.total if values else 0, dtype=x.dtype, device=x.device)
         broken = torch.empty((), dtype=torch.bool, device=x.device)
@@ -139,15 +135,15 @@ class _Selection:
         launch(compact, p.chunks, facts, (x,), counted, **_COMPACT)
         launch(narrow, p.chunks, facts, (p.table,), (*around[1:], scratch.fine, *candidates[:3]), **_THRESHOLD)
         searched = (*around, *candidates, scratch.bound_key, scratch.bound_place, *winners, BLOCK)
-        launch(threshold, p.chunks, facts, (x, edge), searched, **_THRESHOLD)
+        launch(threshold, p.chunks, facts, (x,), searched, **_THRESHOLD)
         for digit in DIGITS:
             again = (*around, scratch.digits, scratch.number, *winners, n, *digit, BLOCK)
-            launch(count_digits, p.chunks, (facts, digit), (x, edge), again, **_RADIX)
+            launch(count_digits, p.chunks, (facts, digit), (x,), again, **_RADIX)
         launch(count_ties, p.chunks, facts, (x,), (*around, scratch.number, *winners, n, BLOCK), **_RADIX)
-        fresh = (x, self.spare, edge, indices, chosen, broken)
+        fresh = (x, self.spare, indices, chosen, broken)
         written = (
-            p.table, p.chunk_segment, p.table.shape[0], scratch.state, *candidates, *winners, scratch.broken, n,
-            values, settle, BLOCK,
+            p.table, p.chunk_segment, scratch.state, *candidates, *winners, scratch.broken, n,
+            values, subtract, BLOCK,
         )  # fmt: skip
-        launch(write, p.chunks, (facts, values, settle), fresh, written, **_WRITE)
-        return Selected(indices, chosen, broken, edge)
+        launch(write, p.chunks, (facts, values, subtract), fresh, written, **_WRITE)
+        return Selected(indices, chosen, broken)

@@ -114,7 +114,7 @@ def _count_winners(chunk, entry, line, low, bits, cut, top, base, count, keys, p
 
 
 @triton.jit
-def _decide(entry, line, edge, low, bits, cut, top, need, keys, places, sure, out, BLOCK: tl.constexpr):
+def _decide(entry, line, low, bits, cut, top, need, keys, places, sure, out, BLOCK: tl.constexpr):
     """Search the cut bin, and add its winners to their chunks'; then sum up."""
     start, length, count = tl.load(entry + START), tl.load(entry + LENGTH), tl.load(line + BOUND).to(tl.int32)
     keys += tl.load(entry + SLOT)
@@ -123,7 +123,6 @@ def _decide(entry, line, edge, low, bits, cut, top, need, keys, places, sure, ou
     key, last = search(keys, places, count, need - tl.load(line + ABOVE), low + (cut << bits), high, length)
     tl.store(line + KEY, key.to(tl.int64))
     tl.store(line + LAST, last)
-    tl.store(edge, key.to(tl.float32, bitcast=True))
     first, chunks = tl.load(entry + CHUNK), tl.load(entry + CHUNKS).to(tl.int32)
     for i in range(0, count, WIDTH):
         at = i + tl.arange(0, WIDTH)
@@ -154,12 +153,11 @@ def _count_zeros(chunk, entry, count, sure, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _admit_zeros(entry, line, edge, left, count, sure, out):
+def _admit_zeros(entry, line, left, count, sure, out):
     """All others win, and the first zeros with them."""
     first, chunks = tl.load(entry + CHUNK), tl.load(entry + CHUNKS).to(tl.int32)
     share_out(count + first, sure + first, out + first, chunks, tl.load(entry + OUT), left)
     tl.store(line + KEY, tl.zeros([], tl.int64))
-    tl.store(edge, 0.0)
 
 
 @triton.jit
@@ -175,7 +173,7 @@ def _guess(x, entry, line):
 
 @triton.jit
 def threshold(
-    x, edge, table, chunk_segment, state, base, count, keys, places, bound_keys, bound_places, sure, out,
+    x, table, chunk_segment, state, base, count, keys, places, bound_keys, bound_places, sure, out,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
@@ -194,11 +192,11 @@ def threshold(
         )
     if is_last(line, tl.load(entry + CHUNKS)):
         if zeros:
-            _admit_zeros(entry, line, edge + segment, need - found, count, sure, out)
+            _admit_zeros(entry, line, need - found, count, sure, out)
         elif missed:
             _guess(x, entry, line)
         else:
-            _decide(entry, line, edge + segment, low, bits, cut, top, need, bound_keys, bound_places, sure, out, BLOCK)
+            _decide(entry, line, low, bits, cut, top, need, bound_keys, bound_places, sure, out, BLOCK)
         tl.debug_barrier()
         tl.store(line + OUTCOME, tl.where(zeros, ZEROS, tl.where(missed, MISSED, EXACT)))
         tl.store(line + FOUND, 0)

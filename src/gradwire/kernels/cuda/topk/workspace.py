@@ -103,7 +103,7 @@ class SelectionPlan(NamedTuple):
     total: int  # results
     chunks: int
     slots: int
-    silent: bool  # some segment has entries, but none of them is wanted
+    unselected: bool  # some segment has entries, but none of them is wanted
     dense: bool  # some segment is dense
     place: torch.dtype
     table: Tensor

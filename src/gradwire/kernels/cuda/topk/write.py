@@ -1,6 +1,6 @@
-"""The last launch of a selection: write down the winners, in the order of their places, and settle them if asked.
+"""The last launch of a selection: write the winners in the order of their places, and take them off the memories.
 
-Where few are selected, winners are among the candidates put aside; otherwise the chunk is read as it lies. SETTLE: 1
+Where few are selected, winners are among the candidates put aside; otherwise the chunk is read as it lies. SUBTRACT: 1
 takes winners off the residual, 2 also masks the momentum.
 """
 
@@ -13,7 +13,6 @@ from gradwire.kernels.cuda.topk.radix import stretch, tile_of
 from gradwire.kernels.cuda.topk.threshold import WIDE
 from gradwire.kernels.cuda.topk.workspace import (
     COLUMNS,
-    COUNT,
     DENSE,
     EXACT,
     KEY,
@@ -27,24 +26,23 @@ from gradwire.kernels.cuda.topk.workspace import (
 )
 
 _TILE = tl.constexpr(1024)  # entries that are looked at together
-_MOST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def _store(x, momentum, at, value, to, won, indices, values, VALUES: tl.constexpr, SETTLE: tl.constexpr):
+def _store(x, momentum, at, value, to, won, indices, values, VALUES: tl.constexpr, SUBTRACT: tl.constexpr):
     tl.store(indices + to, at, mask=won)
     if VALUES:
         tl.store(values + to, value, mask=won)
-    if SETTLE > 0:  # what is sent as it is leaves nothing, unless it was infinite
+    if SUBTRACT > 0:  # what is sent as it is leaves nothing, unless it was infinite
         tl.store(x + at, value - value, mask=won)
-    if SETTLE > 1:
+    if SUBTRACT > 1:
         tl.store(momentum + at, tl.zeros_like(value), mask=won)
 
 
 @triton.jit
 def _write_candidates(
     x, momentum, chunk, entry, low, last, to, base, count, keys, places, indices, values,
-    VALUES: tl.constexpr, SETTLE: tl.constexpr,
+    VALUES: tl.constexpr, SUBTRACT: tl.constexpr,
 ):  # fmt: skip
     first, number = tl.load(entry + SLOT) + tl.load(base + chunk), tl.load(count + chunk)
     start = tl.load(entry + START)
@@ -55,14 +53,14 @@ def _write_candidates(
         won = live & wins(tl.load(keys + first + at, mask=live, other=-1), place, low, last)
         slot = to + tl.cumsum(won.to(tl.int32), 0) - 1
         value = tl.load(x + start + place, mask=won, other=0.0)
-        _store(x, momentum, start + place, value, slot, won, indices, values, VALUES, SETTLE)
+        _store(x, momentum, start + place, value, slot, won, indices, values, VALUES, SUBTRACT)
         to += tl.sum(won.to(tl.int32), 0)
 
 
 @triton.jit
 def _write_chunk(
     x, momentum, chunk, entry, low, last, ties, to, indices, values, n,
-    VALUES: tl.constexpr, SETTLE: tl.constexpr, BLOCK: tl.constexpr,
+    VALUES: tl.constexpr, SUBTRACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write down what lies above the last winner, and the first ``ties`` that tie with it no later than ``last``."""
     base, start, stop = stretch(chunk, entry, BLOCK)
@@ -75,7 +73,7 @@ def _write_chunk(
         sums = tl.cumsum(both, 0) - both  # both before each entry, by one scan
         won = above | (equal & ((sums >> 16) < ties))
         slot = to + (sums & 0xFFFF) + tl.minimum(sums >> 16, ties)
-        _store(x, momentum, at, value, slot, won, indices, values, VALUES, SETTLE)
+        _store(x, momentum, at, value, slot, won, indices, values, VALUES, SUBTRACT)
         seen = tl.sum(both, 0)
         to += (seen & 0xFFFF) + tl.minimum(seen >> 16, ties)
         ties -= tl.minimum(seen >> 16, ties)
@@ -83,9 +81,9 @@ def _write_chunk(
 
 @triton.jit
 def write(
-    x, momentum, edge, indices, values, was_broken, table, chunk_segment, segments, state, base, count, keys, places,
+    x, momentum, indices, values, was_broken, table, chunk_segment, state, base, count, keys, places,
     sure, out, broken, n,
-    VALUES: tl.constexpr, SETTLE: tl.constexpr, BLOCK: tl.constexpr,
+    VALUES: tl.constexpr, SUBTRACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     segment = tl.load(chunk_segment + chunk)
@@ -95,18 +93,14 @@ def write(
     kept = tl.load(entry + KIND) != DENSE
     if kept & ((outcome == EXACT) | ((outcome == ZEROS) & (ties == 0))):
         _write_candidates(
-            x, momentum, chunk, entry, low, last, to, base, count, keys, places, indices, values, VALUES, SETTLE
+            x, momentum, chunk, entry, low, last, to, base, count, keys, places, indices, values, VALUES, SUBTRACT
         )
     else:
         exact = outcome == EXACT  # then the last winner's place is known, else how many ties win in each chunk
         last = tl.where(exact, last, tl.load(entry + LENGTH))
         ties = tl.where(exact, NEVER, ties)
-        _write_chunk(x, momentum, chunk, entry, low, last, ties, to, indices, values, n, VALUES, SETTLE, BLOCK)
-    if chunk == 0:
-        if VALUES:
+        _write_chunk(x, momentum, chunk, entry, low, last, ties, to, indices, values, n, VALUES, SUBTRACT, BLOCK)
+    if VALUES:  # noqa: SIM102 - known when compiling
+        if chunk == 0:
             tl.store(was_broken, tl.load(broken))
             tl.store(broken, 0)
-        for i in range(0, segments, 128):  # segments of which nothing is wanted have no program of their own
-            at = i + tl.arange(0, 128)
-            none = (at < segments) & (tl.load(table + at * COLUMNS + COUNT, mask=at < segments, other=1) == 0)
-            tl.store(edge + at, tl.full([128], _MOST, tl.float32), mask=none)

@@ -1,0 +1,101 @@
+"""Draw docs/headline-sgd.svg and docs/headline-adamw.svg: what each spec loses, and how much smaller its messages are.
+
+    python docs/results/headlines.py
+
+It reads the rows of docs/results-tables.md and docs/results/adamw-h200.jsonl, and needs gradwire[report].
+"""
+
+import json
+import re
+from pathlib import Path
+from statistics import stdev
+
+import altair
+import vl_convert
+from scipy.stats import t
+
+DOCS = Path(__file__).parent.parent
+DIVERGED = "zero_one_adam(start=150)"
+WANTED = {  # rows of ResNet-9, and what the figure calls them
+    "dgc(0.0042, values=sign), batch 256, granularity model, lr 0.2": "dgc(0.0042, values=sign)",
+    "dgc(0.0022, values=sign), granularity model": "dgc(0.0022, values=sign)",
+    "dgc(0.0008, values=sign), granularity model": "dgc(0.0008, values=sign)",
+    "topk(0.0037)|sign": "topk(0.0037) | sign",
+    "qsgd(levels=255, bucket=None), granularity layer": "qsgd, no feedback",
+    "terngrad(clip=2.5), granularity layer": "terngrad, no feedback",
+}
+
+
+def sgd() -> list[dict[str, object]]:
+    rows = []
+    for line in (DOCS / "results-tables.md").read_text().splitlines():
+        cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if cells and cells[0] in WANTED:
+            mean, *interval = [float(number) for number in re.findall(r"[-+][\d.]+", cells[5])]
+            low, high = interval or (mean, mean)
+            ratio = float(cells[6].rstrip("x").replace(",", ""))
+            name = f"{WANTED[cells[0]]}: {cells[2]} seed{'s' * (cells[2] != '1')}"
+            rows.append({"spec": name, "ratio": ratio, "mean": mean, "low": low, "high": high})
+    assert len(rows) == len(WANTED)
+    return rows
+
+
+def adamw() -> list[dict[str, object]]:
+    lines = [json.loads(line) for line in (DOCS / "results" / "adamw-h200.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["lr"] == 0.002]
+    dense = {line["seed"]: line["test_loss"] for line in lines if line["spec"] == "dense"}
+    rows = []
+    for spec in dict.fromkeys(line["spec"] for line in lines if line["spec"] not in ("dense", DIVERGED)):
+        pairs = [line for line in lines if line["spec"] == spec]
+        lost = [100 * (line["test_loss"] / dense[line["seed"]] - 1) for line in pairs]
+        half = t.ppf(0.975, len(lost) - 1) * stdev(lost) / len(lost) ** 0.5 if len(lost) > 1 else 0.0
+        name = f"{spec}: {len(lost)} seed{'s' * (len(lost) > 1)}"
+        ratio, mean = pairs[0]["payload_ratio"], sum(lost) / len(lost)
+        rows.append({"spec": name, "ratio": ratio, "mean": mean, "low": mean - half, "high": mean + half})
+    return rows
+
+
+def figure(rows: list[dict[str, object]], title: str, caption: list[str], axis: str) -> altair.LayerChart:
+    rows = sorted(rows, key=lambda row: row["ratio"])
+    named = [row | {"name": f"{row['spec']}, {row['ratio']:,.0f}x smaller"} for row in rows]
+    chart = altair.Chart(altair.Data(values=named)).encode(
+        altair.Y("name:N", sort=None, title=None).axis(labelLimit=400, labelFontSize=12, grid=True)
+    )
+    color = altair.value("#1f5fbf")
+    bars = chart.mark_rule(strokeWidth=3).encode(altair.X("low:Q", title=axis), altair.X2("high:Q"), color=color)
+    points = chart.mark_point(filled=True, size=80, opacity=1).encode(altair.X("mean:Q"), color=color)
+    numbers = chart.mark_text(dy=-11, fontSize=11).encode(altair.X("mean:Q"), altair.Text("mean:Q", format="+.2f"))
+    level = altair.Chart(altair.Data(values=[{"mean": 0}])).mark_rule(strokeDash=[4, 3]).encode(altair.X("mean:Q"))
+    return (level + bars + points + numbers).properties(
+        width=440,
+        height=40 * len(rows),
+        background="white",
+        title=altair.Title(title, subtitle=caption, anchor="start"),
+    )
+
+
+def headline(rows: list[dict[str, object]]) -> str:
+    """The smallest messages whose loss has an interval."""
+    best = max((row for row in rows if row["low"] < row["high"]), key=lambda row: row["ratio"])
+    return "{ratio:.0f} times smaller, {mean:+.2f} [{low:+.2f}, {high:+.2f}]".format(**best)
+
+
+def main() -> None:
+    first = figure(
+        sgd(),
+        f"ResNet-9 on CIFAR-10, SGD: messages {headline(sgd())} points",
+        ["Test accuracy against dense training, 8 workers. Bars are 95 % intervals over pairs of seeds."],
+        "points of accuracy against dense; right is better",
+    )
+    second = figure(
+        adamw(),
+        f"A GPT of 10.9 M parameters, AdamW: messages {headline(adamw())} %",
+        [f"Test loss on WikiText-2 against dense, 8 workers, 1,500 steps; 95 % interval. {DIVERGED} diverged."],
+        "test loss above dense, percent; left is better",
+    )
+    for name, chart in (("sgd", first), ("adamw", second)):
+        (DOCS / f"headline-{name}.svg").write_text(vl_convert.vegalite_to_svg(chart.to_dict()))
+
+
+if __name__ == "__main__":
+    main()

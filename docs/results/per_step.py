@@ -1,0 +1,60 @@
+"""A GPT on bytes of a text, trained with AdamW and compressed in every step: loss and bytes by spec.
+
+Workers are those of `local.py`, simulated in one process. A run is one JSON object on the command line, or a line of a
+file that is named with an @; a row of results is appended to the file of --out. Runs that it has already are skipped.
+
+    python docs/results/per_step.py --text wikitext-2 --out adamw.jsonl \
+        '{"name": "dense", "spec": "dense", "lr": 2e-3}' \
+        '{"name": "one bit", "spec": "onebit_adam(start=225)", "lr": 2e-3, "seed": 0}'
+
+The folder of --text has train.txt and test.txt. Each worker's gradient is clipped by its own norm before it is sent.
+Other keys of a run, with their defaults: "workers" (8), "batch" (16 sequences a worker).
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gradwire
+from local import BETAS, DECAY, Replicas, Shape, _bytes, batches, evaluate, main, rate_at, ratio
+
+RUN = {"spec": "dense", "lr": 2e-3, "seed": 0, "workers": 8, "batch": 16}
+
+
+def train(
+    run: dict[str, Any], text: Path, shape: Shape, steps: int, device: torch.device, limit: int
+) -> dict[str, Any]:
+    data, held_out = (_bytes(text / f"{part}.txt").to(device) for part in ("train", "test"))
+    torch.manual_seed(run["seed"])
+    replicas = Replicas(shape, run["workers"], run["seed"], device)
+    optimizers = [gradwire.AdamW(model.parameters(), run["lr"], BETAS, weight_decay=DECAY) for model in replicas.models]
+    group = gradwire.lockstep(replicas.models, run["spec"], optimizers=optimizers)
+    began, curve, feed = time.perf_counter(), [], batches(data, run, shape.context, 0)
+    for step in range(steps):
+        loss_now = replicas.backward(next(feed))
+        group()
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = rate_at(step, steps, run["lr"])
+            optimizer.step()
+        if (step + 1) % 100 == 0:
+            curve.append(round(loss_now.item(), 4))
+    report = group.wires[0].report()
+    return {
+        **run,
+        "steps": steps,
+        "parameters": replicas.size,
+        "test_loss": round(evaluate(replicas, held_out, limit), 4),
+        "payload_ratio": ratio(report.payload_ratio),
+        "wire_ratio": ratio(report.wire_ratio),
+        "skipped": report.skipped,
+        "train_loss": curve,
+        "seconds": round(time.perf_counter() - began, 1),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+    }
+
+
+if __name__ == "__main__":
+    main(train, RUN, __doc__, "adamw.jsonl")

@@ -1,0 +1,103 @@
+"""Shards: compression between replicas whose parameters are sharded (FSDP2).
+
+Each rank holds some rows of every parameter, and exchanges them with the ranks that hold the same rows of other
+replicas. What concerns the whole model is decided over all shards: a dropped step, and a norm to clip by.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradwire.comm.host_layout import HostLayout
+from gradwire.core.keys import Key
+from gradwire.core.requests import Max
+from gradwire.engine import status
+from gradwire.engine.drive import Rounds
+from gradwire.engine.gradients import Grads
+from gradwire.engine.hosts import LOCAL, HostEngine, among_hosts, norm_inside
+from gradwire.engine.plan import Plan
+from gradwire.engine.state import Generation
+from gradwire.engine.step import BucketResult, Engine, StepResult
+from gradwire.engine.views import GradViews
+
+_BITS = (status.NONFINITE, status.MISSING, status.UNSUPPORTED, status.MALFORMED)
+
+
+class ShardEngine:
+    """One rank's shards. It wraps an engine whose ranks are replicas.
+
+    Attributes:
+        core: The engine of this rank's shards.
+        full_plan: Its plan.
+        shard: The number of this rank in its replica.
+        shards: How many ranks hold a replica.
+    """
+
+    local, ranks_per_host = 0, 1  # shards are not shared out
+
+    def __init__(
+        self, plan: Plan, replicas: HostLayout, rank: int, seed: int, device: torch.device, rollback: bool = True
+    ) -> None:
+        replica, self.shard = replicas.place_of(rank)
+        self.shards, self.full_plan = replicas.ranks_per_host, plan
+        self.core = Engine(plan, replica, len(replicas.hosts), seed, device, rollback, shard=self.shard)
+
+    def run(self, grads: Grads, unscale: float = 1.0) -> Rounds[StepResult]:
+        """A whole step."""
+        factor, results = unscale, list[BucketResult]()
+        if self.core.clips:
+            norm = yield from norm_inside(grads, self.core.device)
+            factor = self.core.clip_factor({"": norm}, unscale)
+        for i in range(len(self.full_plan.buckets)):
+            results.append((yield from self.run_bucket(i, grads, factor)))
+        return (yield from self.finish(results, grads))
+
+    def run_bucket(self, i: int, grads: Grads, factor: float = 1.0) -> Rounds[BucketResult]:
+        """As `Engine.run_bucket`, among replicas."""
+        return among_hosts(self.core.run_bucket(i, grads, factor))
+
+    def bucket_rounds(
+        self, i: int, views: list[GradViews], local: Tensor, storage: Sequence[Generation], key: Key
+    ) -> Rounds[BucketResult]:
+        """As `Engine.bucket_rounds`, among replicas."""
+        return among_hosts(self.core.bucket_rounds(i, views, local, storage, key))
+
+    def finish(self, results: Sequence[BucketResult], grads: Grads) -> Rounds[StepResult]:
+        """Commit, or drop the step on all shards of all replicas."""
+        if self.shards > 1:
+            results = yield from self._over_shards(results)
+        return (yield from among_hosts(self.core.finish(results, grads)))
+
+    def _over_shards(self, results: Sequence[BucketResult]) -> Rounds[list[BucketResult]]:
+        """The same results with one status: whatever any shard of any replica reports."""
+        found = torch.stack([result.status.view(()) for result in results])
+        mine = torch.stack([(found & bit).amax() for bit in _BITS]).to(torch.int32)
+        (bits,) = yield [Max(mine, LOCAL)]
+        worst = bits.sum().to(torch.uint8)
+        return [result._replace(status=worst) for result in results]
+
+    def observe(self, moments: Mapping[str, Tensor]) -> None:
+        """As `Engine.observe`; an empty shard has no moments."""
+        self.core.observe({name: x for name, x in moments.items() if x.numel()})
+
+    def drop(self) -> None:
+        """Count a step that was dropped, and forget what the loop observed in it."""
+        self.core.drop()
+
+    @property
+    def delayed_updates(self) -> dict[str, Tensor]:
+        """By name: what the last step agreed on, to be handed back one step late."""
+        return self.core.delayed_updates
+
+    @property
+    def extra_state(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold besides the memories."""
+        return {"gradwire/shard": torch.tensor(self.shard), "gradwire/shards": torch.tensor(self.shards)}
+
+    def load_extra_state(self, saved: Mapping[str, Tensor]) -> None:
+        """There is nothing more to take over."""
+
+
+AnyEngine: TypeAlias = Engine | HostEngine | ShardEngine

@@ -1,0 +1,134 @@
+"""Checkpoints of local steps: this rank's state as tensors by kind and name.
+
+``local/steps`` and ``local/inside`` are the place in the training, ``local/outer/NAME`` and ``local/optimizer/...`` the
+outer weights and their optimizer, ``local/own/NAME`` the replica itself, ``local/flight/NAME`` what a message under way
+led to, ``local/pace`` the steps of each rank in a round, ``local/inner/...`` tensors of inner optimizers, where these
+are saved, too. Errors have the names that wires save them under; those of further fragments come after
+``local/fragment/1/``.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradwire.engine.checkpoint import Saved
+from gradwire.engine.step import StepResult
+from gradwire.integrations.comm_worker import CompletedFuture
+from gradwire.integrations.consistency import errors_on_all_ranks
+
+if TYPE_CHECKING:
+    from gradwire.integrations.local.handle import LocalSync
+
+_KEY = "local/"
+
+
+def save(handle: "LocalSync") -> dict[str, Tensor]:
+    """This rank's state."""
+    first, *others = handle.wires
+    state = {"steps": torch.tensor(handle.steps), "inside": torch.tensor(handle.inside)}
+    state |= {f"own/{name}": x.cpu().contiguous() for name, x in handle.outer.own().items()}
+    for fragment in handle.fragments:
+        if fragment.flight is not None:
+            state[_dropped(fragment.number)] = torch.tensor(fragment.flight.result().skipped)
+        state |= {f"flight/{name}": x for name, x in fragment.state().items()}
+    state |= handle.outer.state_dict()
+    if handle.pace is not None:
+        state["pace"] = torch.tensor(handle.pace.steps)
+    for number, wire in enumerate(others, 1):
+        state |= {f"fragment/{number}/{name}": x for name, x in wire.state_dict().items()}
+    if handle.start.wire is not None:
+        state |= {f"start/{name}": x for name, x in handle.start.wire.state_dict().items()}
+    for number, optimizer in enumerate(handle.inner_optimizers):
+        state |= {f"inner/{number}/{name}": x for name, x in _tensors(optimizer).items()}
+    return {**first.state_dict(), **{f"{_KEY}{name}": x for name, x in state.items()}}
+
+
+def load(handle: "LocalSync", states: Sequence[Saved]) -> None:
+    """Take over this rank's own state, or those of all ranks of another world."""
+    with errors_on_all_ranks(handle.link):
+        _check(handle, states)
+    first, *others = handle.wires
+    first.load_state_dict(states)
+    for number, wire in enumerate(others, 1):
+        wire.load_state_dict([_below(one, f"{_KEY}fragment/{number}/") for one in states])
+    if handle.start.wire is not None:
+        handle.start.wire.load_state_dict([_below(one, f"{_KEY}start/") for one in states])
+    mine = _own_state(handle, states)
+    local = _below(states[0] if mine is None else mine, _KEY)
+    handle.outer.load_state_dict(local)
+    handle.steps, handle.inside, handle.start.averaged = int(local["steps"]), int(local["inside"]), False
+    handle.unfinished.clear()
+    _load_flights(handle, local)
+    if mine is not None:
+        handle.outer.load_own(_below(mine, f"{_KEY}own/"))
+        if handle.pace is not None and "pace" in local:
+            handle.pace.steps = local["pace"].tolist()
+            handle.pace.restart()
+        for number, optimizer in enumerate(handle.inner_optimizers):
+            _load_tensors(optimizer, _below(local, f"inner/{number}/"))
+        return
+    handle.arrive(early=True)
+    handle.outer.restart()
+    handle.outer.restart_buffers()
+    handle.inside = 0
+    if handle.pace is not None:
+        handle.pace.restart()
+    for fragment in handle.fragments:
+        fragment.age = 0
+
+
+def _load_flights(handle: "LocalSync", local: Saved) -> None:
+    flights, count = _below(local, "flight/"), len(handle.fragments)
+    for fragment in handle.fragments:
+        fragment.flight, number = None, fragment.number
+        offset = handle.method.offset(number, count)
+        fragment.age = (handle.inside - offset) % handle.method.H if offset else handle.inside
+        if _dropped(number) in local:
+            updates = {name: flights[name].to(fragment.wire.device) for name in fragment.names if name in flights}
+            fragment.flight = CompletedFuture([StepResult(updates, bool(local[_dropped(number)]))])
+
+
+def _tensors(optimizer: Optimizer) -> dict[str, Tensor]:
+    """The tensors of an optimizer's state, by the number of the parameter and their name."""
+    slots = optimizer.state_dict()["state"].items()
+    tensors = {f"{i}/{key}": x for i, slot in slots for key, x in slot.items() if isinstance(x, Tensor)}
+    return {name: x.detach().cpu().clone().contiguous() for name, x in tensors.items()}
+
+
+def _load_tensors(optimizer: Optimizer, tensors: Saved) -> None:
+    state = optimizer.state_dict()
+    for name, x in tensors.items():
+        number, _, key = name.partition("/")
+        state["state"].setdefault(int(number), {})[key] = x.clone()
+    optimizer.load_state_dict(state)
+
+
+def _dropped(number: int) -> str:
+    return f"dropped/{number}" if number else "dropped"
+
+
+def _below(state: Saved, prefix: str) -> dict[str, Tensor]:
+    """The part of a state whose keys begin so, without that."""
+    return {key.removeprefix(prefix): x for key, x in state.items() if key.startswith(prefix)}
+
+
+def _check(handle: "LocalSync", states: Sequence[Saved]) -> None:
+    if not states or any(f"{_KEY}steps" not in one for one in states):
+        raise ValueError("this is no state of local steps: it lacks local/steps; pass what state_dict() returned")
+    outer = handle.outer
+    needed = ["rate", *(f"outer/{name}" for name in outer.weights), *(f"buffer/{name}" for name in outer.buffers)]
+    missing = [name for name in needed if f"{_KEY}{name}" not in states[0]]
+    if missing:
+        raise ValueError(f"the state lacks {missing[0]}; is it a checkpoint of another model?")
+    saved = 1 + len({key.split("/")[2] for key in states[0] if key.startswith(f"{_KEY}fragment/")})
+    if saved != len(handle.fragments):
+        raise ValueError(f"the state has {saved} fragments, and this model {len(handle.fragments)}; take as many")
+
+
+def _own_state(handle: "LocalSync", states: Sequence[Saved]) -> Saved | None:
+    """The state that this very rank has saved, if the world is still the same."""
+    own = [one for one in states if len(states) == 1 or int(one["gradwire/rank"]) == handle.link.rank]
+    return own[0] if len(own) == 1 and handle.fits(own[0]) else None

@@ -1,0 +1,76 @@
+"""Fragment: parameters whose differences are sent together, and what becomes of their message."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from gradwire.engine.step import StepResult
+from gradwire.integrations.comm_worker import Pending
+from gradwire.integrations.setup import Setup
+from gradwire.integrations.wire import Wire
+from gradwire.local.fragments import split_names
+from gradwire.local.method import LocalMethod
+
+
+class Fragment:
+    """A part of the model, or all of it.
+
+    Attributes:
+        number: Which one.
+        wire: Compresses its differences, and keeps their errors.
+        flight: What its last message leads to, until that is applied.
+        age: Inner steps since that was sent.
+        steps: Inner steps whose differences were sent.
+    """
+
+    def __init__(self, number: int, wire: Wire) -> None:
+        self.number, self.wire = number, wire
+        self.flight: Pending[StepResult] | None = None
+        self.age = self.steps = 0
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.wire.parameters)
+
+    def send(self) -> None:
+        """Count the steps that a message is about."""
+        self.steps, self.age = self.steps + self.age, 0
+
+    def wait(self) -> None:
+        """Wait for a message under way."""
+        if self.flight is not None:
+            self.flight.result()
+
+    def state(self) -> dict[str, Tensor]:
+        """What the message under way led to."""
+        if self.flight is None:
+            return {}
+        result = self.flight.result()
+        return {name: x.detach().cpu().clone().contiguous() for name, x in result.updates.items()}
+
+    @property
+    def dense(self) -> float:
+        """Float32 bytes of the inner steps whose differences were sent, as this rank would have encoded them."""
+        report = self.wire.report()
+        return report.dense * self.steps / max(1, report.steps)
+
+
+def fragments_of(setup: Setup, chosen: LocalMethod) -> list[Fragment]:
+    """The fragments of a model. Their messages travel one after the other, by the thread of the first."""
+    parts = split_names(setup.parameters, chosen.fragments)
+    fragments: list[Fragment] = []
+    for number, names in enumerate(parts):
+        wire = Wire(setup if len(parts) == 1 else _part(setup, names), chosen.message)
+        wire.worker = fragments[0].wire.worker if fragments else wire.worker
+        fragments.append(Fragment(number, wire))
+    return fragments
+
+
+def _part(setup: Setup, names: Sequence[str]) -> Setup:
+    """The setup of some parameters, with the rules that serve any of them, or none of the model's."""
+    shapes = {name: tuple(p.shape) for name, p in setup.parameters.items()}
+    matched = [{name for name, shape in shapes.items() if rule.matches(name, shape)} for rule in setup.options.rules]
+    rules = [rule for rule, all_of in zip(setup.options.rules, matched, strict=True) if not all_of or all_of & {*names}]
+    own = {name: setup.parameters[name] for name in names}
+    return replace(setup, parameters=own, options=replace(setup.options, rules=rules))

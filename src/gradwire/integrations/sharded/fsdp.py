@@ -1,0 +1,57 @@
+"""What is read of FSDP2's own objects. Some of it is private to torch, and may be absent in other versions."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def param_groups(model: nn.Module) -> list[Any]:
+    """The groups in which FSDP gathers and reduces parameters."""
+    states = {id(state): state for module in model.modules() if (state := _state(module)) is not None}
+    found: list[Any] = []
+    for state in states.values():
+        several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
+        found += [state._fsdp_param_group] if several is None else several
+    return [group for group in found if group is not None]
+
+
+def _state(module: nn.Module) -> Any:
+    return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+
+
+def native_group(groups: Iterable[Any]) -> dist.ProcessGroup | None:
+    """The group over which FSDP averages replicas by itself, as under a mesh of two dimensions.
+
+    Raises:
+        ValueError: Parts of the model have different ones.
+    """
+    natives = [x for group in groups if (x := getattr(group.mesh_info, "replicate_process_group", None)) is not None]
+    if len({tuple(dist.get_process_group_ranks(native)) for native in natives}) > 1:
+        raise ValueError("parts of the model are replicated over different ranks; use one mesh for all of them")
+    return natives[0] if natives else None
+
+
+def take_over_averaging(groups: Iterable[Any]) -> None:
+    """Make FSDP average over groups of one rank, which changes nothing, where it averages replicas by itself.
+
+    Raises:
+        ValueError: This version of torch has no such attribute.
+    """
+    alone: dist.ProcessGroup | None = None
+    for group in groups:
+        if getattr(group.mesh_info, "replicate_process_group", None) is None:
+            continue
+        if alone is None:
+            made = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            assert isinstance(made, dist.ProcessGroup)
+            alone = made
+        group.mesh_info.replicate_process_group = alone
+        if getattr(group, "_all_reduce_process_group", None) is not alone:
+            raise ValueError(
+                f"torch {torch.__version__} does not let others average between replicas of a mesh of two dimensions; "
+                "shard with fully_shard(model, mesh=mesh['shard']) and pass across=mesh['replicate']"
+            )

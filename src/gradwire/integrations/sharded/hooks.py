@@ -1,0 +1,130 @@
+"""Hooks of sharded parameters: FSDP reduces a gradient inside the replica, then the wire exchanges it between replicas.
+
+FSDP calls the post-accumulate hooks of a parameter when its shard of the gradient is there. A bucket leaves as soon as
+its last gradient has arrived, and travels while backward goes on. The step ends when backward ends, before the
+optimizer sees the gradients.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from gradwire.engine.plan import Plan
+from gradwire.engine.step import BucketResult, StepResult
+from gradwire.integrations.comm_worker import Pending
+from gradwire.integrations.ddp import at_the_end
+from gradwire.integrations.model import local
+from gradwire.integrations.wire import Wire, write_missing
+
+
+class ShardPass:
+    """One backward pass.
+
+    Attributes:
+        early: Whether buckets leave as soon as they are complete.
+        missing: How many gradients each bucket still awaits.
+        arrived: How often each gradient has come.
+        results: Of buckets that have left.
+    """
+
+    def __init__(self, early: bool, missing: Sequence[int]) -> None:
+        self.early, self.missing = early, list(missing)
+        self.arrived: Counter[str] = Counter()
+        self.results: list[Pending[BucketResult]] = []
+
+    @property
+    def is_next_complete(self) -> bool:
+        """Whether the next bucket may leave. Buckets leave in order, which is the same on all ranks."""
+        sent = len(self.results)
+        return self.early and sent < len(self.missing) and not self.missing[sent]
+
+
+class ShardHooks:
+    """Runs a wire's step in every backward pass.
+
+    Args:
+        wire: Whose parameters get hooks.
+        param_groups: FSDP's.
+    """
+
+    def __init__(self, wire: Wire, param_groups: Sequence[Any]) -> None:
+        self.wire = wire
+        self._group_of = {id(x.sharded_param): group for group in param_groups for x in group.fsdp_params}
+        self._plan: Plan | None = None
+        self._pass: ShardPass | None = None
+        self._once = False  # whether each gradient came once in the last pass; a module may run several times
+        for name, p in wire.parameters.items():
+            p.register_post_accumulate_grad_hook(partial(self._arrive, name))
+
+    def _arrive(self, name: str, p: Tensor) -> None:
+        """A shard of a gradient is there."""
+        group = self._group_of.get(id(p))
+        if group is not None and not group.all_reduce_grads:
+            return  # set_requires_all_reduce(False): gradients add up until a later pass
+        now = self._pass = self._pass or self._begin()
+        now.arrived[name] += 1
+        bucket = self._bucket_of.get(name)
+        if bucket is None:  # this rank's shard is empty
+            return
+        if now.arrived[name] > 1:
+            self._refuse_sent(now, name, bucket)
+            return
+        now.missing[bucket] -= 1
+        while now.is_next_complete:
+            self._send(now)
+
+    def _begin(self) -> ShardPass:
+        """The first gradient of a backward pass is here."""
+        wire, core = self.wire, self.wire.executor.engine.core
+        if wire.executor.engine.full_plan is not self._plan:
+            self._plan = wire.executor.engine.full_plan
+            self._names = [[name for lane in lanes for name in lane.tensors.names] for lanes in self._plan.buckets]
+            self._bucket_of = {name: i for i, names in enumerate(self._names) for name in names}
+        # Some things need the whole gradient first: its norm, an overflow, the mean of the step before.
+        waits = wire.scaler is not None or wire.tuner is not None or core.clips or wire.delays
+        now = ShardPass(self._once and not waits, [len(names) for names in self._names])
+        if now.early:
+            wire.before_step()
+        at_the_end(lambda: at_the_end(self._finish))  # FSDP's own last callback may bring more gradients
+        return now
+
+    def _send(self, now: ShardPass) -> None:
+        """Start the exchange of the next bucket."""
+        wire, i = self.wire, len(now.results)
+        grads = {name: self._grad(name) for name in self._names[i]}
+        work = partial(wire.executor.run_bucket, i, grads)
+        started = wire.worker.enqueue(work) if wire.setup.stays_on_device else wire.worker.submit(work)
+        now.results.append(started)
+
+    def _grad(self, name: str) -> Tensor | None:
+        grad = self.wire.parameters[name].grad
+        return None if grad is None else local(grad)
+
+    def _refuse_sent(self, now: ShardPass, name: str, bucket: int) -> None:
+        """Refuse a gradient that comes again after it was sent."""
+        if bucket < len(now.results):
+            raise RuntimeError(
+                f"the gradient of {name!r} came twice in one backward pass, and once in the pass before, so it was "
+                "sent too early; run the module equally often in each pass, or attach anew"
+            )
+
+    def _finish(self) -> None:
+        """The backward pass is over: exchange what is left, and commit."""
+        now, self._pass, wire = self._pass, None, self.wire
+        assert now is not None
+        self._once = max(now.arrived.values()) == 1
+        if now.early:
+            wire.setup.check_model()
+            result = wire.worker.run(partial(self._rest, now.results))
+        else:
+            result = wire.sync(wire.grads())
+        write_missing(wire.parameters, result)
+
+    def _rest(self, sent: Sequence[Pending[BucketResult]]) -> StepResult:
+        executor, grads = self.wire.executor, self.wire.grads()
+        results = [pending.result() for pending in sent]
+        results += [executor.run_bucket(i, grads) for i in range(len(results), len(self._names))]
+        return executor.finish(results, grads, complete=False)

@@ -1,0 +1,132 @@
+"""``gradwire codecs`` and ``gradwire show``: what there is, and what a spec stands for."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gradwire.codecs import Codec
+from gradwire.engine import Method, Rule, build, method
+from gradwire_lab.cli.docstring_cards import HEADINGS, Card, alone, card_named, cards, size_of, traits_of
+from gradwire_lab.cli.options import Exchange, Feedback, Ranks
+from gradwire_lab.cli.output import refusing
+from gradwire_lab.cli.pages import codecs_page
+from gradwire_lab.train.traffic_forecast import forecast as traffic
+
+Spec = Annotated[str, typer.Argument(help="A codec such as 'topk(0.01) | sign', or a preset such as 'dgc(0.001)'.")]
+
+
+def codecs(
+    name: Annotated[str | None, typer.Argument(help="Print the card of this name alone.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the reference page, docs/codecs.md.")] = False,
+) -> None:
+    """List every name that may stand in a spec; with a NAME, print its card."""
+    if markdown:
+        typer.echo(codecs_page(), nl=False)
+        return
+    console = Console()
+    if name is not None:
+        with refusing("codecs", ValueError):
+            console.print(_card_table(card_named(name)))
+        return
+    for kind, heading in HEADINGS.items():
+        console.print(_names(heading, cards(kind)))
+    for spec, _ in alone():
+        console.print(Text(f"{spec} = {method(spec)}"))
+    console.print("bits: for each of a million parameters; <= is an upper bound. A full card: gradwire codecs NAME")
+
+
+def show(spec: Spec, feedback: Feedback = None, exchange: Exchange = None, workers: Ranks = 4) -> None:
+    """Say what a spec stands for, and what it costs."""
+    whole = checked_method("show", spec, feedback, exchange)
+    console = Console()
+    console.print(Text(f"{spec} = {whole}", style="bold"))
+    console.print(_facts(whole, workers))
+
+
+def checked_method(command: str, spec: str, feedback: str | None, exchange: str | None) -> Method:
+    """The method, or a plain sentence and exit code 2."""
+    with refusing(command, ValueError, TypeError):
+        if spec == "auto":
+            raise ValueError("auto measures the link and chooses while it trains; `gradwire advise` says what it would")
+        return method(spec, feedback, exchange)
+
+
+# -- codecs ------------------------------------------------------------------------------------------------------------
+
+
+def _names(heading: str, found: list[Card]) -> Table:
+    table = Table(title=heading, title_justify="left", expand=True)
+    table.add_column("name and specs", ratio=2, overflow="fold")
+    table.add_column("what it does, by which formula, from which paper", ratio=3, overflow="fold")
+    sized, promising = any(size_of(card) for card in found), any(card.parts for card in found)
+    if sized:
+        table.add_column("bits", justify="right", width=8, overflow="fold")
+    if promising:
+        table.add_column("promises", width=12, overflow="fold")
+    for card in found:
+        specs = Text.assemble((card.name, "bold"), *(f"\n{spec}" for spec in card.examples if spec != card.name))
+        story = Text("\n").join(Text(line) for line in _story(card))
+        bits, promises = (size_of(card),) if sized else (), (traits_of(card),) if promising else ()
+        table.add_row(specs, story, *bits, *promises)
+        table.add_section()
+    return table
+
+
+def _card_table(card: Card) -> Table:
+    """All that is known of one name, one paragraph a row."""
+    table = Table.grid(padding=(0, 2, 1, 0))
+    table.add_row(Text(card.name, style="bold"), Text(card.title))
+    table.add_row("kind", card.kind)
+    table.add_row("specs", Text("\n".join(card.examples)))
+    for label, lines in card.parts.items():
+        if label != "Spec":
+            table.add_row(label.lower(), Text("\n".join(lines)))
+    if card.kind in ("selector", "quantizer", "indices", "transform"):
+        table.add_row("bits", size_of(card))
+    table.add_row("module", card.module)
+    return table
+
+
+def _story(card: Card) -> list[str]:
+    if card.kind == "preset":
+        return [card.title, *(f"{spec} = {method(spec)}" for spec in card.examples)]
+    return [card.title, *card.parts.get("Formula", []), card.line("Paper")]
+
+
+# -- show --------------------------------------------------------------------------------------------------------------
+
+
+def _facts(whole: Method, workers: int) -> Table:
+    """What travels for one matrix of a million parameters, at each stage of the training."""
+    (lane,) = build({"weight": (1000, 1000)}, (Rule(whole),), workers).lanes
+    floats = sum(sum(slot.lengths) for slot in lane.slots(workers).values()) / lane.units.total
+    table = Table.grid(padding=(0, 2))
+    table.add_row("feedback", f"{whole.feedback}; all memory together is {4 * floats:.3g} bytes per parameter")
+    for step, codec, exchange in lane.table:
+        if len(lane.table) > 1:
+            table.add_row("")
+            table.add_row("from step", str(step))
+        if not exchange.compresses_in_protocol:
+            table.add_row("codec", _spelled_out(codec))
+            table.add_row("promises", str(codec.traits))
+        table.add_row("exchange", str(exchange))
+        payload, sent, dense, varies = traffic(lane, workers, step)
+        ring = 2 * (workers - 1) / workers * dense
+        ranks = f"by each of {workers} ranks in a step"
+        table.add_row("payload", _cost(payload, dense, varies, "for a million parameters", "smaller than float32"))
+        table.add_row("sent", _cost(sent, ring, varies, ranks, "less than a float32 ring all-reduce"))
+    return table
+
+
+def _cost(cost: float, dense: float, varies: bool, per: str, than: str) -> str:
+    size = f"{'at most ' if varies else ''}{cost:,.0f} bytes {per}"
+    return f"{size}, {'at least ' if varies else ''}{dense / cost:,.1f}x {than}" if cost else size
+
+
+def _spelled_out(codec: Codec) -> str:
+    """All slots, defaults included."""
+    slots = (codec.transform, codec.selector, codec.quantizer, codec.indices)
+    return " | ".join(str(stage) for stage in slots if stage is not None)

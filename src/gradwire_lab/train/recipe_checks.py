@@ -1,0 +1,88 @@
+"""Recipe checks: what only other parts of the package can judge."""
+
+from gradwire_lab.train.data import TASKS, TEXTS, maker_of
+from gradwire_lab.train.recipe import Recipe
+
+
+def check(recipe: Recipe) -> None:
+    """What only other parts of the package can judge."""
+    from gradwire.engine import method
+    from gradwire_lab.train import models
+    from gradwire_lab.train.compression import corrects_momentum, method_of
+
+    models.load(recipe.model.name)
+    maker_of(recipe.data.name)
+    _refuse_unlike(recipe)
+    _refuse_gossip(recipe.sync.spec)
+    method_of(recipe, ramp_steps=100)
+    for rule in recipe.sync.rules:
+        method(rule.spec, rule.feedback, rule.exchange)
+    if recipe.sync.bundle != "none":
+        method(recipe.sync.bundle)
+    if recipe.local.spec:
+        _check_local(recipe)
+    if recipe.gossip.method:
+        _check_gossip(recipe)
+    elif recipe.gossip.elastic:
+        raise ValueError("gossip.elastic is a way to gossip; name one that can, as in gossip.method = 'choco'")
+    if recipe.optimizer.name == "adamw" and corrects_momentum(recipe):
+        raise ValueError(
+            "AdamW has momentum of its own, and this feedback applies momentum too; choose another of both"
+        )
+
+
+def _refuse_unlike(recipe: Recipe) -> None:
+    """Refuse a model of ours that does not take the data; of a user's own model it is not known what it takes."""
+    from gradwire_lab.train.models import LANGUAGE, MODELS
+
+    model, data = recipe.model.name, recipe.data.name
+    if model not in MODELS or data not in TASKS or (model in LANGUAGE) == (data in TEXTS):
+        return
+    takes, given, other_model, other_data = (
+        ("text", "images", "cnn", "pydoc") if model in LANGUAGE else ("images", "text", "lstm", "digits")
+    )
+    raise ValueError(
+        f"the model {model} takes {takes}, and the data {data} are {given}; name another model, as in --set "
+        f"model.name={other_model}, or other data, as in --set data.name={other_data}"
+    )
+
+
+def _refuse_gossip(spec: str) -> None:
+    from gradwire.core.registry import registered
+
+    name = spec.partition("(")[0].strip()
+    if name in registered("local"):
+        raise ValueError(f"{spec!r} is of local steps, and no way to compress; write --set 'local.spec={spec}' instead")
+    if name in registered("gossip"):
+        raise ValueError(
+            f"{spec!r} is a way to gossip, and no spec; write --set gossip.method={name} instead, and its graph as "
+            "gossip.graph"
+        )
+
+
+def _check_gossip(recipe: Recipe) -> None:
+    from gradwire.codecs import codec
+    from gradwire_lab.train.gossip_workers import method_of
+
+    method = method_of(recipe)
+    if recipe.gossip.codec:
+        codec(recipe.gossip.codec)
+    if recipe.train.precision == "fp16":
+        raise ValueError("with gossip every worker would scale its loss by itself; use train.precision = 'bf16'")
+    if recipe.gossip.elastic and recipe.gossip.across != "ranks":
+        raise ValueError("gossip.elastic has nodes of one worker, which may come and go; leave gossip.across out")
+    if recipe.schedule.scale == "linear" and method.name != "centralized":
+        raise ValueError("a step of gossip averages a worker and its neighbors alone; use schedule.scale = 'graph'")
+
+
+def _check_local(recipe: Recipe) -> None:
+    from gradwire.local import local_method
+    from gradwire_lab.train.local_rows import parts_of
+
+    method = local_method(recipe.local.spec, **parts_of(recipe))
+    if recipe.gossip.method:
+        raise ValueError("workers gossip, or agree on weights by [local]; for both, write gossip.H, the local steps")
+    if recipe.train.precision == "fp16":
+        raise ValueError("with local steps every worker would scale its loss by itself; use train.precision = 'bf16'")
+    if method.start and method.first is None:
+        raise ValueError("the workers of a recipe take batches of their own; write a codec as first= of local.spec")

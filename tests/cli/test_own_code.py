@@ -1,0 +1,143 @@
+"""A user's own model, data and codec, from every command that trains."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from gradwire.core import plugins, registry
+from gradwire_lab.bench.network import workloads
+from gradwire_lab.cli import compare as compare_command
+from gradwire_lab.cli.main import app
+from gradwire_lab.train.data import load
+from gradwire_lab.train.recipe_files import resolve
+from gradwire_lab.train.spec_lists import split_specs
+from gradwire_lab.train.user_files import named_files
+
+ROOT = Path(__file__).parent.parent.parent
+MINE = """
+import torch
+
+
+def make(channels, size, classes):
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(channels * size**2, classes))
+
+
+def data(num=120):
+    images, labels = torch.randn(num, 1, 4, 4), torch.arange(num) % 3
+    return images[20:], labels[20:], images[:20], labels[:20]
+
+
+def flat():
+    return torch.zeros(3), torch.zeros(3), torch.zeros(3), torch.zeros(3)
+"""
+
+
+def run(*words: str):
+    return CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with mine.py and crowd.py, the quantizer of Contributing; what they register is forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
+    monkeypatch.setenv(plugins.VARIABLE, "")
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "crowd.py").write_text(next(block for block in blocks if '"crowd"' in block))
+    (tmp_path / "mine.py").write_text(MINE)
+    return tmp_path
+
+
+def test_own_model_data_and_codec_are_trained_in_processes(home: Path) -> None:
+    words = ["train", "digits", "--model", "mine.py:make", "--set", "data.name=mine.py:data", "--import", "crowd.py"]
+    done = run(
+        *words, "--spec", "topk(0.5) | crowd", "--workers", "2", "--set", "train.iterations=1", "--folder", "run"
+    )
+    assert done.exit_code == 0, done.output
+    assert "51 parameters" in done.output and "crowd" in (home / "run" / "run.jsonl").read_text()
+
+
+def test_compare_trains_a_model_of_ones_own(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[list[str]] = []
+
+    class Recorder(compare_command.TrainCommand):
+        def __call__(self, recipes: tuple[str, ...], overrides: tuple[str, ...], folder: Path) -> None:
+            lines.append(self.line(recipes, overrides, folder))
+
+    monkeypatch.setattr(compare_command, "TrainCommand", Recorder)
+    words = ["--specs", "fp32; crowd", "--seeds", "1", "--import", "crowd.py"]
+    assert run("compare", "digits", "--model", "mine.py:make", *words).exit_code == 0
+    assert len(lines) == 2 and all("model.name=mine.py:make" in line for line in lines)
+    assert "crowd.py" in os.environ[plugins.VARIABLE]  # which the trainings inherit
+    with_codec, without = (
+        named_files(resolve(["digits"], [f"sync.spec={spec}"])) for spec in ("topk(0.1)|crowd", "fp32")
+    )
+    assert [path.name for path in with_codec] == ["crowd.py"] and not without  # whose change trains what again
+
+
+def test_a_file_that_registers_names_may_be_imported_again(home: Path) -> None:
+    for _ in range(2):
+        assert run("show", "crowd", "--import", "crowd.py").exit_code == 0
+    (home / "crowd.py").write_text((home / "crowd.py").read_text() + "\n")
+    assert run("show", "crowd", "--import", "crowd.py").exit_code == 0  # it has changed, so it is imported again
+    (home / "other.py").write_text((home / "crowd.py").read_text())
+    refused = run("show", "crowd", "--import", "other.py")
+    assert refused.exit_code == 2 and "'crowd'" in refused.stderr
+    assert "nofile.py" in run("show", "sign", "--import", "nofile.py").stderr
+
+
+def test_installed_plugins_are_found(home: Path) -> None:
+    (home / "crowded-1.dist-info").mkdir()
+    (home / "crowded-1.dist-info" / "METADATA").write_text("Name: crowded\nVersion: 1\n")
+    (home / "crowded-1.dist-info" / "entry_points.txt").write_text("[gradwire.plugins]\ncrowded = crowd\n")
+    code = f"import sys; sys.path.insert(0, {str(home)!r}); import gradwire; print(gradwire.method('topk(0.1)|crowd'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "crowd" in done.stdout, done.stderr
+
+
+def test_own_data_are_four_tensors_or_a_task(home: Path) -> None:
+    task = load("mine.py:data", options={"num": 50})
+    assert task.facts == {"classes": 3, "channels": 1, "size": 4} and len(task.train.labels) == 30
+    with pytest.raises(ValueError, match="'nmu'"):
+        load("mine.py:data", options={"nmu": 50})
+    with pytest.raises(ValueError, match=r"mine\.py:flat"):
+        load("mine.py:flat")
+    with pytest.raises(ValueError, match="'digits'"):
+        resolve(["digits"], ["data.name=digit"])
+
+
+def test_a_recipe_that_names_a_data_file_needs_leave(home: Path) -> None:
+    (home / "foreign.toml").write_text('extends = ["digits"]\n[data]\nname = "mine.py:data"\n')
+    refused = run("plan", "foreign.toml")
+    assert refused.exit_code == 2 and "mine.py:data" in refused.stderr and "--allow-code" in refused.stderr
+    assert run("plan", "foreign.toml", "--allow-code").exit_code == 0
+    assert run("plan", "foreign.toml", "--set", "data.name=mine.py:data").exit_code == 0
+    (home / "foreign.toml").write_text('extends = ["digits"]\n[data]\nname = "os:system"\n')
+    assert "os:system" in run("plan", "foreign.toml", "--allow-code").stderr
+
+
+def test_a_model_of_ones_own_serves_measurements_too(home: Path) -> None:
+    workload = workloads.load("mine.py:make")
+    assert workload.loss(workload.model).isfinite() and not workloads.is_workload("mine.py:make")
+    (home / "pair.py").write_text(
+        textwrap.dedent("""
+            import torch
+            def make():
+                return torch.nn.Linear(2, 2), lambda run: run(torch.ones(2)).sum()
+        """)
+    )
+    assert workloads.is_workload("pair.py:make")
+
+
+def test_semicolons_separate_specs() -> None:
+    expected = ["topk(0.1, exact=True)", "sign; feedback=none", "int8"]
+    assert split_specs("topk(0.1, exact=True); sign; feedback=none;int8 ;") == expected
+    with pytest.warns(FutureWarning, match="semicolons"):
+        assert split_specs("topk(0.1, exact=True), int8", commas=True) == [expected[0], expected[2]]

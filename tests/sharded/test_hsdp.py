@@ -1,0 +1,286 @@
+"""Sharded replicas: FSDP reduces inside a replica, and gradwire compresses between replicas."""
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tests.sharded_fixtures import OddNet, local, long, mesh_of, recorded, shard_, train, whole
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
+
+import fixtures
+import gradwire
+from spawn import Answers, cases_fixture
+
+SPECS: dict[str, dict[str, Any]] = {
+    "topk": {"spec": "topk(0.1)"},
+    "sign": {"spec": "topk(0.1) | sign", "granularity": "bucket"},
+    "two_way": {"spec": "int4", "exchange": "two_way"},
+    "powersgd": {"spec": "powersgd(2)"},
+    "random": {"spec": "randomk(0.2)"},
+    "delayed": {"spec": "qsgd", "exchange": "delayed"},
+    "ef21": {"spec": "sign", "feedback": "ef21", "bundle": None},
+}
+LIKE_NATIVE: dict[str, dict[str, Any]] = {
+    "resharded": {"policy": "reshard"},
+    "kept": {"policy": "keep"},
+    "bf16": {"policy": "bf16"},
+    "offloaded": {"policy": "offload"},
+    "checkpointed": {"checkpointed": True},
+    "accumulated": {"accumulate": "gradient_sync"},
+    "accumulated_shards": {"accumulate": "all_reduce"},
+    "compiled": {"compiled": True},
+    "two_dimensions": {"native_mesh": True},
+    "two_dimensions_accumulated": {"native_mesh": True, "accumulate": "all_reduce"},
+}
+CLIP = 0.01
+# In torch 2.9 FSDP's function of this name takes another mesh, and 2.8 has none.
+WITH_FSDP = ["replicate_with_fsdp"] if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10) else []
+LIKE_DDP = ("replicate", *WITH_FSDP, "dtensors")
+
+
+def like_native(
+    rank: int,
+    policy: str = "reshard",
+    checkpointed: bool = False,
+    accumulate: str = "",
+    native_mesh: bool = False,
+    compiled: bool = False,
+) -> Any:
+    """Train with FSDP's own average between replicas, and with ours, uncompressed."""
+    mesh = mesh_of(2, 2)
+    native = shard_(OddNet(checkpointed), mesh, policy)
+    train(native, rank, accumulate=accumulate)
+    net = shard_(OddNet(checkpointed), mesh if native_mesh else mesh["shard"], policy)
+    if rank >= 2:
+        with torch.no_grad():
+            local(net.head.weight).add_(1.0)  # the second replica starts elsewhere
+    wire = gradwire.compress(net, "fp32", across=None if native_mesh else mesh["replicate"])
+    if compiled:
+        net.compile(backend="aot_eager")
+    train(net, rank, accumulate=accumulate, after=wire)
+    return whole(native), whole(net), wire.report().steps
+
+
+def like_ddp(rank: int, kind: str) -> Any:
+    """Replicas that are whole, under DDP and under both functions called `replicate`, or DTensors in a plain loop."""
+    plain = fixtures.ddp(fixtures.model())
+    wire = gradwire.compress(plain, "topk(0.1)", bucket_mb=fixtures.BUCKET_MB)
+    train(plain, rank)
+    net = fixtures.model()
+    mesh = init_device_mesh("cpu", (4,))
+    if kind == "replicate":
+        replicate(net)
+    elif kind == "replicate_with_fsdp":
+        from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+
+        replicate_with_fsdp(net, mesh=mesh)
+    else:
+        distribute_module(net, mesh)
+        net.forward = partial(on_replicas, net, mesh)
+    other = gradwire.compress(net, "topk(0.1)", bucket_mb=fixtures.BUCKET_MB)
+    train(net, rank, after=other if kind != "replicate" else lambda: None)
+    params = {name: local(p.detach()) for name, p in net.named_parameters()}
+    return fixtures.tensors(plain.module), params, fixtures.memories(wire), fixtures.memories(other)
+
+
+def on_replicas(net: nn.Sequential, mesh: DeviceMesh, x: Tensor) -> Tensor:
+    """A forward pass of DTensors on this rank's own batch."""
+    y = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    for layer in net:
+        y = layer(y)
+    return y.to_local()
+
+
+def scaled(rank: int) -> Any:
+    """A GradScaler whose first scale is too large for one shard of one replica."""
+    mesh = mesh_of(2, 2)
+    net = shard_(OddNet(), mesh["shard"])
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=1000)
+    net.first.weight.register_post_accumulate_grad_hook(
+        lambda p: local(p.grad)[0].mul_(torch.inf) if rank == 1 and scaler.get_scale() == 2.0**40 else None
+    )
+    wire = gradwire.compress(net, "topk(0.5)", across=mesh["replicate"], scaler=scaler)
+    optimizer, found = fixtures.sgd(net), [whole(net)]
+    for step in range(2):
+        optimizer.zero_grad()
+        scaler.scale(net(fixtures.batch(rank, step)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(whole(net))
+    return found, scaler.get_scale(), wire.skipped
+
+
+def nonfinite(rank: int) -> Any:
+    """One shard of one replica has a gradient that is not finite, in one step."""
+    mesh = mesh_of(2, 2)
+    net = shard_(OddNet(), mesh["shard"])
+    calls = []
+
+    def spoil(p: Tensor) -> None:
+        calls.append(p)
+        if rank == 1 and len(calls) == 2:
+            local(p.grad)[0] = torch.inf
+
+    net.first.weight.register_post_accumulate_grad_hook(spoil)
+    wire = gradwire.compress(net, "topk(0.5)", across=mesh["replicate"])
+    train(net, rank, range(1))
+    first = whole(net)
+    train(net, rank, range(1, 2))
+    second = whole(net)
+    train(net, rank, range(2, 3))
+    return first, second, whole(net), wire.skipped
+
+
+def refused(rank: int) -> list[str]:
+    """Attempts that would average the wrong things."""
+    mesh = mesh_of(2, 2)
+    partly = nn.Sequential(fully_shard(nn.Linear(4, 4), mesh=mesh["shard"]), nn.Linear(4, 4))
+    net = shard_(OddNet(), mesh["shard"])
+    gradwire.compress(shard_(twice := OddNet(), mesh["shard"]), "fp32", across=mesh["replicate"])
+    attempts: list[tuple[nn.Module, dict[str, Any]]] = [
+        (net, {}),
+        (net, {"across": mesh["shard"]}),
+        (net, {"across": mesh}),
+        (net, {"across": mesh["replicate"], "process_group": mesh["replicate"].get_group()}),
+        (partly, {"across": mesh["replicate"]}),
+        (fixtures.model(), {"across": mesh["replicate"]}),
+        (twice, {"across": mesh["replicate"]}),
+    ]
+    return [fixtures.error_text(lambda x=x, y=y: gradwire.compress(x, "topk(0.1)", **y)) for x, y in attempts]
+
+
+def call(rank: int, world: int, case: tuple[str, dict[str, Any]]) -> Any:
+    kind, options = case
+    if kind == "recorded":
+        mesh = mesh_of(2, 2)
+        return recorded(shard_(OddNet(), mesh["shard"]), rank, mesh=mesh, **options)
+    return {
+        "like_native": like_native,
+        "like_ddp": like_ddp,
+        "nonfinite": nonfinite,
+        "refused": refused,
+        "scaled": scaled,
+    }[kind](rank, **options)
+
+
+CASES = {
+    **{name: ("like_native", options) for name, options in LIKE_NATIVE.items()},
+    **{name: ("recorded", options) for name, options in SPECS.items()},
+    **{name: ("like_ddp", {"kind": name}) for name in LIKE_DDP},
+    "nonfinite": ("nonfinite", {}),
+    "refused": ("refused", {}),
+    "scaled": ("scaled", {}),
+    "clipped": ("recorded", {"spec": "fp32", "feedback": f"momentum_correction(momentum=0.0, clip={CLIP})"}),
+}
+answers = cases_fixture(call, 4, CASES)
+
+
+@pytest.mark.parametrize("case", long(LIKE_NATIVE, "kept", "checkpointed", "accumulated", "compiled"))
+def test_uncompressed_is_what_fsdp_computes_by_itself(answers: Answers, case: str) -> None:
+    for native, ours, steps in answers[case]:
+        assert steps == 4, case
+        for name in native:
+            assert torch.allclose(native[name], ours[name], rtol=1e-5, atol=1e-6), (case, name)
+
+
+def shard_net(shapes: dict[str, tuple[int, ...]]) -> nn.Module:
+    """The model with one rank's rows alone; what it has no rows of is frozen."""
+    net = OddNet()
+    for name, _ in list(net.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        made = nn.Parameter(torch.zeros(shapes.get(name, 0)))
+        setattr(net.get_submodule(owner), leaf, made.requires_grad_(made.numel() > 0))
+    net.tied[1].weight = net.tied[0].weight
+    return net
+
+
+@pytest.mark.parametrize("case", long(SPECS, "sign", "random", "ef21"))
+def test_shards_are_compressed_as_if_they_were_models(answers: Answers, case: str) -> None:
+    """Bit for bit: updates and memories. Ranks 0 and 2 hold the same rows, and so do 1 and 3."""
+    for shard in range(2):
+        pair = [answers[case][rank] for rank in (shard, shard + 2)]
+        nets = [shard_net(one["shapes"]) for one in pair]
+        workers = gradwire.lockstep(nets, **{**SPECS[case], "bucket_mb": fixtures.BUCKET_MB})
+        for wire in workers.wires:
+            wire.engine.core.shard = shard  # whose random bits are drawn
+        for step in range(len(pair[0]["before"])):
+            for net, one in zip(nets, pair, strict=True):
+                for name, grad in one["before"][step].items():
+                    net.get_parameter(name).grad = grad.clone()
+            workers()
+            for net, one in zip(nets, pair, strict=True):
+                for name in one["before"][step]:
+                    update = one["after"][step][name]
+                    assert torch.equal(net.get_parameter(name).grad, update), (case, shard, step, name)
+        for wire, one in zip(workers.wires, pair, strict=True):
+            assert fixtures.same(fixtures.memories(wire), one["state"]), (case, shard)
+
+
+def test_shards_draw_different_random_bits() -> None:
+    engines = [wire.engine.core for wire in gradwire.lockstep([fixtures.model(), fixtures.model()], "qsgd").wires]
+    engines[1].shard = 1
+    assert engines[0].key.words("x") != engines[1].key.of(0).words("x")
+
+
+@pytest.mark.parametrize("case", LIKE_DDP)
+def test_replicas_that_are_whole_train_as_under_ddp(answers: Answers, case: str) -> None:
+    for plain, other, memories, others in answers[case]:
+        assert fixtures.same(plain, other)
+        assert fixtures.same(memories, others)
+
+
+@pytest.mark.parametrize("case", ["nonfinite"])
+def test_one_bad_shard_drops_the_step_everywhere(answers: Answers, case: str) -> None:
+    for first, second, third, skipped in answers[case]:
+        assert skipped == 1
+        assert fixtures.same(first, second)
+        assert not fixtures.same(second, third)
+    assert all(fixtures.same(answers[case][0][2], one[2]) for one in answers[case])
+
+
+@pytest.mark.parametrize("case", ["scaled"])
+def test_all_shards_back_off_together(answers: Answers, case: str) -> None:
+    for (first, second, third), scale, skipped in answers[case]:
+        assert (scale, skipped) == (2.0**39, 1)
+        assert fixtures.same(first, second)
+        assert not fixtures.same(second, third)
+
+
+@pytest.mark.parametrize("case", ["clipped"])
+def test_gradients_are_clipped_by_the_norm_of_the_whole_replica(answers: Answers, case: str) -> None:
+    ranks = answers[case]
+    for step in range(4):
+        norms = [
+            math.hypot(*(float(x.double().norm()) for rank in pair for x in ranks[rank]["before"][step].values()))
+            for pair in ((0, 1), (2, 3))
+        ]
+        factors = [min(1.0, CLIP / math.sqrt(2) / norm) for norm in norms]
+        assert max(factors) < 1
+        for shard in range(2):
+            pair = ranks[shard], ranks[shard + 2]
+            for name, update in pair[0]["after"][step].items():
+                if name in pair[0]["before"][step]:
+                    parts = [one["before"][step][name] * factor for one, factor in zip(pair, factors, strict=True)]
+                    assert torch.allclose(update, sum(parts) / 2, rtol=1e-4, atol=1e-9), (step, shard, name)
+
+
+@pytest.mark.parametrize("case", ["refused"])
+def test_what_would_average_the_wrong_things_is_refused(answers: Answers, case: str) -> None:
+    words = ("sharded", "replicas", "dimensions", "process_group", "'1.weight'", "process_group", "wire.set")
+    for texts in answers[case]:
+        for text, word in zip(texts, words, strict=True):
+            assert text.startswith("ValueError") and word in text, text
+
+
+@pytest.mark.parametrize("case", ["topk"])
+def test_buckets_leave_during_backward_from_the_second_step_on(answers: Answers, case: str) -> None:
+    """A parameter that is never used holds up its bucket and those after it; here it is in the last one."""
+    for one in answers[case]:
+        first, *later = one["early"]
+        assert first == 0 and min(later) > 0

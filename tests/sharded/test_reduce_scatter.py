@@ -1,0 +1,66 @@
+"""A compressed reduce-scatter inside FSDP."""
+
+from typing import Any
+
+import pytest
+import torch
+from tests.sharded_fixtures import OddNet, long, mesh_of, shard_, shards, train, whole
+from torch import Tensor
+
+import fixtures
+from gradwire.integrations.sharded import compress_reduce_scatter
+from spawn import Answers, cases_fixture
+
+SPECS = {"fp32": 1e-6, "bf16": 4e-3, "int8": 1e-2, "hadamard | int4": 0.1}
+
+
+def gradients(net: OddNet, rank: int) -> dict[str, Tensor]:
+    net.zero_grad()
+    net(fixtures.batch(rank, 0)).square().mean().backward()
+    return shards(net)
+
+
+def reduced(rank: int, world: int, case: str) -> Any:
+    mesh = mesh_of(1, 4)["shard"]
+    native = gradients(shard_(OddNet(), mesh), rank)
+    net = shard_(OddNet(), mesh)
+    if case == "refused":
+        net.set_gradient_divide_factor(2.0)
+        compress_reduce_scatter(net, "int8")
+        return fixtures.error_text(lambda: gradients(net, rank)), fixtures.error_text(
+            lambda: compress_reduce_scatter(net, "sign")
+        )
+    compressed = compress_reduce_scatter(net, case)
+    ours, report = gradients(net, rank), compressed.report()
+    train(net, rank, range(2))
+    with torch.no_grad():
+        bad = fixtures.batch(rank, 0) * (torch.inf if rank == 2 else 1.0)
+    net(bad).square().mean().backward()
+    after = {name: bool(torch.isnan(x).any()) for name, x in shards(net).items()}
+    return native, ours, report, whole(net), after
+
+
+answers = cases_fixture(reduced, 4, {**{spec: spec for spec in SPECS}, "refused": "refused"})
+
+
+@pytest.mark.parametrize("case", long(SPECS, "bf16"))
+def test_gradients_are_those_of_fsdp_but_for_rounding(answers: Answers, case: str) -> None:
+    for native, ours, _, _, _ in answers[case]:
+        flats = [torch.cat([x[name].flatten() for name in native]) for x in (native, ours)]
+        assert float((flats[0] - flats[1]).norm() / flats[0].norm()) < SPECS[case], case
+    assert all(fixtures.same(answers[case][0][3], one[3]) for one in answers[case])
+
+
+@pytest.mark.parametrize("case", ["int8"])
+def test_few_bytes_are_sent_and_counted(answers: Answers, case: str) -> None:
+    for _, _, report, _, bad in answers[case]:
+        assert report.calls == 3  # two blocks, and the rest
+        assert 3.5 < report.dense / report.sent < 4
+        assert bad["first.weight"]  # a gradient that is not finite stays so, as with FSDP alone
+
+
+@pytest.mark.parametrize("case", ["refused"])
+def test_what_would_be_wrong_is_refused(answers: Answers, case: str) -> None:
+    for divided, starved in answers[case]:
+        assert "set_gradient_divide_factor" in divided
+        assert "sign" in starved and "ValueError" in starved

@@ -1,0 +1,75 @@
+"""Recipes whose workers take local steps: in one process or in several, resumed, planned."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from gradwire_lab.cli.main import app
+from gradwire_lab.train import run_modes
+from gradwire_lab.train.record import open_folder, read
+from gradwire_lab.train.run import evaluate
+from training_fixtures import recipe_of, saved, train
+
+SPEC = "local.spec=sparseloco(H=3, k=4, chunk=64, start=2)"
+NORMED = ("model.name=training_fixtures:Normed", "model.options={}", "local.passes=sequential", "local.bundle=none")
+
+
+def test_processes_go_on_inside_a_round_where_virtual_workers_stopped_bit_for_bit(tmp_path: Path) -> None:
+    """Five steps here, the rest in processes: the start has ended, and a round is open."""
+    recipe, (here, there) = recipe_of("digits", SPEC, *NORMED), (tmp_path / "here", tmp_path / "there")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        final = train(recipe, 2, here)
+        train(recipe_of("digits", SPEC, *NORMED, "train.iterations=4"), 2, there)
+    finally:
+        torch.set_num_threads(threads)
+    open_folder(there, recipe)
+    other = run_modes.train_spawned(run_modes.TrainJob(recipe, there, resume=True), 2, lambda record: None)
+    for rank in range(2):
+        mine, theirs = saved(here, f"rank-{rank}.safetensors"), saved(there, f"rank-{rank}.safetensors")
+        assert mine.keys() == theirs.keys()
+        different = [key for key in mine if key != "loss" and not torch.equal(mine[key], theirs[key])]
+        assert different == [], [(mine[key], theirs[key]) for key in different[:2]]
+    for name in ("sent", "payload", "dense", "rounds", "step"):
+        assert final[name] == other[name], name
+    assert final["rounds"] == 2 and final["value"] == pytest.approx(other["value"], rel=1e-5)
+    steps = [record for record in read(here) if record["event"] == "step"]
+    assert {record["rounds"] for record in steps} >= {0, 1, 2}
+
+
+def test_local_steps_learn_digits(tmp_path: Path) -> None:
+    recipe = recipe_of(
+        "digits", "local.spec=diloco(H=5)", "local.codec=int8", "train.epochs=8", "train.batch=80", "optimizer.lr=0.02"
+    )
+    final = train(recipe, 4, tmp_path)
+    assert final["value"] > 0.8 and final["payload_ratio"] > 15
+    assert evaluate(tmp_path, "last", "test", "cpu").value == pytest.approx(final["value"])  # of outer weights
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (("local.spec=topk(0.1)",), "topk"),
+        (("local.spec=diloco(H=3)", "gossip.method=choco"), r"gossip\.H"),
+        (("local.spec=diloco(H=3, start=2, first=None)",), "first="),
+        (("local.spec=diloco(H=3)", "train.precision=fp16"), "bf16"),
+        (("sync.spec=diloco(H=3)",), r"local\.spec"),
+    ],
+)
+def test_odd_recipes_are_refused(overrides: tuple[str, ...], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        recipe_of("digits", *overrides)
+
+
+def test_a_plan_counts_rounds() -> None:
+    done = CliRunner().invoke(app, ["plan", "digits", "--set", "local.spec=sparseloco(H=5)"])
+    assert done.exit_code == 0 and "H=5" in done.output and "rounds" in done.output
+
+
+def test_gossip_takes_local_steps(tmp_path: Path) -> None:
+    final = train(recipe_of("digits", "gossip.method=dpsgd", "gossip.H=5"), 3, tmp_path)
+    once = train(recipe_of("digits", "gossip.method=dpsgd"), 3, tmp_path / "once")
+    assert final["sent"] == pytest.approx(once["sent"] / 5)
