@@ -19,12 +19,15 @@ help:  ## Show this list
 
 setup: $(STAMP) $(KERNELS)  ## Build or refresh .venv, and compile the CPU kernels
 
-# Torch goes first and pinned, so that nothing later chooses a build of its own. Pip compiles what it installs, but not
-# what lies here; where Python may not write byte code, every process of a test would do so anew.
-$(STAMP): pyproject.toml constraints.txt
+# Packages are compared with the hashes of the lock. Torch is only pinned, since its builds for the CPU and for each CUDA
+# have one version and different hashes; pip chooses the build, and what that needs beyond the lock. Pip compiles what
+# it installs, but not what lies here; where Python may not write byte code, every process of a test would do so again.
+$(STAMP): pyproject.toml constraints.txt requirements.lock
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r requirements.lock
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-deps -e .
+	$(BIN)/python -m pip check
 	$(BIN)/python -m compileall -q src
 	@touch $@
 
@@ -38,7 +41,7 @@ train: setup  ## Train on the digits with compressed gradients
 
 # Tests that mostly compute in one process run with low priority, in two parts, beside those that start many ranks. Tests
 # that watch a clock come last, beside those of network hosts, which mostly wait.
-CLOCKS := $(addprefix tests/,comm/test_throttled.py gossip/test_elastic.py gossip/test_peers.py \
+CLOCKS := $(addprefix tests/,comm/test_throttled.py gossip/test_elastic.py gossip/test_peers.py local/test_elastic.py \
 	perf_model/test_auto.py perf_model/test_probe.py test_spawn.py)
 HOSTS := $(addprefix tests/network/test_,hosts.py lost_host.py)
 LAST := $(addprefix --ignore=,$(CLOCKS) $(HOSTS))
@@ -70,7 +73,7 @@ study: setup  ## Run the tests that take long
 	$(BIN)/python -m pytest -m study $(ARGS)
 
 # Every campaign writes its counts to faults/. Options: ARGS="payloads --count 1000000 --seed 1", or "--minutes 120".
-faults: setup  ## Run the fault campaigns, nine minutes in all
+faults: setup  ## Run the fault campaigns, within ten minutes
 	PYTHONPATH=tests:. $(BIN)/python -m faults $(ARGS)
 
 interpret: setup  ## Run all tests of the Triton kernels on the CPU, under Triton's interpreter

@@ -4,7 +4,7 @@
     pip install --no-deps --require-hashes -r requirements.lock
 
 torch is left out. Its builds for the CPU and for each version of CUDA have one version number and different hashes, and
-which of them a machine needs is not known here; `make setup` installs it first, pinned by constraints.txt.
+which of them a machine needs is not known here; `make setup` installs it afterwards, pinned by constraints.txt.
 """
 
 import re

@@ -18,7 +18,9 @@ STEPS = 4
 POLICIES = {
     "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
     "keep": {"reshard_after_forward": False},
+    "bf16_reduced": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
     "reshard": {"reshard_after_forward": True},
+    "reshard_to_two": {"reshard_after_forward": 2},
     "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
 }
 
@@ -100,14 +102,24 @@ def train(
         optimizer.step()
 
 
-def recorded(net: nn.Module, rank: int, spec: Any, mesh: DeviceMesh, **options: Any) -> dict[str, Any]:
+def recorded(
+    net: nn.Module,
+    rank: int,
+    spec: Any,
+    across: DeviceMesh | None,
+    accumulate: str = "",
+    compiled: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
     """Train, and return the shards of all gradients before and after each exchange."""
     before: list[dict[str, Tensor]] = []
     found: dict[str, Tensor] = {}
     for name, p in net.named_parameters():
         if p.requires_grad:  # this hook comes before the wire's
             p.register_post_accumulate_grad_hook(lambda p, name=name: found.update({name: local(p.grad).clone()}))
-    wire = gradwire.compress(net, spec, across=mesh["replicate"], bucket_mb=fixtures.BUCKET_MB, **options)
+    wire = gradwire.compress(net, spec, across=across, bucket_mb=fixtures.BUCKET_MB, **options)
+    if compiled:
+        net.compile(backend="aot_eager")
     after: list[dict[str, Tensor]] = []
     early: list[int] = []  # buckets that left during backward, by step
     submit, sent = wire.worker.submit, 0
@@ -126,6 +138,6 @@ def recorded(net: nn.Module, rank: int, spec: Any, mesh: DeviceMesh, **options: 
         found.clear()
         early.append(sent - sum(early))
 
-    train(net, rank, after=note)
+    train(net, rank, accumulate=accumulate, after=note)
     shapes = {name: tuple(local(p).shape) for name, p in wire.parameters.items()}
     return {"before": before, "after": after, "state": fixtures.memories(wire), "shapes": shapes, "early": early}

@@ -29,6 +29,49 @@ def test_the_manifest_fits_its_schema():
         kubernetes_validate.validate({**parts[0], "replicaz": 1}, kubernetes_validate.latest_version(), strict=True)
 
 
+def documents(name: str) -> list[Any]:
+    yaml = pytest.importorskip("yaml")
+    return list(yaml.safe_load_all((ROOT / "deploy" / name).read_text()))
+
+
+def test_the_trainjob_fits_its_schema():
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
+    (job,) = documents("trainjob.yaml")
+    assert models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job, "a key that the schema does not have is lost"
+    with pytest.raises(ValueError, match="numNodes"):
+        models.TrainerV1alpha1TrainJob.from_dict({**job, "spec": {**job["spec"], "trainer": {"numNodes": "four"}}})
+
+
+def test_the_trainjob_runs_what_the_job_runs():
+    (job,) = documents("trainjob.yaml")
+    (patch,) = job["spec"]["runtimePatches"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    ours, theirs = node["template"]["spec"]["template"], manifests()["Job"]["spec"]["template"]
+    (container,), (worker,) = ours["spec"]["containers"], theirs["spec"]["containers"]
+    assert ours["metadata"] == theirs["metadata"]
+    assert all(ours["spec"][key] == theirs["spec"][key] for key in ("securityContext", "volumes"))
+    assert all(container[key] == worker[key] for key in ("securityContext", "volumeMounts"))
+    command, trainer = worker["command"], job["spec"]["trainer"]
+    assert trainer["command"] == ["torchrun", *command[command.index("--no-python") :]]
+    assert trainer["resourcesPerNode"] == worker["resources"]
+
+
+def test_the_skypilot_task_fits_its_schema():
+    schemas = pytest.importorskip("sky.utils.schemas", reason="pip install skypilot")
+    jsonschema = pytest.importorskip("jsonschema", reason="pip install skypilot")
+    (task,) = documents("skypilot.yaml")
+    jsonschema.validate(task, schemas.get_task_schema())
+    with pytest.raises(jsonschema.ValidationError, match="num_nodez"):
+        jsonschema.validate({**task, "num_nodez": 2}, schemas.get_task_schema())
+
+
+def test_the_skypilot_task_runs_an_example():
+    (task,) = documents("skypilot.yaml")
+    (script,) = re.findall(r"examples/\S+", task["run"])
+    assert (ROOT / script).exists()
+    assert subprocess.run(["bash", "-n", "-c", task["run"]]).returncode == 0
+
+
 def manifests() -> dict[str, Any]:
     yaml = pytest.importorskip("yaml")
     return {part["kind"]: part for part in yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text())}
@@ -62,6 +105,13 @@ def test_the_lock_has_hashes_of_what_is_pinned():
     assert locked == {name: version for name, version in pinned.items() if name != "torch"}
     for entry in re.split(r"\n(?=\S)", lock.partition("\n")[2].strip()):
         assert re.fullmatch(r"\S+==\S+( ; [^\\\n]+)?( \\\n    --hash=sha256:[0-9a-f]{64})+", entry), entry[:100]
+
+
+def test_setup_installs_what_is_locked_and_chooses_nothing_else():
+    installs = re.findall(r"pip install --quiet (.+)", (ROOT / "Makefile").read_text())
+    assert "--no-deps --require-hashes -r requirements.lock" in installs
+    for rest in set(installs) - {"--no-deps --require-hashes -r requirements.lock"}:
+        assert rest in ("-c constraints.txt torch", "--no-deps -e .")
 
 
 def test_the_bill_of_materials_names_what_is_installed():

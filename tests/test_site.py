@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,8 @@ import gradwire
 
 ROOT = Path(__file__).parent.parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+BUILD_SECONDS = 30  # of processors, which CI may spend on a strict build
+BROWSER_SECONDS = 90  # by the clock, in which the browser has found and posted everything
 LOADED = re.compile(r"<(?:script|img|link|iframe)\b[^>]*?\b(?:src|href)=\"?((?:https?:)?//[^\"\s>]+)")
 # Appended to the start page: searches, looks at pages in frames of 400 pixels, and posts what it found.
 READER = """
@@ -53,9 +56,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    before = processor_seconds()
     made = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert made.returncode == 0, made.stdout + made.stderr
+    assert processor_seconds() - before < BUILD_SECONDS
     return folder
+
+
+def processor_seconds() -> float:
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
 
 
 def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
@@ -91,7 +101,7 @@ class Server(SimpleHTTPRequestHandler):
         """Print nothing."""
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine; apt-get install chromium")
 def test_a_browser_finds_pages_and_shows_them_on_400_pixels(site: Path, tmp_path: Path) -> None:
     (site / "reader.html").write_text((site / "index.html").read_text().replace("</body>", READER + "</body>"))
     answers: SimpleQueue[Any] = SimpleQueue()
@@ -103,7 +113,7 @@ def test_a_browser_finds_pages_and_shows_them_on_400_pixels(site: Path, tmp_path
         with (tmp_path / "log").open("w") as log:
             browser = subprocess.Popen([*command, f"--user-data-dir={tmp_path / 'profile'}", page], stderr=log)
             try:
-                found = answers.get(timeout=90)
+                found = answers.get(timeout=BROWSER_SECONDS)
             finally:
                 browser.terminate()
                 browser.wait(30)

@@ -23,6 +23,8 @@ TESTS = (
     "tests/sharded/test_hsdp.py",
     "tests/sharded/test_dcp.py",
     "tests/sharded/test_reduce_scatter.py",
+    "tests/sharded/test_local_steps.py",
+    "tests/sharded/test_lost_rank.py",
 )
 PACKAGES = ("numpy", "pytest", "pytest-timeout", "hypothesis", "typer", "rich", "pydantic<3", "scipy", "scikit-learn")
 

@@ -68,7 +68,7 @@ def train(spec: str, seed: int, rate: float, steps: int, workers: int, batch: in
     models = [GPT(256, 128, 2, 4) for _ in range(workers)]
     optimizers = [gradwire.AdamW(m.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.1) for m in models]
     group = gradwire.lockstep(models, spec, optimizers=optimizers)
-    alone = steps_alone(group.wires[0].engine.core.plan)
+    alone = steps_alone(group.wires[0].engine.unwrapped.plan)
     draw = torch.Generator().manual_seed(1000 + seed)
     began = time.perf_counter()
     for step in range(steps):

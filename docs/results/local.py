@@ -10,9 +10,11 @@ it has already are skipped.
         '{"name": "center", "spec": "sparseloco(H={H}, start={start})", "H": 5, "start": 225, "lr": 1e-3, "seed": 0}'
 
 The folder of --text has train.txt and test.txt. The spec "dense" averages float32 gradients in every step. Other keys
-of a run, with their defaults: "codec", "feedback" and "exchange" (those of the spec), "inner" ("adamw", or "muon" for
-the matrices of the blocks), "workers" (8), "batch" (16 sequences a worker). Where a start sends nothing (first=None),
-all workers take the same batches in it. A run ends with a whole round, so that it may be up to H - 1 steps shorter.
+of a run, with their defaults: "lr_after" (1.0, a factor of the learning rate after the start), "codec", "feedback" and
+"exchange" (those of the spec), "inner" ("adamw", or "muon" for the matrices of the blocks), "workers" (8), "batch" (16
+sequences a worker). Where a start sends nothing (first=None), all workers take the same batches in it. A run ends with
+a whole round, so that it may be up to H - 1 steps shorter. A spec of gossip, as in
+"local_gossip(choco(ring), H={H})", has no start, and the mean of all models is evaluated.
 """
 
 import argparse
@@ -20,7 +22,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,12 +31,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradwire
+from gradwire.gossip import GossipMethod
 
 VOCAB, WARM_UP, CLIP, DECAY, BETAS = 256, 0.05, 1.0, 0.1, (0.9, 0.95)
 RUN = {
     "spec": "dense",
     "H": 5,
     "lr": 1e-3,
+    "lr_after": 1.0,
     "start": 0,
     "seed": 0,
     "codec": None,
@@ -50,7 +54,7 @@ RATIOS = ("payload_ratio", "wire_ratio", "payload_ratio_all_in", "wire_ratio_all
 
 
 class Shape(argparse.Namespace):
-    """Of the model: width, layers, heads, context."""
+    """Of the model: width, layers, heads, context; and whether its losses are compiled by torch."""
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Shapes by name. Matrices map rows."""
@@ -85,6 +89,7 @@ class Replicas:
                 register(model, name, p)
         self.grads = [leaf.grad for leaf in self.leaves.values() if leaf.grad is not None]
         self.size = sum(g[0].numel() for g in self.grads)
+        self._losses = torch.compile(self.losses) if shape.compile else self.losses
 
     def _initial(self, name: str, s: tuple[int, ...], draw: torch.Generator) -> Tensor:
         if len(s) == 1:
@@ -95,7 +100,7 @@ class Replicas:
     def backward(self, tokens: Tensor) -> Tensor:
         """Gradients of all workers, each clipped by its own norm. Returns the mean loss."""
         torch._foreach_zero_(self.grads)
-        losses = self.losses(tokens)
+        losses = self._losses(tokens)
         losses.sum().backward()
         norms = torch.stack([g.flatten(1).norm(dim=1) for g in self.grads]).norm(dim=0)
         factors = (CLIP / (norms + 1e-6)).clamp(max=1.0)
@@ -184,50 +189,99 @@ def batches(data: Tensor, run: dict[str, Any], context: int, same_until: int) ->
         step += 1
 
 
-def method(run: dict[str, Any], steps: int) -> tuple[Any, int]:
-    """The rounds of a run, and how many steps it takes."""
+class Averaged:
+    """Rounds that average over all workers."""
+
+    def __init__(self, replicas: Replicas, chosen: Any, optimizers: list[Any], parts: dict[str, Any]) -> None:
+        self.rounds = gradwire.local_lockstep(replicas.models, optimizers, chosen, **parts)
+        self.starts, self.method = self.rounds.average_gradients, str(self.rounds.ranks[0].method)
+
+    @contextmanager
+    def mean_model(self) -> Iterator[None]:
+        with ExitStack() as shown:
+            for rank in self.rounds.ranks:
+                shown.enter_context(rank.averaged())
+            yield
+
+    def account(self, steps: int) -> dict[str, Any]:
+        """Ratios against float32 in every step, and bytes that a worker has encoded."""
+        report = self.rounds.ranks[0].report()
+        ratios = {name: ratio(getattr(report, name)) for name in RATIOS}
+        return {**ratios, "payload": report.payload, "dropped_rounds": report.skipped}
+
+
+class Gossip:
+    """Rounds between neighbors. There is no start."""
+
+    def __init__(self, replicas: Replicas, chosen: Any, codec: str | None) -> None:
+        self.rounds, self.method = gradwire.gossip_lockstep(replicas.models, chosen, codec), f"{chosen}; {codec}"
+        self.replicas = replicas
+
+    def starts(self) -> None:
+        """Gradients are never averaged."""
+
+    @contextmanager
+    def mean_model(self) -> Iterator[None]:
+        """All models are their mean from now on."""
+        for leaf in self.replicas.leaves.values():
+            leaf.data.copy_(leaf.data.mean(0, keepdim=True).expand_as(leaf).clone())
+        yield
+
+    def account(self, steps: int) -> dict[str, Any]:
+        report, dense = self.rounds.report(), 4.0 * self.replicas.size * steps
+        payload = report.sent / report.degree
+        ring = 2 * (report.world - 1) / report.world
+        both = {"payload_ratio": ratio(dense / payload), "wire_ratio": ratio(ring * dense / report.sent)}
+        return {**both, **{f"{name}_all_in": x for name, x in both.items()}, "payload": payload, "dropped_rounds": 0}
+
+
+def method(run: dict[str, Any], steps: int) -> tuple[Any, int, int]:
+    """The rounds of a run, the steps of its start, and how many steps it takes."""
     dense = "post_local_sgd(H=1, start={steps})"
     spec = (dense if run["spec"] == "dense" else run["spec"]).format(H=run["H"], start=run["start"], steps=steps)
     chosen = gradwire.parse(spec)
-    return chosen, chosen.start + (steps - chosen.start) // chosen.H * chosen.H
+    start = getattr(chosen, "start", 0)
+    return chosen, start, start + (steps - start) // chosen.H * chosen.H
 
 
 def train(
     run: dict[str, Any], text: Path, shape: Shape, steps: int, device: torch.device, limit: int
 ) -> dict[str, Any]:
     data, held_out = (_bytes(text / f"{part}.txt").to(device) for part in ("train", "test"))
-    chosen, steps = method(run, steps)
+    chosen, start, steps = method(run, steps)
     torch.manual_seed(run["seed"])
     replicas = Replicas(shape, run["workers"], run["seed"], device)
     inner = [Inner(model, run["inner"], run["lr"]) for model in replicas.models]
-    parts = {name: run[name] for name in ("codec", "feedback", "exchange")}
-    outer = gradwire.local_lockstep(replicas.models, [one.parts for one in inner], chosen, **parts)
+    outer: Averaged | Gossip
+    if isinstance(chosen, GossipMethod):
+        outer = Gossip(replicas, chosen, run["codec"])
+    else:
+        parts = {name: run[name] for name in ("codec", "feedback", "exchange")}
+        outer = Averaged(replicas, chosen, [one.parts for one in inner], parts)
     began, curve = time.perf_counter(), []
-    feed = batches(data, run, shape.context, chosen.start if chosen.first is None else 0)
+    feed = batches(data, run, shape.context, start if getattr(chosen, "first", "") is None else 0)
     for step in range(steps):
         loss_now = replicas.backward(next(feed))
-        outer.average_gradients()
+        outer.starts()
         for one in inner:
-            one.step(rate_at(step, steps, run["lr"]))
-        outer()
+            one.step(rate_at(step, steps, run["lr"] * (run["lr_after"] if step >= start else 1.0)))
+        outer.rounds()
         if (step + 1) % 100 == 0:
             curve.append(round(loss_now.item(), 4))
-    with ExitStack() as shown:
-        for rank in outer.ranks:
-            shown.enter_context(rank.averaged())
+    with outer.mean_model():
         loss = evaluate(replicas, held_out, limit)
-    report, tokens = outer.ranks[0].report(), run["workers"] * run["batch"] * shape.context
+    account, tokens = outer.account(steps), run["workers"] * run["batch"] * shape.context
     return {
         **run,
-        "method": str(outer.ranks[0].method),
+        "method": outer.method,
         "steps": steps,
         "parameters": replicas.size,
         "test_loss": round(loss, 4),
-        **{name: ratio(getattr(report, name)) for name in RATIOS},
-        "bits_per_token": 8 * report.payload * run["workers"] / (tokens * steps),
-        "dropped_rounds": report.skipped,
+        **account,
+        "bits_per_token": 8 * account["payload"] * run["workers"] / (tokens * steps),
         "train_loss": curve,
         "seconds": round(time.perf_counter() - began, 1),
+        "compiled": shape.compile,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
     }
@@ -263,6 +317,7 @@ def main(train: Train, defaults: dict[str, Any], about: str | None, out: str) ->
     options.add_argument("--layers", type=int, default=6)
     options.add_argument("--heads", type=int, default=6)
     options.add_argument("--context", type=int, default=256)
+    options.add_argument("--compile", action="store_true", help="compile the model")
     options.add_argument("--test-rows", type=int, default=1 << 30, help="sequences of the test text, at most")
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     chosen = options.parse_args(namespace=Shape())

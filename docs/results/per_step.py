@@ -8,28 +8,35 @@ file that is named with an @; a row of results is appended to the file of --out.
         '{"name": "one bit", "spec": "onebit_adam(start=225)", "lr": 2e-3, "seed": 0}'
 
 The folder of --text has train.txt and test.txt. Each worker's gradient is clipped by its own norm before it is sent.
-Other keys of a run, with their defaults: "workers" (8), "batch" (16 sequences a worker).
+Other keys of a run, with their defaults: "workers" (8), "batch" (16 sequences a worker), "optimizer" ("adamw", or "sgd"
+without momentum, for specs that have their own). A spec of local steps, such as sparseloco(H=1), runs as in `local.py`.
 """
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import gradwire
+import local
 from local import BETAS, DECAY, Replicas, Shape, _bytes, batches, evaluate, main, rate_at, ratio
 
-RUN = {"spec": "dense", "lr": 2e-3, "seed": 0, "workers": 8, "batch": 16}
+RUN = {"spec": "dense", "lr": 2e-3, "seed": 0, "workers": 8, "batch": 16, "optimizer": "adamw"}
 
 
 def train(
     run: dict[str, Any], text: Path, shape: Shape, steps: int, device: torch.device, limit: int
 ) -> dict[str, Any]:
+    if getattr(gradwire.parse(run["spec"]), "kind", "") == "local":
+        return local.train({**local.RUN, **run}, text, shape, steps, device, limit)
     data, held_out = (_bytes(text / f"{part}.txt").to(device) for part in ("train", "test"))
     torch.manual_seed(run["seed"])
     replicas = Replicas(shape, run["workers"], run["seed"], device)
-    optimizers = [gradwire.AdamW(model.parameters(), run["lr"], BETAS, weight_decay=DECAY) for model in replicas.models]
+    flags: dict[str, Any] = {"weight_decay": DECAY, "fused": device.type == "cuda"}
+    make = partial(gradwire.AdamW, betas=BETAS) if run["optimizer"] == "adamw" else torch.optim.SGD
+    optimizers = [make(model.parameters(), lr=run["lr"], **flags) for model in replicas.models]
     group = gradwire.lockstep(replicas.models, run["spec"], optimizers=optimizers)
     began, curve, feed = time.perf_counter(), [], batches(data, run, shape.context, 0)
     for step in range(steps):
@@ -51,6 +58,7 @@ def train(
         "skipped": report.skipped,
         "train_loss": curve,
         "seconds": round(time.perf_counter() - began, 1),
+        "compiled": shape.compile,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
     }

@@ -15,7 +15,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -26,13 +25,16 @@ import torch.distributed as dist
 
 from gradwire.comm import emulated, job_secret
 from gradwire.core import plugins
+from gradwire_lab.descriptors import check_descriptors
 from gradwire_lab.launcher_env import LauncherRank
-from gradwire_lab.parent_watch import end_with_launcher
+from gradwire_lab.parent_watch import LAUNCHER, end_with_launcher
+from gradwire_lab.quiet_tracker import start_quiet_tracker
 from gradwire_lab.signals import signals_deferred
 
 PRELOAD = ("torch", "torch.distributed", "numpy", "gradwire")
 TIMEOUT = datetime.timedelta(minutes=5)  # of one collective
 GRACE_SECONDS = 3.0  # after a failure: how long to wait for the rank that caused it to report
+KILL_SECONDS = 30.0  # after SIGKILL: how long to wait for ranks to be gone, where other work holds the cores
 
 _context = multiprocessing.get_context("forkserver")
 _launcher: Connection | None = None  # in a rank: the pipe to the process that launched it
@@ -85,7 +87,8 @@ def launch(
         TimeoutError: Ranks were stopped at ``limit_seconds``.
     """
     if world < 1:
-        raise ValueError(f"cannot launch {world} ranks; ask for at least one")
+        raise ValueError(f"cannot launch {world} ranks; give at least one")
+    check_descriptors(world)
     preload(function.__module__)
     variables = {name: os.environ.get(name, "") for name in (emulated.VARIABLE, plugins.VARIABLE)}
     variables |= job_secret.secret_variable()
@@ -116,21 +119,10 @@ def preload(*modules: str) -> None:
     """Name what the fork server imports beforehand. It starts, and freezes its environment, at first use."""
     # Some virtual machines advertise AMX without its tiles: a bfloat16 matmul would die with SIGILL.
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
-    _start_quiet_tracker()
-    _context.set_forkserver_preload([*PRELOAD, *(name for name in modules if name != "__main__")])
-
-
-def _start_quiet_tracker() -> None:
-    """Start Python's resource tracker with its warnings off, in its own environment alone.
-
-    It clears away numba's semaphores of ranks that were stopped, and would warn of a leak after our own last line.
-    """
-    before = os.environ.get("PYTHONWARNINGS")
-    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (before, "ignore:resource_tracker:UserWarning")))
-    resource_tracker.ensure_running()
-    del os.environ["PYTHONWARNINGS"]
-    if before is not None:
-        os.environ["PYTHONWARNINGS"] = before
+    start_quiet_tracker()
+    os.environ[LAUNCHER] = str(os.getpid())
+    names = [*PRELOAD, *(name for name in modules if name != "__main__")]
+    _context.set_forkserver_preload(["gradwire_lab.preload_begins", *names, "gradwire_lab.preload_ends"])
 
 
 @contextmanager
@@ -255,13 +247,14 @@ def _stop(ranks: list[LaunchedRank], grace_seconds: float) -> None:
         pipe.close()  # a rank that has sent its result waits for this
     processes = [process for process, _ in ranks]
     _join(processes, grace_seconds)
-    for stop in (ForkServerProcess.terminate, ForkServerProcess.kill):
+    for stop, seconds in ((ForkServerProcess.terminate, 2.0), (ForkServerProcess.kill, KILL_SECONDS)):
         for process in processes:
             if process.is_alive():
                 stop(process)
-        _join(processes, 2)
+        _join(processes, seconds)
     for process in processes:
-        process.close()
+        if not process.is_alive():  # a rank may be gone only later, which must not hide why all were stopped
+            process.close()
 
 
 def _join(processes: list[ForkServerProcess], seconds: float) -> None:
@@ -292,8 +285,8 @@ def _rank(rank: int, world: int, folder: str, job: bytes, pipe: Connection) -> N
         result = pickle.dumps(("result", time.monotonic(), function(rank, world, *args)))
     except BaseException:
         result = pickle.dumps(("failure", time.monotonic(), f"failed:\n{traceback.format_exc()}"))
-    pipe.send_bytes(result)
-    with suppress(EOFError, OSError):
+    with suppress(EOFError, OSError):  # the launcher stops its ranks, or has ended
+        pipe.send_bytes(result)
         pipe.recv_bytes()  # only its end comes: leaving earlier would break connections that others still make
     pipe.close()
     if dist.is_initialized():

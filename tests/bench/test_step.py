@@ -1,6 +1,7 @@
 """`bench step` compares methods round by round, and says who refused; `bench memory` weighs them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,9 @@ def test_two_ranks_train_side_by_side() -> None:
     assert rows["topk(0.01)"]["step_ms"] > 0
     assert rows["topk(0.01)"]["params"] == 269_722
     assert "refused" in rows["ddp-bf16"]  # torch has no such hook on gloo
+    progress = [line for line in done.stderr.splitlines() if "round" in line]
+    assert len(progress) == 2 * 3 and not progress[-1].endswith("left")
+    assert all(re.search(r"^resnet20, .*; about \d+:\d\d:\d\d left$", line) for line in progress[:-1])
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
@@ -61,11 +65,13 @@ def test_what_cannot_be_compared_is_refused() -> None:
 def test_memories_are_seen() -> None:
     """Momentum correction keeps two floats per parameter at least, a cast without feedback next to none."""
     size = 6_000_000
-    heavy, light = memory.measure(["dgc(0.001)", "fp16; feedback=none"], "cpu", size)
+    heavy, light, rounds = memory.measure(["dgc(0.001)", "fp16; feedback=none", "local:diloco(H=1)"], "cpu", size)
     assert heavy["params"] == pytest.approx(size, rel=0.01)
     assert 1.9 < heavy["kept_floats"] < 5
     assert heavy["peak_floats"] >= heavy["kept_floats"] - 0.1
     assert light["kept_floats"] < heavy["kept_floats"] - 1
+    # Outer weights and momentum, and in a round a difference.
+    assert 1.9 < rounds["kept_floats"] < 7 and rounds["peak_floats"] > rounds["kept_floats"] + 0.9
 
 
 def test_a_roofline_is_drawn(tmp_path: Path) -> None:

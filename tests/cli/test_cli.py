@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,15 +23,6 @@ def registered() -> list[str]:
 def test_the_version():
     done = run("--version")
     assert (done.exit_code, done.stdout) == (0, f"gradwire {gradwire.__version__}\n")
-
-
-def test_help_and_version_come_without_torch():
-    heavy = ("torch", "numpy", "gradwire")
-    code = f"print([name for name in {heavy} if name in sys.modules])"
-    code = f"import sys; from gradwire_lab.command import run\nsys.argv[1:] = {{words}}\ntry: run()\nfinally: {code}"
-    for words in (["--version"], ["--help"], ["-h"], ["bench", "-h"]):
-        done = subprocess.run([sys.executable, "-c", code.format(words=words)], capture_output=True, text=True)
-        assert done.returncode == 0 and done.stdout.endswith("[]\n"), (words, done.stdout, done.stderr)
 
 
 def test_help_has_the_first_paragraph_of_every_command():
@@ -122,7 +111,7 @@ def test_show_takes_feedback_and_exchange():
         (["topk(3)"], "must be in (0, 1]"),
         (["dense("], "cannot read the spec"),
         (["residual"], "not a way to compress"),
-        (["topk(0.01)", "--exchange", "allreduce"], "cannot be added"),
+        (["topk(0.01)", "--exchange", "allreduce"], "allreduce adds payloads"),
     ],
 )
 @pytest.mark.parametrize("command", ["show", "demo"])
@@ -138,7 +127,8 @@ def test_the_demo_compares_with_dense():
     done = run("demo", "topk(0.05) | sign", "fp16", "--workers", "2", "--epochs", "1")
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
-    assert sum("epoch  1/1" in line for line in lines) == 3
+    progress = [line for line in lines if "epoch  1/1" in line]
+    assert ["left" in line for line in progress] == [True, True, False]
     rows = {spec: line for spec in ("dense", "topk(0.05) | sign", "fp16") for line in lines if f" {spec} " in line}
     assert len(rows) == 3
     assert "1.0" in rows["dense"]

@@ -64,6 +64,15 @@ def test_own_model_data_and_codec_are_trained_in_processes(home: Path) -> None:
     assert "51 parameters" in done.output and "crowd" in (home / "run" / "run.jsonl").read_text()
 
 
+def test_the_example_of_the_page_on_plots_is_compared_without_a_recipe(home: Path) -> None:
+    page = (ROOT / "docs" / "paper.md").read_text()
+    (home / "mine.py").write_text(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0])
+    words = ["--model", "mine.py:make", "--set", "data.name=mine.py:data", "--set", "train.iterations=2"]
+    done = run("compare", *words, "--specs", "fp32; int8", "--seeds", "1", "--in-process", "2")
+    assert done.exit_code == 0, done.output
+    assert (home / "runs" / "mine-int8-0").is_dir() and (home / "runs" / "mine-results.md").is_file()
+
+
 def test_compare_trains_a_model_of_ones_own(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[list[str]] = []
 

@@ -19,7 +19,10 @@ def test_help_cuts_no_option_in_80_columns(command: tuple[str, ...]) -> None:
     for name in command[:-1]:
         group = group.commands[name]
     options = [
-        text for one in group._load(command[-1]).params for text in one.opts if not getattr(one, "hidden", False)
+        text
+        for one in group.get_command(None, command[-1]).params
+        for text in one.opts
+        if not getattr(one, "hidden", False)
     ]
     shown = CliRunner().invoke(app, [*command, "-h"], env={"COLUMNS": "80"}).stdout
     assert max(map(len, shown.splitlines())) <= 80 and "…" not in shown

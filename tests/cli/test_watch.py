@@ -22,6 +22,17 @@ def test_a_run_is_shown(tmp_path: Path) -> None:
     assert "ended" in run(str(write_run(tmp_path, "fp32"))).stdout
 
 
+def test_a_busy_machine_is_shown(tmp_path: Path) -> None:
+    busy = write_run(tmp_path, more={"load": 14.2, "cores": 2, "threads": 2})
+    assert "load 14.2 on 2 cores, busy" in run(str(busy)).stdout
+
+
+def test_a_narrow_terminal_cuts_no_name(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "fp32", name="a-name-that-is-longer-than-the-terminal-is-wide")
+    shown = CliRunner().invoke(app, ["watch", str(folder)], env={"COLUMNS": "40"})
+    assert shown.exit_code == 0 and "…" not in shown.stdout
+
+
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
     refused = run(str(tmp_path))
     assert refused.exit_code == 2 and str(tmp_path) in refused.stderr

@@ -1,6 +1,7 @@
 import importlib
 from collections.abc import Callable
 from operator import attrgetter
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 import gradwire
 from gradwire import _RENAMED
 from gradwire.codecs.codec import _RENAMED as _RENAMED_OF_CODEC
-from gradwire.exchanges import Exchange
+from gradwire.exchanges import AllGather, Exchange
 
 
 @pytest.mark.parametrize("old", sorted(_RENAMED))
@@ -74,3 +75,15 @@ def test_the_old_name_of_bucket_mb_still_works_and_warns(name: str) -> None:
     with pytest.warns(DeprecationWarning, match="bucket_mb"):
         wire = ENTRY_POINTS[name](torch.nn.Linear(2, 2), 3.0)
     assert isinstance(wire, gradwire.Wire) and wire.setup.options.bucket_mb == 3.0
+
+
+def test_methods_and_exchanges_have_their_old_names() -> None:
+    with pytest.warns(DeprecationWarning, match="lane_table"):
+        assert gradwire.method("int8").stages == gradwire.method("int8").lane_table
+    with pytest.warns(DeprecationWarning, match="encode_slices"):
+
+        class Old(AllGather):
+            def encode_shards(self, encode: Any, context: Any) -> Any:
+                return "old"
+
+    assert Old().encode_slices(None, None) == "old"  # type: ignore[arg-type]

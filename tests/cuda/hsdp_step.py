@@ -11,6 +11,8 @@ import argparse
 import json
 import statistics
 import time
+import warnings
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,18 @@ class Gpt(nn.Module):
         return self.head(x)
 
 
+def waits(step: Callable[[], object]) -> int:
+    """How often the host waits for the device in a step, as torch's sync debug mode counts it."""
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        step()
+    torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(one.message) for one in seen)
+
+
 def measure(spec: str | None, options: argparse.Namespace, device: torch.device) -> dict[str, object]:
     """Seconds of a step, and the largest memory."""
     torch.manual_seed(0)
@@ -57,18 +71,23 @@ def measure(spec: str | None, options: argparse.Namespace, device: torch.device)
     times = []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(options.steps):
-        began = time.perf_counter()
+
+    def step() -> torch.Tensor:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
         loss.backward()
         optimizer.step()
+        return loss.detach()
+
+    for _ in range(options.steps):
+        began = time.perf_counter()
+        loss = step()
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
     memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     row = {"spec": spec or "native", "seconds": statistics.median(times[5:]), "gigabytes": memory / 1e9}
-    row |= {"parameters": sum(p.numel() for p in model.parameters()), "loss": float(loss.detach())}
+    row |= {"parameters": sum(p.numel() for p in model.parameters()), "loss": float(loss), "waits": waits(step)}
     return row if wire is None else {**row, "sent": wire.report().sent_per_step}
 
 

@@ -14,6 +14,7 @@ from torch.distributed._composable.replicate import replicate
 
 import fixtures
 import gradwire
+from gradwire.comm.single import SingleBackend
 from spawn import Answers, cases_fixture, run_ranks
 
 SPEC = "topk(0.1)"
@@ -70,6 +71,26 @@ def compress_of_optimized(rank: int) -> object:
     net = fixtures.model()
     optimizer = fixtures.wrap_optimizer(net, spec=SPEC)
     return optimizer, gradwire.compress(net, SPEC)
+
+
+def compress_of_local(rank: int) -> object:
+    net = fixtures.model()
+    return gradwire.local(net, fixtures.sgd(net), "diloco(H=2)"), gradwire.compress(net[0], SPEC)
+
+
+def ddp_of_local(rank: int) -> object:
+    net = fixtures.model()
+    return gradwire.local(net, fixtures.sgd(net), "diloco(H=2)"), gradwire.compress(fixtures.ddp(net), SPEC)
+
+
+def optimizer_of_local(rank: int) -> object:
+    net = fixtures.model()
+    return gradwire.local(net, fixtures.sgd(net), "diloco(H=2)"), fixtures.wrap_optimizer(net, spec=SPEC)
+
+
+def local_of_compressed(rank: int) -> object:
+    net = fixtures.model()
+    return gradwire.compress(net, SPEC), gradwire.local(net, fixtures.sgd(net), "diloco(H=2)")
 
 
 def one_step(rank: int, net: Any, wire: Callable[[], None], optimizer: torch.optim.Optimizer) -> None:
@@ -135,6 +156,10 @@ REFUSED: dict[str, tuple[Callable[[int], object], tuple[str, ...]]] = {
     "two wires": (two_wires, ("ValueError", "'weight'", "wire.set")),
     "an optimizer of a compressed model": (optimizer_of_compressed, ("ValueError", "'0.weight'", "wire.set")),
     "compress of an optimizer's model": (compress_of_optimized, ("ValueError", "'0.weight'", "wire.set")),
+    "compress after local": (compress_of_local, ("ValueError", "'weight'", "local")),
+    "DDP after local": (ddp_of_local, ("ValueError", "'0.weight'", "local")),
+    "an optimizer after local": (optimizer_of_local, ("ValueError", "'0.weight'", "local")),
+    "local after compress": (local_of_compressed, ("ValueError", "'0.weight'", "local steps")),
     "wire() forgotten": (forgotten, ORDER),
     "wire() forgotten at first": (forgotten_at_first, ORDER),
     "the optimizer inside": (forgotten_by_optimizer, ORDER),
@@ -217,6 +242,21 @@ def ddp_anew(net: nn.Module, wire: gradwire.Wire, rank: int) -> None:
     plain(other, gradwire.compress(other, SPEC), rank)
 
 
+def inside_hosts(net: nn.Module, wire: gradwire.Wire, rank: int) -> None:
+    """Local steps of all ranks, and gradients that are averaged over some of them."""
+    other = fixtures.model()
+    outer = gradwire.local(other, fixtures.sgd(other), "diloco(H=2)")
+    gradwire.compress(other, SPEC, link=SingleBackend())
+    assert outer.steps == 0
+
+
+def local_anew(net: nn.Module, wire: gradwire.Wire, rank: int) -> None:
+    """The handle of local steps is gone, and so is its optimizer."""
+    other = fixtures.model()
+    gradwire.local(other, fixtures.sgd(other), "diloco(H=2)")
+    plain(other, gradwire.compress(other, SPEC), rank)
+
+
 ALLOWED = {
     "a plain loop": plain,
     "another model's optimizer": another_model,
@@ -226,6 +266,8 @@ ALLOWED = {
     "two optimizers": two_optimizers,
     "gradients by hand": by_hand,
     "a DDP that is gone": ddp_anew,
+    "local steps between hosts": inside_hosts,
+    "local steps that are gone": local_anew,
 }
 
 

@@ -120,7 +120,7 @@ class Strided(nn.Module):
 
 STRIDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     f"{spec}, {how}": ({"spec": spec, "bucket_mb": fixtures.BUCKET_MB}, options)
-    for spec in ("topk(0.1)", "int8", "powersgd(1)", "hadamard | int4")
+    for spec in ("topk(0.1)", "int8", "powersgd(1)", "hadamard | int4", "variance")
     for how, options in {"copies": {}, "views": {"gradient_as_bucket_view": True}}.items()
 }
 
@@ -136,6 +136,7 @@ def strided(rank: int, world: int, case: tuple[dict[str, Any], dict[str, Any]]) 
         wire, optimizer = gradwire.compress(outer, **case[0]), fixtures.sgd(net)
         for step in range(fixtures.STEPS):
             optimizer.zero_grad()
+            wire.observe({name: 1e-3 * p.detach().square() for name, p in net.named_parameters()})  # laid out as p is
             fixtures.loss(outer, rank, step).backward()
             if entry != "hook":
                 wire()

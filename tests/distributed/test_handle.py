@@ -165,7 +165,7 @@ def test_off_is_dense_and_delivers_pending_errors(options: dict[str, Any]):
     mean = {
         name: torch.stack([dict(net.named_parameters())[name].grad.double() for net in nets]).mean(0) for name in owed
     }
-    accounting = workers.wires[0].engine.core.accounting
+    accounting = workers.wires[0].engine.unwrapped.accounting
     before = sum(accounting.encoded.values())
     workers()
     assert sum(accounting.encoded.values()) - before == 4 * PARAMETERS, "all of it is sent in float32"

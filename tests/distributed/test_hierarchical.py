@@ -398,7 +398,7 @@ def test_ranks_of_a_host_share_the_work():
     sizes = {name: p.numel() for name, p in net.named_parameters()}
     workers = gradwire.lockstep([net, net, net, net], "topk(0.1)", across=HOSTS, bundle=None)
     served = [
-        [name for lane in wire.engine.core.plan.lanes for name in lane.tensors.names] for wire in workers.wires[:2]
+        [name for lane in wire.engine.unwrapped.plan.lanes for name in lane.tensors.names] for wire in workers.wires[:2]
     ]
     assert sorted(served[0] + served[1]) == sorted(sizes)
     loads = [sum(map(sizes.__getitem__, names)) for names in served]
@@ -450,7 +450,7 @@ def attached(rank: int, world: int, case: str) -> str:
     assert wire.link.host_layout == HostLayout.of(HOSTS)
     fixtures.plain_loop(net, wire, fixtures.sgd(net), range(2), rank)
     assert wire.report().hosts == 2
-    assert isinstance(wire.link.between, EmulatedBackend) and not isinstance(wire.link.local, EmulatedBackend)
+    assert isinstance(wire.link.between, EmulatedBackend) and not isinstance(wire.link.inside_host, EmulatedBackend)
     return fixtures.NO_ERROR
 
 

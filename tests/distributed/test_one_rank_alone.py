@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import fixtures
 import gradwire
 from gradwire.comm import agreement_barrier
-from spawn import Answers, cases_fixture
+from spawn import Answers, cases_fixture, run_ranks
 
 Change = Callable[[Any, Path], object]
 CHANGES: dict[str, tuple[Change, str]] = {
@@ -80,3 +81,22 @@ def test_a_change_on_one_rank_alone_is_an_error_on_all_ranks(case: str, answers:
     fixtures.check_message([(text, words) for text, _, _ in answers[case]])
     assert all(after != fixtures.NO_ERROR for _, after, _ in answers[case]), "the group goes on after the error"
     assert max(seconds for _, _, seconds in answers[case]) < 15, "ranks waited for the group's timeout"
+
+
+def keys_after_changes(rank: int, world: int) -> list[int]:
+    """How many keys the store has after each of several changes."""
+    wire = gradwire.compress(fixtures.model(), **PLAIN)
+    assert wire.link.barrier is not None
+    counts = []
+    for spec in ("sign", "topk(0.1)") * 3:
+        wire.set(spec)
+        dist.barrier()
+        counts.append(wire.link.barrier._store.num_keys())
+        dist.barrier()
+    return counts
+
+
+def test_agreements_leave_no_keys_behind():
+    """Every change left a key of each rank, so that the store of a long run grew without end."""
+    for counts in run_ranks(keys_after_changes, 2):
+        assert len(set(counts[1:])) == 1, counts

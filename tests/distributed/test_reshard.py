@@ -48,7 +48,7 @@ def test_the_pending_update_is_conserved(options: dict[str, Any], old: int, new:
         copy.load_state_dict(nets[0].state_dict())
         gradwire.load(wire, tmp_path)
     assert_equal_pending_errors(before.wires, after.wires)
-    assert {wire.engine.core.step for wire in after.wires} == {4}
+    assert {wire.engine.unwrapped.step for wire in after.wires} == {4}
     fixtures.train_steps(copies, after, range(4, 6))
     assert all(fixtures.same(fixtures.tensors(copy), fixtures.tensors(copies[0])) for copy in copies)
 
@@ -58,7 +58,7 @@ def test_an_error_left_by_set_is_moved():
     _, before = trained(3, {"spec": "topk(0.2)"})
     for wire in before.wires:
         wire.set("dense")
-    before.wires[1].engine.core.states[0].carried = None
+    before.wires[1].engine.unwrapped.states[0].carried_error = None
     _, after = fixtures.replicas(2, "dense")
     for wire in after.wires:
         wire.load_state_dict([wire.state_dict() for wire in before.wires])

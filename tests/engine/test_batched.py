@@ -40,11 +40,12 @@ CASES = {
     "int4": {"spec": "int4"},
     "natural": {"spec": "natural", "feedback": "none"},
     "onebit": {"spec": "onebit"},
+    "ef21": {"spec": "topk(0.1)", "feedback": "ef21"},
+    "ef21 with momentum": {"spec": "ef21_sgdm(0.1)"},
     "two rules, several buckets": {"spec": "topk(0.05)", "rules": [Rule("sign", name="b.*")], "bucket_mb": 600 / 2**20},
 }
 UNSUPPORTED = {
     "powersgd": {"spec": "powersgd(2)"},
-    "ef21": {"spec": "topk(0.1)", "feedback": "ef21"},
     "rotated": {"spec": "hadamard | sign"},
     "delayed": {"spec": "topk(0.1)", "exchange": "delayed"},
     "gap16": {"spec": "topk(0.1) | gap16"},
@@ -107,8 +108,8 @@ def test_batched_equals_lockstep(case, world):
         grads = draw(world, step)
         if step == 3:
             grads[-1]["b.weight"][2, 3] = torch.nan  # dropped by all
-        assert batched.supports(grads)
-        result, expected = batched.step(grads), rank_by_rank(other, others, grads)
+        assert batched.can_run(grads)
+        result, expected = batched.run(grads), rank_by_rank(other, others, grads)
         same(result.updates, expected.updates)
         assert result.skipped == expected.skipped == (step == 3)
         for mine, reference in zip(wires, others, strict=True):
@@ -119,24 +120,24 @@ def test_batched_equals_lockstep(case, world):
 @pytest.mark.parametrize("case", UNSUPPORTED.values(), ids=UNSUPPORTED)
 def test_unsupported_configurations_are_declined(case):
     group, wires = make_wires(3, case)
-    assert not batched_of(group, wires).supports(draw(3, 0))
+    assert not batched_of(group, wires).can_run(draw(3, 0))
 
 
 def test_a_missing_gradient_is_declined():
     group, wires = make_wires(3, CASES["topk"])
     grads = draw(3, 0)
     grads[2]["c"] = None
-    assert not batched_of(group, wires).supports(grads)
+    assert not batched_of(group, wires).can_run(grads)
 
 
 def test_a_carried_error_is_declined():
     group, wires = make_wires(3, CASES["topk"])
     batched = batched_of(group, wires)
-    batched.step(draw(3, 0))
+    batched.run(draw(3, 0))
     for wire in wires:
         wire.set("topk(0.05)", feedback="none")
-    assert all(state.carried is not None for state in wires[0].engine.states)
-    assert not batched_of(group, wires).supports(draw(3, 1))
+    assert all(state.carried_error is not None for state in wires[0].engine.states)
+    assert not batched_of(group, wires).can_run(draw(3, 1))
 
 
 def test_batched_steps_and_lockstep_may_alternate():
@@ -145,7 +146,7 @@ def test_batched_steps_and_lockstep_may_alternate():
     batched = batched_of(group, wires)
     for step in range(6):
         grads = draw(3, step)
-        result = batched.step(grads) if step % 3 else rank_by_rank(group, wires, grads)
+        result = batched.run(grads) if step % 3 else rank_by_rank(group, wires, grads)
         same(result.updates, rank_by_rank(other, others, grads).updates)
     for mine, reference in zip(wires, others, strict=True):
         same(mine.state_dict(), reference.state_dict())
@@ -163,13 +164,13 @@ def test_observed_moments_are_used():
                     wire.observe({name: 0.1 * x.square() for name, x in moments.items() if name != "c"})
         if step == 3:
             grads[0]["c"][7] = torch.inf  # dropped by all, with what was observed
-        assert batched.supports(grads)
-        same(batched.step(grads).updates, rank_by_rank(other, others, grads).updates)
+        assert batched.can_run(grads)
+        same(batched.run(grads).updates, rank_by_rank(other, others, grads).updates)
         for mine, reference in zip(wires, others, strict=True):
             same(mine.state_dict(), reference.state_dict())
             same_accounts(mine, reference)
     wires[1].observe({"c": torch.ones(501, device=DEVICE)})
-    assert not batched.supports(draw(3, 6))
+    assert not batched.can_run(draw(3, 6))
 
 
 def test_a_gradient_that_was_replaced_is_read_anew() -> None:

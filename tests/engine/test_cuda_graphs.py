@@ -15,7 +15,7 @@ from gradwire.core.requests import Gather, Sum
 from gradwire.core.segments import on
 from gradwire.engine import Engine, Plan, Rule, build, capture, checkpoint, cuda_graphs, default_rules, encoders
 from gradwire.engine.capture import CaptureError, in_collectives, resume
-from gradwire.engine.cuda_graphs import EAGER_STEPS, MOVES, GraphExecutor
+from gradwire.engine.cuda_graphs import EAGER_STEPS, MAX_ADDRESS_CHANGES, StepExecutor
 from gradwire.engine.drive import Clock, Rounds
 from gradwire.engine.step import StepResult
 from gradwire.kernels import dispatch, fused
@@ -64,7 +64,7 @@ class Rank:
     ) -> None:
         self.engine = Engine(plan, 0, 1, 0, torch.device("cpu"), rollback)
         self.backend, self.clock = SingleBackend(), Clock()
-        self.executor = GraphExecutor(self.engine, self.backend, self.clock, graphs)
+        self.executor = StepExecutor(self.engine, self.backend, self.clock, graphs)
         self.complete, self.moves, self.bad = complete, moves, bad
         self.grads = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         self.held: list[Tensor] = []  # so that addresses are not used again
@@ -147,8 +147,8 @@ def test_gradients_at_moving_addresses_are_staged(name: str, complete: bool) -> 
     eager, replayed = Rank(plan, None), Rank(plan, WrittenGraphs(), complete=complete, moves=True)
     for number in range(STEPS):
         assert same(replayed.step(number), eager.step(number)), number
-        staged = [bucket.stage is not None for bucket in replayed.executor._buckets]
-        assert staged == [number > MOVES] * 2, number
+        staged = [bucket.staging is not None for bucket in replayed.executor._buckets]
+        assert staged == [number > MAX_ADDRESS_CHANGES] * 2, number
     assert max(replayed.captures) == (1 if name == "no feedback" else 2)
     assert replayed.engine.skipped == len(BAD)
 
@@ -161,7 +161,7 @@ def test_gradients_that_are_not_contiguous_are_captured_where_they_lie(name: str
         rank.grads["a.weight"] = torch.zeros(30, 40).T
     for number in range(STEPS):
         assert same(replayed.step(number), eager.step(number)), number
-    assert all(bucket.stage is None for bucket in replayed.executor._buckets)
+    assert all(bucket.staging is None for bucket in replayed.executor._buckets)
     assert min(replayed.captures) > 0 and replayed.engine.skipped == len(BAD)
 
 
@@ -233,7 +233,7 @@ def test_a_capture_that_fails_at_its_end_finds_gradients_as_they_were(
 
 def test_without_room_for_a_copy_nothing_is_captured_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     rank, clone = Rank(plan_of("dgc"), WrittenGraphs(), rollback=False, bad={}), Tensor.clone
-    capturing = cuda_graphs.GraphExecutor._capture
+    capturing = cuda_graphs.StepExecutor._capture
 
     def full(x: Tensor) -> Tensor:
         if any(x is y for state in rank.engine.states for y in state.tensors.values()):
@@ -245,7 +245,7 @@ def test_without_room_for_a_copy_nothing_is_captured_in_place(monkeypatch: pytes
             patch.setattr(Tensor, "clone", full)
             return capturing(*args)
 
-    monkeypatch.setattr(cuda_graphs.GraphExecutor, "_capture", capture_in_little_room)
+    monkeypatch.setattr(cuda_graphs.StepExecutor, "_capture", capture_in_little_room)
     for number in range(EAGER_STEPS + 2):
         rank.step(number)
     assert rank.captures == [0, 0]

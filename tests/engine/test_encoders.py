@@ -155,7 +155,7 @@ def test_an_error_that_is_carried_is_sent(how: tuple[str, str | None, str | None
     group = Lockstep(WORLD)
     for engine in with_error:
         for lane, state in zip(plan.lanes, engine.states, strict=True):
-            state.carried = torch.linspace(-1.0, 1.0, lane.units.total)
+            state.carried_error = torch.linspace(-1.0, 1.0, lane.units.total)
     grads, own = gradients(0), gradients(0)
     for lane in plan.lanes:
         for name, place in lane.slices.items():
@@ -167,7 +167,7 @@ def test_an_error_that_is_carried_is_sent(how: tuple[str, str | None, str | None
         assert all(torch.equal(result.updates[name], known.updates[name]) for name in SHAPES)
     for mine, other in zip(with_error, added, strict=True):
         for state, known_state in zip(mine.states, other.states, strict=True):
-            assert state.carried is None
+            assert state.carried_error is None
             assert all(torch.equal(state.tensors[name], known_state.tensors[name]) for name in known_state.tensors)
 
 

@@ -43,8 +43,8 @@ def step_of(engines: list[Engine], grads: list[dict[str, Tensor | None]], batche
     group = Lockstep(WORLD)
     if batched:
         batch = Batched(engines, group)
-        assert batch.supports(grads)
-        results = [batch.step(grads)] * WORLD
+        assert batch.can_run(grads)
+        results = [batch.run(grads)] * WORLD
     else:
         results = group.drive([engine.run(mine) for engine, mine in zip(engines, grads, strict=True)])
     return [x.clone() for result in results for x in result.updates.values()] + [
@@ -124,7 +124,7 @@ def test_a_gradient_that_is_not_finite_is_an_error(batched: bool) -> None:
     with pytest.raises(RuntimeError, match="rollback=False"):
         checkpoint.save(engines[0], "")
     for engine in engines:
-        engine.drops.restart(0)
+        engine.skipped_steps.restart(0)
     step_of(engines, gradients(2), batched)
 
 
@@ -174,7 +174,7 @@ def train(rank: int, hooked: bool, rollback: bool) -> tuple[dict[str, Tensor], d
         if not hooked:
             wire()
         optimizer.step()
-    assert (spare_bytes(wire.engine.core) > 0) == rollback
+    assert (spare_bytes(wire.engine.unwrapped) > 0) == rollback
     return fixtures.tensors(model), wire.state_dict()
 
 

@@ -27,7 +27,7 @@ from fake_cuda_graph import WrittenGraphs, largest
 from gradwire.comm.single import SingleBackend
 from gradwire.engine import encoders
 from gradwire.engine.batched import Batched
-from gradwire.engine.cuda_graphs import EAGER_STEPS, GraphExecutor
+from gradwire.engine.cuda_graphs import EAGER_STEPS, StepExecutor
 from gradwire.engine.encoders import Composed, Encoder, FusedDense, FusedTopK
 from gradwire.engine.hosts import HostEngine
 from gradwire.engine.step import Engine
@@ -60,10 +60,10 @@ class Trace:
             (Engine, "run_bucket", "eager"),
             (HostEngine, "run", "eager"),
             (HostEngine, "run_bucket", "eager"),
-            (GraphExecutor, "_capture", "graph"),
-            (GraphExecutor, "_replay", "graph"),
-            (GraphExecutor, "_commit", "commit on the device"),
-            (Batched, "step", "batched"),
+            (StepExecutor, "_capture", "graph"),
+            (StepExecutor, "_replay", "graph"),
+            (StepExecutor, "_commit", "commit on the device"),
+            (Batched, "run", "batched"),
         ):
             patch.setattr(owner, name, self._noting(self._called.add, lambda _, word=word: word, getattr(owner, name)))
         for kind in KINDS:
@@ -228,12 +228,13 @@ def test_there_are_no_other_executors() -> None:
     assert modules_that(calls("interleave")) == {
         "gradwire/engine/step.py",
         "gradwire/engine/lockstep.py",  # collectives of the ranks of a group, not lanes
+        "gradwire/integrations/local/round_message.py",  # eager buckets of an elastic round, which are one message
         "gradwire_lab/perf_model/comm_schedule.py",  # on tensors without content
         *(f"gradwire/integrations/gossip/{name}.py" for name in ("batched", "elastic", "gossip_sync")),  # no gradients
     }
-    # Whatever drives an engine's rounds outside of `GraphExecutor` is lockstep, which is eager: simulated ranks whose
+    # Whatever drives an engine's rounds outside of `StepExecutor` is lockstep, which is eager: simulated ranks whose
     # steps cannot be batched, the warm-up, and a measurement of the cost of a step.
-    assert modules_that(calls("GraphExecutor")) == {"gradwire/integrations/wire.py"}
+    assert modules_that(calls("StepExecutor")) == {"gradwire/integrations/wire.py"}
     assert modules_that(calls("Batched")) == {"gradwire/integrations/simulated.py"}
     assert modules_that(imports("gradwire.engine.capture")) == {
         "gradwire/engine/cuda_graphs.py",
@@ -269,5 +270,5 @@ def test_every_entry_point_has_the_same_executor() -> None:
     optimizer = fixtures.wrap_optimizer(other, spec="topk(0.1)")
     _, workers = fixtures.replicas(2, "topk(0.1)", across=[[0], [1]])
     for sync in (loop, optimizer.wire, *workers.wires):
-        assert type(sync.executor) is GraphExecutor
+        assert type(sync.executor) is StepExecutor
         assert isinstance(sync.executor.engine, Engine | HostEngine)

@@ -20,10 +20,11 @@ from gradwire.core.deferred_checks import check, defer_checks
 from gradwire.core.payload import CorruptMessageError, Payload
 from gradwire.core.requests import Gather, Request, SendRecv, Sum
 from gradwire.engine import Engine, Lockstep, Plan, build, checkpoint, default_rules, encoders, status
-from gradwire.engine.cuda_graphs import EAGER_STEPS, GraphExecutor
+from gradwire.engine.cuda_graphs import EAGER_STEPS, StepExecutor
 from gradwire.engine.drive import Clock, Rounds
 from gradwire.engine.lockstep import move
-from gradwire.engine.status import MALFORMED, MISSING, NONFINITE, UNSUPPORTED, Drops
+from gradwire.engine.overflow import SkippedSteps
+from gradwire.engine.status import CORRUPT, MISSING, NONFINITE, UNSUPPORTED
 from gradwire.kernels import dispatch, fused
 
 CPU = torch.device("cpu")
@@ -135,7 +136,7 @@ def captured(
     engine: Engine, group: ThreadedGroup, graphs: Callable[[], WrittenGraph]
 ) -> tuple[list[Tensor], list[int]]:
     """The same of one rank whose status stays on the device; and how many captures each bucket has."""
-    executor = GraphExecutor(engine, ThreadedBackend(group, engine.rank), Clock(), graphs)
+    executor = StepExecutor(engine, ThreadedBackend(group, engine.rank), Clock(), graphs)
     grads = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     left: list[Tensor] = []
     for step in range(STEPS):
@@ -182,12 +183,12 @@ def test_messages_of_fixed_length_lead_to_the_same(how: tuple[str]) -> None:
     assert codec.traits.fixed and engines[0].accounting.encoded["*"] == STEPS * codec.size(lane.units)
 
 
-def lone_executor(rollback: bool = True) -> GraphExecutor:
+def lone_executor(rollback: bool = True) -> StepExecutor:
     plan = build(SHAPES, default_rules("topk(0.01) | int32"), 1)
-    return GraphExecutor(Engine(plan, 0, 1, 0, CPU, rollback), SingleBackend(), Clock(), WrittenGraphs())
+    return StepExecutor(Engine(plan, 0, 1, 0, CPU, rollback), SingleBackend(), Clock(), WrittenGraphs())
 
 
-def lone_step(executor: GraphExecutor, grads: dict[str, Tensor], step: int) -> None:
+def lone_step(executor: StepExecutor, grads: dict[str, Tensor], step: int) -> None:
     """A step of a world of one; its last bucket's status stays on the device, once it is captured."""
     draw = torch.Generator().manual_seed(step)
     for x in grads.values():
@@ -200,14 +201,14 @@ def test_a_carried_error_is_not_captured() -> None:
     """It is used up by one step."""
     executor = lone_executor()
     grads = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    core = executor.engine.core
+    inner = executor.engine.unwrapped
     for step in range(EAGER_STEPS):
         lone_step(executor, grads, step)
-    for lane, state in zip(core.plan.lanes, core.states, strict=True):
-        state.carried = torch.ones(lane.units.total)
+    for lane, state in zip(inner.plan.lanes, inner.states, strict=True):
+        state.carried_error = torch.ones(lane.units.total)
     lone_step(executor, grads, EAGER_STEPS)
     assert not any(bucket.captures for bucket in executor._buckets)
-    assert all(state.carried is None for state in core.states)
+    assert all(state.carried_error is None for state in inner.states)
     lone_step(executor, grads, EAGER_STEPS + 1)
     assert all(bucket.captures for bucket in executor._buckets)
 
@@ -215,7 +216,7 @@ def test_a_carried_error_is_not_captured() -> None:
 @pytest.mark.usefixtures("as_on_a_device")
 def test_without_rollback_a_bad_gradient_is_an_error_one_step_later() -> None:
     executor = lone_executor(rollback=False)
-    core = executor.engine.core
+    inner = executor.engine.unwrapped
     grads = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(EAGER_STEPS + 2):
         lone_step(executor, grads, step)
@@ -225,13 +226,13 @@ def test_without_rollback_a_bad_gradient_is_an_error_one_step_later() -> None:
     executor.run(dict(grads), complete=True)
     assert not any(bool(x.any()) for x in grads.values())  # the update is void
     with pytest.raises(RuntimeError, match="rollback=False"):
-        checkpoint.save(core, "topk(0.01)")  # no later reader could tell that the state is not valid
+        checkpoint.save(inner, "topk(0.01)")  # no later reader could tell that the state is not valid
     with pytest.raises(RuntimeError, match=r"not finite.*rollback=False.*checkpoint"):
         lone_step(executor, grads, 20)
-    core.drops.restart(0)
-    assert core.skipped == 0
+    inner.skipped_steps.restart(0)
+    assert inner.skipped == 0
     lone_step(executor, grads, 21)
-    assert all(bool(torch.isfinite(x).all()) for state in core.states for x in state.tensors.values())
+    assert all(bool(torch.isfinite(x).all()) for state in inner.states for x in state.tensors.values())
 
 
 def test_checks_are_deferred_only_on_other_devices() -> None:
@@ -245,34 +246,34 @@ def test_checks_are_deferred_only_on_other_devices() -> None:
     assert noted == [elsewhere]
 
 
-def count(drops: Drops, *statuses: int) -> bool:
-    """Count a step whose buckets have these statuses; whether it is dropped."""
-    dropped = drops.count_([torch.tensor(status, dtype=torch.uint8) for status in statuses])
-    drops.poll()
-    return bool(dropped)
+def count(steps: SkippedSteps, *statuses: int) -> bool:
+    """Count a step whose buckets have these statuses; whether it is skipped."""
+    skipped = steps.count_on_device_([torch.tensor(status, dtype=torch.uint8) for status in statuses])
+    steps.poll()
+    return bool(skipped)
 
 
 def test_a_deferred_status_counts_at_once_and_raises_later() -> None:
-    drops = Drops(CPU)
-    assert drops.count == 0
-    assert count(drops, 0, NONFINITE) and not count(drops, 0, 0)
-    assert drops.count == 1
-    assert count(drops, MALFORMED, 0)
+    steps = SkippedSteps(CPU)
+    assert steps.count == 0
+    assert count(steps, 0, NONFINITE) and not count(steps, 0, 0)
+    assert steps.count == 1
+    assert count(steps, CORRUPT, 0)
     with pytest.raises(CorruptMessageError, match="earlier step"):
-        count(drops, 0, 0)
+        count(steps, 0, 0)
 
 
 def test_a_step_that_cannot_be_dropped_is_an_error_until_the_state_is_replaced() -> None:
-    drops = Drops(CPU, revertible=False)
-    drops.synchronize()
-    count(drops, NONFINITE)
+    steps = SkippedSteps(CPU, rollback=False)
+    steps.synchronize()
+    count(steps, NONFINITE)
     with pytest.raises(RuntimeError, match="rollback=False"):
-        drops.synchronize()
+        steps.synchronize()
     with pytest.raises(RuntimeError, match="rollback=False"):
-        drops.poll()
-    drops.restart(0)
-    drops.synchronize()
-    drops.poll()
+        steps.poll()
+    steps.restart(0)
+    steps.synchronize()
+    steps.poll()
 
 
 # -- how a status travels ----------------------------------------------------------------------------------------------
@@ -293,7 +294,7 @@ def rounds_of(request: Request) -> Rounds[Any]:
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
-@pytest.mark.parametrize("found", [0, NONFINITE, MISSING, UNSUPPORTED, MALFORMED])
+@pytest.mark.parametrize("found", [0, NONFINITE, MISSING, UNSUPPORTED, CORRUPT])
 def test_all_ranks_learn_the_status_of_one(kind: str, found: int) -> None:
     locals_ = [
         torch.tensor([found if rank == 1 and found != NONFINITE else 0], dtype=torch.uint8) for rank in range(WORLD)
@@ -322,18 +323,19 @@ def test_a_bucket_without_a_round_has_no_status() -> None:
 
 
 def test_a_corrupt_message_is_forgotten_with_the_state() -> None:
-    drops = Drops(CPU)
+    steps = SkippedSteps(CPU)
     for _ in range(2):
-        count(drops, MALFORMED)
-        with pytest.raises(CorruptMessageError):
-            drops.poll()
-        drops.restart(0)
-        drops.poll()
+        count(steps, CORRUPT)
+        for call in (steps.poll, steps.assert_valid, steps.synchronize):  # once raised, it is raised again
+            with pytest.raises(CorruptMessageError):
+                call()
+        steps.restart(0)
+        steps.poll()
 
 
 # -- a corrupt message -------------------------------------------------------------------------------------------------
 
-CORRUPT: dict[str, tuple[str, str | None, bool]] = {  # spec, exchange, captured
+CORRUPT_CASES: dict[str, tuple[str, str | None, bool]] = {  # spec, exchange, captured
     "all-gather": ("topk(0.01) | int32", None, False),
     "first leg": ("topk(0.05) | int32", "two_way", False),
     "variable length": ("topk(0.01)", None, False),
@@ -364,7 +366,7 @@ def check_as_on_a_device(wrong: Tensor, error: str) -> bool:
 def until_corrupt(engine: Engine, group: ThreadedGroup, captured: bool) -> tuple[int, str]:
     """The step in which a rank raises an error, and the error; the last rank receives a damaged message."""
     backend = DamagingBackend(group, engine.rank)
-    executor = GraphExecutor(engine, backend, Clock(), WrittenGraphs() if captured else None)
+    executor = StepExecutor(engine, backend, Clock(), WrittenGraphs() if captured else None)
     grads = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(DAMAGED + 4):
         for name, x in gradients(step + 100)[engine.rank].items():
@@ -377,11 +379,11 @@ def until_corrupt(engine: Engine, group: ThreadedGroup, captured: bool) -> tuple
     return -1, ""
 
 
-@pytest.mark.parametrize("case", CORRUPT)
+@pytest.mark.parametrize("case", CORRUPT_CASES)
 def test_all_ranks_refuse_a_corrupt_message_of_one_in_the_same_step(
     case: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    spec, exchange, captured = CORRUPT[case]
+    spec, exchange, captured = CORRUPT_CASES[case]
     if captured:
         request.getfixturevalue("as_on_a_device")
         monkeypatch.setattr(decoding, "check", check_as_on_a_device)
@@ -392,7 +394,7 @@ def test_all_ranks_refuse_a_corrupt_message_of_one_in_the_same_step(
     late = 2 if captured else 1  # a status that stays on the device is read one step later
     assert [step for step, _ in outcomes] == [DAMAGED + late] * WORLD, outcomes
     for engine in engines:
-        with pytest.raises((RuntimeError, CorruptMessageError)):
+        with pytest.raises(CorruptMessageError):
             checkpoint.save(engine, spec)
-        engine.drops.restart(0)
+        engine.skipped_steps.restart(0)
         checkpoint.save(engine, spec)

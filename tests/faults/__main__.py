@@ -15,7 +15,7 @@ def main() -> int:
     """Run campaigns one after the other; the exit status is 1 if any failed."""
     parser = argparse.ArgumentParser(prog="make faults", description="Run fault campaigns, and write their counts.")
     parser.add_argument("campaigns", nargs="*", metavar="CAMPAIGN", help=f"of {', '.join(CAMPAIGNS)}; default: all")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all campaigns together (default: 9)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="for all campaigns together (default: 8)")
     parser.add_argument("--count", type=int, help="faults of each campaign, whatever the time")
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: 0)")
     parser.add_argument("--output", type=Path, default=Path("faults"), help="folder of the summaries (default: faults)")

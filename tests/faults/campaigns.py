@@ -1,6 +1,19 @@
 """All campaigns, and how the time is divided between them."""
 
-from faults import disk_full, files, nan_storms, oracles, payloads, power_cuts, processes, soak, strangers
+from faults import (
+    disk_full,
+    elastic,
+    elastic_rounds,
+    files,
+    limits,
+    nan_storms,
+    oracles,
+    payloads,
+    power_cuts,
+    processes,
+    soak,
+    strangers,
+)
 from faults.campaign import Run
 
 CAMPAIGNS: dict[str, Run] = {
@@ -13,6 +26,9 @@ CAMPAIGNS: dict[str, Run] = {
     "oracles": oracles.run,
     "soak": soak.run,
     "processes": processes.run,
+    "elastic": elastic.run,
+    "elastic-rounds": elastic_rounds.run,
+    "limits": limits.run,
 }
 SHARES = {  # of the time
     "payloads": 4,
@@ -24,4 +40,7 @@ SHARES = {  # of the time
     "oracles": 1,
     "soak": 2,
     "processes": 5,
+    "elastic": 1,
+    "elastic-rounds": 2,
+    "limits": 1,
 }

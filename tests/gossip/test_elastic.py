@@ -362,7 +362,7 @@ def test_copies_of_a_new_edge_are_equal_at_both_ends(tmp_path: Path) -> None:
     nets[1], whole = again, 4 * flat(models[0]).numel()
     assert again.step >= 4
     began, deadline = again.report().sent, time.monotonic() + 10
-    while len(again._present) < 2 and time.monotonic() < deadline:  # the two edges may begin at different steps
+    while len(again._last_live) < 2 and time.monotonic() < deadline:  # the two edges may begin at different steps
         together(*nets)
         time.sleep(0.02)
     before = again.report().sent

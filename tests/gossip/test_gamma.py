@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from gossip_fixtures import LENGTH, simulated
 from gradwire.codecs import codec
@@ -14,6 +15,8 @@ from gradwire.gossip import auto_gamma
 from gradwire.gossip.optimal_gamma import GRID, Fidelity, optimal_step
 from gradwire.topology import graph
 from gradwire_lab.bench.gamma import CODECS, PROBLEMS, NoisyQuadratic, drive, table
+from gradwire_lab.cli import gamma as command
+from gradwire_lab.cli.main import app
 
 
 @pytest.mark.parametrize(
@@ -151,3 +154,14 @@ def test_equal_replicas_keep_gamma() -> None:
     for _ in range(25):
         x = net.mix(torch.zeros(4, LENGTH))
     assert bool((x == 0).all()) and net.report().gamma > 0.1
+
+
+def test_the_command_prints_the_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compare(problem: NoisyQuadratic, codec: str, seeds: range) -> dict[str, object]:
+        found = {"best": 0.5, "best_by_loss": 0.5, "auto": 0.4, "distance": 1.0, "loss": 1.0}
+        return {**problem._asdict(), "codec": codec, "seeds": list(seeds), **found}
+
+    monkeypatch.setattr(command, "compare", compare)
+    done = CliRunner().invoke(app, ["bench", "gamma", "--results", str(tmp_path / "rows.jsonl"), "--only", "sign"])
+    assert done.exit_code == 0 and "| `sign` |" in done.stdout
+    assert ["left" in line for line in done.stderr.splitlines()] == [True, True, False]

@@ -78,7 +78,7 @@ def in_processes(rank: int, world: int, specs: list[Any]) -> list[Any]:
         train(net, model, optimizers([model])[0], rank, STEPS)
         state = net.state_dict()
         dist.all_to_all_single, dist.isend = all_to_all_single, send_one
-        groups = [counted[link.group.group_name] for link in (net.link.between, net.link.local)]
+        groups = [counted[link.group.group_name] for link in (net.link.between, net.link.inside_host)]
         results.append((fixtures.tensors(model), state, net.report(), groups, net.distance()))
     return results
 

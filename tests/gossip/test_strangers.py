@@ -192,9 +192,9 @@ def test_a_crowd_of_idle_strangers_leaves_room_for_a_neighbor(tmp_path: Path) ->
                 crowd.enter_context(socket.create_connection(address(tmp_path, 0)))
             second.mesh.drop(0, "shall dial anew")
             deadline = time.monotonic() + 5.0
-            while not (first._present and first.step > 1) and time.monotonic() < deadline:
+            while not (first._last_live and first.step > 1) and time.monotonic() < deadline:
                 together(first, second)
-            assert first._present == (1,)
+            assert first._last_live == (1,)
             assert falls_below(threads + 80, threading.active_count)
 
 
@@ -240,7 +240,7 @@ def _rejoins(first: Any, second: Any) -> bool:
     deadline = time.monotonic() + 10.0
     while time.monotonic() < deadline:
         together(first, second)
-        if first._present and second._present:
+        if first._last_live and second._last_live:
             return True
     return False
 

@@ -88,8 +88,10 @@ def test_a_study_trains_and_resumes(tmp_path: Path) -> None:
     (tmp_path / "study.toml").write_text(STUDY)
     cells, results = read(tmp_path / "study.toml"), tmp_path / "out" / "cells.jsonl"
     assert [cell.seed for cell in cells] == [0, 1, 0]
-    run(cells[1:], results, log=lambda line: None)
     messages: list[str] = []
+    run(cells[1:], results, log=messages.append)
+    assert ["left" in message for message in messages] == [False, True, False]
+    messages.clear()
     run(cells, results, log=messages.append)
     assert messages[0].startswith("1 of 3 cells") and len(messages) == 2
     lines = [json.loads(line) for line in results.read_text().splitlines()]

@@ -98,7 +98,7 @@ def test_accumulate_and_select_over_several_steps(rule: str) -> None:
                 known = fused.accumulate_topk_(grad, *slow, how, lengths, counts)
             for mine, theirs in zip(found[:2], known[:2], strict=True):
                 assert torch.equal(mine, theirs), (lengths, step)
-            assert bool(found.broken) == bool(known.broken) == (step == 3)
+            assert bool(found.nonfinite) == bool(known.nonfinite) == (step == 3)
             for memories in (fast, slow):
                 fused.subtract_sent_(*memories, found.indices, found.values)
             assert torch.equal(fast[0], slow[0])
@@ -125,12 +125,12 @@ def test_error_feedback(lengths: tuple[int, ...]) -> None:
     for call in calls:
         for grad in inputs(sum(lengths)).values():
             fast, slow = grad.flip(0).clone(), grad.flip(0).clone()
-            data, broken = call(grad, fast)
+            data, nonfinite = call(grad, fast)
             with reference_only():
                 known, _ = call(grad, slow)
             assert torch.equal(data, known)
             assert torch.equal(fast, slow)
-            assert not broken
+            assert not nonfinite
             old, new = grad.flip(0).clone(), torch.full_like(grad, torch.nan)
             carried, _ = call(grad, new, old)
             assert torch.equal(carried, known) and torch.equal(new, slow)

@@ -102,8 +102,8 @@ def test_steps_and_turns_of_long_segments(monkeypatch: pytest.MonkeyPatch) -> No
         expected, _ = fused.feedback_sign_(g, left, 0.9, lengths, False)
         rows = torch.stack([quantize.sign_encode(x, table, False) for x in (g, e)])
         merged = fused.merge_sign(rows, e, lengths, False)
-    found, broken = cuda.feedback_sign_(g.to(DEVICE), mine, 0.9, lengths, False)
-    assert torch.equal(found.cpu(), expected) and torch.equal(mine.cpu(), left) and not broken
+    found, nonfinite = cuda.feedback_sign_(g.to(DEVICE), mine, 0.9, lengths, False)
+    assert torch.equal(found.cpu(), expected) and torch.equal(mine.cpu(), left) and not nonfinite
     for one, other in zip(cuda.merge_sign(rows.to(DEVICE), e.to(DEVICE), lengths, False), merged, strict=True):
         assert one is not None and other is not None and torch.equal(one.cpu(), other)
 

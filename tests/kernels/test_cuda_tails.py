@@ -93,7 +93,7 @@ def test_selection_with_feedback(rule: Accumulation, dtype: torch.dtype, cut: st
             found = cuda.send_topk_(long(g), before, after, True, rule, lengths, few)
         assert torch.equal(found.indices.cpu(), expected.indices + HEAD)
         assert torch.equal(found.values.cpu(), expected.values)
-        assert not found.broken
+        assert not found.nonfinite
         for new, wanted in zip(after, short, strict=True):
             if new is not None and wanted is not None:
                 ends_with(new, wanted)
@@ -111,7 +111,7 @@ def test_selection_in_place_and_what_is_not_finite() -> None:
     found = cuda.accumulate_topk_(g2, v2, u2, rule, (N,), (10,))
     assert found.indices.tolist() == [3, *(expected.indices + HEAD).tolist()]
     assert torch.equal(found.values[1:].cpu(), expected.values) and found.values[0] == 150.0
-    assert found.broken
+    assert found.nonfinite
     cuda.subtract_sent_(v2, u2, found.indices[:1], found.values[:1])
     ends_with(v2, v)
     ends_with(u2, u)
@@ -124,9 +124,9 @@ def test_feedback_with_integers(how: tuple[int, int], cut: str) -> None:
     g2, e2 = long(g), long(e)
     with reference_only():
         data, _ = fused.feedback_integer_(g, e, 0.5, (TAIL,), *how)
-    found, broken = cuda.feedback_integer_(g2, e2, 0.5, CUTS[cut], *how)
+    found, nonfinite = cuda.feedback_integer_(g2, e2, 0.5, CUTS[cut], *how)
     same_body(found, data, 4 * -(-TAIL // how[1]))
-    assert not broken
+    assert not nonfinite
     ends_with(e2, e)
 
 
@@ -136,9 +136,9 @@ def test_feedback_with_signs(norm: bool) -> None:
     g2, e2 = long(g), long(e)
     with reference_only():
         data, _ = fused.feedback_sign_(g, e, 0.5, (TAIL,), norm)
-    found, broken = cuda.feedback_sign_(g2, e2, 0.5, (HEAD, TAIL), norm)
+    found, nonfinite = cuda.feedback_sign_(g2, e2, 0.5, (HEAD, TAIL), norm)
     same_body(found, data, 4)
-    assert torch.equal(found[4:8].cpu(), data[:4]) and not broken
+    assert torch.equal(found[4:8].cpu(), data[:4]) and not nonfinite
     ends_with(e2, e)
 
 

@@ -19,7 +19,7 @@ from gradwire.engine import Engine, Lockstep, Method, Rule, build, method
 from gradwire.engine.step import StepResult
 from gradwire.exchanges import Exchange, Noop
 from gradwire.exchanges.powersgd import _multiply_, _runs
-from gradwire.exchanges.shards import shard
+from gradwire.exchanges.servers import server_slice
 from gradwire.feedback import MomentumCorrection
 from strategies import CODECS, EXCHANGES, FEEDBACKS, tensor
 
@@ -198,7 +198,12 @@ def test_one_element_is_enough_for_any_world(whole: Method) -> None:
         assert all(verdict.updates["x"].shape == (1,) for verdict in verdicts), world
 
 
-CONSERVING = ("allgather", "two_way", "allreduce", "powersgd", "delayed")
+def conserves(made: Exchange) -> bool:
+    """Whether what is not applied of the mean gradient stays in memories. Of the mean over senders it does not."""
+    return (made.exact or made.compresses_in_protocol or made.delays) and getattr(made, "mean", "all") == "all"
+
+
+CONSERVING = [spec for spec in EXCHANGES if conserves(parse(spec))]
 CONTRACTIONS = ("fp32", "sign", "qsgd(biased=True)", "topk(0.3)", "topk(0.3) | sign | int32", "randomk(0.3)", "int4")
 
 
@@ -265,7 +270,7 @@ def test_momentum_correction_conserves_velocity(whole: Method, world: int) -> No
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
-@each_method(["allgather", "two_way", "powersgd"], ["ef21"], ["sign", "topk(0.3) | int32"])
+@each_method([spec for spec in CONSERVING if not parse(spec).delays], ["ef21"], ["sign", "topk(0.3) | int32"])
 def test_ef21_keeps_the_mean_of_all_estimates(whole: Method, world: int) -> None:
     """EF21 has no pending error, but the common estimate and the errors of servers make the mean of estimates."""
     group = Group(whole, world)
@@ -322,15 +327,16 @@ def test_exchanges_have_one_spelling(exchange: str) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("exchange", ["allreduce", "allgather", "powersgd"])
+@pytest.mark.parametrize("exchange", [spec for spec in COMMUNICATING if not parse(spec).cuts])  # a cut adds scales
 def test_traffic_is_as_predicted_plus_one_status(exchange: str, world: int) -> None:
-    group = Group(method("powersgd") if exchange == "powersgd" else method("fp32", "none", exchange), world)
+    group = Group(next(legal([exchange], ["none", "residual"], ["fp32", "sign"])), world)
     group.step(gradients(world, 0))
     plan = group.sessions[0].plan
     predicted = sum(made.traffic(chain, lane.tensors, world) for lane in plan.lanes for _, chain, made in lane.table)
     measured = group.lockstep.traffic[0].sent
-    status = len(plan.buckets) * (world - 1) * (1 if exchange == "allgather" else 8 / world)
-    assert measured == pytest.approx(predicted + status)
+    *_, (_, _, made) = plan.lanes[0].table
+    sums = getattr(made, "inner", made).adds_payloads or made.compresses_in_protocol
+    assert measured == pytest.approx(predicted + len(plan.buckets) * (world - 1) * (8 / world if sums else 1))
 
 
 def test_gradients_keep_their_dtype_shape_and_layout() -> None:
@@ -353,7 +359,7 @@ def test_gradients_keep_their_dtype_shape_and_layout() -> None:
 
 @given(n=st.integers(0, 3000), world=st.integers(1, 9))
 def test_shards_begin_at_a_whole_byte(n: int, world: int) -> None:
-    cuts = [shard(n, world, rank) for rank in range(world)]
+    cuts = [server_slice(n, world, rank) for rank in range(world)]
     assert [0, *(stop for _, stop in cuts)] == [*(start for start, _ in cuts), n]
     assert all(start % 8 == 0 for start, stop in cuts if start < stop)
     assert max(stop - start for start, stop in cuts) < n / world + 8

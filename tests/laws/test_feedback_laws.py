@@ -10,7 +10,7 @@ from gradwire.codecs.codec import Codec, codec
 from gradwire.codecs.stage import Decoded, EncodeInput, Memory
 from gradwire.core.keys import Key
 from gradwire.core.spec import parse
-from gradwire.feedback import EF21, Feedback, MomentumCorrection, NoFeedback, Residual
+from gradwire.feedback import EF21, Feedback, MomentumCorrection, NoFeedback, PreconditionedMomentum, Residual
 from strategies import FEEDBACKS, KINDS, codecs, dense, keys, signal, table, tensor
 
 SEGMENTS = table(9, 1, 300)
@@ -146,3 +146,19 @@ def test_clipping_bounds_the_norm_and_leaves_small_ones_alone(norm: float, limit
     assert norm * factor <= limit / world**0.5 * (1 + 1e-9)
     assert 0 < factor <= 1.0 and (factor == 1.0) == (norm <= limit / world**0.5)
     assert all(parse(spec).clip_factor(norm, world) == 1.0 for spec in FEEDBACKS)
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.1, 0.5])
+def test_momentum_over_a_denominator_pays_out_all_that_was_put_in(ratio: float) -> None:
+    """However few entries are sent: what was sent, what is owed, and what momentum still has to give."""
+    feedback, chain = PreconditionedMomentum(beta=0.9), codec(f"topk({ratio}) | sign(per=16)")
+    memory = {name: torch.zeros(N) for name in feedback.memories} | {"denominator": torch.full((N,), 0.5)}
+    put_in, paid = torch.zeros(N), torch.zeros(N)
+    for step in range(30):
+        grad = tensor("normal", N, seed=step)
+        target, memory = feedback.compensate(grad, memory)
+        sent = send(target, chain, Key(seed=3, step=step, rank=0))
+        memory = feedback.update_memory(target, sent, memory)
+        put_in, paid = put_in + grad / 0.5, paid + dense(sent, N)
+    rest = memory["residual"] + 0.9 / (1 - 0.9) * memory["momentum"]
+    torch.testing.assert_close(paid + rest, put_in, rtol=1e-4, atol=1e-4)

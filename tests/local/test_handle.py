@@ -8,6 +8,9 @@ import torch
 import fixtures
 import gradwire
 import local_fixtures
+from gradwire.core.payload import Payload, as_bytes
+from gradwire.core.requests import run
+from gradwire.integrations.local import measured_rounds
 from local_fixtures import train
 
 SPARSE = "sparseloco(H=2, k=4, chunk=32)"
@@ -121,6 +124,75 @@ def test_messages_of_a_chunk_have_the_size_that_their_card_says() -> None:
     assert outer.ranks[0].report().payload_ratio > 5 * 190
 
 
+# -- ranks of unlike speed ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [("diloco(H=4, delay=2)", "delay=2"), ("streaming_diloco(H=4, fragments=2, delay=0)", "fragments=2")],
+)
+def test_uneven_rounds_have_no_delay_and_no_fragments(spec: str, named: str) -> None:
+    net = fixtures.model()
+    with pytest.raises(ValueError, match=named):
+        gradwire.local(net, fixtures.sgd(net), spec, uneven=True)
+
+
+def test_uneven_rounds_take_no_delay_later() -> None:
+    net = fixtures.model()
+    outer = gradwire.local(net, fixtures.sgd(net), "diloco(H=4)", uneven=True)
+    with pytest.raises(ValueError, match="delay=1"):
+        outer.set("diloco(H=4, delay=1)")
+    outer.set("diloco(H=3)")
+    assert outer.pace is not None and outer.pace.own == 3 and "uneven" in outer.wire.setup.note
+
+
+# -- rounds that are measured ------------------------------------------------------------------------------------------
+
+
+def test_the_first_rounds_tell_how_long_others_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes a second, and a message 0.55: six steps share it."""
+    clock = [0.0]
+    monkeypatch.setattr(measured_rounds.time, "perf_counter", lambda: clock[0])
+    net, again = fixtures.model(), fixtures.model()
+    optimizer = fixtures.sgd(net)
+    outer = gradwire.local(net, optimizer, "local_sgd(H=2)", auto=True)
+    send = outer.fragments[0].wire.sync
+
+    def slow(differences: Any) -> Any:
+        clock[0] += 0.55
+        return send(differences)
+
+    outer.fragments[0].wire.sync = slow
+    inside = []
+    for step in range(12):
+        clock[0] += 5.0 if step < 2 else 1.0  # kernels compile at first
+        fixtures.loss(net, 0, step).backward()
+        optimizer.step()
+        outer()
+        inside.append(outer.inside)
+    assert inside == [1, 0, 1, 0, 1, 2, 3, 4, 5, 0, 1, 2]
+    assert outer.method.H == 6 and "2 of 6" in str(outer)
+    resumed = gradwire.local(again, fixtures.sgd(again), "local_sgd(H=2)", auto=True)
+    resumed.load_state_dict(outer.state_dict())
+    assert resumed.method.H == 6 and resumed.inside == 2
+
+
+def test_the_slowest_rank_tells_what_computing_takes_and_the_last_one_what_a_message_takes() -> None:
+    rounds = measured_rounds.MeasuredRounds()
+    run(rounds.agree(torch.device("cpu"), 5), lambda _: pytest.fail("one round is not enough"))
+    pairs = [[0.1, 3.0], [0.2, 1.0], [0.05, 4.0]]
+    payloads = [Payload(as_bytes(torch.tensor(pair, dtype=torch.float64))) for pair in pairs]
+    run(rounds.agree(torch.device("cpu"), 5), lambda _: [payloads])
+    assert rounds.chosen == 50
+
+
+@pytest.mark.parametrize("options", [{"uneven": True}, {"spec": "diloco(H=4, delay=1)"}])
+def test_only_plain_rounds_are_measured(options: dict[str, Any]) -> None:
+    net = fixtures.model()
+    with pytest.raises(ValueError, match="auto=True"):
+        gradwire.local(net, fixtures.sgd(net), **{"spec": "diloco(H=4)", "auto": True, **options})
+
+
 # -- other specs, other worlds -----------------------------------------------------------------------------------------
 
 
@@ -145,7 +217,7 @@ def test_set_applies_a_message_that_is_under_way() -> None:
     before = outer.ranks[0].outer.weights["0.weight"].detach().clone()
     for rank in outer.ranks:
         rank.set("local_sgd(H=1)")
-        assert rank.flight is None
+        assert rank.fragments[0].flight is None
     assert not torch.equal(outer.ranks[0].outer.weights["0.weight"], before)
     train(nets, optimizers, outer, range(5, 6))
     assert fixtures.same(fixtures.tensors(nets[0]), fixtures.tensors(nets[1]))
@@ -204,7 +276,7 @@ def test_another_world_applies_a_message_that_was_under_way() -> None:
     for rank in other.ranks:
         rank.load_state_dict(states)
     shared = outer.ranks[0].outer.weights
-    assert other.ranks[2].inside == 0 and other.ranks[2].flight is None
+    assert other.ranks[2].inside == 0 and other.ranks[2].fragments[0].flight is None
     assert all(torch.equal(p, shared[name]) for name, p in nets[2].named_parameters())
 
 

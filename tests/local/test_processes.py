@@ -113,11 +113,6 @@ def fail_on_one(rank: int, world: int) -> list[str]:
     spec = "local_sgd(H=2)" if rank else "local_sgd(H=3)"
     different = fixtures.error_text(lambda: gradwire.local(net, fixtures.sgd(net), spec))
     wrong = fixtures.error_text(lambda: gradwire.local(net, fixtures.sgd(net), "topk(0.1)" if rank else "diloco"))
-    wire = gradwire.compress(net, "int8")
-    twice = fixtures.error_text(lambda: gradwire.local(net, fixtures.sgd(net), "diloco(H=2)"))
-    assert wire.report().steps == 0 and "ValueError" in twice and "wire" in twice, twice
-    del wire
-    gradwire.local(net, fixtures.sgd(net), "diloco(H=2)")
     return [different, wrong]
 
 

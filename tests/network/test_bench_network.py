@@ -15,7 +15,7 @@ from gradwire.comm.emulated import VARIABLE
 from gradwire_lab.bench.network import grid, methods, results_table, runner
 from gradwire_lab.bench.network.emulation_error import EXCHANGES, compare
 from gradwire_lab.bench.network.grid import Budget, Scenario
-from gradwire_lab.bench.network.runner import measure
+from gradwire_lab.bench.network.runner import measure, turns
 from gradwire_lab.cli import bench_checks
 from gradwire_lab.cli.main import app
 from gradwire_lab.network.launch import Ended, Sink
@@ -64,8 +64,8 @@ def test_every_method_that_is_measured_by_default_exists(name: str) -> None:
         (("--link", "1gbit,1ms,1%", "--throttled", "--method", "ddp-none"), "has jitter or loss too"),
         (("--method", "topk(0.1); bucket_mb=x"), "cannot read bucket_mb=x of 'topk(0.1); bucket_mb=x'"),
         (("--method", "topk(0.1); rollback=maybe"), "cannot read rollback=maybe"),
-        (("--turn", "nan"), "turns of nan s cannot be"),
-        (("--model", "linear", "--link", "1gbit", "--timeout", "-1"), "a timeout of -1 s cannot be"),
+        (("--turn", "nan"), "a turn of nan s"),
+        (("--model", "linear", "--link", "1gbit", "--timeout", "-1"), "a timeout of -1 s"),
         (("--out", "."), ". is a folder"),
         (("--out", __file__), "holds something else than rows"),
     ],
@@ -127,8 +127,11 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
 def test_ranks_on_an_emulated_link_make_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     budget = Budget(rounds=1, steps=2, warmup=2)
-    methods = ["ddp-fp32", "ddp-bf16", "fp16", "local:local_sgd(H=3)"]
-    found = {one["method"]: one for one in measure(Scenario("linear", "200mbit", 2, "throttled"), methods, budget)}
+    methods = ["ddp-fp32", "ddp-bf16", "fp16", "local:local_sgd(H=3)", "local:diloco(H=3, delay=1)"]
+    begun: list[str] = []
+    rows = measure(Scenario("linear", "200mbit", 2, "throttled"), methods, budget, begun.append)
+    found = {one["method"]: one for one in rows}
+    assert len(begun) == turns(methods, budget) - 1  # the start has no line
     assert "refused" in found["ddp-bf16"]["failed"]
     dense, ours = found["ddp-fp32"], found["fp16"]
     assert dense["steps"] == 4 and dense["reported"] == 4 * 4 * 512 * 512
@@ -137,6 +140,9 @@ def test_ranks_on_an_emulated_link_make_rows(monkeypatch: pytest.MonkeyPatch) ->
     assert ours["reported"] == pytest.approx(dense["reported"] / 2, rel=0.01)
     rounds = found["local:local_sgd(H=3)"]
     assert rounds["steps"] == 6 and rounds["reported"] == pytest.approx(dense["reported"] / 3, rel=0.01)
+    late = found["local:diloco(H=3, delay=1)"]
+    assert late["steps"] == 6 and late["reported"] == pytest.approx(rounds["reported"], rel=0.01)
+    assert late["step_ms"] > 170 / 3  # its message is waited for while it is timed
     assert VARIABLE not in os.environ
 
 

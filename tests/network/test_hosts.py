@@ -74,7 +74,7 @@ def test_every_link_reads_back_as_itself(rate: float | None, delay: float, share
         ("-20ms", "a time of -0.02 s is impossible"),
         ("1h", "'h' in '1h' is no unit"),
         ("5ms,10ms", "arrive before they were sent"),
-        ("1mbit,2mbit", "says something twice"),
+        ("1mbit,2mbit", "twice"),
         ("100%", "a loss of 1 is impossible"),
     ],
 )
@@ -463,7 +463,7 @@ def test_no_root_and_no_iproute2_are_said(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(HostsUnavailableError, match="hosts need root"), Hosts(2):
         pass
     monkeypatch.setattr(shutil, "which", lambda tool, path=None: None)
-    with pytest.raises(HostsUnavailableError, match="hosts need iproute2, but ip and tc cannot be found"), Hosts(2):
+    with pytest.raises(HostsUnavailableError, match="hosts need iproute2, but ip and tc"), Hosts(2):
         pass
 
 

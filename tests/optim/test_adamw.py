@@ -88,9 +88,10 @@ def unbiased(optimizer: AdamW, p: nn.Parameter) -> Tensor:
     return state["exp_avg_sq"] / (1 - 0.999 ** float(state["step"]))
 
 
-def test_momentum_is_applied_with_frozen_denominators() -> None:
+@pytest.mark.parametrize("fused", [False, True])  # a fused optimizer counts steps where the parameters are
+def test_momentum_is_applied_with_frozen_denominators(fused: bool) -> None:
     net = model()
-    optimizer = AdamW(net.parameters(), 0.01, weight_decay=0.1)
+    optimizer = AdamW(net.parameters(), 0.01, weight_decay=0.1, fused=fused)
     for seed in range(3):
         step(net, optimizer, seed)
     weight, bias = net[0].weight, net[0].bias

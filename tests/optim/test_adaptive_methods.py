@@ -95,7 +95,7 @@ def plain(method: str, steps: int, floor: float = 0.1, per: int = 32) -> list[Te
             t = step + 1
             if not matrix or step < START or (method == "zero_one" and step in REFRESHED):
                 if i in frozen:  # back to units of gradients; the frozen variance counts as measured in all steps
-                    m[i] = m[i] * frozen[i]
+                    m[i] = m[i] * (variances[i].sqrt() + 1e-8)  # AdamW has no floor, and must take the same step
                     v[i] = variances[i] * (1 - 0.999**step)
                     del frozen[i]
                 g = sum(grads[i]) / WORLD
@@ -245,6 +245,13 @@ def test_a_start_may_have_a_table_of_codecs() -> None:
     assert [(step, str(chosen)) for step, chosen in made.table] == [(0, "fp32"), (2, "int4"), (START, "sign(per=4096)")]
 
 
+def test_entries_become_fewer_after_the_start() -> None:
+    made = gradwire.method(f"dgc_adam(0.05, start={START}, ramp=10, values=fp32)")
+    expected = [(0, "int4"), (START, "topk(0.25)"), (START + 5, "topk(0.0625)"), (START + 10, "topk(0.05)")]
+    assert [(step, str(chosen)) for step, chosen in made.table] == expected
+    assert gradwire.method("dgc_adam(0.5, ramp=10)") == gradwire.method("dgc_adam(0.5)")
+
+
 @pytest.mark.parametrize("spec", ["zero_one_adam(start=0)", "zero_one_adam(refresh=-1)"])
 def test_a_refresh_needs_a_start(spec: str) -> None:
     with pytest.raises(ValueError, match="refresh="):
@@ -270,13 +277,15 @@ def test_parameters_of_16_bits_are_rounded_once_a_step() -> None:
 
 @pytest.mark.parametrize("divide", ["before", "after"])
 def test_the_optimizers_state_has_the_common_momentum(divide: str) -> None:
-    found = Training(f"onebit_adam(start={START}, per=32, divide={divide!r})").run(STEPS)
+    found = Training(f"onebit_adam(start={START}, per=32, floor=0.9, divide={divide!r})").run(STEPS)
     saved = [optimizer.state_dict()["state"][0]["exp_avg"].clone() for optimizer in found.optimizers]
     assert all(torch.equal(saved[0], each) for each in saved)
     wire, p = found.workers.wires[0], found.models[0].first.weight
-    denominator = found.optimizers[0].frozen.denominators()[p] if divide == "before" else 1.0
+    floored = found.optimizers[0].frozen.denominators()[p] if divide == "after" else 1.0
     momentum = wire.state_dict()["momentum/first.weight"].view_as(p)
-    torch.testing.assert_close(saved[0], momentum * denominator)
+    root = found.optimizers[0].denominator(p)
+    assert (root < found.optimizers[0].frozen.denominators()[p]).any()
+    torch.testing.assert_close(saved[0] / root, momentum / floored)  # torch's AdamW takes the step that ours would
 
 
 def test_another_spec_takes_the_momentum_over() -> None:

@@ -1,5 +1,6 @@
 """Decisions on fixed calibrations: what is advised must follow from figures that a reader can check."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,17 +12,19 @@ import torch
 from gradwire.comm.rates import LinkSpec
 from gradwire.core.segments import Segments
 from gradwire.engine.method import method
-from gradwire_lab.cli.advice_text import verdict
+from gradwire_lab.cli.advice_text import as_object, verdict
 from gradwire_lab.perf_model.advice import ERROR, LOSS, advise, corners
 from gradwire_lab.perf_model.break_even import break_even
 from gradwire_lab.perf_model.calibration import Calibration, CodingCost, load, save
 from gradwire_lab.perf_model.candidates import CANDIDATES, arguments, automatic
 from gradwire_lab.perf_model.cluster import Cluster
 from gradwire_lab.perf_model.costs import BUCKET_SIZES, Prediction, predict, predict_across
+from gradwire_lab.perf_model.local_evidence import RECORDS, expected_loss
 from gradwire_lab.perf_model.local_steps import local_steps
 from gradwire_lab.perf_model.model import ModelProfile
 from gradwire_lab.perf_model.software import Software
 
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 MODEL = ModelProfile({"embed": (10_000, 650), "deep": (2600, 1300), "bias": (2600,), "head": (10_000, 650)})
 COSTS = {
     "ddp-fp32": CodingCost(0.0, 0.0),
@@ -205,10 +208,36 @@ def test_local_steps_share_a_round_that_no_step_can_afford() -> None:
         fast.call, {"gradwire": SimpleNamespace(local=lambda *a: a), "model": 0, "optimizer": 1}
     )
     advice = advise(figures, place("1mbit,20ms"))
-    assert thin.call in verdict(figures, place("1mbit,20ms"), advice, (advice.choice.spec, None))
+    words = verdict(figures, place("1mbit,20ms"), advice, (advice.choice.spec, None))
+    assert thin.call in words and f"H = {thin.H}" in words and "at least 8.5 % more loss" in words
+    assert as_object(figures, place("1mbit,20ms"), advice, ("", None))["local_steps"]["loss"]["at_least"]
     easy = advise(figures, place("100gbit,10us"))
     assert "gradwire.local" not in verdict(figures, place("100gbit,10us"), easy, (easy.choice.spec, None))
     assert local_steps(replace(figures, costs={"sign": COSTS["sign"]}), place("1mbit")) is None
+
+
+def test_losses_of_local_steps_are_those_of_the_published_rows() -> None:
+    rows = [json.loads(line) for line in (RESULTS / "local-h200.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["lr"] == 0.002 and row["parameters"] < 2e7 and row["workers"] == 8]
+    for record in RECORDS:
+        pairs = [
+            [row["test_loss"] for row in rows if row["name"] == name and row["seed"] == seed]
+            for name in (record.name, "dense")
+            for seed in record.seeds
+        ]
+        assert all(len(pair) == 1 for pair in pairs), record
+        losses = [pair[0] for pair in pairs]
+        count = len(record.seeds)
+        assert sum(losses[:count]) / sum(losses[count:]) - 1 == pytest.approx(record.increase, abs=5e-5)
+
+
+def test_losses_between_trainings_are_between_theirs() -> None:
+    shorter, between, longer = (expected_loss("sparseloco", H) for H in (2, 8, 100))
+    assert shorter is not None and between is not None and longer is not None
+    assert shorter.increase == 0.0134 and not shorter.at_least
+    assert 0.0134 < between.increase < 0.0457 and len(between.evidence) == 2
+    assert longer.at_least and "at least 8.5 %" in str(longer) and "H = 30 (1 seed)" in str(longer)
+    assert expected_loss("noloco", 5) is None
 
 
 def test_calibrations_are_kept_as_they_are(tmp_path: Path) -> None:
@@ -230,7 +259,7 @@ def test_calibrations_are_kept_as_they_are(tmp_path: Path) -> None:
 
 
 def test_refusals_are_sentences() -> None:
-    with pytest.raises(ValueError, match="3 to a host"):
+    with pytest.raises(ValueError, match="hosts of 3"):
         place("1gbit", 8, 3)
     with pytest.raises(ValueError, match="0 workers"):
         place("1gbit", 0)
@@ -241,7 +270,7 @@ def test_refusals_are_sentences() -> None:
     for link in ("1gbit,20ms,5ms", "1gbit,1%"):
         with pytest.raises(ValueError, match="has jitter or loss too; leave them out"):
             place(link)
-    with pytest.raises(ValueError, match="no forecast knows gradients in int8"):
+    with pytest.raises(ValueError, match="gradients in int8"):
         replace(MODEL, dtype="int8")
     with pytest.raises(ValueError, match="cannot read the option 'depth=3'"):
         arguments("int4; depth=3")

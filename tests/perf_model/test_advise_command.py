@@ -149,7 +149,7 @@ def test_started_by_torchrun_it_counts_the_ranks(figures: str, monkeypatch: pyte
     assert (found["workers"], found["per_host"]) == (8, 1), "on one host, all exchange with all"
     assert told(*among(1, 16, 8)) == (0, ""), "rank 0 speaks for all"
     code, said = told(*among(0, 16, 8), "--workers", "4")
-    assert code == 2 and "there are 16 ranks, and 4 workers are asked about" in said
+    assert code == 2 and "there are 16 ranks" in said and "makes 4" in said
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -196,10 +196,10 @@ def test_refusals_are_sentences(figures: str) -> None:
         (["--link", "0mbit"], "impossible"),
         (["--link", "1gbit", "--probe-timeout", "nan"], "a probe cannot wait nan s"),
         (["--link", "1gbit", "--hosts", "1"], "a single worker"),
-        (["--link", "1gbit", "--dtype", "float99"], "no forecast knows gradients in float99"),
+        (["--link", "1gbit", "--dtype", "float99"], "gradients in float99"),
         (["--probe-timeout", "-3"], "a probe cannot wait -3 s"),
         (["--link", "fast"], "cannot read 'fast'"),
-        ([], "what is the link between the workers?"),
+        ([], "the link between the workers"),
         (["--link", "1gbit", "--specs", "sing"], "did you mean"),
         (["--link", "1gbit", "--model", "nothing"], "there is no workload 'nothing'"),
         (["nothing", "--link", "1gbit"], "no recipe called 'nothing'"),
@@ -208,9 +208,9 @@ def test_refusals_are_sentences(figures: str) -> None:
         (["--link", "1gbit", "--calibration", figures, "--specs", "int8"], "'int8' was not calibrated; measured are"),
         (["--link", "1gbit", "--calibration", figures, "--specs", "int4; int8"], "'int8' was not calibrated"),
         (["--link", "1gbit", "--specs", "int4; colour=red"], "cannot read the option 'colour=red'"),
-        (["--link", "1gbit", "--device", "tpu"], "nothing is measured on 'tpu'; say --device cpu, cuda, or cuda:1"),
+        (["--link", "1gbit", "--device", "tpu"], "nothing is measured on 'tpu'; give --device cpu, cuda, or cuda:1"),
         (["--link", "1gbit,20ms,5ms", "--calibration", figures], "has jitter or loss too"),
-        (["--link", "1gbit", "--calibration", figures, "--dtype", "int8"], "no forecast knows gradients in int8"),
+        (["--link", "1gbit", "--calibration", figures, "--dtype", "int8"], "gradients in int8"),
     ):
         code, said = told(*options)
         assert code == 2 and words in said, said

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from gradwire_lab.cli.main import app
 from gradwire_lab.perf_model.calibration import Calibration
 from gradwire_lab.perf_model.cluster import Cluster
 from gradwire_lab.perf_model.costs import Prediction
+from gradwire_lab.perf_model.local_steps import LocalAdvice
 from gradwire_lab.perf_model.timeline import StepTime
 from gradwire_lab.train.compression import arguments, corrects_momentum
 from gradwire_lab.train.recipe_files import resolve
@@ -84,7 +86,7 @@ def resumed(state: dict[str, Any], plain: bool) -> dict[str, Any]:
     wire.load_state_dict(state)
     train(model, wire, 1, 0, plain)
     same = all(torch.equal(x, wire.state_dict()[name]) for name, x in state.items() if name == "gradwire/spec")
-    return {**outcome(wire, inner), "same": same, "step": wire.engine.core.step}
+    return {**outcome(wire, inner), "same": same, "step": wire.engine.unwrapped.step}
 
 
 def between_thin_hosts(rank: int, world: int) -> dict[str, Any]:
@@ -100,6 +102,15 @@ def between_thin_hosts(rank: int, world: int) -> dict[str, Any]:
     due = costs.dense_seconds(LinkSpec.parse(THIN))
     cluster = costs.cluster(StepTimes(1.0, 0.5, due, due))
     return {"took": took, "due": due, "cluster": cluster}
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(1.0, True), (0.25, False)])
+def test_a_step_that_still_waits_for_the_link_is_told_to_take_local_steps(seconds: float, said: bool) -> None:
+    rounds = LocalAdvice("sparseloco(H=15)", None, 15, 0.22, 100.0)
+    decided: Any = SimpleNamespace(decided=True, _rounds=rounds, _seconds=seconds, _compute=0.2)
+    text = AutoTuner._local_steps(decided)
+    assert ("5 times its computing" in text and "H = 15" in text and "about 4.6 % more loss" in text) is said
+    assert (rounds.call in text) is said
 
 
 def test_a_thin_link_between_hosts_is_emulated_and_measured() -> None:

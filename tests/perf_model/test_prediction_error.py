@@ -75,6 +75,13 @@ def test_every_cell_is_compared_with_its_own_buckets(asked: list[tuple[str, ...]
     assert asked == [(TOP,)], "a spec is measured once, however its buckets are cut"
 
 
+def test_the_time_left_follows_each_calibration(asked: list[tuple[str, ...]]) -> None:
+    lines: list[str] = []
+    rows = [row("ddp-fp32", 0.1) | {"world": world} for world in (2, 4, 8)]
+    list(prediction_error.compare(rows, lines.append))
+    assert ["left" in line for line in lines] == [False, True, True]
+
+
 def test_what_is_taken_is_scored_by_what_it_took(asked: list[tuple[str, ...]]) -> None:
     rows = [row("ddp-fp32", 8.0), row("ddp-fp16", 4.0), row(TOP, 0.4), row(LOW, 0.6)]
     free, careful = (one for one in compare(rows) if isinstance(one, ChoiceComparison))

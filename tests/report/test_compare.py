@@ -117,7 +117,7 @@ def test_finished_cells_are_skipped_and_broken_ones_go_on(tmp_path: Path) -> Non
     progress = run_grid(made, runner, log=said.append)
     assert runner.calls == [cell.folder.name for cell in made[1:]]
     assert [cell.folder.name for cell in progress.skipped] == ["digits-fp32-0"]
-    assert "finished before" in said[0] and "goes on" in said[1] and "starts" in said[2]
+    assert "finished before" in said[0] and "continues" in said[1] and "starts" in said[2]
     assert run_grid(made, Runner(), log=quiet).skipped == made
 
 

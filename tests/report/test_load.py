@@ -9,7 +9,8 @@ import pytest
 from gradwire_lab.report.charts.figure import colors
 from gradwire_lab.report.load import METRICS, find, finished, load
 from gradwire_lab.report.run_groups import front, tasks
-from gradwire_lab.report.summary import cells, columns
+from gradwire_lab.report.statistics import Estimate
+from gradwire_lab.report.summary import cells, columns, headline
 from run_folders import write_grid, write_run
 
 
@@ -47,7 +48,7 @@ def test_a_log_that_is_damaged_within_is_refused(tmp_path: Path) -> None:
     log.write_text(whole)
     for file in ("environment.json", "recipe.toml"):
         (folder / file).write_text("{")
-        with pytest.raises(ValueError, match=f"{folder / file} cannot be read"):
+        with pytest.raises(ValueError, match=f"{folder / file} is damaged"):
             load(folder)
 
 
@@ -166,10 +167,35 @@ def test_a_run_of_several_sessions_lists_all(tmp_path: Path) -> None:
     assert load(folder).command.endswith("  # 2 of 3 sessions noted none")
 
 
+def test_the_headline_names_the_smallest_messages_without_a_loss(tmp_path: Path) -> None:
+    for seed, noise in enumerate((0.0, 0.001, -0.001)):
+        for spec, loss, more in (("fp32", 0.0, 8e6), ("int8", noise / 2, 2e6), ("sign", 0.2 + noise / 2, 1e5)):
+            value = 0.9 + noise - loss
+            write_run(tmp_path / "a", spec, seed, epochs=1, values=[value], more={"sent": more})
+            if spec != "int8":
+                write_run(tmp_path / "b", spec, seed, epochs=1, values=[value], more={"sent": more})
+    (task,), (worse,) = (tasks([load(folder) for folder in (tmp_path / name).iterdir()]) for name in "ab")
+    assert headline(task).startswith("int8: no loss seen (") and headline(task).endswith("4 times fewer bytes.")
+    assert headline(worse) == "Every spec loses against fp32."
+    (single,) = tasks([load(tmp_path / "a" / "digits-fp32-0"), load(tmp_path / "a" / "digits-int8-0")])
+    assert headline(single) == ""
+
+
+def spot(cost: float, mean: float, reach: float | None = 0.4) -> tuple[float, Estimate]:
+    ends = (None, None) if reach is None else (mean - reach, mean + reach)
+    return cost, Estimate(3, mean, 0.1, *ends)
+
+
 def test_the_front_is_what_nobody_beats() -> None:
-    points = [(5.0, 90.0), (1.0, 80.0), (2.0, 79.0), (5.0, 91.0), (9.0, 91.0)]
+    points = [spot(5.0, 90.0), spot(1.0, 80.0), spot(2.0, 79.0), spot(5.0, 91.0), spot(9.0, 91.0)]
     assert front(points, METRICS["top1"]) == [1, 3]
     assert front(points, METRICS["perplexity"]) == [1, 2]
+
+
+def test_the_front_has_no_two_points_whose_intervals_overlap() -> None:
+    points = [spot(1.0, 80.0), spot(2.0, 80.7), spot(3.0, 80.9), spot(0.5, 99.0, None), spot(4.0, 82.0, 3.0)]
+    assert front(points, METRICS["top1"]) == [0, 2]
+    assert front([spot(1.0, 80.0, None), spot(2.0, 90.0, None)], METRICS["top1"]) == []
 
 
 def test_the_wire_ratio_counts_both_ways(tmp_path: Path) -> None:

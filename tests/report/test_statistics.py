@@ -41,6 +41,7 @@ def test_equal_differences_have_no_interval() -> None:
     assert (told.spread, told.low, told.high) == (0.0, None, None)
     assert difference(told) == "+0.10" and ends(told, 0.0, 100.0) == ""
     assert difference(estimate([0.0, 0.0, 0.0])) == "+0.00"
+    assert difference(Estimate(3, -0.001, 0.1, -0.3, -0.004)) == "+0.00 [-0.30, +0.00]"
     assert difference(estimate([0.0, 0.0, 0.3])) == "+0.10 [-0.33, +0.53]"
 
 

@@ -62,7 +62,7 @@ def resume(rank: int, world: int, options: dict[str, Any]) -> Any:
     for shape in MESHES:
         _, resharded = attach(mesh_of(*shape), options)
         dcp.load(resharded, folders[0])
-        loaded[shape] = owed(resharded), resharded.engine.core.step
+        loaded[shape] = owed(resharded), resharded.engine.unwrapped.step
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folders[0])

@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.sharded_fixtures import OddNet, long, mesh_of, shard_, shards, train, whole
 from torch import Tensor
 
 import fixtures
+from gradwire.codecs.codec import codec
 from gradwire.integrations.sharded import compress_reduce_scatter
+from gradwire.integrations.sharded.reduce_scatter import CompressedReduceScatter
 from spawn import Answers, cases_fixture
 
 SPECS = {"fp32": 1e-6, "bf16": 4e-3, "int8": 1e-2, "hadamard | int4": 0.1}
@@ -20,7 +23,16 @@ def gradients(net: OddNet, rank: int) -> dict[str, Tensor]:
     return shards(net)
 
 
+def alone() -> tuple[Tensor, Tensor]:
+    """A group of one rank: FSDP of some versions reduces there, too."""
+    given, out = torch.randn(6), torch.empty(6)
+    CompressedReduceScatter(codec("int8"))(out, given, mesh_of(4, 1)["shard"].get_group(), dist.ReduceOp.AVG)
+    return given, out
+
+
 def reduced(rank: int, world: int, case: str) -> Any:
+    if case == "alone":
+        return alone()
     mesh = mesh_of(1, 4)["shard"]
     native = gradients(shard_(OddNet(), mesh), rank)
     net = shard_(OddNet(), mesh)
@@ -40,7 +52,7 @@ def reduced(rank: int, world: int, case: str) -> Any:
     return native, ours, report, whole(net), after
 
 
-answers = cases_fixture(reduced, 4, {**{spec: spec for spec in SPECS}, "refused": "refused"})
+answers = cases_fixture(reduced, 4, {**{spec: spec for spec in SPECS}, "refused": "refused", "alone": "alone"})
 
 
 @pytest.mark.parametrize("case", long(SPECS, "bf16"))
@@ -64,3 +76,9 @@ def test_what_would_be_wrong_is_refused(answers: Answers, case: str) -> None:
     for divided, starved in answers[case]:
         assert "set_gradient_divide_factor" in divided
         assert "sign" in starved and "ValueError" in starved
+
+
+@pytest.mark.parametrize("case", ["alone"])
+def test_one_rank_keeps_its_gradient(answers: Answers, case: str) -> None:
+    for given, out in answers[case]:
+        assert torch.equal(given, out)

@@ -11,7 +11,7 @@ from gradwire_lab.train import checkpoint
 from gradwire_lab.train.loop import Training
 from gradwire_lab.train.rank_info import simulated_ranks
 from gradwire_lab.train.record import open_folder, read
-from gradwire_lab.train.run import restore, run_training, save
+from gradwire_lab.train.run_recipe import restore, run_recipe, save
 from training_fixtures import recipe_of, saved, train
 
 KINDS = [
@@ -48,7 +48,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path, name, overrides
     through = train(recipe, 2, whole)
     open_folder(broken, recipe)
     with pytest.raises(Stop):
-        run_training(recipe, simulated_ranks(2), broken, stop_at(4))
+        run_recipe(recipe, simulated_ranks(2), broken, stop_at(4))
     assert saved(broken).keys() == saved(whole).keys()
     resumed = train(recipe, 2, broken, resume=True)
     for file in ("model.safetensors", "optimizer.safetensors", "rank-0.safetensors", "rank-1.safetensors"):
@@ -122,9 +122,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     folder.mkdir()
     for text, file in (("{", "last.json"), ("[]", "last.json"), ('{"folder": "step-5"}', "step-5/progress.json")):
         (folder / "last.json").write_text(text)
-        with pytest.raises(checkpoint.Damaged, match=f"{folder / file} cannot be read .*--overwrite"):
+        with pytest.raises(checkpoint.Damaged, match=f"{folder / file} is damaged .*--overwrite"):
             checkpoint.find(tmp_path, "last")
-    with pytest.raises(checkpoint.Damaged, match=r"rank-1\.safetensors cannot be read"):
+    with pytest.raises(checkpoint.Damaged, match=r"rank-1\.safetensors is damaged"):
         checkpoint.load_tensors(folder / "rank-1.safetensors")
 
 

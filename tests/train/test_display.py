@@ -70,3 +70,11 @@ def test_a_run_that_has_ended_and_a_worker_alone_are_called_so() -> None:
     said = console.file.getvalue()
     assert "1 worker on cpu" in said and "ended already, at step 100: nothing is left to train" in said
     assert re.search(r"sent +nothing *\n", said) and "inf" not in said
+
+
+@pytest.mark.parametrize(("load", "warned"), [(9.5, True), (1.5, False)])
+def test_a_busy_machine_is_a_warning(load: float, warned: bool) -> None:
+    console = Console(file=StringIO(), width=200)
+    start = {**START, "steps": 100, "steps_per_epoch": 50, "step": 0, "seconds": 0.0}
+    display.Display(console).show({**start, "load": load, "cores": 2, "threads": 2})
+    assert (f"load {load} on 2 cores" in console.file.getvalue()) == warned

@@ -16,7 +16,7 @@ from gradwire_lab.train import run_modes
 from gradwire_lab.train.display import Display
 from gradwire_lab.train.rank_info import RankInfo
 from gradwire_lab.train.record import open_folder, read
-from gradwire_lab.train.run import run_training
+from gradwire_lab.train.run_recipe import run_recipe
 from training_fixtures import LeavesOnce, LeftTheGroup, recipe_of, saved
 
 RING = ("gossip.method=choco", "gossip.graph=ring", "gossip.codec=sign", "schedule.scale=graph")
@@ -38,7 +38,7 @@ def test_a_worker_leaves_and_goes_on_at_the_steps_of_the_others(tmp_path: Path) 
     def run(rank: int) -> None:
         place = RankInfo(2, (rank,), torch.device("cpu"), tmp_path / "meeting")
         try:
-            finals[rank] = run_training(recipe, place, tmp_path, heard.append)
+            finals[rank] = run_recipe(recipe, place, tmp_path, heard.append)
         except LeftTheGroup:
             while not any(len(record["workers"]) == 1 for record in epochs()):
                 time.sleep(0.01)
@@ -63,13 +63,13 @@ def test_a_worker_leaves_and_goes_on_at_the_steps_of_the_others(tmp_path: Path) 
     assert first["seconds"] == second["seconds"]  # it has taken over the other's clock
 
 
-def test_the_display_says_who_is_started_anew_and_who_is_back() -> None:
+def test_the_display_names_workers_that_are_restarted_and_back() -> None:
     start = {"event": "start", "world": 3, "virtual": False, "device": "cpu", "parameters": 9, "batch": 2, "steps": 9}
     start |= {"steps_per_epoch": 3, "step": 0, "method": "choco(ring) with sign"}
     console = Console(file=StringIO(), force_terminal=True, width=160)
     with Display(console) as display:
         display.show(start)
-        display.show({"event": "anew", "worker": 0, "why": "died without a word: killed by SIGKILL"})
+        display.show({"event": "restarted", "worker": 0, "why": "died without a word: killed by SIGKILL"})
         display.show({"event": "back", "worker": 0, "step": 5})
         display.show({**start, "step": 5})  # a second live line
     said = console.file.getvalue()
@@ -84,7 +84,10 @@ def test_a_worker_dies_and_comes_back(tmp_path: Path) -> None:
     open_folder(run, recipe)
     heard: list[Any] = []
     final = run_modes.train_spawned(run_modes.TrainJob(recipe, run), 3, heard.append)
-    assert [(record["event"], record["worker"]) for record in heard if "worker" in record] == [("anew", 1), ("back", 1)]
+    assert [(record["event"], record["worker"]) for record in heard if "worker" in record] == [
+        ("restarted", 1),
+        ("back", 1),
+    ]
     assert (tmp_path / "died").exists() and (tmp_path / "back").exists()
     assert final["step"] == 160 and final["dropped"] >= 2 and final["rejoined"] >= 2  # both neighbors count it
     assert len(final["workers"]) == 3 and min(final["workers"]) > 0.8 and final["mean_model"] > 0.8

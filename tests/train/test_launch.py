@@ -1,5 +1,7 @@
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fixtures
+from gradwire_lab import launch as launching
 from gradwire_lab.launch import RankError, launch, send_message, threads_per_rank
 
 
@@ -38,6 +41,31 @@ def sleep(rank: int, world: int) -> None:
     time.sleep(1000)
 
 
+def fail_beside_a_sleeper(rank: int, world: int) -> None:
+    send_message(os.getpid())
+    if rank == 1:
+        raise ValueError("the straw that broke it")
+    time.sleep(1000)
+
+
+LATE = """
+import signal, time
+from gradwire_lab.launch import RankError, launch
+
+def late(rank, world):
+    if rank == 1:
+        raise ValueError("the straw that broke it")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(1.0)
+
+if __name__ == "__main__":
+    try:
+        launch(late, 2, backend="", grace_seconds=0.0)
+    except RankError as error:
+        print(error)
+"""
+
+
 def test_results_come_in_rank_order():
     assert launch(add_up, 3, 2.0) == [(rank, 6.0, threads_per_rank(3)) for rank in range(3)]
 
@@ -61,6 +89,27 @@ def test_an_exception_names_its_rank():
 def test_a_death_names_its_rank():
     with pytest.raises(RankError, match=r"rank 1 of 2 .*SIGKILL"):
         launch(die_in_one, 2)
+
+
+def test_a_rank_that_is_not_gone_at_once_hides_no_error(monkeypatch):
+    """Where other work held the cores, the error was that a running process cannot be closed."""
+    pids = {}
+    monkeypatch.setattr(launching, "KILL_SECONDS", 0.1)
+    for stop in ("terminate", "kill"):
+        monkeypatch.setattr(launching.ForkServerProcess, stop, lambda process: None)
+    try:
+        with pytest.raises(RankError, match="the straw that broke it"):
+            launch(fail_beside_a_sleeper, 2, on_message=lambda rank, pid: pids.update({rank: pid}))
+    finally:
+        os.kill(pids[0], signal.SIGKILL)
+
+
+def test_a_result_that_comes_too_late_is_no_traceback(tmp_path):
+    """A rank that was done after its launcher had given up printed that a pipe is broken."""
+    (tmp_path / "late.py").write_text(LATE)
+    done = subprocess.run([sys.executable, tmp_path / "late.py"], capture_output=True, text=True, timeout=100)
+    assert "the straw that broke it" in done.stdout
+    assert done.stderr == ""
 
 
 def test_no_rank_outlives_an_interrupt():

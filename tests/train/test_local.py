@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from gradwire_lab.cli.main import app
 from gradwire_lab.train import run_modes
 from gradwire_lab.train.record import open_folder, read
-from gradwire_lab.train.run import evaluate
+from gradwire_lab.train.run_recipe import evaluate
 from training_fixtures import recipe_of, saved, train
 
 SPEC = "local.spec=sparseloco(H=3, k=4, chunk=64, start=2)"
@@ -67,6 +67,17 @@ def test_odd_recipes_are_refused(overrides: tuple[str, ...], named: str) -> None
 def test_a_plan_counts_rounds() -> None:
     done = CliRunner().invoke(app, ["plan", "digits", "--set", "local.spec=sparseloco(H=5)"])
     assert done.exit_code == 0 and "H=5" in done.output and "rounds" in done.output
+
+
+def test_a_plan_tells_what_a_billion_parameters_take() -> None:
+    """On the meta device: 4 GB for a vector of float32."""
+    words = ["plan", "pydoc-gpt", "--set", "model.options={width=2048, layers=20, heads=16}"]
+    for spec, outer in (("sparseloco(H=30)", "outer weights"), ("diloco(H=30)", "outer weights with momentum")):
+        done = CliRunner().invoke(app, [*words, "--set", f"local.spec={spec}"])
+        assert done.exit_code == 0, done.output
+        text = " ".join(done.output.split())
+        assert f"{outer} {'4.03' if 'sparse' in spec else '8.06'} GB" in text, text
+        assert ("errors 4.03 GB" in text) is ("sparse" in spec) and "differences 4.03 GB" in text
 
 
 def test_gossip_takes_local_steps(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from gradwire_lab.train import run_modes
 from gradwire_lab.train.loop import Training
 from gradwire_lab.train.rank_info import simulated_ranks
 from gradwire_lab.train.record import open_folder, read
-from gradwire_lab.train.run import evaluate
+from gradwire_lab.train.run_recipe import evaluate
 from training_fixtures import recipe_of, saved, train
 
 

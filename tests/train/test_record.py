@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import subprocess
 import sys
 import threading
 from types import SimpleNamespace
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gradwire_lab.train.record import Records, read
+from gradwire_lab.train.record import Records, _revision, read
 from training_fixtures import recipe_of, train
 
 
@@ -144,3 +146,24 @@ def test_a_full_disk_in_the_thread_of_tensorboard_is_raised_and_not_printed(tmp_
         thread.start()
         thread.join()
         assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_revision_is_read_without_a_lock(tmp_path):
+    """A git that holds the lock of the index, and is killed, leaves a repository that takes no commit."""
+
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+        return subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True, text=True).stdout
+
+    file, index = tmp_path / "a.py", tmp_path / ".git" / "index"
+    git("init", "-q")
+    file.write_text("1")
+    git("add", "a.py")
+    git("commit", "-qm", "one")
+    os.utime(file, (1, 1))  # what makes git refresh the index, if it may
+    before = index.read_bytes()
+    assert _revision(tmp_path) == git("rev-parse", "HEAD").strip()
+    file.write_text("2")
+    assert str(_revision(tmp_path)).endswith("-dirty")
+    assert index.read_bytes() == before
+    assert _revision(tmp_path / "nowhere") is None

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.func import vmap
 
 from gradwire_lab.train.batched_pass import Unsupported
 from gradwire_lab.train.loop import Training
 from gradwire_lab.train.rank_info import simulated_ranks
+from gradwire_lab.train.vmap_layers import WideLayers
 from training_fixtures import recipe_of
 
 WORLD = 3
@@ -165,3 +167,17 @@ def test_where_memory_is_short_workers_go_in_turn():
 def test_it_says_what_keeps_workers_apart():
     with pytest.raises(ValueError, match="accumulate"):
         training("cnn", "together", "train.accumulate=2")
+
+
+def test_weights_that_are_mapped_over_have_no_address() -> None:
+    """On a GPU nn.LSTM asks for addresses, to lay its weights out for cuDNN; vmap raises an error then."""
+    seen = []
+
+    def ask(x: Tensor) -> Tensor:
+        seen.append(x.data_ptr())
+        return x
+
+    with WideLayers():
+        vmap(ask)(torch.ones(3, 2))
+        assert torch.ones(2).data_ptr() != 0
+    assert seen == [0]

@@ -151,7 +151,7 @@ def one_rank(rank: int, world: int, folder: Path) -> None:
     accelerator, _, model, optimizer = prepared(rank, world)
     wire = attach(accelerator, model, **OPTIONS)
     accelerator.load_state(str(folder))
-    assert wire.engine.core.step == 3
+    assert wire.engine.unwrapped.step == 3
     train_steps(accelerator, model, optimizer, range(1), rank)
     assert wire.report().steps == 2  # nothing is accumulated
 

@@ -29,13 +29,13 @@ def texts() -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def gpt() -> Any:
+def gpt(**options: float) -> Any:
     """A GPT-2 of two thousand parameters, its embedding tied to its head."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     ends = {"bos_token_id": 0, "eos_token_id": 0}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=8, n_embd=8, n_layer=1, n_head=1, **ends))
+    return GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=8, n_embd=8, n_layer=1, n_head=1, **ends, **options))
 
 
 def train(
@@ -51,12 +51,13 @@ def train(
     from gradwire.integrations.transformers import TrainerCompression, TrainerLocalSteps
 
     AcceleratorState._reset_state()
-    resume = options.pop("resume", None)
+    resume, model, optimizer = options.pop("resume", None), options.pop("model", None), options.pop("optimizer", None)
     quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no"}
     quiet |= {"use_cpu": True, "dataloader_pin_memory": False, "optim": "sgd", "learning_rate": 0.1}
     quiet |= {"lr_scheduler_type": "constant"}
     options = {"max_steps": steps, "per_device_train_batch_size": BATCH, **quiet, **options}
-    trainer = Trainer(gpt(), TrainingArguments(str(folder), **options), train_dataset=texts())
+    settings = TrainingArguments(str(folder), **options)
+    trainer = Trainer(model or gpt(), settings, train_dataset=texts(), optimizers=(optimizer, None))
     kind = TrainerLocalSteps if "H=" in spec else TrainerCompression
     compression = kind(trainer, spec, resume=resume, bucket_mb=fixtures.BUCKET_MB)
     trainer.add_callback(compression)
@@ -114,7 +115,7 @@ def resumed_beside_another_run(rank: int, world: int, folder: Path) -> None:
     torch.distributed.barrier()
     with pytest.warns(UserWarning, match=r"resume=FOLDER"):
         compression, _ = train(rank, world, folder / "other", 4, checkpoint(folder))
-    assert compression.wire.engine.core.step == 1, "memories begin empty"
+    assert compression.wire.engine.unwrapped.step == 1, "memories begin empty"
 
 
 def resumed_by_argument(rank: int, world: int, folder: Path) -> None:
@@ -147,7 +148,27 @@ def local_steps(rank: int, world: int, folder: Path) -> None:
     assert fixtures.same(through.outer.state_dict(), again.outer.state_dict())
 
 
+def onebit_adam_as_in_a_loop(rank: int, world: int, folder: Path) -> None:
+    """A loop without the Trainer, over the batches that it took, ends with the same weights, bit for bit."""
+    spec, steps, off = "onebit_adam(start=3, per=16)", 8, {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    batches: list[dict[str, Any]] = []
+    model, net = gpt(**off), gpt(**off)
+    model.register_forward_pre_hook(lambda _, args, inputs: batches.append(inputs), with_kwargs=True)
+    adam, other = (gradwire.AdamW(own.parameters(), 0.01, weight_decay=0.1) for own in (model, net))
+    by_rank = {"max_grad_norm": 0.0, "average_tokens_across_devices": False}
+    train(rank, world, folder / "onebit", steps, spec=spec, model=model, optimizer=adam, **by_rank)
+    wire = gradwire.compress(net, spec, optimizer=other, bucket_mb=fixtures.BUCKET_MB)
+    assert len(batches) == steps and not fixtures.same_on_all_ranks(batches[0]["input_ids"])
+    for inputs in batches:
+        other.zero_grad()
+        net(**inputs).loss.backward()
+        wire()
+        other.step()
+    assert equal_on_ranks(model) and fixtures.same(fixtures.tensors(model), fixtures.tensors(net))
+
+
 TWO_RANKS = {
+    "onebit_adam as in a loop": onebit_adam_as_in_a_loop,
     "local steps": local_steps,
     "uninterrupted": uninterrupted,
     "resumed in its folder": resumed_here,
@@ -196,4 +217,8 @@ def one_rank(rank: int, world: int, folder: Path) -> None:
     """One process has no DDP; the checkpoint of two ranks serves it all the same."""
     alone, model = train(rank, world, folder / "run", 4, str(folder / "run" / "checkpoint-3"))
     assert alone.trainer.model_wrapped is model
-    assert isinstance(alone.wire, gradwire.Wire) and alone.wire.report().steps == 1 and alone.wire.engine.core.step == 4
+    assert (
+        isinstance(alone.wire, gradwire.Wire)
+        and alone.wire.report().steps == 1
+        and alone.wire.engine.unwrapped.step == 4
+    )

@@ -108,7 +108,7 @@ class Codec:
         return tuple(counts)
 
     def coder(self, table: Segments) -> IndexCoder | None:
-        """The index coder, with what it may know of the table."""
+        """The index coder, with what it may use of the table."""
         return self.indices.bind(table) if self.indices and self.indices.bind else self.indices
 
     @cached_property
@@ -125,7 +125,7 @@ class Codec:
     def length(self, indices: Tensor, counts: tuple[int, ...], table: Segments) -> tuple[int, Tensor | None]:
         """How long the message of these positions is, ``counts`` in each segment.
 
-        In two parts: bytes that are known, and those that only the device knows, if there are such.
+        In two parts: bytes that are known here, and those that only the device has counted, if there are such.
         """
         total, coder, n = self.header_bytes + self.quantizer.size(counts), self.coder(table), table.total
         if coder is None or coder.fixed:

@@ -195,7 +195,7 @@ def _checked(indices: Tensor, n: int) -> Tensor:
     """A corrupted message may not write outside the buffer, nor twice at one place."""
     if indices.numel() == 0:
         return indices
-    # Compared, not subtracted: the difference of two damaged positions may wrap around.
+    # Compared, not subtracted: the difference of two corrupt positions may wrap around.
     rising = (indices[1:] > indices[:-1]).all() & (indices[0] >= 0) & (indices[-1] < n)
     read = check(
         ~rising,

@@ -156,7 +156,7 @@ class Quantizer(Stage):
 
 
 class IndexCoder(Stage):
-    """Turns rising flat positions into bytes. Their number travels with them where receivers do not know it."""
+    """Turns rising flat positions into bytes. Their number travels with them where receivers do not have it."""
 
     fixed: bool = True  # the number of bytes depends on count and n alone
     # The same coder with all that it may know of a segment table; others know its length alone.

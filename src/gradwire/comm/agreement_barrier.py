@@ -109,6 +109,7 @@ class AgreementBarrier:
             pause = min(2 * pause, _PAUSE_SECONDS[1])
         with self._lock:
             self._count += 1
+        self._forget(self._count - 2)
 
     def check(self) -> None:
         """Raise the error that some rank has noted. No collective of the group can be called afterwards."""
@@ -121,6 +122,11 @@ class AgreementBarrier:
             for one in self._groups:
                 one.close(found[0])
             raise RuntimeError(found[0])
+
+    def explain(self, error: RuntimeError) -> RuntimeError:
+        """The error to raise instead of one that a collective of any group has raised; see `diagnose`."""
+        self.check()
+        return diagnose(error, self._me, self._addresses)
 
     def _read_error(self, into: list[str]) -> None:
         with suppress(RuntimeError):  # the store has ended with its host
@@ -155,11 +161,16 @@ class AgreementBarrier:
             raise diagnose(error, self._me, self._addresses)
 
     def _note(self, text: str) -> None:
-        sentence = f"{text}; all ranks must call it, between the same two steps. Start the ranks anew"
+        sentence = f"{text}; all ranks must call it, between the same two steps. Start the ranks again"
         self._store.set(self._key("error"), sentence)
 
-    def _key(self, what: object) -> str:
-        return f"{self._count}/{what}"
+    def _forget(self, number: int) -> None:
+        """Delete this rank's keys of an agreement that all ranks have left, since all have come to the next."""
+        for what in (self._me, "any") if self._me == self._members[0] else (self._me,):
+            self._store.delete_key(self._key(what, number))
+
+    def _key(self, what: object, number: int | None = None) -> str:
+        return f"{self._count if number is None else number}/{what}"
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -1,5 +1,6 @@
 """Backend: what carries out collectives. Nothing else knows the network."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,8 @@ from torch import Tensor
 from gradwire.comm.agreement_barrier import AgreementBarrier
 from gradwire.comm.collectives import BroadcastOp, Collective, Traffic, fuse, traffic
 from gradwire.comm.host_layout import HostLayout
-from gradwire.core.requests import Request, Scope, run
+from gradwire.core.payload import Payload, byte_tensor
+from gradwire.core.requests import Gather, Request, Scope, run
 
 
 class Backend(ABC):
@@ -47,11 +49,17 @@ class Backend(ABC):
         """Answer a round of requests with as few collectives as there are kinds."""
         return run(fuse(requests, self.size_of(requests[0].scope)), self.run)
 
+    def gather_json(self, note: Any) -> list[Any]:
+        """The notes of all ranks, of anything that JSON can hold."""
+        mine = byte_tensor(json.dumps(note).encode()).to(self.device)
+        (payloads,) = self.answer([Gather(Payload(mine))])
+        return [json.loads(bytes(payload.data.tolist()).rstrip(b"\0")) for payload in payloads]
+
     def size_of(self, scope: str) -> int:
         """How many ranks a request of this scope reaches."""
         if self.host_layout is None or scope == "world":
             return self.world
-        return self.host_layout.ranks_per_host if scope == "local" else len(self.host_layout.hosts)
+        return self.host_layout.ranks_per_host if scope == "host" else len(self.host_layout.hosts)
 
     def broadcast_(self, tensor: Tensor, scope: Scope = "world") -> None:
         """Overwrite a tensor with that of the first rank in some scope."""

@@ -20,25 +20,25 @@ class HostBackend(Backend):
 
     Attributes:
         whole: All ranks.
-        local: The ranks of this host.
+        inside_host: The ranks of this host.
         between: The counterparts of this rank, one on each host.
         traffic: Bytes between hosts.
         inside: Bytes inside the host.
     """
 
     traffic = delegated("between", "traffic")
-    inside = delegated("local", "traffic")
+    inside = delegated("inside_host", "traffic")
 
     def __init__(
-        self, host_layout: HostLayout, whole: CountingBackend, local: CountingBackend, between: CountingBackend
+        self, host_layout: HostLayout, whole: CountingBackend, inside_host: CountingBackend, between: CountingBackend
     ) -> None:
         self.host_layout: HostLayout | None = host_layout
-        self.whole, self.local, self.between = whole, local, between
+        self.whole, self.inside_host, self.between = whole, inside_host, between
         self.rank, self.world, self.device, self.barrier = whole.rank, whole.world, whole.device, whole.barrier
-        self.stream_ordered = local.stream_ordered and between.stream_ordered
+        self.stream_ordered = inside_host.stream_ordered and between.stream_ordered
 
     def _counting(self, collective: Collective) -> CountingBackend | None:
-        return {"local": self.local, "across": self.between}.get(collective.scope)
+        return {"host": self.inside_host, "across": self.between}.get(collective.scope)
 
     def run(self, collective: Collective) -> Tensor:
         backend = self._counting(collective)
@@ -58,14 +58,14 @@ class HostBackend(Backend):
 def subdivide(whole: Backend, host_layout: HostLayout) -> HostBackend:
     """The same ranks, with groups for every host and between hosts. All ranks must call it."""
     if not isinstance(whole, CountingBackend):
-        raise ValueError(f"a {type(whole).__name__} cannot be divided into hosts; leave link= out")
+        raise ValueError(f"a {type(whole).__name__} has no groups inside and between hosts; leave link= out")
     fast = whole.inner if isinstance(whole, EmulatedBackend) else whole
-    local, between = (
+    inside_host, between = (
         _group(fast, ranks) for ranks in (host_layout.local_ranks(whole.rank), host_layout.counterparts(whole.rank))
     )
     if isinstance(whole, EmulatedBackend):  # the link between hosts is thin
         between = EmulatedBackend(between, whole.spec)
-    return HostBackend(host_layout, whole, local, between)
+    return HostBackend(host_layout, whole, inside_host, between)
 
 
 def _group(whole: CountingBackend, ranks: Sequence[int]) -> CountingBackend:
@@ -73,12 +73,11 @@ def _group(whole: CountingBackend, ranks: Sequence[int]) -> CountingBackend:
         return SingleBackend()
     if not isinstance(whole, TorchBackend):
         raise ValueError(
-            f"a {type(whole).__name__} cannot be divided into hosts; leave link= out, or hand in a HostBackend"
+            f"a {type(whole).__name__} has no groups inside and between hosts; leave link= out, or pass a HostBackend"
         )
     members = [rank if whole.group is None else dist.get_global_rank(whole.group, rank) for rank in ranks]
     backend = TorchBackend(subgroup(members, whole.group))
-    # Of all ranks: one that is missed here may be lost to another group.
-    backend.probe_addresses, backend.barrier = whole.probe_addresses, whole.barrier
+    backend.barrier = whole.barrier  # of all ranks: one that is missed here may be lost to another group
     if whole.barrier is not None:
         whole.barrier.add(backend.progress)
     return backend

@@ -30,7 +30,7 @@ class HostPlace(NamedTuple):
     """Where a rank is: the number of its host, and its own number there."""
 
     host: int
-    local: int
+    local_rank: int
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class HostLayout:
     def from_launcher(cls, places: Sequence[tuple[int, int] | None]) -> "HostLayout":
         """Hosts from every rank's environment: its number on its host, and how many are there."""
         known = [_known(place, rank) for rank, place in enumerate(places)]
-        starts = [rank for rank, (local, _) in enumerate(known) if local == 0]
+        starts = [rank for rank, (local_rank, _) in enumerate(known) if local_rank == 0]
         hosts = tuple(tuple(range(start, stop)) for start, stop in pairwise((*starts, len(known))))
         for host in hosts:
             local_ranks, sizes = zip(*(known[rank] for rank in host), strict=True)
@@ -105,16 +105,16 @@ class HostLayout:
 
 def launcher_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
     """A rank's number on its host and how many are there, as its launcher set them; None where it did not."""
-    for local, size in _VARIABLES:
-        if environment.get(local, "").isdigit() and environment.get(size, "").isdigit():
-            return int(environment[local]), int(environment[size])
+    for number, size in _VARIABLES:
+        if environment.get(number, "").isdigit() and environment.get(size, "").isdigit():
+            return int(environment[number]), int(environment[size])
     return None
 
 
 def _known(place: tuple[int, int] | None, rank: int) -> tuple[int, int]:
     if place is None or place[1] < 1:
         raise ValueError(
-            f"nothing says which ranks share the host of rank {rank}: LOCAL_RANK and LOCAL_WORLD_SIZE, which torchrun "
-            f"sets, are missing; {_REMEDY}"
+            f"the ranks that share the host of rank {rank} are not known: LOCAL_RANK and LOCAL_WORLD_SIZE, which "
+            f"torchrun sets, are missing; {_REMEDY}"
         )
     return place

@@ -65,7 +65,7 @@ def diagnose(error: RuntimeError, me: int, addresses: ProbeAddresses, seconds: f
     causes = [f"{_named(ended, addresses)} ended"] if ended else []
     if silent:
         here = addresses[me].host if me in addresses else "here"
-        causes.append(f"{_named(silent, addresses)} cannot be reached from {here}: a host is down or cut off")
+        causes.append(f"{here} cannot reach {_named(silent, addresses)}: a host is down or cut off")
     text = "; ".join(causes) or "all ranks answer, but one was too late, or they called different collectives"
     return PeerLostError(f"a collective failed on rank {me}: {text} ({_reason(error)})")
 

@@ -15,7 +15,7 @@ from gradwire.comm.framing import Edge, FrameKind
 from gradwire.comm.job_secret import job_secret
 from gradwire.comm.peer_agreement import EdgeAgreement
 from gradwire.comm.peer_edges import BROKEN_CONNECTION
-from gradwire.comm.rendezvous import Rendezvous
+from gradwire.comm.rendezvous import Address, Rendezvous
 from gradwire.comm.secure_channel import (
     DIALER_BYTES,
     HANDSHAKE_SECONDS,
@@ -29,6 +29,7 @@ from gradwire.comm.secure_channel import (
 )
 
 _REDIAL_SECONDS = 0.05
+_WATCH_SECONDS = 0.5
 _MOST_HANDSHAKES = 64  # at a time; strangers hold no more threads than that
 _WARN_AFTER = 20  # handshakes; a peer that is about to end may break off some
 _log = logging.getLogger("gradwire.gossip")
@@ -39,7 +40,10 @@ class Connector:
 
     Attributes:
         strangers: How many connections were dropped because their other end did not prove the job's secret.
+        successor: Where another process listens that has joined as this rank; None where there is none.
     """
+
+    successor: Address | None = None
 
     def __init__(
         self,
@@ -60,8 +64,10 @@ class Connector:
         self._handshakes: dict[SecureChannel, None] = {}  # of accepted connections, the oldest first
         self.strangers = 0
         self._listener = listen(host)
-        rendezvous.write(self._rank, (host, self._listener.getsockname()[1]))
+        self._address = (host, self._listener.getsockname()[1])
+        rendezvous.write(self._rank, self._address)
         _start(accept_all, self._listener, self._accept)
+        _start(self._watch)
         for peer in self._neighbors:
             if peer < self._rank:  # the higher rank of an edge dials
                 _start(self._dial, peer)
@@ -83,6 +89,15 @@ class Connector:
                 del self._handshakes[oldest]
                 oldest.close()
         _start(self._serve, channel, None)
+
+    def _watch(self) -> None:
+        """Look whether another process has joined as this rank. In a thread, since the table may be out of reach."""
+        edges = self._edges
+        while not edges.closed and self.successor is None:
+            last = self._rendezvous.read(self._rank)
+            self.successor = None if last == self._address else last
+            with edges.changed:
+                edges.changed.wait_for(lambda: edges.closed, _WATCH_SECONDS)
 
     def _dial(self, peer: int) -> None:
         """Connect to a peer whose address is known, again and again while there is no connection."""
@@ -158,7 +173,7 @@ class Connector:
                 self._edges.changed.notify_all()
             elif peer not in self._refused:
                 self._refused.add(peer)
-                _log.warning("%s. Going on without it.", message)
+                _log.warning("%s. This rank continues without it.", message)
 
 
 def _start(work: Callable[..., None], *args: Any) -> None:

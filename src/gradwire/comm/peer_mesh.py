@@ -114,6 +114,17 @@ class PeerMesh:
         with self._agreement.active(edges), self.edges.changed:
             self.edges.wait_until(lambda: self._all_agreed(digests or {}))
 
+    def await_edges(self, peers: Iterable[int], seconds: float) -> list[int]:
+        """Wait for edges to some peers, at most so long. Returns the first steps of all that are agreed on."""
+        others = {*peers} - {self.rank}
+
+        def starts() -> dict[int, int]:
+            return {edge.peer: edge.start for edge in self.edges.live() if edge.start is not None}
+
+        with self.edges.changed:
+            self.edges.changed.wait_for(lambda: others <= starts().keys(), seconds)
+            return list(starts().values())
+
     def publish(self, step: int, snapshot: Snapshot) -> None:
         """Let neighbors have these parameters, before this rank joins."""
         with self.edges.changed:
@@ -147,6 +158,20 @@ class PeerMesh:
                 self.edges.drop(edge)
         self._connector.close()
 
+    def yield_to_successor(self) -> None:
+        """Leave for good if another process has joined as this rank, which neighbors then connect to.
+
+        Raises:
+            RuntimeError: There is such a process.
+        """
+        successor = self._connector.successor
+        if successor is not None:
+            self.close()
+            raise RuntimeError(
+                f"another process has joined as rank {self.rank}, at {successor[0]} port {successor[1]}, so this one "
+                "leaves; give each process a rank of its own, and each job a meeting place of its own"
+            )
+
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> dict[int, bool]:
@@ -159,8 +184,8 @@ class PeerMesh:
             self.edges.wait_until(lambda: not any(is_pending(edge, step) for edge in self.edges.live()))
             for edge in [edge for edge in self.edges.live() if is_pending(edge, step)]:
                 self.edges.drop(edge)
-            present = [edge for edge in self.edges.live() if edge.start is not None and edge.start <= step]
-            return {e.peer: e.start == step and not e.resumed for e in sorted(present, key=lambda edge: edge.peer)}
+            joined = [edge for edge in self.edges.live() if edge.start is not None and edge.start <= step]
+            return {e.peer: e.start == step and not e.resumed for e in sorted(joined, key=lambda edge: edge.peer)}
 
     def exchange(self, step: int, index: int, out: Mapping[int, bytes]) -> dict[int, bytes]:
         """Send each peer its message and wait for theirs. A peer that is lost is absent from the result."""
@@ -222,7 +247,8 @@ class PeerMesh:
 
     def _all_agreed(self, awaited: Iterable[int]) -> bool:
         live = {edge.peer: edge.start is not None for edge in self.edges.live()}
-        return bool(live) and all(live.values()) and all(peer in live for peer in awaited)
+        anyone = bool(live) or not self._neighbors
+        return anyone and all(live.values()) and all(peer in live for peer in awaited)
 
     def _furthest(self, step: int) -> int | None:
         """The peer that is furthest beyond a step, if there is one."""

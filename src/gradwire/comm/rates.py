@@ -117,7 +117,7 @@ class LinkSpec:
             parts[quantity.name].append(quantity.parse(part))
         rates, times, losses = parts.values()
         if len(rates) > 1 or len(times) > 2 or len(losses) > 1:
-            raise ValueError(f"the link {text!r} says something twice; write rate,delay,jitter,loss%")
+            raise ValueError(f"the link {text!r} gives a value twice; write rate,delay,jitter,loss%")
         delay, jitter = [*times, 0.0, 0.0][:2]
         return LinkSpec(rates[0] if rates else None, delay, jitter, losses[0] if losses else 0.0)
 

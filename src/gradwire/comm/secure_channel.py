@@ -181,7 +181,7 @@ def _unpack_head(head: bytes) -> tuple[int, int, int, int]:
             numbers.append(number)
             number = shift = 0
     if len(numbers) != 3:
-        raise ConnectionError("a frame's header cannot be read")
+        raise ConnectionError("a frame has a damaged header")
     step, index, length = numbers
     return head[1], step - 1, index, length
 

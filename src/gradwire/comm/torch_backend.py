@@ -1,6 +1,5 @@
 """TorchBackend: a torch.distributed process group (gloo, NCCL, or gloo with CUDA tensors)."""
 
-import json
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -13,10 +12,8 @@ from gradwire.comm.agreement_barrier import AgreementBarrier, CollectiveProgress
 from gradwire.comm.backend import Backend, CountingBackend
 from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, Collective
 from gradwire.comm.emulated import maybe_emulated
-from gradwire.comm.liveness import ProbeAddress, ProbeAddresses, diagnose, probe_address
+from gradwire.comm.liveness import ProbeAddress, ProbeAddresses, probe_address
 from gradwire.comm.single import SingleBackend
-from gradwire.core.payload import Payload
-from gradwire.core.requests import Gather
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -35,16 +32,16 @@ def private_group(group: dist.ProcessGroup | None, timeout: timedelta | None = N
         raise ValueError(f"rank {dist.get_rank()} is not in the process_group; attach only on the ranks that are")
     # Ranks outside a smaller group do not take part in making it. Of the whole world all do, and then the name is not
     # needed that torch makes of how many groups a rank has joined, which may differ between ranks.
-    local = parent is not dist.group.WORLD
-    return subgroup(dist.get_process_group_ranks(parent), parent, timeout, local)
+    members_only = parent is not dist.group.WORLD
+    return subgroup(dist.get_process_group_ranks(parent), parent, timeout, members_only)
 
 
 def subgroup(
-    ranks: Sequence[int], parent: dist.ProcessGroup | None, timeout: timedelta | None = None, local: bool = True
+    ranks: Sequence[int], parent: dist.ProcessGroup | None, timeout: timedelta | None = None, members_only: bool = True
 ) -> dist.ProcessGroup:
-    """A group of some ranks of the world, with their parent's timeout. If ``local``, only they must call it."""
+    """A group of some ranks of the world, with their parent's timeout. All ranks must call it, or ``members_only``."""
     timeout = timeout or timeout_of(parent if parent is not None else dist.group.WORLD)
-    made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=local)
+    made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=members_only)
     assert isinstance(made, dist.ProcessGroup)
     return made
 
@@ -81,9 +78,7 @@ class TorchBackend(CountingBackend):
 
     def exchange_probe_addresses(self) -> None:
         """Let all members know where each listens for probes. All members must call it."""
-        mine = torch.tensor(list(json.dumps([dist.get_rank(), *probe_address()]).encode()), dtype=torch.uint8)
-        (payloads,) = self.answer([Gather(Payload(mine.to(self.device)))])
-        rows = [json.loads(bytes(payload.data.tolist()).rstrip(b"\0")) for payload in payloads]
+        rows = self.gather_json([dist.get_rank(), *probe_address()])
         self.probe_addresses = {rank: ProbeAddress(*where) for rank, *where in rows}
 
     def move(self, collective: Collective) -> Tensor:
@@ -108,9 +103,9 @@ class TorchBackend(CountingBackend):
                 else:
                     self._move_into(out, collective, x)
         except RuntimeError as error:
-            if self.barrier is not None:
-                self.barrier.check()
-            raise diagnose(error, dist.get_rank(), self.probe_addresses) from error
+            if self.barrier is None:
+                raise
+            raise self.barrier.explain(error) from error
 
     def _move_into(self, out: Tensor, collective: Collective, x: Tensor) -> None:
         if isinstance(collective, AllReduceOp):

@@ -41,14 +41,14 @@ class Key:
         return replace(self, rank=rank)
 
     def shared(self) -> "Key":
-        """The stream that all ranks draw alike."""
+        """The stream that is the same on all ranks."""
         return self.of(SHARED)
 
     def counter(self) -> tuple[int, int]:
         """The step, as two 32-bit words of the Philox counter.
 
         Raises:
-            RandomnessInGraph: The step is captured, so the host must not know it.
+            RandomnessInGraph: The step is captured, so the host has no number of it.
         """
         if self.device_counter is not None:
             raise RandomnessInGraph("random bits drawn by the host would be the same at every replay of a graph")

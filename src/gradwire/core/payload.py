@@ -48,10 +48,21 @@ def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
     return data.clone().view(dtype)
 
 
+def raw_bytes(x: Tensor) -> bytes:
+    """A tensor's memory as bytes of the host."""
+    raw: bytes = as_bytes(x.detach()).cpu().numpy().tobytes()
+    return raw
+
+
+def byte_tensor(body: bytes) -> Tensor:
+    """Bytes of the host as uint8."""
+    return torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
+
+
 def as_rows(payloads: Sequence[Payload]) -> Tensor:
     """Messages of one length as a matrix."""
     return rows_of([payload.data for payload in payloads])
 
 
 class CorruptMessageError(ValueError):
-    """A received message that cannot be what a healthy sender wrote."""
+    """A received message that no healthy sender has written."""

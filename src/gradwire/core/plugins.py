@@ -43,7 +43,7 @@ def load_plugins() -> None:
             try:
                 point.load()
             except Exception as error:
-                text = f"the plugin {point.name} ({point.value}) cannot be imported: {type(error).__name__}: {error}"
+                text = f"the import of the plugin {point.name} ({point.value}) failed: {type(error).__name__}: {error}"
                 raise ValueError(f"{text}; repair or uninstall its package") from error
     for path in files():
         if path.resolve() not in _modules:
@@ -69,7 +69,7 @@ def _import(path: Path, place: Path) -> ModuleType:
     name = f"{place.stem}_{hashlib.sha256(str(place).encode()).hexdigest()[:8]}"  # files may share their stem
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{path} cannot be imported; give a file whose name ends in .py")
+        raise ValueError(f"{path} is no Python file; give one whose name ends in .py")
     if str(place.parent) not in sys.path:
         sys.path.append(str(place.parent))
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -77,7 +77,7 @@ def _import(path: Path, place: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ValueError(f"the file {path} cannot be imported: {_whereabouts(error, path)}") from error
+        raise ValueError(f"the import of {path} failed: {_whereabouts(error, path)}") from error
     return module
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradwire.core.payload import Payload
 
-Scope: TypeAlias = Literal["world", "local", "across"]
+Scope: TypeAlias = Literal["world", "host", "across"]
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Max:
 
 @dataclass(frozen=True)
 class Gather:
-    """All ranks receive all payloads. Answer: a list of them, in rank order.
+    """All ranks receive all payloads. Answer: a list of them, in rank order; None stands for a rank that is absent.
 
     Attributes:
         payload: The payload of this rank.
-        size: The common length if all ranks know it beforehand; None if lengths differ, which costs the group one
+        size: The common length if all ranks have it beforehand; None if lengths differ, which costs the group one
             agreement on the longest.
     """
 

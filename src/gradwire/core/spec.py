@@ -21,7 +21,7 @@ def parse(text: str) -> Any:
     """Read a spec.
 
     Raises:
-        ValueError: The text is no spec; the sentence says where and what would be.
+        ValueError: The text is no spec; the message names the place and a text that would be one.
     """
     try:
         tree = ast.parse(text.strip(), mode="eval")

@@ -3,7 +3,7 @@
 Ranks that live in one process do the same thing to buffers of the same shape. Laid end to end these are one buffer, in
 which each rank's units have names of their own, so that a step takes as many kernels for all ranks as for one. Messages
 are not written; their bytes are counted. The outcome is that of `lockstep`, bit for bit: updates, state and accounts.
-Configurations that are not `supported` are run rank by rank instead.
+Where not all lanes `can_batch`, ranks run one by one instead.
 """
 
 import time
@@ -27,7 +27,7 @@ from gradwire.engine.step import Engine, StepResult
 from gradwire.engine.traffic_model import AgreedGather, costs
 from gradwire.engine.views import GradViews
 from gradwire.exchanges.batch import RankBatch, Simulated, Sizes, blank, stacked
-from gradwire.exchanges.shards import SERVER_ERROR, shard
+from gradwire.exchanges.servers import SERVER_ERROR, server_slice
 
 
 @dataclass
@@ -50,40 +50,41 @@ class Batched:
         # By lane: the gradients of all ranks, and the buffer in which they lie end to end.
         self._flats: dict[int, tuple[list[Tensor], Tensor]] = {}
 
-    def supports(self, grads: Sequence[Grads]) -> bool:
+    def can_run(self, grads: Sequence[Grads]) -> bool:
         """Whether this step can be taken for all ranks at once."""
         first = self.engines[0]
         plain = self.group.host_layout is None and all(engine.step == first.step for engine in self.engines)
         dense = all(x is not None and x.layout == torch.strided for own in grads for x in own.values())
         lanes = zip(first.plan.lanes, first.states, strict=True)
-        intact = not any(engine.drops.corrupt for engine in self.engines)  # else a status has to travel
+        intact = not any(engine.skipped_steps.corrupt_error for engine in self.engines)  # else a status has to travel
         # Moments were observed on all ranks or on none.
         alike = len({tuple(state.observed is None for state in engine.states) for engine in self.engines}) == 1
-        return plain and dense and intact and alike and not first.clips and all(self._supports(*pair) for pair in lanes)
+        runnable = all(self._can_run_lane(*pair) for pair in lanes)
+        return plain and dense and intact and alike and runnable and not first.clips
 
-    def _supports(self, lane: Lane, state: LaneState) -> bool:
+    def _can_run_lane(self, lane: Lane, state: LaneState) -> bool:
         encoder = lane.encoder(self.engines[0].step)
-        keeps = encoder.exchange.keeps_server_error and encoder.feedback.keeps_error
-        return supported(encoder) and state.carried is None and (SERVER_ERROR in state.tensors) == keeps
+        left = encoder.feedback.keeps_error and not encoder.exchange.keeps_server_error
+        return can_batch(encoder) and state.carried_error is None and not (left and SERVER_ERROR in state.tensors)
 
-    def step(self, grads: Sequence[Grads], unscale: float = 1.0) -> StepResult:
+    def run(self, grads: Sequence[Grads], unscale: float = 1.0) -> StepResult:
         """The updates of all ranks, which are the same tensors for all.
 
         The device is read once, at the end: whether any gradient was not finite, and how long messages are. (Selectors
         whose number of entries varies read it once before.)
         """
         first, self.clock = self.engines[0], Clock()
-        first.drops.assert_valid()
-        lanes, flags, results = first.plan.lanes, list[Tensor](), list[Simulated]()
+        first.skipped_steps.assert_valid()
+        lanes, nonfinite, results = first.plan.lanes, list[Tensor](), list[Simulated]()
         for i, (lane, state) in enumerate(zip(lanes, self._states(), strict=True)):
             flat = self._flat(i, lane, grads, unscale)
-            results.append(self._step_lane(lane, flat, state, Key(first.seed, first.step, PER_RANK), flags))
-        nonfinite, requests = _read(flags, [result[2] for result in results])
+            results.append(self._run_lane(lane, flat, state, Key(first.seed, first.step, PER_RANK), nonfinite))
+        skip, requests = _read(nonfinite, [result[2] for result in results])
         self._count(requests)
-        if nonfinite:
-            first.drops.assert_revertible()
+        if skip:
+            first.skipped_steps.assert_can_skip()
             for engine in self.engines:
-                engine.drop()
+                engine.skip_step()
             return StepResult(by_name(lanes, [torch.zeros_like(mean) for mean, _, _ in results]), True)
         self._commit([Generation(dict(memory)) for _, memory, _ in results])
         return StepResult(by_name(lanes, [mean for mean, _, _ in results]), False)
@@ -101,21 +102,25 @@ class Batched:
             self._flats[i] = lying, flat
         return flat
 
-    def _step_lane(self, lane: Lane, flat: Tensor, state: LaneState, key: Key, flags: list[Tensor]) -> Simulated:
+    def _run_lane(self, lane: Lane, flat: Tensor, state: LaneState, key: Key, nonfinite: list[Tensor]) -> Simulated:
         began = time.perf_counter()
         encoder = lane.encoder(key.step)
-        cuts = tuple(shard(lane.units.total, self.world, r) for r in range(self.world)) if encoder.exchange.cuts else ()
+        ranks = range(self.world if encoder.exchange.cuts else 0)
+        cuts = tuple(server_slice(lane.units.total, self.world, rank) for rank in ranks)
         context = lane.context(key, self.world)._replace(units=stacked(lane.units, self.world, cuts), simulated=True)
-        new = Generation({}) if self.engines[0].rollback else state.front
-        message = encoder.encode(GradViews([flat], flat.device), state, new, context, flags).message
+        storage = Generation({}) if self.engines[0].rollback else state.front
+        message = encoder.encode(GradViews([flat], flat.device), state, storage, context, nonfinite).message
         encoded = time.perf_counter()
         assert encoder.exchange.simulate is not None and message.sent is not None
-        batch = RankBatch(key, self.world, lane.units)
-        result = encoder.exchange.simulate(message.sent, message.memory, encoder.codec, batch)
+        batch = RankBatch(key, self.world, lane.units, encoder.feedback.keeps_error)
+        mean, memory, requests = encoder.exchange.simulate(message.sent, message.memory, encoder.codec, batch)
+        if encoder.feedback.finalize is not None:
+            updates, memory = encoder.feedback.finalize(mean.repeat(self.world), memory)
+            mean = updates[: mean.numel()]
         elapsed = Clock(encode=encoded - began, decode=time.perf_counter() - encoded)
         for clock in (self.clock, *(engine.accounting.seconds[lane.label] for engine in self.engines)):
             clock.add(elapsed)
-        return result
+        return mean, memory, requests
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -163,27 +168,26 @@ class Batched:
                     self.group.traffic[rank] += price
 
 
-def supported(encoder: Encoder) -> bool:
+def can_batch(encoder: Encoder) -> bool:
     """Whether ranks of one process may be encoded at once: everything must be done unit by unit."""
     codec = encoder.codec
     drops = codec.indices is not None and codec.indices.drop_overflow is not None
-    per_unit = not drops and encoder.feedback.finalize is None and codec.transform is None
-    return per_unit and encoder.exchange.simulate is not None
+    return not drops and codec.transform is None and encoder.exchange.simulate is not None
 
 
 def _read(
-    flags: Sequence[Tensor], results: Sequence[list[list[Request]] | Sizes]
+    nonfinite: Sequence[Tensor], results: Sequence[list[list[Request]] | Sizes]
 ) -> tuple[bool, list[list[list[Request]]]]:
     """Whether a gradient was not finite, and the requests of each lane, now that all lengths are known."""
     waiting = [each.positions for each in results if isinstance(each, Sizes) and each.positions is not None]
-    bad, *numbers = torch.cat([torch.stack(list(flags)).any().long()[None], *waiting]).tolist()
+    skip, *numbers = torch.cat([torch.stack(list(nonfinite)).any().long()[None], *waiting]).tolist()
     left, requests = iter(numbers), []
     for each in results:
         if isinstance(each, Sizes):
             sizes = each.known if each.positions is None else [n + next(left) for n in each.known]
             each = [[AgreedGather(blank(n), max(sizes)) for n in sizes]]
         requests.append(each)
-    return bool(bad), requests
+    return bool(skip), requests
 
 
 def _stack(states: Sequence[LaneState]) -> LaneState:
@@ -196,6 +200,6 @@ def _unstack(new: Generation, n: int, world: int) -> list[Generation]:
     fronts = [Generation({}) for _ in range(world)]
     for name, x in new.tensors.items():
         for rank in range(world):
-            start, stop = shard(n, world, rank) if name == SERVER_ERROR else (rank * n, (rank + 1) * n)
+            start, stop = server_slice(n, world, rank) if name == SERVER_ERROR else (rank * n, (rank + 1) * n)
             fronts[rank].tensors[name] = x[start:stop]
     return fronts

@@ -1,4 +1,4 @@
-"""Capture: generators of collectives as CUDA graphs, in segments between the collectives.
+"""Capture: generators of collectives as CUDA graphs, in parts between the collectives.
 
 A host spends milliseconds on the fifty kernels and hundred small tensors of a step, where a GPU takes a whole graph of
 them in microseconds. Collectives are not captured, so ranks need not agree on who replays.
@@ -99,7 +99,7 @@ def graphs_on(device: torch.device) -> Callable[[], DeviceGraph] | None:
     return CudaGraphs(device) if device.type == "cuda" and os.environ.get("GRADWIRE_GRAPHS") != "0" else None
 
 
-class Segment(NamedTuple):
+class GraphPart(NamedTuple):
     """Some work, and the collective after it, with the memory that its result was written to."""
 
     graph: DeviceGraph
@@ -123,14 +123,14 @@ class CaptureError(Exception):
 class Captured(Generic[T]):
     """A captured generator, and its return value, whose tensors every replay fills again."""
 
-    segments: list[Segment]
+    parts: list[GraphPart]
     value: T
     refs: list[Any]  # tables that graphs point at
 
     def replay(self, backend: Backend, clock: Clock) -> T:
         """Run it once more."""
         began, decoding = time.perf_counter(), False
-        for graph, collective, result in self.segments:
+        for graph, collective, result in self.parts:
             graph.replay()
             done = time.perf_counter()
             clock.work(done - began, decoding)
@@ -148,23 +148,23 @@ def capture(generator: Collectives[T], backend: Backend, graphs: Callable[[], De
     Raises:
         CaptureError: It cannot be captured; its rest has not been run.
     """
-    segments: list[Segment] = []
+    parts: list[GraphPart] = []
     result: Tensor | None = None
     with pin_tables() as refs:
         while True:
             graph = graphs()
             try:
                 with graph.capturing():
-                    step = advance(generator, result)
+                    request = advance(generator, result)
             except Exception as error:  # an error of the generator's own will come again when it is run eagerly
-                results = [segment.result for segment in segments if segment.result is not None]
+                results = [part.result for part in parts if part.result is not None]
                 raise CaptureError(results, isinstance(error, RandomnessInGraph)) from error
             graph.replay()
-            if isinstance(step, Finished):
-                segments.append(Segment(graph, None, None))
-                return Captured(segments, step.value, refs)
-            result = backend.run(step)
-            segments.append(Segment(graph, step, result))
+            if isinstance(request, Finished):
+                parts.append(GraphPart(graph, None, None))
+                return Captured(parts, request.value, refs)
+            result = backend.run(request)
+            parts.append(GraphPart(graph, request, result))
 
 
 def resume(generator: Collectives[T], backend: Backend, known: Sequence[Tensor] = ()) -> T:

@@ -16,50 +16,58 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import StateSpec
+from gradwire.core.payload import byte_tensor, raw_bytes
 from gradwire.engine.lane import Lane
-from gradwire.engine.shards import AnyEngine, ShardEngine
+from gradwire.engine.sharded import AnyEngine, ShardEngine
 from gradwire.engine.state import LaneState, spans, zeros
 from gradwire.engine.step import Engine
-from gradwire.exchanges.shards import SERVER_ERROR
+from gradwire.exchanges.servers import SERVER_ERROR
 from gradwire.feedback.feedback import divisor
 from gradwire.version import WIRE_FORMAT
 
 Saved: TypeAlias = Mapping[str, Tensor]
-_CARRIED, _OBSERVED = "owed", "observed"  # what a lane holds in passing, by their names in checkpoints
+_CARRIED_ERROR, _OBSERVED = "owed", "observed"  # what a lane holds in passing, by their names in checkpoints
 _BY_SHARD = StateSpec((), "shard")
+_NEEDED = ("format", "rank", "seed", "skipped", "step", "world")  # numbers of every state
+_LEAST = {"seed": -(2**63), "world": 1, "beside": 1, "shards": 1, "local": 0, "shard": 0}  # of the others, 0
 
 
 def save(engine: AnyEngine, spec: str) -> dict[str, Tensor]:
     """One rank's state.
 
     Raises:
-        RuntimeError: A step was to be dropped, and could not be.
+        RuntimeError: A step was to be skipped, and could not be.
     """
-    core = engine.core
-    core.drops.synchronize()
-    numbers = {name: getattr(core, name) for name in ("rank", "seed", "skipped", "step", "world")}
-    saved = {f"gradwire/{name}": torch.tensor(n) for name, n in {"format": WIRE_FORMAT, **numbers}.items()}
-    saved["gradwire/model"] = _fingerprint(engine)
-    saved["gradwire/spec"] = torch.tensor(list(spec.encode()), dtype=torch.uint8)
-    for lane, state in zip(core.plan.lanes, core.states, strict=True):
+    inner = engine.unwrapped
+    inner.skipped_steps.synchronize()
+    numbers = {name: getattr(inner, name) for name in ("rank", "seed", "skipped", "step", "world")}
+    saved = facts_of(spec, _fingerprint(engine), numbers)
+    for lane, state in zip(inner.plan.lanes, inner.states, strict=True):
         held = _tensors(state)
-        for memory, spec_ in _specs(lane, held, core.world).items():
-            for name, span in spans(spec_, lane.tensors, core.rank, core.world).items():
+        for memory, spec_ in _specs(lane, held, inner.world).items():
+            for name, span in spans(spec_, lane.tensors, inner.rank, inner.world).items():
                 vector = torch.zeros(span.length)
                 vector[span.own] = held[memory][span.live].cpu()
                 saved[f"{memory}/{name}"] = vector
     return saved if isinstance(engine, Engine) else {**saved, **engine.extra_state}
 
 
+def facts_of(spec: str, model: Tensor, numbers: Mapping[str, int]) -> dict[str, Tensor]:
+    """What a state says of its run."""
+    facts = {name: torch.tensor(n) for name, n in {"format": WIRE_FORMAT, **numbers}.items()}
+    facts |= {"model": model, "spec": byte_tensor(spec.encode())}
+    return {f"gradwire/{name}": x for name, x in facts.items()}
+
+
 def _tensors(state: LaneState) -> dict[str, Tensor]:
     """A lane's memories, and what it holds in passing."""
-    passing = {_CARRIED: state.carried, _OBSERVED: state.observed}
+    passing = {_CARRIED_ERROR: state.carried_error, _OBSERVED: state.observed}
     return {**state.tensors, **{name: x for name, x in passing.items() if x is not None}}
 
 
 def _specs(lane: Lane, held: Saved, world: int) -> dict[str, StateSpec]:
     like = StateSpec(lane.tensors.lengths)
-    return {**lane.slots(world), **{name: like for name in (_CARRIED, _OBSERVED) if name in held}}
+    return {**lane.slots(world), **{name: like for name in (_CARRIED_ERROR, _OBSERVED) if name in held}}
 
 
 def num_savers(saved: Saved) -> int:
@@ -78,12 +86,12 @@ def of_shard(engine: AnyEngine, states: Sequence[Saved]) -> list[Saved]:
 
 def same_shape(engine: AnyEngine, saved: Saved) -> bool:
     """Whether a state was saved by as many ranks on as many hosts."""
-    return _place(saved)[1::2] == (engine.core.world, engine.ranks_per_host)
+    return _place(saved)[1::2] == (engine.unwrapped.world, engine.ranks_per_host)
 
 
 def _is_own(engine: AnyEngine, saved: Saved) -> bool:
     """Whether a state is of this very rank, in a world of the same shape."""
-    return _place(saved) == (engine.core.rank, engine.core.world, engine.local, engine.ranks_per_host)
+    return _place(saved) == (engine.unwrapped.rank, engine.unwrapped.world, engine.local_rank, engine.ranks_per_host)
 
 
 def _place(saved: Saved) -> tuple[int, ...]:
@@ -109,7 +117,7 @@ def _by_host(engine: AnyEngine, states: Sequence[Saved]) -> list[Saved]:
             f"the states are of ranks {sorted(by_place)} as (host, rank on it), of {world} hosts with {per_host} each; "
             f"load each rank's own state or, to change hosts or ranks, the states of all {len(places)} ranks"
         )
-    return [_joined([by_place[rank, local] for local in range(per_host)]) for rank in range(world)]
+    return [_joined([by_place[rank, local_rank] for local_rank in range(per_host)]) for rank in range(world)]
 
 
 def _joined(host: Sequence[Saved]) -> Saved:
@@ -120,49 +128,49 @@ def _joined(host: Sequence[Saved]) -> Saved:
 
 def load(engine: AnyEngine, states: Sequence[Saved]) -> None:
     """Take over a rank's own state, or reshard the states of all ranks of another world; `check` them first."""
-    core = engine.core
+    inner = engine.unwrapped
     states = _by_host(engine, states)
     mine = states
-    if int(states[0]["gradwire/world"]) == core.world:
-        mine = [state for state in states if int(state["gradwire/rank"]) == core.rank]
-    for lane, state in zip(core.plan.lanes, core.states, strict=True):
-        _load_lane(core, lane, state, mine, states)
+    if int(states[0]["gradwire/world"]) == inner.world:
+        mine = [state for state in states if int(state["gradwire/rank"]) == inner.rank]
+    for lane, state in zip(inner.plan.lanes, inner.states, strict=True):
+        _load_lane(inner, lane, state, mine, states)
     if not isinstance(engine, Engine):
         engine.load_extra_state(mine[0])
-    core.step = int(states[0]["gradwire/step"])
-    core.seed = int(states[0]["gradwire/seed"])
-    core.drops.restart(int(states[0]["gradwire/skipped"]))
+    inner.step = int(states[0]["gradwire/step"])
+    inner.seed = int(states[0]["gradwire/seed"])
+    inner.skipped_steps.restart(int(states[0]["gradwire/skipped"]))
 
 
-def _load_lane(core: Engine, lane: Lane, state: LaneState, mine: Sequence[Saved], states: Sequence[Saved]) -> None:
-    memories = _buffers(core, lane, mine, states)
-    state.carried, state.observed = memories.pop(_CARRIED, None), memories.pop(_OBSERVED, None)
-    if core.rollback:
+def _load_lane(inner: Engine, lane: Lane, state: LaneState, mine: Sequence[Saved], states: Sequence[Saved]) -> None:
+    memories = _buffers(inner, lane, mine, states)
+    state.carried_error, state.observed = memories.pop(_CARRIED_ERROR, None), memories.pop(_OBSERVED, None)
+    if inner.rollback:
         state.replace(memories)
         return
     for name, x in state.tensors.items():  # captured steps would keep the old memories as well as the new
         x.copy_(memories[name])
 
 
-def _buffers(core: Engine, lane: Lane, mine: Sequence[Saved], states: Sequence[Saved]) -> dict[str, Tensor]:
+def _buffers(inner: Engine, lane: Lane, mine: Sequence[Saved], states: Sequence[Saved]) -> dict[str, Tensor]:
     """One lane's memories. The error of a server may lie with any rank, all others with their owner."""
     places = {key.partition("/")[::2] for state in states for key in state}
     saved = {memory: torch.zeros(0) for memory, name in places if name in lane.slices}
-    specs = _specs(lane, saved, core.world)
+    specs = _specs(lane, saved, inner.world)
     no_servers = SERVER_ERROR in saved and SERVER_ERROR not in specs
     if no_servers:  # this world's exchange has no servers, so their error is carried by all
-        specs[_CARRIED] = StateSpec(lane.tensors.lengths)
-    buffers = zeros(specs, lane.tensors, core.rank, core.world, core.device)
+        specs[_CARRIED_ERROR] = StateSpec(lane.tensors.lengths)
+    buffers = zeros(specs, lane.tensors, inner.rank, inner.world, inner.device)
     for memory, spec in specs.items():
-        for name, span in spans(spec, lane.tensors, core.rank, core.world).items():
+        for name, span in spans(spec, lane.tensors, inner.rank, inner.world).items():
             sources = states if spec.reshard == "shard" else mine
             vector = _merge([state.get(f"{memory}/{name}") for state in sources], spec, span.length)
-            if memory == _CARRIED and no_servers:
+            if memory == _CARRIED_ERROR and no_servers:
                 served = _merge([state.get(f"{SERVER_ERROR}/{name}") for state in states], _BY_SHARD, span.length)
                 if lane.feedback.divides:  # what is carried is in units of updates
                     served = served * divisor(buffers)[span.live].cpu()
                 vector = vector + served
-            buffers[memory][span.live] = vector[span.own].to(core.device)
+            buffers[memory][span.live] = vector[span.own].to(inner.device)
     return buffers
 
 
@@ -175,12 +183,33 @@ def _merge(copies: Sequence[Tensor | None], spec: StateSpec, n: int) -> Tensor:
     return (total if spec.reshard == "shard" else total / len(known)).float()
 
 
+def fingerprint_of(shapes: object) -> Tensor:
+    """Eight bytes that stand for plain data."""
+    return byte_tensor(hashlib.sha256(json.dumps(shapes).encode()).digest()[:8])
+
+
 def _fingerprint(engine: AnyEngine) -> Tensor:
     shapes = [
         shape for lane in engine.full_plan.lanes for shape in zip(lane.tensors.names, lane.tensors.shapes, strict=True)
     ]
-    digest = hashlib.sha256(json.dumps(sorted(shapes)).encode()).digest()
-    return torch.tensor(list(digest[:8]), dtype=torch.uint8)
+    return fingerprint_of(sorted(shapes))
+
+
+def saved_spec(state: Saved, needed: Sequence[str] = _NEEDED) -> str:
+    """The spec under which a state was saved.
+
+    Raises:
+        ValueError: It is no state of gradwire, lacks a number that is needed, or has another format.
+    """
+    if "gradwire/spec" not in state:
+        raise ValueError("this is no gradwire state: it lacks gradwire/spec; pass what state_dict() returned")
+    _check_numbers(state, needed)
+    if int(state["gradwire/format"]) != WIRE_FORMAT:
+        raise ValueError(
+            f"the state has format {int(state['gradwire/format'])}, but this gradwire reads {WIRE_FORMAT}; "
+            "install the gradwire that saved it"
+        )
+    return raw_bytes(state["gradwire/spec"]).decode()
 
 
 def check(engine: AnyEngine, states: Sequence[Saved], spec: str) -> None:
@@ -189,15 +218,8 @@ def check(engine: AnyEngine, states: Sequence[Saved], spec: str) -> None:
     Raises:
         ValueError: The state belongs to another spec or model, or is not all that is needed.
     """
-    if not states or any("gradwire/spec" not in state for state in states):
-        raise ValueError("this is no gradwire state: it lacks gradwire/spec; pass what state_dict() returned")
-    if int(states[0]["gradwire/format"]) != WIRE_FORMAT:
-        raise ValueError(
-            f"the state has format {int(states[0]['gradwire/format'])}, but this gradwire reads {WIRE_FORMAT}; "
-            "install the gradwire that saved it"
-        )
+    saved, *_ = (saved_spec(state) for state in states or [{}])
     _check_shard(engine, states[0])
-    saved = bytes(states[0]["gradwire/spec"].tolist()).decode()
     if saved != spec:
         raise ValueError(
             f"the state was saved under the spec [{saved}], but this run has [{spec}]; attach with the saved spec, "
@@ -205,11 +227,21 @@ def check(engine: AnyEngine, states: Sequence[Saved], spec: str) -> None:
         )
     hosts = _by_host(engine, states)
     if len(states) > 1 or not _is_own(engine, states[0]):
-        _check_ranks(engine.core, hosts)
+        _check_ranks(engine.unwrapped, hosts)
     steps = sorted({int(state["gradwire/step"]) for state in states})
     if len(steps) > 1:
         raise ValueError(f"the states were saved at different steps, {steps}; pass those of one step")
     _check_model(engine, hosts[0])
+
+
+def _check_numbers(state: Saved, needed: Sequence[str]) -> None:
+    """Refuse a state whose numbers no run can have written."""
+    for name in dict.fromkeys((*needed, *(one for one in _LEAST if f"gradwire/{one}" in state))):
+        value = state.get(f"gradwire/{name}")
+        whole = value is not None and value.numel() == 1 and value.dtype == torch.int64
+        if value is None or not whole or not _LEAST.get(name, 0) <= int(value) < 2**63 - 2**32:
+            found = "missing" if value is None else value.tolist()
+            raise ValueError(f"gradwire/{name} of the state is {found}, so it is damaged; load another checkpoint")
 
 
 def _check_shard(engine: AnyEngine, state: Saved) -> None:
@@ -222,19 +254,19 @@ def _check_shard(engine: AnyEngine, state: Saved) -> None:
         )
 
 
-def _check_ranks(core: Engine, states: Sequence[Saved]) -> None:
+def _check_ranks(inner: Engine, states: Sequence[Saved]) -> None:
     world, ranks = int(states[0]["gradwire/world"]), sorted(int(state["gradwire/rank"]) for state in states)
     if ranks != list(range(world)):
         raise ValueError(
-            f"the state is of ranks {ranks} of a world of {world}, and this is rank {core.rank} of "
-            f"{core.world}; load each rank's own state or, to change the world, the states of all {world} ranks"
+            f"the state is of ranks {ranks} of a world of {world}, and this is rank {inner.rank} of "
+            f"{inner.world}; load each rank's own state or, to change the world, the states of all {world} ranks"
         )
 
 
 def _check_model(engine: AnyEngine, state: Saved) -> None:
     lone = int(state["gradwire/world"]) == 1
-    for lane in engine.core.plan.lanes:
-        for memory, spec in lane.slots(engine.core.world).items():
+    for lane in engine.unwrapped.plan.lanes:
+        for memory, spec in lane.slots(engine.unwrapped.world).items():
             for name, n in zip(lane.tensors.names, spec.lengths, strict=True):
                 saved = state.get(f"{memory}/{name}")
                 if saved is None and (spec.reshard == "shard" or lone):

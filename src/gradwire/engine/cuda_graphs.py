@@ -1,4 +1,4 @@
-"""CUDA graphs: the executor that captures the step of each bucket once, and replays it.
+"""CUDA graphs: the executor of steps, which captures the step of each bucket once where it can, and replays it.
 
 A graph knows addresses, not names. A bucket is captured once for each generation of its state, since a step reads one
 and writes the other; without rollback, or without state, once. Gradients are read and written where they lie as long as
@@ -27,18 +27,26 @@ from gradwire.core.layout import Places, in_memory_order, places, without_gaps
 from gradwire.engine.capture import Captured, CaptureError, Collectives, DeviceGraph, capture, in_collectives, resume
 from gradwire.engine.drive import Clock, execute
 from gradwire.engine.gradients import Grads, views_of
-from gradwire.engine.graph_buffers import TRIES, BucketCaptures, CapturedBucket, Outside, present, restored, staged
-from gradwire.engine.shards import AnyEngine
+from gradwire.engine.graph_buffers import (
+    MAX_CAPTURES,
+    BucketCaptures,
+    CapturedBucket,
+    GraphOutputs,
+    detached,
+    staging_of,
+    undo_on_failure,
+)
+from gradwire.engine.sharded import AnyEngine
 from gradwire.engine.step import BucketResult, StepResult, named_updates
 from gradwire.engine.views import GradViews
 from gradwire.kernels.conditional import copy_if_, zero_if_
 
 EAGER_STEPS = 3  # before anything is captured
-MOVES = 2  # times that gradients may come to other addresses before they are staged
+MAX_ADDRESS_CHANGES = 2  # times that gradients may come to other addresses before they are staged
 _log = logging.getLogger("gradwire")
 
 
-class GraphExecutor:
+class StepExecutor:
     """Runs the steps of an engine, captured where they can be.
 
     Args:
@@ -58,37 +66,37 @@ class GraphExecutor:
         self.engine, self._backend, self._clock, self._graphs = engine, backend, clock, graphs
         self._buckets = [BucketCaptures() for _ in engine.full_plan.buckets]
         self._commits: dict[tuple[int, ...], Captured[None] | None] = {}  # None: cannot be captured
-        self._step: Tensor | None = None  # the number of the step, as captured kernels read it
-        self._counted = -1
+        self._step_counter: Tensor | None = None  # the number of the step, as captured kernels read it
+        self._counter_value = -1
         self.replayed = False
 
     def run(self, grads: Grads, unscale: float = 1.0, complete: bool = False) -> StepResult:
         """A whole step. ``complete``: all ranks have all gradients."""
-        if self._graphs is None or unscale != 1.0 or self.engine.core.clips:
+        if self._graphs is None or unscale != 1.0 or self.engine.unwrapped.clips:
             return execute(self.engine.run(grads, unscale), self._backend, self._clock)
         results = [self.run_bucket(i, grads) for i in range(len(self.engine.full_plan.buckets))]
         return self.finish(results, grads, complete)
 
     def run_bucket(self, i: int, grads: Grads) -> BucketResult:
         """Compress and exchange one bucket."""
-        bucket, core = self._buckets[i], self.engine.core
-        core.drops.assert_valid()
+        bucket, inner = self._buckets[i], self.engine.unwrapped
+        inner.skipped_steps.assert_valid()
         where = None if self._graphs is None else self._places(i, grads)
         if where is None:
             return self._eager(i, grads)
-        key = self._key(i, where)
-        captured = bucket.captures.get(key)
+        signature = self._signature(i, where)
+        captured = bucket.captures.get(signature)
         if captured is not None:
             bucket.replays += 1
-            self._stage_in(bucket, grads, i)
+            self._copy_to_staging(bucket, grads, i)
             return self._replay(i, captured)
         if len(bucket.captures) >= 2:  # state or codecs were replaced
             self._forget(bucket)
         if bucket.eager < EAGER_STEPS or bucket.tries <= 0 or self.replayed:
             bucket.eager += 1
             return self._eager(i, grads)
-        self._stage_in(bucket, grads, i)
-        return self._capture(i, grads, key)
+        self._copy_to_staging(bucket, grads, i)
+        return self._capture(i, grads, signature)
 
     def finish(self, results: Sequence[BucketResult], grads: Grads, complete: bool) -> StepResult:
         """Commit a step. ``complete``: all ranks have all gradients, so nothing is read from the device."""
@@ -96,9 +104,9 @@ class GraphExecutor:
         if not (complete and captured and self._backend.stream_ordered):
             self.replayed = False
             outcome = execute(self.engine.finish(results, grads), self._backend, self._clock)
-            return self._stage_out(grads, outcome)
+            return self._copy_from_staging(grads, outcome)
         self._commit(results)
-        return self._stage_out(grads, StepResult(named_updates(self.engine.full_plan.lanes, results), False))
+        return self._copy_from_staging(grads, StepResult(named_updates(self.engine.full_plan.lanes, results), False))
 
     # -- what can be captured ------------------------------------------------------------------------------------------
 
@@ -109,51 +117,51 @@ class GraphExecutor:
         coming to other addresses, or have gaps, are staged in a buffer of the bucket's own; then addresses do not
         matter.
         """
-        bucket, core, lanes = self._buckets[i], self.engine.core, self.engine.full_plan.buckets[i]
-        passing = any(state.carried is not None or state.observed is not None for state in core.states_of(i))
-        if passing or any(lane.at(core.step)[1].delays or lane.refreshes(core.step) for lane in lanes):
+        bucket, inner, lanes = self._buckets[i], self.engine.unwrapped, self.engine.full_plan.buckets[i]
+        passing = any(state.carried_error is not None or state.observed is not None for state in inner.states_of(i))
+        if passing or any(lane.at(inner.step)[1].delays or lane.refreshes(inner.step) for lane in lanes):
             return None
         dense = []
         for grad in (grads[name] for lane in lanes for name in lane.tensors.names):
             if grad is None or grad.layout != torch.strided:
                 return None
             dense.append(grad)
-        if bucket.stage is not None:
+        if bucket.staging is not None:
             return ()
         where = places(dense)
         if where == bucket.places:
             return where
-        if any(x.device != core.device for x in dense):
+        if any(x.device != inner.device for x in dense):
             return None
         bucket.moves += bool(bucket.places)
         bucket.places = where
-        if bucket.moves <= MOVES and all(map(without_gaps, dense)):
+        if bucket.moves <= MAX_ADDRESS_CHANGES and all(map(without_gaps, dense)):
             return where
         self._forget(bucket)
-        bucket.tries, bucket.eager = TRIES, EAGER_STEPS
-        bucket.stage = [staged(views_of(lane, grads, core.device), core.device) for lane in lanes]
+        bucket.tries, bucket.eager = MAX_CAPTURES, EAGER_STEPS
+        bucket.staging = [staging_of(views_of(lane, grads, inner.device), inner.device) for lane in lanes]
         return ()
 
-    def _key(self, i: int, where: Places) -> Hashable:
-        core, lanes = self.engine.core, self.engine.core.plan.buckets[i]
-        fronts = tuple(state.front for state in core.states_of(i) if state.tensors)
+    def _signature(self, i: int, where: Places) -> Hashable:
+        inner, lanes = self.engine.unwrapped, self.engine.unwrapped.plan.buckets[i]
+        fronts = tuple(state.front for state in inner.states_of(i) if state.tensors)
         # By identity: lanes hold their encoders, and to compare those takes long.
-        return fronts, tuple([id(lane.encoder(core.step)) for lane in lanes]), where
+        return fronts, tuple([id(lane.encoder(inner.step)) for lane in lanes]), where
 
-    def _stage_in(self, bucket: BucketCaptures, grads: Grads, i: int) -> None:
-        if bucket.stage is not None:
-            for lane, view in zip(self.engine.full_plan.buckets[i], bucket.stage, strict=True):
-                torch._foreach_copy_(view.grads, [present(grads[name]) for name in lane.tensors.names])
+    def _copy_to_staging(self, bucket: BucketCaptures, grads: Grads, i: int) -> None:
+        if bucket.staging is not None:
+            for lane, view in zip(self.engine.full_plan.buckets[i], bucket.staging, strict=True):
+                torch._foreach_copy_(view.grads, [detached(grads[name]) for name in lane.tensors.names])
 
-    def _stage_out(self, grads: Grads, outcome: StepResult) -> StepResult:
+    def _copy_from_staging(self, grads: Grads, outcome: StepResult) -> StepResult:
         """Copy updates from buffers of buckets to where the gradients lie."""
-        if all(bucket.stage is None for bucket in self._buckets):
+        if all(bucket.staging is None for bucket in self._buckets):
             return outcome
         updates = dict(outcome.updates)
         for bucket, lanes in zip(self._buckets, self.engine.full_plan.buckets, strict=True):
-            names = [name for lane in lanes for name in lane.tensors.names if bucket.stage is not None]
+            names = [name for lane in lanes for name in lane.tensors.names if bucket.staging is not None]
             there = [name for name in names if name in updates and grads[name] is not None]
-            into = [present(grads[name]) for name in there]
+            into = [detached(grads[name]) for name in there]
             if there:
                 torch._foreach_copy_(into, [updates[name] for name in there])
             updates |= dict(zip(there, into, strict=True))
@@ -166,56 +174,56 @@ class GraphExecutor:
         return execute(self.engine.run_bucket(i, grads), self._backend, self._clock)
 
     def _replay(self, i: int, bucket: CapturedBucket) -> BucketResult:
-        core, clock = self.engine.core, Clock()
-        self._count_step()
+        inner, clock = self.engine.unwrapped, Clock()
+        self._set_step_counter()
         result = bucket.captured.replay(self._backend, clock)
         self._clock.add(clock)
-        core.accounting.encoded.update(bucket.encoded)
-        core.accounting.dense.update(bucket.dense)
-        lanes = core.plan.buckets[i]
+        inner.accounting.encoded.update(bucket.encoded)
+        inner.accounting.dense.update(bucket.dense)
+        lanes = inner.plan.buckets[i]
         total = sum(lane.units.total for lane in lanes)
         for lane in lanes:  # the time of one graph is shared out by size
-            core.accounting.seconds[lane.label].add(clock, lane.units.total / max(total, 1), wire=False)
+            inner.accounting.seconds[lane.label].add(clock, lane.units.total / max(total, 1), wire=False)
         return result
 
-    def _count_step(self) -> Tensor:
+    def _set_step_counter(self) -> Tensor:
         """The number of this step on the device, where captured kernels read it."""
-        core = self.engine.core
-        if self._step is None:
-            self._step = torch.zeros(2, dtype=torch.int64, device=core.device)
-        if self._counted != core.step:
-            self._counted = core.step
-            self._step[:1].fill_(core.step & 0xFFFFFFFF)
-            if core.step >> 32:
-                self._step[1].fill_(core.step >> 32)
-        return self._step
+        inner = self.engine.unwrapped
+        if self._step_counter is None:
+            self._step_counter = torch.zeros(2, dtype=torch.int64, device=inner.device)
+        if self._counter_value != inner.step:
+            self._counter_value = inner.step
+            self._step_counter[:1].fill_(inner.step & 0xFFFFFFFF)
+            if inner.step >> 32:
+                self._step_counter[1].fill_(inner.step >> 32)
+        return self._step_counter
 
     # -- capturing -----------------------------------------------------------------------------------------------------
 
-    def _capture(self, i: int, grads: Grads, key: Hashable) -> BucketResult:
+    def _capture(self, i: int, grads: Grads, signature: Hashable) -> BucketResult:
         assert self._graphs is not None
-        core, bucket = self.engine.core, self._buckets[i]
-        views = bucket.stage or [views_of(lane, grads, core.device) for lane in self.engine.full_plan.buckets[i]]
-        states, accounting = core.states_of(i), core.accounting
+        inner, bucket = self.engine.unwrapped, self._buckets[i]
+        views = bucket.staging or [views_of(lane, grads, inner.device) for lane in self.engine.full_plan.buckets[i]]
+        states, accounting = inner.states_of(i), inner.accounting
         encoded, dense = accounting.encoded.copy(), accounting.dense.copy()
-        outside = Outside.of(states, core.rollback, core.device)
-        random = replace(core.key, device_counter=self._count_step())
+        outputs = GraphOutputs.of(states, inner.rollback, inner.device)
+        random = replace(inner.key, device_counter=self._set_step_counter())
 
         def again() -> Collectives[BucketResult]:
-            fresh = [GradViews(view.grads, core.device) for view in views]
-            rounds = self.engine.bucket_rounds(i, fresh, outside.local, outside.storage, random)
-            return in_collectives(outside.keep(rounds, states, corrupt, core.drops.malformed), self._backend)
+            fresh = [GradViews(view.grads, inner.device) for view in views]
+            rounds = self.engine.bucket_rounds(i, fresh, outputs.own_status, outputs.storage, random)
+            return in_collectives(outputs.keep(rounds, states, corrupt, inner.skipped_steps.corrupt_bit), self._backend)
 
         with defer_checks() as corrupt:
             try:
-                with restored(states, core.rollback):
+                with undo_on_failure(states, inner.rollback):
                     captured = capture(again(), self._backend, self._graphs)
             except CaptureError as error:
                 self._refuse(bucket, error)
                 accounting.encoded, accounting.dense = encoded, dense
                 corrupt.clear()
                 return resume(again(), self._backend, error.results)._replace(captured=False)
-        bucket.captures[key] = CapturedBucket(captured, accounting.encoded - encoded, accounting.dense - dense)
+        bucket.captures[signature] = CapturedBucket(captured, accounting.encoded - encoded, accounting.dense - dense)
         return captured.value
 
     def _forget(self, bucket: BucketCaptures) -> None:
@@ -233,45 +241,45 @@ class GraphExecutor:
 
     def _commit(self, results: Sequence[BucketResult]) -> None:
         """Commit as if all were well; if not, the device puts everything back."""
-        core = self.engine.core
-        key = tuple(map(id, results))  # of captures: the table is cleared whenever one is forgotten
-        known = key in self._commits
+        inner = self.engine.unwrapped
+        signature = tuple(map(id, results))  # of captures: the table is cleared whenever one is forgotten
+        known = signature in self._commits
         if not (known or self.replayed):
-            self._commits[key] = self._capture_commit(results)
-        elif (commit := self._commits.get(key)) is not None:
+            self._commits[signature] = self._capture_commit(results)
+        elif (commit := self._commits.get(signature)) is not None:
             commit.replay(self._backend, Clock())
         else:
-            self._undo_if_dropped(results)
+            self._undo_if_skipped(results)
         self.replayed = known
-        for state, lane in zip(core.states, (lane for result in results for lane in result.lanes), strict=True):
-            state.commit(lane.new, lane.reusable)
-        core.step += 1
-        core.drops.poll()
+        for state, lane in zip(inner.states, (lane for result in results for lane in result.lanes), strict=True):
+            state.commit(lane.new, lane.back)
+        inner.step += 1
+        inner.skipped_steps.poll()
 
     def _capture_commit(self, results: Sequence[BucketResult]) -> Captured[None] | None:
         assert self._graphs is not None
-        self.engine.core.drops.counts  # noqa: B018 - allocated outside of the graph
+        self.engine.unwrapped.skipped_steps.device_counts  # noqa: B018 - allocated outside of the graph
 
         def undo() -> Collectives[None]:
-            self._undo_if_dropped(results)
+            self._undo_if_skipped(results)
             yield from ()
 
         try:
             return capture(undo(), self._backend, self._graphs)
         except CaptureError:
-            self._undo_if_dropped(results)
+            self._undo_if_skipped(results)
             return None
 
-    def _undo_if_dropped(self, results: Sequence[BucketResult]) -> None:
-        """Have the device count a step that was dropped, zero its updates, and copy the old state over the new."""
-        core = self.engine.core
-        dropped = core.drops.count_([result.status for result in results])
+    def _undo_if_skipped(self, results: Sequence[BucketResult]) -> None:
+        """Have the device count a step that was skipped, zero its updates, and copy the old state over the new."""
+        inner = self.engine.unwrapped
+        skipped = inner.skipped_steps.count_on_device_([result.status for result in results])
         new = [one.new.tensors for result in results for one in result.lanes]
         pairs = [
             (tensors[name], state.tensors[name])
-            for tensors, state in zip(new, core.states, strict=True)
+            for tensors, state in zip(new, inner.states, strict=True)
             for name in tensors
             if tensors[name] is not state.tensors[name]
         ]
-        zero_if_(dropped, [in_memory_order(x) for result in results for view in result.views for x in view.grads])
-        copy_if_(dropped, [now for now, _ in pairs], [before for _, before in pairs])
+        zero_if_(skipped, [in_memory_order(x) for result in results for view in result.views for x in view.grads])
+        copy_if_(skipped, [now for now, _ in pairs], [before for _, before in pairs])

@@ -26,7 +26,7 @@ from gradwire.core.segments import Segments
 from gradwire.engine.state import Generation, LaneState
 from gradwire.engine.views import ContiguousRun, GradViews
 from gradwire.exchanges.exchange import CommContext, Exchange, Message
-from gradwire.exchanges.shards import SERVER_ERROR, shard
+from gradwire.exchanges.servers import SERVER_ERROR, server_slice
 from gradwire.feedback import Feedback
 from gradwire.feedback.feedback import divisor
 from gradwire.kernels import fused
@@ -56,16 +56,16 @@ class Encoder(ABC):
 
     @abstractmethod
     def encode(
-        self, views: GradViews, state: LaneState, new: Generation, context: CommContext, flags: list[Tensor]
+        self, views: GradViews, state: LaneState, storage: Generation, context: CommContext, nonfinite: list[Tensor]
     ) -> EncodedLane:
         """Encode the gradients.
 
         Args:
             views: The gradients.
             state: Is only read.
-            new: Storage for new memories. It may lack some, and it may be the state's own.
+            storage: Storage for new memories. It may lack some, and it may be the state's own.
             context: Of the exchange.
-            flags: Gets bools on the device: whether a gradient was not finite.
+            nonfinite: Gets bools on the device: whether a gradient was not finite.
         """
 
 
@@ -73,19 +73,19 @@ class Composed(Encoder):
     """The definition."""
 
     def encode(
-        self, views: GradViews, state: LaneState, new: Generation, context: CommContext, flags: list[Tensor]
+        self, views: GradViews, state: LaneState, storage: Generation, context: CommContext, nonfinite: list[Tensor]
     ) -> EncodedLane:
         flat, on_cpu = views.flat(), views.device.type == "cpu"
-        if self._only_compensates and not on_cpu and state.carried is None and SERVER_ERROR not in state.tensors:
-            return self._compensate(flat, state, new, flags)
+        if self._only_compensates and not on_cpu and state.carried_error is None and SERVER_ERROR not in state.tensors:
+            return self._compensate(flat, state, storage, nonfinite)
         check = None if on_cpu or context.simulated else self._check_of_message
         if check is None:
-            flat, bad = zero_nonfinite(flat, context.world if context.simulated else 1)
-            flags.append(bad)
+            flat, flag = zero_nonfinite(flat, context.world if context.simulated else 1)
+            nonfinite.append(flag)
         encoded = self._encode_finite(flat, state, context)
         if check is not None:  # what was encoded of values that are not finite will be dropped
             assert isinstance(encoded.message.content, Payload)
-            flags.append(check(encoded.message.content.data, context.units.lengths))
+            nonfinite.append(check(encoded.message.content.data, context.units.lengths))
         return encoded
 
     @property
@@ -101,13 +101,13 @@ class Composed(Encoder):
         subtracts = self.exchange.subtracts_sent and tuple(self.feedback.memories) == ("residual",)
         return subtracts and self.feedback.accumulation is not None and accelerated()
 
-    def _compensate(self, flat: Tensor, state: LaneState, new: Generation, flags: list[Tensor]) -> EncodedLane:
+    def _compensate(self, flat: Tensor, state: LaneState, storage: Generation, nonfinite: list[Tensor]) -> EncodedLane:
         """Add the error in one pass. The sum lies where the exchange leaves the new error."""
         rule, old = self.feedback.accumulation, state.tensors["residual"]
         assert rule is not None
-        target = new.tensors.get("residual")
+        target = storage.tensors.get("residual")
         target = torch.empty_like(old) if target is None or target is old else target
-        flags.append(fused.accumulate_(flat, target, None, rule, old))
+        nonfinite.append(fused.accumulate_(flat, target, None, rule, old))
         return EncodedLane(Message(target, None, {**state.tensors, "residual": target}), target)
 
     def _encode_finite(self, grad: Tensor, state: LaneState, context: CommContext) -> EncodedLane:
@@ -124,10 +124,10 @@ class Composed(Encoder):
         self, target: Tensor, memory: dict[str, Tensor], state: LaneState, context: CommContext
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Add errors that an earlier spec or exchange left behind."""
-        if state.carried is not None:  # in units of updates
-            target = target + (state.carried / divisor(memory) if self.feedback.divides else state.carried)
+        if state.carried_error is not None:  # in units of updates
+            target = target + (state.carried_error / divisor(memory) if self.feedback.divides else state.carried_error)
         if SERVER_ERROR in memory and self.feedback.keeps_error and not self.exchange.keeps_server_error:
-            start, stop = shard(context.units.total, context.world, context.key.rank)
+            start, stop = server_slice(context.units.total, context.world, context.key.rank)
             target = target.clone()
             target[start:stop] += context.world * memory[SERVER_ERROR]
             memory[SERVER_ERROR] = torch.zeros_like(memory[SERVER_ERROR])
@@ -140,24 +140,24 @@ class FusedTopK(Encoder):
     reuses_memories: ClassVar[bool] = True
 
     def encode(
-        self, views: GradViews, state: LaneState, new: Generation, context: CommContext, flags: list[Tensor]
+        self, views: GradViews, state: LaneState, storage: Generation, context: CommContext, nonfinite: list[Tensor]
     ) -> EncodedLane:
-        memory = {**state.tensors, **_storage_of(self.feedback.memories, state, new)}
+        memory = {**state.tensors, **_storage_of(self.feedback.memories, state, storage)}
         by_layer = context.units == context.tensors and not self.exchange.cuts and views.device.type == "cpu"
-        runs = views.runs() if by_layer and views.width == torch.float32 else _one_run(views)
+        runs = views.runs() if by_layer and views.common_dtype == torch.float32 else _one_run(views)
 
-        def encode_shard(start: int, stop: int) -> Message:
+        def encode_slice(start: int, stop: int) -> Message:
             window = _window(context.units, start, stop)
             cut = runs if len(runs) > 1 else [ContiguousRun(start, runs[0].flat[start:stop], window.lengths)]
-            selected = [self._select(run, state, memory, flags) for run in cut]
+            selected = [self._select(run, state, memory, nonfinite) for run in cut]
             encoded = encode_selected(self.codec, *_together(selected, cut), window, context.key, memory)
             self._subtract_sent_(memory, encoded, start)
             return Message.of(encoded, memory, context)
 
-        return EncodedLane(self.exchange.encode_shards(encode_shard, context))
+        return EncodedLane(self.exchange.encode_slices(encode_slice, context))
 
     def _select(
-        self, run: ContiguousRun, state: LaneState, memory: dict[str, Tensor], flags: list[Tensor]
+        self, run: ContiguousRun, state: LaneState, memory: dict[str, Tensor], nonfinite: list[Tensor]
     ) -> fused.Selected:
         """Add a run's gradients to the old memories, which makes the new ones, and select."""
         rule = self.feedback.accumulation
@@ -171,7 +171,7 @@ class FusedTopK(Encoder):
             selected = fused.send_topk_(run.flat, before, after, self.feedback.masks, *budget)
         else:
             selected = fused.carry_topk_(run.flat, before, after, *budget)
-        flags.append(selected.broken)
+        nonfinite.append(selected.nonfinite)
         return selected
 
     def _subtract_sent_(self, memory: dict[str, Tensor], encoded: Encoded, start: int) -> None:
@@ -187,25 +187,25 @@ class FusedDense(Encoder):
     """Every entry, by a quantizer that keeps the error as it encodes."""
 
     def encode(
-        self, views: GradViews, state: LaneState, new: Generation, context: CommContext, flags: list[Tensor]
+        self, views: GradViews, state: LaneState, storage: Generation, context: CommContext, nonfinite: list[Tensor]
     ) -> EncodedLane:
         kernel, rule = self.codec.quantizer.feedback_kernel, self.feedback.accumulation
         assert kernel is not None
-        memory = {**state.tensors, **_storage_of(("residual",), state, new)}
+        memory = {**state.tensors, **_storage_of(("residual",), state, storage)}
         after, old = memory["residual"], state.tensors["residual"]
         flat, signal = _one_run(views)[0].flat, self.feedback.signal
         flat = flat if signal is None else signal(flat.float(), state.tensors)
         decay = 1.0 if rule is None else rule.decay
 
-        def encode_shard(start: int, stop: int) -> Message:
+        def encode_slice(start: int, stop: int) -> Message:
             window, part = _window(context.units, start, stop), slice(start, stop)
             before = None if after is old else old[part]
-            data, bad = kernel(flat[part], after[part], decay, window.lengths, before=before)
-            flags.append(bad)
+            data, flag = kernel(flat[part], after[part], decay, window.lengths, before=before)
+            nonfinite.append(flag)
             encoded = Encoded(self.codec, context.key, window, None, window.lengths, data, memory)
             return Message.of(encoded, memory, context)
 
-        return EncodedLane(self.exchange.encode_shards(encode_shard, context))
+        return EncodedLane(self.exchange.encode_slices(encode_slice, context))
 
 
 def encoder_for(feedback: Feedback, codec: Codec, exchange: Exchange, others: Sequence[Exchange] = ()) -> Encoder:
@@ -227,22 +227,23 @@ def encoder_for(feedback: Feedback, codec: Codec, exchange: Exchange, others: Se
 def zero_nonfinite(flat: Tensor, ranks: int = 1) -> tuple[Tensor, Tensor]:
     """The gradients of so many ranks, with zeros for each that has an entry not finite; and whether there was one.
 
-    What is encoded of it will be dropped by all ranks.
+    What is encoded of it will be skipped by all ranks.
     """
     if flat.device.type == "cpu" and torch.isfinite(flat.sum()):  # then all are, which is slow to see one by one
         return flat, torch.tensor(False)
     rows = flat.view(ranks, -1)
     # The largest magnitude tells in one pass, where `isfinite` of every entry takes five.
     fine = torch.isfinite(torch.linalg.vector_norm(rows, torch.inf, 1)) if flat.numel() else rows.new_ones(ranks).bool()
-    bad = ~fine.all()
-    if flat.device.type == "cpu" and not bad:  # on another device, looking would mean waiting
-        return flat, bad
-    return torch.where(fine[:, None], rows, 0.0).view(-1), bad
+    nonfinite = ~fine.all()
+    if flat.device.type == "cpu" and not nonfinite:  # on another device, looking would mean waiting
+        return flat, nonfinite
+    return torch.where(fine[:, None], rows, 0.0).view(-1), nonfinite
 
 
-def _storage_of(names: Iterable[str], state: LaneState, new: Generation) -> dict[str, Tensor]:
+def _storage_of(names: Iterable[str], state: LaneState, storage: Generation) -> dict[str, Tensor]:
     """Where new memories go that kernels write."""
-    return {name: new.tensors[name] if name in new.tensors else torch.empty_like(state.tensors[name]) for name in names}
+    there = storage.tensors
+    return {name: there[name] if name in there else torch.empty_like(state.tensors[name]) for name in names}
 
 
 def _pair(memory: dict[str, Tensor], part: slice) -> tuple[Tensor, Tensor | None]:
@@ -253,7 +254,7 @@ def _pair(memory: dict[str, Tensor], part: slice) -> tuple[Tensor, Tensor | None
 
 def _one_run(views: GradViews) -> list[ContiguousRun]:
     """The gradients end to end. Kernels of a CPU widen 16-bit ones as they go."""
-    flat = views.flat(views.width if views.device.type == "cpu" else torch.float32)
+    flat = views.flat(views.common_dtype if views.device.type == "cpu" else torch.float32)
     return [ContiguousRun(0, flat, tuple(x.numel() for x in views.grads))]
 
 

@@ -13,12 +13,12 @@ from gradwire.engine.capture import Captured, CaptureError
 from gradwire.engine.drive import Rounds
 from gradwire.engine.lane import LaneResult
 from gradwire.engine.state import Generation, LaneState
-from gradwire.engine.status import MALFORMED
+from gradwire.engine.status import CORRUPT
 from gradwire.engine.step import BucketResult
 from gradwire.engine.views import GradViews
 
-TRIES = 4  # captures that did not last, after which a bucket runs eagerly for good
-LASTING = 100  # replays that make up for a capture
+MAX_CAPTURES = 4  # captures that did not last, after which a bucket runs eagerly for good
+REPLAYS_PER_CAPTURE = 100  # replays that make up for a capture
 
 
 @dataclass
@@ -36,51 +36,51 @@ class BucketCaptures:
 
     Attributes:
         captures: By what a capture depends on: generations of state, encoders, addresses.
-        stage: Buffers of the bucket's own, by lane, where gradients come to moving addresses.
+        staging: Buffers of the bucket's own, by lane, where gradients come to moving addresses.
     """
 
     captures: dict[Hashable, CapturedBucket] = field(default_factory=dict)
-    stage: list[GradViews] | None = None
+    staging: list[GradViews] | None = None
     eager: int = 0
     replays: int = 0
     moves: int = 0
-    tries: int = TRIES
+    tries: int = MAX_CAPTURES
     places: Places = ()
 
     def forget(self) -> None:
         """Run eagerly for a while, and capture again."""
-        self.tries = TRIES if self.replays > LASTING else self.tries - bool(self.captures)
+        self.tries = MAX_CAPTURES if self.replays > REPLAYS_PER_CAPTURE else self.tries - bool(self.captures)
         self.captures.clear()
         self.eager = self.replays = 0
 
 
 @dataclass(frozen=True)
-class Outside:
+class GraphOutputs:
     """Where that goes which outlives a captured bucket: not to memory that graphs share.
 
     Attributes:
         storage: By lane: storage of new memories. It may be the state's own.
-        local: This rank's status: captured buckets have all their gradients.
+        own_status: This rank's status: captured buckets have all their gradients.
         status: Of all ranks.
     """
 
     storage: list[Generation]
-    local: Tensor
+    own_status: Tensor
     status: Tensor
 
     @classmethod
-    def of(cls, states: Sequence[LaneState], rollback: bool, device: torch.device) -> "Outside":
+    def of(cls, states: Sequence[LaneState], rollback: bool, device: torch.device) -> "GraphOutputs":
         storage = [_storage_of(state) if rollback else state.front for state in states]
-        local, status = torch.zeros(2, dtype=torch.uint8, device=device).split(1)
-        return cls(storage, local, status.view(()))
+        own_status, status = torch.zeros(2, dtype=torch.uint8, device=device).split(1)
+        return cls(storage, own_status, status.view(()))
 
     def keep(
-        self, rounds: Rounds[BucketResult], states: Sequence[LaneState], corrupt: Sequence[Tensor], malformed: Tensor
+        self, rounds: Rounds[BucketResult], states: Sequence[LaneState], corrupt: Sequence[Tensor], corrupt_bit: Tensor
     ) -> Rounds[BucketResult]:
-        """The same rounds with their result here. A corrupt message sets ``malformed``, the status of later rounds."""
+        """The same rounds with their result here. A corrupt message sets ``corrupt_bit``, for later rounds."""
         result = yield from rounds
         if corrupt:
-            malformed.bitwise_or_(torch.cat([flag.flatten() for flag in corrupt]).any() * MALFORMED)
+            corrupt_bit.bitwise_or_(torch.cat([flag.flatten() for flag in corrupt]).any() * CORRUPT)
         self.status.copy_(result.status)
         lanes = []
         for one, state, new in zip(result.lanes, states, self.storage, strict=True):
@@ -100,7 +100,7 @@ def _storage_of(state: LaneState) -> Generation:
 
 
 @contextmanager
-def restored(states: Sequence[LaneState], rollback: bool) -> Iterator[None]:
+def undo_on_failure(states: Sequence[LaneState], rollback: bool) -> Iterator[None]:
     """If a capture fails that changes the state in place, it will be done again: undo what it has changed."""
     if rollback:
         yield
@@ -117,13 +117,13 @@ def restored(states: Sequence[LaneState], rollback: bool) -> Iterator[None]:
         raise
 
 
-def staged(view: GradViews, device: torch.device) -> GradViews:
+def staging_of(view: GradViews, device: torch.device) -> GradViews:
     """A buffer for the gradients of a lane, end to end, in float32."""
     flat = torch.empty(sum(x.numel() for x in view.grads), device=device)
     parts = flat.split([x.numel() for x in view.grads])
     return GradViews([part.view(x.shape) for part, x in zip(parts, view.grads, strict=True)], device)
 
 
-def present(grad: Tensor | None) -> Tensor:
+def detached(grad: Tensor | None) -> Tensor:
     assert grad is not None
     return grad.detach()

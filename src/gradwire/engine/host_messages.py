@@ -14,19 +14,19 @@ class HostMean(NamedTuple):
 
     Attributes:
         grads: By name. They are zeros where no rank of the host has a gradient.
-        present: uint8 on the device, in the same order: whether any rank has one. None: all have.
+        has_grad: uint8 on the device, in the same order: whether any rank has one. None: all have.
         status: uint8[1] on the device: what the ranks of the host report.
     """
 
     grads: dict[str, Tensor]
-    present: Tensor | None
+    has_grad: Tensor | None
     status: Tensor
 
     def known(self) -> dict[str, Tensor | None]:
         """The gradients that there are. This waits for the device."""
-        if self.present is None:
+        if self.has_grad is None:
             return dict(self.grads)
-        there = self.present.tolist()
+        there = self.has_grad.tolist()
         return {name: x if here else None for (name, x), here in zip(self.grads.items(), there, strict=True)}
 
 

@@ -1,4 +1,4 @@
-"""Lane: feedback, codec and exchange for one flat buffer. The whole framework is `Lane.step`."""
+"""Lane: feedback, codec and exchange for one flat buffer. The whole framework is `Lane.run`."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +19,7 @@ from gradwire.engine.state import Generation, LaneState
 from gradwire.engine.views import GradViews
 from gradwire.exchanges import Exchange
 from gradwire.exchanges.exchange import Aggregate, CommContext
-from gradwire.exchanges.shards import SERVER_ERROR, shard
+from gradwire.exchanges.servers import SERVER_ERROR, server_slice
 from gradwire.feedback import Feedback, NoFeedback
 from gradwire.feedback.feedback import divisor
 
@@ -30,12 +30,12 @@ class LaneResult(NamedTuple):
     Attributes:
         update: As a flat tensor, or as few entries.
         new: The new memories.
-        reusable: Old memories, as storage for the next step.
+        back: Old memories, as storage for the next step.
     """
 
     update: Tensor | Entries
     new: Generation
-    reusable: Generation | None = None
+    back: Generation | None = None
 
 
 def is_refresh(step: int, times: int) -> bool:
@@ -109,13 +109,13 @@ class Lane:
             self, table=tuple((start, codec.with_fixed_length(), exchange) for start, codec, exchange in self.table)
         )
 
-    def step(
+    def run(
         self,
         views: GradViews,
         state: LaneState,
-        new: Generation,
+        storage: Generation,
         context: CommContext,
-        flags: list[Tensor],
+        nonfinite: list[Tensor],
         corrupt: list[CorruptMessageError],
     ) -> CommGenerator[LaneResult]:
         """Add the error, encode, keep the new error, exchange, and make the update.
@@ -123,15 +123,15 @@ class Lane:
         Args:
             views: The gradients. They are only read.
             state: Is only read.
-            new: Storage for new memories. It may lack some, and it may be the state's own.
+            storage: Storage for new memories. It may lack some, and it may be the state's own.
             context: Of the exchange.
-            flags: Gets bools on the device: whether a gradient was not finite.
+            nonfinite: Gets bools on the device: whether a gradient was not finite.
             corrupt: Gets the errors of messages that cannot be decoded; the mean is zero then.
         """
         encoder = self.encoder(context.key.step)
-        if state.carried is not None:
+        if state.carried_error is not None:
             encoder = Composed(encoder.feedback, encoder.codec, encoder.exchange)
-        message, target = encoder.encode(views, state, new, context, flags)
+        message, target = encoder.encode(views, state, storage, context, nonfinite)
         if not encoder.codec.decoder.is_sparse(context.units, context.world):
             views.free_copy()
         try:
@@ -145,9 +145,9 @@ class Lane:
             memory = encoder.feedback.update_memory(target, aggregate.sent, memory)
         if encoder.feedback.finalize is not None and not isinstance(mean, Entries):
             mean, memory = encoder.feedback.finalize(mean, memory)
-        return LaneResult(mean, Generation(dict(memory)), self._reusable(encoder, views, state, memory))
+        return LaneResult(mean, Generation(dict(memory)), self._back(encoder, views, state, memory))
 
-    def _reusable(self, encoder: Encoder, views: GradViews, state: LaneState, memory: Memory) -> Generation | None:
+    def _back(self, encoder: Encoder, views: GradViews, state: LaneState, memory: Memory) -> Generation | None:
         """Old memories that kernels have replaced. On a CPU, fresh pages would cost more than the step itself."""
         if not encoder.reuses_memories or views.device.type != "cpu" or not views.in_place:
             return None
@@ -178,18 +178,18 @@ class Lane:
         return slots
 
     def debt(self, state: LaneState, rank: int, world: int) -> Tensor:
-        """This rank's share of the pending update: the mean of these over ranks is still to be applied."""
+        """This rank's debt: the mean of these over ranks is still to be applied."""
         n, memory = self.units.total, state.tensors
-        owed = self.feedback.error(memory)
+        error = self.feedback.error(memory)
         like = next(iter(memory.values()), torch.zeros(0))
-        debt = like.new_zeros(n) if owed is None else owed.clone()
+        debt = like.new_zeros(n) if error is None else error.clone()
         if SERVER_ERROR in memory:
-            start, stop = shard(n, world, rank)
+            start, stop = server_slice(n, world, rank)
             debt[start:stop] += world * memory[SERVER_ERROR]  # one rank keeps it, for all
         if self.feedback.divides:
             debt *= divisor(memory)
-        if state.carried is not None:
-            debt += state.carried
+        if state.carried_error is not None:
+            debt += state.carried_error
         if "pending" in memory:
             debt += memory["pending"]
         return debt

@@ -60,11 +60,11 @@ class Lockstep:
     def _group(self, rank: int, scope: str) -> tuple[int, ...]:
         if scope == "world" or self.host_layout is None:
             return tuple(range(self.world))
-        return self.host_layout.local_ranks(rank) if scope == "local" else self.host_layout.counterparts(rank)
+        return self.host_layout.local_ranks(rank) if scope == "host" else self.host_layout.counterparts(rank)
 
     def _answer(self, group: tuple[int, ...], rounds: Sequence[list[Request]]) -> list[list[Any]]:
         """Answer one round of a group's ranks."""
-        account = self.inside if rounds[0][0].scope == "local" else self.traffic
+        account = self.inside if rounds[0][0].scope == "host" else self.traffic
 
         def serve(collectives: list[Collective]) -> list[Tensor]:
             for place, (rank, collective) in enumerate(zip(group, collectives, strict=True)):

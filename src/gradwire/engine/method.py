@@ -1,5 +1,6 @@
 """Method: a whole way to compress, by step: codecs, feedback, exchange. What a spec in `compress` stands for."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
@@ -31,7 +32,7 @@ class Method:
         feedback: Of all steps after the first `gradient_steps`.
         exchange: Of all steps.
         gradient_steps: For so many steps gradients are sent without feedback.
-        alone: For so many steps nothing is sent; then all ranks go on from rank 0's weights and moments.
+        alone: For so many steps nothing is sent; then all ranks continue from rank 0's weights and moments.
         refresh: Later steps that send gradients, too: so many, before the interval between them doubles; 0: none.
     """
 
@@ -62,16 +63,22 @@ class Method:
                 )
 
     def __str__(self) -> str:
-        stages = [f"{step}: {chosen}" for step, chosen in self.table]
-        codecs = "{" + ", ".join(stages) + "}" if len(stages) > 1 else str(self.table[0][1])
-        stages_text = "" if self.exchange.compresses_in_protocol else f"{codecs}, "
+        entries = [f"{step}: {chosen}" for step, chosen in self.table]
+        codecs = "{" + ", ".join(entries) + "}" if len(entries) > 1 else str(self.table[0][1])
+        codecs = "" if self.exchange.compresses_in_protocol else f"{codecs}, "
         first = f", the first {self.gradient_steps} steps without feedback" if self.gradient_steps else ""
         alone = f", the first {self.alone} without traffic" if self.alone else ""
         again = f", and later ones at intervals that double after {self.refresh}" if self.refresh else ""
-        return f"{stages_text}feedback={self.feedback}, exchange={self.exchange}{first}{alone}{again}"
+        return f"{codecs}feedback={self.feedback}, exchange={self.exchange}{first}{alone}{again}"
 
     @property
     def stages(self) -> list[tuple[int, Codec, Exchange]]:
+        """The old name of `lane_table`, for one release."""
+        warnings.warn("Method.stages is now lane_table", DeprecationWarning, stacklevel=2)
+        return self.lane_table
+
+    @property
+    def lane_table(self) -> list[tuple[int, Codec, Exchange]]:
         """Codec and exchange from a step on. What is not sent is not rounded either."""
         first = [(0, codec("fp32"), Noop())] if self.alone else []
         now = [chosen for step, chosen in self.table if step <= self.alone][-1]
@@ -106,11 +113,11 @@ def method(spec: Spec, feedback: "str | Feedback | None" = None, exchange: "str 
 
 
 def _from_table(table: Mapping[int, Any]) -> Method:
-    made = tuple((_step(step), codec(spec)) for step, spec in table.items())
+    made = tuple((_step_number(step), codec(spec)) for step, spec in table.items())
     return Method(made, _default_feedback(made[-1][1]) if made else NoFeedback(), Auto())
 
 
-def _step(key: object) -> int:
+def _step_number(key: object) -> int:
     # The keys of tables that were read from a file may be texts.
     if isinstance(key, int) or (isinstance(key, str) and key.isdecimal()):
         return int(key)

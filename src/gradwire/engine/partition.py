@@ -33,10 +33,10 @@ def balance(atoms: Iterable[Atom], total: list[int]) -> dict[str, int]:
     owners: dict[str, int] = {}
     filled = [0] * len(total)
     for names, size in sorted(atoms, key=lambda atom: -atom[1]):
-        local = min(range(len(total)), key=lambda i: (max(*filled, filled[i] + size), total[i], i))
-        filled[local] += size
-        total[local] += size
-        owners |= dict.fromkeys(names, local)
+        local_rank = min(range(len(total)), key=lambda i: (max(*filled, filled[i] + size), total[i], i))
+        filled[local_rank] += size
+        total[local_rank] += size
+        owners |= dict.fromkeys(names, local_rank)
     return owners
 
 
@@ -46,16 +46,14 @@ def _atoms(lane: Lane) -> list[Atom]:
     return [(lane.tensors.names, lane.tensors.total)]
 
 
-def share(plan: Plan, owned: Owners, local: int) -> Plan:
+def share(plan: Plan, owned: Owners, local_rank: int) -> Plan:
     """What one rank of a host serves: as many buckets, some of them perhaps empty."""
-    buckets = tuple(
-        tuple(part for lane in bucket if (part := _part(lane, owned, local)) is not None) for bucket in plan.buckets
-    )
-    return Plan(buckets, plan.world)
+    buckets = [[_part(lane, owned, local_rank) for lane in bucket] for bucket in plan.buckets]
+    return Plan(tuple(tuple(part for part in bucket if part is not None) for bucket in buckets), plan.world)
 
 
-def _part(lane: Lane, owned: Owners, local: int) -> Lane | None:
-    mine = [i for i, name in enumerate(lane.tensors.names) if owned[name] == local]
+def _part(lane: Lane, owned: Owners, local_rank: int) -> Lane | None:
+    mine = [i for i, name in enumerate(lane.tensors.names) if owned[name] == local_rank]
     if len(mine) in (0, len(lane.tensors)):
         return lane if mine else None
     layered = lane.units == lane.tensors

@@ -119,7 +119,7 @@ def _of_bundle(exchange: Exchange) -> Exchange:
 
 
 def build(
-    shapes: Shapes, rules: Sequence[Rule], world: int, bucket_bytes: int = BUCKET_BYTES, local: Shapes | None = None
+    shapes: Shapes, rules: Sequence[Rule], world: int, bucket_bytes: int = BUCKET_BYTES, held: Shapes | None = None
 ) -> Plan:
     """Assign every parameter to the first rule that matches it, and lay out lanes and buckets.
 
@@ -128,14 +128,14 @@ def build(
         rules: In order.
         world: Number of ranks.
         bucket_bytes: Bytes of gradients that travel together.
-        local: The shapes of what this rank holds, where that is less. Empty parts are left out.
+        held: The shapes of what this rank holds, where that is less. Empty parts are left out.
     """
     methods = [method(rule.spec, rule.feedback, rule.exchange) for rule in rules]
     for rule in rules:
         _refuse_idle(rule, shapes)
     chosen = {name: _first(rules, name, shape) for name, shape in shapes.items()}
     modelwide = {i for i, rule in enumerate(rules) if rule.granularity == "model"}
-    shapes = shapes if local is None else {name: shape for name, shape in local.items() if math.prod(shape)}
+    shapes = shapes if held is None else {name: shape for name, shape in held.items() if math.prod(shape)}
     groups = _bucket_groups(shapes, chosen, modelwide, bucket_bytes)
     buckets = []
     for group in groups:
@@ -189,7 +189,7 @@ def _bucket_groups(
 def _lane(rule: Rule, method_: Method, shapes: Shapes, world: int) -> Lane:
     tensors = Segments(tuple(shapes), tuple(shapes.values()))
     units = tensors if rule.granularity == "layer" else tensors.merged()
-    table = tuple((step, codec, _resolve(exchange, codec, units, world)) for step, codec, exchange in method_.stages)
+    table = tuple((start, x, _resolve(exchange, x, units, world)) for start, x, exchange in method_.lane_table)
     return Lane(rule.label, tensors, units, method_.feedback, table, method_.gradient_steps, method_.refresh)
 
 

@@ -96,18 +96,27 @@ def dgc_adam(
     ratio: float = 0.01,
     start: int = 256,
     beta: float = 0.9,
-    masking: bool = True,
+    masking: bool = False,
     values: Quantizer = Sign(per=64),  # noqa: B008 - a frozen value
     first: Start = Int4(),  # noqa: B008 - a frozen value
     floor: float = 0.1,
     alone: int = 0,
+    decay: float = 1.0,
+    ramp: int = 0,
 ) -> Method:
     """Deep Gradient Compression in front of AdamW: ``first`` for ``start`` steps, then the largest entries.
 
-    With ratio 1 and exact values it is Adam with a variance that is frozen after the start.
+    With ratio 1 and exact values it is Adam with a variance that is frozen after the start. ``decay`` of the error is
+    kept from step to step; ``masking`` is Deep Gradient Compression's, and loses part of every gradient.
+    For ``ramp`` steps after the start more entries are sent: a quarter of all, a quarter of those, and so on.
     """
     chain = codec(values) if ratio == 1.0 else TopK(ratio) | values
-    return _started(start, alone, first, chain, PreconditionedMomentum(beta, masking, floor), Auto())
+    made = _started(start, alone, first, chain, PreconditionedMomentum(beta, masking, floor, decay), Auto())
+    densities = _ramp(ratio, ramp) if ramp else {}
+    if not densities:
+        return made
+    denser = tuple((start + step, TopK(density) | values) for step, density in densities.items())
+    return replace(made, table=(*made.table[:-1], *denser, (start + ramp, chain)))
 
 
 def _started(start: int, alone: int, first: Start, chain: Codec, feedback: Feedback, exchange: Exchange) -> Method:
@@ -156,14 +165,15 @@ def ramped(spec: Method | Codec | Stage, steps: int) -> Method:
         raise ValueError(f"ramp({spec}) needs one codec whose selector has a ratio, such as topk(0.001)")
     if steps < 1:
         raise ValueError(f"ramp(..., steps={steps}) must take at least one step")
-    stages = _densities(ratio)
     selector: Any = chain.selector
-    densities = {steps * i // len(stages): density for i, density in enumerate(stages)}
-    table = [(at, replace(chain, selector=replace(selector, ratio=density))) for at, density in densities.items()]
+    densities = _ramp(ratio, steps).items()
+    table = [(at, replace(chain, selector=replace(selector, ratio=density))) for at, density in densities]
     return replace(made, table=(*table, (steps, chain)))
 
 
-def _densities(ratio: float) -> list[float]:
+def _ramp(ratio: float, steps: int) -> dict[int, float]:
+    """Densities by step, on the way to a ratio."""
     quarters = [0.25**i for i in range(1, 16)]
-    # 0.4 % is followed by 0.1 %, not by 0.098 %: a stage within a tenth of the goal is the goal.
-    return [density for density in quarters if density > ratio * 1.1]
+    # 0.4 % is followed by 0.1 %, not by 0.098 %: a density within a tenth of the goal is the goal.
+    densities = [density for density in quarters if density > ratio * 1.1]
+    return {steps * i // len(densities): density for i, density in enumerate(densities)}

@@ -1,7 +1,7 @@
 """State: what a lane remembers between steps.
 
 A lane's memories have declared names and lengths (`StateSpec`). A step reads one generation of them and makes the next;
-the commit turns them over, so a step that is dropped has changed nothing. Without rollback there is one generation,
+the commit turns them over, so a step that is skipped has changed nothing. Without rollback there is one generation,
 and fused kernels change it in place.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradwire.codecs.stage import StateSpec
 from gradwire.core.segments import Segments
-from gradwire.exchanges.shards import shard
+from gradwire.exchanges.servers import server_slice
 
 
 @dataclass(eq=False)
@@ -31,13 +31,13 @@ class LaneState:
     Attributes:
         front: The memories of the last committed step.
         back: Storage of the step before, kept for the next one to write to; None where it is not.
-        carried: An error without a memory, left by an earlier spec; the next step adds it to the gradient.
+        carried_error: An error without a memory, left by an earlier spec; the next step adds it to the gradient.
         observed: Second moments that the training loop measured since the last step.
     """
 
     front: Generation
     back: Generation | None = None
-    carried: Tensor | None = None
+    carried_error: Tensor | None = None
     observed: Tensor | None = None
 
     @property
@@ -47,7 +47,7 @@ class LaneState:
     def commit(self, new: Generation, back: Generation | None = None) -> None:
         """Turn the generations over; ``back`` is storage for the next step."""
         self.front, self.back = new, back
-        self.carried = self.observed = None
+        self.carried_error = self.observed = None
 
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over memories from elsewhere."""
@@ -65,7 +65,7 @@ class Span(NamedTuple):
 def spans(spec: StateSpec, tensors: Segments, rank: int, world: int) -> dict[str, Span]:
     """The parts of all parameters of a lane in one memory."""
     total = sum(spec.lengths)
-    start, stop = shard(total, world, rank) if spec.reshard == "shard" else (0, total)
+    start, stop = server_slice(total, world, rank) if spec.reshard == "shard" else (0, total)
     spans_, at = {}, 0
     for name, n in zip(tensors.names, spec.lengths, strict=True):
         low, high = max(at, start), max(min(at + n, stop), max(at, start))

@@ -19,9 +19,10 @@ from gradwire.engine.accounting import Accounting
 from gradwire.engine.drive import Rounds, interleave
 from gradwire.engine.gradients import Grads, check_moments, unsupported_message, views_and_status
 from gradwire.engine.lane import Lane, LaneResult
+from gradwire.engine.overflow import SkippedSteps
 from gradwire.engine.plan import Plan
 from gradwire.engine.state import Generation, LaneState, spans, zeros
-from gradwire.engine.status import MALFORMED, MISSING, NONFINITE, UNSUPPORTED, Drops
+from gradwire.engine.status import CORRUPT, MISSING, NONFINITE, UNSUPPORTED
 from gradwire.engine.views import GradViews
 
 
@@ -74,10 +75,10 @@ class Engine:
     host_plan: Plan | None = None
     shard: int = 0
 
-    local, ranks_per_host = 0, 1  # where several ranks of a host share the work: which of how many this is
+    local_rank, ranks_per_host = 0, 1  # where several ranks of a host share the work: which of how many this is
 
     def __post_init__(self) -> None:
-        self.core = self  # the engine that holds this rank's state
+        self.unwrapped = self  # the engine that holds this rank's state
         self.full_plan = self.host_plan or self.plan
         self.rollback = self.rollback or not any(lane.fused for lane in self.full_plan.lanes)
         self.step = 0
@@ -86,13 +87,13 @@ class Engine:
             for lane in self.plan.lanes
         ]
         self.accounting = Accounting()
-        self.drops = Drops(self.device, self.rollback)
+        self.skipped_steps = SkippedSteps(self.device, self.rollback)
 
     # -- the step --------------------------------------------------------------------------------------------------
 
     def run(self, grads: Grads, unscale: float = 1.0) -> Rounds[StepResult]:
         """A whole step: all buckets in order, then the commit. Gradients are multiplied by ``unscale`` first."""
-        factor = self.clip_factor(grads, unscale)
+        factor = self.gradient_factor(grads, unscale)
         results = []
         for i in range(len(self.plan.buckets)):
             results.append((yield from self.run_bucket(i, grads, factor)))
@@ -106,9 +107,9 @@ class Engine:
             grads: By name.
             factor: What gradients are multiplied by first.
         """
-        self.drops.assert_valid()
-        views, local = views_and_status(self.plan.buckets[i], grads, self.device, factor)
-        return (yield from self.bucket_rounds(i, views, local, self.storage_of(i), self.key))
+        self.skipped_steps.assert_valid()
+        views, own_status = views_and_status(self.plan.buckets[i], grads, self.device, factor)
+        return (yield from self.bucket_rounds(i, views, own_status, self.storage_of(i), self.key))
 
     @property
     def key(self) -> Key:
@@ -120,58 +121,58 @@ class Engine:
         return [state.back or Generation({}) if self.rollback else state.front for state in self.states_of(i)]
 
     def bucket_rounds(
-        self, i: int, views: list[GradViews], local: Tensor, storage: Sequence[Generation], key: Key
+        self, i: int, views: list[GradViews], own_status: Tensor, storage: Sequence[Generation], key: Key
     ) -> Rounds[BucketResult]:
         """Encode and exchange one bucket, and write its updates over the gradients, once no lane needs those.
 
         Args:
             i: Which bucket.
             views: Its gradients, by lane.
-            local: This rank's status, uint8[1] on the device.
+            own_status: This rank's status, uint8[1] on the device.
             storage: By lane: storage for new memories.
             key: Of this step's random bits.
         """
-        flags, corrupt = list[Tensor](), list[CorruptMessageError]()
-        local = local | self.drops.malformed
+        nonfinite, corrupt = list[Tensor](), list[CorruptMessageError]()
+        own_status = own_status | self.skipped_steps.corrupt_bit
         parts = zip(self.plan.buckets[i], views, self.states_of(i), storage, strict=True)
         # Several lanes wait for each other's rounds. A capture that fails meanwhile starts again from the gradients.
         out = views[0].contiguous() if len(views) == 1 else None
         lanes = []
         for lane, view, state, new in parts:
             context = lane.context(key, self.world, True, out)
-            lanes.append(self.accounting.counted(lane, lane.step(view, state, new, context, flags, corrupt)))
-        results, shared = yield from status.with_status(interleave(lanes), local, flags, self.world)
+            lanes.append(self.accounting.counted(lane, lane.run(view, state, new, context, nonfinite, corrupt)))
+        results, shared = yield from status.with_status(interleave(lanes), own_status, nonfinite, self.world)
         if shared is None:
-            own = status.merged(local, flags)
+            own = status.merged(own_status, nonfinite)
             shared = own.view(()) if self.sends_nothing else (yield from status.gather(own))
         if corrupt:
-            self.drops.report_corrupt(corrupt[0])
+            self.skipped_steps.report_corrupt(corrupt[0])
         for view, result in zip(views, results, strict=True):
-            view.write_(result.update, self.world)
+            view.write_(result.update)
         return BucketResult(results, views, shared)
 
-    def finish(self, results: Sequence[BucketResult], grads: Grads, alone: bool = True) -> Rounds[StepResult]:
-        """Commit what all buckets led to, or drop the step on all ranks.
+    def finish(self, results: Sequence[BucketResult], grads: Grads, check_unused: bool = True) -> Rounds[StepResult]:
+        """Commit what all buckets led to, or skip the step on all ranks.
 
         Args:
             results: Of all buckets.
             grads: By name.
-            alone: Whether this rank may refuse the step by itself; else the caller calls `check_used`.
+            check_unused: Whether to call `assert_unused_unchanged` here; else the caller does, for all ranks of a host.
         """
         bits = status.read(result.status for result in results)
-        if bits & MALFORMED:
-            self.drops.raise_corrupt()
+        if bits & CORRUPT:
+            self.skipped_steps.raise_corrupt()
         if bits & UNSUPPORTED:
             raise ValueError(unsupported_message(grads))
         if bits & NONFINITE:
-            self.drops.assert_revertible()
-            self.drop()
+            self.skipped_steps.assert_can_skip()
+            self.skip_step()
             for view in (view for result in results for view in result.views):
                 view.zero_()
             return StepResult(named_updates(self.plan.lanes, results), True)
         used = (yield from self._used(grads)) if bits & MISSING else None
-        if alone:
-            self.check_used(used or {})
+        if check_unused:
+            self.assert_unused_unchanged(used or {})
         self._commit(results, used)
         updates = named_updates(self.plan.lanes, results)
         return StepResult({name: x for name, x in updates.items() if used is None or used[name]}, False)
@@ -201,33 +202,33 @@ class Engine:
         lane_results = [one for result in results for one in result.lanes]
         for lane, state, result in zip(self.plan.lanes, self.states, lane_results, strict=True):
             idle = [name for name in lane.tensors.names if used is not None and not used[name]]
-            left = _left(state.carried, [lane.slices[name] for name in idle])
+            left = _left(state.carried_error, [lane.slices[name] for name in idle])
             for name in idle:
                 _restore_(result.new.tensors, state, lane, name, self.rank, self.world)
-            state.commit(result.new, result.reusable)
-            state.carried = left
+            state.commit(result.new, result.back)
+            state.carried_error = left
         self.step += 1
 
     # -- beside the step -------------------------------------------------------------------------------------------
 
     @property
     def skipped(self) -> int:
-        """Steps that were dropped. This waits for those whose status is still on the device."""
-        return self.drops.count
+        """Steps that were skipped. This waits for those whose status is still on the device."""
+        return self.skipped_steps.count
 
-    def drop(self) -> None:
-        """Count a step that was dropped, and forget what the loop observed in it."""
+    def skip_step(self) -> None:
+        """Count a step that was skipped, and forget what the loop observed in it."""
         self.step += 1
-        self.drops.add()
+        self.skipped_steps.add()
         for state in self.states:
             state.observed = None
 
-    def check_used(self, used: Mapping[str, bool]) -> None:
+    def assert_unused_unchanged(self, used: Mapping[str, bool]) -> None:
         """Refuse parameters without a gradient on any rank whose state was changed in place."""
         changed = () if self.rollback else (lane for lane in self.full_plan.lanes if lane.fused)
         idle = [name for lane in changed for name in lane.tensors.names if not used.get(name, True)]
         if idle:
-            self.drops.invalidate(
+            self.skipped_steps.invalidate(
                 f"no rank had a gradient of {idle[0]!r}, whose state was already overwritten (rollback=False); go back "
                 "to the last checkpoint, and freeze what is not trained, or attach with rollback=True"
             )
@@ -237,7 +238,7 @@ class Engine:
         """Whether a feedback clips by the norm of the whole gradient."""
         return any(getattr(lane.feedback, "clip", None) for lane in self.full_plan.lanes)
 
-    def clip_factor(self, grads: Grads, unscale: float = 1.0) -> float:
+    def gradient_factor(self, grads: Grads, unscale: float = 1.0) -> float:
         """``unscale``, times local clipping, which observed moments follow."""
         if not self.clips:
             return unscale

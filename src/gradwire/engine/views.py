@@ -35,15 +35,15 @@ class GradViews:
         grads: Dense tensors of any shape, format and device; the update is written over them.
         device: Where the lane computes.
         factor: What gradients are multiplied by first.
-        present: By parameter: whether this rank has a gradient, or zeros stand for it.
+        has_grad: By parameter: whether this rank has a gradient, or zeros stand for it.
     """
 
     def __init__(
-        self, grads: Sequence[Tensor], device: torch.device, factor: float = 1.0, present: Sequence[bool] = ()
+        self, grads: Sequence[Tensor], device: torch.device, factor: float = 1.0, has_grad: Sequence[bool] = ()
     ) -> None:
         self.grads = [grad.detach() for grad in grads]
         self.device, self.factor = device, factor
-        self.present = tuple(present) or (True,) * len(self.grads)
+        self.has_grad = tuple(has_grad) or (True,) * len(self.grads)
         self._copy: Tensor | None = None  # gradients end to end, where that took a copy
 
     @cached_property
@@ -53,7 +53,7 @@ class GradViews:
         return plain and self.factor == 1.0
 
     @property
-    def width(self) -> torch.dtype:
+    def common_dtype(self) -> torch.dtype:
         """The 16-bit format that all gradients have, else float32."""
         formats = {x.dtype for x in self.grads}
         only = formats.pop() if len(formats) == 1 else torch.float32
@@ -102,12 +102,12 @@ class GradViews:
             start += flat.numel()
         return runs
 
-    def write_(self, update: Tensor | Entries, world: int) -> None:
-        """Write the update over the gradients."""
+    def write_(self, update: Tensor | Entries) -> None:
+        """Write the update over the gradients: of entries, their mean over the ranks that have sent any."""
         if isinstance(update, Entries):
             runs = self.runs() if self._copy is None and self.device.type == "cpu" else self._runs_of_copy()
             for run in runs:
-                fused.scatter_mean_(run.flat, *update, run.start, world)
+                fused.scatter_mean_(run.flat, *update, run.start, len(update.bounds) - 1)
             if len(runs) > 1:
                 return
             update = runs[0].flat
@@ -122,5 +122,5 @@ class GradViews:
         return [ContiguousRun(0, flat, (flat.numel(),))]
 
     def zero_(self) -> None:
-        """Overwrite the gradients with zeros: the step was dropped."""
+        """Overwrite the gradients with zeros: the step was skipped."""
         torch._foreach_zero_(self.grads)

@@ -52,8 +52,9 @@ class AllGather(Exchange):
     def run(self, message: Message, codec: Codec, context: CommContext) -> CommGenerator[Aggregate]:
         assert isinstance(message.content, Payload)
         size = codec.size(context.units) if codec.traits.fixed else None
-        payloads = yield Gather(message.content, size)
-        keys = [context.key.of(rank) for rank in range(context.world)]
+        answer = yield Gather(message.content, size)
+        payloads = [payload for payload in answer if payload is not None]
+        keys = [context.key.of(rank) for rank, payload in enumerate(answer) if payload is not None]
         senders = self.mean == "senders" and codec.selector is not None
         sparse = not senders and context.allow_sparse_result and codec.decoder.is_sparse(context.units, context.world)
         facts = codec, context.units, context.key.step, sparse, senders

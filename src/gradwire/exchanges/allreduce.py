@@ -42,7 +42,7 @@ class AllReduce(Exchange):
     def check(self, codec: Codec) -> None:
         if not codec.traits.linear:
             raise ValueError(
-                f"allreduce adds payloads, but those of {codec} cannot be added; "
+                f"allreduce adds payloads, but a sum of payloads of {codec} means nothing; "
                 "use exchange='allgather', 'two_way' or 'auto'"
             )
 

@@ -30,11 +30,13 @@ class RankBatch(NamedTuple):
         key: Of all ranks: its rank is `PER_RANK`.
         world: Number of ranks.
         units: Of one rank.
+        keeps_error: Whether the lane keeps what is lost, so that a second leg should too.
     """
 
     key: Key
     world: int
     units: Segments
+    keeps_error: bool = True
 
 
 class Sizes(NamedTuple):

@@ -22,7 +22,7 @@ from gradwire.core.requests import CommGenerator
 from gradwire.core.segments import Segments
 from gradwire.core.spec import Named
 from gradwire.exchanges.batch import Simulate
-from gradwire.exchanges.shards import shard
+from gradwire.exchanges.servers import server_slice
 
 
 class CommContext(NamedTuple):
@@ -77,7 +77,7 @@ class Aggregate(NamedTuple):
     sent: Decoded | None = None
 
 
-EncodeShard: TypeAlias = Callable[[int, int], Message]  # encodes the stretch [start, stop)
+EncodeSlice: TypeAlias = Callable[[int, int], Message]  # encodes the stretch [start, stop)
 
 
 class Exchange(Named):
@@ -86,10 +86,8 @@ class Exchange(Named):
     exact: ClassVar[bool] = False  # with fp32 the outcome is the mean, to rounding
     compresses_in_protocol: ClassVar[bool] = False  # after its first request; uses no codec
     local_only: ClassVar[bool] = False  # requests nothing from the group
-    cuts: bool = False  # encodes shards of the buffer apart, one for each rank
-    subtracts_sent: ClassVar[bool] = (
-        False  # takes what is sent off the message, where that is the memory "residual" itself
-    )
+    cuts: bool = False  # encodes slices of the buffer apart, one for each rank
+    subtracts_sent: ClassVar[bool] = False  # takes what is sent off the message, which is the memory "residual" itself
     delays: ClassVar[bool] = False  # hands back the mean of the step before
     keeps_server_error: bool = False  # keeps the memory `SERVER_ERROR` where the lane keeps errors
     adds_payloads: bool = False  # payloads are added as they are, so that values are limited
@@ -103,25 +101,28 @@ class Exchange(Named):
         if "serves" in vars(cls):
             warnings.warn(f"{cls.__name__}.serves is now keeps_server_error", DeprecationWarning, stacklevel=2)
             cls.keeps_server_error = vars(cls)["serves"]
+        if "encode_shards" in vars(cls):
+            warnings.warn(f"{cls.__name__}.encode_shards is now encode_slices", DeprecationWarning, stacklevel=2)
+            cls.encode_slices = vars(cls)["encode_shards"]  # type: ignore[method-assign]
 
     def encode(self, signal: EncodeInput, codec: Codec, context: CommContext) -> Message:
         """Encode ``signal.target``."""
         if self.compresses_in_protocol:
             return Message(signal.target, None, signal.memory)
 
-        def encode_shard(start: int, stop: int) -> Message:
+        def encode_slice(start: int, stop: int) -> Message:
             encoded = codec.encode(signal.cut(start, stop), context.key)
             encoded = clip_for_sum(encoded, context.world) if self.adds_payloads else encoded
             return Message.of(encoded, encoded.memory, context, context.needs_decoded)
 
-        return self.encode_shards(encode_shard, context)
+        return self.encode_slices(encode_slice, context)
 
-    def encode_shards(self, encode: EncodeShard, context: CommContext) -> Message:
-        """Encode the buffer whole, or, where this exchange sends shards, one by one."""
+    def encode_slices(self, encode: EncodeSlice, context: CommContext) -> Message:
+        """Encode the buffer whole, or, where this exchange sends slices, one by one."""
         n, world = context.units.total, context.world
         if not self.cuts or context.simulated:  # then the table of units is cut
             return encode(0, n)
-        cuts = [shard(n, world, rank) for rank in range(world)]
+        cuts = [server_slice(n, world, rank) for rank in range(world)]
         parts = [encode(*cut) for cut in cuts]
         payloads = {rank: part.content for rank, part in enumerate(parts) if isinstance(part.content, Payload)}
         sent = _join([part.sent for part in parts], [start for start, _ in cuts])

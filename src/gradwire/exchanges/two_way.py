@@ -1,4 +1,4 @@
-"""Two-way: compressed up and compressed down, each rank the server of one shard.
+"""Two-way: compressed up and compressed down, each rank the server of one slice.
 
 Paper:    Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated
           compression", ICML 2019. https://arxiv.org/abs/1905.05957, Algorithm 1, with the server spread over the ranks
@@ -6,7 +6,7 @@ Formula:  leg 1:  rank p receives C(x_r[p]) of every rank r;  m = sum_r C(x_r[p]
           leg 2:  all receive C(m);  d = m - C(m)
 Wire:     2 (N-1)/N payloads sent by each rank, whatever N
 Traits:   exact; codecs of fixed length; error feedback on both legs where the lane has feedback
-Differs:  shards begin at multiples of eight entries; segments that straddle two are cut, each part with its own scale
+Differs:  slices begin at multiples of eight entries; segments that straddle two are cut, each part with its own scale
           and budget
 Spec:     two_way
 """
@@ -26,13 +26,13 @@ from gradwire.core.requests import CommGenerator, Gather, Request, SendRecv
 from gradwire.core.segments import Segments
 from gradwire.exchanges.batch import RankBatch, Simulated, blank, stacked, starts_of
 from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
-from gradwire.exchanges.shards import SERVER_ERROR, shard
+from gradwire.exchanges.servers import SERVER_ERROR, server_slice
 from gradwire.kernels.rank_mean import rank_mean
 
 
 @register("two_way", kind="exchange")
 class TwoWay(Exchange):
-    """All-to-all of encoded shards, sum in float32, encode again, all-gather."""
+    """All-to-all of encoded slices, sum in float32, encode again, all-gather."""
 
     examples = ("two_way",)
     exact = True
@@ -61,10 +61,10 @@ class TwoWay(Exchange):
     def run(self, message: Message, codec: Codec, context: CommContext) -> CommGenerator[Aggregate]:
         assert isinstance(message.content, Mapping)
         n, world, me = context.units.total, context.world, context.key.rank
-        windows = [context.units.window(*shard(n, world, rank)) for rank in range(world)]
+        windows = [context.units.window(*server_slice(n, world, rank)) for rank in range(world)]
         sizes = [codec.size(window) for window in windows]
 
-        # Leg 1: receive this rank's shard of all ranks.
+        # Leg 1: receive this rank's slice of all ranks.
         received = yield SendRecv(message.content, {rank: sizes[me] for rank in range(world)})
         keys = [context.key.of(rank) for rank in range(world)]
         error = message.memory[SERVER_ERROR] if context.keeps_error else None
@@ -92,12 +92,12 @@ class TwoWay(Exchange):
         )
 
     def simulate(self, sent: Decoded, memory: Memory, codec: Codec, batch: RankBatch) -> Simulated:
-        """All shards at once: end to end they are the buffer."""
+        """All slices at once: end to end they are the buffer."""
         n, world, units = batch.units.total, batch.world, batch.units
-        cuts = tuple(shard(n, world, rank) for rank in range(world))
+        cuts = tuple(server_slice(n, world, rank) for rank in range(world))
         starts = starts_of(codec, sent, stacked(units, world, cuts))
         target = rank_mean(sent.values, sent.indices, starts, n, world)
-        error = memory.get(SERVER_ERROR)
+        error = memory.get(SERVER_ERROR) if batch.keeps_error else None
         if error is not None:
             target = target + error
         outcome = codec.encode(EncodeInput(target, target, {}, _by_owner(units, cuts)), batch.key.fold("leg2")).sent
@@ -114,7 +114,7 @@ class TwoWay(Exchange):
 
 
 def _by_owner(units: Segments, cuts: tuple[tuple[int, int], ...]) -> Segments:
-    """The units of one buffer, cut into shards, each named after the rank that serves it."""
+    """The units of one buffer, cut into slices, each named after the rank that serves it."""
     tables = [units.window(*cut) for cut in cuts]
     names = [qualified(name, rank) for rank, table in enumerate(tables) for name in table.names]
     return Segments(tuple(names), tuple(shape for table in tables for shape in table.shapes))

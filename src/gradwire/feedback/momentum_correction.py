@@ -12,6 +12,8 @@ Differs:  whatever a quantizer rounded away stays in v; where nothing was select
           u is kept, since masking it would remove momentum altogether; the clipped norm is that of the rank's whole
           gradient; the optimizer behind must have no momentum of its own
 Spec:     momentum_correction(0.9)
+
+The whole method, with its selection and its warm-up, is the preset `dgc` in `engine/presets.py`.
 """
 
 from typing import ClassVar

@@ -2,13 +2,16 @@
 
 Paper:    the memory is that of Lin et al. (DGC, ICLR 2018); the frozen variance that of Tang et al. (1-bit Adam, ICML
           2021)
-Formula:  x = g / d;  u = b u + (1 - b) x;  target = v + u
-          v = target - sent;  u = 0 where a selector chose              momentum factor masking
+Formula:  x = g / d;  u = b u + (1 - b) x;  target = decay v + u
+          v = target - sent
+          masking=True: u = 0 where a selector chose                    momentum factor masking
           the update is d times the mean over ranks of what was sent
           d is the root of the optimizer's variance, frozen when its gradient steps end; at least `floor` of its mean
 Wire:     nothing
 Traits:   what was sent plus v equals what was compensated; three floats per parameter
-Differs:  no paper; where nothing was selected (ratio 1) u is kept, and the method is Adam with a frozen variance
+Differs:  no paper; with ratio 1 the method is Adam with a frozen variance. DGC masks momentum; here that is off. What
+          u still has to give, b / (1 - b) u, is lost where it is masked: nearly all of a gradient where entries are
+          sent often, so that sending more entries trained worse
 Spec:     preconditioned_momentum(0.9)
 """
 
@@ -17,6 +20,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradwire.codecs.stage import Decoded, Memory
+from gradwire.core.arguments import check_argument
 from gradwire.core.registry import register
 from gradwire.feedback.feedback import Feedback, check_preconditioner, divisor, masked
 
@@ -29,21 +33,28 @@ class PreconditionedMomentum(Feedback):
         beta: b above, AdamW's first.
         masking: Momentum factor masking.
         floor: The smallest denominator, as a share of a tensor's mean.
+        decay: The share of the error that is kept from step to step.
     """
 
     beta: float = 0.9
-    masking: bool = True
+    masking: bool = False
     floor: float = 0.1
-    examples = ("preconditioned_momentum", "preconditioned_momentum(0.8, masking=False)")
+    decay: float = 1.0
+    examples = (
+        "preconditioned_momentum",
+        "preconditioned_momentum(0.8, masking=True)",
+        "preconditioned_momentum(decay=0.99)",
+    )
     memories: ClassVar[dict[str, str]] = {"momentum": "mean", "denominator": "same", "residual": "mean"}
     needs_denominator = True
 
     def __post_init__(self) -> None:
         check_preconditioner(self)
+        check_argument(self, "decay", 0.0 < self.decay <= 1.0, "in (0, 1]")
 
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         u = (self.beta * memory["momentum"]).addcdiv_(grad, divisor(memory), value=1.0 - self.beta)
-        return memory["residual"] + u, {**memory, "momentum": u}
+        return self.decay * memory["residual"] + u, {**memory, "momentum": u}
 
     def update_memory(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
         return masked(target, sent, memory, self.masking)

@@ -23,12 +23,8 @@ from gradwire.gossip.requirements import require_cast, require_doubly_stochastic
 from gradwire.topology import Topology
 
 
-@register("dpsgd", kind="gossip")
-class DPSGD(BroadcastMethod):
-    """Average whole models with the neighbors."""
-
-    examples: ClassVar[tuple[str, ...]] = ("dpsgd(ring)", "dpsgd(one_peer_exponential)")
-    elastic: ClassVar[bool] = True
+class WholeModels(BroadcastMethod):
+    """A method that sends whole models."""
 
     def check(self, codec: Codec, topology: Topology) -> None:
         require_cast(self, codec)
@@ -37,6 +33,14 @@ class DPSGD(BroadcastMethod):
     def message(self, x: Tensor, memory: Memory, step: int) -> Tensor:
         del memory, step
         return x
+
+
+@register("dpsgd", kind="gossip")
+class DPSGD(WholeModels):
+    """Average whole models with the neighbors."""
+
+    examples: ClassVar[tuple[str, ...]] = ("dpsgd(ring)", "dpsgd(one_peer_exponential)")
+    elastic: ClassVar[bool] = True
 
     def update(self, x: Tensor, memory: Memory, messages: NeighborMessages, step: int) -> MixResult:
         del step

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.keys import Key
-from gradwire.core.payload import CorruptMessageError, Payload
+from gradwire.core.payload import CorruptMessageError, Payload, byte_tensor
 from gradwire.core.requests import CommGenerator, SendRecv
 from gradwire.core.segments import Segments
 from gradwire.topology import Topology
@@ -71,14 +71,14 @@ class GossipContext(NamedTuple):
     @property
     def in_weights(self) -> dict[int, float]:
         """The peers that this rank receives from in this step, with the weight it gives them."""
-        return self._present(self.topology.peers(self.rank, self.key.step))
+        return self._of_live(self.topology.peers(self.rank, self.key.step))
 
     @property
     def out_weights(self) -> dict[int, float]:
         """The peers that this rank sends to in this step, with the weight they give it."""
-        return self._present(self.topology.out_peers(self.rank, self.key.step))
+        return self._of_live(self.topology.out_peers(self.rank, self.key.step))
 
-    def _present(self, peers: Mapping[int, float]) -> dict[int, float]:
+    def _of_live(self, peers: Mapping[int, float]) -> dict[int, float]:
         return {peer: weight for peer, weight in sorted(peers.items()) if self.live is None or peer in self.live}
 
 
@@ -149,7 +149,7 @@ def _pack(context: GossipContext, body: Payload, metadata: tuple[float, ...]) ->
         )
     packed = HEADER.pack(*_identity(context), body.nbytes, NONFINITE if context.nonfinite else 0)
     packed += struct.pack(f"<{len(metadata)}f", *metadata)
-    return Payload(torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(body.data.device))
+    return Payload(byte_tensor(packed).to(body.data.device))
 
 
 def _unpack(head: Payload) -> tuple[int, int, int, int]:

@@ -17,19 +17,17 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Memory
 from gradwire.core.arguments import check_argument
 from gradwire.core.registry import register
-from gradwire.gossip.broadcast import BroadcastMethod, NeighborMessages
+from gradwire.gossip.broadcast import NeighborMessages
+from gradwire.gossip.dpsgd import WholeModels
 from gradwire.gossip.gossip import MixResult
-from gradwire.gossip.requirements import require_cast, require_doubly_stochastic
-from gradwire.topology import Topology
 
 
 @register("noloco", kind="gossip")
 @dataclass(frozen=True)
-class NoLoCo(BroadcastMethod):
+class NoLoCo(WholeModels):
     """Outer weights of each rank, which follow the mean over its neighbors with momentum.
 
     Attributes:
@@ -48,14 +46,6 @@ class NoLoCo(BroadcastMethod):
         super().__post_init__()
         check_argument(self, "rate", self.rate > 0.0, "a positive number")
         check_argument(self, "momentum", 0.0 <= self.momentum < 1.0, "in [0, 1)")
-
-    def check(self, codec: Codec, topology: Topology) -> None:
-        require_cast(self, codec)
-        require_doubly_stochastic(self, topology)
-
-    def message(self, x: Tensor, memory: Memory, step: int) -> Tensor:
-        del memory, step
-        return x
 
     def update(self, x: Tensor, memory: Memory, messages: NeighborMessages, step: int) -> MixResult:
         del step

@@ -8,7 +8,7 @@ Formula:  of an edge (i, j), D = X_j - X_i, and in turn
 Wire:     rows or columns float32 per matrix and edge, in turn; other tensors dense float32
 Traits:   its own compression, no codec; static symmetric graphs; no consensus step: what each edge adds is a projection
           of the difference, times w_ij; a left and a right vector per matrix and edge; keeps the mean over ranks
-Differs:  a matrix that a pair of vectors would not shrink travels dense; a vector that became zero is drawn anew; with
+Differs:  a matrix that a pair of vectors would not shrink travels dense; a vector that became zero is drawn again; with
           iterations > 1 several iterations follow each other in a step
 Spec:     powergossip(ring), powergossip(ring, iterations=2)
 """
@@ -136,7 +136,7 @@ def _projections(flat: Tensor, table: list[MatrixShape], right: bool) -> list[Te
 
 
 def _nonzero(basis: Tensor, table: list[MatrixShape], right: bool, context: GossipContext, peer: int) -> Tensor:
-    """The basis, its zero vectors drawn anew by both ends alike."""
+    """The basis, its zero vectors drawn again, equally by both ends."""
     edge = "-".join(map(str, sorted((context.rank, peer))))
     key = context.key.shared().fold(f"edge {edge}")
     out = []

@@ -44,12 +44,12 @@ class StackedNodes:
         device: Where rows lie.
         memory: By name, [ranks, N].
         moved: How far the last step moved each rank, [ranks].
-        bad: The first step at which parameters were not finite; -1 before.
+        first_nonfinite_step: The first step at which parameters were not finite; -1 before.
     """
 
     memory: dict[str, Tensor]
     moved: Tensor
-    bad: Tensor
+    first_nonfinite_step: Tensor
 
     def __init__(self, nodes: Sequence[Node], device: torch.device) -> None:
         self.nodes, self.device, first = nodes, device, nodes[0]
@@ -104,14 +104,14 @@ class StackedNodes:
     # -- parameters that are not finite ----------------------------------------------------------------------------
 
     def _check_finite(self, x: Tensor) -> None:
-        new = (self.bad < 0) & ~x.isfinite().all()
-        self.bad = torch.where(new, self.step, self.bad)
+        new = (self.first_nonfinite_step < 0) & ~x.isfinite().all()
+        self.first_nonfinite_step = torch.where(new, self.step, self.first_nonfinite_step)
         if x.device.type == "cpu":
             self.check()
 
     def check(self) -> None:
         """Raise `Diverged` if parameters are no longer finite. On a GPU this waits, so call it now and then."""
-        step = int(self.bad)
+        step = int(self.first_nonfinite_step)
         if step >= 0:
             raise Diverged(f"parameters are no longer finite at step {step}; lower the learning rate, or gamma")
 
@@ -129,7 +129,7 @@ class StackedNodes:
         names = [name for name in first.memory if name != "gauge"]
         self.memory = {name: torch.stack([node.memory[name] for node in nodes]) for name in names}
         self.moved = torch.stack([node.moved.to(self.device) for node in nodes])
-        self.bad = torch.full((), -1, device=self.device)
+        self.first_nonfinite_step = torch.full((), -1, device=self.device)
         if "gauge" in first.memory:
             states = [node.memory["gauge"] for node in nodes]
             self.auto_gamma = BatchedAutoGamma.of(states, self.topology, self.codec, self.device, self.step)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.collectives import AllGatherOp, AllToAllOp
+from gradwire.core.payload import byte_tensor, raw_bytes
 from gradwire.engine.checkpoint import num_savers
 from gradwire.integrations import checksums
-from gradwire.integrations.consistency import errors_on_all_ranks
+from gradwire.integrations.consistency import agree, errors_on_all_ranks
 from gradwire.integrations.gossip.elastic import ElasticGossip
 from gradwire.integrations.gossip.gossip_sync import GossipSync
 from gradwire.integrations.local.handle import LocalSync
@@ -21,7 +22,11 @@ Handle: TypeAlias = Wire | GossipSync | ElasticGossip | LocalSync
 
 
 def save(wire: Handle | DistributedOptimizer, folder: str | Path) -> Path:
-    """Write this rank's state into a folder that all ranks share, as safetensors."""
+    """Write this rank's state into a folder that all ranks share, as safetensors.
+
+    A rank whose state is not valid, since it has just received a corrupt message, raises an error. The others raise it
+    in their next step, and `load` refuses a folder that lacks a rank's file or has one of another step.
+    """
     wire = _handle(wire)
     rank = wire.rank if isinstance(wire, ElasticGossip) else wire.link.rank
     path = Path(folder) / f"wire-{rank}.safetensors"
@@ -36,6 +41,9 @@ def load(wire: Handle | DistributedOptimizer, folder: str | Path) -> None:
     if isinstance(wire, ElasticGossip):  # its peers may be away, so there is nothing to agree on
         wire.load_state_dict(_read(folder, wire.rank))
         return
+    if isinstance(wire, LocalSync) and wire.group is not None:  # as above: rank 0 may have saved nothing
+        wire.load_state_dict(_read(folder, wire.link.rank))
+        return
     with errors_on_all_ranks(wire.link):
         first = _read(folder, 0)
         ranks = [wire.link.rank] if wire.fits(first) else range(num_savers(first))
@@ -49,22 +57,28 @@ def gather_states(wire: Wire | LocalSync) -> list[dict[str, Tensor]]:
     All ranks must call it. They send one after another, uncounted, so that the first rank's device
     never holds more than one state.
     """
-    link = wire.link
-    mine = torch.frombuffer(bytearray(safetensors.save(wire.state_dict())), dtype=torch.uint8).to(link.device)
+    link, state = wire.link, agreed_state(wire)
+    mine = byte_tensor(safetensors.save(state)).to(link.device)
     lengths = link.move(AllGatherOp(torch.tensor([len(mine)], device=link.device))).flatten().tolist()
-    states = [safetensors.load(_bytes(mine))] if link.rank == 0 else []
+    states = [safetensors.load(raw_bytes(mine))] if link.rank == 0 else []
     nothing = (0,) * (link.world - 1)
     for sender in range(1, link.world):
         n = lengths[sender]
         out = mine if link.rank == sender else mine[:0]
         into = tuple(n if link.rank == 0 and peer == sender else 0 for peer in range(link.world))
         received = link.move(AllToAllOp(out, (len(out), *nothing), into))
-        states += [safetensors.load(_bytes(received))] if link.rank == 0 else []
+        states += [safetensors.load(raw_bytes(received))] if link.rank == 0 else []
     return states
 
 
-def _bytes(x: Tensor) -> bytes:
-    return x.cpu().numpy().tobytes()
+def agreed_state(wire: Wire | LocalSync) -> dict[str, Tensor]:
+    """This rank's state, if all ranks have a valid one. All ranks must call it."""
+    account = wire.link.traffic
+    with errors_on_all_ranks(wire.link):  # one rank alone may know of a corrupt message
+        state = wire.state_dict()
+    agree(wire.link, "", {}, call="state_dict()")
+    wire.link.traffic = account  # an agreement belongs to no step
+    return state
 
 
 def _handle(wire: Handle | DistributedOptimizer) -> Handle:
@@ -85,4 +99,4 @@ def _read(folder: str | Path, rank: int) -> dict[str, Tensor]:
     try:
         return checksums.read(path)
     except checksums.Unreadable as wrong:
-        raise ValueError(f"{path} cannot be read ({wrong}); load another checkpoint, or a whole copy of it") from None
+        raise ValueError(f"{path} is damaged ({wrong}); load another checkpoint, or a whole copy of it") from None

@@ -29,7 +29,7 @@ class CompletedFuture(Generic[T]):
         return self._values[0]
 
 
-Pending: TypeAlias = Future[T] | CompletedFuture[T]
+AnyFuture: TypeAlias = Future[T] | CompletedFuture[T]
 
 
 class CommWorker:

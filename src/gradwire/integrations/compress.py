@@ -24,7 +24,7 @@ from gradwire.integrations.ddp import find_ddp, find_replicated, make_wire, refu
 from gradwire.integrations.host_discovery import find_backend
 from gradwire.integrations.model import is_plain, is_whole, refuse_later, refuse_sparse, refuse_wrapped, trainable
 from gradwire.integrations.optimizer import check_at_first_step
-from gradwire.integrations.ownership import refuse_averaged
+from gradwire.integrations.ownership import refuse_averaged, refuse_local
 from gradwire.integrations.preconditioning import attach_optimizer, check_optimizer
 from gradwire.integrations.setup import Options, Setup
 from gradwire.integrations.wire import Wire
@@ -76,7 +76,7 @@ def compress(
         seed: Of all random bits; equal on all ranks.
         bucket_mb: Megabytes of gradients that travel together under DDP.
         rollback: Keep the memories of before a step until all ranks have agreed on it, so that a gradient that is not
-            finite drops the step. False changes them in place, where a fused kernel serves: half the memory, the same
+            finite skips the step. False changes them in place, where a fused kernel serves: half the memory, the same
             bits, but such a gradient is an error then, unless there is a ``scaler``.
         across: ``"hosts"`` compresses only between hosts, which are found from the environment that torchrun, mpirun
             or srun sets, and takes dense means inside; so does a list of the ranks of each host, ``[[0, 1], [2, 3]]``.
@@ -89,12 +89,7 @@ def compress(
     """
     wrapper, replicated = find_ddp(model), find_replicated(model)
     ddp, inner = wrapper or replicated, model if wrapper is None else wrapper.module
-    replicas = _find_replicas(model, across)
-    if replicas is not None:
-        backend = replicas.connect()
-    else:
-        assert not isinstance(across, DeviceMesh)
-        backend = find_backend(link, process_group if ddp is None else ddp.process_group, across)
+    replicas, backend = connect_model(model, link, process_group if ddp is None else ddp.process_group, across)
     ignored = () if ddp is None else _ignored(ddp, inner)
     with errors_on_all_ranks(backend):
         if not isinstance(model, nn.Module):
@@ -110,6 +105,7 @@ def compress(
         parameters = trainable(named, is_whole if replicas is None else lambda _: True)
         if ddp is None:
             refuse_averaged(parameters)
+        refuse_local(parameters, backend.world)
         described = described_link(spec, link, options)
     shared = {} if ddp is not None else dict((*inner.named_parameters(), *inner.named_buffers()))
     fits_optimizer = partial(check_optimizer, optimizer, parameters)
@@ -119,9 +115,9 @@ def compress(
     hooked = ddp is not None or sharded
     setup = Setup(parameters, backend, options, hooked, shared, fits_optimizer, check_model, sharded=sharded)
     wire = make_wire(setup, spec, described, ddp)
-    if replicas is not None:
-        replicas.attach(wire)
     attach_optimizer(wire, optimizer)
+    if replicas is not None:
+        replicas.attach(wire, inner)
     check_at_first_step(wire)
     return wire
 
@@ -130,6 +126,20 @@ def _ignored(ddp: DistributedDataParallel, model: nn.Module) -> set[str]:
     """The names of parameters that a DistributedDataParallel does not average."""
     averaged = {id(p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
     return {name for name, p in model.named_parameters() if id(p) not in averaged}
+
+
+def connect_model(
+    model: nn.Module,
+    link: Backend | str | None,
+    group: dist.ProcessGroup | None,
+    across: Across | DeviceMesh | None,
+) -> "tuple[Replicas | None, Backend]":
+    """The replicas of a model, if it is sharded, and what carries messages. All ranks must ask for it."""
+    replicas = _find_replicas(model, across)
+    if replicas is not None:
+        return replicas, replicas.connect()
+    assert not isinstance(across, DeviceMesh)
+    return None, find_backend(link, group, across)
 
 
 def _find_replicas(model: nn.Module, across: Across | DeviceMesh | None) -> "Replicas | None":

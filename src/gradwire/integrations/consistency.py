@@ -10,11 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from gradwire.comm.backend import Backend
-from gradwire.core.payload import Payload
-from gradwire.core.requests import Gather
 from gradwire.version import VERSION, WIRE_FORMAT
 
 _REMEDY = {
@@ -54,7 +50,7 @@ def compare(link: Backend, mine: Mapping[str, Any], model: Mapping[str, str] | N
     mine = {"version": VERSION, "format": WIRE_FORMAT, **nothing, **mine}
     if link.barrier is not None:
         link.barrier.enter(f"what fails there ({error})" if error else mine["call"] or "gradwire")
-    notes = _gather(link, mine)
+    notes = link.gather_json(mine)
     for rank, other in enumerate(notes):
         if other["error"]:
             where = "" if error == other["error"] else f"on rank {rank}: "
@@ -64,17 +60,11 @@ def compare(link: Backend, mine: Mapping[str, Any], model: Mapping[str, str] | N
             if other[field] != notes[0][field]:
                 texts = str(other[field]), str(notes[0][field])
                 if field == "model" and model is not None:
-                    models = _gather(link, dict(model))  # all ranks have compared the same notes, and come here
+                    models = link.gather_json(dict(model))  # all ranks have compared the same notes, and come here
                     texts = _tensors(models[rank]), _tensors(models[0])
                 theirs, ours = _differences(*texts)
                 raise ValueError(f"rank {rank} has another {field} than rank 0: {theirs}, not {ours}; {remedy}")
     return notes
-
-
-def _gather(link: Backend, note: Mapping[str, Any]) -> list[dict[str, Any]]:
-    mine = torch.frombuffer(bytearray(json.dumps(note).encode()), dtype=torch.uint8).to(link.device)
-    (payloads,) = link.answer([Gather(Payload(mine))])
-    return [json.loads(bytes(payload.data.tolist()).rstrip(b"\0")) for payload in payloads]
 
 
 def _tensors(model: Mapping[str, str]) -> str:

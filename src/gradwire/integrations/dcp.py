@@ -16,16 +16,20 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_into
 from torch.distributed.checkpoint.storage import StorageReader
 
 from gradwire.engine.hosts import HostEngine
-from gradwire.engine.shards import ShardEngine
-from gradwire.integrations.model import distributed_as, local
+from gradwire.engine.sharded import ShardEngine
+from gradwire.integrations.checkpoint import agreed_state
+from gradwire.integrations.model import distributed_as, local_part
 from gradwire.integrations.wire import Wire
 
 _FACTS = ("format", "seed", "skipped", "step", "world", "spec")  # which all ranks share
 
 
 def state_dict(wire: Wire) -> dict[str, Any]:
-    """The state as ``torch.distributed.checkpoint.save`` and ``async_save`` take it, in a dictionary of their own."""
-    place, saved = ShardPlace(wire), wire.state_dict()
+    """The state as ``torch.distributed.checkpoint.save`` and ``async_save`` take it, in a dictionary of their own.
+
+    All ranks must call it.
+    """
+    place, saved = ShardPlace(wire), agreed_state(wire)
     facts = {f"gradwire/{name}": saved[f"gradwire/{name}"] for name in _FACTS}
     facts["gradwire/shards"] = torch.tensor(place.shards)
     memories = {key: x for key, x in saved.items() if not key.startswith("gradwire/")}
@@ -71,7 +75,8 @@ class ShardPlace:
         engine, self._wire = wire.engine, wire
         if isinstance(engine, HostEngine):
             raise ValueError("with across='hosts' ranks share the state; use gradwire.save and gradwire.load")
-        self.replica, self.replicas, self._lanes = engine.core.rank, engine.core.world, engine.core.plan.lanes
+        inner = engine.unwrapped
+        self.replica, self.replicas, self._lanes = inner.rank, inner.world, inner.plan.lanes
         self.shard, self.shards = (engine.shard, engine.shards) if isinstance(engine, ShardEngine) else (0, 1)
         # Memories with an entry for each of the parameter's.
         self._elementwise = {"owed", "observed", "pending", "served"}
@@ -93,7 +98,7 @@ class ShardPlace:
         if not self._is_elementwise(name):
             return x
         p = self._wire.parameters[name.partition("/")[2]]
-        return distributed_as(p, x.view(local(p).shape))
+        return distributed_as(p, x.view(local_part(p).shape))
 
     def memories(self, alike: bool) -> Iterator[tuple[str, Tensor]]:
         """Zeros for all memories that a state of this rank may hold; those of a shard alone if shards are ``alike``."""
@@ -113,5 +118,5 @@ class ShardPlace:
         for name, zeros in self.memories(alike=True):
             x = loaded.get(self.key(name, replica), zeros if name in mine else None)
             if x is not None:
-                state[name] = local(x).cpu().flatten()
+                state[name] = local_part(x).cpu().flatten()
         return state

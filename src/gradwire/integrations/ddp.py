@@ -5,8 +5,8 @@ buckets after the first step, and the hook computes what the plain loop computes
 its last gradient has arrived, and travels while backward goes on. All futures complete together, at the end, because
 only then is it known that no rank had a bad gradient; DDP waits for all of them there anyway.
 
-Where gradients stay on a GPU (NCCL), the host waits for nothing: every rank has all its gradients, or DDP would have
-complained, so captured steps leave their status on the device.
+Where gradients stay on a GPU (NCCL), the host waits for nothing but the step before: every rank has all its gradients,
+or DDP would have complained, so captured steps leave their status on the device.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
@@ -32,7 +32,7 @@ from gradwire.engine.method import Spec
 from gradwire.engine.plan import Plan
 from gradwire.engine.step import BucketResult, StepResult
 from gradwire.integrations.auto import AUTO, find_tuner
-from gradwire.integrations.comm_worker import Pending, T
+from gradwire.integrations.comm_worker import AnyFuture, T
 from gradwire.integrations.setup import Setup
 from gradwire.integrations.wire import Wire
 
@@ -89,15 +89,15 @@ class BackwardPass:
     """
 
     def __init__(self, wire: Wire, awaited: list[int], may_lack: bool) -> None:
-        waits = wire.scaler is not None or wire.executor.engine.core.clips or wire.delays
+        waits = wire.scaler is not None or wire.executor.engine.unwrapped.clips or wire.delays
         self.early = not waits
         self.complete = not may_lack and wire.scaler is None
         self.missing = list(awaited)
         self.threaded = wire.executor.replayed or not wire.setup.stays_on_device
         self.views: dict[str, Tensor] = {}
-        self.checked: Pending[None] | None = None
+        self.checked: AnyFuture[None] | None = None
         self.futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
-        self.results: list[Pending[BucketResult]] = []
+        self.results: list[AnyFuture[BucketResult]] = []
 
 
 class DDPHookState:
@@ -166,7 +166,7 @@ class DDPHookState:
             known = self._known[number] = BucketInfo(buffer, views, Counter(self._bucket_of[name] for name in views))
         return known
 
-    def _start(self, now: BackwardPass, work: Callable[[], T]) -> Pending[T]:
+    def _start(self, now: BackwardPass, work: Callable[[], T]) -> AnyFuture[T]:
         """Do some work while backward goes on, in order."""
         return self.wire.worker.submit(work) if now.threaded else self.wire.worker.enqueue(work)
 
@@ -190,7 +190,7 @@ class DDPHookState:
         # DDP hides an exception of the hook: raise it from a callback that is queued after DDP's own.
         at_the_end(lambda: at_the_end(completed.result))
 
-    def _commit(self, results: list[Pending[BucketResult]], grads: Grads, complete: bool) -> StepResult:
+    def _commit(self, results: list[AnyFuture[BucketResult]], grads: Grads, complete: bool) -> StepResult:
         return self.wire.executor.finish([result.result() for result in results], grads, complete)
 
     def _complete(self, now: BackwardPass, views: dict[str, Tensor], work: Callable[[], StepResult]) -> None:
@@ -242,7 +242,7 @@ def attach(wire: Wire, ddp: DistributedDataParallel) -> DDPHookState:
             raise
         raise RuntimeError(
             "this DistributedDataParallel has a communication hook already, and takes no second one; compress it once, "
-            "change the spec with wire.set(...), or wrap the module anew"
+            "change the spec with wire.set(...), or wrap the module again"
         ) from wrong
     return state
 

@@ -77,10 +77,7 @@ class LightningCompression(Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         assert self.wire is not None
         report = self.wire.report()
-        sent, ratio, skipped = report.sent / 1e6, report.payload_ratio, float(report.skipped)
-        metrics = {"gradwire/sent_mb": sent, "gradwire/payload_ratio": ratio, "gradwire/skipped": skipped}
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, trainer.global_step)
+        _log(trainer, report.sent, report.payload_ratio, skipped=float(report.skipped))
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self.wire is not None:
@@ -121,9 +118,7 @@ class LightningLocalSteps(Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         assert self.outer is not None
         report = self.outer.report()
-        metrics = {"gradwire/sent_mb": report.sent / 1e6, "gradwire/payload_ratio": report.payload_ratio}
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, trainer.global_step)
+        _log(trainer, report.sent, report.payload_ratio)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self.outer is not None:
@@ -132,6 +127,12 @@ class LightningLocalSteps(Callback):
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if trainer.training:
             self._saved = checkpoint.get(KEY, [])
+
+
+def _log(trainer: Any, sent: float, ratio: float, **more: float) -> None:
+    metrics = {"sent_mb": sent / 1e6, "payload_ratio": ratio, **more}
+    for logger in trainer.loggers:
+        logger.log_metrics({f"{KEY}/{name}": x for name, x in metrics.items()}, trainer.global_step)
 
 
 def _refuse_others(trainer: Any) -> None:

@@ -1,5 +1,6 @@
 """The user's model: which parameters take part, under which names."""
 
+import sys
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
@@ -51,7 +52,7 @@ def trainable(
     return chosen
 
 
-def local(x: Any) -> Tensor:
+def local_part(x: Any) -> Tensor:
     """What this rank has of a tensor: all of it, but of a DTensor."""
     if not hasattr(x, "to_local"):
         whole: Tensor = x
@@ -61,6 +62,14 @@ def local(x: Any) -> Tensor:
     with torch.no_grad():
         part: Tensor = x.to_local()
     return part
+
+
+def reshard(model: nn.Module) -> None:
+    """Have FSDP forget parameters that it has gathered: they would hide what is written to the shards."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where it was not imported, nothing is sharded
+    for module in model.modules():
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 def like(p: nn.Parameter, part: Tensor) -> Tensor:
@@ -132,8 +141,3 @@ def _check(name: str, parameter: nn.Parameter, accepts: Callable[[Tensor], bool]
         raise ValueError(f"the parameter {name!r} is complex; hold its real and imaginary parts in two parameters")
     if not parameter.is_floating_point():
         raise ValueError(f"the parameter {name!r} is {parameter.dtype}; only floating-point gradients are compressed")
-
-
-def home(parameters: Iterable[nn.Parameter]) -> torch.device:
-    """Where the flat buffers live: with the first parameter."""
-    return next(iter(parameters)).device

@@ -16,14 +16,14 @@ from gradwire.comm.host_layout import Across
 from gradwire.core.renamed import renamed_argument
 from gradwire.engine.method import Spec
 from gradwire.engine.plan import Plan
-from gradwire.integrations import scaling
+from gradwire.integrations import grad_scaler
 from gradwire.integrations.auto import described_link
 from gradwire.integrations.consistency import errors_on_all_ranks
 from gradwire.integrations.ddp import make_wire
 from gradwire.integrations.host_discovery import find_backend
 from gradwire.integrations.model import refuse_unfrozen, trainable
 from gradwire.integrations.optimizer_warning import is_adaptive, warn_if_starved
-from gradwire.integrations.ownership import check_order, refuse_averaged, take
+from gradwire.integrations.ownership import check_order, refuse_averaged, refuse_local, take
 from gradwire.integrations.preconditioning import attach_optimizer, check_optimizer
 from gradwire.integrations.setup import Options, Setup, check_scaler
 from gradwire.integrations.wire import Wire
@@ -64,6 +64,7 @@ class DistributedOptimizer(Optimizer):
             parameters = trainable(named)
             _check_covered(optimizer, parameters)
             refuse_averaged(parameters)
+            refuse_local(parameters, backend.world)
             described = described_link(spec, link, chosen)
         self.inner = optimizer
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -97,13 +98,13 @@ class DistributedOptimizer(Optimizer):
     def _overflown(self) -> bool:
         if self._scaler is None:
             raise ValueError(
-                "a GradScaler is used that the optimizer does not know, and the ranks' scales would drift apart; "
+                "the optimizer was built without the GradScaler that calls it, and scales of ranks would differ; "
                 "build it with DistributedOptimizer(..., scaler=scaler)"
             )
         engine = self.wire.engine
-        if not scaling.overflows(self.wire.grads(), self.wire.link, self.wire.device):
+        if not grad_scaler.overflows(self.wire.grads(), self.wire.link, self.wire.device):
             return False
-        engine.drop()
+        engine.skip_step()
         # A rank whose own gradients were fine must back off as well.
         for flag in self._scaler._found_inf_per_device(self).values():
             flag.fill_(1.0)

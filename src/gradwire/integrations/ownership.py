@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from gradwire.integrations.wire import Wire
 
 _owners: weakref.WeakSet[Wire] = weakref.WeakSet()  # wires that loops and optimizers call
+_local: "weakref.WeakKeyDictionary[object, tuple[Mapping[str, nn.Parameter], int]]" = weakref.WeakKeyDictionary()
 
 
 def refuse_averaged(parameters: Mapping[str, nn.Parameter], mine: Wire | None = None) -> None:
@@ -36,6 +37,24 @@ def refuse_wires(parameters: Mapping[str, nn.Parameter], world: int) -> None:
                 f"the gradient of {name!r} is averaged by a wire in every step, which leaves nothing to local steps; "
                 "delete the wire and its calls, or let it average over the ranks of a host with process_group="
             )
+
+
+def refuse_local(parameters: Mapping[str, nn.Parameter], world: int) -> None:
+    """The reverse: refuse a wire over at least the ranks that take local steps of the same parameters."""
+    if _local:
+        gc.collect()  # a handle that is gone, with its optimizer, takes none
+    for theirs, ranks in _local.values():
+        if 1 < ranks <= world and (name := _shared(parameters, theirs.values())):
+            raise ValueError(
+                f"gradwire.local takes local steps of {name!r}, and a wire that averages its gradient in every step "
+                "leaves nothing to them; delete the handle and its optimizer first, or let the wire average over the "
+                "ranks of a host with process_group="
+            )
+
+
+def take_local(handle: object, parameters: Mapping[str, nn.Parameter], world: int) -> None:
+    """Note that a handle, as long as it lives, takes local steps of these parameters."""
+    _local[handle] = parameters, world
 
 
 def _averaged(parameters: Mapping[str, nn.Parameter], mine: Wire | None) -> str | None:
@@ -99,4 +118,5 @@ def check_order(wire: Wire, optimizer: Optimizer) -> None:
 
 def _must_be_called(wire: Wire) -> bool:
     """Whether ranks drift apart if an optimizer steps without a call."""
-    return not (wire.setup.hooked or wire.link.world == 1 or wire.is_off or wire.executor.engine.core.sends_nothing)
+    engine = wire.executor.engine.unwrapped
+    return not (wire.setup.hooked or wire.link.world == 1 or wire.is_off or engine.sends_nothing)

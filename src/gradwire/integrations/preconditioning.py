@@ -16,7 +16,7 @@ from gradwire.engine.lane import Lane
 from gradwire.engine.plan import Plan
 from gradwire.engine.state import LaneState
 from gradwire.engine.step import Engine
-from gradwire.exchanges.shards import SERVER_ERROR, shard
+from gradwire.exchanges.servers import SERVER_ERROR, server_slice
 from gradwire.integrations.wire import Wire
 from gradwire.optim import AdamW
 
@@ -46,29 +46,29 @@ class Preconditioning:
 
         Ranks of one process meet before the last step that they take alone, since none knows when others have stepped.
         """
-        core = self.wire.engine.core
-        if core is not self._engine:
+        inner = self.wire.engine.unwrapped
+        if inner is not self._engine:
             _refuse_hosts(self.wire)
             if self._engine is not None:  # its spec was another one
                 self._store_all(self._engine)
-        alone = steps_alone(core.plan)
-        self._apart = self._apart or core.step < alone
-        if self.leader is not None and core.step == alone - 1:
+        alone = steps_alone(inner.plan)
+        self._apart = self._apart or inner.step < alone
+        if self.leader is not None and inner.step == alone - 1:
             self._copy(self.leader)
-        for lane, state in zip(core.plan.lanes, core.states, strict=True):
-            needs, needed = _needs(lane, core.step), _needs(lane, core.step - 1)
-            anew = needs and core is not self._engine and not bool(state.tensors[_DENOMINATOR].any())
-            if anew or (needs and not needed):
+        for lane, state in zip(inner.plan.lanes, inner.states, strict=True):
+            needs, needed = _needs(lane, inner.step), _needs(lane, inner.step - 1)
+            stale = needs and inner is not self._engine and not bool(state.tensors[_DENOMINATOR].any())
+            if stale or (needs and not needed):
                 self._freeze(lane, state)
             elif needed and not needs:
                 self._store(lane, state)
-        self._engine = core
+        self._engine = inner
 
     @torch.no_grad()
     def after_step(self) -> None:
         """Take over rank 0's weights and moments, where the steps that each rank took alone are over."""
-        core = self.wire.engine.core
-        if not self._apart or core.step < steps_alone(core.plan):
+        inner = self.wire.engine.unwrapped
+        if not self._apart or inner.step < steps_alone(inner.plan):
             return
         self._apart = False
         if self.leader is None:
@@ -78,23 +78,27 @@ class Preconditioning:
 
     def denominators(self) -> dict[nn.Parameter, Tensor]:
         """Of the parameters whose gradients are momentum since the last step."""
-        frozen = _frozen(self.wire.engine.core)
+        frozen = _frozen(self.wire.engine.unwrapped)
         return {p: view for lane, state in frozen for p, view in self._views(lane, state, _DENOMINATOR)}
 
     @torch.no_grad()
     def store_momentum(self) -> None:
         """Write the momentum that all ranks share into the optimizer's state, where it is stale since the freeze."""
-        self._store_all(self.wire.engine.core)
+        self._store_all(self.wire.engine.unwrapped)
 
-    def _store_all(self, core: Engine) -> None:
-        for lane, state in _frozen(core):
+    def _store_all(self, inner: Engine) -> None:
+        for lane, state in _frozen(inner):
             self._store(lane, state)
 
     def _store(self, lane: Lane, state: LaneState) -> None:
+        """Write the common momentum as AdamW, whose denominators have no floor, makes the same step of it.
+
+        Momentum over the floor would be blown up where the variance is nearly zero: one bit has noise there, too.
+        """
         if lane.feedback.memories["momentum"] == "same":
-            units = dict(self._views(lane, state, _DENOMINATOR)) if _divides(lane) else {}
+            units = dict(self._views(lane, state, _DENOMINATOR)) if not _divides(lane) else {}
             for p, momentum in self._views(lane, state, "momentum"):
-                self.optimizer.state[p]["exp_avg"].copy_(momentum * units.get(p, 1.0))
+                self.optimizer.state[p]["exp_avg"].copy_(momentum / units.get(p, 1.0) * self.optimizer.denominator(p))
 
     def _freeze(self, lane: Lane, state: LaneState) -> None:
         if self._apart:
@@ -115,11 +119,11 @@ class Preconditioning:
 
     def _rescale(self, lane: Lane, state: LaneState, before: Tensor) -> None:
         """Errors are over the denominators, as momentum is."""
-        core, n = self.wire.engine.core, lane.units.total
+        inner, n = self.wire.engine.unwrapped, lane.units.total
         ratio = torch.where(before > 0, before / state.tensors[_DENOMINATOR], 1.0)
         state.tensors["residual"].mul_(ratio)
         if SERVER_ERROR in state.tensors:
-            state.tensors[SERVER_ERROR].mul_(ratio[slice(*shard(n, core.world, core.rank))])
+            state.tensors[SERVER_ERROR].mul_(ratio[slice(*server_slice(n, inner.world, inner.rank))])
 
     def _tensors(self) -> list[Tensor]:
         """Weights, and what the optimizer remembers of them."""
@@ -127,8 +131,8 @@ class Preconditioning:
         return [x for p, state in owned for x in (p.detach(), *(state[name] for name in _MOMENTS if name in state))]
 
     def _count(self, tensor: Tensor) -> None:
-        core = self.wire.engine.core
-        core.accounting.encoded[core.plan.lanes[-1].label] += tensor.nbytes
+        inner = self.wire.engine.unwrapped
+        inner.accounting.encoded[inner.plan.lanes[-1].label] += tensor.nbytes
 
     def _copy(self, leader: "Preconditioning") -> None:
         """Take over another rank's weights, moments and gradients, and count what a broadcast would cost."""
@@ -147,10 +151,10 @@ class Preconditioning:
         return [(p, state.tensors[memory][place].view(p.shape)) for p, place in owners]
 
 
-def _frozen(core: Engine) -> list[tuple[Lane, LaneState]]:
+def _frozen(inner: Engine) -> list[tuple[Lane, LaneState]]:
     """The lanes whose last step sent momentum."""
-    lanes = zip(core.plan.lanes, core.states, strict=True)
-    return [(lane, state) for lane, state in lanes if _needs(lane, core.step - 1)]
+    lanes = zip(inner.plan.lanes, inner.states, strict=True)
+    return [(lane, state) for lane, state in lanes if _needs(lane, inner.step - 1)]
 
 
 def check_optimizer(optimizer: Optimizer | None, parameters: Mapping[str, nn.Parameter], plan: Plan) -> None:
@@ -199,8 +203,13 @@ def steps_alone(plan: Plan) -> int:
 def _refuse_hosts(wire: Wire) -> None:
     """Ranks of a host share out the lanes, so none of them has the denominators of all parameters."""
     lane = next((lane for lane in wire.engine.full_plan.lanes if lane.feedback.needs_denominator), None)
+    if lane is not None and wire.setup.sharded:
+        raise ValueError(
+            f"{lane.feedback} needs the moments of whole parameters, and those of a sharded model lie on several "
+            "ranks; use 'int4', or local steps (gradwire.local)"
+        )
     if lane is not None and wire.link.host_layout is not None:
-        raise ValueError(f"{lane.feedback} cannot be used with across='hosts'; leave across out, or use 'int4'")
+        raise ValueError(f"{lane.feedback} does not work with across='hosts'; leave across out, or use 'int4'")
 
 
 def _divides(lane: Lane) -> bool:

@@ -9,7 +9,7 @@ from gradwire.comm.collectives import Traffic
 from gradwire.engine.accounting import Accounting
 from gradwire.engine.drive import Clock
 from gradwire.engine.lane import Lane
-from gradwire.engine.shards import AnyEngine
+from gradwire.engine.sharded import AnyEngine
 from gradwire.engine.state import LaneState
 
 
@@ -19,7 +19,7 @@ class Report:
 
     Attributes:
         steps: Steps taken.
-        skipped: Steps dropped because some rank's gradient was not finite.
+        skipped: Steps skipped because some rank's gradient was not finite.
         sent: Bytes that this rank put on the wire, padding and agreements included; with ``across="hosts"``, on that
             between hosts.
         received: Bytes that it took off the wire.
@@ -136,12 +136,13 @@ class Report:
 
 def show(engine: AnyEngine, rank: int, world: int) -> str:
     """The plan of an engine as a table."""
-    core = engine.core
+    inner = engine.unwrapped
     title = f"gradwire, rank {rank} of {world}"
     if engine.ranks_per_host > 1:
-        title += f", {engine.local + 1} of {engine.ranks_per_host} on host {core.rank + 1} of {core.world}: its share"
-    lanes = zip(core.plan.lanes, core.states, strict=True)
-    rows = [_COLUMNS, *(_row(lane, state, core.step) for lane, state in lanes)]
+        title += f", {engine.local_rank + 1} of {engine.ranks_per_host} on host {inner.rank + 1} of {inner.world}"
+        title += ": its share"
+    lanes = zip(inner.plan.lanes, inner.states, strict=True)
+    rows = [_COLUMNS, *(_row(lane, state, inner.step) for lane, state in lanes)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(_aligned, _COLUMNS, row, widths)) for row in rows]
     rule = "  ".join("-" * n for n in widths)

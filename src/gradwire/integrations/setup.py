@@ -13,14 +13,14 @@ from gradwire.engine.hosts import HostEngine
 from gradwire.engine.method import Spec, method
 from gradwire.engine.partition import assign_owners
 from gradwire.engine.plan import BUCKET_BYTES, Plan, Rule, build, default_rules, uncompressed
-from gradwire.engine.shards import AnyEngine, ShardEngine
+from gradwire.engine.precompile import precompile
+from gradwire.engine.sharded import AnyEngine, ShardEngine
 from gradwire.engine.step import Engine
-from gradwire.engine.warmup import warm_up
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.compile_notice import compile_notice
 from gradwire.integrations.consistency import agree, errors_on_all_ranks
-from gradwire.integrations.model import local
+from gradwire.integrations.model import local_part
 from gradwire.integrations.spec_change import feedback_after
 
 
@@ -139,7 +139,7 @@ class Setup:
         """This rank's side of a plan."""
         backend, options = self.backend, self.options
         with compile_notice(self.device, first=backend.rank == 0):
-            warm_up(plan, self.device)
+            precompile(plan, self.device)
         if backend.host_layout is None:
             return Engine(plan, backend.rank, backend.world, seed, self.device, options.rollback)
         if self.sharded:
@@ -164,7 +164,7 @@ class Setup:
         """Start as rank 0 does, or as the first replica."""
         with torch.no_grad():
             for tensor in self.shared.values():
-                if (part := local(tensor)).numel():
+                if (part := local_part(tensor)).numel():
                     self.backend.broadcast_(part, "across" if self.sharded else "world")
         self.shared = {}
 
@@ -174,7 +174,7 @@ class Setup:
 
     @property
     def _local_shapes(self) -> dict[str, tuple[int, ...]] | None:
-        return {name: tuple(local(p).shape) for name, p in self.parameters.items()} if self.sharded else None
+        return {name: tuple(local_part(p).shape) for name, p in self.parameters.items()} if self.sharded else None
 
     def _build(self, rules: Sequence[Rule]) -> Plan:
         """The plan of some rules. Only DDP overlaps buckets, so elsewhere a GPU takes more small gradients at once.

@@ -27,31 +27,25 @@ from gradwire.integrations.setup import Options, Setup
 from gradwire.integrations.wire import Wire, write_missing
 
 
+def _counted(name: str) -> Any:
+    """What a lockstep group counts of one rank."""
+    return property(
+        lambda self: getattr(self.group, name)[self.rank],
+        lambda self, count: getattr(self.group, name).__setitem__(self.rank, count),
+    )
+
+
 class SimulatedBackend(Backend):
     """One rank's view of a lockstep group, which answers for all ranks at once in a step.
 
     What comes this way are agreements at attach: one caller makes all ranks, so all request the same.
     """
 
+    traffic, inside = _counted("traffic"), _counted("inside")
+
     def __init__(self, group: Lockstep, rank: int) -> None:
         self.group = group
         self.rank, self.world, self.host_layout = rank, group.world, group.host_layout
-
-    @property
-    def traffic(self) -> Any:
-        return self.group.traffic[self.rank]
-
-    @traffic.setter
-    def traffic(self, count: Any) -> None:
-        self.group.traffic[self.rank] = count
-
-    @property
-    def inside(self) -> Any:
-        return self.group.inside[self.rank]
-
-    @inside.setter
-    def inside(self, count: Any) -> None:
-        self.group.inside[self.rank] = count
 
     def move(self, collective: Collective) -> Tensor:
         return move([collective] * self.world)[0]
@@ -73,14 +67,14 @@ class SimulatedGroup:
     def __call__(self) -> None:
         """Replace every ``p.grad`` of all ranks by the update."""
         grads = [wire.grads() for wire in self.wires]
-        for wire, own, result in zip(self.wires, grads, self.step(grads), strict=True):
+        for wire, own, result in zip(self.wires, grads, self.run(grads), strict=True):
             pairs = [(own[name], update) for name, update in result.updates.items()]
             elsewhere = [(g.detach(), update) for g, update in pairs if g is not None and not same_memory(g, update)]
             if elsewhere:
                 torch._foreach_copy_([g for g, _ in elsewhere], [update for _, update in elsewhere])
             write_missing(wire.parameters, result)
 
-    def step(self, grads: Sequence[Grads], unscale: float = 1.0) -> list[StepResult]:
+    def run(self, grads: Sequence[Grads], unscale: float = 1.0) -> list[StepResult]:
         """A step of all ranks.
 
         Taken at once, its updates are new tensors that all ranks share; taken in turn, each rank's are written over its
@@ -90,16 +84,16 @@ class SimulatedGroup:
             wire.setup.check_model()
             wire.before_step()
         batched = self._batched()
-        if not batched.supports(grads):
+        if not batched.can_run(grads):
             return self._in_turn(grads, unscale)
-        result = batched.step(grads, unscale)
+        result = batched.run(grads, unscale)
         for wire in self.wires:
             wire.clock.add(batched.clock)
         return [result] * len(self.wires)
 
     def _batched(self) -> Batched:
-        """All engines at once; made anew where a wire has got another engine."""
-        engines = [wire.engine.core for wire in self.wires]
+        """All engines at once; made again where a wire has another engine."""
+        engines = [wire.engine.unwrapped for wire in self.wires]
         if self._batch is None or any(a is not b for a, b in zip(self._batch.engines, engines, strict=True)):
             self._batch = Batched(engines, self.group)
         return self._batch
@@ -132,9 +126,9 @@ class SimulatedWorkers:
         **options: Any,
     ) -> None:
         if not models:
-            raise ValueError("lockstep got no replica to train; pass a list of models that are built alike")
+            raise ValueError("lockstep got no replica to train; pass a list of models of the same shape")
         if options.get("scaler") is not None:
-            raise ValueError("lockstep knows no GradScaler; unscale the gradients of all replicas before the call")
+            raise ValueError("lockstep takes no GradScaler; unscale the gradients of all replicas before the call")
         self.group = assemble(len(models), across)
         self.wires = []
         leader = None

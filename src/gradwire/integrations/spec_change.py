@@ -5,7 +5,7 @@ import torch
 from gradwire.core.spec import parse
 from gradwire.engine import checkpoint
 from gradwire.engine.method import Method, Spec
-from gradwire.engine.shards import AnyEngine
+from gradwire.engine.sharded import AnyEngine
 from gradwire.engine.state import spans
 from gradwire.engine.step import Engine
 from gradwire.feedback import Feedback
@@ -21,17 +21,17 @@ def feedback_after(spec: Spec, feedback: str | Feedback | None, current: Feedbac
 
 def migrate_state(old: AnyEngine, new: AnyEngine) -> None:
     """Carry state over by parameter name; an error that has no memory of its own is carried into the next step."""
-    before, after = old.core, new.core
+    before, after = old.unwrapped, new.unwrapped
     after.step, after.accounting = before.step, before.accounting
-    after.drops.restart(before.skipped)
+    after.skipped_steps.restart(before.skipped)
     saved = checkpoint.save(old, "")
     if not isinstance(new, Engine):
         new.load_extra_state(saved)
-    owed = {}
+    debts = {}
     divided = {name: lane.feedback.divides for lane in before.plan.lanes for name in lane.tensors.names}
     for lane, state in zip(before.plan.lanes, before.states, strict=True):
         debt = lane.debt(state, before.rank, before.world).to(before.device)
-        owed.update({name: debt[place] for name, place in lane.slices.items()})
+        debts.update({name: debt[place] for name, place in lane.slices.items()})
     for lane, state in zip(after.plan.lanes, after.states, strict=True):
         for memory, spec in lane.slots(after.world).items():
             for name, span in spans(spec, lane.tensors, after.rank, after.world).items():
@@ -40,6 +40,6 @@ def migrate_state(old: AnyEngine, new: AnyEngine) -> None:
                 if whole is not None and whole.numel() == span.length and same_units:
                     state.tensors[memory][span.live] = whole[span.own].to(after.device)
         in_memory = lane.debt(state, after.rank, after.world).to(after.device)
-        left = torch.cat([owed[name] for name in lane.tensors.names]) - in_memory
+        left = torch.cat([debts[name] for name in lane.tensors.names]) - in_memory
         if bool((left != 0).any()):
-            state.carried = left
+            state.carried_error = left

@@ -15,6 +15,7 @@ from gradwire.integrations.checksums import checksum
 from gradwire.integrations.ddp import find_ddp
 from gradwire.integrations.local.handle import LocalSync
 from gradwire.integrations.local.trainers import local_prepared
+from gradwire.integrations.model import local_part
 from gradwire.integrations.optimizer import check_wire
 from gradwire.integrations.wire import Wire
 
@@ -64,8 +65,8 @@ class TrainerCompression(TrainerCallback):
         accelerator = self.trainer.accelerator
         if accelerator.scaler is not None and accelerator.num_processes == 1:
             raise ValueError(
-                "a Trainer in one process may or may not have unscaled its gradients when it steps, so they cannot be "
-                "compressed under fp16; train with bf16=True, or in several processes"
+                "a Trainer in one process may or may not have unscaled its gradients when it steps, so compression "
+                "does not work under fp16; train with bf16=True, or in several processes"
             )
         optimizer = self.trainer.optimizer
         optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -80,7 +81,7 @@ class TrainerCompression(TrainerCallback):
         if self.wire is not None and not args.save_only_model:
             folder = save(self.wire, _checkpoint(args, state)).parent
             if self.wire.link.rank == 0:
-                (folder / _MODEL).write_text(checksum(self.wire.parameters))
+                (folder / _MODEL).write_text(_checksum(self.wire))
 
     def _load(self, args: Any, state: Any) -> None:
         assert self.wire is not None
@@ -102,7 +103,7 @@ class TrainerCompression(TrainerCallback):
         assert self.wire is not None
         model = folder / _MODEL  # older checkpoints have none
         saved = any(folder.glob("wire-*.safetensors"))
-        return saved and (not model.exists() or model.read_text() == checksum(self.wire.parameters))
+        return saved and (not model.exists() or model.read_text() == _checksum(self.wire))
 
 
 class TrainerLocalSteps(TrainerCallback):
@@ -131,6 +132,11 @@ class TrainerLocalSteps(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if self.outer is not None and not args.save_only_model:
             save(self.outer, _checkpoint(args, state))
+
+
+def _checksum(wire: Wire) -> str:
+    """Of this rank's part of the model."""
+    return checksum({name: local_part(p) for name, p in wire.parameters.items()})
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

@@ -11,21 +11,21 @@ from torch import Tensor, nn
 from gradwire.comm.collectives import Traffic
 from gradwire.engine import checkpoint
 from gradwire.engine.capture import graphs_on
-from gradwire.engine.cuda_graphs import GraphExecutor
+from gradwire.engine.cuda_graphs import StepExecutor
 from gradwire.engine.drive import Clock
 from gradwire.engine.gradients import Grads
 from gradwire.engine.method import Spec
-from gradwire.engine.shards import AnyEngine
+from gradwire.engine.sharded import AnyEngine
 from gradwire.engine.step import StepResult
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
-from gradwire.integrations import scaling
+from gradwire.integrations import grad_scaler
 from gradwire.integrations.auto import Tuner
 from gradwire.integrations.comm_worker import CommWorker
 from gradwire.integrations.consistency import agree, errors_on_all_ranks
-from gradwire.integrations.model import like, local
+from gradwire.integrations.model import like, local_part
 from gradwire.integrations.report import Report, show
-from gradwire.integrations.setup import Options, Setup
+from gradwire.integrations.setup import Setup
 from gradwire.integrations.spec_change import migrate_state
 
 
@@ -41,41 +41,43 @@ class Wire:
     """
 
     def __init__(self, setup: Setup, spec: Spec) -> None:
-        self.setup, self.parameters, options = setup, dict(setup.parameters), setup.options
-        self.link, self.scaler = setup.backend, options.scaler
+        self.setup, self.parameters = setup, dict(setup.parameters)
+        self.link, self.scaler = setup.backend, setup.options.scaler
         self.device = setup.device  # where gradients are compressed
         self.clock = Clock()
         self.worker = CommWorker(self.device)
-        self._pending: Future[StepResult] | None = None  # a delayed step that is under way
+        self._delayed_step: Future[StepResult] | None = None  # a delayed step that is under way
         self.before_step: Callable[[], None] = lambda: None  # is called before a step's first gradient is compressed
         self.adaptive = False  # whether an optimizer that normalizes its steps follows
         self.tuner: Tuner | None = None  # chooses the spec, where it is ``auto``
         self.last_event = ""  # of a plain loop: "backward", "call", "second call" or "step"
         self.is_off = False
         self._feedback: Feedback | None = None  # of the main rule
-        self._first_step = self._first_skipped = 0  # where this wire's own account begins
-        self._start(spec, options)
+        self.first_step = self._first_skipped = 0  # where this wire's own account begins
+        self._start(spec)
         setup.broadcast()
         self.link.traffic = Traffic()  # the account of bytes begins with the first step
 
-    def _start(self, spec: Spec, options: Options, old: AnyEngine | None = None) -> None:
+    def _start(self, spec: Spec, old: AnyEngine | None = None, **changed: Any) -> None:
         """Make the engine that all ranks agree on, with the state of the old one."""
+        options = self.setup.options
         if old is not None:
+            options = replace(options, seed=old.unwrapped.seed, **changed)
             with errors_on_all_ranks(self.link):  # one rank alone may know of a corrupt message
-                old.core.drops.synchronize()
+                old.unwrapped.skipped_steps.synchronize()
         agreed = self.setup.agree(spec, options, self._feedback)
         self._feedback, self.spec = agreed.feedback, agreed.text
         self._engine = self.setup.engine(agreed.plan, options.seed)
-        self.executor = GraphExecutor(self._engine, self.link, self.clock, graphs_on(self.device))
+        self.executor = StepExecutor(self._engine, self.link, self.clock, graphs_on(self.device))
         if old is not None:
             migrate_state(old, self._engine)
 
     @property
     def engine(self) -> AnyEngine:
         """State and step. This waits for a delayed step that is under way."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            result = pending.result()
+        delayed, self._delayed_step = self._delayed_step, None
+        if delayed is not None:
+            result = delayed.result()
             for name, update in self._engine.delayed_updates.items():
                 if result.skipped or name not in result.updates:
                     update.zero_()  # it was handed out already
@@ -85,7 +87,7 @@ class Wire:
 
     def __call__(self) -> None:
         """Replace every ``p.grad`` by the update. Call it after ``backward()``, before ``step()``."""
-        if self.setup.sharded:
+        if self.setup.hooked and self.setup.sharded:
             return  # hooks have done it in the backward pass
         if self.setup.hooked:
             raise RuntimeError("DDP calls this wire by itself in every backward pass; remove the call")
@@ -93,7 +95,7 @@ class Wire:
 
     def grads(self) -> dict[str, Tensor | None]:
         """This rank's gradients, by name."""
-        return {name: None if p.grad is None else local(p.grad) for name, p in self.parameters.items()}
+        return {name: None if p.grad is None else local_part(p.grad) for name, p in self.parameters.items()}
 
     def sync(self, grads: Grads, wait: bool = False) -> StepResult:
         """One step. Updates are written over the gradients, in units of the scaled loss.
@@ -112,12 +114,12 @@ class Wire:
         engine = self.engine
         self.setup.check_model()
         self.before_step()
-        if self.scaler is not None and scaling.overflows(grads, self.link, self.device):
-            engine.drop()
+        if self.scaler is not None and grad_scaler.overflows(grads, self.link, self.device):
+            engine.skip_step()
             self.last_event = ""  # the optimizer will not step
-            scaling.back_off(self.scaler)
-            return scaling.infinite(self.parameters, grads)
-        scale = scaling.scale_of(self.scaler)
+            grad_scaler.back_off(self.scaler)
+            return grad_scaler.infinite(self.parameters, grads)
+        scale = grad_scaler.scale_of(self.scaler)
         if self.delays and not wait:
             result = self._exchange_later(grads, scale)
         else:
@@ -134,21 +136,21 @@ class Wire:
         updates: dict[str, Tensor] = {}
         copies = {name: None if g is None else g.detach().clone() for name, g in grads.items()}
         for name, x in engine.delayed_updates.items():
-            grad, shape = grads[name], local(self.parameters[name]).shape
+            grad, shape = grads[name], local_part(self.parameters[name]).shape
             updates[name] = x.view(shape).clone() if grad is None else grad.detach().copy_(x.view(shape))
-        self._pending = self.worker.submit(lambda: self.executor.run(copies, 1.0 / scale))
+        self._delayed_step = self.worker.submit(lambda: self.executor.run(copies, 1.0 / scale))
         return StepResult(updates, skipped=False)
 
     @property
     def delays(self) -> bool:
         """Whether every lane hands back the mean of the step before, so that this step's may travel meanwhile."""
-        step = self._engine.core.step
+        step = self._engine.unwrapped.step
         return all(lane.at(step)[1].delays for lane in self._engine.full_plan.lanes)
 
     @property
     def skipped(self) -> int:
-        """Steps dropped because some rank's gradient was not finite."""
-        return self.engine.core.skipped
+        """Steps skipped because some rank's gradient was not finite."""
+        return self.engine.unwrapped.skipped
 
     def observe(self, second_moments: Mapping[str, Tensor]) -> None:
         """Feed the variance test of the coming step: call it before ``wire()``, under DDP before ``backward()``.
@@ -160,7 +162,7 @@ class Wire:
                 only the gradients of M micro-batches passes the sum over those of (gradient / M)^2. A loop that clips
                 its gradients multiplies this by the square of the same factor.
         """
-        self.engine.observe({name: local(x) for name, x in second_moments.items()})
+        self.engine.observe({name: local_part(x) for name, x in second_moments.items()})
 
     # -- changing the spec -----------------------------------------------------------------------------------------
 
@@ -169,15 +171,13 @@ class Wire:
 
         A codec keeps the current feedback, if that keeps errors; a preset brings its own. Rules stay.
         """
-        old, self.is_off = self.engine, False
-        self._start(spec, replace(self.setup.options, feedback=feedback, exchange=exchange, seed=old.core.seed), old)
+        self.is_off = False
+        self._start(spec, self.engine, feedback=feedback, exchange=exchange)
 
     def off(self) -> None:
         """Stop compressing: dense float32 from now on, under the same feedback, so that errors and momentum survive."""
-        old, current, self.is_off = self.engine, self._feedback, True
-        self._start(
-            "fp32", replace(self.setup.options, feedback=current, exchange=None, rules=(), seed=old.core.seed), old
-        )
+        self.is_off = True
+        self._start("fp32", self.engine, feedback=self._feedback, exchange=None, rules=())
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -191,32 +191,34 @@ class Wire:
         All ranks must call it; what one of them cannot load, none does.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
-        if self.tuner is not None and states and "gradwire/spec" in states[0]:
-            self.tuner.before_load(bytes(states[0]["gradwire/spec"].tolist()).decode())
+        if self.tuner is not None:
+            with errors_on_all_ranks(self.link):
+                saved = checkpoint.saved_spec((states or [{}])[0])
+            self.tuner.before_load(saved)
         engine = self.engine
-        core, states = engine.core, checkpoint.of_shard(engine, states)
+        inner, states = engine.unwrapped, checkpoint.of_shard(engine, states)
         with errors_on_all_ranks(self.link):
             checkpoint.check(engine, states, self.spec)
         account = self.link.traffic
         agree(self.link, self.spec, self.setup.tensors(), int(states[0]["gradwire/step"]), call="load_state_dict()")
         self.link.traffic = account  # an agreement belongs to no step
-        taken, skipped = core.step - self._first_step, core.skipped - self._first_skipped
+        taken, skipped = inner.step - self.first_step, inner.skipped - self._first_skipped
         checkpoint.load(engine, states)
         # Steps that another wire took are not in this wire's account, as their bytes are not.
-        self._first_step, self._first_skipped = core.step - taken, core.skipped - skipped
+        self.first_step, self._first_skipped = inner.step - taken, inner.skipped - skipped
 
     def fits(self, state: checkpoint.Saved) -> bool:
         """Whether a state was saved in a world like this one, so that each rank loads its own."""
         return checkpoint.same_shape(self._engine, state)
 
     def debts(self) -> dict[str, Tensor]:
-        """This rank's share of the pending update by name; its mean over ranks is still to be applied."""
+        """This rank's debt by name: its mean over ranks is still to be applied."""
         engine = self.engine
-        core = engine.core
-        debts = {name: torch.zeros(local(p).shape, device=self.device) for name, p in self.parameters.items()}
-        for lane, state in zip(core.plan.lanes, core.states, strict=True):
+        inner = engine.unwrapped
+        debts = {name: torch.zeros(local_part(p).shape, device=self.device) for name, p in self.parameters.items()}
+        for lane, state in zip(inner.plan.lanes, inner.states, strict=True):
             debt = (
-                lane.debt(state, core.rank, core.world).to(self.device) * engine.ranks_per_host
+                lane.debt(state, inner.rank, inner.world).to(self.device) * engine.ranks_per_host
             )  # for all of its host
             for (name, place), shape in zip(lane.slices.items(), lane.tensors.shapes, strict=True):
                 debts[name] = debt[place].view(shape)
@@ -226,13 +228,14 @@ class Wire:
 
     def report(self) -> Report:
         """Bytes, ratios and seconds so far."""
-        core, link = self.engine.core, self.link
-        counts: dict[str, Any] = {"steps": core.step - self._first_step, "skipped": core.skipped - self._first_skipped}
+        inner, link = self.engine.unwrapped, self.link
+        steps, skipped = inner.step - self.first_step, inner.skipped - self._first_skipped
+        counts: dict[str, Any] = {"steps": steps, "skipped": skipped}
         if link.host_layout is not None:
             counts |= {"hosts": self.setup.plan_world, "sent_inside": link.inside.sent}
             counts |= {"received_inside": link.inside.received, "sharded": self.setup.sharded}
         note = "" if self.tuner is None else self.tuner.note()
-        return Report.of(link.traffic, self.clock, core.accounting, world=link.world, note=note, **counts)
+        return Report.of(link.traffic, self.clock, inner.accounting, world=link.world, note=note, **counts)
 
     @property
     def decisions(self) -> Sequence[Any]:

@@ -47,9 +47,9 @@ def versions(device: str) -> ModuleType | None:
 
 @lru_cache
 def faster(device: str) -> dict[str, Callable[..., Any]]:
-    """What a kind of device offers, by the names of definitions. Only what is exported: modules have names too."""
+    """What a kind of device offers, by the names of definitions: the functions that its package imports."""
     module = versions(device)
-    return {} if module is None else {name: getattr(module, name) for name in module.__all__}
+    return {} if module is None else {name: x for name, x in vars(module).items() if callable(x)}
 
 
 def offers(device: str, name: str) -> bool:

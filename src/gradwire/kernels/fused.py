@@ -35,12 +35,12 @@ class Selected(NamedTuple):
     Attributes:
         indices: Rising flat positions.
         values: What lies there.
-        broken: A bool tensor: some gradient entry was not finite.
+        nonfinite: A bool tensor: some gradient entry was not finite.
     """
 
     indices: Tensor
     values: Tensor
-    broken: Tensor
+    nonfinite: Tensor
 
 
 @kernel
@@ -60,7 +60,7 @@ def topk(x: Tensor, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Tensor
 def accumulate_(
     grad: Tensor, residual: Tensor, momentum: Tensor | None, rule: Accumulation, before: Tensor | None = None
 ) -> Tensor:
-    """Add a gradient to the memories; ``residual`` becomes the target. Returns whether the gradient was broken.
+    """Add a gradient to the memories; ``residual`` becomes the target. Returns whether the gradient was nonfinite.
 
     What the residual was may lie in ``before``, which stays as it is.
     """
@@ -89,9 +89,9 @@ def accumulate_topk_(
     counts: tuple[int, ...],
 ) -> Selected:
     """`accumulate_`, then `topk` of the target."""
-    broken = accumulate_(grad, residual, momentum, rule)
+    nonfinite = accumulate_(grad, residual, momentum, rule)
     indices = topk(residual, lengths, counts)
-    return Selected(indices, residual[indices], broken)
+    return Selected(indices, residual[indices], nonfinite)
 
 
 @kernel
@@ -138,17 +138,17 @@ def subtract_sent_(residual: Tensor, momentum: Tensor | None, indices: Tensor, s
 def feedback_sign_(
     grad: Tensor, residual: Tensor, decay: float, lengths: tuple[int, ...], norm: bool, before: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Error feedback with `sign`: the message of ``grad + decay * residual``, and whether the gradient was broken.
+    """Error feedback with `sign`: the message of ``grad + decay * residual``, and whether the gradient was nonfinite.
 
     What the residual was may lie in ``before``, which stays as it is.
     """
     if before is not None:
         residual.copy_(before)
-    broken = accumulate_(grad, residual, None, Accumulation(decay=decay))
+    nonfinite = accumulate_(grad, residual, None, Accumulation(decay=decay))
     counts = torch.tensor(lengths, device=grad.device)
     data = quantize.sign_encode(residual, counts, norm)
     residual.sub_(quantize.sign_decode(data, counts))
-    return data, broken
+    return data, nonfinite
 
 
 @kernel
@@ -164,34 +164,34 @@ def feedback_integer_(
     """`feedback_sign_` of `int8`, `int4` or `int2`."""
     if before is not None:
         residual.copy_(before)
-    broken = accumulate_(grad, residual, None, Accumulation(decay=decay))
+    nonfinite = accumulate_(grad, residual, None, Accumulation(decay=decay))
     counts = torch.tensor(lengths, device=grad.device)
     data = quantize.integer_encode(residual, counts, bits, block)
     residual.sub_(quantize.integer_decode(data, counts, bits, block))
-    return data, broken
+    return data, nonfinite
 
 
 @kernel
 def merge_sign(
-    shards: Tensor, error: Tensor | None, lengths: tuple[int, ...], norm: bool
+    messages: Tensor, error: Tensor | None, lengths: tuple[int, ...], norm: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The server's part between two legs of `sign`: the mean of messages, uint8[ranks, bytes], plus an error, encoded.
 
     Returns the message and, if there was an error, the new one.
     """
-    counts = torch.tensor(lengths, device=shards.device)
-    mine = _mean([quantize.sign_decode(row, counts) for row in shards], error)
+    counts = torch.tensor(lengths, device=messages.device)
+    mine = _mean([quantize.sign_decode(row, counts) for row in messages], error)
     data = quantize.sign_encode(mine, counts, norm)
     return data, None if error is None else mine - quantize.sign_decode(data, counts)
 
 
 @kernel
 def merge_integer(
-    shards: Tensor, error: Tensor | None, lengths: tuple[int, ...], bits: int, block: int
+    messages: Tensor, error: Tensor | None, lengths: tuple[int, ...], bits: int, block: int
 ) -> tuple[Tensor, Tensor | None]:
     """`merge_sign` of `int8`, `int4` or `int2`."""
-    counts = torch.tensor(lengths, device=shards.device)
-    mine = _mean([quantize.integer_decode(row, counts, bits, block) for row in shards], error)
+    counts = torch.tensor(lengths, device=messages.device)
+    mine = _mean([quantize.integer_decode(row, counts, bits, block) for row in messages], error)
     data = quantize.integer_encode(mine, counts, bits, block)
     return data, None if error is None else mine - quantize.integer_decode(data, counts, bits, block)
 

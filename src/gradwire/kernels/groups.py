@@ -44,7 +44,7 @@ def num_blocks(lengths: tuple[int, ...], block: int | None) -> int:
 
 
 def spread(numbers: Tensor, groups: Tensor, total: int | None = None) -> Tensor:
-    """Each group's number, once for each of its values; who knows their ``total`` spares the device a question."""
+    """Each group's number, once for each of its values; with their ``total`` the host need not wait for the device."""
     return numbers.repeat_interleave(groups, output_size=total)
 
 

@@ -47,9 +47,9 @@ class Found(NamedTuple):
     """What several messages say.
 
     Attributes:
-        indices: int64[messages, count]; of a damaged message, anything below n.
+        indices: int64[messages, count]; of a corrupt message, anything below n.
         used: int64[messages], how many bytes the codes took.
-        faults: int[messages, any]: not all zero if the message was damaged.
+        faults: int[messages, any]: not all zero if the message is corrupt.
     """
 
     indices: Tensor
@@ -231,7 +231,7 @@ def _quotients(data: Tensor, counts: Tensor, excess: Tensor) -> Tensor:
             "the message was damaged"
         )
     if not torch.equal(ones[counts.cumsum(0) - 1] + 1, (counts + excess).cumsum(0)):
-        raise CorruptMessageError("a rice block does not end where its header says; the message was damaged")
+        raise CorruptMessageError("a rice block is longer or shorter than in its header; the message was damaged")
     return torch.diff(ones, prepend=ones.new_full((1,), -1)) - 1
 
 

@@ -151,7 +151,7 @@ def _read_counts(data: Tensor, rows: int, count: int) -> tuple[Tensor, int]:
     start += used
     counts, used = decode_blocks(data[start:], named, width_of(count + 1))
     at = (empty + 1).cumsum(0) - 1
-    if bool(((at < 0) | (at >= rows)).any()):  # damaged numbers may wrap around
+    if bool(((at < 0) | (at >= rows)).any()):  # corrupt numbers may wrap around
         raise CorruptMessageError(f"a message names a row behind the last of {rows}; it was damaged")
     return data.new_zeros(rows, dtype=torch.int64).index_copy_(0, at, counts + 1), start + used
 

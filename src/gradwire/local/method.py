@@ -103,7 +103,7 @@ def local_method(
     made: Any = parse(spec) if isinstance(spec, str) else spec
     if not isinstance(made, LocalMethod):
         raise ValueError(
-            f"{spec!r} does not say how many local steps to take; write one of {', '.join(registered('local'))} as in "
+            f"{spec!r} has no number of local steps; write one of {', '.join(registered('local'))} as in "
             "'sparseloco(H=5)', and pass a codec of your own as codec="
         )
     return replace(made, message=method(made.message if codec is None else codec, feedback, exchange))

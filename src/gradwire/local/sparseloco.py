@@ -32,8 +32,10 @@ def sparseloco(
     scales: str = "fp32",
     start: int = 0,
     first: Quantizer | None = Int4(),  # noqa: B008 - a frozen value
+    alpha: float = 0.0,
+    delay: int = 0,
 ) -> LocalMethod:
     """SparseLoCo (Sarfi et al. 2025): signs of the ``k`` largest of every ``chunk``, averaged over their senders."""
     chain = ChunkTopK(k, chunk) | Sign(per=k, scales=scales)
     message = Method(((0, chain),), Residual(decay), AllGather(mean="senders"))
-    return LocalMethod(H, message, rate, start=start, first=first)
+    return LocalMethod(H, message, rate, start=start, first=first, alpha=alpha, delay=delay)

@@ -69,7 +69,7 @@ class AdamW(torch.optim.AdamW):
     def denominator(self, p: nn.Parameter, floor: float = 0.0) -> Tensor:
         """The root of the variance, as torch's AdamW divides by it, but no less than a share of the tensor's mean.
 
-        A variance that was measured over few steps may be nearly zero, and whatever is divided by its root explodes.
+        A variance that was measured over few steps may be nearly zero, and what is divided by its root explodes.
         """
         state, group = self.state[p], self._group_of(p)
         if "exp_avg_sq" not in state:
@@ -91,20 +91,25 @@ class AdamW(torch.optim.AdamW):
                 continue
             steps = [self.state[p]["step"] for p in params]
             torch._foreach_add_(steps, 1)
-            rate = float(group["lr"])
-            size = rate / (1 - float(group["betas"][0]) ** float(steps[0]))
+            rate, count = float(group["lr"]), _count(steps[0], group)
+            size, divisors = rate if group["maximize"] else -rate, [denominators[p] for p in params]
+            correction = 1 - float(group["betas"][0]) ** count
+            if isinstance(correction, Tensor):
+                divisors = list(torch._foreach_mul(divisors, correction.float()))
+            else:
+                size /= correction
             grads = [p.grad for p in params if p.grad is not None]
             if scale is not None:
                 grads = list(torch._foreach_mul(grads, 1.0 / float(scale)))
-            size = size if group["maximize"] else -size
-            _update_(params, 1 - rate * group["weight_decay"], grads, [denominators[p] for p in params], size)
-            self._age_variance(params, group, float(steps[0]))
+            _update_(params, 1 - rate * group["weight_decay"], grads, divisors, size)
+            self._age_variance(params, group, count)
 
-    def _age_variance(self, params: list[nn.Parameter], group: dict[str, Any], step: float) -> None:
+    def _age_variance(self, params: list[nn.Parameter], group: dict[str, Any], count: Any) -> None:
         """Keep the variance what it is after torch's correction of its bias, which counts this step as measured."""
         beta = float(group["betas"][1])
-        ratio = (1 - beta**step) / (1 - beta ** (step - 1))
-        if ratio - 1 > 2**-25:
+        ratio = (1 - beta**count) / (1 - beta ** (count - 1))
+        ratio = ratio.float() if isinstance(ratio, Tensor) else ratio
+        if isinstance(ratio, Tensor) or ratio - 1 > 2**-25:
             names = [name for name in ("exp_avg_sq", "max_exp_avg_sq") if name in self.state[params[0]]]
             torch._foreach_mul_([self.state[p][name] for p in params for name in names], ratio)
 
@@ -115,6 +120,11 @@ class AdamW(torch.optim.AdamW):
 
     def _group_of(self, p: nn.Parameter) -> dict[str, Any]:
         return next(group for group in self.param_groups if any(p is other for other in group["params"]))
+
+
+def _count(step: Tensor, group: dict[str, Any]) -> Any:
+    """The number of steps: a float, or, where it is on the device and reading it would mean waiting, a tensor."""
+    return step.double() if group["fused"] or group["capturable"] else float(step)
 
 
 def _update_(

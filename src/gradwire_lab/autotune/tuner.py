@@ -27,6 +27,7 @@ from gradwire_lab.autotune.wire_costs import StepTimes, WireCosts
 from gradwire_lab.perf_model.advice import ENOUGH
 from gradwire_lab.perf_model.candidates import automatic
 from gradwire_lab.perf_model.cluster import steady
+from gradwire_lab.perf_model.local_steps import TOO_SLOW, LocalAdvice, local_steps
 from gradwire_lab.perf_model.model import DENSE, ModelProfile
 from gradwire_lab.perf_model.timing import now, slowest
 
@@ -71,7 +72,8 @@ class AutoTuner:
         self._chosen = "fp32"
         self._halves = False
         self._steps = 0
-        self._dense_seconds = 0.0
+        self._dense_seconds = self._seconds = self._compute = 0.0
+        self._rounds: LocalAdvice | None = None
         self._measured: list[StepTimes] = []
         self._last: float | None = None
         self._stage, self._wanted = TuningStage.DENSE, WARMUP + MEASURED
@@ -95,7 +97,17 @@ class AutoTuner:
     def lines(self) -> list[str]:
         """The decisions, for people."""
         lines = [f"auto: {decision}" for decision in self.decisions] or ["auto: still measuring dense steps"]
-        return [*lines, *filter(None, [self.note()])]
+        return [*lines, *filter(None, [self.note(), self._local_steps()])]
+
+    def _local_steps(self) -> str:
+        """What to do where a step waits for the link in whatever way it is sent."""
+        if not self.decided or self._rounds is None or self._seconds <= (1 + TOO_SLOW) * self._compute:
+            return ""
+        times = self._seconds / self._compute
+        return (
+            f"auto: a step still takes {times:.3g} times its computing; take local steps, H = {self._rounds.H}, "
+            f"{self._rounds.loss or 'at a loss that is not known'}: {self._rounds.call}"
+        )
 
     def note(self) -> str:
         """What the report leaves out: steps that DDP takes without us."""
@@ -154,10 +166,12 @@ class AutoTuner:
 
     def _weigh(self, dense: StepTimes) -> None:
         """After the dense steps: is there anything that pays?"""
-        self._dense_seconds = dense.period
+        self._dense_seconds = self._seconds = dense.period
+        self._compute = dense.period - dense.exposed
         costs = self._costs()
         self._halves = dense.exposed > 2 * (1 - ENOUGH) * dense.period and len(costs.model.dense) > 1
         calibration, cluster = costs.free_coding(dense), costs.cluster(dense)
+        self._rounds = local_steps(calibration, cluster, predictor=costs.predict)
         promising = costs.promising(calibration, cluster, ENOUGH * dense.period)
         if not promising:
             self._halve(f"no way to compress would beat {_ms(dense.period)} a step, even if it cost nothing")
@@ -195,6 +209,7 @@ class AutoTuner:
         """After some steps in the chosen way: did it keep its promise?"""
         why = f"{_ms(seen.period)} a step measured, {_ms(self._dense_seconds)} dense"
         if seen.period < ENOUGH * self._dense_seconds:
+            self._seconds = seen.period
             self._conclude(self._chosen, why)
         elif self._chosen == "bf16":
             self._conclude("fp32", f"back to float32: {why}")
@@ -231,7 +246,7 @@ class AutoTuner:
     # -- what is kept ----------------------------------------------------------------------------------------------
 
     def before_load(self, spec: str) -> None:
-        """Go on in the way that was chosen before the state was saved; from a dense state, measure anew."""
+        """Continue in the way that was chosen before the state was saved; from a dense state, measure again."""
         candidates = ("bf16", *automatic())
         chosen = next((one for one in candidates if self.wire.setup.text_of(one) == spec), None)
         if chosen is not None and not self.decided:

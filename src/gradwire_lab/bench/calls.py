@@ -1,7 +1,7 @@
 """Calls: what one call of a user costs, beside the bytes that it cannot avoid.
 
 Every spec is called as a training loop calls it, through the public interface, on gradients that are equal at every
-step. Before each call the gradients are written anew, which is not timed. The floor is the time of a copy of the bytes
+step. Before each call the gradients are written again, which is not timed. The floor is the time of a copy of the bytes
 that the call must read and write, at the bandwidth measured in the same run: the gradient is read, the update is
 written, memories are read and written, and the message is written and read. On a CPU the time inside of kernels is
 measured too, in calls of their own.

@@ -209,11 +209,11 @@ def _bitmap(scene: Scene, decoding: bool) -> Case:
 
 
 def _merge(scene: Scene, bits: int) -> Case:
-    """A server's turn with messages of several ranks for its shard, a debt, and one message back."""
+    """A server's turn with messages of several ranks for its slice, a debt, and one message back."""
     n = max(scene.n // WORLD // 8 * 8, 8)
     x, debt = torch.randn(n, device=scene.device), torch.randn(n, device=scene.device)
     table = torch.tensor([n], device=scene.device)
-    # Bytes of each element of the whole vector, of which this is one shard.
+    # Bytes of each element of the whole vector, of which this is one slice.
     if bits == 1:
         rows = quantize.sign_encode(x, table, False).repeat(WORLD, 1)
         return Case((WORLD / 8 + 16 + 1 / 8) / WORLD, lambda: fused.merge_sign(rows, debt, (n,), False))

@@ -74,7 +74,7 @@ def measure(
     """
     tables = [size if isinstance(size, tuple) else (size,) for size in sizes]
     if any(sum(lengths) < 1 for lengths in tables):
-        raise ValueError("a kernel needs something to work on; say --size 25600000")
+        raise ValueError("a kernel needs at least one element; give --size 25600000")
     wanted = [(lengths, chosen(only, lengths)) for lengths in tables]
     rows: list[dict[str, Any]] = []
     for lengths, names in wanted:

@@ -2,7 +2,7 @@
 
 On a GPU the allocator counts. On a CPU the system does: the resident pages of a process of its own for each method,
 whose high-water mark is set back before the steps that count. Gradients are there before; whatever the method adds is
-counted, its messages included.
+counted, its messages included. Local steps are specs such as ``local:sparseloco(H=1)``, whose every step is a round.
 """
 
 import ctypes
@@ -20,8 +20,11 @@ from torch import nn
 
 from gradwire.engine import method
 from gradwire.integrations import compress
+from gradwire.integrations.local import local
+from gradwire_lab.bench.network import methods
 from gradwire_lab.bench.network.methods import parse
 
+LOCAL = "local:"
 _LEAN = "; rollback=false"
 SPECS = (
     *("dgc(0.001)", f"dgc(0.001){_LEAN}"),
@@ -72,6 +75,9 @@ def check(spec: str) -> None:
     Raises:
         ValueError: It is none, or one of its options is.
     """
+    if spec.startswith(LOCAL):
+        methods.check(spec)
+        return
     text, options = parse(spec)
     method(text, options.get("feedback"), options.get("exchange"))
 
@@ -123,17 +129,26 @@ def _layers(width: int, device: torch.device) -> nn.Module:
 
 def _train(spec: str, model: nn.Module) -> tuple[int, int]:
     """Some steps; the bytes that are held after them, and the most in the last ones."""
-    text, options = parse(spec)
     device = next(model.parameters()).device
-    wire = compress(model, text, **options)
+    synchronize = _attached(spec, model)
     for step in range(_STEPS):
         for p in model.parameters():
             assert p.grad is not None
             p.grad.normal_()
+            p.data.add_(p.grad, alpha=1e-3)
         if step == 2:
             _set_back(device)
-        wire()
+        synchronize()
     return _resident(device), _highest(device)
+
+
+def _attached(spec: str, model: nn.Module) -> Callable[[], object]:
+    """What synchronizes gradients, or weights."""
+    if spec.startswith(LOCAL):
+        chosen, options = methods.local_method_of(spec)
+        return local(model, torch.optim.SGD(model.parameters(), lr=0.0), chosen, **options)
+    text, options = parse(spec)
+    return compress(model, text, **options)
 
 
 def _resident(device: torch.device) -> int:

@@ -25,6 +25,7 @@ from gradwire_lab.bench.network.rank_main import quartiles
 from gradwire_lab.bench.network.workloads import SMALL_GPT, Workload, images, text
 from gradwire_lab.launch import launch, send_message
 from gradwire_lab.perf_model.timing import now
+from gradwire_lab.train.time_left import TimeLeft
 
 DENSE = "ddp-fp32"
 ALWAYS = (NO_COMM, DENSE)  # what all others are compared with
@@ -150,19 +151,28 @@ def check(job: StepBench) -> None:
         methods.check(method)
 
 
-def measure(job: StepBench, world: int, report: Callable[[str], object] = lambda line: None) -> list[dict[str, Any]]:
-    """Start the ranks, and make a row of each method.
+def measure(
+    job: StepBench,
+    world: int,
+    report: Callable[[str], object] = lambda line: None,
+    left: TimeLeft | None = None,
+) -> list[dict[str, Any]]:
+    """Start the ranks, and make a row of each method. ``left`` counts blocks: `blocks` of every job.
 
     Raises:
         RankError: A rank died.
     """
     check(job)
     events: list[dict[str, Any]] = []
+    left = left or TimeLeft(blocks(job))
 
     def add(rank: int, event: dict[str, Any]) -> None:
         events.append(event)
         if rank == 0:
-            report(f"{event['method']}: {_progress(event)}")
+            if "round" in event:
+                left.finish()
+            left.total -= job.rounds * ("refused" in event)
+            report(left.after(f"{job.workload}, {event['method']}: {_progress(event)}"))
 
     before = os.getloadavg()[0]
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
@@ -170,6 +180,11 @@ def measure(job: StepBench, world: int, report: Callable[[str], object] = lambda
     about = {"workload": job.workload, "device": job.device, "world": world, "rounds": job.rounds, "steps": job.steps}
     load = {"load_before": before, "load_after": os.getloadavg()[0]}
     return [about | row | load for row in _rows(events, job.methods)]
+
+
+def blocks(job: StepBench) -> int:
+    """How many turns there are, of all methods together."""
+    return job.rounds * len(job.methods)
 
 
 def _progress(event: dict[str, Any]) -> str:

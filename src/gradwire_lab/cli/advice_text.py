@@ -18,7 +18,7 @@ from gradwire_lab.perf_model.calibration import Calibration
 from gradwire_lab.perf_model.candidates import arguments
 from gradwire_lab.perf_model.cluster import Cluster
 from gradwire_lab.perf_model.costs import Prediction
-from gradwire_lab.perf_model.local_steps import TOO_SLOW, local_steps
+from gradwire_lab.perf_model.local_steps import TOO_SLOW, LocalAdvice, local_steps
 from gradwire_lab.perf_model.model import DENSE
 from gradwire_lab.report.numbers import in_bytes
 
@@ -57,8 +57,8 @@ def _local_steps(found: Calibration, cluster: Cluster, advice: Advice) -> str:
     times = choice.seconds / choice.split.compute
     return (
         f"No way to send every step is enough for this link: a step takes {times:,.3g} times its computing. Take local "
-        f"steps, H = {rounds.H}: {_ms(rounds.seconds)} a step and {in_bytes(rounds.sent)}. What that costs in loss "
-        f"depends on the model, and grows with H: see docs/local.md.\nouter = {rounds.call}"
+        f"steps, H = {rounds.H}: {_ms(rounds.seconds)} a step and {in_bytes(rounds.sent)}, and "
+        f"{rounds.loss or 'a loss that no training here tells'}.\nouter = {rounds.call}"
     )
 
 
@@ -118,7 +118,7 @@ def as_object(
         "dense": found.model.called(advice.dense.spec),
         "speedup": advice.speedup,
         "break_even": _paying(*limit),
-        "local_steps": None if (rounds := local_steps(found, cluster)) is None else asdict(rounds),
+        "local_steps": _rounds(local_steps(found, cluster)),
         "ways": [
             {
                 "spec": found.model.called(way.spec),
@@ -134,6 +134,12 @@ def as_object(
             for way in advice.ways
         ],
     }
+
+
+def _rounds(rounds: LocalAdvice | None) -> dict[str, Any] | None:
+    if rounds is None:
+        return None
+    return {**asdict(rounds), "loss": None if rounds.loss is None else asdict(rounds.loss)}
 
 
 def _ms(seconds: float) -> str:

@@ -76,13 +76,13 @@ def advise(
     patience: Annotated[float | None, typer.Option(hidden=True)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether compression pays, which spec to take, and what to expect of it.
+    """Predict whether compression pays, which spec to take, and what to expect of it.
 
     Specs that lost more than a percent in the project's own trainings, or that were never trained with, are shown, but
     taken only if --specs names them.
     Computing and compressing are measured here, on the processors of this machine or with --device cuda on its GPUs,
-    in the format that --dtype says. The link is what --link says; started by torchrun on all hosts without it, a short
-    probe between the ranks measures it, and there are as many workers as ranks.
+    in the format of --dtype. --link gives the link. Without it, start this by torchrun on all hosts: a short probe
+    between the ranks then measures the link, and there are as many workers as ranks.
     """
     if patience is not None:
         warnings.warn("advise --patience is now --probe-timeout", FutureWarning, stacklevel=2)
@@ -145,11 +145,11 @@ def _cluster(
     count = hosts * each if hosts is not None else workers or usual
     if where is not None and count != where.world:
         raise ValueError(
-            f"there are {where.world} ranks, and {count} workers are asked about; leave that out, or start this once, "
-            "by itself, with --link"
+            f"there are {where.world} ranks, but --workers or --hosts makes {count}; leave these out, or start this "
+            "once, without a launcher, with --link"
         )
     if count < 2:
-        raise ValueError("a single worker has no other to send to; ask about 2 or more")
+        raise ValueError("a single worker has no other to send to; give 2 workers or more")
     return Cluster(count, link, each, LinkSpec.parse(inside))
 
 
@@ -161,7 +161,7 @@ def _link(text: str, where: LauncherRank | None, timeout: float) -> LinkSpec:
         return LinkSpec.parse(text)
     if where is None:
         raise ValueError(
-            "what is the link between the workers? Say --link 100mbit,5ms, or start this by torchrun on all hosts"
+            "the link between the workers is not known; give --link 100mbit,5ms, or start this by torchrun on all hosts"
         )
     limit = timedelta(seconds=timeout)
     try:

@@ -12,8 +12,10 @@ from gradwire_lab.bench import step as bench_step
 from gradwire_lab.cli.bench_checks import check_device, check_picture
 from gradwire_lab.cli.options import AsJson, Device
 from gradwire_lab.cli.output import ResultRows, make_table, refusing
+from gradwire_lab.train.time_left import TimeLeft
 
 COLUMNS = ("kernel", "elements", "segments", "ms", "GB/s", "x floor", "x definition", "x plain torch", "x Gaussian")
+_OPTIONAL = {"to_torch": ".1f", "to_gaussian": ".2f"}
 STEP_COLUMNS = ("workload", "ranks", "method", "ms", "x DDP", "quartiles", "x silent", "CPU x DDP", "kept", "peak")
 
 
@@ -48,7 +50,7 @@ def kernels(
         except (MemoryError, RuntimeError) as wrong:
             if isinstance(wrong, RuntimeError) and not re.search("out of memory|can't allocate", str(wrong)):
                 raise
-            raise ValueError("there is not enough memory for buffers of this size; say a smaller --size") from None
+            raise ValueError("there is not enough memory for buffers of this size; give a smaller --size") from None
     if picture:
         from gradwire_lab.bench import roofline
 
@@ -57,17 +59,10 @@ def kernels(
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        str(row["kernel"]),
-        f"{row['n']:,}",
-        str(row["segments"]),
-        f"{row['ms']:.3f}",
-        f"{row['gb_per_s']:.1f}",
-        f"{row['to_floor']:.2f}",
-        f"{row['to_reference']:.1f}",
-        f"{row['to_torch']:.1f}" if row["to_torch"] else "",
-        f"{row['to_gaussian']:.2f}" if row["to_gaussian"] else "",
-    )
+    formats = {"ms": ".3f", "gb_per_s": ".1f", "to_floor": ".2f", "to_reference": ".1f"}
+    numbers = (format(row[name], style) for name, style in formats.items())
+    ratios = (format(row[name], style) if row[name] else "" for name, style in _OPTIONAL.items())
+    return (str(row["kernel"]), f"{row['n']:,}", str(row["segments"]), *numbers, *ratios)
 
 
 def step(
@@ -82,7 +77,7 @@ def step(
 ) -> None:
     """Time a training step without a network: by plain DDP, by torch's hooks, by ours, and without any exchange.
 
-    A world of two on a CPU, of one on a GPU, unless you say otherwise.
+    A world of two on a CPU, of one on a GPU, unless you give --workers.
     """
     on_gpu = device == "cuda"
     world = workers or (1 if on_gpu else 2)
@@ -96,8 +91,9 @@ def step(
         check_device(device, world)
         for job in jobs:
             bench_step.check(job)
+        left = TimeLeft(sum(map(bench_step.blocks, jobs)))
         for job in jobs:
-            for row in bench_step.measure(job, world, lambda line: typer.echo(line, err=True)):
+            for row in bench_step.measure(job, world, lambda line: typer.echo(line, err=True), left):
                 results.add(row, _step_cells(row))
                 refusals += [f"{row['workload']}, {row['method']}: {row['refused']}"] if "refused" in row else []
     results.show(*refusals)

@@ -15,7 +15,7 @@ def check_device(device: str, ranks: int = 1) -> None:
         ValueError: It is no device to measure on, or there are too few.
     """
     if device not in ("cpu", "cuda"):
-        raise ValueError(f"nothing is measured on {device!r}; say --device cpu or cuda")
+        raise ValueError(f"nothing is measured on {device!r}; give --device cpu or cuda")
     devices.parse(device)
     if device == "cuda" and ranks > torch.cuda.device_count():
         raise ValueError(f"{ranks} ranks need as many GPUs, and torch sees {torch.cuda.device_count()}")

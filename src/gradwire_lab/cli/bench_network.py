@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -66,18 +66,16 @@ def network(
         # What is wrong with a workload is an error here, and not of every rank.
         weights = {name: _nbytes(workloads.load(name).model.parameters()) for name in model or ["lstm"]}
         chosen = [Scenario(*place, where) for place in product(weights, named, workers or [2, 4, 8])]
-        left = TimeLeft(len(chosen) * len(names))
+        budgets = {
+            scenario: grid.with_timeout(usual, scenario, weights[scenario.model])
+            if timeout is None
+            else replace(usual, timeout=timeout)
+            for scenario in chosen
+        }
+        missing = {scenario: grid.missing(scenario, names, rows, budget, retry) for scenario, budget in budgets.items()}
+        left = TimeLeft(sum(runner.turns(missing[scenario], budgets[scenario]) for scenario in chosen))
         for scenario in chosen:
-            derived = grid.with_timeout(usual, scenario, weights[scenario.model])
-            budget = derived if timeout is None else replace(usual, timeout=timeout)
-            missing = grid.missing(scenario, names, rows, budget, retry)
-            left.total -= len(names) - len(missing)
-            for row in runner.measure(scenario, missing, budget, _progress(scenario)):
-                grid.append(out, row)
-                rows.append(row)
-                left.finish()
-            if left.text:
-                typer.echo(f"{left.done} of {left.total} rows, {left.text}", err=True)
+            rows += _measured(scenario, missing[scenario], budgets[scenario], out, left)
     wanted = {scenario.key(name) for scenario in chosen for name in names}
     found = results_table.results([row for row in grid.latest(rows) if grid.key_of(row) in wanted])
     if picture:
@@ -99,6 +97,17 @@ def network(
             typer.echo(f"{one.row['link']}, {one.row['world']} ranks, {one.row['method']}: {one.row['failed']}")
 
 
+def _measured(
+    scenario: Scenario, names: Sequence[str], budget: grid.Budget, out: Path | None, left: TimeLeft
+) -> list[grid.Row]:
+    """The rows of some methods, which are appended to the file as they come."""
+    rows = []
+    for row in runner.measure(scenario, names, budget, _progress(scenario, left)):
+        grid.append(out, row)
+        rows.append(row)
+    return rows
+
+
 def _nbytes(parameters: Iterable[Tensor]) -> int:
     return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
 
@@ -116,8 +125,14 @@ def _named(text: str, where: Where) -> str:
     return str(link if where == "hosts" else EmulatedBackend(SingleBackend(), link).spec)
 
 
-def _progress(scenario: Scenario) -> Print:
-    return lambda line: typer.echo(f"{scenario.model}, {scenario.link}, {scenario.world} ranks, {line}", err=True)
+def _progress(scenario: Scenario, left: TimeLeft) -> Print:
+    """Print where the ranks are: at the beginning of a turn, and so at the end of the one before, or of their start."""
+
+    def report(line: str) -> None:
+        left.finish()
+        typer.echo(left.after(f"{scenario.model}, {scenario.link}, {scenario.world} ranks, {line}"), err=True)
+
+    return report
 
 
 def emulation_error(
@@ -139,10 +154,12 @@ def emulation_error(
         for name in chosen:
             if name not in EXCHANGES:
                 raise ValueError(f"there is no exchange {name!r}; take {', '.join(EXCHANGES)}")
-        for text in link or ("100mbit", "1gbit", "100mbit,5ms", "100mbit,20ms"):
-            named = str(LinkSpec.parse(text))
-            report = _progress(Scenario(model, named, workers, "hosts"))
-            for one in compare(model, named, workers, Budget(rounds, steps), report, chosen):
+        links = [str(LinkSpec.parse(text)) for text in link or ("100mbit", "1gbit", "100mbit,5ms", "100mbit,20ms")]
+        budget = Budget(rounds, steps)
+        left = TimeLeft(2 * len(links) * runner.turns([EXCHANGES[name] for name in chosen], budget))
+        for named in links:
+            report = _progress(Scenario(model, named, workers, "hosts"), left)
+            for one in compare(model, named, workers, budget, report, chosen):
                 place = {"link": named, "world": workers, "model": model}
                 both = {**one._asdict(), "pretended": one.emulated}  # the old name of the field, for one release
                 row = {**place, **both, "ratio": one.ratio, "load": os.getloadavg()[0]}

@@ -12,13 +12,14 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from gradwire_lab.cli.interrupts import sigterm_interrupts
-from gradwire_lab.cli.options import AllowCode, Data, Devices, InProcess, Model, Overrides, Processes
+from gradwire_lab.cli.options import AllowCode, Data, Devices, InProcess, Model, Overrides, Processes, RecipeNames
 from gradwire_lab.cli.output import make_table, refuse, refusing, show
 from gradwire_lab.report.run_groups import Group, Task
 from gradwire_lab.report.statistics import Estimate
-from gradwire_lab.report.summary import cells, columns
+from gradwire_lab.report.summary import cells, columns, headline
 from gradwire_lab.report.table import markdown
 from gradwire_lab.train.compare import Arm, GridCell, Progress, arms, fingerprint, grid, outcome, run_grid
 from gradwire_lab.train.grid_worker import TrainCommand
@@ -27,20 +28,22 @@ from gradwire_lab.train.recipe_files import resolve, toml_files
 from gradwire_lab.train.run_names import title
 from gradwire_lab.train.user_files import hashes, named_files
 
+USUAL = ["digits"]  # the recipe, where none is named
+
 
 def compare(
-    recipes: Annotated[list[str], typer.Argument(help="A recipe and fragments, merged in order.")],
     specs: Annotated[
         str,
         typer.Option(help="Separated by semicolons; the first is the baseline. 'SPEC @ key=value' sets a key for one."),
     ],
+    recipes: RecipeNames = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many, from 0 or from --first-seed on.")] = 3,
     first_seed: Annotated[int, typer.Option(min=0, help="The first of the seeds.")] = 0,
     overrides: Overrides = None,
     runs: Annotated[Path, typer.Option(help="Where the run folders lie.")] = Path("runs"),
     suffix: Annotated[str, typer.Option(help="Keeps the folders of two grids apart.")] = "",
     budget_seconds: Annotated[
-        float | None, typer.Option(min=0, help="Stop after this time; the same command goes on later.")
+        float | None, typer.Option(min=0, help="Stop after this time; the same command continues later.")
     ] = None,
     results: Annotated[
         Path | None, typer.Option(help="Where the table goes, as .md and .json; by default beside the runs.")
@@ -56,8 +59,11 @@ def compare(
     """Train several specs with several seeds each, and compare them with the first.
 
     Every cell of the grid is a run folder. Finished cells are skipped and interrupted ones resumed, so that the same
-    command goes on wherever the last one stopped.
+    command continues where the last one stopped. With --model and without a recipe, folders have the name of the
+    model's file, and the settings of the recipe digits hold.
     """
+    name = title(recipes or ()) or Path(model.partition(":")[0]).stem or title(USUAL)
+    recipes = recipes or USUAL
     deadline = None if budget_seconds is None else time.monotonic() + budget_seconds
     named = {"--data": data, "--workers": workers, "--in-process": in_process, "--devices": devices}
     options = [part for name, value in named.items() if value for part in (name, str(value))]
@@ -69,18 +75,18 @@ def compare(
     with refusing("compare", ValueError):
         asked = arms(specs)
         files = _check(recipes, asked, settings, allow_code)
-        made = grid(recipes, asked, range(first_seed, first_seed + seeds), settings, runs, suffix, files)
+        made = grid(recipes, asked, range(first_seed, first_seed + seeds), settings, runs, suffix, files, name)
         _note_apart(made)
         try:
             with sigterm_interrupts():
                 runner = TrainCommand(tuple(options), deadline, quiet=jobs > 1)
                 progress = run_grid(made, runner, budget_seconds, typed, typer.echo, jobs=jobs)
         except KeyboardInterrupt:
-            refuse("compare", "stopped; the same command goes on from here", 130)
+            refuse("compare", "stopped; the same command continues from here", 130)
     task = outcome(made)
     if task is not None:
-        show(_table(task), width=160)
-        _write(task, made, progress, results or runs / f"{'-'.join(filter(None, (title(recipes), suffix)))}-results.md")
+        show(_table(task), Text(headline(task)), width=160)
+        _write(task, made, progress, results or runs / f"{'-'.join(filter(None, (name, suffix)))}-results.md")
     _close(progress)
 
 
@@ -122,7 +128,7 @@ def _check(
 
 def _close(progress: Progress) -> None:
     if progress.left:
-        typer.echo(f"{len(progress.left)} cells are left; the same command goes on from here")
+        typer.echo(f"{len(progress.left)} cells are left; the same command continues")
     for cell, why in progress.failed:
         typer.echo(f"{cell.name} failed: {why}", err=True)
     if progress.failed:

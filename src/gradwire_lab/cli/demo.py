@@ -15,13 +15,14 @@ from gradwire_lab.cli.specs import checked_method
 from gradwire_lab.launch import RankError, launch
 from gradwire_lab.train.data.digits import TRAIN
 from gradwire_lab.train.demo import DemoJob, train_all
+from gradwire_lab.train.time_left import TimeLeft
 
 DEFAULT = "topk(0.01) | sign"
 
 
 def demo(
     specs: Annotated[
-        list[str] | None, typer.Argument(help=f"One or more, beside dense; by default {DEFAULT!r}.")
+        list[str] | None, typer.Argument(help="One or more, beside dense; by default 'topk(0.01) | sign'.")
     ] = None,
     feedback: Feedback = None,
     exchange: Exchange = None,
@@ -40,15 +41,21 @@ def demo(
     jobs = [DemoJob("dense", epochs=epochs), *(DemoJob(spec, feedback, exchange, epochs) for spec in named)]
     console = Console()
     console.print(f"{workers} gloo processes, {epochs} epochs of {TRAIN} digits, seed {seed}")
+    left = TimeLeft(len(jobs) * epochs)
+
+    def report(record: dict[str, Any]) -> None:
+        left.finish()
+        console.print(Text(left.after(_line(record))))
+
     with refusing("demo", RankError, code=1):
-        finals = launch(train_all, workers, jobs, seed, on_message=lambda _, record: console.print(_line(record)))
+        finals = launch(train_all, workers, jobs, seed, on_message=lambda _, record: report(record))
     console.print(_comparison(finals[0]))
 
 
-def _line(record: dict[str, Any]) -> Text:
+def _line(record: dict[str, Any]) -> str:
     progress = f"epoch {record['epoch']:>2.0f}/{record['epochs']}"
     numbers = f"loss {record['train_loss']:.4f}  accuracy {record['value']:.2%}  {record['seconds']:.1f} s"
-    return Text(f"{record['job']:<24} {progress}  {numbers}")
+    return f"{record['job']:<24} {progress}  {numbers}"
 
 
 def _comparison(finals: list[dict[str, Any]]) -> Table:

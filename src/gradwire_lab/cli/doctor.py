@@ -43,7 +43,7 @@ class Finding(NamedTuple):
 def doctor(
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for other ranks.")] = 20.0,
 ) -> None:
-    """Check versions, backends, interfaces, ports, clocks and the link between ranks, and say what to fix.
+    """Check versions, backends, interfaces, ports, clocks and the link between ranks, and print what to fix.
 
     Alone it looks at this machine. Started by torchrun, mpirun or srun, as a training is, it also looks at the other
     ranks, and rank 0 prints what holds for all. The exit code is 1 where something is to be fixed.
@@ -151,4 +151,4 @@ def clocks(link: Backend) -> Finding:
 
 def speed(link: Backend) -> Finding:
     """What the link between ranks can do."""
-    return Finding("link", f"about {measured_link(link)}; gradwire advise says whether compression pays on it")
+    return Finding("link", f"about {measured_link(link)}; gradwire advise predicts whether compression pays on it")

@@ -1,12 +1,15 @@
 """``gradwire bench gamma``: how good ``gamma=auto`` is."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from gradwire_lab.bench.gamma import CODECS, PROBLEMS, compare, table
+from gradwire_lab.train.record import json_lines
+from gradwire_lab.train.time_left import TimeLeft
 
 
 def gamma(
@@ -15,14 +18,20 @@ def gamma(
     only: Annotated[str, typer.Option(help="Only codecs whose name holds this.")] = "",
 ) -> None:
     """Compare ``gamma=auto`` with the best of a grid of gammas on noisy quadratics, and print a table of Markdown."""
-    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
+    lines = json_lines(results)
     done = {(line["graph"], line["codec"], len(line["seeds"])) for line in lines}
     results.parent.mkdir(parents=True, exist_ok=True)
+    missing = [
+        (problem, codec)
+        for codec, problem in product(CODECS, PROBLEMS)
+        if only in codec and (problem.graph, codec, seeds) not in done
+    ]
+    left = TimeLeft(len(missing))
     with results.open("a") as book:
-        for codec in CODECS:
-            for problem in PROBLEMS:
-                if only in codec and (problem.graph, codec, seeds) not in done:
-                    lines.append(compare(problem, codec, range(seeds)))
-                    book.write(json.dumps(lines[-1]) + "\n")
-                    book.flush()
+        for problem, codec in missing:
+            lines.append(compare(problem, codec, range(seeds)))
+            book.write(json.dumps(lines[-1]) + "\n")
+            book.flush()
+            left.finish()
+            typer.echo(left.after(f"{codec}, {problem.graph}: gamma {lines[-1]['auto']:.3g}"), err=True)
     typer.echo("\n".join(table(lines)))

@@ -23,7 +23,7 @@ def gossip_study(
     jobs: Annotated[int, typer.Option(min=1, help="Processes that train side by side on one device.")] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda:0, ...; by default the first GPU.")] = "",
     budget_seconds: Annotated[
-        float | None, typer.Option(min=0, help="Start no cell that would not end in time; the same command goes on.")
+        float | None, typer.Option(min=0, help="Start no cell that would not end in time; the same command continues.")
     ] = None,
     page: Annotated[Path | None, typer.Option(help="Write a page of Markdown about what is finished.")] = None,
     train: Annotated[bool, typer.Option(help="With --no-train, only write the page.")] = True,

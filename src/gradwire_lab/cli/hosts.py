@@ -23,7 +23,7 @@ def run(
 ) -> None:
     """Run a command in every host, as ranks that find each other the way torchrun's do.
 
-    Needs root and iproute2. Everything made is removed at the end, whatever happens.
+    Needs root and iproute2. All that it makes is removed at the end, also after an error.
     """
     with refusing("hosts", ValueError, HostsUnavailableError):
         bits = parse_rate(rate) if rate and rate != "unshaped" else None

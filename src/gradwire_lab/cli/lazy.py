@@ -1,4 +1,4 @@
-"""Commands that are imported when they are run, so that help and version come without torch."""
+"""Commands whose modules are imported when they are run, so that help, completion and mistakes come without torch."""
 
 import ast
 import importlib
@@ -11,10 +11,14 @@ from typing import Annotated, Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from gradwire_lab.cli import options as shared
+
 Imports = Annotated[
     list[Path] | None,
     typer.Option("--import", help="A file of yours that registers codecs and the like: my_codec.py; several."),
 ]
+# Help without boxes: it takes half the time, and all of a narrow terminal.
+PLAIN: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
 
 
 class LazyGroup(TyperGroup):
@@ -30,33 +34,42 @@ class LazyGroup(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands.update({name: TyperCommand(name) for name in self.table})
+        self.commands = {**{name: TyperCommand(name) for name in self.table}, **self.commands}
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] in self.table:
-            self.commands[args[0]] = self._load(args[0])
-        return super().resolve_command(ctx, args)
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        for name, place in self.table.items():
-            self.commands[name].help = _first_paragraph(place)
-        super().format_help(ctx, formatter)
-
-    def _load(self, name: str) -> Any:
-        module, _, function = self.table[name].partition(":")
-        command = getattr(importlib.import_module(f"gradwire_lab.cli.{module}"), function)
-        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        raw = self.settings.get(name)
-        alone.command(name, context_settings=raw)(command if raw else _with_import(command, name))
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.table:
+            return super().get_command(ctx, cmd_name)
+        command = _outline(self.table[cmd_name])
+        alone = typer.Typer(add_completion=False, **PLAIN)
+        raw = self.settings.get(cmd_name)
+        alone.command(cmd_name, context_settings=raw)(command if raw else _with_import(command, cmd_name))
         return typer.main.get_command(alone)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """First paragraphs in full; click cuts them."""
+        texts = {name: self.get_command(ctx, name).help or "" for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, " ".join(text.partition("\n\n")[0].split())) for name, text in texts.items()])
 
-def _first_paragraph(place: str) -> str:
-    """Of a function's docstring, read without the import of its module."""
+
+def _outline(place: str) -> Callable[..., None]:
+    """A function's signature and docstring, read from its source; a call imports its module, and calls it.
+
+    What stands in the signature is Python's, typer's, or an option of `gradwire_lab.cli.options`.
+    """
     module, _, name = place.partition(":")
-    tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
+    path = Path(__file__).with_name(f"{module}.py")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
-    return (ast.get_docstring(function) or "").partition("\n\n")[0]
+    function.body = function.body[:1]  # the docstring
+    names: dict[str, Any] = {**vars(shared), "Annotated": Annotated, "Path": Path, "typer": typer}
+    exec(compile(ast.Module([function], []), str(path), "exec"), names)
+
+    @wraps(names[name])
+    def command(**options: Any) -> None:
+        getattr(importlib.import_module(f"gradwire_lab.cli.{module}"), name)(**options)
+
+    return command
 
 
 def _with_import(function: Callable[..., None], name: str) -> Callable[..., None]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from gradwire_lab.cli.lazy import LazyGroup
+from gradwire_lab.cli.lazy import PLAIN, LazyGroup
 
 
 class RootGroup(LazyGroup):
@@ -49,11 +49,13 @@ class HostsGroup(LazyGroup):
     settings: ClassVar = {"run": {"ignore_unknown_options": True, "allow_interspersed_args": False}}
 
 
-_OPTIONS: dict[str, Any] = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False}
+_OPTIONS: dict[str, Any] = {"no_args_is_help": True, **PLAIN}
 app = typer.Typer(cls=RootGroup, context_settings={"help_option_names": ["-h", "--help"]}, **_OPTIONS)
-bench = typer.Typer(cls=BenchGroup, help="Measure, on this machine.", **_OPTIONS)
-hosts = typer.Typer(cls=HostsGroup, help="Run commands in several hosts made on this machine.", **_OPTIONS)
-new = typer.Typer(cls=NewGroup, help="Write a file to begin with.", **_OPTIONS)
+bench = typer.Typer(cls=BenchGroup, add_completion=False, help="Measure, on this machine.", **_OPTIONS)
+hosts = typer.Typer(
+    cls=HostsGroup, add_completion=False, help="Run commands in several hosts made on this machine.", **_OPTIONS
+)
+new = typer.Typer(cls=NewGroup, add_completion=False, help="Write a file to begin with.", **_OPTIONS)
 app.add_typer(bench, name="bench")
 app.add_typer(new, name="new")
 app.add_typer(hosts, name="hosts")

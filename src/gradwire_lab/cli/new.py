@@ -28,7 +28,7 @@ def codec(
         path.write_text(codec_text(name), encoding="utf-8")
     typer.echo(str(path))
     typer.echo(f"what it costs:  gradwire show 'topk(0.01) | {name}' --import {path}")
-    typer.echo(f"its laws:       GRADWIRE_IMPORT={path} pytest tests/laws -k {name}   # in a checkout")
+    typer.echo(f"its laws:       GRADWIRE_IMPORT={path.resolve()} pytest tests/laws -k {name}   # in a checkout")
 
 
 def codec_text(name: str) -> str:

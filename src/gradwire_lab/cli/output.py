@@ -62,7 +62,7 @@ class ResultRows:
         if self._as_json:
             typer.echo(json.dumps(row))
         elif progress:
-            typer.echo("; ".join(filter(None, (progress, self._left.text))), err=True)
+            typer.echo(self._left.after(progress), err=True)
         self._table.add_row(*cells)
 
     def show(self, *notes: str, width: int = _WIDTH) -> None:
@@ -76,7 +76,7 @@ class ResultRows:
 def refuse(command: str, wrong: object, code: int = 2) -> NoReturn:
     """Say what is wrong, and exit."""
     if isinstance(wrong, OSError) and wrong.filename:
-        wrong = f"{wrong.filename} cannot be used: {wrong.strerror}; name another path"
+        wrong = f"cannot use {wrong.filename}: {wrong.strerror}; name another path"
     sys.stdout.flush()
     typer.echo(f"gradwire {command}: {wrong}", err=True)
     raise typer.Exit(code) from None

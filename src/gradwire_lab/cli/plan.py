@@ -1,7 +1,7 @@
 """What `gradwire plan` prints: a training that has not happened."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -10,11 +10,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gradwire.engine import Plan, build, default_rules
+from gradwire.engine import Plan, Rule, build, default_rules
 from gradwire.integrations.auto import AUTO
-from gradwire.local import local_method
+from gradwire.local import LocalMethod, local_method
 from gradwire_lab.cli.gossip_plan import gossip_table
 from gradwire_lab.cli.output import make_table
+from gradwire_lab.report.numbers import in_bytes
 from gradwire_lab.train.compression import arguments, method_of
 from gradwire_lab.train.data import Task, load
 from gradwire_lab.train.data.text import TextTask
@@ -95,19 +96,35 @@ def _local(recipe: Recipe, model: torch.nn.Module, world: int, last: int) -> Ite
     rules = default_rules(
         rounds.message, granularity=plan.granularity, bundle=None if plan.bundle == "none" else plan.bundle
     )
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     count = max(0, last - rounds.start) // rounds.H
     yield Text(f"{rounds}: {min(last, rounds.start):,} steps of the start, then {count:,} rounds, each of which sends")
-    made = build(shapes, rules, world, int(recipe.sync.bucket_mb * 2**20))
+    made = _build(recipe, model, rules, world)
     yield _lanes(made, count)
     yield _bytes(made, count)
+    yield Text(_local_memory(rounds, sum(p.numel() for p in model.parameters() if p.requires_grad)))
+
+
+def _local_memory(rounds: LocalMethod, parameters: int) -> str:
+    """What a worker holds beside its model and inner optimizer, in float32."""
+    vector = 4 * parameters
+    outer, errors = vector * (1 + (rounds.momentum > 0)), vector * len(rounds.message.feedback.memories)
+    momentum = " with momentum" if rounds.momentum else ""
+    error = f", errors {in_bytes(errors)}" if errors else ""
+    return (
+        f"memory of a worker: outer weights{momentum} {in_bytes(outer)}, on the host with outer_device='cpu'{error}; "
+        f"during a round differences {in_bytes(vector)}{', and the errors of before' if errors else ''}"
+    )
 
 
 def _plan(recipe: Recipe, model: torch.nn.Module, world: int, ramp: int) -> Plan:
     options: dict[str, Any] = arguments(recipe, ramp)
     rules = default_rules(method_of(recipe, ramp), granularity=options["granularity"], bundle=options["bundle"])
+    return _build(recipe, model, (*options["rules"], *rules), world)
+
+
+def _build(recipe: Recipe, model: torch.nn.Module, rules: Sequence[Rule], world: int) -> Plan:
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    return build(shapes, (*options["rules"], *rules), world, int(recipe.sync.bucket_mb * 2**20))
+    return build(shapes, rules, world, int(recipe.sync.bucket_mb * 2**20))
 
 
 def facts_and_steps(recipe: Recipe, world: int) -> tuple[dict[str, object], int]:
@@ -140,15 +157,8 @@ def _lanes(made: Plan, last: int) -> Table:
             counts = (str(len(lane.tensors)), str(len(lane.units)), f"{lane.units.total:,}")
             cost = forecast(lane, made.world, last)
             bound = "<= " if cost.bounded else ""
-            table.add_row(
-                str(number),
-                lane.label,
-                *counts,
-                codec_text,
-                str(lane.feedback),
-                str(exchange),
-                f"{bound}{cost.payload:,.0f}",
-            )
+            words = (codec_text, str(lane.feedback), str(exchange))
+            table.add_row(str(number), lane.label, *counts, *words, f"{bound}{cost.payload:,.0f}")
     return table
 
 

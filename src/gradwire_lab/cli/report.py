@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
+from gradwire_lab.cli.options import ChartFormat
 from gradwire_lab.cli.output import needing_charts, refusing
 from gradwire_lab.report.load import load, nothing_in, sort_out
 from gradwire_lab.report.run_groups import Group, Task, tasks
@@ -18,18 +18,10 @@ from gradwire_lab.train.spec_lists import split_specs
 PAGE = Path("report.html")
 
 
-class Kind(StrEnum):
-    """The formats of charts."""
-
-    PDF = "pdf"
-    SVG = "svg"
-    PNG = "png"
-
-
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold some.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help=f"The page; {PAGE} unless something else is asked for.")
+        Path | None, typer.Option("--output", "-o", help="The page; report.html unless another option names an output.")
     ] = None,
     title: Annotated[str, typer.Option(help="What the page is called.")] = "gradwire report",
     png: Annotated[Path | None, typer.Option(help="A folder for the charts as PNG; no browser needed.")] = None,
@@ -39,7 +31,7 @@ def report(
         Path | None, typer.Option(help="A file for tables in LaTeX, with the package booktabs; - prints them.")
     ] = None,
     kind: Annotated[
-        list[Kind] | None, typer.Option("--format", help="Charts as pdf, svg or png, into --figures; several.")
+        list[ChartFormat] | None, typer.Option("--format", help="Charts as pdf, svg or png, into --figures; several.")
     ] = None,
     figures: Annotated[Path, typer.Option(help="The folder for charts of --format.")] = Path("figures"),
     width: Annotated[int, typer.Option(min=100, max=5000, help="Of charts, in pixels of 1/72 inch.")] = 560,

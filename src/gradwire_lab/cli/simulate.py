@@ -15,7 +15,6 @@ from gradwire_lab.perf_model.simulation import INSIDE, LINKS, WORKERS, Simulated
 from gradwire_lab.perf_model.stragglers import Stragglers
 from gradwire_lab.train.time_left import TimeLeft
 
-PAGE, ROWS = Path("simulation.html"), Path("simulation.jsonl")
 _ASSUMED = (
     "Compression costs are lines through kernels timed on one H200; those of low-rank products, and the speed of the "
     "models, are assumed."
@@ -24,8 +23,8 @@ _MARKED = "Marked dense: compression loses there."
 
 
 def simulate(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = PAGE,
-    rows: Annotated[Path, typer.Option(help="Every cell, one JSON object a line.")] = ROWS,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("simulation.html"),
+    rows: Annotated[Path, typer.Option(help="Every cell, one JSON object a line.")] = Path("simulation.jsonl"),
     workers: Annotated[list[int] | None, typer.Option(min=2, help="Several; by default 8, 64, 512, 4096.")] = None,
     link: Annotated[list[str] | None, typer.Option(help="Between hosts; several: 10mbit,20ms to 400gbit,5us.")] = None,
     per_host: Annotated[int, typer.Option(min=1, help="Workers of a host in the hierarchical grid; 1: none.")] = 8,

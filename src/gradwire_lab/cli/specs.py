@@ -10,12 +10,10 @@ from rich.text import Text
 from gradwire.codecs import Codec
 from gradwire.engine import Method, Rule, build, method
 from gradwire_lab.cli.docstring_cards import HEADINGS, Card, alone, card_named, cards, size_of, traits_of
-from gradwire_lab.cli.options import Exchange, Feedback, Ranks
+from gradwire_lab.cli.options import Exchange, Feedback, Ranks, Spec
 from gradwire_lab.cli.output import refusing
 from gradwire_lab.cli.pages import codecs_page
 from gradwire_lab.train.traffic_forecast import forecast as traffic
-
-Spec = Annotated[str, typer.Argument(help="A codec such as 'topk(0.01) | sign', or a preset such as 'dgc(0.001)'.")]
 
 
 def codecs(
@@ -39,7 +37,7 @@ def codecs(
 
 
 def show(spec: Spec, feedback: Feedback = None, exchange: Exchange = None, workers: Ranks = 4) -> None:
-    """Say what a spec stands for, and what it costs."""
+    """Print what a spec stands for, and what it costs."""
     whole = checked_method("show", spec, feedback, exchange)
     console = Console()
     console.print(Text(f"{spec} = {whole}", style="bold"))
@@ -50,7 +48,9 @@ def checked_method(command: str, spec: str, feedback: str | None, exchange: str 
     """The method, or a plain sentence and exit code 2."""
     with refusing(command, ValueError, TypeError):
         if spec == "auto":
-            raise ValueError("auto measures the link and chooses while it trains; `gradwire advise` says what it would")
+            raise ValueError(
+                "auto measures the link and chooses while it trains; `gradwire advise` predicts its choice"
+            )
         return method(spec, feedback, exchange)
 
 

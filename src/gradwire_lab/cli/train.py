@@ -14,7 +14,19 @@ from rich.text import Text
 from gradwire.comm.emulated import VARIABLE, set_emulated_link
 from gradwire.comm.liveness import PeerLostError
 from gradwire_lab.cli.interrupts import sigterm_interrupts
-from gradwire_lab.cli.options import AllowCode, Data, Devices, InProcess, Link, Model, Overrides, Processes
+from gradwire_lab.cli.options import (
+    AllowCode,
+    Data,
+    Devices,
+    InProcess,
+    Link,
+    Model,
+    Overrides,
+    Processes,
+    RecipeNames,
+    RecipeSpec,
+    Seed,
+)
 from gradwire_lab.cli.output import refuse, refusing, show
 from gradwire_lab.cli.plan import parts
 from gradwire_lab.launch import RankError
@@ -28,23 +40,19 @@ from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.recipe_files import dumps, registered, resolve
 from gradwire_lab.train.record import begun, open_folder
 from gradwire_lab.train.resume_check import check_resume
-from gradwire_lab.train.run import evaluate as examine
 from gradwire_lab.train.run_lock import locked
 from gradwire_lab.train.run_modes import TrainJob, device_of, devices_of
 from gradwire_lab.train.run_names import title
+from gradwire_lab.train.run_recipe import evaluate as examine
 from gradwire_lab.train.user_files import hashes, named_files
 
 INTERRUPTED = 130
 
-Names = Annotated[list[str] | None, typer.Argument(help="Recipes and fragments, merged in order; digits by default.")]
-Seed = Annotated[int | None, typer.Option(help="Of weights, order, augmentation and random bits.")]
-Spec = Annotated[str | None, typer.Option(help="Short for --set sync.spec=SPEC.")]
-
 
 def train(
-    recipes: Names = None,
+    recipes: RecipeNames = None,
     overrides: Overrides = None,
-    spec: Spec = None,
+    spec: RecipeSpec = None,
     data: Data = "",
     model: Model = "",
     seed: Seed = None,
@@ -57,8 +65,10 @@ def train(
         Path | None, typer.Option(help="The run's folder; by default made of recipe, suffix, seed.")
     ] = None,
     link: Link = "",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the last checkpoint, if there is one.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start again in a folder that holds a run.")] = False,
     allow_code: AllowCode = False,
 ) -> None:
     """Train a recipe.
@@ -102,9 +112,9 @@ def evaluate(
 
 
 def plan(
-    recipes: Names = None,
+    recipes: RecipeNames = None,
     overrides: Overrides = None,
-    spec: Spec = None,
+    spec: RecipeSpec = None,
     data: Data = "",
     model: Model = "",
     workers: Annotated[int | None, typer.Option(min=1, help="How many; by default the recipe's number.")] = None,
@@ -235,7 +245,7 @@ def _train(
         else:
             run_modes.train_spawned(job, workers, listen)
     except (RankError, PeerLostError, OSError) as wrong:
-        why = f"{wrong.filename} cannot be used: {wrong.strerror}" if isinstance(wrong, OSError) else wrong
+        why = f"cannot use {wrong.filename}: {wrong.strerror}" if isinstance(wrong, OSError) else wrong
         refuse("train", f"{why}\n{_left(job.folder)}" if begun else wrong, 1)
     except KeyboardInterrupt:
         refuse("train", f"stopped; {_left(job.folder)}" if begun else "stopped before the first step", INTERRUPTED)
@@ -246,11 +256,11 @@ def _left(folder: Path) -> str:
     try:
         found = checkpoint.find(folder, "last")
         if found is None:
-            return f"there is no checkpoint in {folder} to go on from"
+            return f"there is no checkpoint in {folder} to continue from"
         checkpoint.inspect(found)
     except checkpoint.Damaged as wrong:
         return str(wrong)
-    return "the last checkpoint is whole: --resume goes on from it"
+    return "the last checkpoint is whole: --resume continues from it"
 
 
 def _refuse_begun(folder: Path, recipe: Recipe, resume: bool, overwrite: bool) -> None:
@@ -259,5 +269,5 @@ def _refuse_begun(folder: Path, recipe: Recipe, resume: bool, overwrite: bool) -
         check_resume(folder, recipe)
     elif begun(folder) and not overwrite:
         raise ValueError(
-            f"{folder} holds a run already; go on with --resume, start anew with --overwrite, or add --suffix"
+            f"{folder} holds a run already; continue with --resume, start again with --overwrite, or add --suffix"
         )

@@ -13,10 +13,11 @@ from rich.text import Text
 
 from gradwire_lab.cli.output import refusing
 from gradwire_lab.report.load import LOG, RunRecord, load
+from gradwire_lab.report.machine_load import noted_in
 from gradwire_lab.report.numbers import in_bytes, ratio
 
 BARS = "▁▂▃▄▅▆▇█"
-LENGTH = 60  # of a curve, in characters
+LENGTH = 60  # of a curve, in characters, at most
 
 
 def watch(
@@ -30,40 +31,44 @@ def watch(
         if not (run / LOG).is_file():
             raise ValueError(f"{run} is no run folder: it has no {LOG}; name one such as runs/digits-0")
         if once or not console.is_terminal:
-            console.print(view(load(run)))
+            console.print(view(load(run), console.width))
             return
-        with Live(view(load(run)), console=console, auto_refresh=False) as live:
+        with Live(view(load(run), console.width), console=console, auto_refresh=False) as live:
             try:
                 while load(run).final is None:
                     time.sleep(every)
-                    live.update(view(load(run)), refresh=True)
+                    live.update(view(load(run), console.width), refresh=True)
             except KeyboardInterrupt:
                 return
 
 
-def view(run: RunRecord) -> Group:
-    """What is shown of a run."""
+def view(run: RunRecord, width: int) -> Group:
+    """What is shown of a run, in a terminal of this width."""
+    length = max(10, min(LENGTH, width - 30))
     latest = {**(run.steps[-1] if run.steps else {}), **(run.last if not run.steps or run.final else {})}
     step, steps = int(latest.get("step", 0)), int(run.start.get("steps", 0))
     table = Table.grid(padding=(0, 2))
-    table.add_row("run", Text(f"{run.folder}: {run.spec}, {run.ranks} workers"))
+    table.add_row("run", Text(f"{run.folder}: {run.spec}, {run.ranks} workers", overflow="fold"))
     table.add_row("step", f"{step:,} of {steps:,}, {_left(run, latest, steps)}")
     losses = [float(record["loss"]) for record in run.steps if record.get("loss") is not None]
     if losses:
-        table.add_row("loss", f"{losses[-1]:.4f}  {curve(losses)}")
+        table.add_row("loss", f"{losses[-1]:.4f}  {curve(losses, length)}")
     values = [run.value(record) for record in run.epochs]
     if values:
-        table.add_row(run.metric.axis, f"{values[-1]:.2f}  {curve(values)}")
+        table.add_row(run.metric.axis, f"{values[-1]:.2f}  {curve(values, length)}")
     if latest.get("sent"):
         table.add_row("sent", f"{in_bytes(latest['sent'])} by each worker")
         table.add_row("payload", f"{ratio(latest.get('payload_ratio') or 1)} smaller than float32")
+    load = noted_in(run.epochs[-1] if run.epochs else run.start)
+    if load is not None:
+        table.add_row("machine", f"{load}, busy with other work" if load.busy else str(load))
     table.add_row("skipped", f"{int(latest.get('skipped') or 0):,} steps")
     return Group(table)
 
 
-def curve(values: list[float]) -> str:
-    """Numbers as bars of characters, the last of each of at most `LENGTH` stretches; what is not finite is blank."""
-    count = min(LENGTH, len(values))
+def curve(values: list[float], length: int = LENGTH) -> str:
+    """Numbers as bars of characters, the last of each of at most ``length`` stretches; what is not finite is blank."""
+    count = min(length, len(values))
     chosen = [values[(i + 1) * len(values) // count - 1] for i in range(count)]
     finite = [value for value in chosen if value - value == 0]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)

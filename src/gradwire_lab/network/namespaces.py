@@ -42,7 +42,7 @@ def lacking() -> str:
         return "hosts need the network namespaces of a Linux kernel, which this system does not have"
     absent = [tool for tool in ("ip", "tc") if _find(tool) is None]
     if absent:
-        return f"hosts need iproute2, but {' and '.join(absent)} cannot be found; install the package iproute2"
+        return f"hosts need iproute2, but {' and '.join(absent)} is missing; install the package iproute2"
     if os.geteuid() != 0:
         return "hosts need root, to make network namespaces; run the command with sudo"
     denied = [name for bit, name in _NEEDED.items() if not _capabilities() >> bit & 1]

@@ -42,7 +42,7 @@ class Cluster:
             raise ValueError(f"cannot predict a training of {self.workers} workers; give 1 or more")
         if self.per_host < 1 or self.workers % self.per_host:
             raise ValueError(
-                f"{self.workers} workers cannot be {self.per_host} to a host; give hosts times workers per host"
+                f"{self.workers} workers do not make whole hosts of {self.per_host}; give hosts times workers per host"
             )
 
     @property
@@ -90,7 +90,7 @@ def steady(link: LinkSpec) -> LinkSpec:
     """
     if link.jitter_seconds or link.loss:
         raise ValueError(
-            f"a forecast knows the rate and the delay of a link, but {link} has jitter or loss too; leave them out, or "
+            f"a forecast takes the rate and the delay of a link, but {link} has jitter or loss too; leave them out, or "
             "measure with gradwire bench network --link"
         )
     return link

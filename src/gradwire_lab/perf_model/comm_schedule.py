@@ -29,7 +29,7 @@ from gradwire.exchanges import Aggregate, CommContext
 from gradwire_lab.perf_model.loopback import CollectiveCall, LoopbackBackend
 
 META = torch.device("meta")
-_EXACT = 16  # ranks; larger worlds are extrapolated, since an exchange may cut its buffer into a shard for each rank
+_EXACT = 16  # ranks; larger worlds are extrapolated, since an exchange may cut its buffer into a slice for each rank
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _bucket(lanes: Sequence[Lane], world: int, step: int) -> BucketSchedule:
 
 
 def _extrapolated(lanes: Sequence[Lane], world: int, step: int) -> Iterator[CollectiveCall]:
-    """By ``bytes = a + b / world``, which holds for shards and for whole messages."""
+    """By ``bytes = a + b / world``, which holds for slices and for whole messages."""
     few, many = _EXACT // 2, _EXACT
     for small, large in zip(_calls(lanes, few, step), _calls(lanes, many, step), strict=True):
         share = (small.nbytes - large.nbytes) / (1 / few - 1 / many)

@@ -90,7 +90,7 @@ def cost(model: ModelProfile, spec: str, world: int) -> CodingCost:
 
 
 def _whole(lane: Lane, codec: Codec, world: int) -> CodingCost:
-    """Two legs: a rank's shard of every message, whose sum is encoded again; then every rank's shard of that."""
+    """Two legs: a rank's slice of every message, whose sum is encoded again; then every rank's slice of that."""
     n = lane.units.total
     name = str(codec.quantizer)
     fused, encode, decode = f"feedback_{'int4' if name == 'int8' else name}", f"{name}_encode", f"{name}_decode"

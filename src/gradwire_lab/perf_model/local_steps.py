@@ -12,6 +12,7 @@ from gradwire_lab.perf_model.advice import Predict, known
 from gradwire_lab.perf_model.calibration import Calibration
 from gradwire_lab.perf_model.cluster import Cluster
 from gradwire_lab.perf_model.costs import predict
+from gradwire_lab.perf_model.local_evidence import LossEstimate, expected_loss
 
 WAITING = 0.1  # of its computing: what a step may take beside it
 TOO_SLOW = 0.3  # the same: what no step should take
@@ -36,6 +37,11 @@ class LocalAdvice:
     H: int
     seconds: float
     sent: float
+
+    @property
+    def loss(self) -> LossEstimate | None:
+        """What it is expected to cost, by trainings with rounds like these."""
+        return expected_loss(self.spec.partition("(")[0], self.H)
 
     @property
     def call(self) -> str:

@@ -40,7 +40,7 @@ class ModelProfile:
 
     def __post_init__(self) -> None:
         if self.dtype not in _FORMATS:
-            raise ValueError(f"no forecast knows gradients in {self.dtype}; they are in {', '.join(_FORMATS)}")
+            raise ValueError(f"there are no forecasts for gradients in {self.dtype}, only in {', '.join(_FORMATS)}")
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor], arrival: Mapping[str, float] | None = None) -> "ModelProfile":

@@ -32,8 +32,8 @@ def probe(timeout_seconds: float = 10.0) -> LinkSpec:
 def timeout_message(timeout_seconds: float) -> str:
     """The error when a rank does not answer, or never came."""
     return (
-        f"the link probe got no answer from some ranks within {timeout_seconds:g} s; start all of them, see that "
-        "they reach each other, or say what the link is, as in 100mbit,20ms"
+        f"the link probe got no answer from some ranks within {timeout_seconds:g} s; start all of them, check that "
+        "they reach each other, or give the link, as in 100mbit,20ms"
     )
 
 

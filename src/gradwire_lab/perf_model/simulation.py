@@ -129,6 +129,7 @@ def judge(cell: SimulationPoint, stragglers: Stragglers = Stragglers()) -> dict[
         "gossip_seconds": _gossiping(cell, stragglers),
         "local_H": None if rounds is None else rounds.H,
         "local_seconds": None if rounds is None else rounds.seconds,
+        "local_loss": None if rounds is None or rounds.loss is None else rounds.loss.increase,
         "ways": {way.spec: float(f"{way.seconds:.5g}") for way in found.ways},
         "waiting": uneven,
     }

@@ -32,7 +32,7 @@ class Stragglers:
         if not (0 <= self.jitter < 1 and 0 <= self.share <= 1 and self.slowdown >= 1):
             raise ValueError(
                 f"a jitter of {self.jitter:g} and a share of {self.share:g} that are {self.slowdown:g} times slower "
-                "cannot be; give shares from 0 to 1 and a slowdown of 1 or more"
+                "make no sense; give shares from 0 to 1 and a slowdown of 1 or more"
             )
 
     @property

@@ -35,7 +35,7 @@ def gossip_page(study: Mapping[str, Any], finished: Sequence[Line], sources: Seq
     lines += ["", _made(finished), "", "Source: " + ", ".join(f"[{source}]({source})" for source in sources) + "."]
     missing = list(_missing(study["cell"], finished))
     if missing:
-        lines += ["", f"Not trained yet: {', '.join(missing)}. The same command goes on with them."]
+        lines += ["", f"Not trained yet: {', '.join(missing)}. The same command continues with them."]
     return "\n".join(lines) + "\n"
 
 

@@ -43,9 +43,14 @@ def ends(estimate: Estimate, least: float, most: float) -> str:
 def difference(estimate: Estimate, reach: float = math.inf) -> str:
     """A mean difference with the ends of its 95 % interval, of which none can be more than ``reach``."""
     if estimate.low is None or estimate.high is None:
-        return f"{estimate.mean:+.2f}"
+        return _signed(estimate.mean)
     cut = estimate.within(-reach, reach)
-    return f"{estimate.mean:+.2f} [{cut.low:+.2f}, {cut.high:+.2f}]{' (cut)' * (cut != estimate)}"
+    return f"{_signed(estimate.mean)} [{_signed(cut.low)}, {_signed(cut.high)}]{' (cut)' * (cut != estimate)}"
+
+
+def _signed(value: float | None) -> str:
+    """With two digits; what they round to zero is not negative."""
+    return f"{value:+.2f}".replace("-0.00", "+0.00")
 
 
 def rounded(value: float | None) -> float | None:

@@ -86,7 +86,7 @@ def _note(task: Task) -> str:
     if task.baseline is not None and len(task.groups) > 1:
         text += f" Against {against(task)}: the mean of the differences seed by seed, with its 95 % t-interval."
     if any(group.diverged for group in task.groups):
-        text += " Diverged: the loss is not finite, or most steps were skipped, so that the metric says nothing."
+        text += " Diverged: the loss is not finite, or most steps were skipped, so that the metric means nothing."
     sizes = {int(run.start.get("parameters", 0)) for group in task.groups for run in group.runs} - {0}
     if sizes:
         text += f" The model has {' or '.join(f'{size:,}' for size in sorted(sizes))} parameters."

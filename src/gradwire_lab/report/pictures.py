@@ -30,7 +30,7 @@ def pictures(tasks: Sequence[Task], folder: Path, kind: Kind, width: int = WIDTH
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for task in tasks:
-        for figure in figures(task):
+        for figure in figures(task, width):
             path = folder / f"{slug(task.name)}-{figure.name}.{kind}"
             path.write_bytes(_drawn(_whole(figure, width, titled), kind))
             written.append(path)

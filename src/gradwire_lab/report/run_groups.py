@@ -130,14 +130,24 @@ def task_name(run: RunRecord) -> str:
     return ", ".join(part for part in parts if part) or run.name
 
 
-def front(points: Sequence[tuple[float, float]], metric: Metric) -> list[int]:
-    """The Pareto front of some (cost, value), cheapest first."""
+def front(points: Sequence[tuple[float, Estimate]], metric: Metric) -> list[int]:
+    """The Pareto front of some (cost, value), cheapest first: each next one is better by more than the intervals.
+
+    What has no interval, as of a single seed, is not on it.
+    """
     best: list[int] = []
-    by_cost = sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1] * _sign(metric)))
-    for i in by_cost:
-        if not best or metric.better(points[i][1], points[best[-1]][1]):
+    known = [i for i, (_, value) in enumerate(points) if value.low is not None]
+    for i in sorted(known, key=lambda i: (points[i][0], -points[i][1].mean * _sign(metric))):
+        if not best or _separate(points[i][1], points[best[-1]][1], metric):
             best.append(i)
     return best
+
+
+def _separate(one: Estimate, other: Estimate, metric: Metric) -> bool:
+    """Whether one is better, and their intervals do not overlap."""
+    better, worse = (one, other) if metric.larger_is_better else (other, one)
+    assert better.low is not None and worse.high is not None
+    return better.low > worse.high
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

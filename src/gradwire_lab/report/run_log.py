@@ -67,4 +67,4 @@ def parsed(path: Path, parse: Callable[[str], T]) -> T:
     try:
         return parse(path.read_text(encoding="utf-8") if path.is_file() else "")
     except (TypeError, ValueError, RecursionError) as wrong:
-        raise ValueError(f"{path} cannot be read ({wrong}); {REMEDY}") from None
+        raise ValueError(f"{path} is damaged ({wrong}); {REMEDY}") from None

@@ -45,7 +45,9 @@ def page(places: Mapping[str, Sequence[Row]], note: str, title: str = "gradwire 
     maps = [_maps(place, rows, drawn[place], note) for place, rows in places.items()]
     tables = [_table(place, rows) for place, rows in places.items()]
     cells = sum(map(len, places.values()))
-    return bound(title, f"{cells} cells; nothing on this page was measured on a cluster", [*maps, *tables], specs)
+    return bound(
+        title, f"{cells} cells, all computed: nothing on this page was measured on a cluster", [*maps, *tables], specs
+    )
 
 
 def _figures(rows: Sequence[Row], place: str) -> list[Figure]:
@@ -59,8 +61,9 @@ def _maps(place: str, rows: Sequence[Row], figures: Sequence[Figure], note: str)
     lost = sum(bool(row["compression_loses"]) for row in rows)
     dense = sum(row["choice"].startswith("ddp-") for row in rows)
     note_text = (
-        f"In {lost} of {len(rows)} cells nothing that compresses beats the better dense DDP. In {dense}, auto stays "
-        f"dense: there, or since what looks faster might not be. {note}"
+        "Each cell is a predicted step: how many times faster the choice of auto is than bfloat16 DDP. Accuracy is not "
+        f"in these figures. In {lost} of {len(rows)} cells no compression beats the better dense DDP. In {dense}, auto "
+        f"stays dense, also where the gain is too uncertain. {note}"
     )
     captions = [{"key": one.name, "title": one.title, "caption": one.caption} for one in figures]
     return Section(slug(place), place, note_text, (), (), captions, ())

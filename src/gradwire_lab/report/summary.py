@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from gradwire_lab.report.load import RunRecord
 from gradwire_lab.report.numbers import difference, ends, in_bytes, in_seconds, mean_and_spread, ratio, rounded
 from gradwire_lab.report.run_groups import Group, Task
+from gradwire_lab.report.statistics import Estimate
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,27 @@ def against(task: Task) -> str:
     """The baseline of a task's groups, in words."""
     baselines = task.baselines
     return baselines[0].label if len(baselines) == 1 else "the dense baseline"
+
+
+def headline(task: Task) -> str:
+    """The smallest messages without a loss that the seeds show, in words; empty where no spec has an interval."""
+    known = [(group, lead) for group in task.groups if (lead := task.difference(group)) and lead.low is not None]
+    unharmed = [(group, lead) for group, lead in known if not _loses(task, lead)]
+    if not known:
+        return ""
+    if not unharmed:
+        return f"Every spec loses against {against(task)}."
+    group, lead = min(unharmed, key=lambda pair: pair[0].mean("sent") or math.inf)
+    baseline, sent = task.baseline_of(group), group.mean("sent")
+    fewer = (baseline.mean("sent") or 0.0) / sent if baseline and sent else 0.0
+    bytes_sent = f", {ratio(fewer).removesuffix('x')} times fewer bytes" if fewer > 1 else ""
+    return f"{group.label}: no loss seen ({difference(lead)}){bytes_sent}."
+
+
+def _loses(task: Task, lead: Estimate) -> bool:
+    """Whether the whole interval of a difference lies on the worse side."""
+    assert lead.low is not None and lead.high is not None
+    return lead.high < 0 if task.metric.larger_is_better else lead.low > 0
 
 
 def ranks(run: RunRecord) -> str:

@@ -59,7 +59,7 @@ def call_with_options(
     open_ended = any(each.kind is each.VAR_KEYWORD for each in known.values())
     for word in options:
         if word not in words and not open_ended:
-            raise ValueError(f"{what} knows no option called {word!r}; {nearest(word, words)}")
+            raise ValueError(f"{what} has no option called {word!r}; {nearest(word, words)}")
         if word in words and not _fits(options[word], words[word].annotation):
             kind = words[word].annotation.__name__
             raise ValueError(f"{what} takes no {word} = {options[word]!r}; it must be of type {kind}")

@@ -34,8 +34,8 @@ class Damaged(ValueError):
 
     def __init__(self, path: Path, why: object) -> None:
         super().__init__(
-            f"{path} cannot be read ({why}); put a whole copy back, let last.json name another checkpoint, or start "
-            "anew with --overwrite"
+            f"{path} is damaged ({why}); put a whole copy back, let last.json name another checkpoint, or start "
+            "again with --overwrite"
         )
 
 

@@ -106,16 +106,18 @@ def grid(
     runs: Path = Path("runs"),
     suffix: str = "",
     files: Mapping[Arm, Mapping[str, str]] | None = None,
+    name: str = "",
 ) -> list[GridCell]:
     """The cells, seed by seed: so each spec has a baseline of the same seed, also if the time is up early.
 
     ``files`` are hashes of the user's own files that an arm depends on. Where a folder holds a run of other files, the
-    cell's folder has their hash in its name, so both runs are kept.
+    cell's folder has their hash in its name, so both runs are kept. ``name`` opens the names of folders; by default
+    that of the recipes.
     """
     arms, cells = tuple(arms), []
     for seed, arm in product(seeds, arms):
         own = dict((files or {}).get(arm, {}))
-        words = title(recipes), slug(suffix), slug(arm.label)
+        words = name or title(recipes), slug(suffix), slug(arm.label)
         folder = runs / "-".join(filter(None, (*words, str(seed))))
         if (folder / CELL).is_file() and json.loads((folder / CELL).read_text()).get("files", {}) != own:
             folder = runs / "-".join(filter(None, (*words, fingerprint(own), str(seed))))
@@ -160,7 +162,7 @@ def run_grid(
         elif halted.is_set() or progress.left or (end is not None and clock() >= end):
             progress.left.append(cell)
         else:
-            verb, began = "goes on" if (cell.folder / CELL).is_file() else "starts", time.monotonic()
+            verb, began = "continues" if (cell.folder / CELL).is_file() else "starts", time.monotonic()
             log(", ".join(filter(None, (f"{place}: {verb}", left.text and f"{left.text} in all"))))
             cell.folder.mkdir(parents=True, exist_ok=True)
             (cell.folder / CELL).write_text(json.dumps(cell.asked | {"command": command}, indent=2) + "\n")

@@ -10,11 +10,13 @@ from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from gradwire_lab.report.machine_load import noted_in
+
 QUIET_SECONDS = 10.0  # between plain lines of steps
 
 LINES = {
     "decision": "auto, step {step}: {spec}, {why}",
-    "anew": "worker {worker} {why}; it is restarted",
+    "restarted": "worker {worker} {why}; it is restarted",
     "back": "worker {worker} is back, at step {step}",
 }
 Record = dict[str, Any]
@@ -52,10 +54,12 @@ class Display:
             f"{record['batch']} examples a worker and step, {record['steps_per_epoch']} steps an epoch"
         )
         self._print(record["method"])
+        if (load := noted_in(record)) is not None and load.busy:
+            self._print(f"this machine is busy with other work ({load}): the times of this run mean little")
         if record["step"] >= record["steps"]:
             self._print(f"this run has ended already, at step {record['step']}: nothing is left to train")
         elif record["step"]:
-            self._print(f"going on from step {record['step']} of {record['steps']}")
+            self._print(f"continuing from step {record['step']} of {record['steps']}")
         for task in self._live.task_ids:
             self._live.remove_task(task)  # the first worker has come back, and begins again
         self._live.add_task("", total=record["steps"], completed=record["step"])

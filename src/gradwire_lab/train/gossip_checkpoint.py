@@ -51,7 +51,7 @@ class GossipCheckpoint:
         if progress["world"] != rank_info.world:
             raise ValueError(
                 f"the run has the states of {progress['world']} workers of one graph, and there are {rank_info.world} "
-                f"now; go on with {progress['world']}"
+                f"now; continue with {progress['world']}"
             )
         if workers.handle.elastic and not (folder / f"rank-{rank_info.ranks[0]}.safetensors").is_file():
             return None

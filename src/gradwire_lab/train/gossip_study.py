@@ -30,6 +30,7 @@ from gradwire_lab.train.rank_info import simulated_ranks
 from gradwire_lab.train.recipe import DataTable, Recipe
 from gradwire_lab.train.recipe_files import resolve
 from gradwire_lab.train.record import environment, json_lines
+from gradwire_lab.train.time_left import TimeLeft
 
 KEYS = ("about", "compared", "recipes", "set", "groups", "cell")
 CELL_KEYS = ("name", "group", "set", "seeds", "published")
@@ -61,7 +62,7 @@ def load(path: Path) -> dict[str, Any]:
     try:
         result = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as TOML: {error}") from None
+        raise ValueError(f"{path} is no TOML: {error}") from None
     for keys, allowed in ((result, KEYS), *((entry, CELL_KEYS) for entry in result.get("cell", []))):
         for key in keys:
             if key not in allowed:
@@ -111,11 +112,13 @@ def run(
     missing = [cell for cell in cells if cell.key not in before]
     log(f"{len(missing)} of {len(cells)} cells to train, {jobs} at a time")
     deadline = math.inf if budget_seconds is None else time.time() + budget_seconds
+    left = TimeLeft(len(missing), jobs)
     train = partial(_train, extra=tuple(extra), device=device, deadline=deadline)
     results.parent.mkdir(parents=True, exist_ok=True)
     with results.open("a", encoding="utf-8") as file, _mapped(train, missing, jobs) as outcomes:
         for number, result in enumerate(outcome for outcome in outcomes if outcome is not None):
             if "error" in result:
+                left.skip()
                 log(f"{result['name']}, seed {result['seed']} failed: {result['error']}")
                 if number == 0:  # the others would fare no better
                     return
@@ -124,7 +127,9 @@ def run(
             file.flush()
             final = result["final"]
             fate = "diverged" if final.get("diverged") else f"mean model {final['mean_model']:.4f}"
-            log(f"{result['name']}, seed {result['seed']}: {final['value']:.4f}, {fate}, {final['seconds']:.1f} s")
+            left.finish(final["seconds"])
+            done = f"{result['name']}, seed {result['seed']}: {final['value']:.4f}, {fate}, {final['seconds']:.1f} s"
+            log(left.after(done))
 
 
 @contextmanager

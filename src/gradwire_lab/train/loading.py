@@ -78,7 +78,7 @@ def loader_of(recipe: Recipe, task: Task, model: nn.Module, rank_info: RankInfo)
     if isinstance(task, FolderTask):
         return FolderLoader(task, *common, plan.size, rank_info.device, plan.threads)
     if plan.partition != "shuffled":
-        raise ValueError(f"text is cut in order, so data.partition = {plan.partition!r} cannot be; leave it out")
+        raise ValueError(f"text is cut in order, so data.partition = {plan.partition!r} has no meaning; leave it out")
     if recurrent(model):
         return ColumnLoader(task.train, batch, plan.length, world, ranks)
     return WindowLoader(task.train, batch, plan.length, world, ranks, seed, plan.reshuffle)
@@ -101,13 +101,12 @@ def check_sizes(recipe: Recipe, model: nn.Module, facts: Mapping[str, object]) -
         return  # it is not known what a transform makes of them
     channels = facts.get("channels")
     if not isinstance(channels, int):
-        raise ValueError(f"{recipe.data.name} has no images, so data.sizes cannot be; leave it out")
+        raise ValueError(f"{recipe.data.name} has no images, so data.sizes has no meaning; leave it out")
     weightless = {name: x.to("meta") for name, x in (*model.named_parameters(), *model.named_buffers())}
     for _, side in recipe.data.sizes:
         try:
             functional_call(model, weightless, torch.empty((2, channels, side, side), device="meta"))
         except RuntimeError as error:
             raise ValueError(
-                f"the model {recipe.model.name} cannot take the images of {side}x{side} pixels that data.sizes asks "
-                f"for: {error}"
+                f"the model {recipe.model.name} cannot take the images of {side}x{side} pixels of data.sizes: {error}"
             ) from None

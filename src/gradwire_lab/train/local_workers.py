@@ -14,7 +14,7 @@ from gradwire.comm.collectives import AllReduceOp
 from gradwire.core.segments import Segments
 from gradwire.engine import Plan
 from gradwire.engine.step import StepResult
-from gradwire.integrations import compress, scaling
+from gradwire.integrations import compress, grad_scaler
 from gradwire.integrations.simulated import SimulatedGroup, lockstep
 from gradwire.integrations.wire import Wire, write_missing
 from gradwire_lab.train.rank_info import RankInfo
@@ -62,8 +62,8 @@ class LocalWorkers(Workers):
         if self._group is None:
             write_missing(self.wire.parameters, self.wire.sync(grads[0]))
             return
-        scale = scaling.scale_of(self.scaler)
-        result = self._overflowed(grads) or self._group.step(grads, 1.0 / scale)[0]
+        scale = grad_scaler.scale_of(self.scaler)
+        result = self._overflowed(grads) or self._group.run(grads, 1.0 / scale)[0]
         for name, update in result.updates.items():
             p = self.wire.parameters[name]
             if self.scaler is not None:  # a step that was dropped makes the GradScaler back off
@@ -72,12 +72,12 @@ class LocalWorkers(Workers):
 
     def _overflowed(self, grads: Sequence[Grads]) -> StepResult | None:
         """A step that overflows, as a scaler expects of some; checked before where it could not be dropped later."""
-        if self.scaler is None or self.wire.engine.core.rollback:
+        if self.scaler is None or self.wire.engine.unwrapped.rollback:
             return None
-        if not any(scaling.overflows(own, w.link, w.device) for w, own in zip(self.wires, grads, strict=True)):
+        if not any(grad_scaler.overflows(own, w.link, w.device) for w, own in zip(self.wires, grads, strict=True)):
             return None
         for wire in self.wires:
-            wire.engine.drop()
+            wire.engine.skip_step()
         return StepResult({name: torch.zeros_like(p) for name, p in self.parameters.items()}, skipped=True)
 
     def select(self, worker: int) -> None:

@@ -35,7 +35,9 @@ def apply_regime(recipe: Recipe, regime: Regime | None) -> Recipe:
     changed = read({**tables, "optimizer": {**tables["optimizer"], **changes}})
     for key in _lasting(changed):
         if any(settings.get(key, first.get(key)) != first.get(key) for settings in later):
-            raise ValueError(f"the model's regime changes {key} while this recipe trains, which cannot be; set it once")
+            raise ValueError(
+                f"the model's regime changes {key} while this recipe trains, which is not supported; set it once"
+            )
     return changed
 
 

@@ -242,10 +242,10 @@ def _sentence(error: Any) -> str:
     given = f"{path} = {error['input']!r}"
     if error["type"] == "literal_error":
         words = {word.strip(" '"): None for word in error["ctx"]["expected"].replace(" or ", ",").split(",")}
-        return f"{given} cannot be; {nearest(str(error['input']), words)}"
+        return f"{given} is refused; {nearest(str(error['input']), words)}"
     if error["type"] == "value_error":
         return f"{path}: {error['ctx']['error']}"
-    return f"{given} cannot be: {error['msg'].lower()}"
+    return f"{given} is refused: {error['msg'].lower()}"
 
 
 def _unknown(path: tuple[Any, ...]) -> str:

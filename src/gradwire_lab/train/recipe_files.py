@@ -129,9 +129,7 @@ def _parsed(path: Path) -> Tables:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} cannot be read: {error}; `gradwire plan RECIPE... --toml` prints such a file"
-        ) from None
+        raise ValueError(f"cannot read {path}: {error}; `gradwire plan RECIPE... --toml` prints such a file") from None
 
 
 def _named(path: Path, make: Callable[[Tables], Recipe], tables: Tables) -> Recipe:

@@ -20,9 +20,9 @@ def refuse_odd(value: object, path: str = "") -> None:
             refuse_odd(each, f"{path}.{key}" if path else str(key))
     elif isinstance(value, int | float):
         if not abs(value) < (LARGEST_FLOAT if isinstance(value, float) else LARGEST):
-            raise ValueError(f"{path} = {value} cannot be: a number must fit into float32, an integer into 64 bits")
+            raise ValueError(f"{path} = {value} is refused: a number must fit into float32, an integer into 64 bits")
     elif value is not None and not isinstance(value, str):
-        raise ValueError(f"{path} = {value} cannot be: write a number, a text, true or false, a list or a table")
+        raise ValueError(f"{path} = {value} is refused: write a number, a text, true or false, a list or a table")
 
 
 def with_new_keys(tables: dict[str, Any]) -> dict[str, Any]:

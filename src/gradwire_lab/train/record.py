@@ -32,6 +32,7 @@ from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.recipe_files import dumps
 from gradwire_lab.train.user_files import hashes, named_files
 
+_HERE = Path(__file__).resolve().parent
 CURVES = ("train_loss", "test_loss", "valid_loss", "value", "top5", "sent", "payload_ratio", "wire_ratio")
 
 
@@ -153,15 +154,19 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _revision() -> str | None:
+def _revision(folder: Path = _HERE) -> str | None:
     """The revision of the code that runs, if it runs from a checkout."""
-    here = Path(__file__).resolve().parent
+
+    def git(*words: str) -> str:
+        # Without a lock on the index: a git that is killed would leave it behind.
+        command = ["git", "--no-optional-locks", "-C", str(folder), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
     try:
-        command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("describe", "--always", "--abbrev=40") + ("-dirty" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
 
 
 def _plain(record: dict[str, Any]) -> dict[str, Any]:

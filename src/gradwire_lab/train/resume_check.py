@@ -35,9 +35,9 @@ def check_resume(folder: Path, recipe: Recipe) -> None:
     changed = _changes(recipe_files.load_inert(before), recipe) if before.is_file() else []
     if changed:
         raise ValueError(
-            f"{folder} was trained with {' and '.join(old for old, _ in changed)}, and is asked to go on with "
+            f"{folder} was trained with {' and '.join(old for old, _ in changed)}, but would continue with "
             f"{' and '.join(new for _, new in changed)}; leave that as it was, train apart with --suffix, or start "
-            "anew with --overwrite"
+            "again with --overwrite"
         )
 
 

@@ -15,7 +15,7 @@ from gradwire_lab.parent_watch import end_with_parent
 from gradwire_lab.train.loop import Listener
 from gradwire_lab.train.rank_info import RankInfo, simulated_ranks
 from gradwire_lab.train.recipe import Recipe
-from gradwire_lab.train.run import run_training
+from gradwire_lab.train.run_recipe import run_recipe
 
 RESTARTS = 3  # of a worker that may die and come back
 
@@ -39,7 +39,7 @@ def train_in_process(job: TrainJob, world: int, listen: Listener) -> dict[str, A
     if job.recipe.sync.spec == AUTO:
         raise ValueError("sync.spec = 'auto' measures a network, and virtual workers have none; give --workers instead")
     ranks = simulated_ranks(world, device_of(0, job.devices))
-    return run_training(job.recipe, ranks, job.folder, listen, job.resume, job.title)
+    return run_recipe(job.recipe, ranks, job.folder, listen, job.resume, job.title)
 
 
 def train_as_rank(job: TrainJob, where: LauncherRank, listen: Listener) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def train_spawned(job: TrainJob, world: int, listen: Listener) -> dict[str, Any]
             listen(message)
 
     def on_restart(rank: int, why: str) -> None:
-        listen({"event": "anew", "worker": rank, "why": why})
+        listen({"event": "restarted", "worker": rank, "why": why})
 
     elastic = job.recipe.gossip.elastic
     backend = "" if elastic else backend_of(device_of(0, job.devices), job.devices, world)
@@ -95,7 +95,7 @@ def _rank(rank: int, world: int, job: TrainJob) -> dict[str, Any]:
 def _train_rank(job: TrainJob, world: int, rank: int, device: torch.device, listen: Listener) -> dict[str, Any]:
     rendezvous = job.folder / "meeting" if job.recipe.gossip.elastic else None
     own = RankInfo(world, (rank,), device, rendezvous)
-    return run_training(job.recipe, own, job.folder, listen, job.resume, job.title)
+    return run_recipe(job.recipe, own, job.folder, listen, job.resume, job.title)
 
 
 def _timeout(job: TrainJob) -> timedelta:

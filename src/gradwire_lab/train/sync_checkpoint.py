@@ -97,7 +97,7 @@ class SyncCheckpoint:
 
 def _account(wire: Wire) -> dict[str, Any]:
     """What a wire has counted, for JSON."""
-    accounting = wire.engine.core.accounting
+    accounting = wire.engine.unwrapped.accounting
     return {
         "traffic": astuple(wire.link.traffic),
         "inside": astuple(wire.link.inside),
@@ -108,7 +108,7 @@ def _account(wire: Wire) -> dict[str, Any]:
 
 
 def _load_account(wire: Wire, account: Mapping[str, Any]) -> None:
-    accounting = wire.engine.core.accounting
+    accounting = wire.engine.unwrapped.accounting
     wire.link.traffic = Traffic(*account["traffic"])
     if wire.link.host_layout is not None:
         wire.link.inside = Traffic(*account.get("inside", ()))

@@ -27,6 +27,10 @@ class TimeLeft:
         """One more needs not be done."""
         self.total -= 1
 
+    def after(self, line: str) -> str:
+        """A line of progress, with the time that is left."""
+        return "; ".join(filter(None, (line, self.text)))
+
     @property
     def text(self) -> str:
         """``about 0:01:30 left``; nothing before the first is done, and after the last."""

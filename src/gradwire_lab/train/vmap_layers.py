@@ -73,6 +73,8 @@ class WideLayers(TorchFunctionMode):
                 return _Norm.apply(*(whole[name] for name in _NORM_ARGUMENTS))  # type: ignore[no-untyped-call]
         if func == torch._VF.lstm and (rest := args[3:]) and rest[:2] == (True, 1) and rest[4:] == (False, True):
             return _lstm(args[0], args[1], args[2])
+        if func is Tensor.data_ptr and torch._C._functorch.is_batchedtensor(args[0]):
+            return 0  # the replicas' weights have no address of their own, so that nn.LSTM leaves them where they are
         return func(*args, **named)
 
 

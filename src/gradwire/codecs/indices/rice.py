@@ -7,7 +7,8 @@ Paper:    Golomb, "Run-length encodings", IEEE Trans. Information Theory 1966; R
 Formula:  g_1 = i_1,  g_j = i_j - i_(j-1) - 1;  g is sent as g >> b in unary and b low bits;
           each block of 512 gaps takes the b that makes it shortest; where that is shorter still,
           a block caps the unary part at 8 and sends the rest of longer gaps apart
-Wire:     header      2 bytes a block: b in 5 bits, capped or not in 1, the block's unary in 10
+Wire:     bit by bit in kernels/rice.py
+          header      2 bytes a block: b in 5 bits, capped or not in 1, the block's unary in 10
           quotients   g >> b zeros and a one for each gap
           remainders  b bits for each gap
           escapes     ceil(log2(n) / 8) bytes for each gap beyond the cap

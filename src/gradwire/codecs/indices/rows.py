@@ -67,7 +67,7 @@ class Rows(IndexCoder):
         elif form == _IN_ROWS and narrow_enough(runs, count):
             indices, used = decode_in_rows(data[1:], count, runs)
         else:
-            raise CorruptMessageError(f"positions here cannot be of the form {form}; the message was cut or damaged")
+            raise CorruptMessageError(f"there is no form {form} of positions; the message was cut or damaged")
         return indices, 1 + used
 
     def warm_up(self) -> None:

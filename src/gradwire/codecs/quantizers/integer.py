@@ -56,8 +56,8 @@ class AbsMax(Quantizer):
     def decode_into(self, data: Tensor, lengths: Tensor, out: Tensor) -> Tensor:
         return quantize.integer_decode(data, lengths, self.bits, self.block, out)
 
-    def merge(self, shards: Tensor, error: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
-        return fused.merge_integer(shards, error, lengths, self.bits, self.block)
+    def merge(self, messages: Tensor, error: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        return fused.merge_integer(messages, error, lengths, self.bits, self.block)
 
 
 @register("int8", kind="quantizer")

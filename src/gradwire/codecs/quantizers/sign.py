@@ -97,8 +97,8 @@ class Sign(Quantizer):
     def merge(self) -> MergeKernel | None:  # type: ignore[override]
         return None if self._short else self._merge
 
-    def _merge(self, shards: Tensor, error: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
-        return fused.merge_sign(shards, error, block_lengths(lengths, self.per), self.scale == "norm")
+    def _merge(self, messages: Tensor, error: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        return fused.merge_sign(messages, error, block_lengths(lengths, self.per), self.scale == "norm")
 
     @property
     def traits(self) -> Traits:

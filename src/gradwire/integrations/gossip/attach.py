@@ -1,6 +1,5 @@
 """`gossip`: one call after which a model gossips."""
 
-import os
 from pathlib import Path
 
 import torch
@@ -10,12 +9,11 @@ from gradwire.comm.backend import Backend
 from gradwire.comm.host_layout import Across
 from gradwire.gossip import GossipMethod
 from gradwire.integrations.ddp import find_ddp
+from gradwire.integrations.elastic_place import HERE, place_of
 from gradwire.integrations.gossip.elastic import ElasticGossip
 from gradwire.integrations.gossip.flat_params import CodecSpec, GossipOptions
 from gradwire.integrations.gossip.gossip_sync import GossipSync
 from gradwire.integrations.host_discovery import find_backend
-
-_HERE = "127.0.0.1"
 
 
 def gossip(
@@ -34,7 +32,7 @@ def gossip(
     meeting: str | Path | None = None,
     rank: int | None = None,
     world: int | None = None,
-    host: str = _HERE,
+    host: str = HERE,
 ) -> "GossipSync | ElasticGossip":
     """Train replicas that exchange messages with neighbors only; call the returned handle after ``optimizer.step()``.
 
@@ -64,19 +62,13 @@ def gossip(
         A handle: ``report()``, ``state_dict()``, ``evaluate_mean(...)``, ``distance()``.
     """
     options = GossipOptions(spec, codec, granularity, overlap, seed)
-    if elastic:
-        if link is not None or process_group is not None:
-            raise ValueError("elastic=True opens connections of its own; leave link and process_group out")
-        if across is not None:
-            raise ValueError("elastic=True has nodes of one rank, which may come and go; leave across out")
-        if meeting is None:
-            raise ValueError("elastic=True needs meeting=: a folder that all ranks share, or tcp://host:port")
-        rank, world = _given_or_environment("RANK", rank), _given_or_environment("WORLD_SIZE", world)
-        return ElasticGossip(model, options, rank, world, meeting, timeout, host)
-    if meeting is not None or rank is not None or world is not None or host != _HERE:
-        raise ValueError(
-            "meeting, rank, world and host belong to elastic=True; leave them out, since a process group has its ranks"
-        )
+    if elastic and (link is not None or process_group is not None):
+        raise ValueError("elastic=True opens connections of its own; leave link and process_group out")
+    if elastic and across is not None:
+        raise ValueError("elastic=True has nodes of one rank, which may come and go; leave across out")
+    place = place_of(elastic, rank, world, meeting, timeout, host)
+    if place is not None:
+        return ElasticGossip(model, options, *place)
     link = find_backend(link, process_group, across)
     if link.host_layout is None or link.host_layout.ranks_per_host == 1:
         _refuse_ddp(model)
@@ -91,10 +83,3 @@ def _refuse_ddp(model: nn.Module) -> None:
             f"DistributedDataParallel averages gradients over {ddp.process_group.size()} ranks, so their replicas are "
             "equal and need no gossip; pass the module inside, or with across= the ranks that are one node"
         )
-
-
-def _given_or_environment(name: str, given: int | None) -> int:
-    value = os.environ.get(name) if given is None else given
-    if value is None:
-        raise ValueError(f"elastic=True needs its rank and world; pass rank= and world=, or set {name}")
-    return int(value)

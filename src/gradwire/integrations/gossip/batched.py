@@ -44,8 +44,8 @@ class BatchedGossip(GossipHandle):
     ) -> None:
         chosen, flat = GossipOptions(spec, codec, **options), FlatParams(model)
         nodes = [chosen.node(flat.tensors, rank, world) for rank in range(world)]
-        alone, first = tuple((rank,) for rank in range(world)), nodes[0]
-        super().__init__(flat, nodes, alone if hosts is None else hosts, chosen.describe(first))
+        singles, first = tuple((rank,) for rank in range(world)), nodes[0]
+        super().__init__(flat, nodes, singles if hosts is None else hosts, chosen.describe(first))
         common = flat.read()
         for node in nodes:
             node.begin(common)

@@ -5,24 +5,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from gradwire.engine.checkpoint import facts_of, saved_spec
 from gradwire.gossip import Node
 from gradwire.integrations.gossip.flat_params import FlatParams
-from gradwire.version import WIRE_FORMAT
 
 
 def save_state(node: Node, flat: FlatParams, description: str) -> dict[str, Tensor]:
     """One rank's state, as plain tensors."""
-    facts = {
-        "gradwire/format": torch.tensor(WIRE_FORMAT),
-        "gradwire/model": flat.fingerprint(),
-        "gradwire/number": torch.tensor(node.number),
-        "gradwire/rank": torch.tensor(node.rank),
-        "gradwire/seed": torch.tensor(node.seed),
-        "gradwire/spec": torch.tensor(list(description.encode()), dtype=torch.uint8),
-        "gradwire/step": torch.tensor(node.step),
-        "gradwire/world": torch.tensor(node.topology.size),
-    }
-    return {**facts, **node.save()}
+    numbers = {name: getattr(node, name) for name in ("number", "rank", "seed", "step")}
+    numbers["world"] = node.topology.size
+    return {**facts_of(description, flat.fingerprint(), numbers), **node.save()}
 
 
 def check_state(state: Mapping[str, Tensor], node: Node, flat: FlatParams, description: str) -> None:
@@ -31,11 +23,7 @@ def check_state(state: Mapping[str, Tensor], node: Node, flat: FlatParams, descr
     Raises:
         ValueError: It is one.
     """
-    if "gradwire/spec" not in state:
-        raise ValueError("this is no gradwire state: it lacks gradwire/spec; pass what state_dict() returned")
-    if int(state["gradwire/format"]) != WIRE_FORMAT:
-        raise ValueError(f"the state has format {int(state['gradwire/format'])}, but this gradwire reads {WIRE_FORMAT}")
-    saved = bytes(state["gradwire/spec"].tolist()).decode()
+    saved = saved_spec(state, ("format", "number", "rank", "seed", "step", "world"))
     if saved != description:
         raise ValueError(
             f"the state was saved under [{saved}], but this run has [{description}]; attach with the saved spec"

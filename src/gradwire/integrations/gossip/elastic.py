@@ -14,13 +14,13 @@ from gradwire.comm.collectives import Traffic
 from gradwire.comm.framing import UNCOUNTED
 from gradwire.comm.peer_mesh import PeerMesh
 from gradwire.comm.rendezvous import rendezvous
-from gradwire.core.payload import CorruptMessageError, Payload
+from gradwire.core.payload import CorruptMessageError, Payload, byte_tensor, raw_bytes
 from gradwire.core.requests import Request, SendRecv
 from gradwire.engine.drive import execute, interleave
 from gradwire.integrations.gossip.checkpoint import check_state, save_state
 from gradwire.integrations.gossip.flat_params import FlatParams, GossipOptions
 from gradwire.integrations.gossip.handle import RankHandle
-from gradwire.integrations.gossip.membership import Membership, raw_bytes, snapshot_of
+from gradwire.integrations.gossip.membership import Membership, snapshot_of
 from gradwire.integrations.gossip.report import GossipReport, summarize
 
 _SMALL_BYTES = 2**20  # headers of messages, and the numbers of an evaluation
@@ -64,7 +64,7 @@ class ElasticGossip(RankHandle):
         self.rounds_made = self.messages_sent = 0
         self._logged = 0  # losses
         self._known: set[int] = set()  # neighbors that have ever taken part
-        self._present: tuple[int, ...] = ()  # those that took part in the last round
+        self._last_live: tuple[int, ...] = ()  # those that took part in the last round
         self._gathers = (-1, 0)  # a step, and how many times `gather_reachable` was called in it
         whole = f"{self.description}; seed {options.seed}; world {world}; {flat.fingerprint().tolist()}"
         digest = hashlib.sha256(whole.encode()).digest()
@@ -98,32 +98,33 @@ class ElasticGossip(RankHandle):
 
     def _run(self, x: Tensor, buffers: Tensor) -> Tensor:
         step = self.node.step
+        self.mesh.yield_to_successor()
         live = self.mesh.begin(step)
         self._log_rejoined(live, step)
         self._log_lost(step)  # now, while flows are those of the last round
-        mixed = self._mix_without_damaged(x, live)
+        mixed = self._mix_without_corrupt(x, live)
         self._log_lost(step)
-        self._present = tuple(live)
+        self._last_live = tuple(live)
         self.rounds_made += 1
         self.messages_sent += len(live)
         self.mesh.finish(step, snapshot_of(mixed, buffers))
         return mixed
 
-    def _mix_without_damaged(self, x: Tensor, live: Mapping[int, bool]) -> Tensor:
-        """A neighbor whose message is damaged is dropped, and the round made without it, from what was received."""
+    def _mix_without_corrupt(self, x: Tensor, live: Mapping[int, bool]) -> Tensor:
+        """A neighbor whose message is corrupt is dropped, and the round made without it, from what was received."""
         transport = _PeerTransport(self.mesh, self.node.step, x.device)
-        for damaged in ((), *((peer,) for peer in live), tuple(live)):
-            transport.restart(without=damaged)
+        for corrupt in ((), *((peer,) for peer in live), tuple(live)):
+            transport.restart(without=corrupt)
             try:  # a node changes only at the end of a round
                 (mixed,) = execute(interleave([self.node.run(x, live)]), cast(Backend, transport), self.clock)
             except CorruptMessageError as error:
-                if damaged == tuple(live):
+                if corrupt == tuple(live):
                     raise
-                _log.debug("rank %d received a damaged message: %s", self.rank, error)
+                _log.debug("rank %d received a corrupt message: %s", self.rank, error)
             else:
                 break
-        for peer in damaged:
-            self.mesh.drop(peer, "sent a message that cannot be decoded")
+        for peer in corrupt:
+            self.mesh.drop(peer, "sent a corrupt message")
         return mixed
 
     def _log_rejoined(self, live: Mapping[int, bool], step: int) -> None:
@@ -168,7 +169,7 @@ class ElasticGossip(RankHandle):
         self._gathers = step, self._gathers[1] + 1 if self._gathers[0] == step else 0
         for hop in range(self.world - 1):  # no path is longer
             index = UNCOUNTED + self._gathers[1] * self.world + hop
-            received = self.mesh.exchange(step, index, dict.fromkeys(self._present, _pack(new)))
+            received = self.mesh.exchange(step, index, dict.fromkeys(self._last_live, _pack(new)))
             tensors = {rank: x for peer, body in received.items() for rank, x in self._unpack(peer, body, own).items()}
             new = {rank: x for rank, x in tensors.items() if rank not in known}
             known |= new
@@ -182,7 +183,7 @@ class ElasticGossip(RankHandle):
         if len(body) % size or any(rank >= self.world for rank in ranks):
             self.mesh.drop(peer, f"sent {len(body)} bytes of models, where each takes {size}")
             return {}
-        tensors = [_tensor(record[4:]).view(like.dtype).view_as(like).to(like.device) for record in records]
+        tensors = [byte_tensor(record[4:]).view(like.dtype).view_as(like).to(like.device) for record in records]
         return dict(zip(ranks, tensors, strict=True))
 
     def sum_over_processes(self, numbers: Tensor) -> tuple[Tensor, int]:
@@ -206,7 +207,7 @@ class ElasticGossip(RankHandle):
         """Continue from this rank's own state, and join the group at its step, or at the group's if that is further.
 
         An edge continues as it was if both its ends come back with the same step and copies, within `timeout` of each
-        other; any other begins anew, with whole parameters.
+        other; any other starts again, with whole parameters.
         """
         self.wait()
         check_state(state, self.node, self.flat, self.description)
@@ -274,11 +275,7 @@ class _PeerTransport:
             self._answers.append(self._mesh.exchange(self._step, self._index, out))
         received = {peer: body for peer, body in self._answers[self._index].items() if peer not in self._without}
         self._index += 1
-        return [{peer: Payload(_tensor(body).to(self._device)) for peer, body in received.items()}]
-
-
-def _tensor(body: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(body), dtype=torch.uint8)
+        return [{peer: Payload(byte_tensor(body).to(self._device)) for peer, body in received.items()}]
 
 
 def _pack(vectors: Mapping[int, Tensor]) -> bytes:

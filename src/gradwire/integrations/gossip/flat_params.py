@@ -1,7 +1,5 @@
 """A replica: a model's parameters as one flat vector, and the node that gossips them."""
 
-import hashlib
-import json
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +9,9 @@ from gradwire.codecs import Codec
 from gradwire.codecs import codec as as_codec
 from gradwire.codecs.stage import Stage
 from gradwire.core.segments import Segments
+from gradwire.engine.checkpoint import fingerprint_of
 from gradwire.gossip import GossipMethod, Node, gossip_method
-from gradwire.integrations.model import home, trainable
+from gradwire.integrations.model import trainable
 
 GRANULARITIES = ("layer", "model")
 CodecSpec = str | Stage | Codec
@@ -23,7 +22,7 @@ class FlatParams:
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = trainable(model.named_parameters())
-        self.device = home(self.parameters.values())
+        self.device = next(iter(self.parameters.values())).device
         self.tensors = Segments(tuple(self.parameters), tuple(tuple(p.shape) for p in self.parameters.values()))
         self.buffers = {
             name: buffer for name, buffer in model.named_buffers() if buffer is not None and buffer.is_floating_point()
@@ -48,7 +47,7 @@ class FlatParams:
 
     def fingerprint(self) -> Tensor:
         shapes = list(zip(self.tensors.names, self.tensors.shapes, strict=True))
-        return torch.tensor(list(hashlib.sha256(json.dumps(shapes).encode()).digest()[:8]), dtype=torch.uint8)
+        return fingerprint_of(shapes)
 
 
 def _flatten(tensors: list[Tensor], device: torch.device) -> Tensor:

@@ -24,7 +24,7 @@ class HostShare:
 
     Attributes:
         size: How many ranks the host has.
-        local: This rank's number among them.
+        local_rank: This rank's number among them.
         host: The number of the host.
         hosts: The ranks of each host.
         shares: The parameters that each rank of the host gossips.
@@ -33,16 +33,16 @@ class HostShare:
 
     def __init__(self, model: nn.Module, flat: FlatParams, link: Backend, options: GossipOptions) -> None:
         self._model, self._flat, self._link = model, flat, link
-        self.size, self.local = 1, 0
+        self.size, self.local_rank = 1, 0
         self.host = link.rank
         self.hosts: tuple[tuple[int, ...], ...] = tuple((rank,) for rank in range(link.world))
         if link.host_layout is not None:
             self.size, self.hosts = link.host_layout.ranks_per_host, link.host_layout.hosts
-            self.host, self.local = link.host_layout.place_of(link.rank)
+            self.host, self.local_rank = link.host_layout.place_of(link.rank)
         if options.overlap and self.size > 1:
             require_one_thread(link)
         self.shares = _divide(flat.tensors, self.size, options.granularity)
-        self.own = self.shares[self.local]
+        self.own = self.shares[self.local_rank]
         self._averaged = False
 
     @property
@@ -60,9 +60,9 @@ class HostShare:
             return
         parameters = self._flat.parameters.values()
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        present = torch.tensor([float(p.grad is not None) for p in parameters], device=self._flat.device)
-        mean = self.average(torch.cat([*(grad.detach().flatten().to(present) for grad in grads), present]))
-        *parts, anywhere = mean.split([*self._flat.tensors.lengths, len(present)])
+        has_grad = torch.tensor([float(p.grad is not None) for p in parameters], device=self._flat.device)
+        mean = self.average(torch.cat([*(grad.detach().flatten().to(has_grad) for grad in grads), has_grad]))
+        *parts, anywhere = mean.split([*self._flat.tensors.lengths, len(has_grad)])
         for p, part, used in zip(parameters, parts, anywhere.tolist(), strict=True):
             if p.grad is not None:
                 p.grad.copy_(part.view(p.shape).to(p))
@@ -74,7 +74,7 @@ class HostShare:
         if self.size == 1:
             return grads
         total: Tensor
-        (total,) = self._link.answer([Sum(grads, "local")])
+        (total,) = self._link.answer([Sum(grads, "host")])
         self._averaged = True
         return total / self.size
 
@@ -110,12 +110,12 @@ class HostShare:
         """All parameters, from the shares of all ranks of the host."""
         if self.size == 1:
             return mixed
-        sizes = {local: 4 * share.total for local, share in enumerate(self.shares)}
+        sizes = {local_rank: 4 * share.total for local_rank, share in enumerate(self.shares)}
         message = Payload(as_bytes(mixed))
-        (received,) = self._link.answer([SendRecv(dict.fromkeys(sizes, message), sizes, "local")])
+        (received,) = self._link.answer([SendRecv(dict.fromkeys(sizes, message), sizes, "host")])
         whole, slices = x.clone(), self._flat.tensors.slices()
-        for local, share in enumerate(self.shares):
-            parts = from_bytes(received[local].data, torch.float32).split(list(share.lengths))
+        for local_rank, share in enumerate(self.shares):
+            parts = from_bytes(received[local_rank].data, torch.float32).split(list(share.lengths))
             for name, part in zip(share.names, parts, strict=True):
                 whole[slices[name]] = part
         return whole
@@ -124,15 +124,15 @@ class HostShare:
         """The entries of a checkpoint about the host."""
         if self.size == 1:
             return {}
-        return {"gradwire/local": torch.tensor(self.local), "gradwire/beside": torch.tensor(self.size)}
+        return {"gradwire/local": torch.tensor(self.local_rank), "gradwire/beside": torch.tensor(self.size)}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Refuse the state of a rank at another place of its host."""
-        local, size = int(state.get("gradwire/local", 0)), int(state.get("gradwire/beside", 1))
-        if (local, size) != (self.local, self.size):
+        local_rank, size = int(state.get("gradwire/local", 0)), int(state.get("gradwire/beside", 1))
+        if (local_rank, size) != (self.local_rank, self.size):
             raise ValueError(
-                f"the state is of rank {local} of {size} on its host, and this is rank {self.local} of {self.size}; "
-                "load each rank's own, with as many ranks on every host"
+                f"the state is of rank {local_rank} of {size} on its host, and this is rank {self.local_rank} of "
+                f"{self.size}; load each rank's own, with as many ranks on every host"
             )
 
 
@@ -143,7 +143,7 @@ def _divide(tensors: Segments, size: int, granularity: str) -> list[Segments]:
         atoms = [((name,), n) for name, n in zip(tensors.names, tensors.lengths, strict=True)]
     owners = balance(atoms, [0] * size)
     shapes = dict(zip(tensors.names, tensors.shapes, strict=True))
-    named = [tuple(name for name in tensors.names if owners[name] == local) for local in range(size)]
+    named = [tuple(name for name in tensors.names if owners[name] == local_rank) for local_rank in range(size)]
     return [Segments(names, tuple(shapes[name] for name in names)) for names in named]
 
 
@@ -156,6 +156,6 @@ def require_one_thread(link: Backend) -> None:
     if link.device.type == "cuda":
         raise ValueError(
             "overlap=True would start NCCL collectives of two groups from two threads, in an order that may differ "
-            "between the ranks of a host, which then wait for each other for ever; leave overlap=True out where nodes "
+            "between the ranks of a host, which then wait for each other; leave overlap=True out where nodes "
             "have several ranks, or begin the process group with gloo"
         )

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from gradwire.comm.peer_agreement import Snapshot
 from gradwire.comm.peer_mesh import PeerMesh
-from gradwire.core.payload import as_bytes
+from gradwire.core.payload import byte_tensor, raw_bytes
 from gradwire.gossip import Node
 from gradwire.integrations.gossip.flat_params import FlatParams
 
-TRIES = 5  # to find a neighbor that lives long enough to be copied
+MAX_CAPTURES = 5  # to find a neighbor that lives long enough to be copied
 _log = logging.getLogger("gradwire.gossip")
 
 
@@ -34,7 +34,7 @@ class Membership:
         Args:
             resumes: Whether copies are those of this step, so that edges may continue where both ends have the same.
         """
-        for _ in range(TRIES):
+        for _ in range(MAX_CAPTURES):
             ahead = self._mesh.discover(self._node.step)
             if ahead is None:
                 break
@@ -71,7 +71,7 @@ class Membership:
                 *(self._node.rank, self._node.step, step, peer),
             )
         self._mesh.leave()  # edges that were agreed on for the old step are of no use
-        self._flat.write_all_(torch.frombuffer(bytearray(body), dtype=torch.float32).to(self._flat.device))
+        self._flat.write_all_(byte_tensor(body).view(torch.float32).to(self._flat.device))
         self._node.step = self._node.number = step
         self._node.pending = None  # it belonged to other parameters
         self.resyncs += 1
@@ -92,8 +92,3 @@ class Membership:
 def snapshot_of(*parts: Tensor) -> Snapshot:
     """Parameters and buffers, made into bytes only if a peer asks."""
     return lambda: raw_bytes(torch.cat(parts))
-
-
-def raw_bytes(x: Tensor) -> bytes:
-    raw: bytes = as_bytes(x).cpu().numpy().tobytes()
-    return raw

@@ -1,8 +1,10 @@
 """`local`: one call after which a model takes local steps."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -18,13 +20,15 @@ from gradwire.engine.method import Spec
 from gradwire.engine.plan import BUCKET_BYTES, Rule
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
+from gradwire.integrations.compress import connect_model
 from gradwire.integrations.consistency import errors_on_all_ranks
 from gradwire.integrations.ddp import find_ddp
-from gradwire.integrations.host_discovery import find_backend
+from gradwire.integrations.elastic_place import HERE, Place, place_of
+from gradwire.integrations.local.elastic import ElasticGroup, elastic_method
 from gradwire.integrations.local.handle import LocalSync
-from gradwire.integrations.model import refuse_sparse, refuse_wrapped, trainable
+from gradwire.integrations.model import is_plain, refuse_sparse, refuse_wrapped, trainable
 from gradwire.integrations.optimizer_warning import OptimizerWarning
-from gradwire.integrations.ownership import refuse_wires
+from gradwire.integrations.ownership import refuse_wires, take_local
 from gradwire.integrations.setup import Options, Setup
 from gradwire.local.method import LocalMethod, OuterFactory, local_method
 
@@ -44,6 +48,7 @@ def local(
     outer: OuterFactory | None = None,
     outer_device: torch.device | str | None = None,
     uneven: bool = False,
+    auto: bool = False,
     granularity: str = "layer",
     rules: Sequence[Rule] = (),
     bundle: str | None = "fp16",
@@ -51,8 +56,14 @@ def local(
     seed: int = 0,
     bucket_mb: float = BUCKET_BYTES / 2**20,
     rollback: bool = True,
-    across: Across | None = None,
+    across: "Across | torch.distributed.device_mesh.DeviceMesh | None" = None,
     link: Backend | None = None,
+    elastic: bool = False,
+    timeout: float = 30.0,
+    meeting: str | Path | None = None,
+    rank: int | None = None,
+    world: int | None = None,
+    host: str = HERE,
 ) -> LocalSync:
     """Take local steps, and agree on weights every H steps; call the returned handle after ``optimizer.step()``.
 
@@ -61,7 +72,7 @@ def local(
         optimizer: That steps the model: any, and it is left alone; or a list of several, where each steps a part. In
             the start of a method that has one, its ``step()`` averages gradients first.
         spec: The round: ``"sparseloco(H=5)"``, ``"diloco(H=30)"``, ``"local_sgd(H=8)"``, ...
-        codec: How differences are encoded, such as ``"int4"``; by default as the spec says.
+        codec: How differences are encoded, such as ``"int4"``; by default as in the spec.
         feedback: What happens to the error of the codec; by default what the codec or the spec needs.
         exchange: ``"allgather"``, ``"two_way"``, ...; by default as the codec or the spec needs.
         outer: Makes the optimizer of the outer weights: ``lambda weights: torch.optim.Adam(weights, 1e-3)``. By default
@@ -70,6 +81,8 @@ def local(
             model. Errors stay with the model.
         uneven: Whether ranks take as many steps in a round as their speed allows, H on average, so that all end it at
             about the same time. Differences are weighted by steps.
+        auto: Whether H is measured: after two rounds of the spec's H, it is the shortest after which a step takes at
+            most 1.1 times its computing. `report()` and ``print`` show it.
         granularity: As for `compress`; so are the arguments below.
         rules: Exceptions, tried in order before the codec.
         bundle: The codec of 1-D tensors, which travel together, where the others are compressed.
@@ -78,25 +91,85 @@ def local(
         bucket_mb: Megabytes of differences that travel together.
         rollback: Keep the memories of before a round until all ranks have agreed on it.
         across: ``"hosts"``, or the ranks of each host: differences are averaged inside a host, and compressed between
-            hosts. The model may then be a `DistributedDataParallel` over the ranks of its host.
+            hosts. The model may then be a `DistributedDataParallel` over the ranks of its host. Of a model under
+            ``fully_shard``: the dimension of the mesh between replicas, ``mesh["replicate"]``.
         link: What moves the bytes, if not torch.distributed.
+        elastic: Whether rounds continue when workers die or stall, and take them back. It uses its own connections, so
+            no process group is needed. A worker that joins takes over the outer weights of a member.
+        timeout: Seconds after which a worker that others wait for is dropped, with ``elastic=True``; twice as long as a
+            round takes, or more.
+        meeting: As for `gossip`, with ``elastic=True``; so are the arguments below.
+        rank: Which elastic worker this is; by default RANK of the environment.
+        world: How many elastic workers there may be; by default WORLD_SIZE.
+        host: The address under which other elastic workers reach this one.
 
     Returns:
         A handle: ``report()``, ``averaged()``, ``state_dict()``, ``set(...)``, ``off()``.
     """
-    backend = find_backend(link, process_group, across)
+    place = place_of(elastic, rank, world, meeting, timeout, host)
+    if place is not None:
+        options = Options(None, None, granularity, rules, bundle, None, seed, bucket_mb, rollback)
+        if link is not None or process_group is not None or across is not None or uneven or auto:
+            raise ValueError(
+                "elastic=True opens connections of its own, to workers of one rank that take H steps each; leave link, "
+                "process_group, across, uneven and auto out"
+            )
+        return _local_elastic(
+            model, optimizer, local_method(spec, codec, feedback, exchange), options, place, outer, outer_device
+        )
+    replicas, backend = connect_model(model, link, process_group, across)
     ddp = find_ddp(model)
     with errors_on_all_ranks(backend):
+        if replicas is not None and (process_group is not None or link is not None or uneven):
+            raise ValueError(
+                "the ranks of a sharded model are those of its mesh, and take equally many steps; leave "
+                "process_group=, link= and uneven= out"
+            )
         if ddp is not None and 1 < ddp.process_group.size() == backend.world:
             raise ValueError("DistributedDataParallel averages gradients over all ranks; pass the module inside of it")
         chosen = local_method(spec, codec, feedback, exchange)
         inner = model if ddp is None else ddp.module
-        setup = set_up(inner, backend, Options(None, None, granularity, rules, bundle, None, seed, bucket_mb, rollback))
+        options = Options(None, None, granularity, rules, bundle, None, seed, bucket_mb, rollback)
+        setup = set_up(inner, backend, options, sharded=replicas is not None)
         refuse_wires(setup.parameters, backend.world)
         optimizers = as_list(optimizer, chosen)
-    handle = LocalSync(inner, setup, chosen, outer, outer_device, uneven)
+    if replicas is not None:
+        replicas.take_over(backend)
+    handle = LocalSync(inner, setup, chosen, outer, outer_device, uneven, measured=auto)
     watch(handle, optimizers, handle.average_gradients)
+    take_local(handle, setup.parameters, backend.world)
     return handle
+
+
+def _local_elastic(
+    model: nn.Module,
+    optimizer: Optimizers,
+    chosen: LocalMethod,
+    options: Options,
+    place: Place,
+    outer: OuterFactory | None,
+    outer_device: torch.device | str | None,
+) -> LocalSync:
+    refuse_wrapped(model)
+    refuse_sparse(model)
+    chosen, parameters = elastic_method(chosen, options), trainable(model.named_parameters())
+    optimizers = as_list(optimizer, chosen)
+    refuse_wires(parameters, place.world)
+    numbers = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
+    group = ElasticGroup(place, f"{chosen}; {replace(options, scaler=None)}; {_shapes(parameters)}", numbers)
+    try:
+        handle = LocalSync(model, Setup(parameters, group.link, options), chosen, outer, outer_device, group=group)
+        group.begin(handle)
+    except BaseException:
+        group.close()
+        raise
+    watch(handle, optimizers, handle.average_gradients)
+    take_local(handle, parameters, place.world)
+    return handle
+
+
+def _shapes(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in parameters.items()}
 
 
 def as_list(given: Optimizers, chosen: LocalMethod) -> list[Optimizer]:
@@ -144,9 +217,11 @@ def _run(closure: Callable[[], Any], then: Callable[[], None]) -> Any:
     return loss
 
 
-def set_up(model: nn.Module, backend: Backend, options: Options) -> Setup:
-    """What the plans of a model depend on; its parameters and buffers start as rank 0's."""
+def set_up(model: nn.Module, backend: Backend, options: Options, sharded: bool = False) -> Setup:
+    """What the plans of a model depend on; its parameters and buffers start as rank 0's, or as the first replica's."""
     refuse_wrapped(model)
     refuse_sparse(model)
     shared = dict((*model.named_parameters(), *model.named_buffers()))
-    return Setup(trainable(model.named_parameters()), backend, options, shared=shared)
+    accepts = (lambda _: True) if sharded else is_plain
+    parameters = trainable(model.named_parameters(), accepts)
+    return Setup(parameters, backend, options, shared=shared, sharded=sharded)

@@ -2,22 +2,26 @@
 
 ``local/steps`` and ``local/inside`` are the place in the training, ``local/outer/NAME`` and ``local/optimizer/...`` the
 outer weights and their optimizer, ``local/own/NAME`` the replica itself, ``local/flight/NAME`` what a message under way
-led to, ``local/pace`` the steps of each rank in a round, ``local/inner/...`` tensors of inner optimizers, where these
-are saved, too. Errors have the names that wires save them under; those of further fragments come after
+led to, ``local/pace`` the steps of each rank in a round, ``local/H`` those of all, where they were measured,
+``local/round`` the next one of an elastic group, ``local/inner/...`` tensors of inner optimizers, where these are
+saved, too. Errors have the names that wires save them under; those of further fragments come after
 ``local/fragment/1/``.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwire.engine.checkpoint import Saved
+from gradwire.engine.checkpoint import Saved, of_shard
+from gradwire.engine.sharded import ShardEngine
 from gradwire.engine.step import StepResult
 from gradwire.integrations.comm_worker import CompletedFuture
 from gradwire.integrations.consistency import errors_on_all_ranks
+from gradwire.integrations.model import distributed_as, local_part
 
 if TYPE_CHECKING:
     from gradwire.integrations.local.handle import LocalSync
@@ -32,11 +36,14 @@ def save(handle: "LocalSync") -> dict[str, Tensor]:
     state |= {f"own/{name}": x.cpu().contiguous() for name, x in handle.outer.own().items()}
     for fragment in handle.fragments:
         if fragment.flight is not None:
-            state[_dropped(fragment.number)] = torch.tensor(fragment.flight.result().skipped)
+            state[_skipped_key(fragment.number)] = torch.tensor(fragment.flight.result().skipped)
         state |= {f"flight/{name}": x for name, x in fragment.state().items()}
     state |= handle.outer.state_dict()
+    if handle.measured is not None and handle.measured.chosen is not None:
+        state["H"] = torch.tensor(handle.measured.chosen)
     if handle.pace is not None:
         state["pace"] = torch.tensor(handle.pace.steps)
+    state |= {} if handle.group is None else handle.group.state()
     for number, wire in enumerate(others, 1):
         state |= {f"fragment/{number}/{name}": x for name, x in wire.state_dict().items()}
     if handle.start.wire is not None:
@@ -48,6 +55,7 @@ def save(handle: "LocalSync") -> dict[str, Tensor]:
 
 def load(handle: "LocalSync", states: Sequence[Saved]) -> None:
     """Take over this rank's own state, or those of all ranks of another world."""
+    states = of_shard(handle.wire.engine, states)
     with errors_on_all_ranks(handle.link):
         _check(handle, states)
     first, *others = handle.wires
@@ -61,6 +69,9 @@ def load(handle: "LocalSync", states: Sequence[Saved]) -> None:
     handle.outer.load_state_dict(local)
     handle.steps, handle.inside, handle.start.averaged = int(local["steps"]), int(local["inside"]), False
     handle.unfinished.clear()
+    if handle.measured is not None and "H" in local:
+        handle.measured.chosen = int(local["H"])
+        handle.method = replace(handle.method, H=handle.measured.chosen)
     _load_flights(handle, local)
     if mine is not None:
         handle.outer.load_own(_below(mine, f"{_KEY}own/"))
@@ -69,6 +80,8 @@ def load(handle: "LocalSync", states: Sequence[Saved]) -> None:
             handle.pace.restart()
         for number, optimizer in enumerate(handle.inner_optimizers):
             _load_tensors(optimizer, _below(local, f"inner/{number}/"))
+        if handle.group is not None:
+            handle.group.resume(local)
         return
     handle.arrive(early=True)
     handle.outer.restart()
@@ -86,27 +99,28 @@ def _load_flights(handle: "LocalSync", local: Saved) -> None:
         fragment.flight, number = None, fragment.number
         offset = handle.method.offset(number, count)
         fragment.age = (handle.inside - offset) % handle.method.H if offset else handle.inside
-        if _dropped(number) in local:
+        if _skipped_key(number) in local:
             updates = {name: flights[name].to(fragment.wire.device) for name in fragment.names if name in flights}
-            fragment.flight = CompletedFuture([StepResult(updates, bool(local[_dropped(number)]))])
+            fragment.flight = CompletedFuture([StepResult(updates, bool(local[_skipped_key(number)]))])
 
 
 def _tensors(optimizer: Optimizer) -> dict[str, Tensor]:
     """The tensors of an optimizer's state, by the number of the parameter and their name."""
     slots = optimizer.state_dict()["state"].items()
     tensors = {f"{i}/{key}": x for i, slot in slots for key, x in slot.items() if isinstance(x, Tensor)}
-    return {name: x.detach().cpu().clone().contiguous() for name, x in tensors.items()}
+    return {name: local_part(x.detach()).cpu().clone().contiguous() for name, x in tensors.items()}
 
 
 def _load_tensors(optimizer: Optimizer, tensors: Saved) -> None:
-    state = optimizer.state_dict()
+    state, parameters = optimizer.state_dict(), [p for group in optimizer.param_groups for p in group["params"]]
     for name, x in tensors.items():
         number, _, key = name.partition("/")
-        state["state"].setdefault(int(number), {})[key] = x.clone()
+        x = distributed_as(parameters[int(number)], x.clone()) if x.ndim else x.clone()  # a count has no dimensions
+        state["state"].setdefault(int(number), {})[key] = x
     optimizer.load_state_dict(state)
 
 
-def _dropped(number: int) -> str:
+def _skipped_key(number: int) -> str:
     return f"dropped/{number}" if number else "dropped"
 
 
@@ -121,6 +135,8 @@ def _check(handle: "LocalSync", states: Sequence[Saved]) -> None:
     outer = handle.outer
     needed = ["rate", *(f"outer/{name}" for name in outer.weights), *(f"buffer/{name}" for name in outer.buffers)]
     missing = [name for name in needed if f"{_KEY}{name}" not in states[0]]
+    if handle.group is not None and (len(states) != 1 or not handle.fits(states[0])):
+        raise ValueError("a worker of an elastic group continues from its own state; pass that one")
     if missing:
         raise ValueError(f"the state lacks {missing[0]}; is it a checkpoint of another model?")
     saved = 1 + len({key.split("/")[2] for key in states[0] if key.startswith(f"{_KEY}fragment/")})
@@ -130,5 +146,7 @@ def _check(handle: "LocalSync", states: Sequence[Saved]) -> None:
 
 def _own_state(handle: "LocalSync", states: Sequence[Saved]) -> Saved | None:
     """The state that this very rank has saved, if the world is still the same."""
-    own = [one for one in states if len(states) == 1 or int(one["gradwire/rank"]) == handle.link.rank]
+    engine = handle.wire.engine
+    rank = engine.unwrapped.rank if isinstance(engine, ShardEngine) else handle.link.rank
+    own = [one for one in states if len(states) == 1 or int(one["gradwire/rank"]) == rank]
     return own[0] if len(own) == 1 and handle.fits(own[0]) else None

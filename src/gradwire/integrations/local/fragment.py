@@ -6,7 +6,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from gradwire.engine.step import StepResult
-from gradwire.integrations.comm_worker import Pending
+from gradwire.integrations.comm_worker import AnyFuture
+from gradwire.integrations.local.outer import OuterWeights
 from gradwire.integrations.setup import Setup
 from gradwire.integrations.wire import Wire
 from gradwire.local.fragments import split_names
@@ -26,7 +27,7 @@ class Fragment:
 
     def __init__(self, number: int, wire: Wire) -> None:
         self.number, self.wire = number, wire
-        self.flight: Pending[StepResult] | None = None
+        self.flight: AnyFuture[StepResult] | None = None
         self.age = self.steps = 0
 
     @property
@@ -41,6 +42,16 @@ class Fragment:
         """Wait for a message under way."""
         if self.flight is not None:
             self.flight.result()
+
+    def apply(self, outer: OuterWeights, alpha: float) -> None:
+        """Step the outer weights by the message under way, and start from them; a dropped one leaves them alone."""
+        assert self.flight is not None
+        result, self.flight = self.flight.result(), None
+        if not result.skipped:
+            outer.step(result.updates)
+        outer.restart(0.0 if result.skipped else alpha, self.names)
+        if not self.number:
+            outer.restart_buffers()
 
     def state(self) -> dict[str, Tensor]:
         """What the message under way led to."""

@@ -1,7 +1,7 @@
 """LocalSync: the handle of local steps. Loops call it after ``optimizer.step()``."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,15 +12,18 @@ from torch.optim import Optimizer
 
 from gradwire.core.spec import parse
 from gradwire.engine.checkpoint import Saved
-from gradwire.engine.drive import execute
+from gradwire.engine.drive import Rounds, execute
+from gradwire.engine.hosts import among_hosts
 from gradwire.engine.method import Spec, method
 from gradwire.engine.step import StepResult
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
-from gradwire.integrations.comm_worker import CompletedFuture, Pending
+from gradwire.integrations.comm_worker import CompletedFuture
 from gradwire.integrations.consistency import errors_on_all_ranks
 from gradwire.integrations.local import checkpoint
+from gradwire.integrations.local.elastic import ElasticGroup
 from gradwire.integrations.local.fragment import Fragment, fragments_of
+from gradwire.integrations.local.measured_rounds import MeasuredRounds
 from gradwire.integrations.local.outer import OuterWeights
 from gradwire.integrations.local.pace import Pace
 from gradwire.integrations.local.report import LocalReport, summarize
@@ -45,6 +48,8 @@ class LocalSync:
         inside: How many of them since the last message was sent.
         fragments: The parts of the model that are sent by themselves; one, unless the method has more.
         pace: The steps of each rank in a round, where they differ.
+        group: Of workers that come and go, where it is elastic.
+        measured: Chooses H by the time that rounds take, if it is to be chosen.
     """
 
     def __init__(
@@ -55,13 +60,21 @@ class LocalSync:
         make: OuterFactory | None = None,
         outer_device: torch.device | str | None = None,
         uneven: bool = False,
+        group: ElasticGroup | None = None,
+        measured: bool = False,
     ) -> None:
+        self.group = group
         self.method, self._given, self.link = chosen, make is not None, setup.backend
         setup.note = f"; {chosen}{', uneven' * uneven}"
         with errors_on_all_ranks(self.link):
             split_names(setup.parameters, chosen.fragments)
-            if uneven and (chosen.delay or chosen.fragments != 1):
-                raise ValueError("uneven=True needs rounds that end at once for the whole model: delay=0, fragments=1")
+            _check_uneven(chosen, uneven)
+            if measured and (uneven or chosen.delay or chosen.fragments != 1):
+                raise ValueError(
+                    "auto=True measures rounds of the whole model that end at once, on all ranks after equally many "
+                    "steps; leave uneven, delay and fragments out"
+                )
+        self.measured = MeasuredRounds() if measured else None
         first = chosen.first if chosen.start else None
         starter = None if first is None else Wire(replace(setup), first)
         self.start = Start(chosen.start, starter, setup.backend)
@@ -84,12 +97,6 @@ class LocalSync:
     def wire(self) -> Wire:
         """The first of them."""
         return self.wires[0]
-
-    @property
-    def flight(self) -> "Pending[StepResult] | None":
-        """What the oldest message under way leads to, until that is applied."""
-        flights = [fragment for fragment in self.fragments if fragment.flight is not None]
-        return max(flights, key=lambda fragment: fragment.age).flight if flights else None
 
     # -- steps and rounds ------------------------------------------------------------------------------------------
 
@@ -114,20 +121,34 @@ class LocalSync:
             work = partial(self._exchange, fragment.wire, differences, buffers)
             fragment.flight = fragment.wire.worker.submit(work) if self.method.delay else CompletedFuture([work()])
         if self.start.ends_unsent(self.steps):
-            self.start.count_end(execute(self.outer.settle(self.link.world), self.link, self.wire.clock))
+            self.start.count_end(execute(self._settle(), self.link, self.wire.clock))
         self.arrive()
 
+    def _settle(self) -> Rounds[int]:
+        """Replicas compare their weights; of sharded ones, each rank with those that hold the same shards."""
+        setup = self.fragments[0].wire.setup
+        if setup.sharded:
+            return among_hosts(self.outer.settle(setup.plan_world))
+        return self.outer.settle(self.link.world)
+
     def _exchange(self, wire: Wire, differences: dict[str, Tensor], buffers: Tensor | None) -> StepResult:
+        if self.group is not None:
+            return self.group.exchange(wire, differences, buffers)
+        if self.measured is not None and self.measured.chosen is None:
+            self.measured.begin(wire.device)
         skipped = wire.skipped
         updates = wire.sync(differences).updates
-        dropped = wire.skipped > skipped  # reads what a GPU may know alone
-        if buffers is not None and not dropped:
+        is_skipped = wire.skipped > skipped  # reads what a GPU may know alone
+        if buffers is not None and not is_skipped:
             execute(self.outer.average_buffers(buffers, self.link.world), self.link, wire.clock)
         if self.pace is not None:
             execute(self.pace.agree(wire.device), self.link, wire.clock)
+        if self.measured is not None and self.measured.chosen is None:
+            execute(self.measured.agree(wire.device, self.method.H), self.link, wire.clock)
+            self.method = replace(self.method, H=self.measured.chosen or self.method.H)
         if self.method.delay and wire.device.type == "cuda":
             torch.cuda.current_stream(wire.device).synchronize()  # this thread's, which the training does not wait for
-        return StepResult(updates, dropped)
+        return StepResult(updates, is_skipped)
 
     def advance(self) -> list[Fragment]:
         """Count an inner step. Returns the fragments whose messages are due."""
@@ -153,24 +174,21 @@ class LocalSync:
     def arrive(self, early: bool = False) -> None:
         """Apply messages whose time has come: step the outer weights, and start from them.
 
-        A round that was dropped leaves them alone.
+        A round that was skipped leaves them alone.
 
         Args:
             early: Do not wait for the end of the delay.
         """
-        for fragment in self.fragments:
-            if fragment.flight is None or (fragment.age < self.method.delay and not early):
-                continue
-            result, fragment.flight = fragment.flight.result(), None
-            if not result.skipped:
-                self.outer.step(result.updates)
-            self.outer.restart(0.0 if result.skipped else self.method.alpha, fragment.names)
-            if not fragment.number:
-                self.outer.restart_buffers()
+        with nullcontext() if self.group is None else self.group.lock:
+            for fragment in self.fragments:
+                if fragment.flight is not None and (early or fragment.age >= self.method.delay):
+                    fragment.apply(self.outer, self.method.alpha)
+            if self.group is not None:
+                self.group.arrive()
 
     @property
     def skipped(self) -> int:
-        """Rounds dropped because some rank's difference was not finite."""
+        """Rounds skipped because some rank's difference was not finite."""
         return sum(wire.skipped for wire in self.wires)
 
     def averaged(self) -> AbstractContextManager[None]:
@@ -196,6 +214,7 @@ class LocalSync:
             exchange: Wins over the spec's own.
         """
         with errors_on_all_ranks(self.link):
+            _refuse_change(self.group, spec)
             made: Any = parse(spec) if isinstance(spec, str) else spec
             rounds = isinstance(made, LocalMethod)
             base, message = (made, made.message) if rounds else (self.method, made)
@@ -205,8 +224,9 @@ class LocalSync:
                 message=method(message, feedback, exchange),
                 **{name: getattr(self.method, name) for name in ("start", "first", "fragments")},
             )
+            _check_uneven(chosen, self.pace is not None)
         for wire in self.wires:
-            wire.setup.note = f"; {chosen}"
+            wire.setup.note = f"; {chosen}{', uneven' * (self.pace is not None)}"
             wire.set(chosen.message)
         self.arrive(early=True)  # the next message must not meet this one
         self.method, self.inside = chosen, min(self.inside, chosen.H - 1)
@@ -216,6 +236,7 @@ class LocalSync:
 
     def off(self) -> None:
         """Stop compressing: differences travel as float32 from now on; errors survive, and are sent."""
+        _refuse_change(self.group, "fp32")
         for wire in self.wires:
             wire.off()
         self.method = replace(self.method, message=method("fp32", self.method.message.feedback))
@@ -251,3 +272,21 @@ class LocalSync:
         H = self.method.H if self.pace is None else self.pace.own
         head = f"{self.method}\nstep {self.steps}, {self.inside} of {H} in the round"
         return "\n".join((head, *map(str, self.wires)))
+
+    def close(self) -> None:
+        """Leave an elastic group. A process group is the caller's."""
+        if self.group is not None:
+            self.group.close()
+
+
+def _refuse_change(group: ElasticGroup | None, spec: object) -> None:
+    if group is not None:
+        raise ValueError(f"an elastic group keeps its rounds; start all workers again to take {str(spec)!r}")
+
+
+def _check_uneven(chosen: LocalMethod, uneven: bool) -> None:
+    if uneven and (chosen.delay or chosen.fragments != 1):
+        raise ValueError(
+            f"uneven=True ends a round at once and for the whole model, and this one has delay={chosen.delay} and "
+            f"fragments={chosen.fragments}; write delay=0 and fragments=1, or leave uneven out"
+        )

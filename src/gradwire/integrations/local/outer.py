@@ -1,16 +1,17 @@
 """The outer weights: the point that all workers share, and the optimizer that moves it."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradwire.core.payload import Payload
+from gradwire.core.payload import Payload, byte_tensor, raw_bytes
 from gradwire.core.requests import Gather, Sum
 from gradwire.engine.drive import Rounds
+from gradwire.integrations.model import local_part, reshard
 from gradwire.local.method import LocalMethod, OuterFactory
 
 
@@ -32,21 +33,24 @@ class OuterWeights:
     ) -> None:
         saved = model.state_dict(keep_vars=True).keys()
         named = {name: x for name, x in model.named_buffers() if name in saved and x.is_floating_point()}
-        self._local, self._local_buffers = parameters, named
+        self._model, self._local, self._local_buffers = model, parameters, named
         self._own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self.weights = {name: nn.Parameter(_copy(p.detach(), place)) for name, p in parameters.items()}
+        self.weights = {name: nn.Parameter(_copy(local_part(p.detach()), place)) for name, p in parameters.items()}
         self.buffers = {name: x.detach().clone() for name, x in named.items()}
         self.optimizer = make(list(self.weights.values()))
 
     @torch.no_grad()
     def differences(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Outer less local weights. What a parameter's own format cannot hold of the outer weight is no difference."""
-        local = {name: self._local[name] for name in (names or self._local)}
-        return {name: self._weight(name).float() - p.float() for name, p in local.items()}
+        return {name: self._weight(name).float() - self._part(name).float() for name in (names or self._local)}
+
+    def _part(self, name: str) -> Tensor:
+        """What this rank has of a parameter of the model."""
+        return local_part(self._local[name])
 
     def _weight(self, name: str) -> Tensor:
         """An outer weight, where the model has it and as its format holds it."""
-        p = self._local[name]
+        p = self._part(name)
         return self.weights[name].to(device=p.device, dtype=p.dtype)
 
     def step(self, updates: Mapping[str, Tensor]) -> None:
@@ -59,8 +63,9 @@ class OuterWeights:
     @torch.no_grad()
     def restart(self, alpha: float = 0.0, names: Iterable[str] | None = None) -> None:
         """Set the model to the outer weights; it keeps the share ``alpha`` of its own."""
+        reshard(self._model)
         for name in names or self._local:
-            p, weight = self._local[name], self._weight(name)
+            p, weight = self._part(name), self._weight(name)
             p.copy_(torch.lerp(weight, p, alpha) if alpha else weight)
 
     @torch.no_grad()
@@ -72,21 +77,22 @@ class OuterWeights:
     @torch.no_grad()
     def take(self) -> None:
         """Set the outer weights to those of the model, which are the same on all ranks."""
-        for name, p in self._local.items():
-            self.weights[name].copy_(p)
+        for name in self._local:
+            self.weights[name].copy_(self._part(name))
 
     @torch.no_grad()
     def settle(self, world: int) -> Rounds[int]:
         """After a start on the same batches: where ranks differ, by rounding, all take the mean. Returns bytes sent."""
-        own = torch.cat([p.flatten().float() for p in self._local.values()])
-        digest = hashlib.sha256(own.cpu().numpy().tobytes()).digest()
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(own.device)
+        parts = {name: self._part(name) for name in self._local}
+        own = torch.cat([p.flatten().float() for p in parts.values()])
+        digest = hashlib.sha256(raw_bytes(own)).digest()
+        mine = byte_tensor(digest).to(own.device)
         (digests,) = yield [Gather(Payload(mine))]
         if all(torch.equal(other.data[: mine.numel()], digests[0].data[: mine.numel()]) for other in digests):
             return mine.numel()
         (total,) = yield [Sum(own)]
-        parts = total.div(world).split([p.numel() for p in self._local.values()])
-        for (name, p), mean in zip(self._local.items(), parts, strict=True):
+        means = total.div(world).split([p.numel() for p in parts.values()])
+        for (name, p), mean in zip(parts.items(), means, strict=True):
             self.weights[name].copy_(mean.view_as(p))
         self.restart()
         return mine.numel() + own.nbytes
@@ -106,9 +112,16 @@ class OuterWeights:
         for x, mean in zip(self.buffers.values(), parts, strict=True):
             x.copy_(torch.where(mean.isfinite(), mean, x.flatten()).view_as(x))
 
-    def averaged(self) -> "AbstractContextManager[None]":
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
         """A context in which the model has the outer weights and buffers."""
-        return _Averaged(self)
+        own = self.own()
+        self.restart()
+        self.restart_buffers()
+        try:
+            yield
+        finally:
+            self.load_own(own)
 
     def configure(self, method: LocalMethod) -> None:
         """Take over another method's rate and momentum; the state stays."""
@@ -119,14 +132,27 @@ class OuterWeights:
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def own(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the model itself, by name."""
-        return {name: x.detach().clone() for name, x in self._own.items()}
+        """Parameters and buffers of the model itself, by name; of sharded ones, this rank's part."""
+        return {name: local_part(x.detach()).clone() for name, x in self._own.items()}
 
     @torch.no_grad()
     def load_own(self, tensors: Mapping[str, Tensor]) -> None:
         """Set the model's own parameters and buffers."""
+        reshard(self._model)
         for name, x in self._own.items():
-            x.copy_(tensors[name])
+            local_part(x).copy_(tensors[name])
+
+    def rest(self) -> dict[str, Tensor]:
+        """What is neither trained nor averaged: frozen parameters, counters of batch norm."""
+        held = {name: x for name, x in self._own.items() if name not in self.weights and name not in self.buffers}
+        return {f"rest/{name}": x.detach().cpu().clone().contiguous() for name, x in held.items()}
+
+    @torch.no_grad()
+    def load_rest(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `rest` has."""
+        for name, x in self._own.items():
+            if f"rest/{name}" in state:
+                x.copy_(state[f"rest/{name}"])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights, buffers, the optimizer's rates and its state, as tensors on the CPU by kind and name."""
@@ -162,18 +188,3 @@ def _copy(x: Tensor, place: torch.device | str | None) -> Tensor:
     """A float32 copy; on the host, in memory that a GPU copies from fast."""
     copy = x.to(device=x.device if place is None else place, dtype=torch.float32, copy=True)
     return copy.pin_memory() if x.is_cuda and copy.device.type == "cpu" else copy
-
-
-class _Averaged(AbstractContextManager[None]):
-    """Sets the model to the outer weights, and back."""
-
-    def __init__(self, outer: OuterWeights) -> None:
-        self.outer = outer
-
-    def __enter__(self) -> None:
-        self.own = self.outer.own()
-        self.outer.restart()
-        self.outer.restart_buffers()
-
-    def __exit__(self, *error: object) -> None:
-        self.outer.load_own(self.own)

@@ -33,7 +33,7 @@ class LocalReport:
 
     @property
     def skipped(self) -> int:
-        """Rounds that were dropped because a difference was not finite."""
+        """Rounds that were skipped because a difference was not finite."""
         return self.rounds.skipped
 
     @property

@@ -87,7 +87,7 @@ class SimulatedLocal:
 
     def _exchange(self, fragments: Sequence[Fragment]) -> None:
         ranks, first = self.ranks, fragments[0]
-        results = self._rounds[first.number].step([rank.outer.differences(first.names) for rank in ranks])
+        results = self._rounds[first.number].run([rank.outer.differences(first.names) for rank in ranks])
         if not (results[0].skipped or first.number):
             flat = [rank.outer.flat_buffers() for rank in ranks]
             pairs = zip(ranks, flat, strict=True)

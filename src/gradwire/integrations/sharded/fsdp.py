@@ -1,12 +1,17 @@
 """What is read of FSDP2's own objects. Some of it is private to torch, and may be absent in other versions."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from gradwire.comm.liveness import PeerLostError
+
+_COLLECTIVE_METHODS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")  # of a group of parameters
 
 
 def param_groups(model: nn.Module) -> list[Any]:
@@ -41,17 +46,40 @@ def take_over_averaging(groups: Iterable[Any]) -> None:
     Raises:
         ValueError: This version of torch has no such attribute.
     """
-    alone: dist.ProcessGroup | None = None
+    single: dist.ProcessGroup | None = None
     for group in groups:
         if getattr(group.mesh_info, "replicate_process_group", None) is None:
             continue
-        if alone is None:
+        if single is None:
             made = dist.new_group([dist.get_rank()], use_local_synchronization=True)
             assert isinstance(made, dist.ProcessGroup)
-            alone = made
-        group.mesh_info.replicate_process_group = alone
-        if getattr(group, "_all_reduce_process_group", None) is not alone:
+            single = made
+        group.mesh_info.replicate_process_group = single
+        if getattr(group, "_all_reduce_process_group", None) is not single:
             raise ValueError(
                 f"torch {torch.__version__} does not let others average between replicas of a mesh of two dimensions; "
                 "shard with fully_shard(model, mesh=mesh['shard']) and pass across=mesh['replicate']"
             )
+
+
+def explain_errors(groups: Iterable[Any], explain: Callable[[RuntimeError], RuntimeError]) -> None:
+    """Have errors of FSDP's own collectives, which name no rank, replaced by those that ``explain`` returns."""
+    for group in groups:
+        for name in _COLLECTIVE_METHODS:
+            if (method := getattr(group, name, None)) is not None:
+                setattr(group, name, _explained(method, explain))
+
+
+def _explained(method: Callable[..., Any], explain: Callable[[RuntimeError], RuntimeError]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return method(*args, **options)
+        except PeerLostError:
+            raise
+        except RuntimeError as error:
+            if (explained := explain(error)) is error:
+                raise
+            raise explained from error
+
+    return call

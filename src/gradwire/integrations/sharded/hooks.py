@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from gradwire.engine.plan import Plan
 from gradwire.engine.step import BucketResult, StepResult
-from gradwire.integrations.comm_worker import Pending
+from gradwire.integrations.comm_worker import AnyFuture
 from gradwire.integrations.ddp import at_the_end
-from gradwire.integrations.model import local
+from gradwire.integrations.model import local_part
 from gradwire.integrations.wire import Wire, write_missing
 
 
@@ -33,7 +34,7 @@ class ShardPass:
     def __init__(self, early: bool, missing: Sequence[int]) -> None:
         self.early, self.missing = early, list(missing)
         self.arrived: Counter[str] = Counter()
-        self.results: list[Pending[BucketResult]] = []
+        self.results: list[AnyFuture[BucketResult]] = []
 
     @property
     def is_next_complete(self) -> bool:
@@ -47,10 +48,11 @@ class ShardHooks:
 
     Args:
         wire: Whose parameters get hooks.
+        model: Whose they are.
         param_groups: FSDP's.
     """
 
-    def __init__(self, wire: Wire, param_groups: Sequence[Any]) -> None:
+    def __init__(self, wire: Wire, model: nn.Module, param_groups: Sequence[Any]) -> None:
         self.wire = wire
         self._group_of = {id(x.sharded_param): group for group in param_groups for x in group.fsdp_params}
         self._plan: Plan | None = None
@@ -58,6 +60,18 @@ class ShardHooks:
         self._once = False  # whether each gradient came once in the last pass; a module may run several times
         for name, p in wire.parameters.items():
             p.register_post_accumulate_grad_hook(partial(self._arrive, name))
+        model.register_forward_pre_hook(lambda *_: self._refuse_failed_pass())
+
+    def _refuse_failed_pass(self) -> None:
+        """Refuse a forward pass after a backward pass that raised an error midway.
+
+        FSDP's callbacks and ours have not run then, and later gradients would not be averaged.
+        """
+        if self._pass is not None and torch.is_grad_enabled():
+            raise RuntimeError(
+                "the last backward pass of this sharded model did not end, and FSDP cannot continue after that; start "
+                "all ranks again from the last checkpoint"
+            )
 
     def _arrive(self, name: str, p: Tensor) -> None:
         """A shard of a gradient is there."""
@@ -78,13 +92,13 @@ class ShardHooks:
 
     def _begin(self) -> ShardPass:
         """The first gradient of a backward pass is here."""
-        wire, core = self.wire, self.wire.executor.engine.core
+        wire, inner = self.wire, self.wire.executor.engine.unwrapped
         if wire.executor.engine.full_plan is not self._plan:
             self._plan = wire.executor.engine.full_plan
             self._names = [[name for lane in lanes for name in lane.tensors.names] for lanes in self._plan.buckets]
             self._bucket_of = {name: i for i, names in enumerate(self._names) for name in names}
         # Some things need the whole gradient first: its norm, an overflow, the mean of the step before.
-        waits = wire.scaler is not None or wire.tuner is not None or core.clips or wire.delays
+        waits = wire.scaler is not None or wire.tuner is not None or inner.clips or wire.delays
         now = ShardPass(self._once and not waits, [len(names) for names in self._names])
         if now.early:
             wire.before_step()
@@ -101,14 +115,14 @@ class ShardHooks:
 
     def _grad(self, name: str) -> Tensor | None:
         grad = self.wire.parameters[name].grad
-        return None if grad is None else local(grad)
+        return None if grad is None else local_part(grad)
 
     def _refuse_sent(self, now: ShardPass, name: str, bucket: int) -> None:
         """Refuse a gradient that comes again after it was sent."""
         if bucket < len(now.results):
             raise RuntimeError(
                 f"the gradient of {name!r} came twice in one backward pass, and once in the pass before, so it was "
-                "sent too early; run the module equally often in each pass, or attach anew"
+                "sent too early; run the module equally often in each pass, or attach again"
             )
 
     def _finish(self) -> None:
@@ -123,7 +137,7 @@ class ShardHooks:
             result = wire.sync(wire.grads())
         write_missing(wire.parameters, result)
 
-    def _rest(self, sent: Sequence[Pending[BucketResult]]) -> StepResult:
+    def _rest(self, sent: Sequence[AnyFuture[BucketResult]]) -> StepResult:
         executor, grads = self.wire.executor, self.wire.grads()
         results = [pending.result() for pending in sent]
         results += [executor.run_bucket(i, grads) for i in range(len(results), len(self._names))]

@@ -20,6 +20,7 @@ from gradwire.core.keys import Key
 from gradwire.core.payload import Payload
 from gradwire.core.segments import Segments
 from gradwire.integrations.consistency import agree, errors_on_all_ranks
+from gradwire.integrations.sharded.fsdp import explain_errors, param_groups
 
 _SAMPLE = Segments.single(2**16)
 
@@ -61,7 +62,7 @@ class CompressedReduceScatter:
         """
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise ValueError(
-                f"gradients are reduced by {op}, of which the factor cannot be read; leave out "
+                f"gradients are reduced by {op}, whose factor torch does not show; leave out "
                 "set_gradient_divide_factor, or divide the loss"
             )
         backend = self._backends.setdefault(group, TorchBackend(group))
@@ -79,13 +80,13 @@ class CompressedReduceScatter:
         parts = [self._message(rows[peer], tables[peer], key) for peer in range(world) if peer != me]
         size = parts[0].numel() if parts else 0
         lengths = tuple(0 if peer == me else size for peer in range(world))
-        received = backend.run(AllToAllOp(torch.cat(parts), lengths, lengths))
-        total, bad = rows[me].clone(), torch.zeros((), dtype=torch.bool, device=rows.device)
+        received = backend.run(AllToAllOp(torch.cat(parts), lengths, lengths)) if parts else rows.new_empty(0)
+        total, nonfinite = rows[me].clone(), torch.zeros((), dtype=torch.bool, device=rows.device)
         for peer, data in enumerate(received.split(lengths)):
             if peer != me:
                 total += self._codec.decode(Payload(data[:-1]), tables[me], key.of(peer))
-                bad |= data[-1] > 0
-        return total.masked_fill_(bad, torch.nan)
+                nonfinite |= data[-1] > 0
+        return total.masked_fill_(nonfinite, torch.nan)
 
     def _message(self, row: Tensor, table: Segments, key: Key) -> Tensor:
         """A row, encoded; the last byte says whether it has entries that are not finite, which no codec can encode."""
@@ -121,6 +122,8 @@ def compress_reduce_scatter(model: nn.Module, spec: str | Codec, *, seed: int = 
             raise ValueError(f"torch {torch.__version__} takes no other reduce-scatter; install torch 2.9 or newer")
     agree(backend, f"reduce-scatter by {chosen}; seed {seed}", {})
     compressed = CompressedReduceScatter(chosen, seed)
+    if backend.barrier is not None:
+        explain_errors(param_groups(model), backend.barrier.explain)
     for module in modules:
         module.set_custom_reduce_scatter(compressed)  # type: ignore[arg-type]
     return compressed

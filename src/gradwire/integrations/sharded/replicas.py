@@ -13,7 +13,7 @@ from gradwire.comm.backend import Backend
 from gradwire.comm.host_backend import subdivide
 from gradwire.comm.host_layout import HostLayout
 from gradwire.comm.torch_backend import backend_of, subgroup
-from gradwire.integrations.sharded.fsdp import native_group, param_groups, take_over_averaging
+from gradwire.integrations.sharded.fsdp import explain_errors, native_group, param_groups, take_over_averaging
 from gradwire.integrations.sharded.hooks import ShardHooks
 from gradwire.integrations.wire import Wire
 
@@ -39,12 +39,18 @@ class Replicas:
         ranks = sorted(rank for replica in replicas for rank in replica)
         layout = HostLayout.of([[ranks.index(rank) for rank in replica] for replica in replicas])
         everyone = len(ranks) == dist.get_world_size()
-        return subdivide(backend_of(subgroup(ranks, self.group, local=not everyone)), layout)
+        return subdivide(backend_of(subgroup(ranks, self.group, members_only=not everyone)), layout)
 
-    def attach(self, wire: Wire) -> None:
-        """Have a wire average between replicas in every backward pass, and FSDP no longer."""
+    def take_over(self, link: Backend) -> None:
+        """Have FSDP average between replicas no longer, and its errors name the ranks that were lost."""
         take_over_averaging(self.param_groups)
-        ShardHooks(wire, self.param_groups)
+        if link.barrier is not None:
+            explain_errors(self.param_groups, link.barrier.explain)
+
+    def attach(self, wire: Wire, model: nn.Module) -> None:
+        """Have a wire average between replicas in every backward pass of the model, and FSDP no longer."""
+        self.take_over(wire.link)
+        ShardHooks(wire, model, self.param_groups)
 
 
 def find_replicas(model: nn.Module, across: object) -> Replicas | None:
@@ -96,7 +102,7 @@ def _same_replica(name: str, p: DTensor, among: Iterable[int]) -> list[int]:
         if placement.is_partial():
             raise ValueError(f"the parameter {name!r} is a sum of parts of several ranks; redistribute it first")
         line = mesh[tuple(slice(None) if d == dim else x for d, x in enumerate(place))].tolist()
-        if line == list(among):
+        if line == list(among) and len(line) > 1:  # one rank is a replica, and all of its shards
             if not placement.is_replicate():
                 raise ValueError(
                     f"the parameter {name!r} is sharded over ranks {line}, which were to be replicas; pass the "

@@ -1,5 +1,7 @@
 """Kernels for the CPU, compiled by Numba."""
 
+# ruff: noqa: F401 - what is imported here is what `dispatch.faster` offers
+
 from gradwire.kernels.cpu.casts import cast_decode, cast_encode
 from gradwire.kernels.cpu.chunks import chunk_topk
 from gradwire.kernels.cpu.draw import permute
@@ -20,37 +22,3 @@ from gradwire.kernels.cpu.rows import decode_in_rows, encode_in_rows
 from gradwire.kernels.cpu.scatter import scatter_mean, scatter_mean_
 from gradwire.kernels.cpu.select import accumulate_topk_, carry_topk_, subtract_sent_, topk
 from gradwire.kernels.cpu.signs import onebit_decode, onebit_encode, sign_decode, sign_encode
-
-__all__ = [
-    "accumulate_",
-    "accumulate_topk_",
-    "carry_topk_",
-    "cast_decode",
-    "cast_encode",
-    "chunk_topk",
-    "decode_blocks",
-    "decode_in_rows",
-    "encode_blocks",
-    "encode_in_rows",
-    "feedback_integer_",
-    "feedback_sign_",
-    "integer_decode",
-    "integer_encode",
-    "merge_integer",
-    "merge_sign",
-    "natural_decode",
-    "natural_encode",
-    "onebit_decode",
-    "onebit_encode",
-    "permute",
-    "qsgd_decode",
-    "qsgd_encode",
-    "scatter_mean",
-    "scatter_mean_",
-    "sign_decode",
-    "sign_encode",
-    "subtract_sent_",
-    "ternary_decode",
-    "ternary_encode",
-    "topk",
-]

@@ -25,7 +25,7 @@ def _weakest(bits, places):
 
 @serial
 def _keep_few(bits, places):
-    """The largest so far, place after place: whoever is larger than the weakest takes its turn."""
+    """The largest so far, place after place: what is larger than the weakest takes its turn."""
     k = places.size
     for i in range(k):
         places[i] = i

@@ -57,20 +57,20 @@ def accumulate_tile(g, v, u, m, nesterov, decay, kind):
 
 
 @compiled
-def _accumulate(grad, residual, momentum, m, nesterov, decay, kind, pieces, broken):
-    for t in prange(broken.size):
+def _accumulate(grad, residual, momentum, m, nesterov, decay, kind, pieces, nonfinite):
+    for t in prange(nonfinite.size):
         a, b = pieces.start[t], pieces.stop[t]
-        broken[t] = accumulate_tile(stretch(grad, a, b), residual[a:b], momentum[a:b], m, nesterov, decay, kind)
+        nonfinite[t] = accumulate_tile(stretch(grad, a, b), residual[a:b], momentum[a:b], m, nesterov, decay, kind)
 
 
 @compiled
-def _accumulate_and_sum(grad, old, v, decay, pieces, what, broken, sums):
-    for t in prange(broken.size):
+def _accumulate_and_sum(grad, old, v, decay, pieces, what, nonfinite, sums):
+    for t in prange(nonfinite.size):
         a, b = pieces.start[t], pieces.stop[t]
         target = v[a:b]
         if old.size:
             carry(old[a:b], target)
-        broken[t] = accumulate_tile(stretch(grad, a, b), target, target, np.float32(0.0), False, decay, 0)
+        nonfinite[t] = accumulate_tile(stretch(grad, a, b), target, target, np.float32(0.0), False, decay, 0)
         sums[t] = scales.squares(target) if what == scales.SQUARES else scales.magnitudes(target)
 
 
@@ -83,14 +83,14 @@ def _encode_block(v, scale, levels, codes, decoded):
 
 
 @compiled
-def _integers(grad, old, v, decay, pieces, block, levels, bits, broken, group_scales, heads, out):
+def _integers(grad, old, v, decay, pieces, block, levels, bits, nonfinite, group_scales, heads, out):
     """Accumulate, round the target to levels, pack them, and leave the rounding."""
     for t in prange(heads.size):
         a, b = pieces.start[t], pieces.stop[t]
         target = v[a:b]
         if old.size:
             carry(old[a:b], target)
-        broken[t] = accumulate_tile(stretch(grad, a, b), target, target, np.float32(0.0), False, decay, 0)
+        nonfinite[t] = accumulate_tile(stretch(grad, a, b), target, target, np.float32(0.0), False, decay, 0)
         codes = np.empty(b - a, dtype=np.uint32)
         decoded = np.empty(min(block, b - a), dtype=np.float32)
         for i in range((b - a + block - 1) // block):
@@ -109,9 +109,9 @@ def accumulate_(
     u = v if momentum is None else momentum.numpy()
     numbers = np.float32(rule.momentum), rule.nesterov, np.float32(rule.decay), int(momentum is not None)
     pieces = whole((v.size,))
-    broken = np.zeros(pieces.start.size, dtype=np.bool_)
-    _accumulate(gradient(grad), v, u, *numbers, pieces, broken)
-    return torch.tensor(bool(broken.any()))
+    nonfinite = np.zeros(pieces.start.size, dtype=np.bool_)
+    _accumulate(gradient(grad), v, u, *numbers, pieces, nonfinite)
+    return torch.tensor(bool(nonfinite.any()))
 
 
 @in_turn
@@ -121,15 +121,15 @@ def feedback_sign_(
     v, pieces = residual.numpy(), whole(lengths)
     what = scales.SQUARES if norm else scales.MAGNITUDES
     count = pieces.start.size
-    broken, sums, heads = np.zeros(count, dtype=np.bool_), np.empty(count), np.empty(count, dtype=np.uint8)
-    _accumulate_and_sum(gradient(grad), _old(before), v, np.float32(decay), pieces, what, broken, sums)
+    nonfinite, sums, heads = np.zeros(count, dtype=np.bool_), np.empty(count), np.empty(count, dtype=np.uint8)
+    _accumulate_and_sum(gradient(grad), _old(before), v, np.float32(decay), pieces, what, nonfinite, sums)
     sizes = scales.mean(scales.summed(sums, pieces.segment, len(lengths)), lengths, what)
     message = lend(4 * sizes.size + packed_bytes(v.size, 1), np.uint8)
     message[: 4 * sizes.size] = sizes.view(np.uint8)
     body = message[4 * sizes.size :]
     subtract_signs(v, pieces, sizes, heads, body)
     join(pieces.start, 1, heads, body)
-    return torch.from_numpy(message), torch.tensor(bool(broken.any()))
+    return torch.from_numpy(message), torch.tensor(bool(nonfinite.any()))
 
 
 @in_turn
@@ -144,15 +144,15 @@ def feedback_integer_(
 ) -> tuple[Tensor, Tensor]:
     v, pieces, groups = residual.numpy(), blocked(lengths, block), groups_of(lengths, block)
     count = pieces.start.size
-    broken, heads = np.zeros(count, dtype=np.bool_), np.empty(count, dtype=np.uint8)
+    nonfinite, heads = np.zeros(count, dtype=np.bool_), np.empty(count, dtype=np.uint8)
     message = lend(4 * groups + packed_bytes(v.size, bits), np.uint8)
     head, body = message[: 4 * groups].view(np.float32), message[4 * groups :]
     levels = (1 << bits - 1) - 1
     _integers(
-        gradient(grad), _old(before), v, np.float32(decay), pieces, block, levels, bits, broken, head, heads, body
+        gradient(grad), _old(before), v, np.float32(decay), pieces, block, levels, bits, nonfinite, head, heads, body
     )
     join(pieces.start, bits, heads, body)
-    return torch.from_numpy(message), torch.tensor(bool(broken.any()))
+    return torch.from_numpy(message), torch.tensor(bool(nonfinite.any()))
 
 
 def _old(before: Tensor | None) -> NDArray[np.float32]:

@@ -71,17 +71,17 @@ def _merge_integers(rows, tops, pieces, block, levels, bits, error, has_error, m
         heads[t] = pack(codes, a, bits, out)
 
 
-def _parts(shards: Tensor, count: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+def _parts(messages: Tensor, count: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
     """The scales of all messages, and the messages."""
-    rows = shards.contiguous().numpy()
+    rows = messages.contiguous().numpy()
     return np.ascontiguousarray(rows[:, : 4 * count]).view(np.float32), rows
 
 
 @in_turn
 def merge_sign(
-    shards: Tensor, error: Tensor | None, lengths: tuple[int, ...], norm: bool
+    messages: Tensor, error: Tensor | None, lengths: tuple[int, ...], norm: bool
 ) -> tuple[Tensor, Tensor | None]:
-    heads, rows = _parts(shards, len(lengths))
+    heads, rows = _parts(messages, len(lengths))
     pieces, what = whole(lengths), scales.SQUARES if norm else scales.MAGNITUDES
     mean = lend(sum(lengths), np.float32)
     sums, loose = np.empty(pieces.start.size), np.empty(pieces.start.size, dtype=np.uint8)
@@ -97,10 +97,10 @@ def merge_sign(
 
 @in_turn
 def merge_integer(
-    shards: Tensor, error: Tensor | None, lengths: tuple[int, ...], bits: int, block: int
+    messages: Tensor, error: Tensor | None, lengths: tuple[int, ...], bits: int, block: int
 ) -> tuple[Tensor, Tensor | None]:
     groups, pieces = groups_of(lengths, block), blocked(lengths, block)
-    tops, rows = _parts(shards, groups)
+    tops, rows = _parts(messages, groups)
     mean = lend(sum(lengths), np.float32)
     message = lend(4 * groups + packed_bytes(mean.size, bits), np.uint8)
     head, body = message[: 4 * groups].view(np.float32), message[4 * groups :]

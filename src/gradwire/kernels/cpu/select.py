@@ -83,7 +83,7 @@ def _find_ranges(grad, residual, momentum, m, nesterov, decay, kind, work, low, 
 @compiled
 def _sweep(
     grad, before, residual, momentum, m, nesterov, decay, kind, work, low, high, taken, places, found, first, counts,
-    over, bad,
+    over, nonfinite,
 ):  # fmt: skip
     """Accumulate tile by tile, and collect while the tile is still in cache.
 
@@ -98,7 +98,7 @@ def _sweep(
         if old_momentum.size:
             carry(old_momentum[a:b], momentum[a:b])
         if kind != _AS_IT_IS:
-            bad[t] = accumulate_tile(stretch(grad, a, b), v, momentum[a:b], m, nesterov, decay, kind)
+            nonfinite[t] = accumulate_tile(stretch(grad, a, b), v, momentum[a:b], m, nesterov, decay, kind)
         if work.ks[s]:
             mine = slice(work.room[s], work.room[s + 1])
             first[t], counts[t], over[t] = collect(
@@ -144,16 +144,16 @@ def _select(
     _find_ranges(grad, *old, *numbers, low, high, keys)
     candidates = lend(room, np.uint16), lend(room, np.int32)
     first, counts, over = (np.zeros(tiles, dtype=np.int64) for _ in range(3))
-    bad, taken = np.zeros(tiles, dtype=np.bool_), np.zeros(segments, dtype=np.int64)
+    nonfinite, taken = np.zeros(tiles, dtype=np.bool_), np.zeros(segments, dtype=np.int64)
     _sweep(
-        grad, before, residual, momentum, *numbers, low, high, taken, *candidates, first, counts, over, bad
+        grad, before, residual, momentum, *numbers, low, high, taken, *candidates, first, counts, over, nonfinite
     )  # fmt: skip
     indices, values = lend(int(work.ends[-1]), np.int64), lend(int(work.ends[-1]), np.int32)
     left = np.zeros(segments, dtype=np.bool_)
     _choose_all(work, low, *candidates, first, counts, over, indices, values, keys, left)
     if left.any():
         select_by_key(residual, work, left, keys, indices, values)
-    return Selected(*map(torch.from_numpy, (indices, values.view(np.float32), np.array(bad.any()))))
+    return Selected(*map(torch.from_numpy, (indices, values.view(np.float32), np.array(nonfinite.any()))))
 
 
 @in_turn

@@ -1,5 +1,7 @@
 """Triton versions of the kernels, by the names and signatures of their definitions."""
 
+# ruff: noqa: F401 - what is imported here is what `dispatch.faster` offers
+
 from gradwire.kernels.cuda.accumulate import accumulate_, subtract_sent_
 from gradwire.kernels.cuda.casts import cast_decode, cast_encode
 from gradwire.kernels.cuda.chunks import chunk_topk
@@ -22,41 +24,3 @@ from gradwire.kernels.cuda.rice_writer import encode_blocks, rice_encode
 from gradwire.kernels.cuda.scatter import scatter_mean, scatter_mean_
 from gradwire.kernels.cuda.sign import feedback_sign_, onebit_decode, onebit_encode, sign_decode, sign_encode
 from gradwire.kernels.cuda.topk import accumulate_topk_, carry_topk_, send_topk_, topk
-
-__all__ = [
-    "accumulate_",
-    "accumulate_topk_",
-    "carry_topk_",
-    "cast_decode",
-    "cast_encode",
-    "chunk_topk",
-    "copy_if_",
-    "decode_blocks",
-    "encode_blocks",
-    "feedback_integer_",
-    "feedback_sign_",
-    "integer_decode",
-    "integer_encode",
-    "merge_integer",
-    "merge_sign",
-    "natural_decode",
-    "natural_encode",
-    "onebit_decode",
-    "onebit_encode",
-    "permute",
-    "qsgd_decode",
-    "qsgd_encode",
-    "rice_decode",
-    "rice_encode",
-    "scatter_mean",
-    "scatter_mean_",
-    "scattered",
-    "send_topk_",
-    "sign_decode",
-    "sign_encode",
-    "subtract_sent_",
-    "ternary_decode",
-    "ternary_encode",
-    "topk",
-    "zero_if_",
-]

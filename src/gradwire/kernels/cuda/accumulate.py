@@ -78,23 +78,23 @@ def enter(
 
 
 @triton.jit
-def report(bad, broken):
-    """Set ``broken`` if any entry is bad. To ask all threads first would make them wait for each other."""
-    tl.store(broken + bad.to(tl.int32) * 0, 1, mask=bad)
+def report(bad, nonfinite):
+    """Set ``nonfinite`` if any entry is bad. To ask all threads first would make them wait for each other."""
+    tl.store(nonfinite + bad.to(tl.int32) * 0, 1, mask=bad)
 
 
 @triton.jit
-def _accumulate(grad, before, residual, momentum, broken, n, m, decay, RULE: tl.constexpr, BLOCK: tl.constexpr):
+def _accumulate(grad, before, residual, momentum, nonfinite, n, m, decay, RULE: tl.constexpr, BLOCK: tl.constexpr):
     base = tl.program_id(0).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
     live = at < n - base
     old, v, u = before + base, residual + base, momentum + base
     if base + BLOCK <= n:
         _, bad = enter(grad + base, old, u, v, u, at, live, m, decay, RULE, True, False)
-        report(bad, broken)
+        report(bad, nonfinite)
     else:
         _, bad = enter(grad + base, old, u, v, u, at, live, m, decay, RULE, True, True)
-        report(bad, broken)
+        report(bad, nonfinite)
 
 
 @triton.jit
@@ -135,14 +135,14 @@ def accumulate_(
     if n == 0 or not readable(grad, residual, momentum):
         return definition(fused.accumulate_)(grad, residual, momentum, rule, before)
     old = memory_of(residual, before)
-    broken = torch.zeros((), dtype=torch.uint8, device=grad.device)
+    nonfinite = torch.zeros((), dtype=torch.uint8, device=grad.device)
     spare = residual if momentum is None else momentum
     _accumulate[(-(-n // BLOCK),)](
         grad,
         residual if old is None else old,
         residual,
         spare,
-        broken,
+        nonfinite,
         n,
         rule.momentum,
         rule.decay,
@@ -151,7 +151,7 @@ def accumulate_(
         num_warps=8,
         enable_fp_fusion=False,
     )
-    return broken.view(torch.bool)
+    return nonfinite.view(torch.bool)
 
 
 @placed

@@ -104,26 +104,26 @@ def _nearest(x, divisor, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _any(doubt, bad, broken, RULE: tl.constexpr):
+def _any(doubt, bad, nonfinite, RULE: tl.constexpr):
     """Whether there is any doubt. Whatever is bad is reported by the way: one wait of all threads for each other."""
     both = doubt.to(tl.int32) | (bad.to(tl.int32) << 16)
     flags = tl.max(both, None)
     if (RULE != READ) & (flags >> 16 != 0):
-        tl.store(broken, 1)
+        tl.store(nonfinite, 1)
         flags = flags | 1  # whether there is doubt, too, is not known then
     return flags & 0xFFFF != 0
 
 
 @triton.jit
 def round_integers(
-    x, bad, broken, left, at, live, high_part, low_part,
+    x, bad, nonfinite, left, at, live, high_part, low_part,
     LEVELS: tl.constexpr, RULE: tl.constexpr, KEEP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Blocks, [blocks, values], to the nearest steps of their scales. KEEP: what that loses goes to ``left``."""
     scale = tl.max(tl.abs(x), 1)
     divisor = tl.where(scale != 0, scale, 1.0)
     raw, doubt = _nearest(x, divisor, LEVELS)
-    if _any(doubt, bad, broken, RULE):
+    if _any(doubt, bad, nonfinite, RULE):
         raw = tl.div_rn(x, divisor[:, None] + tl.zeros_like(x)) * LEVELS + _ROUND
     if KEEP:
         put(left, at, x - scale[:, None] * part_of(raw - _ROUND, high_part, low_part), live, MASKED)
@@ -158,8 +158,8 @@ def write_blocks(
 
 @triton.jit
 def _slab(
-    grad, residual, fresh, broken, scales, out, decay, start, size, group, place, seed, low, high, high_part, low_part,
-    LEVELS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, GROUP: tl.constexpr,
+    grad, residual, fresh, nonfinite, scales, out, decay, start, size, group, place, seed, low, high, high_part,
+    low_part, LEVELS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, GROUP: tl.constexpr,
     WIDTH: tl.constexpr, ACROSS: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     across, along = tl.arange(0, ACROSS)[:, None], tl.arange(0, WIDTH)[None, :]
@@ -171,11 +171,11 @@ def _slab(
     # Outside, x is 0: the loads say so.
     if KIND == INTEGER:
         scale, q = round_integers(
-            x, bad, broken, new, at, live, high_part, low_part, LEVELS, RULE, RULE != READ, MASKED
+            x, bad, nonfinite, new, at, live, high_part, low_part, LEVELS, RULE, RULE != READ, MASKED
         )
     else:
         if RULE != READ:
-            report(bad, broken)
+            report(bad, nonfinite)
         wide = x.to(tl.float64)
         norm = tl.sqrt(tl.sum(wide * wide, 1))
         scale = tl.where(norm < float("inf"), tl.minimum(norm, _MOST), norm).to(tl.float32)
@@ -197,7 +197,7 @@ def _slab(
 
 @triton.jit(do_not_specialize=["low", "high"])
 def _quantize(
-    grad, residual, fresh, broken, scales, out, decay, starts, sizes, groups, segments, firsts, seeds, low, high,
+    grad, residual, fresh, nonfinite, scales, out, decay, starts, sizes, groups, segments, firsts, seeds, low, high,
     high_part, low_part,
     LEVELS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, GROUP: tl.constexpr,
     WIDTH: tl.constexpr, ACROSS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -209,12 +209,12 @@ def _quantize(
         start = tl.multiple_of(start, 8)
     if size == ACROSS * WIDTH:
         _slab(
-            grad, residual, fresh, broken, scales, out, decay, start, size, group, place, seed, low, high, high_part,
+            grad, residual, fresh, nonfinite, scales, out, decay, start, size, group, place, seed, low, high, high_part,
             low_part, LEVELS, BITS, KIND, RULE, GROUP, WIDTH, ACROSS, ALIGNED, False,
         )  # fmt: skip
     else:
         _slab(
-            grad, residual, fresh, broken, scales, out, decay, start, size, group, place, seed, low, high, high_part,
+            grad, residual, fresh, nonfinite, scales, out, decay, start, size, group, place, seed, low, high, high_part,
             low_part, LEVELS, BITS, KIND, RULE, GROUP, WIDTH, ACROSS, ALIGNED, True,
         )  # fmt: skip
 
@@ -229,7 +229,7 @@ def quantize(
     names: tuple[str, ...] = (),
     key: Key | None = None,
     grad: Tensor | None = None,
-    broken: Tensor | None = None,
+    nonfinite: Tensor | None = None,
     decay: float = 1.0,
     before: Tensor | None = None,
 ) -> Tensor:
@@ -245,7 +245,7 @@ def quantize(
             x if grad is None else grad,
             x if before is None else before,
             None if before is None else x,
-            x if broken is None else broken,
+            x if nonfinite is None else nonfinite,
             scales,
             body.view(word(bits) if straight else torch.int32),
             decay,

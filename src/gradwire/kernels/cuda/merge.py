@@ -81,7 +81,7 @@ def _sum_steps(
 
 @triton.jit
 def _slab(
-    shards, error, left, scales, out, start, size, group, head, stride, share, to_float,
+    messages, error, left, scales, out, start, size, group, head, stride, share, to_float,
     HIGH: tl.constexpr, LOW: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     ACROSS: tl.constexpr, HAS_ERROR: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
     MASKED: tl.constexpr,
@@ -90,7 +90,7 @@ def _slab(
     at = tl.arange(0, ACROSS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     live = at < size
     total = _sum_steps(
-        shards + head + start // 8 * BITS, shards + group * 4, stride, row, size, to_float,
+        messages + head + start // 8 * BITS, messages + group * 4, stride, row, size, to_float,
         HIGH, LOW, LEVELS, BITS, GROUP, RANKS, TOGETHER, WIDE,
     )  # fmt: skip
     x = tl.reshape(_mean(total, share, RANKS), [ACROSS, GROUP])
@@ -104,7 +104,7 @@ def _slab(
 
 @triton.jit
 def _merge_blocks(
-    shards, error, left, scales, out, starts, sizes, groups, head, stride, share, to_float,
+    messages, error, left, scales, out, starts, sizes, groups, head, stride, share, to_float,
     HIGH: tl.constexpr, LOW: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     ACROSS: tl.constexpr, HAS_ERROR: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -113,12 +113,12 @@ def _merge_blocks(
     start = tl.multiple_of(start, 8)
     if size == ACROSS * GROUP:
         _slab(
-            shards, error, left, scales, out, start, size, group, head, stride, share, to_float,
+            messages, error, left, scales, out, start, size, group, head, stride, share, to_float,
             HIGH, LOW, LEVELS, BITS, GROUP, ACROSS, HAS_ERROR, RANKS, TOGETHER, WIDE, False,
         )  # fmt: skip
     else:
         _slab(
-            shards, error, left, scales, out, start, size, group, head, stride, share, to_float,
+            messages, error, left, scales, out, start, size, group, head, stride, share, to_float,
             HIGH, LOW, LEVELS, BITS, GROUP, ACROSS, HAS_ERROR, RANKS, 1, False, True,
         )  # fmt: skip
 
@@ -130,19 +130,19 @@ def _add_sign(total, flips, scale, PLACE: tl.constexpr):
 
 
 @triton.jit
-def _scales_of(shards, row, byte, base, row_segment, starts, stop):
+def _scales_of(messages, row, byte, base, row_segment, starts, stop):
     """The scale of each eight values of a tile, in one rank's message, whose segments start with whole eights."""
     scale = byte.to(tl.float32) * 0.0
     for i in range(row, stop):
         segment = tl.load(row_segment + i)
         first = tl.load(starts + segment) - base
-        scale = tl.where(byte * 8 >= first, load_float(shards, segment * 4, segment >= 0, False), scale)
+        scale = tl.where(byte * 8 >= first, load_float(messages, segment * 4, segment >= 0, False), scale)
     return scale
 
 
 @triton.jit
 def _sum_signs(
-    shards, head, stride, n, tile, row, stop, segment, row_segment, starts,
+    messages, head, stride, n, tile, row, stop, segment, row_segment, starts,
     ALONE: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -153,11 +153,11 @@ def _sum_signs(
     for _ in range(0, RANKS, TOGETHER):
         for _k in tl.static_range(TOGETHER):
             if ALONE:
-                scale = tl.where(byte >= 0, load_float(shards, segment * 4, segment >= 0, WIDE), 0.0)
+                scale = tl.where(byte >= 0, load_float(messages, segment * 4, segment >= 0, WIDE), 0.0)
             else:
-                scale = _scales_of(shards, row, byte, tile * BLOCK, row_segment, starts, stop)
+                scale = _scales_of(messages, row, byte, tile * BLOCK, row_segment, starts, stop)
             scale = scale.to(tl.int32, bitcast=True)
-            to = shards + head + tile * (BLOCK // 8) + byte
+            to = messages + head + tile * (BLOCK // 8) + byte
             bits = tl.load(to, mask=byte * 8 < n - tile * BLOCK, other=0) if MASKED else tl.load(to)
             flips = ~bits.to(tl.int32)
             a = _add_sign(a, flips, scale, 0)
@@ -168,13 +168,13 @@ def _sum_signs(
             f = _add_sign(f, flips, scale, 5)
             g = _add_sign(g, flips, scale, 6)
             h = _add_sign(h, flips, scale, 7)
-            shards += stride
+            messages += stride
     return eight(a, b, c, d, e, f, g, h)
 
 
 @triton.jit
 def _sign_tile(
-    shards, error, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride, share,
+    messages, error, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride, share,
     STAT: tl.constexpr, HAS_ERROR: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
     MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -184,12 +184,12 @@ def _sign_tile(
     row, stop, segment = tl.load(tile_row + tile), tl.load(tile_row + tile + 1), tl.load(tile_segment + tile)
     if stop == row + 1:
         total = _sum_signs(
-            shards, head, stride, n, tile, row, stop, segment, row_segment, starts,
+            messages, head, stride, n, tile, row, stop, segment, row_segment, starts,
             True, RANKS, TOGETHER, WIDE, MASKED, BLOCK,
         )  # fmt: skip
     else:
         total = _sum_signs(
-            shards, head, stride, n, tile, row, stop, segment, row_segment, starts,
+            messages, head, stride, n, tile, row, stop, segment, row_segment, starts,
             False, RANKS, 1, WIDE, MASKED, BLOCK,
         )  # fmt: skip
     x = _mean(total, share, RANKS)
@@ -201,38 +201,38 @@ def _sign_tile(
 
 @triton.jit
 def _merge_signs(
-    shards, error, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride, share,
+    messages, error, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride, share,
     STAT: tl.constexpr, HAS_ERROR: tl.constexpr, RANKS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     if (tl.program_id(0).to(tl.int64) + 1) * BLOCK <= n:
         _sign_tile(
-            shards, error, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride,
+            messages, error, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride,
             share, STAT, HAS_ERROR, RANKS, TOGETHER, WIDE, False, BLOCK,
         )  # fmt: skip
     else:
         _sign_tile(
-            shards, error, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride,
+            messages, error, left, bits, parts, tile_row, tile_segment, row_segment, starts, rows, n, head, stride,
             share, STAT, HAS_ERROR, RANKS, 1, WIDE, True, BLOCK,
         )  # fmt: skip
 
 
 @placed
 def merge_integer(
-    shards: Tensor, error: Tensor | None, lengths: tuple[int, ...], bits: int, block: int
+    messages: Tensor, error: Tensor | None, lengths: tuple[int, ...], bits: int, block: int
 ) -> tuple[Tensor, Tensor | None]:
-    where = slabs(lengths, block, shards.device, _SLAB) if block <= _WIDEST else None
-    if where is None or not where.n or not where.aligned or block != where.width or not _fit(shards, error):
-        return definition(fused.merge_integer)(shards, error, lengths, bits, block)
-    ranks, levels = shards.shape[0], (1 << bits - 1) - 1
-    data, scales, body = message(where.groups, where.n, bits, shards.device)
+    where = slabs(lengths, block, messages.device, _SLAB) if block <= _WIDEST else None
+    if where is None or not where.n or not where.aligned or block != where.width or not _fit(messages, error):
+        return definition(fused.merge_integer)(messages, error, lengths, bits, block)
+    ranks, levels = messages.shape[0], (1 << bits - 1) - 1
+    data, scales, body = message(where.groups, where.n, bits, messages.device)
     left = None if error is None else torch.empty_like(error)
     before, after = (scales, scales) if error is None or left is None else (error, left)
-    fresh = (shards, before, after, scales, body.view(word(bits)), where.start, where.size, where.group)
-    facts = (lengths, bits, block, ranks, shards.stride(0), _wide(shards), error is None, *form(*fresh))
+    fresh = (messages, before, after, scales, body.view(word(bits)), where.start, where.size, where.group)
+    facts = (lengths, bits, block, ranks, messages.stride(0), _wide(messages), error is None, *form(*fresh))
     rest = (
-        4 * where.groups, shards.stride(0), 1 / ranks, _TO_FLOAT, *reciprocal(levels), levels, bits, block,
-        where.across, error is not None, ranks, _together(ranks), _wide(shards),
+        4 * where.groups, messages.stride(0), 1 / ranks, _TO_FLOAT, *reciprocal(levels), levels, bits, block,
+        where.across, error is not None, ranks, _together(ranks), _wide(messages),
     )  # fmt: skip
     warps = max(1, where.across * block // _EACH)
     launch(_merge_blocks, where.start.numel(), facts, fresh, rest, num_warps=warps, **_INTEGERS)
@@ -241,23 +241,23 @@ def merge_integer(
 
 @placed
 def merge_sign(
-    shards: Tensor, error: Tensor | None, lengths: tuple[int, ...], norm: bool
+    messages: Tensor, error: Tensor | None, lengths: tuple[int, ...], norm: bool
 ) -> tuple[Tensor, Tensor | None]:
-    where = grid(lengths, shards.device)
-    if not where.n or not _eights(lengths) or not _fit(shards, error):
-        return definition(fused.merge_sign)(shards, error, lengths, norm)
-    ranks, stat = shards.shape[0], ROOT if norm else MEAN
-    data, scales, bits = message(len(lengths), where.n, 1, shards.device)
-    parts = room(where, shards.device)
+    where = grid(lengths, messages.device)
+    if not where.n or not _eights(lengths) or not _fit(messages, error):
+        return definition(fused.merge_sign)(messages, error, lengths, norm)
+    ranks, stat = messages.shape[0], ROOT if norm else MEAN
+    data, scales, bits = message(len(lengths), where.n, 1, messages.device)
+    parts = room(where, messages.device)
     left = None if error is None else torch.empty_like(error)
     before, after = (scales, scales) if error is None or left is None else (error, left)
     fresh = (
-        shards, before, after, bits, parts, where.tile_row, where.tile_segment, where.row_segment, where.starts
+        messages, before, after, bits, parts, where.tile_row, where.tile_segment, where.row_segment, where.starts
     )  # fmt: skip
-    facts = (lengths, norm, ranks, shards.stride(0), _wide(shards), error is None, *form(*fresh))
+    facts = (lengths, norm, ranks, messages.stride(0), _wide(messages), error is None, *form(*fresh))
     rest = (
-        where.rows, where.n, 4 * len(lengths), shards.stride(0), 1 / ranks, stat.value, error is not None,
-        ranks, _together(ranks), _wide(shards), BLOCK,
+        where.rows, where.n, 4 * len(lengths), messages.stride(0), 1 / ranks, stat.value, error is not None,
+        ranks, _together(ranks), _wide(messages), BLOCK,
     )  # fmt: skip
     launch(_merge_signs, where.tiles, facts, fresh, rest, **_SIGNS)
     conclude(parts, where, stat, scales)
@@ -266,9 +266,9 @@ def merge_sign(
     return data, left
 
 
-def _fit(shards: Tensor, error: Tensor | None) -> bool:
+def _fit(messages: Tensor, error: Tensor | None) -> bool:
     plain = error is None or (error.dtype == torch.float32 and error.is_contiguous())
-    return plain and shards.stride(1) == 1
+    return plain and messages.stride(1) == 1
 
 
 def _together(ranks: int) -> int:
@@ -276,9 +276,9 @@ def _together(ranks: int) -> int:
     return max(i for i in range(1, _TOGETHER + 1) if ranks % i == 0)
 
 
-def _wide(shards: Tensor) -> bool:
+def _wide(messages: Tensor) -> bool:
     """Whether every message starts at a multiple of four bytes."""
-    return shards.data_ptr() % 4 == 0 and shards.stride(0) % 4 == 0
+    return messages.data_ptr() % 4 == 0 and messages.stride(0) % 4 == 0
 
 
 def _eights(lengths: tuple[int, ...]) -> bool:

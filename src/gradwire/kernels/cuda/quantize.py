@@ -49,12 +49,12 @@ def feedback_integer_(
 ) -> tuple[Tensor, Tensor]:
     if grad.numel() == 0 or block > _WIDEST or not readable(grad, residual):
         return definition(fused.feedback_integer_)(grad, residual, decay, lengths, bits, block, before)
-    broken = torch.zeros((), dtype=torch.uint8, device=grad.device)
+    nonfinite = torch.zeros((), dtype=torch.uint8, device=grad.device)
     where, held = slabs(lengths, block, grad.device), memory_of(residual, before)
     data = quantize(
-        residual, where, block, INTEGER, _levels(bits), bits, grad=grad, broken=broken, decay=decay, before=held
+        residual, where, block, INTEGER, _levels(bits), bits, grad=grad, nonfinite=nonfinite, decay=decay, before=held
     )
-    return data, broken.view(torch.bool)
+    return data, nonfinite.view(torch.bool)
 
 
 @placed

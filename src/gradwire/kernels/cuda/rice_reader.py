@@ -119,7 +119,7 @@ def _place(gaps, notes, meta, count, blocks, messages, n):
     wrong = (j < size) & ((at < 0) | (at >= n))
     if tl.sum(wrong.to(tl.int32), 0) > 0:
         tl.store(faults + tl.program_id(0), 1)
-    # A damaged message may say anything, but nothing may be written outside the buffer for it.
+    # A corrupt message may say anything, but nothing may be written outside the buffer for it.
     tl.store(mine, tl.minimum(tl.maximum(at, 0), n - 1), mask=j < size)
 
 

@@ -52,7 +52,7 @@ def _part(total, world, WHOLE: tl.constexpr):
 
 @triton.jit
 def _place(indices, j, live, first, room):
-    """Where in a tile entries go, and whether they do: positions of a damaged message need not rise."""
+    """Where in a tile entries go, and whether they do: positions of a corrupt message need not rise."""
     at = tl.load(indices + j, mask=live, other=0) - first
     return at.to(tl.int32), live & (at >= 0) & (at < room)
 

@@ -91,7 +91,7 @@ def describe(
 
 @triton.jit
 def _tile(
-    grad, residual, fresh, broken, bits, parts, rows, n, decay, tile_row, row_segment, starts,
+    grad, residual, fresh, nonfinite, bits, parts, rows, n, decay, tile_row, row_segment, starts,
     STAT: tl.constexpr, PACK: tl.constexpr, RULE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0).to(tl.int64)
@@ -102,23 +102,23 @@ def _tile(
     row, stop = tl.load(tile_row + tile), tl.load(tile_row + tile + 1)
     x, bad = enter(grad + tile * BLOCK, old, old, new, old, at, live, 0.0, decay, RULE, True, MASKED)
     if RULE != READ:
-        report(bad, broken)
+        report(bad, nonfinite)
     describe(x, bits, parts, rows, n, tile, row, stop, row_segment, starts, STAT, PACK, MASKED, BLOCK)
 
 
 @triton.jit
 def _survey(
-    grad, residual, fresh, broken, bits, parts, rows, n, decay, tile_row, row_segment, starts,
+    grad, residual, fresh, nonfinite, bits, parts, rows, n, decay, tile_row, row_segment, starts,
     STAT: tl.constexpr, PACK: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if (tl.program_id(0).to(tl.int64) + 1) * BLOCK <= n:
         _tile(
-            grad, residual, fresh, broken, bits, parts, rows, n, decay, tile_row, row_segment, starts,
+            grad, residual, fresh, nonfinite, bits, parts, rows, n, decay, tile_row, row_segment, starts,
             STAT, PACK, RULE, False, BLOCK,
         )  # fmt: skip
     else:
         _tile(
-            grad, residual, fresh, broken, bits, parts, rows, n, decay, tile_row, row_segment, starts,
+            grad, residual, fresh, nonfinite, bits, parts, rows, n, decay, tile_row, row_segment, starts,
             STAT, PACK, RULE, True, BLOCK,
         )  # fmt: skip
 
@@ -204,7 +204,7 @@ def survey(
     bits: Tensor | None = None,
     clip: float = 0.0,
     grad: Tensor | None = None,
-    broken: Tensor | None = None,
+    nonfinite: Tensor | None = None,
     decay: float = 1.0,
     rule: tl.constexpr = READ,
     before: Tensor | None = None,
@@ -219,7 +219,7 @@ def survey(
             x if grad is None else grad,
             x if before is None else before,
             None if before is None else x,
-            parts if broken is None else broken,
+            parts if nonfinite is None else nonfinite,
             parts if bits is None else bits,
             parts,
             where.rows,

@@ -85,11 +85,11 @@ def feedback_sign_(
         return definition(fused.feedback_sign_)(grad, residual, decay, lengths, norm, before)
     before = memory_of(residual, before)
     data, scales, bits = message(len(lengths), where.n, 1, grad.device)
-    broken = torch.zeros((), dtype=torch.uint8, device=grad.device)
+    nonfinite = torch.zeros((), dtype=torch.uint8, device=grad.device)
     stat = ROOT if norm else MEAN
-    survey(residual, where, stat, scales, bits=bits, grad=grad, broken=broken, decay=decay, rule=PLAIN, before=before)
+    survey(residual, where, stat, scales, None, bits, 0.0, grad, nonfinite, decay, PLAIN, before)
     deduct(residual, scales, where)
-    return data, broken.view(torch.bool)
+    return data, nonfinite.view(torch.bool)
 
 
 def deduct(residual: Tensor, scales: Tensor, where: Grid) -> None:

@@ -100,7 +100,7 @@ class ErdosRenyi(Undirected):
         missing = size - len(networkx().node_connected_component(networkx().Graph([(0, 0), *edges]), 0))
         if missing:
             raise ValueError(
-                f"{self} on {size} ranks is disconnected: {missing} of them cannot be reached from rank 0; "
+                f"{self} on {size} ranks is disconnected: no path leads from rank 0 to {missing} of them; "
                 f"change the seed, or raise p well above ln(n)/n = {math.log(size) / size:.2f}"
             )
         return edges

@@ -17,7 +17,7 @@ def parse(text: str) -> str:
     """
     kind, _, number = text.partition(":")
     if kind not in ("", "cpu", "cuda") or (number and not number.isdigit()):
-        raise ValueError(f"nothing is measured on {text!r}; say --device cpu, cuda, or cuda:1 for the second GPU")
+        raise ValueError(f"nothing is measured on {text!r}; give --device cpu, cuda, or cuda:1 for the second GPU")
     if kind == "cuda":
         there = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if int(number or 0) >= there:

@@ -57,9 +57,9 @@ class Budget:
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
-        for what, limit in (("turns of", self.turn_seconds), ("a timeout of", self.timeout)):
+        for what, limit in (("a turn of", self.turn_seconds), ("a timeout of", self.timeout)):
             if not limit > 0:
-                raise ValueError(f"{what} {limit:g} s cannot be; give more than 0")
+                raise ValueError(f"{what} {limit:g} s is too short; give more than 0")
 
 
 def read(path: Path | None) -> list[Row]:

@@ -101,7 +101,7 @@ def check(name: str) -> None:
     if name.startswith("gossip:"):
         parse(name)
     elif name.startswith("local:"):
-        _local_method(name)
+        local_method_of(name)
     elif name == "ddp" or name.startswith("ddp-"):
         known = (NO_COMM, *DENSE, POWERSGD)
         if name not in known:
@@ -121,6 +121,7 @@ class BuiltMethod:
         account: Bytes of tensors that this rank has sent and received so far, where that is known.
         became: What ``auto`` has chosen.
         period: Steps of a round, of which most may send nothing.
+        delay: Steps of the next round during which its message travels.
     """
 
     run: nn.Module
@@ -128,6 +129,7 @@ class BuiltMethod:
     account: Callable[[], Traffic | None]
     became: str = ""
     period: int = 1
+    delay: int = 0
 
     def step(self, loss: Loss, optimizer: torch.optim.Optimizer) -> None:
         """One step of training."""
@@ -159,18 +161,19 @@ def build_method(name: str, workload: Workload) -> BuiltMethod:
     return BuiltMethod(ddp, lambda: None, lambda: wire.link.traffic)
 
 
-def _local_method(name: str) -> tuple[LocalMethod, dict[str, Any]]:
+def local_method_of(name: str) -> tuple[LocalMethod, dict[str, Any]]:
+    """The round of a name that begins with ``local:``, and other keywords of `gradwire.local`."""
     spec, options = parse(name.removeprefix("local:"))
     parts = {key: options.pop(key, None) for key in ("codec", "feedback", "exchange")}
     return local_method(spec, **parts), options
 
 
 def _local(name: str, model: nn.Module) -> BuiltMethod:
-    chosen, options = _local_method(name)
+    chosen, options = local_method_of(name)
     setup = set_up(model, find_backend(None, None, None), Options(**options))
     setup.shared = {}  # as for DDP: all ranks built the same model
     outer = LocalSync(model, setup, chosen)
-    return BuiltMethod(model, outer, lambda: outer.wire.link.traffic, period=chosen.H)
+    return BuiltMethod(model, outer, lambda: outer.wire.link.traffic, period=chosen.H, delay=chosen.delay)
 
 
 def _decided(workload: Workload) -> BuiltMethod:

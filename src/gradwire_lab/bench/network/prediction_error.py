@@ -27,6 +27,7 @@ from gradwire_lab.perf_model.calibration import Calibration, load
 from gradwire_lab.perf_model.cluster import Cluster
 from gradwire_lab.perf_model.costs import predict
 from gradwire_lab.perf_model.model import DENSE
+from gradwire_lab.train.time_left import TimeLeft
 
 TOLERANCE = 0.15  # of a measured step, within which predictions should lie
 REGRET = 0.05  # by how much a choice may be slower than the best that was measured
@@ -108,12 +109,14 @@ class Way:
 def compare(rows: Iterable[Row], report: Print = lambda line: None) -> Iterator[StepComparison | ChoiceComparison]:
     """Predict every cell that was measured and can be predicted: not torch's PowerSGD, and no gossip."""
     whole = sorted((row for row in rows if "step_ms" in row), key=_CALIBRATED)
+    left = TimeLeft(len(set(map(_CALIBRATED, whole))))
     for (model, world, where), same in groupby(whole, key=_CALIBRATED):
         found = list(same)
         ways = [way for row in found if (way := Way.of(row["method"])) is not None]
         specs = tuple(dict.fromkeys(way.spec for way in ways if way.spec not in DENSE))
-        report(f"calibrating {model} with {world} ranks: {', '.join(specs)}")
+        report(left.after(f"calibrating {model} with {world} ranks: {', '.join(specs)}"))
         figures = calibrated(model, specs, world, where)
+        left.finish()
         yield from _predicted(found, figures)
         for _, there in groupby(sorted(found, key=itemgetter("link")), key=itemgetter("link")):
             yield from _picked(list(there), figures)

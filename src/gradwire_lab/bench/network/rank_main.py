@@ -85,8 +85,8 @@ def _block(method: str, workload: Workload, budget: Budget, number: int) -> bool
         return False
     count, period = _agree_on_steps(seconds[-1], budget), built.period
     warmup = max(2, budget.warmup) if count > 2 else 2
-    for _ in range(-(-warmup // period) * period - 2):
-        step()
+    for _ in range(-(-warmup // period) * period + built.delay - 2):
+        step()  # messages of the rounds that count then begin and end while they are timed
     count = -(-count // period) * period  # whole rounds
     reported, nic = _accounts(built)
     times = [step() for _ in range(count)]

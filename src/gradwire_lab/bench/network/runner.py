@@ -52,6 +52,11 @@ class Log:
             self.turns[method].append({**event, "rank": rank})
 
 
+def turns(methods: Sequence[str], budget: Budget) -> int:
+    """How many pieces of work `measure` has: the start of the ranks, and the turns, also those without messages."""
+    return 1 + budget.rounds * len({NO_COMM, *methods}) if methods else 0
+
+
 def measure(
     scenario: Scenario, methods: Sequence[str], budget: Budget, report: Print = lambda line: None
 ) -> Iterator[Row]:

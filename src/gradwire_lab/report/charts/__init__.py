@@ -3,13 +3,12 @@
 from gradwire_lab.report.charts.accounts import bytes_by_layer, bytes_by_rule, step_time
 from gradwire_lab.report.charts.curves import consensus, loss_curve, metric_curve, metric_over_time
 from gradwire_lab.report.charts.figure import Figure
-from gradwire_lab.report.charts.tradeoff import metric_over_bytes
+from gradwire_lab.report.charts.tradeoff import PLOT_WIDTH, metric_over_bytes
 from gradwire_lab.report.run_groups import Task
 
 __all__ = ["Figure", "figures"]
 
 DRAW = (
-    metric_over_bytes,
     metric_over_time,
     metric_curve,
     loss_curve,
@@ -20,6 +19,7 @@ DRAW = (
 )
 
 
-def figures(task: Task) -> list[Figure]:
-    """Every figure that the task's records allow."""
-    return [figure for draw in DRAW if (figure := draw(task)) is not None]
+def figures(task: Task, width: int = PLOT_WIDTH) -> list[Figure]:
+    """Every figure that the task's records allow; ``width`` is that of plots, in pixels."""
+    made = (metric_over_bytes(task, width), *(draw(task) for draw in DRAW))
+    return [figure for figure in made if figure is not None]

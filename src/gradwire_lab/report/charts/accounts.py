@@ -19,6 +19,7 @@ from gradwire_lab.report.charts.figure import (
     shape,
     tooltips,
 )
+from gradwire_lab.report.machine_load import sentence
 from gradwire_lab.report.numbers import in_bytes, ratio, rounded
 from gradwire_lab.report.run_groups import Group, Task
 
@@ -147,7 +148,7 @@ def step_time(task: Task) -> Figure | None:
         "step-time",
         "Where the time of a step goes",
         "Mean over all steps and seeds, on one rank: host time in encoding, in collectives and in decoding; the rest "
-        "is the run's wall time less these.",
+        "is the run's wall time less these." + sentence(run for group in task.groups for run in group.runs),
         finish(drawn, 40 + ROW_HEIGHT * len(task.groups)),
     )
 

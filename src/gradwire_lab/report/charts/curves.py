@@ -6,6 +6,7 @@ import altair as alt
 
 from gradwire_lab.report.charts.figure import Chart, Figure, Row, chart, color, dash, finish, left_out, seeds, tooltips
 from gradwire_lab.report.load import RunRecord
+from gradwire_lab.report.machine_load import sentence
 from gradwire_lab.report.numbers import rounded
 from gradwire_lab.report.run_groups import Group, Task, grouped
 from gradwire_lab.report.run_log import Record
@@ -22,6 +23,7 @@ def metric_curve(task: Task) -> Figure | None:
 
 def metric_over_time(task: Task) -> Figure | None:
     caption = f"After each epoch, {seeds(task)}; seconds on the machine that ran it, evaluation included."
+    caption += sentence(run for group in task.groups for run in group.runs)
     return _metric_figure(task, "metric-over-time", "against wall time", caption, "seconds", "wall time (s)")
 
 

@@ -21,36 +21,40 @@ from gradwire_lab.report.charts.figure import (
 )
 from gradwire_lab.report.numbers import in_bytes, mean_and_spread, ratio, rounded
 from gradwire_lab.report.run_groups import Group, Task, front
+from gradwire_lab.report.summary import headline
 
-Spot = tuple[Literal["left", "right", "center"], int, int]
+Spot = tuple[Literal["left", "right", "center"], float, float]
 CHARACTER, LINE = 6.2, 14  # pixels of a name's letters, and of its height
-PLOT_WIDTH, PLOT_HEIGHT = 480, 250  # about; on a narrower page names may meet, and the legend has them too
+PLOT_WIDTH, PLOT_HEIGHT = 480, 250  # of a page, about
 # Where a name may stand beside its point: alignment, and pixels to the right and down.
 SPOTS: tuple[Spot, ...] = (
     ("left", 9, -8),
     ("left", 9, 10),
     ("right", -9, -8),
     ("right", -9, 10),
-    ("center", 0, -16),
-    ("center", 0, 18),
 )
+_FRONT = "Dotted: the Pareto front; each next point sends more, and is better by more than the intervals."
+_NO_FRONT = "There is no Pareto front: no two intervals are apart."
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
-def metric_over_bytes(task: Task) -> Figure | None:
-    rows = [row for group in task.groups if (row := _row(task, group))["sent"] and row["value"] is not None]
-    if not rows:
+def metric_over_bytes(task: Task, width: int = PLOT_WIDTH) -> Figure | None:
+    """``width`` is that of the plot in pixels, which decides about the places of names."""
+    made = [(_row(task, group), group.estimate) for group in task.groups]
+    drawn = [(row, value) for row, value in made if row["sent"] and row["value"] is not None]
+    if not drawn:
         return None
-    best = front([(row["sent"], row["value"]) for row in rows], task.metric)
+    rows = [row for row, _ in drawn]
+    best = front([(row["sent"], value) for row, value in drawn], task.metric)
+    best = best if len(best) > 1 else []  # one point is no front
     line = [{**rows[i], "order": order} for order, i in enumerate(best)]
     return Figure(
         "metric-over-bytes",
         f"{task.metric.title.capitalize()} against bytes sent by each rank",
-        f"At the end of training, {seeds(task)}; bars are 95 % t-intervals of the means. Dotted: the Pareto "
-        "front, whose points none beats that sends as little. Counted is all that a rank sent, agreements and padding "
-        "included."
+        f"{headline(task)} At the end of training, {seeds(task)}; bars are 95 % t-intervals of the means. "
+        f"{_FRONT if best else _NO_FRONT} Bytes are all that a rank sent, agreements and padding included."
         + left_out({group.label: len(group.runs) * bool(group.diverged) for group in task.groups}, "diverged"),
-        finish(_chart(task, rows, line)),
+        finish(_chart(task, rows, line, width)),
     )
 
 
@@ -69,7 +73,7 @@ def _row(task: Task, group: Group) -> Row:
     }
 
 
-def _chart(task: Task, rows: Sequence[Row], line: Sequence[Row]) -> Chart:
+def _chart(task: Task, rows: Sequence[Row], line: Sequence[Row], width: int) -> Chart:
     x = bytes_axis("sent", "bytes sent by each rank")
     y = alt.Y("value:Q", title=task.metric.axis, scale=alt.Scale(zero=False, padding=16))
     chosen = alt.selection_point(fields=["group"], bind="legend")
@@ -80,9 +84,10 @@ def _chart(task: Task, rows: Sequence[Row], line: Sequence[Row]) -> Chart:
     titles |= {"payload": "payload ratio", "wire": "wire ratio"}
     points = chart(rows).mark_point(filled=True, size=110, opacity=1)
     points = points.encode(x, y, color(task), shape(task), tooltip=tooltips(titles))
+    roomy = alt.expr(f"width < {0.8 * width:.0f} ? 0 : 1")  # on a narrower page the legend has the names
     names = [
-        chart([row]).mark_text(align=align, dx=dx, dy=dy).encode(x, y, alt.Text("group:N"))
-        for row, (align, dx, dy) in placed(rows)
+        chart([row]).mark_text(align=align, dx=dx, dy=dy, opacity=roomy).encode(x, y, alt.Text("group:N"))
+        for row, (align, dx, dy) in placed(rows, width)
     ]
     return alt.layer(
         stairs.encode(x, y, alt.Order("order:Q")),
@@ -92,20 +97,21 @@ def _chart(task: Task, rows: Sequence[Row], line: Sequence[Row]) -> Chart:
     )
 
 
-def placed(rows: Sequence[Row]) -> list[tuple[Row, Spot]]:
-    """The names that can stand beside their points, and where, so that none lies on another or on a point.
+def placed(rows: Sequence[Row], width: int = PLOT_WIDTH) -> list[tuple[Row, Spot]]:
+    """The names that can stand beside their points, and where, so that none lies on another, a point or a bar.
 
     The first rows choose first. A name without room is left to the legend.
     """
-    points = _pixels(rows)
-    taken: list[Box] = [(x - 6, y - 6, x + 6, y + 6) for x, y in points]
+    points = _pixels(rows, width)
+    taken: list[Box] = [(x - 6, y - 6, x + 6, y + 6) for x, y, _, _ in points]
+    taken += [(x - 2, high, x + 2, low) for x, _, high, low in points]
     found = []
-    for row, (x, y) in zip(rows, points, strict=True):
-        width = CHARACTER * len(row["group"])
-        for align, dx, dy in SPOTS:
-            left = x + dx - {"left": 0.0, "right": width, "center": width / 2}[align]
-            box = left, y + dy - LINE / 2, left + width, y + dy + LINE / 2
-            inside = box[0] >= -30 and box[2] <= PLOT_WIDTH + 60
+    for row, (x, y, high, low) in zip(rows, points, strict=True):
+        length = CHARACTER * len(row["group"])
+        for align, dx, dy in (*SPOTS, ("center", 0, high - y - 10), ("center", 0, low - y + 12)):
+            left = x + dx - {"left": 0.0, "right": length, "center": length / 2}[align]
+            box = left, y + dy - LINE / 2, left + length, y + dy + LINE / 2
+            inside = box[0] >= -30 and box[2] <= width + 60
             if inside and not any(_overlap(box, other) for other in taken):
                 taken.append(box)
                 found.append((row, (align, dx, dy)))
@@ -113,14 +119,13 @@ def placed(rows: Sequence[Row]) -> list[tuple[Row, Spot]]:
     return found
 
 
-def _pixels(rows: Sequence[Row]) -> list[tuple[float, float]]:
-    """Where points are drawn, about."""
-    across, up = [math.log(row["sent"]) for row in rows], [row["value"] for row in rows]
-    width, height = max(across) - min(across) or 1.0, max(up) - min(up) or 1.0
-    return [
-        (PLOT_WIDTH * (x - min(across)) / width, PLOT_HEIGHT * (max(up) - y) / height)
-        for x, y in zip(across, up, strict=True)
-    ]
+def _pixels(rows: Sequence[Row], width: int) -> list[tuple[float, float, float, float]]:
+    """Where points are drawn, about: to the right, and down, of the value and of the ends of its bar."""
+    across = [math.log(row["sent"]) for row in rows]
+    top, bottom = max(row["high"] for row in rows), min(row["low"] for row in rows)
+    span, height = max(across) - min(across) or 1.0, top - bottom or 1.0
+    down = [[PLOT_HEIGHT * (top - row[name]) / height for name in ("value", "high", "low")] for row in rows]
+    return [(width * (x - min(across)) / span, *ys) for x, ys in zip(across, down, strict=True)]
 
 
 def _overlap(one: Box, other: Box) -> bool:

@@ -41,7 +41,7 @@ def read(path: Path) -> Tensor:
     try:
         raw = plain.read_bytes() if plain.is_file() else gzip.decompress(path.read_bytes())
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read: {error}. Download it again") from error
+        raise ValueError(f"{path} is damaged: {error}. Download it again") from error
     if len(raw) < 4 or raw[:3] != b"\0\0\x08" or len(raw) < 4 + 4 * raw[3]:
         raise ValueError(f"{path} is no idx file of unsigned bytes. Download it again")
     head = 4 + 4 * raw[3]

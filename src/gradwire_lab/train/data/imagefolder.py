@@ -135,7 +135,7 @@ def decode(path: Path, size: int, choose: Callable[[int, int], Box]) -> Tensor:
             scaled = image.convert("RGB").resize((size, size), module.Resampling.BILINEAR, box=box)
             return torch.from_numpy(np.array(scaled)).permute(2, 0, 1)
     except OSError as error:
-        raise ValueError(f"{path} cannot be decoded: {error}. Replace it, or take it away") from error
+        raise ValueError(f"{path} is damaged: {error}. Replace it, or remove it") from error
 
 
 def pillow() -> ModuleType:

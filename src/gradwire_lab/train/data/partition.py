@@ -29,7 +29,7 @@ def shards(
         world: How many ranks share them.
         seed: The run's seed, equal on all ranks.
         epoch: Which epoch; one that stays the same keeps the order.
-        kind: ``shuffled`` deals all examples anew each epoch. ``fixed`` deals them once, at random, and ``sorted``
+        kind: ``shuffled`` deals all examples again each epoch. ``fixed`` deals them once, at random, and ``sorted``
             once, sorted by label, so that a rank sees few classes; both shuffle every epoch within a rank.
         labels: What to sort by, [n].
     """

@@ -22,7 +22,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
         return _ALLOWED[module, name]
 
 

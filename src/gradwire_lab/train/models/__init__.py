@@ -86,4 +86,4 @@ def _call(maker: Maker, text: str, options: Mapping[str, object], facts: Mapping
             raise
         given = ", ".join(f"model.options.{word} = {value!r}" for word, value in options.items())
         why = " ".join(str(error).split())
-        raise ValueError(f"the model {text} cannot be made with {given}: {why}") from None
+        raise ValueError(f"the model {text} does not take {given}: {why}") from None

@@ -1,7 +1,7 @@
 """Regime and input transform: what a user's own model may set for its training.
 
 A model with an attribute ``regime`` brings its schedule along. It is a dict from epochs to settings, where what an
-epoch sets stays until a later one sets it anew, or a function from the epoch to all the settings::
+epoch sets stays until a later one sets it again, or a function from the epoch to all the settings::
 
     self.regime = {0: {"lr": 0.1, "momentum": 0.9}, 81: {"lr": 0.01}, 122: {"lr": 0.001, "weight_decay": 0}}
 

@@ -127,7 +127,7 @@ def _look(x, place, length, low, last, bits, number, groups, keys, places, fine)
 
 @triton.jit
 def compact(
-    x, table, chunk_segment, state, fine, broken, words, over, base, count, keys, places, groups, sure,
+    x, table, chunk_segment, state, fine, nonfinite, words, over, base, count, keys, places, groups, sure,
     DENSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Put a chunk's candidates aside, as its words say. ``groups`` is scratch, of the size of ``places``."""
@@ -141,7 +141,7 @@ def compact(
     live = tl.arange(0, WORDS) < (end - row).to(tl.int32) * (BLOCK // SPAN)
     word = tl.load(words + word_at, mask=live, other=0)
     if tl.max(word >> BAD, 0) > 0:
-        tl.store(broken, 1)
+        tl.store(nonfinite, 1)
     above = tl.zeros([], tl.int32)
     if DENSE:
         above = tl.sum(tl.load(over + word_at, mask=live, other=0), 0)

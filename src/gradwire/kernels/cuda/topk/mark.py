@@ -50,7 +50,7 @@ def _line(row, base, row_segment, table, state, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tile(
-    grad, residual, momentum, new_residual, new_momentum, broken, n, m, decay, tile_row, row_segment, table, state,
+    grad, residual, momentum, new_residual, new_momentum, nonfinite, n, m, decay, tile_row, row_segment, table, state,
     words, over,
     RULE: tl.constexpr, REPORT: tl.constexpr, DENSE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -65,7 +65,7 @@ def _tile(
         at, at < n - base, m, decay, RULE, True, MASKED,
     )  # fmt: skip
     if REPORT:
-        report(bad, broken)
+        report(bad, nonfinite)
     key = key_of(v)
     while row < stop:
         inside = (at >= first) & (at < end)
@@ -83,18 +83,18 @@ def _tile(
 
 @triton.jit
 def mark(
-    grad, residual, momentum, new_residual, new_momentum, broken, n, m, decay, tile_row, row_segment, table, state,
+    grad, residual, momentum, new_residual, new_momentum, nonfinite, n, m, decay, tile_row, row_segment, table, state,
     words, over,
     RULE: tl.constexpr, REPORT: tl.constexpr, DENSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """REPORT: some segment has no other program, so this one must report an entry that is not finite."""
     if (tl.program_id(0).to(tl.int64) + 1) * BLOCK <= n:
         _tile(
-            grad, residual, momentum, new_residual, new_momentum, broken, n, m, decay, tile_row, row_segment, table,
+            grad, residual, momentum, new_residual, new_momentum, nonfinite, n, m, decay, tile_row, row_segment, table,
             state, words, over, RULE, REPORT, DENSE, False, BLOCK,
         )  # fmt: skip
     else:
         _tile(
-            grad, residual, momentum, new_residual, new_momentum, broken, n, m, decay, tile_row, row_segment, table,
+            grad, residual, momentum, new_residual, new_momentum, nonfinite, n, m, decay, tile_row, row_segment, table,
             state, words, over, RULE, REPORT, DENSE, True, BLOCK,
         )  # fmt: skip

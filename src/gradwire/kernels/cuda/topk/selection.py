@@ -115,7 +115,7 @@ class _Selection:
         launch(sample, p.chunks, facts, read, sampled, num_warps=8)
         launch(refine, p.chunks, facts, read, sampled, num_warps=8)
         marked = (
-            scratch.broken, tiles.n, *numbers, tiles.tile_row, tiles.row_segment, p.table, scratch.state,
+            scratch.nonfinite, tiles.n, *numbers, tiles.tile_row, tiles.row_segment, p.table, scratch.state,
             scratch.words, scratch.over, kind, p.unselected, p.dense, BLOCK,
         )  # fmt: skip
         launch(mark, tiles.tiles, facts, (*read, self.x, self.spare), marked, **_MARK)
@@ -124,12 +124,12 @@ class _Selection:
         p, x, facts, n = self.plan, self.x, self.facts, self.plan.grid.n
         indices = torch.empty(p.total, dtype=torch.int64, device=x.device)
         chosen = torch.empty(p.total if values else 0, dtype=x.dtype, device=x.device)
-        broken = torch.empty((), dtype=torch.bool, device=x.device)
+        nonfinite = torch.empty((), dtype=torch.bool, device=x.device)
         around = (p.table, p.chunk_segment, scratch.state)
         candidates = (scratch.base, scratch.number, scratch.key, scratch.place)
         winners = (scratch.sure, scratch.out)
         counted = (
-            *around, scratch.fine, scratch.broken, scratch.words, scratch.over, *candidates, scratch.bound_place,
+            *around, scratch.fine, scratch.nonfinite, scratch.words, scratch.over, *candidates, scratch.bound_place,
             scratch.sure, p.dense, BLOCK,
         )  # fmt: skip
         launch(compact, p.chunks, facts, (x,), counted, **_COMPACT)
@@ -140,10 +140,10 @@ class _Selection:
             again = (*around, scratch.digits, scratch.number, *winners, n, *digit, BLOCK)
             launch(count_digits, p.chunks, (facts, digit), (x,), again, **_RADIX)
         launch(count_ties, p.chunks, facts, (x,), (*around, scratch.number, *winners, n, BLOCK), **_RADIX)
-        fresh = (x, self.spare, indices, chosen, broken)
+        fresh = (x, self.spare, indices, chosen, nonfinite)
         written = (
-            p.table, p.chunk_segment, scratch.state, *candidates, *winners, scratch.broken, n,
+            p.table, p.chunk_segment, scratch.state, *candidates, *winners, scratch.nonfinite, n,
             values, subtract, BLOCK,
         )  # fmt: skip
         launch(write, p.chunks, (facts, values, subtract), fresh, written, **_WRITE)
-        return Selected(indices, chosen, broken)
+        return Selected(indices, chosen, nonfinite)

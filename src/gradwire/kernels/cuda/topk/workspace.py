@@ -92,7 +92,7 @@ class Scratch(NamedTuple):
     bound_place: Tensor
     sure: Tensor  # int32[chunks], winners in the chunk; or how many tie there
     out: Tensor  # int64[chunks], where winners go
-    broken: Tensor  # uint8[1]
+    nonfinite: Tensor  # uint8[1]
 
 
 class SelectionPlan(NamedTuple):

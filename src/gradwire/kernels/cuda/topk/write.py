@@ -81,8 +81,8 @@ def _write_chunk(
 
 @triton.jit
 def write(
-    x, momentum, indices, values, was_broken, table, chunk_segment, state, base, count, keys, places,
-    sure, out, broken, n,
+    x, momentum, indices, values, was_nonfinite, table, chunk_segment, state, base, count, keys, places,
+    sure, out, nonfinite, n,
     VALUES: tl.constexpr, SUBTRACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
@@ -102,5 +102,5 @@ def write(
         _write_chunk(x, momentum, chunk, entry, low, last, ties, to, indices, values, n, VALUES, SUBTRACT, BLOCK)
     if VALUES:  # noqa: SIM102 - known when compiling
         if chunk == 0:
-            tl.store(was_broken, tl.load(broken))
-            tl.store(broken, 0)
+            tl.store(was_nonfinite, tl.load(nonfinite))
+            tl.store(nonfinite, 0)

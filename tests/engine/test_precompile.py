@@ -1,10 +1,10 @@
-"""A warm-up makes the first step like any other, and changes nothing else."""
+"""Precompiling makes the first step like any other, and changes nothing else."""
 
 import pytest
 import torch
 
 import gradwire
-from gradwire.engine import Engine, Lockstep, build, default_rules, warmup
+from gradwire.engine import Engine, Lockstep, build, default_rules, precompile
 from gradwire.kernels import dispatch
 from gradwire.kernels.dispatch import reference_only
 
@@ -15,7 +15,7 @@ SPECS = ["topk(0.01)", "dgc(0.01)", "ef_signsgd", "int4", "qsgd", "terngrad", "p
 
 @pytest.fixture(autouse=True)
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warmup, "_warm", set())
+    monkeypatch.setattr(precompile, "_compiled", set())
 
 
 @pytest.fixture
@@ -31,11 +31,11 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("granularity", ["layer", "model"])
-def test_a_step_calls_only_kernels_that_were_warmed_up(
+def test_a_step_calls_only_kernels_that_were_precompiled(
     granularity: str, spec: str, world: int, called: list[str]
 ) -> None:
     plan = build(SHAPES, default_rules(spec, granularity=granularity), world)
-    warmup.warm_up(plan, CPU)
+    precompile.precompile(plan, CPU)
     warm = set(called)
     called.clear()
     engines = [Engine(plan, rank, world, 0, CPU) for rank in range(world)]
@@ -44,17 +44,17 @@ def test_a_step_calls_only_kernels_that_were_warmed_up(
     assert called and set(called) <= warm
 
 
-def test_all_codecs_of_a_ramp_are_warmed_up() -> None:
+def test_all_codecs_of_a_ramp_are_precompiled() -> None:
     plan = build(SHAPES, default_rules("ramp(topk(0.01) | sign, steps=4)"), 2)
-    warmup.warm_up(plan, CPU)
-    assert len({codec for _, codec, _ in warmup._warm}) >= 3
+    precompile.precompile(plan, CPU)
+    assert len({codec for _, codec, _ in precompile._compiled}) >= 3
 
 
 def test_the_global_generator_is_left_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    warmup.warm_up(build(SHAPES, default_rules("qsgd"), 2), CPU)
+    precompile.precompile(build(SHAPES, default_rules("qsgd"), 2), CPU)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -73,5 +73,5 @@ def test_attaching_calls_the_kernels(called: list[str]) -> None:
 
 def test_reference_kernels_need_no_warm_up() -> None:
     with reference_only():
-        warmup.warm_up(build(SHAPES, default_rules("topk(0.01)"), 2), CPU)
-    assert not warmup._warm
+        precompile.precompile(build(SHAPES, default_rules("topk(0.01)"), 2), CPU)
+    assert not precompile._compiled

@@ -14,7 +14,7 @@ from gradwire.comm.backend import Backend
 from gradwire.core.requests import Max, Scope
 from gradwire.engine.gradients import Grads
 from gradwire.engine.step import StepResult
-from gradwire.integrations.model import local
+from gradwire.integrations.model import local_part
 
 
 def scale_of(scaler: torch.amp.GradScaler | None) -> float:
@@ -38,11 +38,11 @@ def _unscaled(scaler: torch.amp.GradScaler) -> list[dict[str, Any]]:
 def overflows(grads: Grads, backend: Backend, device: torch.device) -> bool:
     """Whether a gradient of any rank is not finite; found out before anything is encoded."""
     dense = [g for g in grads.values() if g is not None and g.layout == torch.strided]
-    bad = torch.tensor([int(not all(bool(torch.isfinite(g).all()) for g in dense))], device=device)
-    scopes: tuple[Scope, ...] = ("world",) if backend.host_layout is None else ("local", "across")
+    nonfinite = torch.tensor([int(not all(bool(torch.isfinite(g).all()) for g in dense))], device=device)
+    scopes: tuple[Scope, ...] = ("world",) if backend.host_layout is None else ("host", "across")
     for scope in scopes:
-        (bad,) = backend.answer([Max(bad, scope)])
-    return bool(bad.item())
+        (nonfinite,) = backend.answer([Max(nonfinite, scope)])
+    return bool(nonfinite.item())
 
 
 def infinite(parameters: Mapping[str, nn.Parameter], grads: Grads) -> StepResult:
@@ -52,6 +52,6 @@ def infinite(parameters: Mapping[str, nn.Parameter], grads: Grads) -> StepResult
         grad = grads.get(name)
         usable = grad is not None and grad.layout == torch.strided
         updates[name] = (
-            grad.detach().fill_(torch.inf) if usable and grad is not None else torch.full_like(local(p), torch.inf)
+            grad.detach().fill_(torch.inf) if usable and grad is not None else torch.full_like(local_part(p), torch.inf)
         )
     return StepResult(updates, skipped=True)

@@ -1,4 +1,4 @@
-"""Warm-up: the kernels that a plan needs are compiled or loaded before the first step.
+"""Precompile: the kernels that a plan needs are compiled or loaded before the first step.
 
 Every kind of lane takes two steps of its own, on tensors of a few elements. What is compiled depends on types alone,
 and is cached on disk: only the first attachment on a machine takes long.
@@ -22,18 +22,18 @@ from gradwire.kernels.dispatch import accelerated, versions
 Kind = tuple[Feedback, Codec, Exchange]
 
 _TINY = Segments(("a", "b"), ((12, 8), (5, 3)))
-_warm: set[Kind] = set()
+_compiled: set[Kind] = set()
 
 
-def warm_up(plan: Plan, device: torch.device) -> None:
+def precompile(plan: Plan, device: torch.device) -> None:
     """Have the kernels of all lanes ready. Kernels of a GPU are made for their sizes, so those wait."""
     if device.type != "cpu" or not accelerated() or versions("cpu") is None:
         return
     for lane in plan.lanes:
         for start, codec, exchange in lane.table:
             kind = (lane.encoder(start).feedback, codec, exchange)
-            if kind not in _warm:
-                _warm.add(kind)
+            if kind not in _compiled:
+                _compiled.add(kind)
                 _take_steps(lane, kind, min(plan.world, 2))
 
 

@@ -1,7 +1,7 @@
 """Shards: compression between replicas whose parameters are sharded (FSDP2).
 
 Each rank holds some rows of every parameter, and exchanges them with the ranks that hold the same rows of other
-replicas. What concerns the whole model is decided over all shards: a dropped step, and a norm to clip by.
+replicas. What concerns the whole model is decided over all shards: a skipped step, and a norm to clip by.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,80 +16,80 @@ from gradwire.core.requests import Max
 from gradwire.engine import status
 from gradwire.engine.drive import Rounds
 from gradwire.engine.gradients import Grads
-from gradwire.engine.hosts import LOCAL, HostEngine, among_hosts, norm_inside
+from gradwire.engine.hosts import HOST, HostEngine, among_hosts, norm_inside
 from gradwire.engine.plan import Plan
 from gradwire.engine.state import Generation
 from gradwire.engine.step import BucketResult, Engine, StepResult
 from gradwire.engine.views import GradViews
 
-_BITS = (status.NONFINITE, status.MISSING, status.UNSUPPORTED, status.MALFORMED)
+_BITS = (status.NONFINITE, status.MISSING, status.UNSUPPORTED, status.CORRUPT)
 
 
 class ShardEngine:
     """One rank's shards. It wraps an engine whose ranks are replicas.
 
     Attributes:
-        core: The engine of this rank's shards.
+        unwrapped: The engine of this rank's shards.
         full_plan: Its plan.
         shard: The number of this rank in its replica.
         shards: How many ranks hold a replica.
     """
 
-    local, ranks_per_host = 0, 1  # shards are not shared out
+    local_rank, ranks_per_host = 0, 1  # shards are not shared out
 
     def __init__(
         self, plan: Plan, replicas: HostLayout, rank: int, seed: int, device: torch.device, rollback: bool = True
     ) -> None:
         replica, self.shard = replicas.place_of(rank)
         self.shards, self.full_plan = replicas.ranks_per_host, plan
-        self.core = Engine(plan, replica, len(replicas.hosts), seed, device, rollback, shard=self.shard)
+        self.unwrapped = Engine(plan, replica, len(replicas.hosts), seed, device, rollback, shard=self.shard)
 
     def run(self, grads: Grads, unscale: float = 1.0) -> Rounds[StepResult]:
         """A whole step."""
         factor, results = unscale, list[BucketResult]()
-        if self.core.clips:
-            norm = yield from norm_inside(grads, self.core.device)
-            factor = self.core.clip_factor({"": norm}, unscale)
+        if self.unwrapped.clips:
+            norm = yield from norm_inside(grads, self.unwrapped.device)
+            factor = self.unwrapped.gradient_factor({"": norm}, unscale)
         for i in range(len(self.full_plan.buckets)):
             results.append((yield from self.run_bucket(i, grads, factor)))
         return (yield from self.finish(results, grads))
 
     def run_bucket(self, i: int, grads: Grads, factor: float = 1.0) -> Rounds[BucketResult]:
         """As `Engine.run_bucket`, among replicas."""
-        return among_hosts(self.core.run_bucket(i, grads, factor))
+        return among_hosts(self.unwrapped.run_bucket(i, grads, factor))
 
     def bucket_rounds(
-        self, i: int, views: list[GradViews], local: Tensor, storage: Sequence[Generation], key: Key
+        self, i: int, views: list[GradViews], own_status: Tensor, storage: Sequence[Generation], key: Key
     ) -> Rounds[BucketResult]:
         """As `Engine.bucket_rounds`, among replicas."""
-        return among_hosts(self.core.bucket_rounds(i, views, local, storage, key))
+        return among_hosts(self.unwrapped.bucket_rounds(i, views, own_status, storage, key))
 
     def finish(self, results: Sequence[BucketResult], grads: Grads) -> Rounds[StepResult]:
-        """Commit, or drop the step on all shards of all replicas."""
+        """Commit, or skip the step on all shards of all replicas."""
         if self.shards > 1:
             results = yield from self._over_shards(results)
-        return (yield from among_hosts(self.core.finish(results, grads)))
+        return (yield from among_hosts(self.unwrapped.finish(results, grads)))
 
     def _over_shards(self, results: Sequence[BucketResult]) -> Rounds[list[BucketResult]]:
         """The same results with one status: whatever any shard of any replica reports."""
         found = torch.stack([result.status.view(()) for result in results])
         mine = torch.stack([(found & bit).amax() for bit in _BITS]).to(torch.int32)
-        (bits,) = yield [Max(mine, LOCAL)]
+        (bits,) = yield [Max(mine, HOST)]
         worst = bits.sum().to(torch.uint8)
         return [result._replace(status=worst) for result in results]
 
     def observe(self, moments: Mapping[str, Tensor]) -> None:
         """As `Engine.observe`; an empty shard has no moments."""
-        self.core.observe({name: x for name, x in moments.items() if x.numel()})
+        self.unwrapped.observe({name: x for name, x in moments.items() if x.numel()})
 
-    def drop(self) -> None:
-        """Count a step that was dropped, and forget what the loop observed in it."""
-        self.core.drop()
+    def skip_step(self) -> None:
+        """Count a step that was skipped, and forget what the loop observed in it."""
+        self.unwrapped.skip_step()
 
     @property
     def delayed_updates(self) -> dict[str, Tensor]:
         """By name: what the last step agreed on, to be handed back one step late."""
-        return self.core.delayed_updates
+        return self.unwrapped.delayed_updates
 
     @property
     def extra_state(self) -> dict[str, Tensor]:

@@ -1,10 +1,12 @@
 """Run: one training in its folder: started or resumed, saved, recorded.
 
-The way of a recipe: `recipe_files.resolve` reads it, `run_modes` decides which processes train it, and each of those
-calls `run_training` here, which builds a `loop.Training` and brings it to its end.
+The way of a recipe: `recipe_files.resolve` reads it, the command (`cli/train.py`) chooses the processes that train it,
+`run_modes` starts them, and each of them calls `run_recipe` here, which builds a `loop.Training` and brings it to its
+end.
 """
 
 import math
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire_lab.launch import usable_cores
+from gradwire_lab.launcher_env import launcher_rank
+from gradwire_lab.report import machine_load
 from gradwire_lab.train import checkpoint
 from gradwire_lab.train.checkpoint import MODEL, PROGRESS
 from gradwire_lab.train.data.text import TextTask
@@ -26,7 +31,7 @@ from gradwire_lab.train.record import Records, read
 COUNTERS = ("epoch", "at", "step", "seconds", "best", "kept", "ramp_steps")
 
 
-def run_training(
+def run_recipe(
     recipe: Recipe, rank_info: RankInfo, folder: Path, listen: Listener, resume: bool = False, title: str = ""
 ) -> dict[str, Any]:
     """Train in this process, from the start or from the last checkpoint of the folder, to the end.
@@ -41,10 +46,11 @@ def run_training(
         restore(training, saved, progress)
     if training.step > training.last_step:
         raise ValueError(
-            f"{folder} has taken {training.step} steps, and is asked to end after {training.last_step}; ask for "
-            "more with train.epochs or train.iterations, or leave them as they were"
+            f"{folder} has taken {training.step} steps, but would end after {training.last_step}; give more "
+            "in train.epochs or train.iterations, or leave them as they were"
         )
     rejoined = rank_info.rendezvous is not None and training.step > progress.get("step", 0)  # the others went on
+    threads = _ranks_here(rank_info) * torch.get_num_threads()
     with Records(folder, training.position, rank_info.first) as records:
         if rank_info.first and not resume and not training.step:
             checkpoint.clear(folder)  # those of a run that is written over, now that nothing can be refused any more
@@ -53,6 +59,8 @@ def run_training(
             if rank_info.first:
                 if record["event"] == "start":
                     record = {**record, "recipe": title or folder.name, "command": sys.argv}
+                if record["event"] in ("start", "epoch") and (load := machine_load.measured(usable_cores(), threads)):
+                    record = {**record, **load._asdict()}
                 records.write(record)
                 listen(record)
 
@@ -62,6 +70,14 @@ def run_training(
             listen({"event": "back", "worker": rank_info.ranks[0], "step": training.step})
         epochs = [record for record in past if record["event"] == "epoch"]
         return training.go(write, partial(save, folder), epochs[-1] if epochs else None)
+
+
+def _ranks_here(rank_info: RankInfo) -> int:
+    """Processes of this training on this machine, as far as is known."""
+    if rank_info.virtual:
+        return 1
+    where = launcher_rank(os.environ)
+    return rank_info.world if where is None else where.local_world
 
 
 def evaluate(

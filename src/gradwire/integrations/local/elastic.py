@@ -1,0 +1,260 @@
+"""Local steps of an elastic group: rounds go on when workers die or stall, and workers come back or join."""
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from gradwire.comm.backend import Backend, delegated
+from gradwire.comm.collectives import AllGatherOp, Collective
+from gradwire.comm.elastic_rounds import ElasticRounds
+from gradwire.comm.peer_mesh import PeerMesh
+from gradwire.comm.rendezvous import rendezvous
+from gradwire.core.payload import byte_tensor, raw_bytes
+from gradwire.engine.step import StepResult
+from gradwire.exchanges import AllGather, AllReduce, Auto
+from gradwire.integrations.elastic_place import Place
+from gradwire.integrations.local.round_message import RoundMessage
+from gradwire.integrations.setup import Options
+from gradwire.integrations.wire import Wire
+from gradwire.local.method import LocalMethod
+
+if TYPE_CHECKING:
+    from gradwire.integrations.local.handle import LocalSync
+
+_SMALL_BYTES = 2**20  # ballots, names and headers
+_STATES = 6  # float32 vectors of a state at most: weights, and slots of their optimizer
+_TRIES = 5  # to find a worker that lives long enough to be copied
+_PAUSE_SECONDS = 0.05
+_log = logging.getLogger("gradwire.local")
+
+
+class ElasticLink(Backend):
+    """The link of a worker outside of rounds, where it agrees with itself. Its bytes are those of the mesh."""
+
+    traffic = delegated("edges", "traffic")
+
+    def __init__(self, mesh: PeerMesh, world: int) -> None:
+        self.edges, self.rank, self.world = mesh.edges, mesh.rank, world
+
+    def run(self, collective: Collective) -> Tensor:
+        return self.move(collective)
+
+    def run_into(self, collective: Collective, out: Tensor) -> None:
+        out.copy_(self.move(collective))
+
+    def move(self, collective: Collective) -> Tensor:
+        return collective.tensor[None] if isinstance(collective, AllGatherOp) else collective.tensor
+
+
+class ElasticGroup:
+    """One worker's place among those that are there, which come and go.
+
+    A worker that comes back, joins, or has missed a round takes over a member's outer weights, with their momentum, and
+    starts from them; its own error stays.
+
+    Attributes:
+        rounds: Who counts in a round.
+        link: What the handle takes for the network.
+        lock: Of the outer weights: threads of the mesh read them.
+        missed: Rounds in which the difference of this worker did not count.
+        resyncs: How often it has taken over another worker's outer weights.
+    """
+
+    def __init__(self, place: Place, training: str, numbers: int) -> None:
+        self.mesh = PeerMesh(
+            place.rank,
+            [rank for rank in range(place.world) if rank != place.rank],
+            rendezvous(place.meeting),
+            hashlib.sha256(f"local steps; {training}; world {place.world}".encode()).digest(),
+            timeout=place.timeout,
+            most_bytes=_SMALL_BYTES + 4 * _STATES * numbers,
+            host=place.host,
+        )
+        self.link, self.rounds = ElasticLink(self.mesh, place.world), ElasticRounds(self.mesh)
+        self.missed = self.resyncs = self._base = 0
+        self.lock = threading.Lock()
+
+    # -- a round -------------------------------------------------------------------------------------------------------
+
+    def exchange(self, wire: Wire, differences: dict[str, Tensor], buffers: Tensor | None) -> StepResult:
+        """A round of the workers that are there; one that was missed leads to nothing."""
+        for _ in range(self.link.world):
+            if self._is_left_behind() and self._join():
+                break
+            _renumber(wire, self.rounds.step)
+            mine = RoundMessage(wire, differences, buffers)
+            began = time.perf_counter()
+            messages = self.rounds.exchange(mine.body, mine.fits)
+            wire.clock.wire += time.perf_counter() - began
+            if messages is not None:
+                return mine.finish(messages, self._handle.outer)
+            self.missed += 1
+            if self._follow(self.rounds.leader):
+                break
+        return StepResult({}, skipped=True)
+
+    def arrive(self) -> None:
+        """The outer weights are those of after the round, and the lock is held."""
+        self.rounds.commit()
+        self._base = self._base if self._handle.inside else self._handle.steps
+
+    def _is_left_behind(self) -> bool:
+        """Whether others are further; a worker that has lost all others waits for them once."""
+        with self.mesh.edges.changed:
+            lost_all = len(self.rounds.members) > 1 and not self.mesh.edges.live()
+        if lost_all:
+            self.rounds.members = (self.rounds.rank,)
+            return self.mesh.discover(self.rounds.step) is not None
+        return self.mesh.is_left_behind(self.rounds.step, slack=0)
+
+    # -- joining -------------------------------------------------------------------------------------------------------
+
+    def begin(self, handle: "LocalSync") -> None:
+        """Take over what a member holds; where nobody has begun, what rank 0 has."""
+        self._handle = handle
+        _check_lanes(handle.wire)
+        self._restate()
+        if self._join():
+            return self._restart()
+        if self.rounds.rank and not (self.mesh.await_peer(0) and self._copy(0, at_least=0)):
+            raise RuntimeError(
+                f"rank {self.rounds.rank} found no worker with weights in {self.mesh.timeout} s; start rank 0 in time, "
+                "or give timeout= more"
+            )
+        self._restart()
+        self.mesh.join(self.rounds.step, self._snapshot)
+
+    def _join(self) -> bool:
+        """Join the group where it is further than this worker. Returns whether it was."""
+        for _ in range(_TRIES):
+            ahead = self.mesh.discover(self.rounds.step)
+            if ahead is None:
+                return False
+            if self._copy(ahead, at_least=self.rounds.step + 1):
+                self.mesh.leave()  # edges that were agreed on for an earlier round are of no use
+                self.mesh.join(self.rounds.step, self._snapshot)
+                return self._catch_up(ahead)
+        return False
+
+    def _catch_up(self, peer: int) -> bool:
+        """Others may have begun the round of the state meanwhile; then this worker is awaited in the next one."""
+        starts = self.mesh.await_edges(self.rounds.members, self.mesh.timeout / 10)
+        if starts and min(starts) > self.rounds.step:
+            self._copy(peer, at_least=min(starts))
+        return True
+
+    def _follow(self, leader: int | None) -> bool:
+        """Take over the state that a round has led to. Returns False where its leader is gone."""
+        if leader is None or leader == self.rounds.rank:
+            return False
+        return self._copy(leader, at_least=self.rounds.step)
+
+    def _copy(self, peer: int, at_least: int) -> bool:
+        """Take over a worker's outer weights, once it has come to some round, if it lives long enough."""
+        deadline = time.monotonic() + self.mesh.timeout
+        while (answer := self.mesh.pull(peer)) is not None and time.monotonic() < deadline:
+            state = load(answer[1])
+            if int(state["round"]) >= at_least:
+                self._take(state, peer)
+                return True
+            time.sleep(_PAUSE_SECONDS)
+        return False
+
+    def _take(self, state: Mapping[str, Tensor], peer: int) -> None:
+        handle = self._handle
+        with self.lock:
+            handle.outer.load_state_dict(state)
+            handle.outer.load_rest(state)
+            self.rounds.take(int(state["round"]), raw_bytes(state["history"]).decode())
+            self.rounds.members = (*state["members"].tolist(), self.rounds.rank)
+            handle.steps = self._base = int(state["steps"])
+        handle.inside, self.resyncs = 0, self.resyncs + 1
+        _log.info("rank %d takes over round %d of rank %d", self.rounds.rank, self.rounds.step, peer)
+
+    def _snapshot(self) -> bytes:
+        """What a worker that joins needs."""
+        outer, rounds = self._handle.outer, self.rounds
+        with self.lock:
+            numbers = {"round": rounds.step, "steps": self._base, "members": rounds.members}
+            about = {name: torch.tensor(value) for name, value in numbers.items()}
+            history = byte_tensor(rounds.history.encode())
+            return save({**outer.state_dict(), **outer.rest(), **about, "history": history})
+
+    def _restate(self) -> None:
+        """A history that begins with the weights as they are."""
+        held = self._handle.outer.weights.values()
+        weights = b"".join(raw_bytes(x) for x in held)
+        self.rounds.history = hashlib.sha256(f"{self.rounds.step}".encode() + weights).hexdigest()[:32]
+
+    def _restart(self) -> None:
+        self._handle.outer.restart()
+        self._handle.outer.restart_buffers()
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint needs beside the rest."""
+        return {"round": torch.tensor(self.rounds.step)}
+
+    def resume(self, state: Mapping[str, Tensor]) -> None:
+        """The handle has a state of its own: go on from there, or where the group is, if that is further.
+
+        A state that was saved over a process group has no round, and begins with that of this worker.
+        """
+        self.mesh.leave()
+        with self.lock:
+            self._base = self._handle.steps - self._handle.inside
+            self.rounds.step = int(state.get("round", self.rounds.step))
+            self._restate()
+            self.rounds.take(self.rounds.step, self.rounds.history)  # what was agreed on before is of no use
+        if self._join():
+            self._restart()
+        else:
+            self.mesh.join(self.rounds.step, self._snapshot)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.mesh.close()
+
+
+def _renumber(wire: Wire, step: int) -> None:
+    """Random bits are those of the group's round; the account of this worker goes on."""
+    inner = wire.engine.unwrapped
+    wire.first_step += step - inner.step
+    inner.step = step
+
+
+def elastic_method(chosen: LocalMethod, options: Options) -> LocalMethod:
+    """The method with messages that all receive; what has no such rounds is refused."""
+    if chosen.start or chosen.delay or chosen.fragments != 1:
+        raise ValueError(
+            "elastic=True has rounds of the whole model from the first step on, applied at once, and this one has "
+            f"start={chosen.start}, delay={chosen.delay} and fragments={chosen.fragments}; write 0, 0 and 1, or leave "
+            "elastic out"
+        )
+    if not options.rollback:
+        raise ValueError("elastic=True keeps errors of rounds that were missed; leave rollback=False out")
+    message = chosen.message
+    return replace(chosen, message=replace(message, exchange=AllGather())) if type(message.exchange) is Auto else chosen
+
+
+def _check_lanes(wire: Wire) -> None:
+    for lane in wire.engine.full_plan.lanes:
+        for _, _, exchange in lane.table:
+            if not isinstance(exchange, AllGather | AllReduce):
+                raise ValueError(
+                    f"elastic=True needs messages that all receive, and {exchange} has others; use exchange='allgather'"
+                )
+        if lane.feedback.finalize is not None:
+            raise ValueError(
+                f"{lane.feedback} keeps a mean that all ranks share, and elastic=True has workers that miss "
+                "rounds; use feedback='residual'"
+            )

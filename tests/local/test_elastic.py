@@ -1,0 +1,289 @@
+"""Elastic rounds: workers that die, miss rounds, come back and join, in threads."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fixtures
+import gradwire
+import local_fixtures
+from gradwire.comm.elastic_rounds import Ballot, leader_of, members_of
+
+SPARSE = "sparseloco(H=2, k=4, chunk=32)"
+TIMEOUT = 60.0  # generous, since other work may hold the cores
+
+SEEDING = threading.Lock()  # all threads have one generator
+
+
+def adamw(net: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.01)
+
+
+class Worker:
+    """One worker of an elastic group, and its training."""
+
+    def __init__(self, rank: int, world: int, folder: Path, spec: Any = SPARSE, **options: Any) -> None:
+        with SEEDING:
+            self.rank, self.net = rank, fixtures.model(seed=rank)  # they start as rank 0
+        self.optimizer = adamw(self.net)
+        place = {"meeting": folder, "rank": rank, "world": world, "timeout": TIMEOUT}
+        self.outer: Any = gradwire.local(
+            self.net, self.optimizer, spec, elastic=True, **{"bundle": None, **place, **options}
+        )
+
+    def train(self, until: int) -> "Worker":
+        while self.outer.steps < until:
+            self.optimizer.zero_grad()
+            fixtures.loss(self.net, self.rank, self.outer.steps).backward()
+            self.optimizer.step()
+            self.outer()
+        return self
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: x.detach().clone() for name, x in self.outer.outer.weights.items()}
+
+
+def together(*work: Callable[[], Any]) -> list[Any]:
+    """Calls at the same time, each in a thread."""
+    with ThreadPoolExecutor(len(work)) as threads:
+        return [future.result(120) for future in [threads.submit(one) for one in work]]
+
+
+def team(world: int, folder: Path, **options: Any) -> list[Worker]:
+    return together(*(lambda rank=rank: Worker(rank, world, folder, **options) for rank in range(world)))
+
+
+def train(workers: list[Worker], until: int) -> None:
+    together(*(lambda one=one: one.train(until) for one in workers))
+
+
+def close(workers: list[Worker]) -> None:
+    together(*(one.outer.close for one in workers))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"spec": SPARSE}, {"spec": "diloco(H=2)", "codec": "int8"}, {"spec": "local_sgd(H=2)", "codec": "qsgd"}],
+    ids=["sparseloco", "int8", "random bits"],
+)
+def test_without_losses_it_equals_other_rounds_bit_for_bit(options: dict[str, Any], tmp_path: Path) -> None:
+    workers = team(3, tmp_path, **options)
+    train(workers, 6)
+    nets, optimizers, outer = local_fixtures.team(
+        options["spec"],
+        3,
+        adamw,
+        bundle=None,
+        codec=options.get("codec"),
+        exchange="allgather" if "codec" in options else None,
+    )
+    local_fixtures.train(nets, optimizers, outer, range(6))
+    for mine, other in zip(workers, outer.ranks, strict=True):
+        expected = other.state_dict()
+        group, found = mine.outer.group, mine.outer.state_dict()
+        assert (group.missed, group.resyncs, group.rounds.members) == (0, mine.rank > 0, (0, 1, 2))
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    assert workers[0].outer.report().payload == outer.ranks[0].report().payload
+    close(workers)
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+def mean_of(workers: list[Worker]) -> dict[str, Tensor]:
+    nets = [dict(one.net.named_parameters()) for one in workers]
+    return {name: torch.stack([net[name].detach() for net in nets]).mean(0) for name in nets[0]}
+
+
+def check_round(workers: list[Worker], others: tuple[Callable[[], Any], ...] = ()) -> None:
+    """The next round leads to the mean of these workers' weights."""
+    for one in workers:
+        fixtures.loss(one.net, one.rank, one.outer.steps).backward()
+        one.optimizer.step()
+    expected = mean_of(workers)
+    together(*(one.outer for one in workers), *others)
+    for one in workers:
+        for name, x in one.weights().items():
+            torch.testing.assert_close(x, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_rounds_go_on_without_a_worker_that_left_and_with_one_that_came_back(tmp_path: Path) -> None:
+    workers = team(3, tmp_path, spec="local_sgd(H=1)")
+    check_round(workers)
+    workers[1].outer.close()
+    check_round([workers[0], workers[2]])
+    workers[1] = Worker(1, 3, tmp_path, spec="local_sgd(H=1)")
+    assert fixtures.same(workers[1].weights(), workers[0].weights())
+    assert fixtures.same(dict(workers[1].net.named_parameters()), workers[0].weights())
+    assert workers[1].outer.steps == workers[0].outer.steps == 2
+    check_round(workers)
+    assert all(one.outer.group.rounds.members == (0, 1, 2) for one in workers)
+    close(workers)
+
+
+def test_a_worker_that_missed_rounds_keeps_its_error_and_starts_from_the_outer_weights(tmp_path: Path) -> None:
+    workers = team(3, tmp_path)
+    train(workers, 4)
+    lost, others = workers[1], [workers[0], workers[2]]
+    error = fixtures.memories(lost.outer.wire)
+    assert any(float(x.abs().max()) > 0 for x in error.values())
+    lost.outer.group.mesh.leave()  # as if its connections were cut while it computes
+    train(others, 8)
+    lost.train(lost.outer.steps + 2)  # a round that nobody awaits
+    assert lost.outer.group.resyncs == 2 and lost.outer.steps == 8
+    assert fixtures.same(fixtures.memories(lost.outer.wire), error)
+    assert fixtures.same(dict(lost.net.named_parameters()), others[0].weights())
+    train(workers, 12)
+    assert all(one.outer.group.rounds.members == (0, 1, 2) for one in workers)
+    assert all(fixtures.same(one.weights(), lost.weights()) for one in others)
+    assert not fixtures.same(fixtures.memories(lost.outer.wire), error)
+    close(workers)
+
+
+def test_a_leader_that_dies_before_its_decision_costs_the_others_nothing(tmp_path: Path) -> None:
+    workers = team(3, tmp_path, spec="local_sgd(H=1)")
+    check_round(workers)
+    leader, *others = workers
+    assert others[0].outer.group.rounds.leader == 0
+    exchange = leader.outer.group.mesh.exchange
+
+    def die(step: int, index: int, out: Any) -> Any:
+        if index < 2:
+            return exchange(step, index, out)
+        leader.outer.group.mesh.edges.closed = True
+        with leader.outer.group.mesh.edges.changed:
+            for edge in leader.outer.group.mesh.edges.live():
+                leader.outer.group.mesh.edges.drop(edge)
+        raise KeyboardInterrupt
+
+    leader.outer.group.mesh.exchange = die
+    fixtures.loss(leader.net, 0, 1).backward()
+    leader.optimizer.step()
+
+    def dying() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            leader.outer()
+
+    check_round(others, (dying,))
+    assert [one.outer.group.missed for one in others] == [1, 1] and [one.outer.group.resyncs for one in others] == [
+        1,
+        1,
+    ]
+    close(workers)
+
+
+def test_workers_go_on_from_their_own_states_bit_for_bit(tmp_path: Path) -> None:
+    through = team(2, tmp_path / "one")
+    train(through, 5)  # inside a round
+    states = [one.outer.state_dict() for one in through]
+    moments = [deepcopy(one.optimizer.state_dict()) for one in through]
+    again = team(2, tmp_path / "two")
+    together(*(lambda one=one: one.outer.load_state_dict(states[one.rank]) for one in again))
+    for one in again:
+        one.optimizer.load_state_dict(moments[one.rank])
+    train(again, 10)
+    train(through, 10)
+    for one, other in zip(through, again, strict=True):
+        assert fixtures.same(one.outer.state_dict(), other.outer.state_dict())
+        assert other.outer.group.missed == 0
+    close([*through, *again])
+
+
+def test_an_earlier_state_of_the_same_worker_is_gone_on_from_at_its_own_round(tmp_path: Path) -> None:
+    worker = Worker(0, 1, tmp_path, spec="local_sgd(H=2)").train(4)
+    state = worker.outer.state_dict()
+    later = worker.train(10).outer.group.rounds.history
+    worker.outer.load_state_dict(state)
+    worker.train(5)  # inside a round
+    assert worker.outer.group.rounds.step == 2 and worker.outer.group.rounds.history != later
+    assert worker.train(6).outer.group.rounds.step == 3
+    worker.outer.close()
+
+
+def test_a_worker_loads_its_own_file_where_rank_0_has_none(tmp_path: Path) -> None:
+    workers = team(2, tmp_path, spec="local_sgd(H=1)")
+    train(workers, 2)
+    gradwire.save(workers[1].outer, tmp_path / "saved")
+    gradwire.load(workers[1].outer, tmp_path / "saved")
+    assert fixtures.same(workers[1].weights(), workers[0].weights()) and workers[1].outer.steps == 2
+    close(workers)
+
+
+def test_a_state_of_a_process_group_begins_a_group(tmp_path: Path) -> None:
+    net = fixtures.model(seed=3)
+    before = gradwire.local(net, adamw(net), "local_sgd(H=2)", "int8", exchange="allgather", bundle=None)
+    worker = Worker(0, 1, tmp_path, spec="local_sgd(H=2)", codec="int8")
+    worker.outer.load_state_dict(before.state_dict())
+    assert fixtures.same(worker.weights(), {name: x.detach() for name, x in net.named_parameters()})
+    assert worker.train(2).outer.group.rounds.step == 1
+    worker.outer.close()
+
+
+# -- who counts --------------------------------------------------------------------------------------------------------
+
+
+def test_the_leader_is_the_oldest_of_the_history_that_most_have() -> None:
+    ballots = {rank: Ballot(since, history, ()) for rank, (since, history) in enumerate([(0, "a"), (4, "b"), (0, "b")])}
+    assert leader_of(ballots) == 2
+    assert leader_of({0: Ballot(5, "a", ()), 1: Ballot(2, "a", ())}) == 1
+    assert leader_of({0: Ballot(5, "a", ()), 1: Ballot(2, "b", ())}) == 1
+
+
+@pytest.mark.parametrize(
+    ("heard", "members"),
+    [
+        ({0: (0, 1, 2), 1: (0, 1, 2), 2: (0, 1, 2)}, (0, 1, 2)),
+        ({0: (0, 1, 2), 1: (0, 1), 2: (0, 2)}, (0, 1)),  # a worker that joins has no edge to 1 yet
+        ({0: (0, 1), 1: (0, 1, 2), 2: (1, 2)}, (0, 1)),
+        ({0: (0,)}, (0,)),
+    ],
+)
+def test_those_count_who_all_have_heard(heard: dict[int, tuple[int, ...]], members: tuple[int, ...]) -> None:
+    ballots = {rank: Ballot(7 * (rank == 2), "same", others) for rank, others in heard.items()}
+    assert members_of(ballots, 0) == members
+    other = {**ballots, 1: ballots[0]._replace(history="other")}
+    assert 1 not in members_of(other, 0)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"spec": "diloco(H=3, start=2)"}, "start=2"),
+        ({"spec": "diloco(H=3, delay=2)"}, "delay=2"),
+        ({"spec": "streaming_diloco(H=4, fragments=2, delay=0)"}, "fragments=2"),
+        ({"codec": "int8", "exchange": "two_way"}, "two_way"),
+        ({"spec": "local_sgd(H=2)", "codec": "topk(0.1)", "feedback": "ef21"}, "ef21"),
+        ({"rollback": False}, "rollback"),
+        ({"uneven": True}, "uneven"),
+        ({"across": "hosts"}, "across"),
+        ({"timeout": 0.0}, "timeout"),
+        ({"meeting": None}, "meeting"),
+    ],
+)
+def test_what_is_not_elastic_is_refused(options: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=named):
+        Worker(0, 1, tmp_path, **options)
+
+
+def test_a_rank_outside_of_the_world_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rank=1 is none of world=1"):
+        Worker(1, 1, tmp_path)
+
+
+def test_an_elastic_group_keeps_its_rounds(tmp_path: Path) -> None:
+    worker = Worker(0, 1, tmp_path).train(2)
+    with pytest.raises(ValueError, match="start all workers again"):
+        worker.outer.set("diloco(H=3)")
+    with pytest.raises(ValueError, match="start all workers again"):
+        worker.outer.off()
+    worker.outer.close()
