@@ -7,6 +7,7 @@ import sys
 
 # Some virtual machines advertise AMX without its tiles: a bfloat16 matmul would die with SIGILL.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # in processes that tests start, too: threads that wait would spin
 if sys.platform == "linux":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
 
@@ -44,7 +45,7 @@ def pytest_collection_finish() -> None:
 def fork_server(request: pytest.FixtureRequest) -> None:
     """Imports while the first tests run, if some tests are going to need it."""
     starters = {"run_ranks", "run_cases", "cases_fixture"}
-    if any("trainers" in item.path.parts for item in request.session.items):
-        spawn.preload(spawn.TRAINERS)
+    folders = {part for item in request.session.items for part in item.path.parts}
+    spawn.preload(*dict.fromkeys(spawn.FOLDERS[name] for name in spawn.FOLDERS if name in folders))
     if any(starters & vars(item.module).keys() for item in request.session.items):
         spawn.start_server()

@@ -2,12 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradwire.engine import encoders
+from gradwire.integrations import wire as wires
+from gradwire.integrations.setup import Setup
+from gradwire.kernels import dispatch, fused
+
+T = TypeVar("T")
 
 
 class Pool:
@@ -116,3 +123,20 @@ def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 def largest(size: Tensor, k: int) -> Tensor:
     """`fused._largest` without a look at the data, for numbers that all differ."""
     return size.topk(k).indices.sort().values
+
+
+def zero_nonfinite(flat: Tensor, ranks: int = 1) -> tuple[Tensor, Tensor]:
+    """As on a GPU, where the status is not read."""
+    fine = torch.isfinite(flat).all()
+    return torch.where(fine, flat, 0.0), ~fine
+
+
+def eager_and_captured(train: Callable[..., T], *args: Any) -> tuple[T, T]:
+    """What a training leaves whose steps run eagerly, and one whose steps are captured, in a process of a test."""
+    Setup.stays_on_device = property(lambda setup: True)
+    dispatch.faster = lambda device: {}
+    fused._largest, encoders.zero_nonfinite = largest, zero_nonfinite
+    wires.graphs_on = lambda device: None
+    eager = train(*args)
+    wires.graphs_on = lambda device: WrittenGraphs()
+    return eager, train(*args)

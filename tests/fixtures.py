@@ -1,6 +1,9 @@
 """Shared by tests: small models, batches that differ by rank and step, and training loops."""
 
+import random
+import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -127,6 +130,14 @@ def check_message(answers: Sequence[Case]) -> None:
         if word not in text
     ]
     assert not missing, "\n".join(missing)
+
+
+def free_port() -> int:
+    """A port for a server that starts later. It is below those that systems give to anybody's connections."""
+    for port in random.SystemRandom().sample(range(20_000, 30_000), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise RuntimeError("no port is free")
 
 
 def by_name(*several: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,12 +13,12 @@ def team(spec: Any, world: int, make: Any = None, net: Any = fixtures.model, **o
     return nets, optimizers, gradwire.local_lockstep(nets, optimizers, spec, **options)
 
 
-def train(nets: Any, optimizers: Any, outer: Any, steps: range) -> None:
-    """So many steps of all replicas."""
+def train(nets: Any, optimizers: Any, outer: Any, steps: range, same: bool = False) -> None:
+    """So many steps of all replicas; with ``same``, on the first one's batches where nothing is sent."""
     for step in steps:
         for rank, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
             optimizer.zero_grad()
-            fixtures.loss(net, rank, step).backward()
+            fixtures.loss(net, 0 if same and outer.same_batches else rank, step).backward()
         outer.average_gradients()
         for optimizer in optimizers:
             optimizer.step()

@@ -36,6 +36,15 @@ class Counters(NamedTuple):
         """Bytes that TCP took from its users and sent: no headers, no acknowledgements, nothing twice."""
         return self.sent - FRAME * self.sent_frames - SEGMENT * self.resent
 
+    def carried(self, expected: float, rel: float, leeway: float = 0.0) -> bool:
+        """Whether TCP may have been given as many bytes, but for a share of them or a leeway, whichever is more.
+
+        Segments are sent again on a busy machine. They may be shorter than a full one, and those between ranks of one
+        namespace never reach its interface.
+        """
+        off = max(rel * expected, leeway)
+        return self.data - off <= expected <= self.data + SEGMENT * self.resent + off
+
     def since(self, before: "Counters") -> "Counters":
         return Counters(*(now - then for now, then in zip(self, before, strict=True)))
 

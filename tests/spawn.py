@@ -31,8 +31,10 @@ PRELOAD = [
     "gradwire_lab.cli.main",
     "gradwire_lab.train.demo",
     "gradwire_lab.train.run_modes",
+    "tests.malloc_keeps",
 ]
-TRAINERS = "tests.trainer_imports"  # where their tests run
+# The same where tests of these folders run.
+FOLDERS = {"trainers": "tests.trainer_imports", "train": "sklearn.datasets", "gossip": "networkx", "wire": "networkx"}
 LAST = "tests.numba_tables"
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=30)
 
@@ -61,7 +63,7 @@ def start_server() -> None:
     forkserver.ensure_running()
 
 
-def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 60) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 100) -> list[Any]:
     """Call ``function(rank, world, *args)`` in every rank of a gloo group.
 
     Args:

@@ -30,13 +30,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "comm": {"core"},
     "engine": BELOW_ENGINE,
     "local": BELOW_ENGINE | {"engine"},
-    "optim": set(),
+    "optim": {"kernels", "core"},
     "integrations": BELOW_ENGINE | {"engine", "local", "optim"},
     "adapters": {"integrations"},  # old names, for one release
     "perf_model": BELOW_ENGINE | {"engine"},
     "autotune": LIBRARY | {"perf_model"},  # `auto` decides by the same costs as `advise`
     "train": LIBRARY | {"report", "perf_model", "autotune"},  # `compare` reads its run folders back
-    "bench": LIBRARY | {"train", "network", "perf_model", "autotune"},  # it measures training steps, on hosts
+    "bench": LIBRARY | {"optim", "train", "network", "perf_model", "autotune"},  # it measures training steps, on hosts
     "network": LIBRARY,
     "report": set(),
     "cli": LIBRARY | {"train", "bench", "network", "report", "perf_model", "autotune"},

@@ -4,7 +4,6 @@ import importlib.util
 import io
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import warnings
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fixtures import free_port
 from gradwire_lab.launch import launch
 
 FOLDER = Path(__file__).parent.parent / "examples"
@@ -77,10 +77,7 @@ def printed(rank: int, world: int, name: str, folder: Path, port: int) -> str:
 @pytest.mark.parametrize("name", RANKS)
 def test_example_in_forked_ranks(name, tmp_path):
     needs(name)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = launch(printed, RANKS[name], name, tmp_path, port, backend="", threads=1, limit_seconds=100)
+    ranks = launch(printed, RANKS[name], name, tmp_path, free_port(), backend="", threads=1, limit_seconds=100)
     assert PRINTS[name] in ranks[0]
 
 

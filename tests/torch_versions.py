@@ -25,6 +25,12 @@ TESTS = (
     "tests/sharded/test_reduce_scatter.py",
     "tests/sharded/test_local_steps.py",
     "tests/sharded/test_lost_rank.py",
+    "tests/sharded/test_captured_steps.py",
+    "tests/sharded/test_shard_keys.py",
+    "tests/distributed/test_optimizer.py",
+    "tests/distributed/test_unused.py",
+    "tests/local/test_processes.py",
+    "tests/optim/test_adaptive_processes.py",
 )
 PACKAGES = ("numpy", "pytest", "pytest-timeout", "hypothesis", "typer", "rich", "pydantic<3", "scipy", "scikit-learn")
 

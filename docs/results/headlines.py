@@ -2,8 +2,8 @@
 
     python docs/results/headlines.py
 
-It reads the rows of docs/results-tables.md, docs/results/adamw-h200.jsonl and docs/results/local-h200.jsonl, and needs
-gradwire[report].
+It reads the rows of docs/results-tables.md and of adamw-h200.jsonl, local-h200.jsonl and local-trials-h200.jsonl beside
+this file, and needs gradwire[report].
 """
 
 import json
@@ -22,6 +22,10 @@ LOCAL = {  # runs of local steps, and what the figure calls them
     "H 15": "sparseloco(H=15, start=225)",
     "start 30, after 0.5": "sparseloco(H=5, start=30), then half the rate",
     "no start, after 0.5": "sparseloco(H=5), half the rate",
+}
+TRIALS = {  # the same, at half the rate of dense training and with a long warm-up
+    "H1 keep start 55 warm 225": "sparseloco(H=1, keep=1.0, start=55)",
+    "H1 keep start 0 warm 450 decay .9": "sparseloco(H=1, keep=1.0, decay=0.9)",
 }
 WANTED = {  # rows of ResNet-9, and what the figure calls them
     "dgc(0.0042, values=sign), batch 256, granularity model, lr 0.2": "dgc(0.0042, values=sign)",
@@ -54,6 +58,9 @@ def read(name: str) -> list[dict[str, Any]]:
 
 def adamw() -> list[dict[str, object]]:
     lines = read("adamw-h200.jsonl")
+    same = [line for line in read("local-h200.jsonl") if line["spec"] == "dense" or line["name"] == "int4"]
+    # Dense runs of the same script come last, so that they are what its runs are compared with.
+    lines = [{**line, "spec": line["name"], "payload_ratio": line["payload_ratio_all_in"]} for line in same] + lines
     dense = {(line["seed"], line["compiled"]): line["test_loss"] for line in lines if line["spec"] == "dense"}
     specs = dict.fromkeys(line["spec"] for line in lines if line["spec"] != "dense")
     return [_lost(spec, [line for line in lines if line["spec"] == spec], dense, "payload_ratio") for spec in specs]
@@ -63,6 +70,8 @@ def local() -> list[dict[str, object]]:
     lines = read("local-h200.jsonl")
     dense = {(line["seed"], line["compiled"]): line["test_loss"] for line in lines if line["spec"] == "dense"}
     runs = {title: [line for line in lines if line["name"] == name] for name, title in LOCAL.items()}
+    trials = [json.loads(line) for line in (DOCS / "results" / "local-trials-h200.jsonl").read_text().splitlines()]
+    runs |= {title: [line for line in trials if line["name"] == name] for name, title in TRIALS.items()}
     return [_lost(title, found, dense, "payload_ratio_all_in") for title, found in runs.items()]
 
 

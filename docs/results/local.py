@@ -12,9 +12,10 @@ it has already are skipped.
 The folder of --text has train.txt and test.txt. The spec "dense" averages float32 gradients in every step. Other keys
 of a run, with their defaults: "lr_after" (1.0, a factor of the learning rate after the start), "codec", "feedback" and
 "exchange" (those of the spec), "inner" ("adamw", or "muon" for the matrices of the blocks), "workers" (8), "batch" (16
-sequences a worker). Where a start sends nothing (first=None), all workers take the same batches in it. A run ends with
-a whole round, so that it may be up to H - 1 steps shorter. A spec of gossip, as in
-"local_gossip(choco(ring), H={H})", has no start, and the mean of all models is evaluated.
+sequences a worker), "warm_up" (steps in which the learning rate rises; null: 5 % of all). Where a start sends nothing
+(first=None, or a phase of it as in first={0: None, 75: int4}), all workers take the same batches. A run ends with a
+whole round, so that it may be up to H - 1 steps shorter. A spec of gossip, as in "local_gossip(choco(ring), H={H})",
+has no start, and the mean of all models is evaluated.
 """
 
 import argparse
@@ -47,6 +48,7 @@ RUN = {
     "inner": "adamw",
     "workers": 8,
     "batch": 16,
+    "warm_up": None,
 }
 
 Train: TypeAlias = Callable[[dict[str, Any], Path, "Shape", int, torch.device, int], dict[str, Any]]
@@ -161,8 +163,8 @@ class Inner:
             part.step()
 
 
-def rate_at(step: int, steps: int, lr: float) -> float:
-    warm = WARM_UP * steps
+def rate_at(step: int, steps: int, lr: float, warm_up: int | None = None) -> float:
+    warm = WARM_UP * steps if warm_up is None else warm_up
     return lr * (step / warm if step < warm else 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm) / (steps - warm))))
 
 
@@ -177,13 +179,15 @@ def evaluate(replicas: Replicas, data: Tensor, limit: int) -> float:
     return float(sum(losses)) / tokens.shape[1]
 
 
-def batches(data: Tensor, run: dict[str, Any], context: int, same_until: int) -> Iterator[Tensor]:
-    """[workers, batch, context + 1] by step; the same for all workers at first."""
+def batches(
+    data: Tensor, run: dict[str, Any], context: int, same_until: int, same: Callable[[], bool] = lambda: False
+) -> Iterator[Tensor]:
+    """[workers, batch, context + 1] by step; the same for all workers at first, and where the coming step needs it."""
     draw, span = torch.Generator().manual_seed(1000 + run["seed"]), torch.arange(context + 1, device=data.device)
     step = 0
     while True:
         at = torch.randint(len(data) - context - 1, (run["workers"], run["batch"]), generator=draw)
-        if step < same_until:
+        if step < same_until or same():
             at = at[:1].expand_as(at)
         yield data[at.to(data.device)[..., None] + span].long()
         step += 1
@@ -195,6 +199,9 @@ class Averaged:
     def __init__(self, replicas: Replicas, chosen: Any, optimizers: list[Any], parts: dict[str, Any]) -> None:
         self.rounds = gradwire.local_lockstep(replicas.models, optimizers, chosen, **parts)
         self.starts, self.method = self.rounds.average_gradients, str(self.rounds.ranks[0].method)
+
+    def same_batches(self) -> bool:
+        return self.rounds.same_batches
 
     @contextmanager
     def mean_model(self) -> Iterator[None]:
@@ -220,6 +227,9 @@ class Gossip:
     def starts(self) -> None:
         """Gradients are never averaged."""
 
+    def same_batches(self) -> bool:
+        return False
+
     @contextmanager
     def mean_model(self) -> Iterator[None]:
         """All models are their mean from now on."""
@@ -238,7 +248,9 @@ class Gossip:
 def method(run: dict[str, Any], steps: int) -> tuple[Any, int, int]:
     """The rounds of a run, the steps of its start, and how many steps it takes."""
     dense = "post_local_sgd(H=1, start={steps})"
-    spec = (dense if run["spec"] == "dense" else run["spec"]).format(H=run["H"], start=run["start"], steps=steps)
+    spec = dense if run["spec"] == "dense" else run["spec"]
+    for name, number in (("H", run["H"]), ("start", run["start"]), ("steps", steps)):
+        spec = spec.replace(f"{{{name}}}", str(number))
     chosen = gradwire.parse(spec)
     start = getattr(chosen, "start", 0)
     return chosen, start, start + (steps - start) // chosen.H * chosen.H
@@ -259,12 +271,12 @@ def train(
         parts = {name: run[name] for name in ("codec", "feedback", "exchange")}
         outer = Averaged(replicas, chosen, [one.parts for one in inner], parts)
     began, curve = time.perf_counter(), []
-    feed = batches(data, run, shape.context, start if getattr(chosen, "first", "") is None else 0)
+    feed = batches(data, run, shape.context, 0, outer.same_batches)
     for step in range(steps):
         loss_now = replicas.backward(next(feed))
         outer.starts()
         for one in inner:
-            one.step(rate_at(step, steps, run["lr"] * (run["lr_after"] if step >= start else 1.0)))
+            one.step(rate_at(step, steps, run["lr"] * (run["lr_after"] if step >= start else 1.0), run["warm_up"]))
         outer.rounds()
         if (step + 1) % 100 == 0:
             curve.append(round(loss_now.item(), 4))
@@ -325,7 +337,7 @@ def main(train: Train, defaults: dict[str, Any], about: str | None, out: str) ->
     for run in runs(chosen.runs, defaults):
         rows = [json.loads(line) for line in chosen.out.read_text().splitlines()] if chosen.out.exists() else []
         asked = {**run, "asked_steps": chosen.steps}
-        if any(all(row.get(key) == value for key, value in asked.items()) for row in rows):
+        if any(all(row.get(key, defaults.get(key)) == value for key, value in asked.items()) for row in rows):
             continue
         device = torch.device(chosen.device)
         row = train(run, chosen.text, chosen, chosen.steps, device, chosen.test_rows) | {"asked_steps": chosen.steps}

@@ -1,4 +1,18 @@
-"""gradwire: training over thin wires."""
+"""gradwire: training over thin wires.
+
+    integrations   the user's objects: plain loop, DDP hook, optimizer, FSDP, gossip, local steps, trainers, checkpoints
+    engine         plan, lane, step, state, overflow, CUDA graphs; presets such as ``dgc`` (`engine/presets.py`)
+    feedback       what happens to the error of compression: residual, DGC's momentum correction, EF21, ...
+    codecs         tensors to few bytes: transforms, selectors, quantizers, index coders; each file has its wire format
+    exchanges      how ranks agree on one mean: all-gather, all-reduce, two-way, PowerSGD, ...
+    gossip, local  methods in which ranks average with neighbors, or every few steps
+    topology       graphs of gossip
+    comm           who moves bytes: torch.distributed, hosts, peers that come and go
+    kernels        the hot loops: definitions, Numba (`cpu`), Triton (`cuda`; exact top-k in `cuda/topk`)
+    core           specs, registry, segments, payloads, requests, keys of random bits
+
+`docs/tour.md` follows one gradient through these rooms, file by file.
+"""
 
 import gradwire.core.renamed as _renamed
 from gradwire.codecs import Codec, codec

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec, codec
-from gradwire.codecs.stage import Decoded, EncodeInput, IndexCoder, Memory, Quantizer, Selector, Stage, Transform
+from gradwire.codecs.stage import (
+    Decoded,
+    EncodeInput,
+    IndexCoder,
+    Memory,
+    Quantizer,
+    Selector,
+    Stage,
+    StateSpec,
+    Transform,
+)
 from gradwire.core.keys import Key
 from gradwire.core.payload import CorruptMessageError, Payload, as_bytes, from_bytes
 from gradwire.core.registry import register, registered
@@ -20,11 +30,13 @@ from gradwire.core.segments import Segments
 from gradwire.core.traits import Traits
 from gradwire.exchanges.batch import RankBatch, Simulated, blank, sizes_of, stacked, starts_of
 from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
+from gradwire.exchanges.servers import SERVER_ERROR, server_slice
 from gradwire.feedback.feedback import Feedback
 from gradwire.kernels.bits import pack, packed_bytes, unpack
 from gradwire.kernels.groups import largest, spread
 
 __all__ = [
+    "SERVER_ERROR",
     "Aggregate",
     "Codec",
     "CommContext",
@@ -49,6 +61,7 @@ __all__ = [
     "SendRecv",
     "Simulated",
     "Stage",
+    "StateSpec",
     "Sum",
     "Traits",
     "Transform",
@@ -62,6 +75,7 @@ __all__ = [
     "register",
     "registered",
     "roundtrip",
+    "server_slice",
     "sizes_of",
     "spread",
     "stacked",

@@ -14,11 +14,12 @@ POLL_SECONDS = 1.0
 GRACE_SECONDS = 5.0  # for an orderly end
 LAUNCHER = "GRADWIRE_LAUNCHER"  # in the environment of a fork server: the process that started it
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before a fork, not after
 
 
 def end_with_launcher(pipe: Connection) -> None:
     """End this rank at once with the fork server, and soon after the launcher's end of its pipe is closed."""
-    _set_signal_of_parents_end(signal.SIGKILL)
+    set_signal_of_parents_end(signal.SIGKILL)
     ends = select.poll()
     ends.register(pipe.fileno(), 0)  # no event is asked for, so that only its end is reported
     if ends.poll(0):
@@ -42,19 +43,20 @@ def end_with_parent(parent: int) -> None:
 
 def end_at_once_with(parent: int) -> None:
     """End this process at once with the thread of ``parent`` that started it, until `outlive_parent`."""
-    _set_signal_of_parents_end(signal.SIGKILL)
+    set_signal_of_parents_end(signal.SIGKILL)
     if os.getppid() != parent:  # it has ended already
         os._exit(1)
 
 
 def outlive_parent() -> None:
     """Undo `end_at_once_with`."""
-    _set_signal_of_parents_end(0)
+    set_signal_of_parents_end(0)
 
 
-def _set_signal_of_parents_end(number: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+def set_signal_of_parents_end(number: int) -> None:
+    """Have Linux send this process a signal when the thread that started it ends; 0: none."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _kill_after(wait: Callable[[], object]) -> None:

@@ -6,51 +6,47 @@ are taken down, or a rank is started, signals are held back and delivered afterw
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import NoReturn
 
-_Handler = Callable[[int, FrameType | None], object] | int | None
+
+@contextmanager
+def signals_raise(error: Callable[[int], BaseException], *numbers: signal.Signals) -> Iterator[None]:
+    """Let signals that would kill this process raise an error instead, which is made of their number."""
+
+    def handle(number: int, frame: FrameType | None) -> NoReturn:
+        raise error(number)
+
+    with _handled(handle, [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]):
+        yield
 
 
-class SignalsAsExceptions:
-    """Turns the signals that would kill this process into exceptions, until released."""
-
-    def __init__(self) -> None:
-        self._before: dict[signal.Signals, _Handler] = {}
-
-    def arm(self) -> None:
-        if threading.current_thread() is not threading.main_thread():  # others cannot set handlers
-            return
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) == signal.SIG_DFL:
-                self._before[number] = signal.signal(number, _exit)
-
-    def release(self) -> None:
-        while self._before:
-            number, handler = self._before.popitem()
-            signal.signal(number, handler)
-
-
-def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    del frame
-    raise SystemExit(128 + number)
+def sigterm_interrupts() -> AbstractContextManager[None]:
+    """SIGTERM ends a command as Ctrl-C does, so that no process that was started here is left behind."""
+    return signals_raise(lambda number: KeyboardInterrupt(), signal.SIGTERM)
 
 
 @contextmanager
 def signals_deferred() -> Iterator[None]:
     """Put signals off to the end of the block."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     received: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}
+    try:
+        with _handled(lambda number, _: received.append(number), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+            yield
+    finally:
+        for late in received:
+            signal.raise_signal(late)
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], object], numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Handle signals within the block; not in other threads than the main one, which cannot set handlers."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in numbers if is_main}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for late in received:
-            signal.raise_signal(late)
+        for number, old in before.items():
+            signal.signal(number, old)

@@ -76,7 +76,7 @@ def test_resnet50() -> None:
     assert code == 0
     assert [(row["n"], row["segments"]) for row in map(json.loads, out.splitlines())] == [(64, 1), (25_557_032, 161)]
     assert set(cases.CASES) - set(cases.names(lengths)) == {
-        f"torch_{n}" for n in ("dgc", "topk", "sign", "qsgd", "int4")
+        f"torch_{n}" for n in ("dgc", "topk", "onebit_adam", "sign", "qsgd", "int4")
     }
 
 

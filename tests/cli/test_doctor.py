@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from fixtures import free_port
 from gradwire.comm.torch_backend import connect
 from gradwire_lab.cli import doctor
 from gradwire_lab.cli.main import app
@@ -35,6 +36,13 @@ def test_addresses_that_no_other_host_reaches_are_to_be_fixed(monkeypatch: pytes
     assert fixes(doctor.interfaces({"GLOO_SOCKET_IFNAME": "lo"}, SEVERAL_HOSTS)) == {"rendezvous"}
     assert fixes(doctor.interfaces({"GLOO_SOCKET_IFNAME": "nowhere0"}, None)) == {"GLOO_SOCKET_IFNAME"}
     assert not fixes(doctor.interfaces({}, SEVERAL_HOSTS._replace(local_world=4)))
+    alone = next(one for one in doctor.interfaces({}, None) if one.what == "host")
+    assert "127.0.1.1; on several hosts, set GLOO_SOCKET_IFNAME" in str(alone) and str(alone).startswith("ok ")
+
+
+def test_values_stand_below_each_other() -> None:
+    findings = [*doctor.versions(), *doctor.backends(), doctor.Finding("GLOO_SOCKET_IFNAME", "eth0")]
+    assert {str(one).index(one.value) for one in findings} == {24}
 
 
 def test_old_versions_and_missing_packages_are_to_be_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,11 +66,8 @@ def test_ranks_look_at_each_other() -> None:
 
 @pytest.mark.study
 def test_rank_0_prints_for_all_ranks() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     common = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    common["MASTER_PORT"] = str(port)
+    common["MASTER_PORT"] = str(free_port())
     command = [sys.executable, "-c", "from gradwire_lab.command import run; run()", "doctor"]
     ranks = [
         subprocess.Popen(

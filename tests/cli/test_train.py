@@ -35,7 +35,7 @@ def test_recipes_are_listed_with_what_they_are():
             [
                 "269,722 parameters, 8 workers",
                 "48 steps an epoch",
-                "0.1 x 8 for the batch; 5 epochs of warm-up, then cosine",
+                "0.1 x 8 for the batch (5 epochs of warm-up, then cosine)",
                 "topk(0.001)",
             ],
         ),
@@ -43,9 +43,9 @@ def test_recipes_are_listed_with_what_they_are():
         (["ptb-lstm1500-dgc"], ["5 examples a worker", "1,328 steps an epoch"]),  # as with the text at hand
         (
             ["imagenet-resnet50", "--set", "train.epochs=9"],  # of 90
-            ["25,557,032 parameters", "0.5 epochs of warm-up, then steps (after epochs 3, 6, 8)"],
+            ["25,557,032 parameters", "0.5 epochs of warm-up, then steps after epochs 3, 6, 8)"],
         ),
-        (["imagenet-resnet50"], ["then steps (after epochs 30, 60, 80), momentum 0.9 (Nesterov), decay 0.0001"]),
+        (["imagenet-resnet50"], ["then steps after epochs 30, 60, 80), momentum 0.9 (Nesterov), weight decay 0.0001"]),
         (["digits", "--spec", "powersgd(2)"], ["low rank"]),
     ],
 )
@@ -215,7 +215,7 @@ def test_no_checkpoint_is_promised_where_there_is_none(tmp_path):
     [
         (["train", "digist"], "did you mean 'digits'?"),
         (["train", "digits", "--set", "train.epoch=3"], "did you mean 'epochs'?"),
-        (["train", "digits", "--in-process", "2", "--workers", "2"], "workers are started here"),
+        (["train", "digits", "--in-process", "2", "--workers", "2"], "give one of --workers"),
         (["train", "dgc"], "as in: gradwire train digits dgc"),
         (["plan", "digits", "ring8", "--spec", "sign"], "write --set 'gossip.codec=sign' instead"),
         (["train", "ptb-lstm700", "--workers", "1", "--runs", "{tmp}"], "pass --data DIR"),

@@ -53,6 +53,14 @@ def test_an_old_name_of_a_codec_still_works_and_warns(old: str) -> None:
         codec.nothing_of_the_kind  # noqa: B018 - the access raises
 
 
+def test_the_old_name_of_the_memories_of_an_exchange_still_works_and_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="state_specs"):
+        remembers = type("Remembers", (Exchange,), {"slots": lambda self, context: {"mine": 1}})
+    assert remembers.state_specs is remembers.slots  # type: ignore[attr-defined]
+    with pytest.warns(DeprecationWarning, match="state_specs"):
+        assert AllGather().slots is None  # type: ignore[attr-defined]
+
+
 def test_the_old_name_of_an_exchange_that_keeps_errors_still_works_and_warns() -> None:
     with pytest.warns(DeprecationWarning, match="keeps_server_error"):
         served = type("Served", (Exchange,), {"serves": True})

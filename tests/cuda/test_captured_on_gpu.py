@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 SPECS = ["dgc(0.01)", "topk(0.01)", "topk(0.01) | sign", "topk(0.01) | fp16", "sign", "ef_signsgd", "int4", "fp16"]
 SPECS += ["powersgd(2)", "qsgd", "terngrad", "randomk(0.1)", "topk(0.01) | qsgd"]
 IN_PLACE = ["dgc(0.01)", "topk(0.01) | sign", "ef_signsgd"]
+ADAMW = ["onebit_adam(start=2, per=1024)", "dgc_adam(0.01, start=5)"]
 DOORS = ["ddp", "loop", "moving", "optimizer", "hosts"]
 STEPS = 16
 BAD = (9, 12)  # one with either generation of the state
@@ -37,6 +38,8 @@ def train(door: str, spec: str, rollback: bool = True) -> Trained:
     net = nn.Sequential(nn.Linear(64, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 10)).cuda()
     outer: Any = DistributedDataParallel(net, gradient_as_bucket_view=True, bucket_cap_mb=0.2) if door == "ddp" else net
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.05)
+    if spec in ADAMW:
+        optimizer = gradwire.AdamW(net.parameters(), lr=0.01, fused=True)
     if door == "optimizer":
         optimizer = gradwire.DistributedOptimizer(
             optimizer, net.named_parameters(), spec, bucket_mb=0.3, rollback=rollback
@@ -44,7 +47,8 @@ def train(door: str, spec: str, rollback: bool = True) -> Trained:
         wire = optimizer.wire
     else:
         across = [[0]] if door == "hosts" else None
-        wire = gradwire.compress(outer, spec, bucket_mb=0.3, rollback=rollback, across=across)
+        chosen = {"optimizer": optimizer} if spec in ADAMW else {}
+        wire = gradwire.compress(outer, spec, bucket_mb=0.3, rollback=rollback, across=across, **chosen)
     captures: list[int] = []
     held: list[Any] = []  # so that moving gradients do not come to the same addresses
     for step in range(STEPS):
@@ -76,6 +80,8 @@ def both(rank: int, world: int, case: tuple[str, str, bool]) -> tuple[Trained, T
 
 CASES = {f"{door} {spec}": (door, spec, True) for door in DOORS for spec in SPECS}
 CASES |= {f"{door} {spec} in place": (door, spec, False) for door in ("ddp", "loop") for spec in IN_PLACE}
+CASES |= {f"{door} {spec}": (door, spec, True) for door in ("ddp", "moving", "optimizer") for spec in ADAMW}
+CASES |= {f"ddp {spec} in place": ("ddp", spec, False) for spec in ADAMW}
 answers = cases_fixture(both, 1, CASES, timeout=500)
 
 

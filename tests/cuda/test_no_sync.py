@@ -31,6 +31,7 @@ SPECS = [
 ]
 MORE = ["majority_vote", "natural", "onebit", "bf16", "int2", "dgc(0.01, nesterov=True)", "dgc(0.01, ramp=3)"]
 MORE += ["chunk_topk(4)", "chunk_topk(4, chunk=512) | sign"]
+ADAMW = ["onebit_adam(start=2)", "onebit_adam(start=2, divide='after')", "dgc_adam(0.01, start=2)"]
 PLAIN = ["dgc(0.01)", "topk(0.01) | sign", "ef_signsgd", "int4", "powersgd(2)", "qsgd"]
 
 
@@ -57,8 +58,11 @@ class Loop:
         self.ddp: nn.Module = self.net
         if not plain:
             self.ddp = DistributedDataParallel(self.net, gradient_as_bucket_view=True, bucket_cap_mb=0.2)
-        self.wire = gradwire.compress(self.ddp, spec, bucket_mb=0.3)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05)
+        self.adaptive = spec in ADAMW
+        if self.adaptive:  # a dropped step leaves weights as they are, but for their decay
+            self.optimizer = gradwire.AdamW(self.net.parameters(), lr=0.01, weight_decay=0.0, fused=True)
+        self.wire = gradwire.compress(self.ddp, spec, optimizer=self.optimizer, bucket_mb=0.3)
         self.batch = torch.randn(16, 64, device="cuda")
 
     def step(self, times: Tensor | None = None) -> None:
@@ -71,7 +75,9 @@ class Loop:
 
     def left(self) -> dict[str, Tensor]:
         memories = {key: x for key, x in self.wire.state_dict().items() if not key.startswith("gradwire/")}
-        return memories | {name: p.detach().clone() for name, p in self.net.named_parameters()}
+        # AdamW goes on with the momentum of its own that 1-D tensors have, as with any gradient of zeros.
+        kept = {name: p for name, p in self.net.named_parameters() if p.dim() > 1 or not self.adaptive}
+        return memories | {name: p.detach().clone() for name, p in kept.items()}
 
 
 def take_steps(rank: int, world: int, case: tuple[str, bool]) -> None:
@@ -94,10 +100,12 @@ def take_steps(rank: int, world: int, case: tuple[str, bool]) -> None:
 
 UNDER_DDP = {spec: (spec, False) for spec in SPECS}
 MORE_UNDER_DDP = {spec: (spec, False) for spec in MORE}
+OF_ADAMW = {spec: (spec, False) for spec in ADAMW}
 IN_A_LOOP = {f"{spec} in a loop": (spec, True) for spec in PLAIN}
 # Most of the time is that of Triton's compiler.
 under_ddp = cases_fixture(take_steps, 1, UNDER_DDP, timeout=170)
 more_under_ddp = cases_fixture(take_steps, 1, MORE_UNDER_DDP, timeout=170)
+of_adamw = cases_fixture(take_steps, 1, OF_ADAMW, timeout=170)
 in_a_loop = cases_fixture(take_steps, 1, IN_A_LOOP, timeout=170)
 
 
@@ -110,6 +118,12 @@ def test_no_step_under_ddp_waits(case: str, under_ddp: Answers) -> None:
 def test_no_step_of_another_spec_under_ddp_waits(case: str, more_under_ddp: Answers) -> None:
     """The ramp is over here: each of its stages lays out tables of its own, and waits for them."""
     assert more_under_ddp[case] == [None]
+
+
+@pytest.mark.parametrize("case", OF_ADAMW)
+def test_no_step_that_compresses_momentum_waits(case: str, of_adamw: Answers) -> None:
+    """Their starts are over: the step in which the variance is frozen reads how many steps it was measured over."""
+    assert of_adamw[case] == [None]
 
 
 @pytest.mark.parametrize("case", IN_A_LOOP)

@@ -8,11 +8,7 @@ from torch import Tensor
 
 import fixtures
 import gradwire
-from fake_cuda_graph import WrittenGraph, WrittenGraphs, largest
-from gradwire.engine import encoders
-from gradwire.integrations import wire as wires
-from gradwire.integrations.setup import Setup
-from gradwire.kernels import dispatch, fused
+from fake_cuda_graph import WrittenGraph, eager_and_captured
 from spawn import Answers, cases_fixture
 
 # What to compress by, and whether a checkpoint is loaded halfway.
@@ -34,12 +30,6 @@ SPECS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 STEPS = 12
 BAD_STEP = 8
-
-
-def zero_nonfinite(flat: Tensor, ranks: int = 1) -> tuple[Tensor, Tensor]:
-    """As on a GPU, where the status is not read."""
-    fine = torch.isfinite(flat).all()
-    return torch.where(fine, flat, 0.0), ~fine
 
 
 class Trained(NamedTuple):
@@ -68,13 +58,7 @@ def train(rank: int, options: dict[str, Any], loads: bool) -> Trained:
 
 
 def both(rank: int, world: int, case: tuple[dict[str, Any], bool]) -> tuple[Trained, Trained]:
-    Setup.stays_on_device = property(lambda setup: True)
-    dispatch.faster = lambda device: {}
-    fused._largest, encoders.zero_nonfinite = largest, zero_nonfinite
-    wires.graphs_on = lambda device: None
-    eager = train(rank, *case)
-    wires.graphs_on = lambda device: WrittenGraphs()
-    return eager, train(rank, *case)
+    return eager_and_captured(train, rank, *case)
 
 
 answers = cases_fixture(both, 2, SPECS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fake_cuda_graph import WrittenGraph, WrittenGraphs, largest
+from fake_cuda_graph import WrittenGraph, WrittenGraphs, largest, zero_nonfinite
 from gradwire.comm.single import SingleBackend
 from gradwire.core.graph_refs import pin, pin_tables
 from gradwire.core.keys import Key, RandomnessInGraph
@@ -17,6 +17,7 @@ from gradwire.engine import Engine, Plan, Rule, build, capture, checkpoint, cuda
 from gradwire.engine.capture import CaptureError, in_collectives, resume
 from gradwire.engine.cuda_graphs import EAGER_STEPS, MAX_ADDRESS_CHANGES, StepExecutor
 from gradwire.engine.drive import Clock, Rounds
+from gradwire.engine.gradients import FixedGrads
 from gradwire.engine.step import StepResult
 from gradwire.kernels import dispatch, fused
 
@@ -28,11 +29,15 @@ SPECS = {
     "sign": ("sign", None, "allgather"),
     "ef21": ("sign", "ef21", None),
     "two_way": ("int4", "residual", "two_way"),
+    "common momentum": ("sign(per=64)", "common_momentum", "two_way"),
+    "common momentum, gathered": ("sign", "common_momentum(divide='after')", "allgather"),
+    "preconditioned": ("topk(0.05) | sign | int32", "preconditioned_momentum(masking=True)", None),
     "fp16": ("fp16", "residual", None),
+    "fp32": ("fp32", "momentum_correction", None),
     "powersgd": ("powersgd(2)", None, None),
     "no feedback": ("sign", "none", "allgather"),
 }
-IN_PLACE = ["dgc", "topk sign", "sign", "two_way"]
+IN_PLACE = ["dgc", "topk sign", "sign", "two_way", "common momentum", "preconditioned", "fp32"]
 BAD = {8: "b.weight", 11: "a.bias"}  # steps that are dropped, one with either generation of the state
 STEPS = 14
 
@@ -43,11 +48,6 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "faster", lambda device: {})
     monkeypatch.setattr(fused, "_largest", largest)
     monkeypatch.setattr(encoders, "zero_nonfinite", zero_nonfinite)
-
-
-def zero_nonfinite(flat: Tensor, ranks: int = 1) -> tuple[Tensor, Tensor]:
-    fine = torch.isfinite(flat).all()
-    return torch.where(fine, flat, 0.0), ~fine
 
 
 class Rank:
@@ -63,6 +63,9 @@ class Rank:
         bad: dict[int, str] = BAD,
     ) -> None:
         self.engine = Engine(plan, 0, 1, 0, torch.device("cpu"), rollback)
+        for state in self.engine.states:
+            if "denominator" in state.tensors:
+                state.tensors["denominator"].fill_(0.5)
         self.backend, self.clock = SingleBackend(), Clock()
         self.executor = StepExecutor(self.engine, self.backend, self.clock, graphs)
         self.complete, self.moves, self.bad = complete, moves, bad
@@ -89,7 +92,7 @@ class Rank:
         return self.executor.run(dict(self.grads), complete=self.complete)
 
     def state(self) -> list[Tensor]:
-        slots = [lane.slots(1) for lane in self.engine.plan.lanes]
+        slots = [lane.state_specs(1) for lane in self.engine.plan.lanes]
         states = zip(self.engine.states, slots, strict=True)
         return [state.tensors[name].clone() for state, names in states for name in names]
 
@@ -136,7 +139,7 @@ def test_a_start_and_refreshes_of_the_variance_are_replayed_as_eager_steps(start
     for number in range(18):  # of which 6, 10 and 14 send gradients again
         for rank in (eager, replayed):
             for state in rank.engine.states if number == start else ():
-                state.back = None  # as where the variance is frozen
+                state.spare = None  # as where the variance is frozen
         assert same(replayed.step(number), eager.step(number)), number
 
 
@@ -151,6 +154,24 @@ def test_gradients_at_moving_addresses_are_staged(name: str, complete: bool) -> 
         assert staged == [number > MAX_ADDRESS_CHANGES] * 2, number
     assert max(replayed.captures) == (1 if name == "no feedback" else 2)
     assert replayed.engine.skipped == len(BAD)
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["once", "after a move"])
+def test_gradients_that_stay_are_looked_at_once(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP keeps its buckets, and says so by one table for all steps."""
+    look, looks = StepExecutor._look, list[int]()
+    monkeypatch.setattr(StepExecutor, "_look", lambda self, i, grads: looks.append(i) or look(self, i, grads))
+    plan = plan_of("dgc")
+    eager, replayed = Rank(plan, None), Rank(plan, WrittenGraphs())
+    fixed = FixedGrads(replayed.grads)
+    monkeypatch.setattr(replayed, "run", lambda: replayed.executor.run(fixed, complete=True))
+    for number in range(STEPS + 6):
+        if moves and number == 7:
+            replayed.grads = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+            fixed = FixedGrads(replayed.grads)
+        assert same(replayed.step(number), eager.step(number)), number
+    assert looks == [0, 1] * (1 + moves)
+    assert replayed.captures == [2, 2] and replayed.executor.replayed
 
 
 @pytest.mark.parametrize("name", ["dgc", "sign", "fp16"])
@@ -364,3 +385,20 @@ def test_tables_live_as_long_as_the_capture() -> None:
         pin("a plan")
     on((4,), cpu)
     assert len(refs) == 2 and refs[0] is known and refs[1] == "a plan"
+
+
+@pytest.mark.parametrize("spec", ["sign", "int4"])
+@pytest.mark.parametrize("rollback", [True, False])
+@pytest.mark.parametrize("exchange", ["allgather", "two_way"])
+def test_the_mean_that_is_kept_is_not_where_the_update_goes(exchange: str, rollback: bool, spec: str) -> None:
+    """Gradients lie end to end, so that means, or what is made of them, may be decoded to where they lie."""
+    plan = build(SHAPES, default_rules(spec, "common_momentum", exchange, bundle=None), 1)
+    rank = Rank(plan, None, rollback)
+    momentum = rank.engine.states[0].tensors["momentum"]
+    ((lane,),) = rank.engine.plan.buckets
+    flat = torch.zeros(lane.units.total)
+    rank.grads = {name: flat[place].view(SHAPES[name]) for name, place in lane.slices.items()}
+    for number in range(3):
+        rank.step(number)
+        assert flat.any() and torch.equal(0.5 * rank.engine.states[0].tensors["momentum"], flat)
+    assert rollback or rank.engine.states[0].tensors["momentum"] is momentum

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.engine import Engine, Lockstep, Plan, build, default_rules
-from gradwire.engine.encoders import Composed, Encoder, FusedDense, FusedTopK
+from gradwire.engine.encoders import Composed, Encoder, FusedDense, FusedSum, FusedTopK
 from gradwire.engine.gradients import views_of
 from gradwire.engine.state import Generation
 from gradwire.engine.views import GradViews
@@ -32,8 +32,18 @@ FUSED = [
     ("int2", "residual", None),
     ("onebit_adam(start=2, per=64)", None, None),
     ("int4", "common_momentum(divide='after')", "two_way"),
+    ("topk(0.05) | fp16", "common_momentum", None),
+    ("sign(per=16)", "preconditioned_momentum(decay=0.9)", "two_way"),
+    ("int8", "preconditioned_momentum", None),
+    ("dgc_adam(0.05, start=2)", None, None),
+    ("topk(0.05)", "preconditioned_momentum(0.8, masking=True)", None),
+    ("topk(0.05) | sign | int32", "preconditioned_momentum(decay=0.9, masking=True)", "two_way"),
     ("topk(1)", None, None),
     ("dgc(1)", None, None),
+    ("fp32", "residual(decay=0.9)", None),
+    ("fp32", "residual", "delayed"),
+    ("fp32", "momentum_correction", None),
+    ("fp32", "momentum_correction(nesterov=True)", None),
 ]
 
 
@@ -41,6 +51,7 @@ COMPOSED = [
     ("topk(0.01)", "none", None),  # no error to keep
     ("topk(0.01)", "ef21", None),
     ("sign", "momentum_correction", None),  # two memories, which dense kernels do not have
+    ("fp32", "preconditioned_momentum", None),  # gradients enter momentum first, and the sum has no error to keep
     ("threshold(0.9)", None, None),
     ("sampled_topk(0.05)", None, None),
     ("hadamard | sign", None, None),
@@ -52,7 +63,7 @@ COMPOSED = [
 
 def averages(how: tuple[str, str | None, str | None]) -> bool:
     """Whether a gradient enters momentum, so that it does not weigh as much as an error."""
-    return how[0].startswith("dgc") or "momentum" in (how[1] or "")
+    return how[0].startswith("dgc(") or "momentum" in (how[1] or "")
 
 
 def make_engines(plan: Plan) -> list[Engine]:
@@ -66,6 +77,16 @@ def gradients(step: int, dtype: torch.dtype = torch.float32) -> list[dict[str, T
     ]
 
 
+def freeze(engines: list[Engine]) -> None:
+    """Have lanes divide by something, which is the same on all ranks; some of it is zero, and counts as one."""
+    for engine in engines:
+        draw = torch.Generator().manual_seed(7)
+        for state in engine.states:
+            if "denominator" in state.tensors:
+                made = torch.randn(state.tensors["denominator"].shape, generator=draw).clamp_(min=0.0)
+                state.tensors["denominator"].copy_(made)
+
+
 def run(
     spec: str,
     feedback: str | None,
@@ -77,6 +98,7 @@ def run(
     """Everything that some steps leave behind, and the bytes they sent."""
     plan = build(SHAPES, default_rules(spec, feedback, exchange, granularity), WORLD)
     engines = make_engines(plan)
+    freeze(engines)
     group = Lockstep(WORLD)
     left: list[Tensor] = []
     for step in range(steps):
@@ -85,8 +107,8 @@ def run(
             left += [result.updates[name] for name in SHAPES]
     for engine in engines:
         for lane, state in zip(plan.lanes, engine.states, strict=True):
-            assert state.tensors.keys() == lane.slots(WORLD).keys()
-            left += [state.tensors[name] for name in lane.slots(WORLD)]
+            assert state.tensors.keys() == lane.state_specs(WORLD).keys()
+            left += [state.tensors[name] for name in lane.state_specs(WORLD)]
     return left, [account.sent for account in group.traffic]
 
 
@@ -102,7 +124,7 @@ def encoders_of(
 @pytest.mark.parametrize("granularity", ["layer", "model"])
 @pytest.mark.parametrize("how", FUSED, ids=lambda how: how[0])
 def test_fused_equals_composed(how: tuple[str, str | None, str | None], granularity: str) -> None:
-    assert encoders_of(*how, granularity) & {FusedTopK, FusedDense}
+    assert encoders_of(*how, granularity) & {FusedTopK, FusedDense, FusedSum}
     with reference_only():
         assert encoders_of(*how, granularity) == {Composed}
     same(*how, granularity)
@@ -120,6 +142,8 @@ def test_what_has_no_fused_kernel_is_composed(how: tuple[str, str | None, str | 
         (("dgc(0.01)", None, None), FusedTopK),
         (("sign", None, "two_way"), FusedDense),
         (("int4", "residual", None), FusedDense),
+        (("fp32", "residual", "allreduce"), FusedSum),
+        (("fp32", "residual", "allgather"), Composed),  # whose payloads are not added
     ],
 )
 def test_encoders_are_chosen_by_what_stages_declare(
@@ -132,6 +156,7 @@ def test_encoders_are_chosen_by_what_stages_declare(
 def test_a_dropped_step_leaves_the_state_as_it_was(how: tuple[str, str | None, str | None]) -> None:
     """The kernels have written new memories by then."""
     engines = make_engines(build(SHAPES, default_rules(*how), WORLD))
+    freeze(engines)
     group = Lockstep(WORLD)
     for step in range(3):
         grads = gradients(step)
@@ -169,6 +194,19 @@ def test_an_error_that_is_carried_is_sent(how: tuple[str, str | None, str | None
         for state, known_state in zip(mine.states, other.states, strict=True):
             assert state.carried_error is None
             assert all(torch.equal(state.tensors[name], known_state.tensors[name]) for name in known_state.tensors)
+
+
+def test_values_that_are_too_large_to_be_added_stay_in_the_error() -> None:
+    plan = build({"w": (2,)}, default_rules("fp32", "residual"), WORLD)
+    engines, group = make_engines(plan), Lockstep(WORLD)
+    for definitions in (False, True):
+        grads = [{"w": torch.tensor([3e38, -1.0])} for _ in engines]
+        with reference_only() if definitions else nullcontext():
+            results = group.drive([engine.run(mine) for engine, mine in zip(engines, grads, strict=True)])
+        for engine, result in zip(engines, results, strict=True):
+            left = engine.states[0].tensors["residual"]
+            assert torch.isfinite(result.updates["w"]).all() and left[0] > 1e38 and left[1] == 0.0
+            engine.states[0].replace({"residual": torch.zeros(2)})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

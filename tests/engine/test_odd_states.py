@@ -1,5 +1,6 @@
 """Saved states with numbers that no run writes: refused by name. They ended in tracebacks, some of them steps later."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ ODD: dict[str, Tensor | None] = {
 }
 
 
+@cache
 def handles() -> dict[str, Any]:
+    """For all tests: a state that is refused changes nothing."""
     net = fixtures.model()
     return {
         "compress": gradwire.compress(net, "topk(0.1)"),

@@ -44,6 +44,11 @@ def test_a_step_calls_only_kernels_that_were_precompiled(
     assert called and set(called) <= warm
 
 
+def test_kernels_of_steps_after_a_start_are_precompiled(called: list[str]) -> None:
+    precompile.precompile(build(SHAPES, default_rules("dgc_adam(0.01)"), 2), CPU)
+    assert "next_momentum_" in called
+
+
 def test_all_codecs_of_a_ramp_are_precompiled() -> None:
     plan = build(SHAPES, default_rules("ramp(topk(0.01) | sign, steps=4)"), 2)
     precompile.precompile(plan, CPU)

@@ -9,9 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fixtures
 import gradwire
-from gradwire.engine import Engine, Lockstep, Plan, build, checkpoint, default_rules
+from gradwire.comm.single import SingleBackend
+from gradwire.engine import Engine, Lockstep, Plan, Rule, build, checkpoint, default_rules
 from gradwire.engine.batched import Batched
-from gradwire.engine.drive import Rounds
+from gradwire.engine.drive import Clock, Rounds, execute
 from spawn import Answers, cases_fixture
 
 WORLD = 3
@@ -51,7 +52,7 @@ def step_of(engines: list[Engine], grads: list[dict[str, Tensor | None]], batche
         state.tensors[name].clone()
         for engine in engines
         for lane, state in zip(engine.plan.lanes, engine.states, strict=True)
-        for name in lane.slots(WORLD)
+        for name in lane.state_specs(WORLD)
     ]
 
 
@@ -66,7 +67,7 @@ def spare_bytes(engine: Engine) -> int:
     found = 0
     for state in engine.states:
         live = {x.untyped_storage().data_ptr() for x in state.tensors.values()}
-        spare = {} if state.back is None else state.back.tensors
+        spare = {} if state.spare is None else state.spare.tensors
         found += sum(x.nbytes for x in spare.values() if x.untyped_storage().data_ptr() not in live)
     return found
 
@@ -159,6 +160,21 @@ def test_composed_steps_are_dropped_all_the_same(spec: str) -> None:
     grads[1]["a.weight"][3, 4] = torch.inf
     step_of(engines, grads)
     assert [engine.skipped for engine in engines] == [1] * WORLD
+
+
+def test_composed_steps_keep_the_momentum_of_a_parameter_without_a_gradient() -> None:
+    """A world of one, since ranks of one process share what they decode."""
+    shapes, composed = {name: (64,) for name in "abc"}, {"feedback": "common_momentum", "exchange": "two_way"}
+    plan = build(shapes, [Rule("topk(0.5)", name="a"), Rule("fp16", name="*", **composed)], 1)
+    engine = Engine(plan, 0, 1, 0, torch.device("cpu"), rollback=False)
+    at = next(i for i, lane in enumerate(plan.lanes) if lane.feedback.needs_denominator)
+    engine.states[at].tensors["denominator"].fill_(0.5)
+    place, kept = plan.lanes[at].slices["b"], list[Tensor]()
+    for lacks in (False, False, True):
+        grads = {name: None if lacks and name == "b" else torch.randn(64) for name in shapes}
+        execute(engine.run(grads), SingleBackend(), Clock())
+        kept.append(engine.states[at].tensors["momentum"][place].clone())
+    assert not torch.equal(kept[0], kept[1]) and torch.equal(kept[1], kept[2])
 
 
 def train(rank: int, hooked: bool, rollback: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 import fixtures
 import gradwire
-from fake_cuda_graph import WrittenGraphs, largest
+from fake_cuda_graph import WrittenGraphs, largest, zero_nonfinite
 from gradwire.comm.single import SingleBackend
 from gradwire.engine import encoders
 from gradwire.engine.batched import Batched
 from gradwire.engine.cuda_graphs import EAGER_STEPS, StepExecutor
-from gradwire.engine.encoders import Composed, Encoder, FusedDense, FusedTopK
+from gradwire.engine.encoders import Composed, Encoder, FusedDense, FusedSum, FusedTopK
 from gradwire.engine.hosts import HostEngine
 from gradwire.engine.step import Engine
 from gradwire.integrations import wire as wires
@@ -37,7 +37,7 @@ from gradwire.integrations.wire import Wire
 from gradwire.kernels import dispatch, fused
 
 EXECUTORS = ("eager", "graphs, status at once", "graphs, status later", "batched")
-KINDS: dict[type[Encoder], str] = {Composed: "composed", FusedTopK: "fused", FusedDense: "fused"}
+KINDS: dict[type[Encoder], str] = {Composed: "composed", FusedTopK: "fused", FusedDense: "fused", FusedSum: "fused"}
 ENCODERS = ("composed", "fused")
 SPECS = {"composed": ("fp16", "sign"), "fused": ("topk(0.1) | int32", "int4")}  # under error feedback
 ROUTES = list(product(EXECUTORS, ENCODERS))
@@ -103,10 +103,6 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs on the CPU: fused encoders by their definitions, and nothing reads data."""
-
-    def zero_nonfinite(flat: Tensor, ranks: int = 1) -> tuple[Tensor, Tensor]:
-        fine = torch.isfinite(flat).all()
-        return torch.where(fine, flat, 0.0), ~fine
 
     monkeypatch.setattr(dispatch, "faster", lambda device: {})
     monkeypatch.setattr(fused, "_largest", largest)
@@ -228,7 +224,7 @@ def test_there_are_no_other_executors() -> None:
     assert modules_that(calls("interleave")) == {
         "gradwire/engine/step.py",
         "gradwire/engine/lockstep.py",  # collectives of the ranks of a group, not lanes
-        "gradwire/integrations/local/round_message.py",  # eager buckets of an elastic round, which are one message
+        "gradwire/integrations/local/elastic_message.py",  # eager buckets of an elastic round, which are one message
         "gradwire_lab/perf_model/comm_schedule.py",  # on tensors without content
         *(f"gradwire/integrations/gossip/{name}.py" for name in ("batched", "elastic", "gossip_sync")),  # no gradients
     }

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fake_cuda_graph import WrittenGraph, WrittenGraphs, largest
+from fake_cuda_graph import WrittenGraph, WrittenGraphs, largest, zero_nonfinite
 from gradwire.codecs import decoding
 from gradwire.comm.backend import CountingBackend
 from gradwire.comm.collectives import Collective
@@ -24,7 +24,7 @@ from gradwire.engine.cuda_graphs import EAGER_STEPS, StepExecutor
 from gradwire.engine.drive import Clock, Rounds
 from gradwire.engine.lockstep import move
 from gradwire.engine.overflow import SkippedSteps
-from gradwire.engine.status import CORRUPT, MISSING, NONFINITE, UNSUPPORTED
+from gradwire.engine.status import ALL_MISSING, CORRUPT, MISSING, NONFINITE, UNSUPPORTED
 from gradwire.kernels import dispatch, fused
 
 CPU = torch.device("cpu")
@@ -52,10 +52,6 @@ BAD = {2: ("b.weight", torch.inf), 4: ("a.bias", torch.nan), 7: ("b.weight", tor
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused encoders by their definitions, and nothing reads data: what is captured must not depend on it."""
-
-    def zero_nonfinite(flat: Tensor, ranks: int = 1) -> tuple[Tensor, Tensor]:
-        fine = torch.isfinite(flat).all()
-        return torch.where(fine, flat, 0.0), ~fine
 
     monkeypatch.setattr(dispatch, "faster", lambda device: {})
     monkeypatch.setattr(fused, "_largest", largest)
@@ -117,7 +113,7 @@ def gradients(step: int) -> list[dict[str, Tensor]]:
 def left_behind(engine: Engine, grads: dict[str, Tensor]) -> list[Tensor]:
     """The updates of a step, and the state after it."""
     states = zip(engine.plan.lanes, engine.states, strict=True)
-    memories = [state.tensors[name].clone() for lane, state in states for name in lane.slots(WORLD)]
+    memories = [state.tensors[name].clone() for lane, state in states for name in lane.state_specs(WORLD)]
     return [*(grads[name].clone() for name in SHAPES), *memories]
 
 
@@ -311,6 +307,27 @@ def test_all_ranks_learn_the_status_of_one(kind: str, found: int) -> None:
         assert known is not None and status.read([known]) == found
         assert isinstance(answer, Tensor) == isinstance(REQUESTS[kind], Sum)
     assert group.traffic[0].collectives == 1, "the status travels with the first round"
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+@pytest.mark.parametrize("lacking", range(1, WORLD + 1))
+def test_all_ranks_learn_whether_all_of_them_lack_gradients(kind: str, lacking: int) -> None:
+    own = [torch.tensor([MISSING if rank < lacking else 0], dtype=torch.uint8) for rank in range(WORLD)]
+    results = Lockstep(WORLD).drive([status.with_status(rounds_of(REQUESTS[kind]), x, [], WORLD) for x in own])
+    expected = MISSING | ALL_MISSING if lacking == WORLD else MISSING
+    assert [status.read([known]) for _, known in results if known is not None] == [expected] * WORLD
+
+
+def test_more_ranks_than_a_sum_can_count_are_taken_to_lack_gradients_all() -> None:
+    few, many = (status.status_in(torch.tensor([2.0], dtype=torch.bfloat16), world) for world in (256, 257))
+    assert (int(few), int(many)) == (MISSING, MISSING | ALL_MISSING)
+
+
+def test_gradients_that_others_lack_skip_no_step() -> None:
+    steps = SkippedSteps(CPU)
+    assert not count(steps, 0, MISSING) and not count(steps, MISSING | ALL_MISSING)
+    assert count(steps, MISSING | NONFINITE)
+    assert steps.count == 1
 
 
 def test_a_bucket_without_a_round_has_no_status() -> None:

@@ -1,6 +1,7 @@
 """Gradients are read and overwritten where they lie, however they lie; the bits are those of a copy end to end."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -104,7 +105,7 @@ def state_of(engines: list[Engine]) -> list[Tensor]:
         state.tensors[name].clone()
         for engine in engines
         for lane, state in zip(engine.plan.lanes, engine.states, strict=True)
-        for name in lane.slots(engine.world)
+        for name in lane.state_specs(engine.world)
     ]
 
 
@@ -118,24 +119,34 @@ def copy_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(views, "end_to_end", lambda parts: None)
 
 
+@cache
+def copied_steps(kind: str, world: int, bucket_bytes: int) -> list[Tensor]:
+    """What steps leave behind if all gradients are copied before they are read: the same for all layouts."""
+    with pytest.MonkeyPatch.context() as patch:
+        copy_all(patch)
+        return run_steps(build(SHAPES, RULES[kind], world, bucket_bytes=bucket_bytes))
+
+
+@cache
+def plain_steps(kind: str, factor: float) -> list[Tensor]:
+    """What steps leave behind if gradients lie apart: the same for all layouts."""
+    plan = build(SHAPES, RULES[kind], 3)
+    return run_steps(plan, lambda plan, grads: {name: x * factor for name, x in grads.items()})
+
+
 @pytest.mark.parametrize("bucket_bytes", [4 * 7000, 2**20], ids=["two buckets", "one bucket"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("kind", RULES)
-def test_any_layout_equals_a_copy(
-    kind: str, world: int, layout: str, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_layout_equals_a_copy(kind: str, world: int, layout: str, bucket_bytes: int) -> None:
     plan = build(SHAPES, RULES[kind], world, bucket_bytes=bucket_bytes)
-    in_place = run_steps(plan, LAYOUTS[layout])
-    copy_all(monkeypatch)
-    assert all(map(torch.equal, in_place, run_steps(plan)))
+    assert all(map(torch.equal, run_steps(plan, LAYOUTS[layout]), copied_steps(kind, world, bucket_bytes)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", RULES)
 def test_runs_that_are_long_are_read_one_by_one(kind: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = build(SHAPES, RULES[kind], 3)
-    known = run_steps(plan)
+    plan, known = build(SHAPES, RULES[kind], 3), plain_steps(kind, 1.0)
     monkeypatch.setattr(views, "LONG_RUN", 1)
     assert all(map(torch.equal, run_steps(plan, LAYOUTS[layout]), known))
 
@@ -144,8 +155,7 @@ def test_runs_that_are_long_are_read_one_by_one(kind: str, layout: str, monkeypa
 @pytest.mark.parametrize("kind", RULES)
 def test_unscaled_gradients_equal_a_copy(kind: str, layout: str) -> None:
     plan = build(SHAPES, RULES[kind], 3)
-    scaled = run_steps(plan, lambda plan, grads: {name: x * 0.37 for name, x in grads.items()})
-    assert all(map(torch.equal, run_steps(plan, LAYOUTS[layout], unscale=0.37), scaled))
+    assert all(map(torch.equal, run_steps(plan, LAYOUTS[layout], unscale=0.37), plain_steps(kind, 0.37)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -1,8 +1,12 @@
 """Elastic rounds of local steps: workers are killed in rounds that are drawn, and come back.
 
-Four workers train a small LSTM on the bytes of this project's pages. Half of those that come back have a saved state.
-The training goes on, all workers end with the same outer weights, their loss is at most one percent above that of a
+Four workers train a log-linear model on the bytes of this project's pages. Half of those that come back have a saved
+state. The training goes on, all workers end with the same outer weights, their loss is within one percent of that of a
 training without a fault, and no process is left.
+
+The loss of this model has one minimum, and the rate is such that half the steps would end more than one percent above.
+Inner steps are SGD's: a worker that comes back with nothing lacks its momentum alone, while AdamW without its moments
+takes other steps for a while.
 """
 
 import multiprocessing
@@ -29,24 +33,21 @@ from faults.processes import children, gone
 WORLD, H, SPEC = 4, 5, "sparseloco(H=5, k=256)"
 KILLS, ROUNDS = 30, 240
 TIMEOUT, LIMIT_SECONDS = 10.0, 400.0
-BATCH, LENGTH = 8, 32
+BATCH, LENGTH, RATE = 8, 32, 4.0
 PAGES = Path(__file__).parents[2] / "docs"
 
 
 class Net(nn.Module):
-    """An LSTM over bytes."""
+    """A log-linear model of the next byte, given the last two."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.lstm, self.head = (
-            nn.Embedding(256, 32),
-            nn.LSTM(32, 64, batch_first=True),
-            nn.Linear(64, 256),
-        )
+        self.last, self.before = nn.Embedding(256, 256), nn.Embedding(256, 256)
+        for table in (self.last, self.before):
+            nn.init.zeros_(table.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embedding(x))[0])
+        return self.last(x) + self.before(F.pad(x, (1, 0))[:, :-1])
 
 
 @cache
@@ -67,13 +68,13 @@ def loss(net: nn.Module, x: Tensor) -> Tensor:
 def take_step(net: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int, steps: int) -> None:
     optimizer.zero_grad()
     for group in optimizer.param_groups:
-        group["lr"] = 0.01 * (1 - step / steps)
+        group["lr"] = RATE * (1 - step / steps)
     loss(net, batch(WORLD * step + rank)).backward()
     optimizer.step()
 
 
-def adamw(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(net.parameters(), lr=0.01)
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9, nesterov=True)
 
 
 def evaluate(net: nn.Module) -> float:
@@ -85,7 +86,7 @@ def evaluate(net: nn.Module) -> float:
 def undisturbed(steps: int) -> float:
     """The loss of the same training without a fault, of all workers in this process."""
     nets = [Net() for _ in range(WORLD)]
-    optimizers = [adamw(net) for net in nets]
+    optimizers = [sgd(net) for net in nets]
     outer = gradwire.local_lockstep(nets, optimizers, SPEC)
     for step in range(steps):
         for rank, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
@@ -101,7 +102,7 @@ def work(rank: int, life: int, folder: str, pipe: Connection, steps: int, rest: 
     """Train until the last step, or until this process is killed. Near the end, those that come back are waited for."""
     torch.set_num_threads(1)
     net, saved = Net(), Path(folder, f"state-{rank}.pt")
-    optimizer = adamw(net)
+    optimizer = sgd(net)
     place: dict[str, Any] = {"meeting": folder, "rank": rank, "world": WORLD, "timeout": TIMEOUT}
     outer: Any = gradwire.local(net, optimizer, SPEC, elastic=True, **place)
     if resumes and saved.exists():
@@ -114,6 +115,8 @@ def work(rank: int, life: int, folder: str, pipe: Connection, steps: int, rest: 
         outer()
         if outer.inside == 0:
             Path(folder, f"steps-{rank}").write_text(str(outer.steps))
+            with Path(folder, f"rounds-{rank}").open("a") as counted:
+                counted.write(f"{outer.steps}\n")
             torch.save({"outer": outer.state_dict(), "optimizer": optimizer.state_dict()}, saved.with_suffix(".new"))
             saved.with_suffix(".new").rename(saved)
             time.sleep(rest)
@@ -169,6 +172,11 @@ class Group:
             time.sleep(0.01)
         return time.monotonic() < deadline
 
+    def share(self) -> float:
+        """The share of all rounds that workers took part in, on average."""
+        taken = [{*path.read_text().split()} for path in Path(self.folder).glob("rounds-*")]
+        return sum(map(len, taken)) * H / (WORLD * self.steps)
+
     def results(self) -> list[tuple[Any, ...]] | None:
         """What all workers found in the end; None if one does not end."""
         Path(self.folder, "all").touch()
@@ -200,14 +208,14 @@ def run(
 ) -> None:
     torch.set_num_threads(1)
     while campaign.going():
-        before, found = children(), None
+        before, found, share = children(), None, 0.0
         with group(rounds * H, rest) as workers:
             if strike(campaign, workers, kills):
-                found = workers.results()
+                found, share = workers.results(), workers.share()
         if found is None:
             campaign.fail("hang", f"workers {workers.joined()} came to step {workers.furthest()}")
         else:
-            check(campaign, found, rounds * H, tolerance)
+            check(campaign, found, rounds * H, tolerance, share)
         campaign.expect(gone(lambda before=before: children() - before), "orphan", "after the last worker has ended")
 
 
@@ -225,11 +233,13 @@ def strike(campaign: Campaign, workers: Group, kills: int) -> bool:
     return workers.wait(WORLD)
 
 
-def check(campaign: Campaign, found: list[tuple[Any, ...]], steps: int, tolerance: float) -> None:
+def check(campaign: Campaign, found: list[tuple[Any, ...]], steps: int, tolerance: float, share: float) -> None:
     ended, losses, histories, missed, resyncs = zip(*found, strict=True)
     campaign.expect(len({*histories}) == 1, "wrong result", f"histories {histories}")
     campaign.expect({*ended} == {steps}, "wrong result", f"workers ended at steps {ended}")
-    right, worst = undisturbed(steps), max(losses)
+    right = undisturbed(steps)
+    worst = max(losses, key=lambda loss: abs(loss - right))
     figures = {"steps": steps, "loss": worst, "undisturbed": right, "missed": missed, "resyncs": resyncs}
+    figures["rounds taken part in"] = round(share, 3)
     campaign.facts.setdefault("runs", []).append(figures)
-    campaign.expect(worst <= (1 + tolerance) * right, "wrong result", f"{figures}")
+    campaign.expect(abs(worst - right) <= tolerance * right, "wrong result", f"{figures}")

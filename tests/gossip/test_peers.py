@@ -179,6 +179,32 @@ def test_a_rank_without_peers_waits_no_longer_than_the_timeout(tmp_path: Path) -
         assert time.monotonic() - began < 2 * TIMEOUT + 2
 
 
+def test_a_rank_that_was_cut_off_asks_where_the_others_are(tmp_path: Path) -> None:
+    with opened(tmp_path, 0, 1, timeout=20) as (a, b):
+        together(lambda: a.join(0, lambda: b""), lambda: b.join(0, lambda: b""))
+        assert not b.is_cut_off(0)
+        b.leave()
+        assert b.await_peer(0) and b.is_cut_off(0)
+        for step in range(3):
+            assert exchange(a, step)[0] == {}
+        a._agreement._active = -20  # it computes for long
+        began = time.monotonic()
+        assert b.ask(2, [0, 2])  # 2 was never there, and need not be
+        assert time.monotonic() - began < 10 and b.discover(2) == 0
+        assert not b.ask(3, [0])
+        assert not a.ask(0, [1])  # it has not joined again
+
+
+def test_a_peer_that_does_not_answer_is_dropped(tmp_path: Path) -> None:
+    with opened(tmp_path, 0) as (a,):
+        a._agreement.handle = lambda *frame: None  # type: ignore[method-assign]
+        with opened(tmp_path, 1) as (b,):
+            assert b.await_peer(0)
+            edge, began = b.edges.by_peer[0], time.monotonic()
+            assert not b.ask(0, [])
+            assert not edge.alive and time.monotonic() - began >= TIMEOUT
+
+
 def test_addresses_are_replaced(tmp_path: Path) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False)
     for table in (rendezvous(tmp_path / "new"), rendezvous(f"tcp://127.0.0.1:{store.port}")):

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import gradwire
+from fixtures import free_port
 from gradwire.comm import peer_connector, secure_channel
 from gradwire.comm.job_secret import job_secret, secret_variable
 from gradwire.comm.rendezvous import FolderRendezvous, rendezvous
@@ -549,8 +550,7 @@ def test_a_command_in_many_ranks_shares_a_random_secret(monkeypatch: pytest.Monk
 
 def test_the_store_of_rank_0_listens_at_its_own_address_alone() -> None:
     """torch's own listener answered at every address of the host."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     rank = LauncherRank(rank=0, world=1, local_rank=0, local_world=1, address="127.0.0.1", port=port)
     with join_group(rank, "gloo"):
         socket.create_connection(("127.0.0.1", port), timeout=3.0).close()

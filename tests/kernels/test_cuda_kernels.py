@@ -203,6 +203,14 @@ def test_magnitudes_that_crowd_into_one_bin(spread):
     same(cuda.topk(x.to(DEVICE), lengths, counts), plain(fused.topk, x, lengths, counts))
 
 
+@pytest.mark.parametrize("larger", [(), (199_000,), (70_000, 140_001)], ids=str)
+def test_most_chunks_of_equals_have_no_winner(larger):
+    x = torch.ones(200_000)
+    x[list(larger)] = 2.0
+    lengths, counts = (200_000,), (100,)
+    same(cuda.topk(x.to(DEVICE), lengths, counts), plain(fused.topk, x, lengths, counts))
+
+
 @pytest.mark.parametrize("filled", [0.05, 0.25])
 def test_many_equals_in_several_chunks(filled):
     """More are wanted than are not zero; or very many are equal."""
@@ -344,6 +352,24 @@ def test_feedback(lengths, dtype):
             for a, b in zip((*found, memory), (*expected, left), strict=True):
                 same(a, b)
         same(before, e)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("rule", [Accumulation(), *RULES], ids=["plain", "decay", "momentum", "nesterov"])
+@pytest.mark.parametrize("n", [1, 1000, 2048, 5003])
+def test_feedback_of_values_as_they_are(n, rule, in_place):
+    g, memories = draw("normal", n, 1), (draw("normal", n, 2), draw("normal", n, 3) if rule.momentum else None)
+    g[n // 2], limit = float("inf"), 1.5
+    copies = [tuple(None if x is None else x.to(where).clone() for x in memories) for where in ("cpu", DEVICE)]
+    news = copies if in_place else [tuple(None if x is None else torch.full_like(x, 7) for x in c) for c in copies]
+    expected = plain(fused.feedback_sum_, g, copies[0], news[0], rule, limit)
+    found = cuda.feedback_sum_(g.to(DEVICE), copies[1], news[1], rule, limit)
+    for a, b in zip((*found, *news[1]), (*expected, *news[0]), strict=True):
+        if b is not None:
+            same(a, b)
+    for a, b in zip(copies[1], memories, strict=True):
+        if not in_place and b is not None:
+            same(a, b)
 
 
 def shifted(x, by):

@@ -128,8 +128,8 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 def _assert_common_memories_agree(group: Group) -> None:
     first, *others = group.sessions
     for i, lane in enumerate(first.plan.lanes):
-        for name, slot in lane.slots(first.world).items():
-            if slot.reshard == "same" and communicates(lane.table[0][2]):
+        for name, slot in lane.state_specs(first.world).items():
+            if slot.reshard == "same" and communicates(lane.step_table[0][2]):
                 assert all(
                     torch.equal(first.states[i].tensors[name], other.states[i].tensors[name]) for other in others
                 ), name
@@ -332,9 +332,11 @@ def test_traffic_is_as_predicted_plus_one_status(exchange: str, world: int) -> N
     group = Group(next(legal([exchange], ["none", "residual"], ["fp32", "sign"])), world)
     group.step(gradients(world, 0))
     plan = group.sessions[0].plan
-    predicted = sum(made.traffic(chain, lane.tensors, world) for lane in plan.lanes for _, chain, made in lane.table)
+    predicted = sum(
+        made.traffic(chain, lane.tensors, world) for lane in plan.lanes for _, chain, made in lane.step_table
+    )
     measured = group.lockstep.traffic[0].sent
-    *_, (_, _, made) = plan.lanes[0].table
+    *_, (_, _, made) = plan.lanes[0].step_table
     sums = getattr(made, "inner", made).adds_payloads or made.compresses_in_protocol
     assert measured == pytest.approx(predicted + len(plan.buckets) * (world - 1) * (8 / world if sums else 1))
 
@@ -403,4 +405,4 @@ def test_auto_takes_what_sends_least_of_all_exchanges_that_suit(
     monkeypatch.setitem(registry._ENTRIES, "cheap", ("exchange", Cheap))
     monkeypatch.setitem(registry._ENTRIES, "needy", ("exchange", lambda argument: None))  # never made
     plan = build(SHAPES, [Rule(spec)], world)
-    assert {exchange.name for lane in plan.lanes for _, _, exchange in lane.table} == {chosen}
+    assert {exchange.name for lane in plan.lanes for _, _, exchange in lane.step_table} == {chosen}

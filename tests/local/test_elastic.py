@@ -18,7 +18,6 @@ from gradwire.comm.elastic_rounds import Ballot, leader_of, members_of
 
 SPARSE = "sparseloco(H=2, k=4, chunk=32)"
 TIMEOUT = 60.0  # generous, since other work may hold the cores
-
 SEEDING = threading.Lock()  # all threads have one generator
 
 
@@ -128,14 +127,29 @@ def test_rounds_go_on_without_a_worker_that_left_and_with_one_that_came_back(tmp
     close(workers)
 
 
-def test_a_worker_that_missed_rounds_keeps_its_error_and_starts_from_the_outer_weights(tmp_path: Path) -> None:
+def cut(worker: Worker, connect: threading.Event) -> None:
+    """As if its connections were cut while it computes. It connects again after an event."""
+    connector = worker.outer.group.mesh._connector
+    greet = connector._greet
+    connector._greet = lambda *line: greet(*line) if connect.wait(TIMEOUT) else None
+    worker.outer.group.mesh.leave()
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["connected before others go on", "connected afterwards"])
+def test_a_worker_that_missed_rounds_keeps_its_error_and_starts_from_the_outer_weights(
+    early: bool, tmp_path: Path
+) -> None:
     workers = team(3, tmp_path)
     train(workers, 4)
     lost, others = workers[1], [workers[0], workers[2]]
     error = fixtures.memories(lost.outer.wire)
     assert any(float(x.abs().max()) > 0 for x in error.values())
-    lost.outer.group.mesh.leave()  # as if its connections were cut while it computes
+    cut(lost, connect := threading.Event())
+    if early:  # others announce the round in which they are now, and no later one
+        connect.set()
+        assert all(lost.outer.group.mesh.await_peer(one.rank) for one in others)
     train(others, 8)
+    threading.Timer(0.2, connect.set).start()  # else when it waits for the others
     lost.train(lost.outer.steps + 2)  # a round that nobody awaits
     assert lost.outer.group.resyncs == 2 and lost.outer.steps == 8
     assert fixtures.same(fixtures.memories(lost.outer.wire), error)
@@ -172,10 +186,7 @@ def test_a_leader_that_dies_before_its_decision_costs_the_others_nothing(tmp_pat
             leader.outer()
 
     check_round(others, (dying,))
-    assert [one.outer.group.missed for one in others] == [1, 1] and [one.outer.group.resyncs for one in others] == [
-        1,
-        1,
-    ]
+    assert [(one.outer.group.missed, one.outer.group.resyncs) for one in others] == [(1, 1), (1, 1)]
     close(workers)
 
 

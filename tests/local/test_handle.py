@@ -299,3 +299,10 @@ def test_printing_shows_the_round_and_the_plan() -> None:
     _, _, outer = team(SPARSE)
     text = str(outer.ranks[0])
     assert "H=2" in text and "0 of 2" in text and "chunk_topk(4, chunk=32)" in text
+
+
+def test_kept_errors_are_refused_between_hosts_also_later() -> None:
+    nets, optimizers, outer = local_fixtures.team(SPARSE, 4, across=[[0, 1], [2, 3]])
+    local_fixtures.train(nets, optimizers, outer, range(2))
+    with pytest.raises(ValueError, match="keep="):
+        outer.ranks[0].set("sparseloco(H=2, k=4, chunk=32, keep=1.0)")

@@ -30,6 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
         "exchange": "allgather",
         "bundle": None,
     },
+    "phases": {"spec": "sparseloco(H=2, k=4, chunk=32, start=3, first={0: None, 1: int8, 2: int4})", "bundle": None},
+    "kept errors": {"spec": "sparseloco(H=2, k=4, chunk=32, keep=1.0, start=2)", "bundle": None},
     "random bits": {"spec": "local_sgd(H=2)", "codec": "qsgd", "exchange": "allgather", "bundle": None},
 }
 
@@ -38,10 +40,11 @@ def optimizer_of(net: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.parameters(), lr=0.01)
 
 
-def take_steps(net: Any, optimizer: Any, outer: Any, rank: int, steps: range) -> None:
+def take_steps(net: Any, optimizer: Any, outer: Any, rank: int, steps: range, same: bool = False) -> None:
+    """With ``same``, batches are those of rank 0 where nothing is sent."""
     for step in steps:
         optimizer.zero_grad()
-        fixtures.loss(net, rank, step).backward()
+        fixtures.loss(net, 0 if same and outer.same_batches else rank, step).backward()
         optimizer.step()
         outer()
 
@@ -52,11 +55,11 @@ def account(outer: gradwire.LocalSync) -> dict[str, torch.Tensor]:
     return {"account": torch.tensor(numbers, dtype=torch.float64)}
 
 
-def train_process(rank: int, world: int, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+def train_process(rank: int, world: int, case: dict[str, Any]) -> dict[str, torch.Tensor]:
     net = fixtures.model(seed=rank)  # they start as rank 0
     optimizer = optimizer_of(net)
-    outer = gradwire.local(net, optimizer, **options)
-    take_steps(net, optimizer, outer, rank, range(STEPS))
+    outer = gradwire.local(net, optimizer, **case)
+    take_steps(net, optimizer, outer, rank, range(STEPS), same=True)
     return {**outer.state_dict(), **account(outer)}
 
 
@@ -68,7 +71,7 @@ def test_lockstep_equals_processes_bit_for_bit(case: str, answers: Answers) -> N
     nets = [fixtures.model() for _ in range(WORLD)]
     optimizers = [optimizer_of(net) for net in nets]
     outer = gradwire.local_lockstep(nets, optimizers, **CASES[case])
-    local_fixtures.train(nets, optimizers, outer, range(STEPS))
+    local_fixtures.train(nets, optimizers, outer, range(STEPS), same=True)
     for mine, real in zip(outer.ranks, answers[case], strict=True):
         assert fixtures.same({**mine.state_dict(), **account(mine)}, real)
 
@@ -95,10 +98,14 @@ def resume(rank: int, world: int, folder: str, spec: str, stop: int) -> tuple[An
     ("spec", "stop"),
     [
         ("sparseloco(H=5, k=4, chunk=32)", 7),
+        ("sparseloco(H=5, k=4, chunk=32, keep=0.5)", 7),
         ("diloco(H=5)", 7),
         ("diloco(H=3, start=4)", 2),
         ("diloco(H=3, start=4)", 9),
         ("diloco(H=3, start=4, first=None)", 2),
+        ("diloco(H=3, start=6, first={0: None, 2: int8, 4: int4})", 1),
+        ("diloco(H=3, start=6, first={0: None, 2: int8, 4: int4})", 3),
+        ("diloco(H=3, start=6, first={0: int4, 2: None, 4: int4})", 5),
         ("diloco(H=4, alpha=0.5, delay=2)", 5),
         ("streaming_diloco(H=4, fragments=2, delay=2)", 7),
     ],

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fixtures
+import gradwire
 import local_fixtures
 from local_fixtures import train
 
@@ -78,8 +79,11 @@ def test_inner_optimizers_keep_their_own_state(make: Any) -> None:
 # -- recursions --------------------------------------------------------------------------------------------------------
 
 
-def restated(H: int, rounds: int, agree: Any, steps_before: int = 0) -> Tensor:
-    """Outer weights after so many rounds of AdamW, by ``agree(weights, differences by worker)``."""
+def restated(H: int, rounds: int, agree: Any, steps_before: int = 0, kept: Any = lambda rank: 0.0) -> Tensor:
+    """Outer weights after so many rounds of AdamW, by ``agree(weights, differences by worker)``.
+
+    Workers begin a round at the outer weights less what they have ``kept``.
+    """
     nets = [fixtures.model() for _ in range(WORLD)]
     optimizers = [adamw(net) for net in nets]
     w = weights(nets[0])
@@ -97,9 +101,9 @@ def restated(H: int, rounds: int, agree: Any, steps_before: int = 0) -> Tensor:
         if step < steps_before:
             w = weights(nets[0])
         elif (step + 1 - steps_before) % H == 0:
-            w = agree(w, torch.stack([w - weights(net) for net in nets]))
-            for net in nets:
-                nn.utils.vector_to_parameters(w.clone(), net.parameters())
+            w = agree(w, torch.stack([w - kept(rank) - weights(net) for rank, net in enumerate(nets)]))
+            for rank, net in enumerate(nets):
+                nn.utils.vector_to_parameters(w - kept(rank), net.parameters())
     return w
 
 
@@ -134,7 +138,8 @@ def test_diloco_is_nesterov_on_the_mean_difference() -> None:
     torch.testing.assert_close(outer_weights("diloco(H=3)", 12), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_sparseloco_sends_signs_of_the_largest_and_averages_over_senders() -> None:
+@pytest.mark.parametrize("keep", [0.0, 0.5, 1.0])
+def test_sparseloco_sends_signs_of_the_largest_and_averages_over_senders(keep: float) -> None:
     k, chunk, decay = 4, 32, 0.95
     sizes = [p.numel() for p in fixtures.model().parameters()]
     errors = [torch.zeros(sum(sizes)) for _ in range(WORLD)]
@@ -153,9 +158,20 @@ def test_sparseloco_sends_signs_of_the_largest_and_averages_over_senders() -> No
         errors[:] = [target - one for target, one in zip(targets, messages, strict=True)]
         return w - messages.sum(0) / (messages != 0).sum(0).clamp(min=1)
 
-    expected = restated(3, 4, agree)
-    mine = outer_weights(f"sparseloco(H=3, k={k}, chunk={chunk})", 12, bundle=None)
-    torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
+    expected = restated(3, 4, agree, kept=lambda rank: keep * errors[rank])
+    nets, optimizers, outer = team(f"sparseloco(H=3, k={k}, chunk={chunk}, keep={keep})", WORLD, adamw, bundle=None)
+    train(nets, optimizers, outer, range(12))
+    for net, error, rank in zip(nets, errors, outer.ranks, strict=True):
+        torch.testing.assert_close(weights(net), expected - keep * error, rtol=1e-4, atol=1e-5)
+        with rank.averaged():
+            torch.testing.assert_close(weights(net), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(weights(net), expected - keep * error, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("other", ["alpha=0.5", "delay=1"])
+def test_kept_errors_refuse_rounds_that_do_not_end_at_once(other: str) -> None:
+    with pytest.raises(ValueError, match="keep"):
+        gradwire.parse(f"sparseloco(H=3, keep=1.0, {other})")
 
 
 def test_the_rate_is_applied_once() -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ from gradwire_lab.bench.network import grid, methods, results_table, runner
 from gradwire_lab.bench.network.emulation_error import EXCHANGES, compare
 from gradwire_lab.bench.network.grid import Budget, Scenario
 from gradwire_lab.bench.network.runner import measure, turns
-from gradwire_lab.cli import bench_checks
+from gradwire_lab.cli import output
 from gradwire_lab.cli.main import app
 from gradwire_lab.network.launch import Ended, Sink
 from gradwire_lab.network.namespaces import lacking
+from gradwire_lab.train.record import append_line
 
 FIELD = Scenario("linear", "100mbit", 4, "hosts")
 
@@ -77,11 +77,11 @@ def test_bad_input_gets_a_sentence(words: tuple[str, ...], sentence: str) -> Non
 
 def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    grid.append(path, row("ddp-fp32", 50.0))
+    append_line(path, row("ddp-fp32", 50.0))
     with path.open("a") as out:
         out.write('{"model": "li')  # an interrupted run
     assert grid.missing(FIELD, ["ddp-fp32", "int8"], grid.read(path), Budget()) == ["int8"]
-    grid.append(path, row("int8", 20.0))
+    append_line(path, row("int8", 20.0))
     assert grid.missing(FIELD, ["ddp-fp32", "int8"], grid.read(path), Budget()) == []
     path.write_text('{"model": "li')
     assert grid.read(path) == []
@@ -91,12 +91,12 @@ def test_what_failed_is_done_again_if_that_may_help(tmp_path: Path) -> None:
     path, methods = tmp_path / "rows.jsonl", ["ddp-fp32", "ddp-bf16", "int8"]
     hasty = Budget(timeout=60)
     for method, why in (("ddp-fp32", "timeout: no end"), ("ddp-bf16", "refused: it does"), ("int8", "died: so")):
-        grid.append(path, {**grid.described(FIELD, method, hasty), "failed": why})
+        append_line(path, {**grid.described(FIELD, method, hasty), "failed": why})
     rows = grid.read(path)
     assert grid.missing(FIELD, methods, rows, hasty) == []
     assert grid.missing(FIELD, methods, rows, Budget(timeout=61)) == ["ddp-fp32"]
     assert grid.missing(FIELD, methods, rows, hasty, retry=True) == methods
-    grid.append(path, row("ddp-fp32", 50.0))
+    append_line(path, row("ddp-fp32", 50.0))
     again = grid.read(path)
     assert len(again) == 3 and grid.missing(FIELD, methods, again, Budget(timeout=61)) == []
 
@@ -147,7 +147,7 @@ def test_ranks_on_an_emulated_link_make_rows(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(output, "find_spec", lambda name: None)
     for command in ("network", "kernels"):
         done = CliRunner().invoke(app, ["bench", command, "--picture", "bench.png"])
         assert done.exit_code == 2 and "pip install 'gradwire[report]'" in done.output
@@ -156,11 +156,11 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(m
 def test_ranks_that_cannot_begin_are_nobodys_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when they do not find each other: an error at once, and no row that says that a method died."""
 
-    def run(argv: Sequence[str], sink: Sink) -> Ended:
+    def run(field: Scenario, argv: Sequence[str], sink: Sink) -> Ended:
         sink(0, "OSError: the harbor is closed")
         return Ended((1,), "rank 0 ended with exit code 1.", 1)
 
-    monkeypatch.setattr(runner, "_ranks", lambda field: nullcontext(run))
+    monkeypatch.setattr(runner, "_run", run)
     with pytest.raises(runner.StartupError, match=r"ended before the first turn: rank 0 ended .*the harbor is closed"):
         list(runner.measure(FIELD, ["ddp-fp32", "int8"], Budget(rounds=1)))
 
@@ -168,7 +168,7 @@ def test_ranks_that_cannot_begin_are_nobodys_failure(monkeypatch: pytest.MonkeyP
 def test_rows_are_shown_as_json(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     for one in (row("ddp-none", 10.0), row("int8", 20.0)):
-        grid.append(path, {**one, "where": "throttled"})
+        append_line(path, {**one, "where": "throttled"})
     words = ["--model", "linear", "--link", "100mbit", "--workers", "4", "--throttled", "--json", "--out", str(path)]
     code, said = told(*words, "--method", "ddp-none", "--method", "int8")
     assert code == 0

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import gradwire
+from gradwire.codecs.decoding import Entries
+from gradwire.feedback import PreconditionedMomentum
 
 WORLD, STEPS, RATE = 3, 6, 0.05
 
@@ -139,3 +141,15 @@ def test_a_second_momentum_is_refused(spec: str, make: Any) -> None:
     model = net()
     with pytest.raises(ValueError, match="momentum=0"):
         gradwire.DistributedOptimizer(make(model.parameters()), model.named_parameters(), spec)
+
+
+def test_entries_alone_are_multiplied_by_their_denominators() -> None:
+    """The update is that of the dense mean, bit for bit, also where several ranks have sent an entry."""
+    n, draw = 1000, torch.Generator().manual_seed(0)
+    places = [torch.randperm(n, generator=draw)[:300].sort().values for _ in range(3)]
+    entries = Entries(torch.randn(900, generator=draw), torch.cat(places), (0, 300, 600, 900))
+    memory = {"denominator": torch.rand(n, generator=draw) + 0.1}
+    feedback = PreconditionedMomentum()
+    dense, _ = feedback.finalize(entries.mean(n), memory)
+    found, _ = feedback.finalize_entries(entries, memory, torch.full((n,), torch.nan))
+    assert torch.equal(found, dense) and int((found == 0).sum()) > 200

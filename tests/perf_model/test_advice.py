@@ -13,14 +13,12 @@ from gradwire.comm.rates import LinkSpec
 from gradwire.core.segments import Segments
 from gradwire.engine.method import method
 from gradwire_lab.cli.advice_text import as_object, verdict
-from gradwire_lab.perf_model.advice import ERROR, LOSS, advise, corners
-from gradwire_lab.perf_model.break_even import break_even
+from gradwire_lab.perf_model.advice import ERROR, LOSS, advise, break_even, corners
 from gradwire_lab.perf_model.calibration import Calibration, CodingCost, load, save
 from gradwire_lab.perf_model.candidates import CANDIDATES, arguments, automatic
 from gradwire_lab.perf_model.cluster import Cluster
 from gradwire_lab.perf_model.costs import BUCKET_SIZES, Prediction, predict, predict_across
-from gradwire_lab.perf_model.local_evidence import RECORDS, expected_loss
-from gradwire_lab.perf_model.local_steps import local_steps
+from gradwire_lab.perf_model.local_steps import RECORDS, expected_loss, local_steps
 from gradwire_lab.perf_model.model import ModelProfile
 from gradwire_lab.perf_model.software import Software
 

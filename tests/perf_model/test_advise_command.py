@@ -17,7 +17,13 @@ from gradwire_lab.bench.network import calibrate, calibration_cache, devices, wo
 from gradwire_lab.cli.accuracy_records import collected
 from gradwire_lab.cli.advise import recipe_workload
 from gradwire_lab.cli.main import app
-from gradwire_lab.perf_model.accuracy_records import AccuracyRecord, accuracy_records, free_of_losses, records_of
+from gradwire_lab.perf_model.accuracy_records import (
+    AccuracyRecord,
+    accuracy_records,
+    free_of_losses,
+    is_adaptive,
+    records_of,
+)
 from gradwire_lab.perf_model.calibration import Calibration, CodingCost, save
 from gradwire_lab.perf_model.candidates import PRESETS
 from gradwire_lab.perf_model.model import ModelProfile
@@ -354,17 +360,21 @@ def test_a_recipe_is_a_workload() -> None:
 def test_evidence_is_looked_up_by_what_a_spec_means() -> None:
     assert records_of("randomk(0.3)") == [], "nobody has trained that"
     for one in accuracy_records():
-        assert one in records_of(one.spec) and one.seeds >= 1
+        assert one in records_of(one.spec, is_adaptive(one.optimizer)) and one.seeds >= 1
     assert records_of("ef_signsgd") == records_of("sign") != []
+    starved = "topk(0.01) | sign"
+    assert {one.optimizer for one in records_of(starved)} == {"SGD"} and free_of_losses([starved])
+    assert {one.optimizer for one in records_of(starved, True)} == {"AdamW"} and not free_of_losses([starved], True)
+    assert records_of("powersgd(2)", True) == records_of("powersgd(2)"), "no other evidence there is"
     assert set(free_of_losses(["int4", "sign", "randomk(0.3)"])) == {"int4", "randomk(0.3)"}
     lost = "topk(0.001) | fp16"  # for certain on the digits, though not on average
     assert sum(one.gain for one in records_of(lost)) / len(records_of(lost)) > -0.01 and not free_of_losses([lost])
     assert (
         str(AccuracyRecord("x", "digits", "%", 4, 3, 98.0, -0.5, -1.0, 0.0))
-        == "-0.50 [-1.00, +0.00] on digits, 3 seeds"
+        == "-0.50 [-1.00, +0.00] on digits, SGD, 3 seeds"
     )
     worse = AccuracyRecord("x", "ptb", "perplexity", 4, 1, 90.0, 1.0, None, None, larger_is_better=False)
-    assert str(worse) == "+1.00 perplexity (less is better) on ptb, 1 seed" and worse.gain < -0.01
+    assert str(worse) == "+1.00 perplexity (less is better) on ptb, SGD, 1 seed" and worse.gain < -0.01
 
 
 def test_evidence_is_what_the_published_runs_say() -> None:

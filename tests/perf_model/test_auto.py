@@ -122,10 +122,10 @@ def test_a_thin_link_between_hosts_is_emulated_and_measured() -> None:
 
 def on_hosts_that_differ(rank: int, world: int) -> tuple[list[float], str]:
     """Ranks that reckon with processors of their own would choose different specs, and refuse each other's."""
-    wire_costs.cores_per_thread = lambda device: (8.0, 0.5)[rank]
+    wire_costs.cores_per_thread = lambda device, ranks: (8.0, 0.5)[rank]
     wire = gradwire.compress(net(8), "auto", link="10mbit")
     shared = tuner_of(wire)._costs().free_coding(StepTimes(1.0, 0.5, 0.1, 0.1))
-    cores = [shared.cores, wire_costs.cores_per_thread(torch.device("cpu"))]
+    cores = [shared.cores, wire_costs.cores_per_thread(torch.device("cpu"), 1)]
     with pytest.raises(ValueError, match="another spec") as refused:
         gradwire.compress(net(8), "auto", link=("10mbit", "1gbit")[rank])
     return cores, str(refused.value)

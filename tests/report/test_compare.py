@@ -166,6 +166,28 @@ def test_a_cell_of_another_question_is_refused(tmp_path: Path) -> None:
         run_grid(other, Runner(), log=quiet)
 
 
+class Refusing(Runner):
+    """Refuses a cell before its first step, as `gradwire train` refuses data of the wrong shape."""
+
+    def __call__(self, recipes: tuple[str, ...], overrides: tuple[str, ...], folder: Path) -> None:
+        raise ValueError("images must be [n, channels, height, width]")
+
+
+def test_a_cell_that_was_refused_leaves_its_folder_to_the_next(tmp_path: Path) -> None:
+    """The user corrects a file or a setting, and gives the command again: the runs of all seeds stay one group."""
+    arm = Arm("fp32")
+    first = grid(["digits"], [arm], range(1), ["train.epochs=1"], tmp_path, files={arm: {"mine.py": "aaaa"}})
+    with pytest.raises(ValueError, match="images must be"):
+        run_grid(first, Refusing(), log=quiet)
+    said: list[str] = []
+    second = grid(["digits"], [arm], range(1), ["train.epochs=2"], tmp_path, files={arm: {"mine.py": "bbbb"}})
+    assert [cell.folder for cell in second] == [cell.folder for cell in first]
+    run_grid(second, Runner(), log=said.append)
+    assert "starts" in said[0] and finished(second[0].folder)
+    third = grid(["digits"], [arm], range(1), ["train.epochs=2"], tmp_path, files={arm: {"mine.py": "cccc"}})
+    assert third[0].folder != second[0].folder  # that one was trained, and is kept
+
+
 def test_differences_are_paired_with_the_first_spec(tmp_path: Path) -> None:
     made = grid(["digits"], arms(SPECS), range(3), runs=tmp_path)
     assert outcome(made) is None

@@ -175,10 +175,21 @@ def test_the_headline_names_the_smallest_messages_without_a_loss(tmp_path: Path)
             if spec != "int8":
                 write_run(tmp_path / "b", spec, seed, epochs=1, values=[value], more={"sent": more})
     (task,), (worse,) = (tasks([load(folder) for folder in (tmp_path / name).iterdir()]) for name in "ab")
-    assert headline(task).startswith("int8: no loss seen (") and headline(task).endswith("4 times fewer bytes.")
+    assert headline(task).startswith("int8: no significant loss over 3 seeds (") and headline(task).endswith(
+        "4 times fewer bytes."
+    )
     assert headline(worse) == "Every spec loses against fp32."
     (single,) = tasks([load(tmp_path / "a" / "digits-fp32-0"), load(tmp_path / "a" / "digits-int8-0")])
     assert headline(single) == ""
+
+
+def test_two_seeds_make_no_headline(tmp_path: Path) -> None:
+    """The interval of two seeds spans 25 of their standard errors, so it holds zero whatever was lost."""
+    for seed, loss in enumerate((0.05, 0.09)):
+        write_run(tmp_path, "fp32", seed, epochs=1, values=[0.9], more={"sent": 8e6})
+        write_run(tmp_path, "sign", seed, epochs=1, values=[0.9 - loss], more={"sent": 1e5})
+    (task,) = tasks([load(folder) for folder in tmp_path.iterdir()])
+    assert headline(task) == ""
 
 
 def spot(cost: float, mean: float, reach: float | None = 0.4) -> tuple[float, Estimate]:

@@ -197,7 +197,7 @@ def test_the_room_needs_no_torch() -> None:
         "import sys, types, pathlib; import importlib.util as u; "
         "where = u.find_spec('gradwire').submodule_search_locations; "
         "door = types.ModuleType('gradwire'); door.__path__ = list(where); sys.modules['gradwire'] = door; "
-        "from gradwire_lab.report import page, pictures, table; import gradwire_lab.train.compare; "
+        "from gradwire_lab.report import page, table; import gradwire_lab.train.compare; "
         "print([name for name in ('torch', 'sklearn') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -85,6 +85,29 @@ def load(rank: int, world: int, folder: str) -> Any:
     return owed(wire)
 
 
+def save_while_training(rank: int, world: int, folder: str) -> Any:
+    """Train on while a checkpoint is written, then load it: what was saved is of the moment of the call."""
+    mesh = mesh_of(2, 2)
+    net, wire = attach(mesh, SPECS["topk"])
+    train(net, rank, range(2))
+    saved = {"wire": dcp.state_dict(wire), "model": net.state_dict()}
+    saving = checkpoint.async_save(saved, checkpoint_id=folder)
+    train(net, rank, range(2, 4))
+    saving.result()
+    dist.barrier()
+    again, other = attach(mesh, SPECS["topk"])
+    checkpoint.load({"model": again.state_dict()}, checkpoint_id=folder)
+    dcp.load(other, folder)
+    train(again, rank, range(2, 4))
+    return whole(net), whole(again), fixtures.memories(wire), fixtures.memories(other)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    for one, other, mine, others in run_ranks(save_while_training, 4, str(tmp_path)):
+        assert fixtures.same(one, other)
+        assert fixtures.same(mine, others)
+
+
 @pytest.mark.parametrize("case", long(SPECS, "topk", "powersgd"))
 def test_a_resumed_run_goes_on_bit_for_bit(answers: Answers, case: str) -> None:
     for before, one, other, mine, others, _, _ in answers[case]:

@@ -235,6 +235,29 @@ def test_one_rank_is_a_replica_and_all_of_its_shards() -> None:
     assert run_ranks(of_one_rank, 1) == [0.0]
 
 
+def of_eight_ranks(rank: int, world: int) -> Any:
+    """Replicas of four ranks, whose parameters stay on pairs of ranks between forward and backward.
+
+    The mesh has two dimensions, or torch makes other groups of pairs in each replica, and does not return.
+    """
+    mesh = mesh_of(2, 4)
+    native = shard_(OddNet(), mesh, "reshard_to_two")
+    train(native, rank)
+    net = shard_(OddNet(), mesh, "reshard_to_two")
+    gradwire.compress(net, "fp32")
+    train(net, rank)
+    nets = [shard_(OddNet(), mesh, policy) for policy in ("reshard_to_two", "reshard")]
+    return whole(native), whole(net), [recorded(one, rank, "topk(0.1)", None) for one in nets]
+
+
+@pytest.mark.study
+def test_parameters_may_stay_on_fewer_ranks_between_forward_and_backward() -> None:
+    for native, ours, (pairs, all_ranks) in run_ranks(of_eight_ranks, 8, timeout=240):
+        assert all(torch.allclose(native[name], ours[name], rtol=1e-5, atol=1e-6) for name in native)
+        assert fixtures.same(pairs["state"], all_ranks["state"])
+        assert all(map(fixtures.same, pairs["after"], all_ranks["after"]))
+
+
 @pytest.mark.parametrize("case", long(OPTIONS, "kept", "bf16_reduced", "checkpointed", "accumulated", "compiled"))
 def test_uncompressed_is_what_fsdp_computes_by_itself(answers: Answers, case: str) -> None:
     for native, ours, steps in answers[case]:

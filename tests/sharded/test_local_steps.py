@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.sharded.test_hsdp import shard_net
-from tests.sharded_fixtures import OddNet, local, long, mesh_of, shard_, whole
+from tests.sharded_fixtures import IS_TORCH_2_9, OddNet, local, long, mesh_of, shard_, whole
 from torch import Tensor
 
 import fixtures
@@ -25,6 +25,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "two_dimensions": {"spec": "diloco(H=3)", "codec": "int4", "exchange": "two_way", "native_mesh": True},
 }
 STEPS = 7
+# FSDP of torch 2.8 rounds its means in another way, and AdamW turns that into up to 3 % of its rate of 0.01.
+ROUNDING = 1e-6 if IS_TORCH_2_9 else 1e-3
 PLAIN = {"spec": "diloco(H=2, start=2, first=None)"}
 
 
@@ -186,7 +188,7 @@ def test_uncompressed_rounds_are_those_of_whole_replicas(answers: Answers, case:
         assert report.rounds.steps == 2 and report.local_steps == 4
         for found, expected in (inside, averaged):
             for name, x in expected.items():
-                assert torch.allclose(found[name], x, rtol=1e-4, atol=1e-6), name
+                assert torch.allclose(found[name], x, rtol=1e-4, atol=ROUNDING), name
         assert torch.equal(before, after) and not torch.allclose(before, within, rtol=1e-3)
 
 

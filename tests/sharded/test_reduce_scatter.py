@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.sharded_fixtures import OddNet, long, mesh_of, shard_, shards, train, whole
+from tests.sharded_fixtures import IS_TORCH_2_9, OddNet, long, mesh_of, shard_, shards, train, whole
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 import fixtures
 from gradwire.codecs.codec import codec
@@ -14,6 +15,7 @@ from gradwire.integrations.sharded import compress_reduce_scatter
 from gradwire.integrations.sharded.reduce_scatter import CompressedReduceScatter
 from spawn import Answers, cases_fixture
 
+needs_torch_2_9 = pytest.mark.skipif(not IS_TORCH_2_9, reason="older versions take no other reduce-scatter")
 SPECS = {"fp32": 1e-6, "bf16": 4e-3, "int8": 1e-2, "hadamard | int4": 0.1}
 
 
@@ -30,9 +32,18 @@ def alone() -> tuple[Tensor, Tensor]:
     return given, out
 
 
+def older() -> str:
+    """What a version of torch says that takes no other reduce-scatter."""
+    net = shard_(OddNet(), mesh_of(1, 4)["shard"])
+    with pytest.MonkeyPatch.context() as patch:
+        if IS_TORCH_2_9:
+            patch.delattr(FSDPModule, "set_custom_reduce_scatter")
+        return fixtures.error_text(lambda: compress_reduce_scatter(net, "int8"))
+
+
 def reduced(rank: int, world: int, case: str) -> Any:
-    if case == "alone":
-        return alone()
+    if case in ("alone", "older"):
+        return alone() if case == "alone" else older()
     mesh = mesh_of(1, 4)["shard"]
     native = gradients(shard_(OddNet(), mesh), rank)
     net = shard_(OddNet(), mesh)
@@ -52,9 +63,12 @@ def reduced(rank: int, world: int, case: str) -> Any:
     return native, ours, report, whole(net), after
 
 
-answers = cases_fixture(reduced, 4, {**{spec: spec for spec in SPECS}, "refused": "refused", "alone": "alone"})
+answers = cases_fixture(
+    reduced, 4, {**{spec: spec for spec in SPECS}, **{name: name for name in ("refused", "alone", "older")}}
+)
 
 
+@needs_torch_2_9
 @pytest.mark.parametrize("case", long(SPECS, "bf16"))
 def test_gradients_are_those_of_fsdp_but_for_rounding(answers: Answers, case: str) -> None:
     for native, ours, _, _, _ in answers[case]:
@@ -63,6 +77,7 @@ def test_gradients_are_those_of_fsdp_but_for_rounding(answers: Answers, case: st
     assert all(fixtures.same(answers[case][0][3], one[3]) for one in answers[case])
 
 
+@needs_torch_2_9
 @pytest.mark.parametrize("case", ["int8"])
 def test_few_bytes_are_sent_and_counted(answers: Answers, case: str) -> None:
     for _, _, report, _, bad in answers[case]:
@@ -71,6 +86,7 @@ def test_few_bytes_are_sent_and_counted(answers: Answers, case: str) -> None:
         assert bad["first.weight"]  # a gradient that is not finite stays so, as with FSDP alone
 
 
+@needs_torch_2_9
 @pytest.mark.parametrize("case", ["refused"])
 def test_what_would_be_wrong_is_refused(answers: Answers, case: str) -> None:
     for divided, starved in answers[case]:
@@ -82,3 +98,8 @@ def test_what_would_be_wrong_is_refused(answers: Answers, case: str) -> None:
 def test_one_rank_keeps_its_gradient(answers: Answers, case: str) -> None:
     for given, out in answers[case]:
         assert torch.equal(given, out)
+
+
+@pytest.mark.parametrize("case", ["older"])
+def test_a_version_without_other_reduce_scatters_is_refused(answers: Answers, case: str) -> None:
+    assert all(text.startswith("ValueError") and "torch 2.9" in text for text in answers[case])

@@ -18,10 +18,9 @@ from torch import Tensor
 from gradwire_lab.train import data
 from gradwire_lab.train.data.augment import Augment
 from gradwire_lab.train.data.imagefolder import FolderLoader, crop, folder_evaluation
-from gradwire_lab.train.data.images import ImageLoader, ImageTask, evaluation
+from gradwire_lab.train.data.images import ImageLoader, ImageTask, Resolution, evaluation
 from gradwire_lab.train.data.partition import columns, shards
 from gradwire_lab.train.data.pydoc import paragraphs
-from gradwire_lab.train.data.resolution import Resolution
 from gradwire_lab.train.data.sequences import IGNORED, ColumnLoader, WindowLoader, reading
 from gradwire_lab.train.data.text import TextTask, thirds
 
@@ -167,8 +166,8 @@ def test_idx_files_zipped_or_not(tmp_path: Path) -> None:
     ("content", "sentence"),
     [
         (b"12", "is damaged"),
-        (gzip.compress(b"no idx"), "no idx file"),
-        (gzip.compress(idx(np.zeros((2, 3), np.uint8))[:-1]), r"announces \(2, 3\) values but holds 5"),
+        (gzip.compress(b"no idx", mtime=0), "no idx file"),
+        (gzip.compress(idx(np.zeros((2, 3), np.uint8))[:-1], mtime=0), r"announces \(2, 3\) values but holds 5"),
     ],
 )
 def test_damaged_idx_files(tmp_path: Path, content: bytes, sentence: str) -> None:

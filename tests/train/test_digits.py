@@ -44,7 +44,7 @@ each_job = pytest.mark.parametrize(
 def training(job: DemoJob, place: RankInfo, epochs: int | None = None) -> Training:
     sync = {"spec": job.spec, "feedback": job.feedback or "auto", "exchange": job.exchange or "auto"}
     settings = {"train.epochs": epochs or job.epochs, "optimizer.lr": job.lr, "data.options.standardize": "true"}
-    settings |= {f"sync.{name}": value for name, value in sync.items()}
+    settings |= {f"sync.{name}": value for name, value in sync.items()} | {"train.eval_every": 100}  # at the end alone
     return Training(resolve(["digits"], [f"{key}={value}" for key, value in settings.items()]), place)
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradwire_lab.cli.gossip_plan import rows
 from gradwire_lab.cli.main import app
+from gradwire_lab.cli.plan import gossip_rows
 from gradwire_lab.report.charts import figures
 from gradwire_lab.report.load import load
 from gradwire_lab.report.run_groups import tasks
@@ -217,7 +217,7 @@ def test_the_plan_knows_the_bytes(tmp_path: Path) -> None:
         assert words in done.output, words
     recipe = recipe_of("digits", *RING, "gossip.graph=star", "train.epochs=1")
     model = build(recipe.model.name, recipe.model.options, {"classes": 10, "channels": 1, "size": 8})
-    told = dict(rows(recipe, model, 4))["sent"]
+    told = dict(gossip_rows(recipe, model, 4))["sent"]
     final = train(recipe, 4, tmp_path)  # the first worker is the hub, and has three neighbors
     assert f"{int(final['sent'] / final['step']):,} bytes" in told
 
@@ -226,7 +226,7 @@ def test_the_plan_knows_the_bytes(tmp_path: Path) -> None:
 def test_the_plan_knows_the_bytes_of_other_methods(tmp_path: Path, name: str) -> None:
     recipe = recipe_of("digits", *RING, "gossip.codec=", f"gossip.method={name}", "train.epochs=1")
     model = build(recipe.model.name, recipe.model.options, {"classes": 10, "channels": 1, "size": 8})
-    told = dict(rows(recipe, model, 4))["sent"]
+    told = dict(gossip_rows(recipe, model, 4))["sent"]
     final = train(recipe, 4, tmp_path)
     most = int(told.removeprefix("at most ").split()[0].replace(",", ""))
     least = 0.5 if name == "powergossip" else 0.999  # rows and columns of a matrix take turns

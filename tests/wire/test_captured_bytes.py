@@ -153,7 +153,8 @@ def take_steps(num_steps: int, case: Case, door: str, rank: int, **options: Any)
     """Attach; when asked on, take the steps, and report."""
     model = Model(case.rows)
     x = torch.randn(model.matrices[0].shape, generator=torch.Generator().manual_seed(rank))
-    trained = DistributedDataParallel(model, bucket_cap_mb=4) if door == "ddp" else model
+    # Weights are zeros on all ranks: nothing to broadcast.
+    trained = DistributedDataParallel(model, bucket_cap_mb=4, init_sync=False) if door == "ddp" else model
     wire = gradwire.compress(trained, case.spec, exchange=case.exchange, bucket_mb=4, **options)  # several buckets
     yield
     for _ in range(num_steps):
@@ -215,7 +216,7 @@ def test_the_report_equals_the_bytes_that_the_kernel_sent(watched, name, door):
         error = (counted.data - report.sent - gloo) / max(report.sent, 1e6)
         print(f"{name:9} {door:4} {report.sent:8.0f} {counted.sent:8} {counted.sent_frames:5} {error:+.2%}")
         # Gloo sends fewer messages where a tensor is tiny: some leeway for an exchange that sends nothing else.
-        assert counted.data == pytest.approx(report.sent + gloo, rel=0.03, abs=5000)
+        assert counted.carried(report.sent + gloo, rel=0.03, leeway=5000), (counted, report.sent + gloo)
         assert counted.sent_frames >= 0.97 * report.sent / SEGMENT
         into = counted.received - FRAME * counted.received_frames
         assert into == pytest.approx(report.received + gloo, rel=0.03, abs=5000 + resent)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.encoding import Encoded
-from gradwire.core.payload import Payload, as_bytes, from_bytes
+from gradwire.core.payload import Payload
 
 if TYPE_CHECKING:
     from gradwire.codecs.codec import Codec
@@ -21,15 +21,15 @@ def dtype_of(codec: "Codec") -> torch.dtype:
 
 def as_addend(codec: "Codec", payload: Payload) -> Tensor:
     """A linear codec's message as numbers that may be added across ranks."""
-    return from_bytes(payload.data, dtype_of(codec))
+    return payload.data.view(dtype_of(codec))  # the sender's own bytes, which lie where a tensor begins
 
 
 def clip_for_sum(encoded: Encoded, world: int) -> Encoded:
-    """The same with every value limited so that ``world`` of them may be added."""
+    """The same with every value limited, where it lies, so that ``world`` of them may be added."""
     dtype = dtype_of(encoded.codec)
     limit = max_addend(dtype, world)
-    body = as_bytes(from_bytes(encoded.body, dtype).clamp(-limit, limit))
-    return replace(encoded, body=body, exact=None)
+    encoded.body.view(dtype).clamp_(-limit, limit)
+    return replace(encoded, exact=None)
 
 
 def max_addend(dtype: torch.dtype, world: int) -> float:

@@ -9,12 +9,9 @@ Wire, in this order and with no padding between the parts:
 `encoding` writes messages, `decoding` reads them, `addends` has what payloads need that are added as they are.
 """
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,11 +24,17 @@ from gradwire.codecs.quantizers import FP32
 from gradwire.codecs.stage import EncodeInput, IndexCoder, Memory, Quantizer, Selector, Stage, Transform
 from gradwire.core.keys import Key
 from gradwire.core.payload import COUNT_BYTES, Payload
+from gradwire.core.renamed import renamed_attributes
 from gradwire.core.segments import Segments
 from gradwire.core.spec import parse
 from gradwire.core.traits import Traits
 
+# The old names of one release.
+_RENAMED = {name: f"decoder.{name}" for name in ("total", "mean", "entries", "merge", "expand")}
+_RENAMED |= {"sparse": "decoder.is_sparse", "steady": "with_fixed_length", "plain": "is_identity_on_selected"}
 
+
+@renamed_attributes(_RENAMED)
 @dataclass(frozen=True)
 class Codec:
     """A chain of stages with every slot filled."""
@@ -122,6 +125,10 @@ class Codec:
         index_bytes = coder.size(sum(counts), table.total) if coder else 0
         return self.header_bytes + index_bytes + self.quantizer.size(counts)
 
+    def fixed_size(self, segments: Segments) -> int | None:
+        """The length of all messages for this buffer; None where it varies."""
+        return self.size(segments) if self.traits.fixed else None
+
     def length(self, indices: Tensor, counts: tuple[int, ...], table: Segments) -> tuple[int, Tensor | None]:
         """How long the message of these positions is, ``counts`` in each segment.
 
@@ -150,20 +157,6 @@ class Codec:
             CorruptMessageError: The message is not one that a correct sender writes.
         """
         return self.decoder.total([payload], segments, [key])
-
-    if not TYPE_CHECKING:  # else any name would pass
-
-        def __getattr__(self, name: str) -> Any:
-            """An old name, with a warning."""
-            if name not in _RENAMED:
-                raise AttributeError(f"'Codec' object has no attribute {name!r}")
-            warnings.warn(f"Codec.{name} is now Codec.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
-            return attrgetter(_RENAMED[name])(self)
-
-
-# The old names of one release.
-_RENAMED = {name: f"decoder.{name}" for name in ("total", "mean", "entries", "merge", "expand")}
-_RENAMED |= {"sparse": "decoder.is_sparse", "steady": "with_fixed_length", "plain": "is_identity_on_selected"}
 
 
 def codec(spec: "str | Stage | Codec") -> Codec:

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradwire.codecs.stage import Decoded, EncodeInput
 from gradwire.core.deferred_checks import check
 from gradwire.core.keys import Key
+from gradwire.core.layout import same_memory
 from gradwire.core.payload import COUNT_BYTES, CorruptMessageError, Payload, as_rows, from_bytes
 from gradwire.core.segments import Segments, on
 from gradwire.kernels import groups
@@ -34,9 +35,14 @@ class Entries(NamedTuple):
     indices: Tensor
     bounds: tuple[int, ...]
 
+    @property
+    def ranks(self) -> int:
+        """Of so many ranks."""
+        return len(self.bounds) - 1
+
     def mean(self, n: int) -> Tensor:
         """The mean over ranks, of so many entries."""
-        return scatter_mean(*self, n, len(self.bounds) - 1)
+        return scatter_mean(*self, n, self.ranks)
 
     def mean_of_senders(self, n: int) -> Tensor:
         """The same, but of each entry over those ranks that sent it."""
@@ -119,20 +125,45 @@ class Decoder:
         return Entries(values[0] if len(values) == 1 else torch.cat(values), found.indices.flatten(), bounds)
 
     def merge(
-        self, payloads: Sequence[Payload], error: Tensor | None, segments: Segments, keys: Sequence[Key], key: Key
+        self,
+        payloads: Sequence[Payload],
+        error: Tensor | None,
+        segments: Segments,
+        keys: Sequence[Key],
+        key: Key,
+        out: Tensor | None = None,
     ) -> tuple[Payload, Tensor | None]:
         """The mean of several ranks' messages plus an error, encoded under ``key``; and the new error.
 
-        Without an error, none is kept.
+        Without an error, none is kept. The new one may lie in ``out``, or in new memory.
         """
         codec = self.codec
-        if codec.selector is None and codec.transform is None and codec.quantizer.merge is not None:
+        whole = codec.selector is None and codec.transform is None
+        if whole and codec.quantizer.merge_into is not None and error is not None and out is not None:
+            body = codec.quantizer.merge_into(as_rows(payloads), error, segments.lengths, out)
+            return Payload(body), out
+        if whole and codec.quantizer.merge is not None:
             body, error = codec.quantizer.merge(as_rows(payloads), error, segments.lengths)
             return Payload(body), error
         target = groups.over(self.total(payloads, segments, keys), len(payloads))
         target = target if error is None else target + error
         encoded = codec.encode(EncodeInput(target, target, {}, segments), key)
         return encoded.payload, None if error is None else encoded.sent.residual_of(target)
+
+    def decode_times(
+        self, payload: Payload, segments: Segments, key: Key, out: Tensor, factor: Tensor, product: Tensor
+    ) -> None:
+        """Write a message's values to ``out``, and their products with ``factor`` to ``product``; at once if it can."""
+        codec, size = self.codec, self.codec.size(segments)
+        plain = codec.selector is None and codec.transform is None and payload.nbytes >= size
+        if plain and codec.quantizer.decode_times is not None:
+            data, lengths = payload.data[:size], on(segments.lengths, payload.data.device)
+            codec.quantizer.decode_times(data, lengths, out, factor, product)
+            return
+        decoded = self.total([payload], segments, [key], out)
+        if not same_memory(decoded, out):
+            out.copy_(decoded)
+        torch.mul(out, factor, out=product)
 
     def expand(self, values: Tensor, segments: Segments, key: Key) -> Tensor:
         """A sum of addends, or their mean, as a dense float32 vector."""

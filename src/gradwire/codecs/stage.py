@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Memory = Mapping[str, Tensor]
 # (gradient, residual, decay, lengths, before) -> (data, not finite): keeps the error as it encodes.
 FeedbackKernel = Callable[..., tuple[Tensor, Tensor]]
+# (gradient, residual, momentum, decay, lengths, before, out) -> the same, where the gradient enters momentum first.
+MomentumKernel = Callable[..., tuple[Tensor, Tensor]]
 # (messages uint8[ranks, size], error, lengths) -> the mean of messages plus the error, encoded; and the new error.
 MergeKernel = Callable[[Tensor, Tensor | None, tuple[int, ...]], tuple[Tensor, Tensor | None]]
 
@@ -132,11 +134,16 @@ class Quantizer(Stage):
     """Turns values into bytes. A scale belongs to one segment, or to one block of it."""
 
     feedback_kernel: FeedbackKernel | None = None
+    momentum_kernel: MomentumKernel | None = None
     merge: MergeKernel | None = None
+    # (messages, error, lengths, out) -> the message that `merge` gives; the new error is written to ``out``.
+    merge_into: Callable[[Tensor, Tensor, tuple[int, ...], Tensor], Tensor] | None = None
     # (data, lengths) -> whether a value that is not finite was encoded, a bool on the device, as the message tells.
     has_nonfinite: Callable[[Tensor, tuple[int, ...]], Tensor] | None = None
     # (data, lengths, out) -> what `decode` gives, written to ``out``.
     decode_into: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    # (data, lengths, out, factor, product) -> what `decode` gives is written to ``out``, times factor to ``product``.
+    decode_times: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None = None
 
     @abstractmethod
     def size(self, lengths: tuple[int, ...]) -> int:

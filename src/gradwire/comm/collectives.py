@@ -5,8 +5,7 @@ in-process `lockstep` share every line of it, and their bytes are counted in one
 """
 
 from collections.abc import Generator, Sequence
-from dataclasses import astuple, dataclass
-from operator import add
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -66,7 +65,8 @@ class Traffic:
     messages: float = 0.0  # that this rank sends: what headers and acknowledgments are for
 
     def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(*map(add, astuple(self), astuple(other)))
+        sent, received = self.sent + other.sent, self.received + other.received
+        return Traffic(sent, received, self.collectives + other.collectives, self.messages + other.messages)
 
 
 def traffic(collective: Collective, rank: int, world: int) -> Traffic:

@@ -23,6 +23,8 @@ class FrameKind(IntEnum):
     PULL = 8  # it asks for parameters
     STATE = 9  # step: its next one; body: its parameters
     LEAVE = 10  # it leaves; nothing is lost
+    ASK = 11  # it asks for the next step
+    ANSWER = 12  # step: its next one, or -1 where it has not joined
 
 
 @dataclass
@@ -42,6 +44,8 @@ class Edge:
         last_seen: When the last frame came.
         messages: Received ones, by step and index, until they are used.
         state: The peer's next step and parameters, after a PULL.
+        asked: Whether this end has asked for the peer's next step.
+        answer: That step, or -1, once the peer has answered.
         wants_state: Whether the peer waits for this end's parameters, which are not there yet.
     """
 
@@ -57,4 +61,6 @@ class Edge:
     last_seen: float = field(default_factory=time.monotonic)
     messages: dict[tuple[int, int], bytes] = field(default_factory=dict)
     state: tuple[int, bytes] | None = None
+    asked: bool = False
+    answer: int | None = None
     wants_state: bool = False

@@ -16,7 +16,7 @@ from gradwire.comm.torch_backend import TorchBackend, subgroup
 class HostBackend(Backend):
     """Carries out each collective by its scope.
 
-    Collectives of the whole world are agreements before and after training, which nothing counts.
+    Collectives of the whole world are agreements before and after training, which are in neither count.
 
     Attributes:
         whole: All ranks.
@@ -37,22 +37,17 @@ class HostBackend(Backend):
         self.rank, self.world, self.device, self.barrier = whole.rank, whole.world, whole.device, whole.barrier
         self.stream_ordered = inside_host.stream_ordered and between.stream_ordered
 
-    def _counting(self, collective: Collective) -> CountingBackend | None:
-        return {"host": self.inside_host, "across": self.between}.get(collective.scope)
-
-    def run(self, collective: Collective) -> Tensor:
-        backend = self._counting(collective)
-        return self.whole.move(collective) if backend is None else backend.run(collective)
+    def _backend(self, collective: Collective) -> CountingBackend:
+        return {"host": self.inside_host, "across": self.between}.get(collective.scope, self.whole)
 
     def move(self, collective: Collective) -> Tensor:
         return self.whole.move(collective)
 
+    def run(self, collective: Collective) -> Tensor:
+        return self._backend(collective).run(collective)
+
     def run_into(self, collective: Collective, out: Tensor) -> None:
-        backend = self._counting(collective)
-        if backend is None:
-            out.copy_(self.whole.move(collective))
-        else:
-            backend.run_into(collective, out)
+        self._backend(collective).run_into(collective, out)
 
 
 def subdivide(whole: Backend, host_layout: HostLayout) -> HostBackend:

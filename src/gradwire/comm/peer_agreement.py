@@ -104,13 +104,15 @@ class EdgeAgreement:
             self.edges.send(edge, FrameKind.REFUSE, self.next_step)
         elif kind == FrameKind.PULL:
             self.send_state([edge])
+        elif kind == FrameKind.ASK:  # answered while the caller computes, too: nothing is agreed on
+            self.edges.send(edge, FrameKind.ANSWER, self.next_step if self.joined else -1)
 
     def reset(self) -> list[Edge]:
         """Agree to nothing until `join` is called again. Returns the edges that were agreed on. With the lock held."""
         self.joined = False
         agreed = [edge for edge in self.edges.live() if edge.start is not None or edge.offered is not None]
         for edge in self.edges.live():
-            edge.announced, edge.start, edge.tries = False, None, 0
+            edge.announced, edge.start, edge.tries, edge.answer = False, None, 0, None
         return agreed
 
 
@@ -130,6 +132,8 @@ def _record(edge: Edge, kind: int, step: int, index: int, body: bytes) -> None:
         edge.state = step, body
     elif kind == FrameKind.PULL:
         edge.wants_state = True
+    elif kind == FrameKind.ANSWER:
+        edge.answer = step
     elif kind == FrameKind.READY:
         edge.peer_step = step
     elif kind == FrameKind.REFUSE:

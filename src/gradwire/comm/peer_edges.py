@@ -47,6 +47,16 @@ class EdgeTable:
                 del self.by_peer[edge.peer]
             self.changed.notify_all()
 
+    def is_cut_off(self, step: int) -> bool:
+        """Whether no edge takes part in a step."""
+        return not any(edge.start is not None and edge.start <= step for edge in self.live())
+
+    def furthest(self, step: int) -> int | None:
+        """The peer that is furthest beyond a step, if there is one."""
+        reached = [(max(e.peer_step or 0, e.start or 0, e.answer or 0), e.peer) for e in self.live()]
+        further = [pair for pair in reached if pair[0] > step]
+        return max(further)[1] if further else None
+
     def wait_until(self, holds: Callable[[], bool]) -> None:
         """Wait for a condition, at most `timeout`.
 

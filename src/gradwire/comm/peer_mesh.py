@@ -11,14 +11,15 @@ ends agree on the first step of an edge, so neither waits for a message that is 
     any ---- LEAVE ----------------> none         nothing is lost
     any ---- silence, or an end ---> none         the neighbor is lost, if the edge was agreed on
     any ---- PULL, STATE ----------> the same     a rank that comes back takes a neighbor's step and parameters
+    any ---- ASK, ANSWER ----------> the same     a rank that was cut off learns a neighbor's step, announced long ago
 
 Offers carry a digest of an end's copies of the edge, after a checkpoint was loaded; where both are equal, the edge goes
 on as it was. While a rank waits for one neighbor, it sends WAIT to the others; a neighbor that sends nothing for
 `timeout` seconds is dropped. Its threads connect again, but agree to nothing before its caller is active again.
 
 `secure_channel` has the wire format, which keeps strangers out; `framing` the kinds of frames, `peer_connector` the
-connections, `peer_edges` the table of edges, `peer_agreement` the answers to frames. This module has what the caller
-does.
+connections, `peer_edges` the table of edges, `peer_agreement` the answers to frames, `peer_inquiry` the questions of a
+rank that was cut off. This module has what the caller does.
 """
 
 import logging
@@ -30,6 +31,7 @@ from gradwire.comm.framing import UNCOUNTED, Edge, FrameKind
 from gradwire.comm.peer_agreement import EdgeAgreement, Snapshot, is_pending
 from gradwire.comm.peer_connector import Connector
 from gradwire.comm.peer_edges import EdgeTable
+from gradwire.comm.peer_inquiry import ask_steps
 from gradwire.comm.rendezvous import Rendezvous
 
 _LEAVE_SECONDS = 0.3
@@ -74,12 +76,12 @@ class PeerMesh:
 
         def all_there() -> bool:
             ready = [edge for edge in self.edges.live() if edge.peer_step is None or edge.peer_step >= step]
-            return len(ready) == len(self._neighbors) or self._furthest(step) is not None
+            return len(ready) == len(self._neighbors) or self.edges.furthest(step) is not None
 
         with self.edges.changed:
             self._agreement.next_step = step
             self.edges.wait_until(all_there)
-            return self._furthest(step)
+            return self.edges.furthest(step)
 
     def await_peer(self, peer: int) -> bool:
         """Wait until a neighbor is there, at most `timeout`."""
@@ -240,8 +242,21 @@ class PeerMesh:
     def is_left_behind(self, step: int, slack: int) -> bool:
         """Whether some peer is more than ``slack`` steps ahead, and no edge begins sooner."""
         with self.edges.changed:
-            soon = any(edge.start is not None and edge.start <= step + slack for edge in self.edges.live())
-            return not soon and self._furthest(step + slack) is not None
+            return self.edges.is_cut_off(step + slack) and self.edges.furthest(step + slack) is not None
+
+    def is_cut_off(self, step: int) -> bool:
+        """Whether no edge takes part in a step."""
+        with self.edges.changed:
+            return self.edges.is_cut_off(step)
+
+    def ask(self, step: int, awaited: Iterable[int]) -> bool:
+        """Ask all peers for their next steps, at most `timeout`. Returns whether this rank is left behind.
+
+        Args:
+            step: Of this rank.
+            awaited: Peers that are waited for, there or not, unless another one is further or takes part in the step.
+        """
+        return ask_steps(self.edges, step, {*awaited} - {self.rank})
 
     # -- with the edges' lock held -------------------------------------------------------------------------------------
 
@@ -249,9 +264,3 @@ class PeerMesh:
         live = {edge.peer: edge.start is not None for edge in self.edges.live()}
         anyone = bool(live) or not self._neighbors
         return anyone and all(live.values()) and all(peer in live for peer in awaited)
-
-    def _furthest(self, step: int) -> int | None:
-        """The peer that is furthest beyond a step, if there is one."""
-        reached = [(max(edge.peer_step or 0, edge.start or 0), edge.peer) for edge in self.edges.live()]
-        further = [pair for pair in reached if pair[0] > step]
-        return max(further)[1] if further else None

@@ -1,12 +1,17 @@
 """TorchBackend: a torch.distributed process group (gloo, NCCL, or gloo with CUDA tensors)."""
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from gradwire.comm.agreement_barrier import AgreementBarrier, CollectiveProgress
 from gradwire.comm.backend import Backend, CountingBackend
@@ -14,6 +19,9 @@ from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, Coll
 from gradwire.comm.emulated import maybe_emulated
 from gradwire.comm.liveness import ProbeAddress, ProbeAddresses, probe_address
 from gradwire.comm.single import SingleBackend
+
+_OUR_COUNT = 2**32  # beyond all counts of torch's own
+_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()  # groups by ranks, of each world
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -41,9 +49,31 @@ def subgroup(
 ) -> dist.ProcessGroup:
     """A group of some ranks of the world, with their parent's timeout. All ranks must call it, or ``members_only``."""
     timeout = timeout or timeout_of(parent if parent is not None else dist.group.WORLD)
-    made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=members_only)
+    with _count_of_own(tuple(ranks)):
+        made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=members_only)
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+@contextmanager
+def _count_of_own(ranks: tuple[int, ...]) -> Iterator[None]:
+    """Have torch name a group by how many of the same ranks we have made, which is the same on all of them.
+
+    It takes its own count of groups, which since torch 2.15 differs between ranks once some of them have made a group
+    without the others. They would wait for groups of different names. The user's groups would, too, so the count is put
+    back.
+    """
+    world: Any = getattr(distributed_c10d, "_world", None)
+    if not hasattr(world, "group_count"):
+        yield
+        return
+    made = _made.setdefault(dist.group.WORLD, Counter())
+    made[ranks] += 1
+    before, world.group_count = world.group_count, _OUR_COUNT + made[ranks]
+    try:
+        yield
+    finally:
+        world.group_count = before
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:

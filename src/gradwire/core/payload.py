@@ -66,3 +66,16 @@ def as_rows(payloads: Sequence[Payload]) -> Tensor:
 
 class CorruptMessageError(ValueError):
     """A received message that no healthy sender has written."""
+
+
+def first_bytes(data: Tensor, size: int, what: str) -> Tensor:
+    """The part of a message that begins here.
+
+    Raises:
+        CorruptMessageError: Not so many bytes are left.
+    """
+    if data.numel() < size:
+        raise CorruptMessageError(
+            f"{what} takes {size} bytes but only {data.numel()} are left; the message was cut short"
+        )
+    return data[:size]

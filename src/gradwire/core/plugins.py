@@ -9,7 +9,8 @@ import importlib.util
 import os
 import sys
 import traceback
-from importlib.metadata import entry_points
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 
@@ -37,7 +38,7 @@ def load_file(path: Path) -> ModuleType:
 
 def load_plugins() -> None:
     """Import all plugins that are not imported yet."""
-    for point in entry_points(group=GROUP):
+    for point in _installed(tuple((str(place), _changed(place)) for place in sys.path)):
         if point.value not in _points:
             _points.add(point.value)  # first: a plugin may look names up
             try:
@@ -48,6 +49,20 @@ def load_plugins() -> None:
     for path in files():
         if path.resolve() not in _modules:
             load_file(path)
+
+
+@lru_cache(maxsize=1)
+def _installed(places: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
+    """The entry points of packages in these folders. To read them takes long: they are read when a folder changes."""
+    return tuple(entry_points(group=GROUP))
+
+
+def _changed(place: str) -> int:
+    """When something was added to a folder, or removed, in nanoseconds."""
+    try:
+        return os.stat(place or ".").st_mtime_ns
+    except OSError:
+        return 0
 
 
 def files() -> list[Path]:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping
 from functools import wraps
+from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -25,6 +26,23 @@ def renamed(names: Mapping[str, str], namespace: Mapping[str, Any]) -> Callable[
         return namespace[names[name]]
 
     return __getattr__
+
+
+def renamed_attributes(names: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """A class some of whose attributes have changed their names: new ones, which may have dots, by old ones."""
+
+    def __getattr__(self: Any, name: str) -> Any:
+        kind = type(self).__name__
+        if name not in names:
+            raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+        warnings.warn(f"{kind}.{name} is now {names[name]}", DeprecationWarning, stacklevel=2)
+        return attrgetter(names[name])(self)
+
+    def decorate(cls: type[T]) -> type[T]:
+        cls.__getattr__ = __getattr__  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
 
 
 def renamed_argument(old: str, new: str) -> Callable[[Callable[P, T]], Callable[P, T]]:

@@ -5,6 +5,7 @@ entire-model compression are the same code over different segment tables.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire.core.graph_refs import cached_on_device
+from gradwire.core.keys import qualified
 
 _known: Any = WeakTensorKeyDictionary()
 
@@ -64,7 +66,7 @@ class Segments:
     @cached_property
     def rows(self) -> tuple[tuple[int, int], ...]:
         """How many rows there are, and how wide, tensor by tensor; a row is all that belongs to one output."""
-        return tuple(_rows(shape) for shape in self.merged_from or self.shapes)
+        return tuple(matrix_shape(shape) for shape in self.merged_from or self.shapes)
 
     def slices(self) -> dict[str, slice]:
         """Where each name lies."""
@@ -84,7 +86,14 @@ class Segments:
         return on(self.offsets, device)
 
 
-def _rows(shape: tuple[int, ...]) -> tuple[int, int]:
+def by_rank(tables: Sequence[Sequence[Segments]]) -> Segments:
+    """The segments of several ranks end to end, each named after its rank."""
+    names = [qualified(name, rank) for rank, own in enumerate(tables) for table in own for name in table.names]
+    return Segments(tuple(names), tuple(shape for own in tables for table in own for shape in table.shapes))
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a tensor as a matrix, its first dimension by the rest; a vector is one row."""
     return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
 
 

@@ -1,4 +1,13 @@
-"""Engine: plans, lanes, and the step of one rank."""
+"""Engine: plans, lanes, and the step of one rank.
+
+method, presets          what a spec stands for; whole methods by name: dgc, onebit_adam, ...
+plan, lane, encoders     which lane serves a parameter, what a lane does, by which kernels
+step, state, checkpoint  the step of one rank, what lanes remember, and how that is saved
+status, overflow         what ranks report to each other; steps that are skipped because a gradient is not finite
+drive, cuda_graphs       executors: eager, and captured (`capture`, `graph_buffers`)
+lockstep, batched        executors of all ranks of one process: one after the other, or all at once
+hosts, sharded           engines that wrap another: ranks that share a host, and parameters that are sharded
+"""
 
 from gradwire.engine.lane import Lane as Lane
 from gradwire.engine.lockstep import Lockstep as Lockstep

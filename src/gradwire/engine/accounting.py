@@ -1,7 +1,7 @@
 """Accounting: bytes and seconds by rule."""
 
 from collections import Counter, defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,12 @@ class Accounting:
     encoded: Counter[str] = field(default_factory=Counter)
     dense: Counter[str] = field(default_factory=Counter)
     seconds: defaultdict[str, Clock] = field(default_factory=lambda: defaultdict(Clock))
+
+    def add(self, encoded: Mapping[str, int], dense: Mapping[str, int]) -> None:
+        """Count bytes by label. `Counter.update` takes ten times as long."""
+        for counter, added in ((self.encoded, encoded), (self.dense, dense)):
+            for label, n in added.items():
+                counter[label] += n
 
     def counted(self, lane: Lane, generator: CommGenerator[LaneResult]) -> CommGenerator[LaneResult]:
         """The same generator with its payloads and its time counted."""

@@ -46,14 +46,15 @@ class Batched:
     def __post_init__(self) -> None:
         self.world, self.clock = len(self.engines), Clock()
         self._stacked: list[LaneState] = []
-        self._fronts: list[list[Generation]] = []  # as the engines were left with them, by lane and rank
+        self._committed: list[list[Generation]] = []  # as the engines were left with them, by lane and rank
         # By lane: the gradients of all ranks, and the buffer in which they lie end to end.
         self._flats: dict[int, tuple[list[Tensor], Tensor]] = {}
 
     def can_run(self, grads: Sequence[Grads]) -> bool:
         """Whether this step can be taken for all ranks at once."""
         first = self.engines[0]
-        plain = self.group.host_layout is None and all(engine.step == first.step for engine in self.engines)
+        steps = {(engine.step, engine.shard) for engine in self.engines}
+        plain = self.group.host_layout is None and len(steps) == 1
         dense = all(x is not None and x.layout == torch.strided for own in grads for x in own.values())
         lanes = zip(first.plan.lanes, first.states, strict=True)
         intact = not any(engine.skipped_steps.corrupt_error for engine in self.engines)  # else a status has to travel
@@ -78,7 +79,7 @@ class Batched:
         lanes, nonfinite, results = first.plan.lanes, list[Tensor](), list[Simulated]()
         for i, (lane, state) in enumerate(zip(lanes, self._states(), strict=True)):
             flat = self._flat(i, lane, grads, unscale)
-            results.append(self._run_lane(lane, flat, state, Key(first.seed, first.step, PER_RANK), nonfinite))
+            results.append(self._run_lane(lane, flat, state, first.key.of(PER_RANK), nonfinite))
         skip, requests = _read(nonfinite, [result[2] for result in results])
         self._count(requests)
         if skip:
@@ -108,7 +109,7 @@ class Batched:
         ranks = range(self.world if encoder.exchange.cuts else 0)
         cuts = tuple(server_slice(lane.units.total, self.world, rank) for rank in ranks)
         context = lane.context(key, self.world)._replace(units=stacked(lane.units, self.world, cuts), simulated=True)
-        storage = Generation({}) if self.engines[0].rollback else state.front
+        storage = Generation({}) if self.engines[0].rollback else state.current
         message = encoder.encode(GradViews([flat], flat.device), state, storage, context, nonfinite).message
         encoded = time.perf_counter()
         assert encoder.exchange.simulate is not None and message.sent is not None
@@ -126,9 +127,9 @@ class Batched:
 
     def _states(self) -> list[LaneState]:
         """All ranks' states end to end, by lane; those of the last step, unless an engine got others since."""
-        ours = self._fronts and all(
-            engine.states[i].front is fronts[rank]
-            for i, fronts in enumerate(self._fronts)
+        ours = self._committed and all(
+            engine.states[i].current is parts[rank]
+            for i, parts in enumerate(self._committed)
             for rank, engine in enumerate(self.engines)
         )
         if not ours:
@@ -140,13 +141,13 @@ class Batched:
         return self._stacked
 
     def _commit(self, generations: list[Generation]) -> None:
-        self._fronts = []
+        self._committed = []
         for i, (lane, new) in enumerate(zip(self.engines[0].plan.lanes, generations, strict=True)):
             self._stacked[i].commit(new)
-            fronts = _unstack(new, lane.units.total, self.world)
-            self._fronts.append(fronts)
-            for engine, front in zip(self.engines, fronts, strict=True):
-                engine.states[i].commit(front)
+            parts = _unstack(new, lane.units.total, self.world)
+            self._committed.append(parts)
+            for engine, part in zip(self.engines, parts, strict=True):
+                engine.states[i].commit(part)
         for engine in self.engines:
             engine.step += 1
 
@@ -197,9 +198,9 @@ def _stack(states: Sequence[LaneState]) -> LaneState:
 
 def _unstack(new: Generation, n: int, world: int) -> list[Generation]:
     """Each rank's part of every memory; of shards, its own."""
-    fronts = [Generation({}) for _ in range(world)]
+    parts = [Generation({}) for _ in range(world)]
     for name, x in new.tensors.items():
         for rank in range(world):
             start, stop = server_slice(n, world, rank) if name == SERVER_ERROR else (rank * n, (rank + 1) * n)
-            fronts[rank].tensors[name] = x[start:stop]
-    return fronts
+            parts[rank].tensors[name] = x[start:stop]
+    return parts

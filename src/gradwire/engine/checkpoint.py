@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ Saved: TypeAlias = Mapping[str, Tensor]
 _CARRIED_ERROR, _OBSERVED = "owed", "observed"  # what a lane holds in passing, by their names in checkpoints
 _BY_SHARD = StateSpec((), "shard")
 _NEEDED = ("format", "rank", "seed", "skipped", "step", "world")  # numbers of every state
+_SAVER = {"rank": 0, "world": 1, "local": 0, "beside": 1, "shard": 0, "shards": 1}  # where a state lacks them
 _LEAST = {"seed": -(2**63), "world": 1, "beside": 1, "shards": 1, "local": 0, "shard": 0}  # of the others, 0
 
 
@@ -67,36 +68,49 @@ def _tensors(state: LaneState) -> dict[str, Tensor]:
 
 def _specs(lane: Lane, held: Saved, world: int) -> dict[str, StateSpec]:
     like = StateSpec(lane.tensors.lengths)
-    return {**lane.slots(world), **{name: like for name in (_CARRIED_ERROR, _OBSERVED) if name in held}}
+    return {**lane.state_specs(world), **{name: like for name in (_CARRIED_ERROR, _OBSERVED) if name in held}}
+
+
+class Saver(NamedTuple):
+    """Which rank saved a state, of how many; where ranks share hosts, ``rank`` and ``world`` are of hosts."""
+
+    rank: int
+    world: int
+    local_rank: int
+    ranks_per_host: int
+    shard: int
+    shards: int
+
+
+def saver_of(saved: Saved) -> Saver:
+    """Which rank saved a state."""
+    return Saver(*(int(saved.get(f"gradwire/{name}", absent)) for name, absent in _SAVER.items()))
 
 
 def num_savers(saved: Saved) -> int:
     """How many ranks have saved a state like this one."""
-    beside, shards = (int(saved.get(f"gradwire/{name}", 1)) for name in ("beside", "shards"))
-    return int(saved["gradwire/world"]) * beside * shards
+    saver = saver_of(saved)
+    return saver.world * saver.ranks_per_host * saver.shards
 
 
 def of_shard(engine: AnyEngine, states: Sequence[Saved]) -> list[Saved]:
     """Of several states, those of this rank's shard."""
     if len(states) == 1 or not isinstance(engine, ShardEngine):
         return list(states)
-    mine = [state for state in states if int(state.get("gradwire/shard", 0)) == engine.shard]
-    return mine or list(states)
+    return [state for state in states if saver_of(state).shard == engine.shard] or list(states)
 
 
 def same_shape(engine: AnyEngine, saved: Saved) -> bool:
     """Whether a state was saved by as many ranks on as many hosts."""
-    return _place(saved)[1::2] == (engine.unwrapped.world, engine.ranks_per_host)
+    saver = saver_of(saved)
+    return (saver.world, saver.ranks_per_host) == (engine.unwrapped.world, engine.ranks_per_host)
 
 
 def _is_own(engine: AnyEngine, saved: Saved) -> bool:
     """Whether a state is of this very rank, in a world of the same shape."""
-    return _place(saved) == (engine.unwrapped.rank, engine.unwrapped.world, engine.local_rank, engine.ranks_per_host)
-
-
-def _place(saved: Saved) -> tuple[int, ...]:
-    absent = {"rank": 0, "world": 1, "local": 0, "beside": 1}
-    return tuple(int(saved.get(f"gradwire/{name}", value)) for name, value in absent.items())
+    saver = saver_of(saved)
+    place = saver.rank, saver.local_rank
+    return same_shape(engine, saved) and place == (engine.unwrapped.rank, engine.local_rank)
 
 
 def _by_host(engine: AnyEngine, states: Sequence[Saved]) -> list[Saved]:
@@ -105,12 +119,11 @@ def _by_host(engine: AnyEngine, states: Sequence[Saved]) -> list[Saved]:
     Raises:
         ValueError: Some of a host's ranks are missing.
     """
-    if all(int(state.get("gradwire/beside", 1)) == 1 for state in states):
+    savers = list(map(saver_of, states))
+    if all(saver.ranks_per_host == 1 for saver in savers) or (len(states) == 1 and _is_own(engine, states[0])):
         return list(states)
-    if len(states) == 1 and _is_own(engine, states[0]):
-        return list(states)
-    _, world, _, per_host = _place(states[0])
-    by_place = {_place(state)[::2]: state for state in states}
+    world, per_host = savers[0].world, savers[0].ranks_per_host
+    by_place = {(saver.rank, saver.local_rank): state for saver, state in zip(savers, states, strict=True)}
     places = list(product(range(world), range(per_host)))
     if sorted(by_place) != places or len(states) != len(places):
         raise ValueError(
@@ -131,8 +144,8 @@ def load(engine: AnyEngine, states: Sequence[Saved]) -> None:
     inner = engine.unwrapped
     states = _by_host(engine, states)
     mine = states
-    if int(states[0]["gradwire/world"]) == inner.world:
-        mine = [state for state in states if int(state["gradwire/rank"]) == inner.rank]
+    if saver_of(states[0]).world == inner.world:
+        mine = [state for state in states if saver_of(state).rank == inner.rank]
     for lane, state in zip(inner.plan.lanes, inner.states, strict=True):
         _load_lane(inner, lane, state, mine, states)
     if not isinstance(engine, Engine):
@@ -245,17 +258,17 @@ def _check_numbers(state: Saved, needed: Sequence[str]) -> None:
 
 
 def _check_shard(engine: AnyEngine, state: Saved) -> None:
-    saved = tuple(int(state.get(f"gradwire/{name}", value)) for name, value in (("shard", 0), ("shards", 1)))
+    saver = saver_of(state)
     mine = (engine.shard, engine.shards) if isinstance(engine, ShardEngine) else (0, 1)
-    if saved != mine:
+    if (saver.shard, saver.shards) != mine:
         raise ValueError(
-            f"the state is of shard {saved[0]} of {saved[1]}, and this rank holds shard {mine[0]} of {mine[1]}; save "
-            "and load through torch.distributed.checkpoint to change the number of shards"
+            f"the state is of shard {saver.shard} of {saver.shards}, and this rank holds shard {mine[0]} of {mine[1]}; "
+            "save and load through torch.distributed.checkpoint to change the number of shards"
         )
 
 
 def _check_ranks(inner: Engine, states: Sequence[Saved]) -> None:
-    world, ranks = int(states[0]["gradwire/world"]), sorted(int(state["gradwire/rank"]) for state in states)
+    world, ranks = saver_of(states[0]).world, sorted(saver_of(state).rank for state in states)
     if ranks != list(range(world)):
         raise ValueError(
             f"the state is of ranks {ranks} of a world of {world}, and this is rank {inner.rank} of "
@@ -264,9 +277,9 @@ def _check_ranks(inner: Engine, states: Sequence[Saved]) -> None:
 
 
 def _check_model(engine: AnyEngine, state: Saved) -> None:
-    lone = int(state["gradwire/world"]) == 1
+    lone = saver_of(state).world == 1
     for lane in engine.unwrapped.plan.lanes:
-        for memory, spec in lane.slots(engine.unwrapped.world).items():
+        for memory, spec in lane.state_specs(engine.unwrapped.world).items():
             for name, n in zip(lane.tensors.names, spec.lengths, strict=True):
                 saved = state.get(f"{memory}/{name}")
                 if saved is None and (spec.reshard == "shard" or lone):

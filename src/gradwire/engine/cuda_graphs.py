@@ -10,8 +10,8 @@ memory a parameter.
     then             capture, which also runs the step; eagerly again if it fails
     every other step replay, if state, codecs and addresses are those of a capture; else eagerly
 
-The status is read at once, unless all ranks are known to have all gradients (DDP without unused parameters, a world of
-one): then it stays on the device, which undoes a bad step by itself.
+The status is read at once, unless it makes no difference to this rank who else lacks gradients: then it stays on the
+device, which undoes a bad step by itself. What is captured has all gradients of this rank.
 """
 
 import logging
@@ -23,23 +23,24 @@ from torch import Tensor
 
 from gradwire.comm.backend import Backend
 from gradwire.core.deferred_checks import defer_checks
-from gradwire.core.layout import Places, in_memory_order, places, without_gaps
+from gradwire.core.layout import Places, places, without_gaps
 from gradwire.engine.capture import Captured, CaptureError, Collectives, DeviceGraph, capture, in_collectives, resume
 from gradwire.engine.drive import Clock, execute
-from gradwire.engine.gradients import Grads, views_of
+from gradwire.engine.gradients import FixedGrads, Grads, views_of
 from gradwire.engine.graph_buffers import (
     MAX_CAPTURES,
     BucketCaptures,
     CapturedBucket,
+    CapturedCommit,
     GraphOutputs,
     detached,
     staging_of,
+    undo_if_skipped,
     undo_on_failure,
 )
 from gradwire.engine.sharded import AnyEngine
 from gradwire.engine.step import BucketResult, StepResult, named_updates
 from gradwire.engine.views import GradViews
-from gradwire.kernels.conditional import copy_if_, zero_if_
 
 EAGER_STEPS = 3  # before anything is captured
 MAX_ADDRESS_CHANGES = 2  # times that gradients may come to other addresses before they are staged
@@ -65,13 +66,13 @@ class StepExecutor:
     ) -> None:
         self.engine, self._backend, self._clock, self._graphs = engine, backend, clock, graphs
         self._buckets = [BucketCaptures() for _ in engine.full_plan.buckets]
-        self._commits: dict[tuple[int, ...], Captured[None] | None] = {}  # None: cannot be captured
+        self._commits: dict[tuple[int, ...], CapturedCommit] = {}
         self._step_counter: Tensor | None = None  # the number of the step, as captured kernels read it
         self._counter_value = -1
         self.replayed = False
 
     def run(self, grads: Grads, unscale: float = 1.0, complete: bool = False) -> StepResult:
-        """A whole step. ``complete``: all ranks have all gradients."""
+        """A whole step. ``complete``: see `finish`."""
         if self._graphs is None or unscale != 1.0 or self.engine.unwrapped.clips:
             return execute(self.engine.run(grads, unscale), self._backend, self._clock)
         results = [self.run_bucket(i, grads) for i in range(len(self.engine.full_plan.buckets))]
@@ -99,14 +100,20 @@ class StepExecutor:
         return self._capture(i, grads, signature)
 
     def finish(self, results: Sequence[BucketResult], grads: Grads, complete: bool) -> StepResult:
-        """Commit a step. ``complete``: all ranks have all gradients, so nothing is read from the device."""
+        """Commit a step.
+
+        Args:
+            results: Of all buckets.
+            grads: By name.
+            complete: Whether all ranks have all gradients, or each commits alone (`commits_alone`): then nothing is
+                read from the device if this rank's own are all there.
+        """
         captured = all(result.captured for result in results)
         if not (complete and captured and self._backend.stream_ordered):
             self.replayed = False
             outcome = execute(self.engine.finish(results, grads), self._backend, self._clock)
             return self._copy_from_staging(grads, outcome)
-        self._commit(results)
-        return self._copy_from_staging(grads, StepResult(named_updates(self.engine.full_plan.lanes, results), False))
+        return self._copy_from_staging(grads, StepResult(self._commit(results), False))
 
     # -- what can be captured ------------------------------------------------------------------------------------------
 
@@ -121,6 +128,17 @@ class StepExecutor:
         passing = any(state.carried_error is not None or state.observed is not None for state in inner.states_of(i))
         if passing or any(lane.at(inner.step)[1].delays or lane.refreshes(inner.step) for lane in lanes):
             return None
+        if grads is bucket.fixed:
+            return bucket.places if bucket.staging is None else ()
+        bucket.fixed = None
+        where = self._look(i, grads)
+        if where is not None and isinstance(grads, FixedGrads):
+            bucket.fixed = grads
+        return where
+
+    def _look(self, i: int, grads: Grads) -> Places | None:
+        """The same, by a look at the gradients."""
+        bucket, inner, lanes = self._buckets[i], self.engine.unwrapped, self.engine.full_plan.buckets[i]
         dense = []
         for grad in (grads[name] for lane in lanes for name in lane.tensors.names):
             if grad is None or grad.layout != torch.strided:
@@ -144,9 +162,9 @@ class StepExecutor:
 
     def _signature(self, i: int, where: Places) -> Hashable:
         inner, lanes = self.engine.unwrapped, self.engine.unwrapped.plan.buckets[i]
-        fronts = tuple(state.front for state in inner.states_of(i) if state.tensors)
+        generations = tuple(state.current for state in inner.states_of(i) if state.tensors)
         # By identity: lanes hold their encoders, and to compare those takes long.
-        return fronts, tuple([id(lane.encoder(inner.step)) for lane in lanes]), where
+        return generations, tuple([id(lane.encoder(inner.step)) for lane in lanes]), where
 
     def _copy_to_staging(self, bucket: BucketCaptures, grads: Grads, i: int) -> None:
         if bucket.staging is not None:
@@ -178,8 +196,7 @@ class StepExecutor:
         self._set_step_counter()
         result = bucket.captured.replay(self._backend, clock)
         self._clock.add(clock)
-        inner.accounting.encoded.update(bucket.encoded)
-        inner.accounting.dense.update(bucket.dense)
+        inner.accounting.add(bucket.encoded, bucket.dense)
         lanes = inner.plan.buckets[i]
         total = sum(lane.units.total for lane in lanes)
         for lane in lanes:  # the time of one graph is shared out by size
@@ -239,47 +256,32 @@ class StepExecutor:
 
     # -- commits that read nothing -------------------------------------------------------------------------------------
 
-    def _commit(self, results: Sequence[BucketResult]) -> None:
-        """Commit as if all were well; if not, the device puts everything back."""
+    def _commit(self, results: Sequence[BucketResult]) -> dict[str, Tensor]:
+        """Commit as if all were well; if not, the device puts everything back. Returns the updates by name."""
         inner = self.engine.unwrapped
         signature = tuple(map(id, results))  # of captures: the table is cleared whenever one is forgotten
-        known = signature in self._commits
+        commit = self._commits.get(signature)
+        known = commit is not None
+        if commit is None:
+            commit = CapturedCommit(None, named_updates(self.engine.full_plan.lanes, results))
         if not (known or self.replayed):
-            self._commits[signature] = self._capture_commit(results)
-        elif (commit := self._commits.get(signature)) is not None:
-            commit.replay(self._backend, Clock())
+            commit = self._commits[signature] = commit._replace(captured=self._capture_commit(results))
+        elif commit.captured is not None:
+            commit.captured.replay(self._backend, Clock())
         else:
-            self._undo_if_skipped(results)
+            resume(undo_if_skipped(self.engine, self._backend, results), self._backend)
         self.replayed = known
         for state, lane in zip(inner.states, (lane for result in results for lane in result.lanes), strict=True):
-            state.commit(lane.new, lane.back)
+            state.commit(lane.new, lane.spare)
         inner.step += 1
         inner.skipped_steps.poll()
+        return commit.updates
 
     def _capture_commit(self, results: Sequence[BucketResult]) -> Captured[None] | None:
         assert self._graphs is not None
         self.engine.unwrapped.skipped_steps.device_counts  # noqa: B018 - allocated outside of the graph
-
-        def undo() -> Collectives[None]:
-            self._undo_if_skipped(results)
-            yield from ()
-
         try:
-            return capture(undo(), self._backend, self._graphs)
-        except CaptureError:
-            self._undo_if_skipped(results)
+            return capture(undo_if_skipped(self.engine, self._backend, results), self._backend, self._graphs)
+        except CaptureError as error:
+            resume(undo_if_skipped(self.engine, self._backend, results), self._backend, error.results)
             return None
-
-    def _undo_if_skipped(self, results: Sequence[BucketResult]) -> None:
-        """Have the device count a step that was skipped, zero its updates, and copy the old state over the new."""
-        inner = self.engine.unwrapped
-        skipped = inner.skipped_steps.count_on_device_([result.status for result in results])
-        new = [one.new.tensors for result in results for one in result.lanes]
-        pairs = [
-            (tensors[name], state.tensors[name])
-            for tensors, state in zip(new, inner.states, strict=True)
-            for name in tensors
-            if tensors[name] is not state.tensors[name]
-        ]
-        zero_if_(skipped, [in_memory_order(x) for result in results for view in result.views for x in view.grads])
-        copy_if_(skipped, [now for now, _ in pairs], [before for _, before in pairs])

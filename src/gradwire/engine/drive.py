@@ -7,9 +7,8 @@ them. Rounds are never chained with callbacks of futures: their order would diff
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-from gradwire.comm.backend import Backend
 from gradwire.core.requests import Finished, R, Request, advance, intercept, run
 
 T = TypeVar("T")
@@ -48,7 +47,14 @@ def interleave(generators: Sequence[Generator[R, Any, T]]) -> Generator[list[R],
     return [step.value for step in steps if isinstance(step, Finished)]
 
 
-def execute(rounds: Rounds[T], backend: Backend, clock: Clock) -> T:
+class Answering(Protocol):
+    """A backend, as far as rounds need one."""
+
+    def answer(self, requests: Sequence[Request]) -> list[Any]:
+        """Answer a round of requests."""
+
+
+def execute(rounds: Rounds[T], backend: Answering, clock: Clock) -> T:
     """Have a backend answer all rounds, and measure where the time goes."""
 
     def serve(requests: list[Request]) -> list[Any]:

@@ -1,30 +1,36 @@
 """Encoders: how a lane adds its error, encodes, and keeps the new error.
 
-There are three. Which one serves a lane is decided when the plan is built, from what the stages declare:
+There are four. Which one serves a lane is decided when the plan is built, from what the stages declare:
 
-    FusedTopK    feedback with an `accumulation`, a selector that is `exact_topk`: one pass over gradient and memories
-    FusedDense   feedback with an `accumulation` and no momentum, or with a `signal`; a quantizer with a
+    FusedTopK    feedback with an `accumulation`, a selector that is `exact_topk`: one pass over gradient and memories;
+                 with an `averaging`, one more before it
+    FusedDense   feedback with an `accumulation` and one memory, or with an `averaging`; a quantizer with a
                  `feedback_kernel`, no selector
+    FusedSum     feedback with an `accumulation`; float32, for an exchange that adds payloads
     Composed     everything else: feedback, codec and feedback again, as they are written
 
 The law: a fused encoder makes the same messages and memories as the composed one, bit for bit.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gradwire.codecs.addends import max_addend
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.encoding import Encoded, encode_selected
-from gradwire.codecs.stage import EncodeInput
-from gradwire.core.payload import Payload
+from gradwire.codecs.quantizers import FP32
+from gradwire.codecs.stage import Decoded, EncodeInput
+from gradwire.core.payload import Payload, as_bytes
 from gradwire.core.segments import Segments
+from gradwire.engine.kernel_memories import enter_momentum, kernel_outputs
+from gradwire.engine.kernel_memories import pair_of as _pair
 from gradwire.engine.state import Generation, LaneState
-from gradwire.engine.views import ContiguousRun, GradViews
+from gradwire.engine.views import ContiguousRun, GradViews, zero_nonfinite
 from gradwire.exchanges.exchange import CommContext, Exchange, Message
 from gradwire.exchanges.servers import SERVER_ERROR, server_slice
 from gradwire.feedback import Feedback
@@ -142,7 +148,7 @@ class FusedTopK(Encoder):
     def encode(
         self, views: GradViews, state: LaneState, storage: Generation, context: CommContext, nonfinite: list[Tensor]
     ) -> EncodedLane:
-        memory = {**state.tensors, **_storage_of(self.feedback.memories, state, storage)}
+        memory = {**state.tensors, **kernel_outputs(self.feedback.written, state, storage)}
         by_layer = context.units == context.tensors and not self.exchange.cuts and views.device.type == "cpu"
         runs = views.runs() if by_layer and views.common_dtype == torch.float32 else _one_run(views)
 
@@ -160,27 +166,29 @@ class FusedTopK(Encoder):
         self, run: ContiguousRun, state: LaneState, memory: dict[str, Tensor], nonfinite: list[Tensor]
     ) -> fused.Selected:
         """Add a run's gradients to the old memories, which makes the new ones, and select."""
-        rule = self.feedback.accumulation
+        rule = self.feedback.residual_rule
         assert rule is not None and self.codec.selector is not None
         part = slice(run.start, run.start + run.flat.numel())
-        after = _pair(memory, part)
-        before = after if memory["residual"] is state.tensors["residual"] else _pair(state.tensors, part)
-        counts = tuple(map(self.codec.selector.capacity, run.lengths))
-        budget = rule, run.lengths, counts
+        signal, flag = enter_momentum(self.feedback, run.flat, part, state, memory)
+        after = _pair(memory, part, flag is None)
+        before = after if memory["residual"] is state.tensors["residual"] else _pair(state.tensors, part, flag is None)
+        budget = rule, run.lengths, tuple(map(self.codec.selector.capacity, run.lengths))
         if self.codec.is_identity_on_selected:
-            selected = fused.send_topk_(run.flat, before, after, self.feedback.masks, *budget)
+            selected = fused.send_topk_(signal, before, after, self.feedback.masks, *budget)
+            if self.feedback.masks and flag is not None:
+                memory["momentum"][part].index_fill_(0, selected.indices, 0.0)
         else:
-            selected = fused.carry_topk_(run.flat, before, after, *budget)
-        nonfinite.append(selected.nonfinite)
+            selected = fused.carry_topk_(signal, before, after, *budget)
+        nonfinite.append(selected.nonfinite if flag is None else flag)
         return selected
 
     def _subtract_sent_(self, memory: dict[str, Tensor], encoded: Encoded, start: int) -> None:
         """Take what was sent off the error, unless the kernel has done so."""
         if not self.codec.is_identity_on_selected:
-            residual, momentum = _pair(memory, slice(start, None))
             indices, values = encoded.sent
             assert indices is not None
-            fused.subtract_sent_(residual, momentum if self.feedback.masks else None, indices, values)
+            momentum = memory["momentum"][start:] if self.feedback.masks else None
+            fused.subtract_sent_(memory["residual"][start:], momentum, indices, values)
 
 
 class FusedDense(Encoder):
@@ -189,23 +197,56 @@ class FusedDense(Encoder):
     def encode(
         self, views: GradViews, state: LaneState, storage: Generation, context: CommContext, nonfinite: list[Tensor]
     ) -> EncodedLane:
-        kernel, rule = self.codec.quantizer.feedback_kernel, self.feedback.accumulation
-        assert kernel is not None
-        memory = {**state.tensors, **_storage_of(("residual",), state, storage)}
-        after, old = memory["residual"], state.tensors["residual"]
-        flat, signal = _one_run(views)[0].flat, self.feedback.signal
-        flat = flat if signal is None else signal(flat.float(), state.tensors)
-        decay = 1.0 if rule is None else rule.decay
+        memory = {**state.tensors, **kernel_outputs(self.feedback.written, state, storage)}
+        flat = _one_run(views)[0].flat
 
         def encode_slice(start: int, stop: int) -> Message:
             window, part = _window(context.units, start, stop), slice(start, stop)
-            before = None if after is old else old[part]
-            data, flag = kernel(flat[part], after[part], decay, window.lengths, before=before)
+            data, flag = self._keep_error(flat[part], part, window.lengths, state, memory)
             nonfinite.append(flag)
             encoded = Encoded(self.codec, context.key, window, None, window.lengths, data, memory)
             return Message.of(encoded, memory, context)
 
         return EncodedLane(self.exchange.encode_slices(encode_slice, context))
+
+    def _keep_error(
+        self, grad: Tensor, part: slice, lengths: tuple[int, ...], state: LaneState, memory: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The message of a stretch, and whether its gradients were nonfinite."""
+        quantizer, rule, averaging = self.codec.quantizer, self.feedback.residual_rule, self.feedback.averaging
+        after, old = memory["residual"], state.tensors["residual"]
+        before = None if after is old else old[part]
+        assert quantizer.feedback_kernel is not None and rule is not None
+        if averaging is not None and quantizer.momentum_kernel is not None:
+            momentum, out = (
+                averaging.momentum(state.tensors, part),
+                memory["momentum"][part] if averaging.keeps else None,
+            )
+            return quantizer.momentum_kernel(grad, after[part], momentum, rule.decay, lengths, before, out)
+        signal, flag = enter_momentum(self.feedback, grad, part, state, memory)
+        data, nonfinite = quantizer.feedback_kernel(signal, after[part], rule.decay, lengths, before=before)
+        return data, nonfinite if flag is None else flag
+
+
+class FusedSum(Encoder):
+    """Every entry as it is, to be added up."""
+
+    reuses_memories: ClassVar[bool] = True
+
+    def encode(
+        self, views: GradViews, state: LaneState, storage: Generation, context: CommContext, nonfinite: list[Tensor]
+    ) -> EncodedLane:
+        rule, everything = self.feedback.accumulation, slice(None)
+        assert rule is not None
+        memory = {**state.tensors, **kernel_outputs(self.feedback.written, state, storage)}
+        after = _pair(memory, everything)
+        before = after if memory["residual"] is state.tensors["residual"] else _pair(state.tensors, everything)
+        limit = max_addend(torch.float32, context.world)
+        sent, flag = fused.feedback_sum_(views.flat(), before, after, rule, limit)
+        nonfinite.append(flag)
+        if context.simulated:
+            return EncodedLane(Message(None, Decoded(None, sent), memory))
+        return EncodedLane(Message(Payload(as_bytes(sent)), None, memory))
 
 
 def encoder_for(feedback: Feedback, codec: Codec, exchange: Exchange, others: Sequence[Exchange] = ()) -> Encoder:
@@ -213,43 +254,19 @@ def encoder_for(feedback: Feedback, codec: Codec, exchange: Exchange, others: Se
     # An exchange with an error of its own may leave it to another, which then has to add it.
     leaves = any(other.keeps_server_error for other in others) and not exchange.keeps_server_error
     rule = feedback.accumulation
+    as_it_is = isinstance(codec.quantizer, FP32) and codec.traits.lossless and exchange.adds_payloads
+    if accelerated() and not leaves and rule is not None and as_it_is:
+        return FusedSum(feedback, codec, exchange)
     composes = exchange.compresses_in_protocol or codec.transform is not None or codec.traits.linear or leaves
     if not accelerated() or composes:
         return Composed(feedback, codec, exchange)
-    if rule is not None and codec.selector is not None and codec.selector.exact_topk:
+    averages = feedback.averaging is not None
+    if (rule is not None or averages) and codec.selector is not None and codec.selector.exact_topk:
         return FusedTopK(feedback, codec, exchange)
     one_memory = rule is not None and tuple(feedback.memories) == ("residual",)
-    if codec.selector is None and codec.quantizer.feedback_kernel and (one_memory or feedback.signal is not None):
+    if codec.selector is None and codec.quantizer.feedback_kernel and (one_memory or averages):
         return FusedDense(feedback, codec, exchange)
     return Composed(feedback, codec, exchange)
-
-
-def zero_nonfinite(flat: Tensor, ranks: int = 1) -> tuple[Tensor, Tensor]:
-    """The gradients of so many ranks, with zeros for each that has an entry not finite; and whether there was one.
-
-    What is encoded of it will be skipped by all ranks.
-    """
-    if flat.device.type == "cpu" and torch.isfinite(flat.sum()):  # then all are, which is slow to see one by one
-        return flat, torch.tensor(False)
-    rows = flat.view(ranks, -1)
-    # The largest magnitude tells in one pass, where `isfinite` of every entry takes five.
-    fine = torch.isfinite(torch.linalg.vector_norm(rows, torch.inf, 1)) if flat.numel() else rows.new_ones(ranks).bool()
-    nonfinite = ~fine.all()
-    if flat.device.type == "cpu" and not nonfinite:  # on another device, looking would mean waiting
-        return flat, nonfinite
-    return torch.where(fine[:, None], rows, 0.0).view(-1), nonfinite
-
-
-def _storage_of(names: Iterable[str], state: LaneState, storage: Generation) -> dict[str, Tensor]:
-    """Where new memories go that kernels write."""
-    there = storage.tensors
-    return {name: there[name] if name in there else torch.empty_like(state.tensors[name]) for name in names}
-
-
-def _pair(memory: dict[str, Tensor], part: slice) -> tuple[Tensor, Tensor | None]:
-    """Residual and momentum, if there is one."""
-    momentum = memory.get("momentum")
-    return memory["residual"][part], None if momentum is None else momentum[part]
 
 
 def _one_run(views: GradViews) -> list[ContiguousRun]:

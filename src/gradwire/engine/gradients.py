@@ -13,6 +13,10 @@ from gradwire.engine.views import GradViews
 Grads = Mapping[str, Tensor | None]
 
 
+class FixedGrads(dict[str, Tensor | None]):
+    """Gradients by name that stay where they are. Nothing in here is replaced, so it is enough to look at it once."""
+
+
 def host_status(lanes: Sequence[Lane], grads: Grads) -> int:
     """What the host can see of the gradients of some lanes."""
     mine = [grads[name] for lane in lanes for name in lane.tensors.names]

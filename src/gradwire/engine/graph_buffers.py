@@ -4,18 +4,23 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradwire.core.layout import Places
-from gradwire.engine.capture import Captured, CaptureError
+from gradwire.comm.backend import Backend
+from gradwire.core.layout import Places, in_memory_order
+from gradwire.engine.capture import Captured, CaptureError, Collectives, in_collectives
 from gradwire.engine.drive import Rounds
+from gradwire.engine.gradients import FixedGrads
 from gradwire.engine.lane import LaneResult
+from gradwire.engine.sharded import AnyEngine, final_status
 from gradwire.engine.state import Generation, LaneState
 from gradwire.engine.status import CORRUPT
 from gradwire.engine.step import BucketResult
 from gradwire.engine.views import GradViews
+from gradwire.kernels.conditional import copy_if_, zero_if_
 
 MAX_CAPTURES = 4  # captures that did not last, after which a bucket runs eagerly for good
 REPLAYS_PER_CAPTURE = 100  # replays that make up for a capture
@@ -30,6 +35,13 @@ class CapturedBucket:
     dense: Counter[str]
 
 
+class CapturedCommit(NamedTuple):
+    """The commit of one set of captured buckets; None: it cannot be captured. Its updates are by name."""
+
+    captured: Captured[None] | None
+    updates: dict[str, Tensor]
+
+
 @dataclass
 class BucketCaptures:
     """What is captured of one bucket.
@@ -37,6 +49,8 @@ class BucketCaptures:
     Attributes:
         captures: By what a capture depends on: generations of state, encoders, addresses.
         staging: Buffers of the bucket's own, by lane, where gradients come to moving addresses.
+        places: Where the gradients of the last step lay.
+        fixed: The gradients of the last step, if they stay there.
     """
 
     captures: dict[Hashable, CapturedBucket] = field(default_factory=dict)
@@ -46,6 +60,7 @@ class BucketCaptures:
     moves: int = 0
     tries: int = MAX_CAPTURES
     places: Places = ()
+    fixed: FixedGrads | None = None
 
     def forget(self) -> None:
         """Run eagerly for a while, and capture again."""
@@ -70,7 +85,7 @@ class GraphOutputs:
 
     @classmethod
     def of(cls, states: Sequence[LaneState], rollback: bool, device: torch.device) -> "GraphOutputs":
-        storage = [_storage_of(state) if rollback else state.front for state in states]
+        storage = [_next_generation(state) if rollback else state.current for state in states]
         own_status, status = torch.zeros(2, dtype=torch.uint8, device=device).split(1)
         return cls(storage, own_status, status.view(()))
 
@@ -88,14 +103,14 @@ class GraphOutputs:
                 if x is not new.tensors.get(name):
                     unchanged = x is state.tensors[name] or name not in new.tensors
                     new.tensors[name] = x if unchanged else new.tensors[name].copy_(x)
-            lanes.append(LaneResult(torch.empty(0), new, None if new is state.front else state.front))
+            lanes.append(LaneResult(torch.empty(0), new, None if new is state.current else state.current))
         return result._replace(lanes=lanes, status=self.status, captured=True)
 
 
-def _storage_of(state: LaneState) -> Generation:
+def _next_generation(state: LaneState) -> Generation:
     """Storage for the next generation of a lane's memories."""
-    if state.back is not None and state.back.tensors.keys() == state.tensors.keys():
-        return state.back
+    if state.spare is not None and state.spare.tensors.keys() == state.tensors.keys():
+        return state.spare
     return Generation({name: torch.empty_like(x) for name, x in state.tensors.items()})
 
 
@@ -126,4 +141,20 @@ def staging_of(view: GradViews, device: torch.device) -> GradViews:
 
 def detached(grad: Tensor | None) -> Tensor:
     assert grad is not None
-    return grad.detach()
+    return grad.detach() if grad.requires_grad else grad
+
+
+def undo_if_skipped(engine: AnyEngine, backend: Backend, results: Sequence[BucketResult]) -> Collectives[None]:
+    """Have the device count a step that was skipped, zero its updates, and copy the old state over the new."""
+    inner = engine.unwrapped
+    statuses = yield from in_collectives(final_status(engine, results), backend)
+    skipped = inner.skipped_steps.count_on_device_(statuses)
+    new = [one.new.tensors for result in results for one in result.lanes]
+    pairs = [
+        (tensors[name], state.tensors[name])
+        for tensors, state in zip(new, inner.states, strict=True)
+        for name in tensors
+        if tensors[name] is not state.tensors[name]
+    ]
+    zero_if_(skipped, [in_memory_order(x) for result in results for view in result.views for x in view.grads])
+    copy_if_(skipped, [now for now, _ in pairs], [before for _, before in pairs])

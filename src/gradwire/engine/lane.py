@@ -18,7 +18,7 @@ from gradwire.engine.encoders import Composed, Encoder, encoder_for
 from gradwire.engine.state import Generation, LaneState
 from gradwire.engine.views import GradViews
 from gradwire.exchanges import Exchange
-from gradwire.exchanges.exchange import Aggregate, CommContext
+from gradwire.exchanges.exchange import Aggregate, CommContext, Product
 from gradwire.exchanges.servers import SERVER_ERROR, server_slice
 from gradwire.feedback import Feedback, NoFeedback
 from gradwire.feedback.feedback import divisor
@@ -30,12 +30,12 @@ class LaneResult(NamedTuple):
     Attributes:
         update: As a flat tensor, or as few entries.
         new: The new memories.
-        back: Old memories, as storage for the next step.
+        spare: Old memories, as storage for the next step.
     """
 
     update: Tensor | Entries
     new: Generation
-    back: Generation | None = None
+    spare: Generation | None = None
 
 
 def is_refresh(step: int, times: int) -> bool:
@@ -56,18 +56,19 @@ class Lane:
         tensors: The parameters.
         units: What the codec treats as one vector each.
         feedback: Of all steps after the first `gradient_steps`.
-        table: Codec and exchange from a step on.
+        step_table: Codec and exchange from a step on.
         gradient_steps: For so many steps gradients are sent without feedback.
-        refresh: Later steps that send gradients as the last of those do: so many, before their interval doubles.
+        refreshes_per_interval: Later steps that send gradients as the last of those do: so many, before the interval
+            between them doubles; 0: none.
     """
 
     label: str
     tensors: Segments
     units: Segments
     feedback: Feedback
-    table: tuple[tuple[int, Codec, Exchange], ...]
+    step_table: tuple[tuple[int, Codec, Exchange], ...]
     gradient_steps: int = 0
-    refresh: int = 0
+    refreshes_per_interval: int = 0
 
     def at(self, step: int) -> tuple[Codec, Exchange]:
         """The codec and exchange of a step."""
@@ -82,10 +83,11 @@ class Lane:
 
     @cached_property
     def _encoders(self) -> tuple[tuple[int, Encoder], ...]:
-        exchanges = [exchange for _, _, exchange in self.table]
+        # Steps that send gradients keep no error, and leave none to others.
+        exchanges = [exchange for start, _, exchange in self.step_table if self._feedback(start).keeps_error]
         return tuple(
             (start, encoder_for(self._feedback(start), codec, exchange, exchanges))
-            for start, codec, exchange in self.table
+            for start, codec, exchange in self.step_table
         )
 
     def _feedback(self, step: int) -> Feedback:
@@ -96,7 +98,11 @@ class Lane:
 
     def refreshes(self, step: int) -> bool:
         """Whether a step after the first ones sends gradients again."""
-        return step > self.gradient_steps and self.refresh > 0 and is_refresh(step, self.refresh)
+        return (
+            step > self.gradient_steps
+            and self.refreshes_per_interval > 0
+            and is_refresh(step, self.refreshes_per_interval)
+        )
 
     @cached_property
     def fused(self) -> bool:
@@ -106,7 +112,10 @@ class Lane:
     def with_fixed_length(self) -> "Lane":
         """The same lane with messages of known length, if it can have them."""
         return replace(
-            self, table=tuple((start, codec.with_fixed_length(), exchange) for start, codec, exchange in self.table)
+            self,
+            step_table=tuple(
+                (start, codec.with_fixed_length(), exchange) for start, codec, exchange in self.step_table
+            ),
         )
 
     def run(
@@ -121,7 +130,7 @@ class Lane:
         """Add the error, encode, keep the new error, exchange, and make the update.
 
         Args:
-            views: The gradients. They are only read.
+            views: The gradients. They are read before the first request; the update may be written over them after it.
             state: Is only read.
             storage: Storage for new memories. It may lack some, and it may be the state's own.
             context: Of the exchange.
@@ -131,8 +140,12 @@ class Lane:
         encoder = self.encoder(context.key.step)
         if state.carried_error is not None:
             encoder = Composed(encoder.feedback, encoder.codec, encoder.exchange)
+        kept, place = encoder.feedback.keeps_mean, context.out
+        # Steps that are composed leave the state as it is, also where fused ones may change it in place.
+        in_place = storage is state.current and isinstance(encoder, Composed)
+        context = _with_storage(context, encoder.feedback, state, Generation({}) if in_place else storage)
         message, target = encoder.encode(views, state, storage, context, nonfinite)
-        if not encoder.codec.decoder.is_sparse(context.units, context.world):
+        if encoder.feedback.finalize is not None or not encoder.codec.decoder.is_sparse(context.units, context.world):
             views.free_copy()
         try:
             aggregate = yield from encoder.exchange.run(message, encoder.codec, context)
@@ -143,15 +156,16 @@ class Lane:
         if aggregate.sent is not None:
             assert target is not None
             memory = encoder.feedback.update_memory(target, aggregate.sent, memory)
-        if encoder.feedback.finalize is not None and not isinstance(mean, Entries):
-            mean, memory = encoder.feedback.finalize(mean, memory)
-        return LaneResult(mean, Generation(dict(memory)), self._back(encoder, views, state, memory))
+        if kept is not None and aggregate.product is not None and isinstance(mean, Tensor):
+            return LaneResult(aggregate.product, Generation({**memory, kept: mean}))
+        update, memory = _finalize(encoder.feedback, mean, memory, place)
+        return LaneResult(update, Generation(dict(memory)), self._spare(encoder, views, state, memory))
 
-    def _back(self, encoder: Encoder, views: GradViews, state: LaneState, memory: Memory) -> Generation | None:
+    def _spare(self, encoder: Encoder, views: GradViews, state: LaneState, memory: Memory) -> Generation | None:
         """Old memories that kernels have replaced. On a CPU, fresh pages would cost more than the step itself."""
         if not encoder.reuses_memories or views.device.type != "cpu" or not views.in_place:
             return None
-        old = {name: state.tensors[name] for name in encoder.feedback.memories}
+        old = {name: state.tensors[name] for name in encoder.feedback.written}
         return None if any(memory[name] is x for name, x in old.items()) else Generation(old)
 
     def context(self, key: Key, world: int, sparse: bool = False, out: Tensor | None = None) -> CommContext:
@@ -165,17 +179,17 @@ class Lane:
         """
         feedback = self._feedback(key.step)
         keeps = feedback.keeps_error, feedback.needs_decoded
-        sparse = sparse and feedback.finalize is None
+        sparse = sparse and (feedback.finalize is None or feedback.finalize_entries is not None)
         return CommContext(key, world, self.units, self.tensors, *keeps, sparse, out)
 
-    def slots(self, world: int) -> dict[str, StateSpec]:
+    def state_specs(self, world: int) -> dict[str, StateSpec]:
         """All memories that the lane needs at any step of its table."""
         like = self.tensors.lengths
-        slots = {name: StateSpec(like, reshard) for name, reshard in self.feedback.memories.items()}
-        for start, codec, exchange in self.table:
-            slots |= {name: StateSpec(like) for name in codec.memories}
-            slots |= exchange.slots(self.context(Key(0, start, 0), world)) if exchange.slots else {}
-        return slots
+        specs = {name: StateSpec(like, reshard) for name, reshard in self.feedback.memories.items()}
+        for start, codec, exchange in self.step_table:
+            specs |= {name: StateSpec(like) for name in codec.memories}
+            specs |= exchange.state_specs(self.context(Key(0, start, 0), world)) if exchange.state_specs else {}
+        return specs
 
     def debt(self, state: LaneState, rank: int, world: int) -> Tensor:
         """This rank's debt: the mean of these over ranks is still to be applied."""
@@ -197,3 +211,28 @@ class Lane:
     @cached_property
     def slices(self) -> dict[str, slice]:
         return self.tensors.slices()
+
+
+def _with_storage(context: CommContext, feedback: Feedback, state: LaneState, storage: Generation) -> CommContext:
+    """The context of an exchange that may write memories to where they go."""
+    context = context._replace(server_error=storage.tensors.get(SERVER_ERROR))
+    if feedback.keeps_mean is None:
+        return context
+    mean, product = storage.tensors.get(feedback.keeps_mean), None
+    if mean is not None and feedback.divides:  # the update goes to where gradients lie, if they lie end to end
+        denominator = state.tensors["denominator"]
+        product = Product(denominator, torch.empty_like(denominator) if context.out is None else context.out)
+    return context._replace(out=mean, product=product)
+
+
+def _finalize(
+    feedback: Feedback, mean: Tensor | Entries, memory: Memory, out: Tensor | None
+) -> tuple[Tensor | Entries, Memory]:
+    """What the feedback makes of the mean, in ``out`` where it can be written there."""
+    if isinstance(mean, Entries):
+        if feedback.finalize_entries is None:
+            return mean, memory
+        return feedback.finalize_entries(mean, memory, torch.empty_like(memory["residual"]) if out is None else out)
+    if feedback.finalize_into is not None and out is not None:
+        return feedback.finalize_into(mean, memory, out)
+    return (mean, memory) if feedback.finalize is None else feedback.finalize(mean, memory)

@@ -1,12 +1,12 @@
 """Method: a whole way to compress, by step: codecs, feedback, exchange. What a spec in `compress` stands for."""
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
 from gradwire.codecs.codec import Codec, codec
 from gradwire.codecs.stage import Stage
+from gradwire.core.renamed import renamed_attributes
 from gradwire.core.segments import Segments
 from gradwire.core.spec import parse
 from gradwire.exchanges import Auto, Exchange, Noop
@@ -23,6 +23,7 @@ _ARGUMENTS = {
 }
 
 
+@renamed_attributes({"stages": "lane_table"})
 @dataclass(frozen=True)
 class Method:
     """From step N on, this codec; throughout, this exchange.
@@ -70,12 +71,6 @@ class Method:
         alone = f", the first {self.alone} without traffic" if self.alone else ""
         again = f", and later ones at intervals that double after {self.refresh}" if self.refresh else ""
         return f"{codecs}feedback={self.feedback}, exchange={self.exchange}{first}{alone}{again}"
-
-    @property
-    def stages(self) -> list[tuple[int, Codec, Exchange]]:
-        """The old name of `lane_table`, for one release."""
-        warnings.warn("Method.stages is now lane_table", DeprecationWarning, stacklevel=2)
-        return self.lane_table
 
     @property
     def lane_table(self) -> list[tuple[int, Codec, Exchange]]:

@@ -3,7 +3,7 @@
     found      by the encoder, as it reads the gradients (`engine/encoders.py`); it sets a flag on the device
     reported   as `NONFINITE` in the status of the bucket, which all ranks receive (`engine/status.py`)
     skipped    by `Engine.finish`, once the host has read the status; by the device itself where a captured step leaves
-               it there (`StepExecutor._undo_if_skipped`)
+               it there (`undo_if_skipped` in `graph_buffers.py`)
     counted    here, as ``wire.skipped``
 
 With a GradScaler gradients are checked before anything is encoded (`integrations/grad_scaler.py`). Without rollback,
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.payload import CorruptMessageError
-from gradwire.engine.status import CORRUPT, any_of
+from gradwire.engine.status import BAD, CORRUPT, any_of
 
 _log = logging.getLogger("gradwire")
 
@@ -89,7 +89,7 @@ class SkippedSteps:
 
     def count_on_device_(self, statuses: Sequence[Tensor]) -> Tensor:
         """Count a step on the device, by the status of its buckets. Returns whether it is skipped."""
-        skipped = any_of([status != 0 for status in statuses])
+        skipped = any_of([status & BAD != 0 for status in statuses])
         corrupt = any_of([status & CORRUPT != 0 for status in statuses])
         self.device_counts.add_(torch.stack((skipped, corrupt)))
         return skipped
@@ -97,7 +97,8 @@ class SkippedSteps:
     def poll(self) -> None:
         """Read the counts up to the step before, and have the latest follow.
 
-        This waits for the step before, and never for the current one. So all ranks raise an error in the same step.
+        This waits for the step before, and never for the current one. So all ranks that
+        leave their status on the device raise an error in the same step; one that reads it at once, a step before.
 
         Raises:
             CorruptMessageError: A message of an earlier step was corrupt.

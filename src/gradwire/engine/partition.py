@@ -57,6 +57,6 @@ def _part(lane: Lane, owned: Owners, local_rank: int) -> Lane | None:
     if len(mine) in (0, len(lane.tensors)):
         return lane if mine else None
     layered = lane.units == lane.tensors
-    assert layered or all(codec.traits.lossless for _, codec, _ in lane.table), "a vector was cut"
+    assert layered or all(codec.traits.lossless for _, codec, _ in lane.step_table), "a vector was cut"
     tensors = Segments(tuple(lane.tensors.names[i] for i in mine), tuple(lane.tensors.shapes[i] for i in mine))
     return replace(lane, tensors=tensors, units=tensors if layered else tensors.merged())

@@ -4,8 +4,6 @@ Every kind of lane takes two steps of its own, on tensors of a few elements. Wha
 and is cached on disk: only the first attachment on a machine takes long.
 """
 
-from dataclasses import replace
-
 import torch
 
 from gradwire.codecs.codec import Codec
@@ -30,7 +28,7 @@ def precompile(plan: Plan, device: torch.device) -> None:
     if device.type != "cpu" or not accelerated() or versions("cpu") is None:
         return
     for lane in plan.lanes:
-        for start, codec, exchange in lane.table:
+        for start, codec, exchange in lane.step_table:
             kind = (lane.encoder(start).feedback, codec, exchange)
             if kind not in _compiled:
                 _compiled.add(kind)
@@ -40,7 +38,8 @@ def precompile(plan: Plan, device: torch.device) -> None:
 def _take_steps(lane: Lane, kind: Kind, world: int) -> None:
     feedback, codec, exchange = kind
     units = _TINY if lane.units == lane.tensors else _TINY.merged()
-    tiny = replace(lane, tensors=_TINY, units=units, feedback=feedback, table=((0, codec, exchange),))
+    # Without a start: its steps would take the place of those whose kernels are wanted.
+    tiny = Lane(lane.label, _TINY, units, feedback, ((0, codec, exchange),))
     plan = Plan(((tiny,),), world)
     engines = [Engine(plan, rank, world, 0, torch.device("cpu")) for rank in range(world)]
     for _ in range(2):

@@ -1,4 +1,15 @@
-"""Presets: the well-known whole methods by name. Each is only a spec; `print(wire)` shows what it stands for."""
+"""Presets: the well-known whole methods by name. Each is only a spec; `print(wire)` shows what it stands for.
+
+dgc             Deep Gradient Compression: top-k, `feedback/momentum_correction.py`, and a warm-up (`ramp`)
+ef_signsgd      signs with error feedback (`feedback/residual.py`)
+onebit_adam     1-bit Adam, and zero_one_adam, 0/1 Adam: `feedback/common_momentum.py`
+dgc_adam        DGC in front of AdamW: `feedback/preconditioned_momentum.py`
+ef21_sgdm       EF21 with momentum: `feedback/ef21_momentum.py`
+demo            DeMo: `codecs/transforms/dct.py`, `feedback/decoupled_momentum.py`
+majority_vote   signs with a majority vote (`exchanges/majority.py`)
+dense           float32
+ramp            the warm-up of dgc, for any codec whose selector has a ratio
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -96,7 +107,7 @@ def dgc_adam(
     ratio: float = 0.01,
     start: int = 256,
     beta: float = 0.9,
-    masking: bool = False,
+    masking: bool = True,
     values: Quantizer = Sign(per=64),  # noqa: B008 - a frozen value
     first: Start = Int4(),  # noqa: B008 - a frozen value
     floor: float = 0.1,
@@ -107,7 +118,7 @@ def dgc_adam(
     """Deep Gradient Compression in front of AdamW: ``first`` for ``start`` steps, then the largest entries.
 
     With ratio 1 and exact values it is Adam with a variance that is frozen after the start. ``decay`` of the error is
-    kept from step to step; ``masking`` is Deep Gradient Compression's, and loses part of every gradient.
+    kept from step to step; ``masking`` is Deep Gradient Compression's, and harms where a tenth of the entries is sent.
     For ``ramp`` steps after the start more entries are sent: a quarter of all, a quarter of those, and so on.
     """
     chain = codec(values) if ratio == 1.0 else TopK(ratio) | values

@@ -22,7 +22,7 @@ from gradwire.engine.state import Generation
 from gradwire.engine.step import BucketResult, Engine, StepResult
 from gradwire.engine.views import GradViews
 
-_BITS = (status.NONFINITE, status.MISSING, status.UNSUPPORTED, status.CORRUPT)
+_BITS = (status.NONFINITE, status.UNSUPPORTED, status.CORRUPT)
 
 
 class ShardEngine:
@@ -67,16 +67,20 @@ class ShardEngine:
     def finish(self, results: Sequence[BucketResult], grads: Grads) -> Rounds[StepResult]:
         """Commit, or skip the step on all shards of all replicas."""
         if self.shards > 1:
-            results = yield from self._over_shards(results)
+            worst = yield from self.worst_status(results)
+            results = [result._replace(status=result.status | worst) for result in results]
         return (yield from among_hosts(self.unwrapped.finish(results, grads)))
 
-    def _over_shards(self, results: Sequence[BucketResult]) -> Rounds[list[BucketResult]]:
-        """The same results with one status: whatever any shard of any replica reports."""
+    def worst_status(self, results: Sequence[BucketResult]) -> Rounds[Tensor]:
+        """What is bad on any shard of any replica, uint8.
+
+        Which gradients are missing concerns the counterparts of this rank alone, and is in the results already.
+        """
         found = torch.stack([result.status.view(()) for result in results])
         mine = torch.stack([(found & bit).amax() for bit in _BITS]).to(torch.int32)
         (bits,) = yield [Max(mine, HOST)]
-        worst = bits.sum().to(torch.uint8)
-        return [result._replace(status=worst) for result in results]
+        worst: Tensor = bits.sum().to(torch.uint8)
+        return worst
 
     def observe(self, moments: Mapping[str, Tensor]) -> None:
         """As `Engine.observe`; an empty shard has no moments."""
@@ -101,3 +105,18 @@ class ShardEngine:
 
 
 AnyEngine: TypeAlias = Engine | HostEngine | ShardEngine
+
+
+def final_status(engine: AnyEngine, results: Sequence[BucketResult]) -> Rounds[list[Tensor]]:
+    """The statuses by which all ranks commit or skip a step."""
+    if isinstance(engine, ShardEngine) and engine.shards > 1:
+        return [(yield from engine.worst_status(results))]
+    return [result.status for result in results]
+
+
+def commits_alone(engine: AnyEngine) -> bool:
+    """Whether a rank that has all gradients can commit a step without knowing who lacks some (`engine/status.py`).
+
+    The ranks of a host share the work, so they have to know.
+    """
+    return not isinstance(engine, HostEngine) and engine.unwrapped.world <= status.MAX_COUNTED_RANKS

@@ -29,29 +29,29 @@ class LaneState:
     """All that one lane remembers.
 
     Attributes:
-        front: The memories of the last committed step.
-        back: Storage of the step before, kept for the next one to write to; None where it is not.
+        current: The memories of the last committed step.
+        spare: Storage of the step before, kept for the next one to write to; None where it is not.
         carried_error: An error without a memory, left by an earlier spec; the next step adds it to the gradient.
         observed: Second moments that the training loop measured since the last step.
     """
 
-    front: Generation
-    back: Generation | None = None
+    current: Generation
+    spare: Generation | None = None
     carried_error: Tensor | None = None
     observed: Tensor | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return self.front.tensors
+        return self.current.tensors
 
-    def commit(self, new: Generation, back: Generation | None = None) -> None:
-        """Turn the generations over; ``back`` is storage for the next step."""
-        self.front, self.back = new, back
+    def commit(self, new: Generation, spare: Generation | None = None) -> None:
+        """Turn the generations over; ``spare`` is storage for the next step."""
+        self.current, self.spare = new, spare
         self.carried_error = self.observed = None
 
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over memories from elsewhere."""
-        self.front, self.back = Generation(dict(tensors)), None
+        self.current, self.spare = Generation(dict(tensors)), None
 
 
 class Span(NamedTuple):

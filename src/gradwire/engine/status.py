@@ -1,11 +1,16 @@
 """Status: what a rank reports to the group besides its payloads. It travels with the first round of a bucket.
 
 A corrupt message is found after that round, so it is reported with the next: that of another bucket, or of the next
-step. Until then this rank's update is zero. So all ranks raise `CorruptMessageError` in the same step.
+step. Until then this rank's update is zero. So all ranks raise `CorruptMessageError`, in the same step if they
+read the status alike.
 
 The status of a bucket is one byte for all ranks: the bits below, of any rank. It is read at once by steps that run
 eagerly. Captured steps (`engine/cuda_graphs.py`) leave it on the device: the device undoes a bad step by itself, and
 `SkippedSteps` counts it there.
+
+A rank that has all gradients need not know who lacks some: it commits all, and every parameter is in use. A rank that
+lacks some reads the status. Only if all ranks lack some of a bucket (`ALL_MISSING`) may a parameter be in use nowhere;
+then all of them have read the status, and ask each other.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +30,10 @@ NONFINITE = 1  # a gradient is not finite
 MISSING = 2  # some parameters have no gradient
 UNSUPPORTED = 4  # a gradient cannot be compressed, because it is sparse
 CORRUPT = 8  # a message that was received earlier is corrupt
+ALL_MISSING = 16  # on every rank some parameter of the bucket has no gradient; found in the bits of all ranks
+
+BAD = NONFINITE | UNSUPPORTED | CORRUPT  # no step with one of these changes any state
+MAX_COUNTED_RANKS = 256  # so many can be counted in a sum of bfloat16
 
 _CORRUPT_ADDEND = -8192.0  # more than all ranks that lack gradients can make up for; in float16 eight of them are -inf
 
@@ -53,7 +62,7 @@ def with_status(
         if len(requests) == 1 and isinstance(first, Gather) and (spare := spare_byte(first.payload)) is not None:
             own = spare.copy_(own)  # so that message and status need not be laid end to end
         *answers, answer = yield [*requests, request_for(own, first, world)]
-        status = status_in(answer)
+        status = status_in(answer, world)
         return answers
 
     return (yield from intercept(rounds, serve)), status
@@ -67,7 +76,12 @@ def merged(own_status: Tensor, nonfinite: Sequence[Tensor]) -> Tensor:
 def gather(own: Tensor) -> Rounds[Tensor]:
     """A round of its own for the status of a bucket that has no other."""
     (answer,) = yield [Gather(Payload(own), 1)]
-    return status_in(answer)
+    return _of_all([payload.data[:1] for payload in answer])
+
+
+def alone(own: Tensor) -> Tensor:
+    """The status of a bucket of which nothing is sent."""
+    return _of_all([own])
 
 
 def request_for(own: Tensor, other: Request, world: int) -> Request:
@@ -87,15 +101,22 @@ def _addend(own: Tensor) -> Tensor:
     return torch.where(own & UNSUPPORTED != 0, torch.nan, addend)
 
 
-def status_in(answer: Any) -> Tensor:
+def status_in(answer: Any, world: int) -> Tensor:
     """The status of all ranks, uint8, in the answer to its request."""
     if isinstance(answer, Tensor):
-        worst = (answer > 0).to(torch.uint8) * MISSING + (answer < 0).to(torch.uint8) * CORRUPT
+        lacking = world if world <= MAX_COUNTED_RANKS else 1
+        worst = (answer > 0).to(torch.uint8) * MISSING + (answer >= lacking).to(torch.uint8) * ALL_MISSING
+        worst = worst + (answer < 0).to(torch.uint8) * CORRUPT
         worst = torch.where(answer == torch.inf, NONFINITE, worst)
         return torch.where(answer.isnan(), UNSUPPORTED, worst).to(torch.uint8).view(())
     payloads = answer.values() if isinstance(answer, Mapping) else answer
-    parts = [payload.data[:1] for payload in payloads if payload is not None]
-    status: Tensor = reduce(torch.bitwise_or, parts)
+    return _of_all([payload.data[:1] for payload in payloads if payload is not None])
+
+
+def _of_all(parts: Sequence[Tensor]) -> Tensor:
+    """The status of all ranks, of that of each."""
+    lacking = reduce(torch.bitwise_and, parts) & MISSING
+    status = reduce(torch.bitwise_or, parts) | lacking * (ALL_MISSING // MISSING)
     return status.view(())
 
 

@@ -6,6 +6,7 @@ rank leaves the state of every rank as it was. Every update is written to where 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from gradwire.engine.lane import Lane, LaneResult
 from gradwire.engine.overflow import SkippedSteps
 from gradwire.engine.plan import Plan
 from gradwire.engine.state import Generation, LaneState, spans, zeros
-from gradwire.engine.status import CORRUPT, MISSING, NONFINITE, UNSUPPORTED
+from gradwire.engine.status import ALL_MISSING, CORRUPT, NONFINITE, UNSUPPORTED
 from gradwire.engine.views import GradViews
 
 
@@ -83,9 +84,10 @@ class Engine:
         self.rollback = self.rollback or not any(lane.fused for lane in self.full_plan.lanes)
         self.step = 0
         self.states = [
-            LaneState(Generation(zeros(lane.slots(self.world), lane.tensors, self.rank, self.world, self.device)))
+            LaneState(Generation(zeros(lane.state_specs(self.world), lane.tensors, self.rank, self.world, self.device)))
             for lane in self.plan.lanes
         ]
+        self._starts = [0, *accumulate(map(len, self.plan.buckets))]  # of each bucket's states
         self.accounting = Accounting()
         self.skipped_steps = SkippedSteps(self.device, self.rollback)
 
@@ -118,7 +120,7 @@ class Engine:
 
     def storage_of(self, i: int) -> list[Generation]:
         """By lane of a bucket: storage for new memories."""
-        return [state.back or Generation({}) if self.rollback else state.front for state in self.states_of(i)]
+        return [state.spare or Generation({}) if self.rollback else state.current for state in self.states_of(i)]
 
     def bucket_rounds(
         self, i: int, views: list[GradViews], own_status: Tensor, storage: Sequence[Generation], key: Key
@@ -144,7 +146,7 @@ class Engine:
         results, shared = yield from status.with_status(interleave(lanes), own_status, nonfinite, self.world)
         if shared is None:
             own = status.merged(own_status, nonfinite)
-            shared = own.view(()) if self.sends_nothing else (yield from status.gather(own))
+            shared = status.alone(own) if self.sends_nothing else (yield from status.gather(own))
         if corrupt:
             self.skipped_steps.report_corrupt(corrupt[0])
         for view, result in zip(views, results, strict=True):
@@ -170,7 +172,7 @@ class Engine:
             for view in (view for result in results for view in result.views):
                 view.zero_()
             return StepResult(named_updates(self.plan.lanes, results), True)
-        used = (yield from self._used(grads)) if bits & MISSING else None
+        used = (yield from self._used(grads)) if bits & ALL_MISSING else None
         if check_unused:
             self.assert_unused_unchanged(used or {})
         self._commit(results, used)
@@ -181,8 +183,7 @@ class Engine:
 
     def states_of(self, i: int) -> list[LaneState]:
         """The states of one bucket's lanes."""
-        start = sum(len(bucket) for bucket in self.plan.buckets[:i])
-        return self.states[start : start + len(self.plan.buckets[i])]
+        return self.states[self._starts[i] : self._starts[i + 1]]
 
     @property
     def sends_nothing(self) -> bool:
@@ -205,7 +206,7 @@ class Engine:
             left = _left(state.carried_error, [lane.slices[name] for name in idle])
             for name in idle:
                 _restore_(result.new.tensors, state, lane, name, self.rank, self.world)
-            state.commit(result.new, result.back)
+            state.commit(result.new, result.spare)
             state.carried_error = left
         self.step += 1
 
@@ -275,7 +276,7 @@ def named_updates(lanes: Sequence[Lane], results: Sequence[BucketResult]) -> dic
 
 def _restore_(new: dict[str, Tensor], state: LaneState, lane: Lane, name: str, rank: int, world: int) -> None:
     """Keep a parameter's old part of all memories."""
-    for memory, spec in lane.slots(world).items():
+    for memory, spec in lane.state_specs(world).items():
         span = spans(spec, lane.tensors, rank, world)[name]
         new[memory] = new[memory].clone() if memory in new else torch.zeros_like(state.tensors[memory])
         new[memory][span.live] = state.tensors[memory][span.live]

@@ -51,8 +51,7 @@ class AllGather(Exchange):
 
     def run(self, message: Message, codec: Codec, context: CommContext) -> CommGenerator[Aggregate]:
         assert isinstance(message.content, Payload)
-        size = codec.size(context.units) if codec.traits.fixed else None
-        answer = yield Gather(message.content, size)
+        answer = yield Gather(message.content, codec.fixed_size(context.units))
         payloads = [payload for payload in answer if payload is not None]
         keys = [context.key.of(rank) for rank, payload in enumerate(answer) if payload is not None]
         senders = self.mean == "senders" and codec.selector is not None

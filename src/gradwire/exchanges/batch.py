@@ -15,10 +15,10 @@ from torch import Tensor
 
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Decoded, Memory
-from gradwire.core.keys import Key, qualified
+from gradwire.core.keys import Key
 from gradwire.core.payload import Payload
 from gradwire.core.requests import Request
-from gradwire.core.segments import Segments
+from gradwire.core.segments import Segments, by_rank
 
 META = torch.device("meta")
 
@@ -58,9 +58,7 @@ def blank(n: int) -> Payload:
 @lru_cache(maxsize=64)
 def stacked(units: Segments, world: int, cuts: tuple[tuple[int, int], ...] = ()) -> Segments:
     """The units of all ranks, one rank after the other; cut where an exchange encodes stretches apart."""
-    tables = [units.window(*cut) for cut in cuts] or [units]
-    names = [qualified(name, rank) for rank in range(world) for table in tables for name in table.names]
-    return Segments(tuple(names), tuple(shape for _ in range(world) for table in tables for shape in table.shapes))
+    return by_rank([[units.window(*cut) for cut in cuts] or [units]] * world)
 
 
 def starts_of(codec: Codec, sent: Decoded, table: Segments) -> Sequence[int]:

@@ -34,8 +34,8 @@ class Delayed(Exchange):
         for name in ("cuts", "keeps_server_error", "adds_payloads", "check"):  # are those of the exchange within
             object.__setattr__(self, name, getattr(self.inner, name))
 
-    def slots(self, context: CommContext) -> dict[str, StateSpec]:
-        own = {} if self.inner.slots is None else self.inner.slots(context)
+    def state_specs(self, context: CommContext) -> dict[str, StateSpec]:
+        own = {} if self.inner.state_specs is None else self.inner.state_specs(context)
         return {**own, "pending": StateSpec(context.tensors.lengths, "same")}
 
     def run(self, message: Message, codec: Codec, context: CommContext) -> CommGenerator[Aggregate]:

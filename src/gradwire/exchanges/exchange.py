@@ -18,11 +18,19 @@ from gradwire.codecs.encoding import Encoded
 from gradwire.codecs.stage import Decoded, EncodeInput, Memory, StateSpec
 from gradwire.core.keys import Key
 from gradwire.core.payload import Payload
+from gradwire.core.renamed import renamed_attributes
 from gradwire.core.requests import CommGenerator
 from gradwire.core.segments import Segments
 from gradwire.core.spec import Named
 from gradwire.exchanges.batch import Simulate
 from gradwire.exchanges.servers import server_slice
+
+
+class Product(NamedTuple):
+    """Where the mean times a vector may be written, too."""
+
+    factor: Tensor
+    out: Tensor
 
 
 class CommContext(NamedTuple):
@@ -36,8 +44,11 @@ class CommContext(NamedTuple):
         keeps_error: Whether the lane keeps what is lost, so that a second leg should too.
         needs_decoded: Whether the feedback uses what receivers will decode.
         allow_sparse_result: Whether a mean with few entries may be returned as those.
-        out: Memory that a mean may be written to, after the first request: that of the gradient.
+        out: Memory that a mean may be written to, after the first request: that of the gradient, or of
+            the memory that keeps the mean.
         simulated: Whether the buffer holds all ranks, one after the other, and no message is written (see `batch`).
+        product: What else may be made of a mean that is written to ``out``.
+        server_error: Memory that the new memory `SERVER_ERROR` may be written to; it may be that of the old one.
     """
 
     key: Key
@@ -49,6 +60,8 @@ class CommContext(NamedTuple):
     allow_sparse_result: bool = False
     out: Tensor | None = None
     simulated: bool = False
+    product: Product | None = None
+    server_error: Tensor | None = None
 
 
 class Message(NamedTuple):
@@ -70,16 +83,30 @@ class Message(NamedTuple):
 
 
 class Aggregate(NamedTuple):
-    """The group's mean, as a vector or, where allowed, as its entries; and the memory after the protocol."""
+    """The group's mean, as a vector or, where allowed, as its entries; and the memory after the protocol.
+
+    Attributes:
+        mean: Of all ranks.
+        memory: With what the exchange itself remembers.
+        sent: What others decode of this rank's message, where only the protocol knows it.
+        product: The mean times the factor of ``context.product``, where it was written there.
+    """
 
     mean: Tensor | Entries
     memory: Memory
     sent: Decoded | None = None
+    product: Tensor | None = None
 
 
+_RENAMED = {  # the old names of one release
+    "serves": "keeps_server_error",
+    "encode_shards": "encode_slices",
+    "slots": "state_specs",
+}
 EncodeSlice: TypeAlias = Callable[[int, int], Message]  # encodes the stretch [start, stop)
 
 
+@renamed_attributes(_RENAMED)
 class Exchange(Named):
     """A frozen protocol."""
 
@@ -94,16 +121,14 @@ class Exchange(Named):
     # Optional capabilities: an exchange that has one defines a method of that name.
     suits: Callable[[Codec], bool] | None = None  # whether `auto` may choose it for this codec; else it never does
     check: Callable[[Codec], None] | None = None  # raises ValueError for a codec that this exchange cannot carry
-    slots: Callable[[CommContext], dict[str, StateSpec]] | None = None  # memories of the exchange's own
+    state_specs: Callable[[CommContext], dict[str, StateSpec]] | None = None  # memories of the exchange's own
     simulate: Simulate | None = None  # the exchange of all ranks at once (see `batch`); else they run one by one
 
     def __init_subclass__(cls) -> None:
-        if "serves" in vars(cls):
-            warnings.warn(f"{cls.__name__}.serves is now keeps_server_error", DeprecationWarning, stacklevel=2)
-            cls.keeps_server_error = vars(cls)["serves"]
-        if "encode_shards" in vars(cls):
-            warnings.warn(f"{cls.__name__}.encode_shards is now encode_slices", DeprecationWarning, stacklevel=2)
-            cls.encode_slices = vars(cls)["encode_shards"]  # type: ignore[method-assign]
+        for old, new in _RENAMED.items():
+            if old in vars(cls):
+                warnings.warn(f"{cls.__name__}.{old} is now {new}", DeprecationWarning, stacklevel=2)
+                setattr(cls, new, vars(cls)[old])
 
     def encode(self, signal: EncodeInput, codec: Codec, context: CommContext) -> Message:
         """Encode ``signal.target``."""

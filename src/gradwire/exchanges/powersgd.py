@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,12 +21,12 @@ from torch import Tensor
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.quantizers import FP32
 from gradwire.codecs.stage import Decoded, Memory, StateSpec
-from gradwire.core.arguments import is_count
+from gradwire.core.arguments import check_argument, is_count
 from gradwire.core.graph_refs import cached_on_device
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
 from gradwire.core.requests import CommGenerator, Sum
-from gradwire.core.segments import Segments
+from gradwire.core.segments import Segments, matrix_shape
 from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
 from gradwire.kernels import philox
 
@@ -49,8 +48,7 @@ def shape_groups(tensors: Segments, rank: int) -> list[ShapeGroup]:
     basis = 0
     for name, shape, start in zip(tensors.names, tensors.shapes, tensors.offsets[:-1], strict=True):
         if basis_length(shape, rank):
-            rows, columns = _matrix(shape)
-            by_shape[rows, columns].append((start, basis, name))
+            by_shape[matrix_shape(shape)].append((start, basis, name))
             basis += basis_length(shape, rank)
     return [
         ShapeGroup(rows, columns, *(tuple(part) for part in zip(*places, strict=True)))
@@ -58,19 +56,9 @@ def shape_groups(tensors: Segments, rank: int) -> list[ShapeGroup]:
     ]
 
 
-def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    rows = shape[0]
-    columns = 1
-    for side in shape[1:]:
-        columns *= side
-    return rows, columns
-
-
 def basis_length(shape: tuple[int, ...], rank: int) -> int:
     """Elements of a tensor's Q; 0 for one that is not worth factoring."""
-    if len(shape) < 2:
-        return 0
-    rows, columns = _matrix(shape)
+    rows, columns = matrix_shape(shape)
     return columns * rank if rank * (rows + columns) < rows * columns else 0
 
 
@@ -99,18 +87,16 @@ def orthonormal_all(matrices: list[Tensor]) -> list[Tensor]:
 
 
 @register("powersgd", kind="exchange")
-@dataclass(frozen=True)
 class PowerSGD(Exchange):
     """Agree on a rank-``rank`` approximation of the mean."""
 
     rank: int = 2
-    examples: ClassVar[tuple[str, ...]] = ("powersgd", "powersgd(rank=1)")
-    compresses_in_protocol: ClassVar[bool] = True
-    subtracts_sent: ClassVar[bool] = True
+    examples = ("powersgd", "powersgd(rank=1)")
+    compresses_in_protocol = True
+    subtracts_sent = True
 
     def __post_init__(self) -> None:
-        if not is_count(self.rank):
-            raise ValueError(f"powersgd(rank={self.rank!r}) must have a whole number from 1 as its rank")
+        check_argument(self, "rank", is_count(self.rank), "a whole number from 1")
 
     def check(self, codec: Codec) -> None:
         if codec != Codec.of((FP32(),)):
@@ -118,7 +104,7 @@ class PowerSGD(Exchange):
                 f"{self} compresses by itself and would not use {codec}; give '{self}' as the spec instead"
             )
 
-    def slots(self, context: CommContext) -> dict[str, StateSpec]:
+    def state_specs(self, context: CommContext) -> dict[str, StateSpec]:
         lengths = tuple(basis_length(shape, self.rank) for shape in context.tensors.shapes)
         return {"basis": StateSpec(lengths, "same")}
 
@@ -158,7 +144,7 @@ class PowerSGD(Exchange):
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         factors = sum(
-            self.rank * sum(_matrix(shape)) if basis_length(shape, self.rank) else n
+            self.rank * sum(matrix_shape(shape)) if basis_length(shape, self.rank) else n
             for shape, n in zip(units.shapes, units.lengths, strict=True)
         )
         return 2 * (world - 1) / world * 4 * factors
@@ -178,6 +164,8 @@ class PowerSGD(Exchange):
 
 @cached_on_device(512)
 def _drawn(key: Key, names: tuple[str, ...], n: int, device: torch.device) -> Tensor:
+    if device.type == "meta":  # a performance model asks for sizes
+        return torch.empty(len(names), n, device=device)
     # Drawn on the host: a failed capture would leave an unwritten table here. During capture the copy is refused.
     return philox.normal(key, names, n, torch.device("cpu")).to(device)
 

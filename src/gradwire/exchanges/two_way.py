@@ -11,21 +11,22 @@ Differs:  slices begin at multiples of eight entries; segments that straddle two
 Spec:     two_way
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Decoded, EncodeInput, Memory, StateSpec
-from gradwire.core.decode_cache import memoized
-from gradwire.core.keys import qualified
+from gradwire.core.decode_cache import memoized, shares_decoded
+from gradwire.core.keys import Key
+from gradwire.core.layout import same_memory
 from gradwire.core.payload import CorruptMessageError, Payload
 from gradwire.core.registry import register
 from gradwire.core.requests import CommGenerator, Gather, Request, SendRecv
-from gradwire.core.segments import Segments
+from gradwire.core.segments import Segments, by_rank
 from gradwire.exchanges.batch import RankBatch, Simulated, blank, stacked, starts_of
-from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
+from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message, Product
 from gradwire.exchanges.servers import SERVER_ERROR, server_slice
 from gradwire.kernels.rank_mean import rank_mean
 
@@ -55,7 +56,7 @@ class TwoWay(Exchange):
         if codec.memories:
             raise ValueError(f"two_way encodes twice, but {codec} remembers what it sent; use allgather")
 
-    def slots(self, context: CommContext) -> dict[str, StateSpec]:
+    def state_specs(self, context: CommContext) -> dict[str, StateSpec]:
         return {SERVER_ERROR: StateSpec(context.tensors.lengths, "shard")} if context.keeps_error else {}
 
     def run(self, message: Message, codec: Codec, context: CommContext) -> CommGenerator[Aggregate]:
@@ -74,7 +75,7 @@ class TwoWay(Exchange):
         corrupt: CorruptMessageError | None = None
         try:
             payload, error = codec.decoder.merge(
-                [received[rank] for rank in range(world)], error, windows[me], keys, second
+                [received[rank] for rank in range(world)], error, windows[me], keys, second, context.server_error
             )
         except CorruptMessageError as failure:  # other ranks still wait for the second leg
             payload, corrupt = Payload(received[me].data.new_zeros(sizes[me])), failure
@@ -83,13 +84,40 @@ class TwoWay(Exchange):
         if corrupt is not None:
             raise corrupt
 
+        seconds = [second.of(rank) for rank in range(world)]
+        if context.out is not None and not shares_decoded():
+            return self._decode_into(context.out, means, windows, seconds, codec, context.product, memory)
+
         def decode() -> Tensor:
-            places = enumerate(zip(means, windows, strict=True))
-            return torch.cat([codec.decode(payload, window, second.of(rank)) for rank, (payload, window) in places])
+            return torch.cat([codec.decode(*each) for each in zip(means, windows, seconds, strict=True)])
 
         return Aggregate(
             memoized([payload.data for payload in means], (codec, context.units, second.step), decode), memory
         )
+
+    def _decode_into(
+        self,
+        out: Tensor,
+        means: Sequence[Payload],
+        windows: Sequence[Segments],
+        keys: Sequence[Key],
+        codec: Codec,
+        product: Product | None,
+        memory: Memory,
+    ) -> Aggregate:
+        """Write all slices to where the mean may lie, and their product, if it is wanted, to where that may."""
+        start = 0
+        for payload, window, key in zip(means, windows, keys, strict=True):
+            part = slice(start, start + window.total)
+            start += window.total
+            if product is not None:
+                factor, times = product.factor[part], product.out[part]
+                codec.decoder.decode_times(payload, window, key, out[part], factor, times)
+                continue
+            decoded = codec.decoder.total([payload], window, [key], out[part])
+            if not same_memory(decoded, out[part]):
+                out[part].copy_(decoded)
+        return Aggregate(out, memory, product=None if product is None else product.out)
 
     def simulate(self, sent: Decoded, memory: Memory, codec: Codec, batch: RankBatch) -> Simulated:
         """All slices at once: end to end they are the buffer."""
@@ -100,7 +128,8 @@ class TwoWay(Exchange):
         error = memory.get(SERVER_ERROR) if batch.keeps_error else None
         if error is not None:
             target = target + error
-        outcome = codec.encode(EncodeInput(target, target, {}, _by_owner(units, cuts)), batch.key.fold("leg2")).sent
+        owned = by_rank([[units.window(*cut)] for cut in cuts])  # each slice named after the rank that serves it
+        outcome = codec.encode(EncodeInput(target, target, {}, owned), batch.key.fold("leg2")).sent
         if error is not None:
             memory = {**memory, SERVER_ERROR: outcome.residual_of(target)}
         sizes = [codec.size(units.window(*cut)) for cut in cuts]
@@ -111,10 +140,3 @@ class TwoWay(Exchange):
 
     def traffic(self, codec: Codec, units: Segments, world: int) -> float:
         return 2 * (world - 1) / world * codec.size(units)
-
-
-def _by_owner(units: Segments, cuts: tuple[tuple[int, int], ...]) -> Segments:
-    """The units of one buffer, cut into slices, each named after the rank that serves it."""
-    tables = [units.window(*cut) for cut in cuts]
-    names = [qualified(name, rank) for rank, table in enumerate(tables) for name in table.names]
-    return Segments(tuple(names), tuple(shape for table in tables for shape in table.shapes))

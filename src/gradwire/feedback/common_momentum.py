@@ -16,12 +16,13 @@ Spec:     common_momentum(0.9), common_momentum(divide='after', floor=0.3)
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import Decoded, Memory
 from gradwire.core.arguments import check_argument
 from gradwire.core.registry import register
-from gradwire.feedback.feedback import Feedback, check_preconditioner, divisor
+from gradwire.feedback.feedback import Averaging, Feedback, check_preconditioner
 
 
 @register("common_momentum", kind="feedback")
@@ -40,23 +41,25 @@ class CommonMomentum(Feedback):
     examples = ("common_momentum", "common_momentum(beta=0.8, floor=0.3)", "common_momentum(divide='after')")
     memories: ClassVar[dict[str, str]] = {"momentum": "same", "denominator": "same", "residual": "mean"}
     needs_denominator = True
+    keeps_mean = "momentum"
 
     def __post_init__(self) -> None:
         check_preconditioner(self)
         check_argument(self, "divide", self.divide in ("before", "after"), "'before' or 'after' (compression)")
 
-    def signal(self, grad: Tensor, memory: Memory) -> Tensor:
-        momentum = self.beta * memory["momentum"]
-        if self.divide == "after":
-            return momentum.add_(grad, alpha=1.0 - self.beta)
-        return momentum.addcdiv_(grad, divisor(memory), value=1.0 - self.beta)
+    @property
+    def averaging(self) -> Averaging:  # type: ignore[override]
+        return Averaging(self.beta, self.divide == "before", False)
 
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        return self.signal(grad, memory) + memory["residual"], memory
+        return self.averaging.of(grad, memory) + memory["residual"], memory
 
     def update_memory(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
         return {**memory, "residual": sent.residual_of(target)}
 
     def finalize(self, mean: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        update = mean * memory["denominator"] if self.divide == "before" else mean
+        return self.finalize_into(mean, memory, torch.empty_like(mean))
+
+    def finalize_into(self, mean: Tensor, memory: Memory, out: Tensor) -> tuple[Tensor, Memory]:
+        update = torch.mul(mean, memory["denominator"], out=out) if self.divide == "before" else mean
         return update, {**memory, "momentum": mean}

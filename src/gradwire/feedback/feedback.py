@@ -7,20 +7,48 @@ In one step, `compensate` adds the error of the step before, the codec encodes, 
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from gradwire.codecs.decoding import Entries
 from gradwire.codecs.stage import Decoded, Memory
 from gradwire.core.arguments import check_argument
 from gradwire.core.spec import Named
 from gradwire.kernels.fused import Accumulation
+from gradwire.kernels.momentum import Momentum
 
 
 def divisor(memory: Memory) -> Tensor:
     """The memory "denominator"; where it has none, one."""
     denominator = memory["denominator"]
     return denominator.where(denominator > 0, 1.0)
+
+
+class Averaging(NamedTuple):
+    """How a gradient enters the memory "momentum", and that the residual: ``u = beta u + (1 - beta) x``.
+
+    Attributes:
+        beta: The share of momentum that stays.
+        divides: x is the gradient over the memory "denominator"; else it is the gradient.
+        keeps: u is the momentum of the next step. Else the momentum stays as it is until the group has agreed.
+        accumulation: How u enters the residual.
+    """
+
+    beta: float
+    divides: bool
+    keeps: bool
+    accumulation: Accumulation = Accumulation()
+
+    def of(self, grad: Tensor, memory: Memory) -> Tensor:
+        """The next u. Products, quotients and sums are rounded one by one, as by fused kernels."""
+        x = grad / divisor(memory) if self.divides else grad
+        return (self.beta * memory["momentum"]).add_((1.0 - self.beta) * x)
+
+    def momentum(self, memory: Memory, part: slice) -> Momentum:
+        """What kernels read of a stretch."""
+        denominator = memory["denominator"][part] if self.divides else None
+        return Momentum(memory["momentum"][part], denominator, self.beta)
 
 
 def check_preconditioner(feedback: Any) -> None:
@@ -46,9 +74,13 @@ class Feedback(Named):
     clip: float | None = None  # the norm of the mean that local gradients are clipped for
     # Optional: makes the update of the group's mean, where that is not the mean itself.
     finalize: Callable[[Tensor, Memory], tuple[Tensor, Memory]] | None = None
+    # Optional: the same, where the update may be written to the last argument, in which the mean itself may lie.
+    finalize_into: Callable[[Tensor, Memory, Tensor], tuple[Tensor, Memory]] | None = None
+    # Optional: the same, of a mean that is there as its entries. The update is written to the last argument.
+    finalize_entries: Callable[[Entries, Memory, Tensor], tuple[Tensor, Memory]] | None = None
+    keeps_mean: ClassVar[str | None] = None  # the memory that `finalize` makes of the mean as it is
     accumulation: Accumulation | None = None  # how a gradient enters the memories, if fused kernels know it
-    # Optional: makes what is added to the memory "residual", where that is not the gradient. No memory changes by it.
-    signal: Callable[[Tensor, Memory], Tensor] | None = None
+    averaging: Averaging | None = None  # what enters the memory "residual" instead of the gradient
     masks: bool = False  # momentum is zeroed where an entry was sent
     needs_denominator: ClassVar[bool] = False  # uses the memory "denominator", the root of an optimizer's variance
     divide: str = "before"  # or "after": whether momentum is over the denominator when it is compressed
@@ -65,6 +97,17 @@ class Feedback(Named):
     def error(self, memory: Memory) -> Tensor | None:
         """What is still to be sent, the memory "residual"; the mean over ranks is the pending update."""
         return memory.get("residual")
+
+    @property
+    def residual_rule(self) -> Accumulation | None:
+        """How a gradient, or what averaging makes of it, enters the memory "residual", if fused kernels know it."""
+        return self.accumulation if self.averaging is None else self.averaging.accumulation
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The memories that fused kernels write."""
+        momentum = self.averaging.keeps if self.averaging is not None else "momentum" in self.memories
+        return ("residual", "momentum") if momentum else ("residual",)
 
     @property
     def divides(self) -> bool:

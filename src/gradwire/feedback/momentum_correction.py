@@ -13,7 +13,8 @@ Differs:  whatever a quantizer rounded away stays in v; where nothing was select
           gradient; the optimizer behind must have no momentum of its own
 Spec:     momentum_correction(0.9)
 
-The whole method, with its selection and its warm-up, is the preset `dgc` in `engine/presets.py`.
+The whole method, with its selection and its warm-up, is the preset `dgc` in `engine/presets.py`. Masking is `masked` in
+`feedback.py`, or part of the one pass of `kernels/fused.py`, where that serves.
 """
 
 from typing import ClassVar

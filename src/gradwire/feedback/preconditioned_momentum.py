@@ -9,20 +9,23 @@ Formula:  x = g / d;  u = b u + (1 - b) x;  target = decay v + u
           d is the root of the optimizer's variance, frozen when its gradient steps end; at least `floor` of its mean
 Wire:     nothing
 Traits:   what was sent plus v equals what was compensated; three floats per parameter
-Differs:  no paper; with ratio 1 the method is Adam with a frozen variance. DGC masks momentum; here that is off. What
-          u still has to give, b / (1 - b) u, is lost where it is masked: nearly all of a gradient where entries are
-          sent often, so that sending more entries trained worse
+Differs:  no paper; with ratio 1 the method is Adam with a frozen variance. DGC masks momentum, and so does the
+          preset dgc_adam; here it is a choice. What u still has to give, b / (1 - b) u, is lost where it is masked:
+          nearly all of a gradient where entries are sent often
 Spec:     preconditioned_momentum(0.9)
 """
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from gradwire.codecs.decoding import Entries
 from gradwire.codecs.stage import Decoded, Memory
 from gradwire.core.arguments import check_argument
 from gradwire.core.registry import register
-from gradwire.feedback.feedback import Feedback, check_preconditioner, divisor, masked
+from gradwire.feedback.feedback import Averaging, Feedback, check_preconditioner, masked
+from gradwire.kernels.fused import Accumulation, scatter_mean_
 
 
 @register("preconditioned_momentum", kind="feedback")
@@ -52,8 +55,16 @@ class PreconditionedMomentum(Feedback):
         check_preconditioner(self)
         check_argument(self, "decay", 0.0 < self.decay <= 1.0, "in (0, 1]")
 
+    @property
+    def averaging(self) -> Averaging:  # type: ignore[override]
+        return Averaging(self.beta, True, True, Accumulation(decay=self.decay))
+
+    @property
+    def masks(self) -> bool:  # type: ignore[override]
+        return self.masking
+
     def compensate(self, grad: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        u = (self.beta * memory["momentum"]).addcdiv_(grad, divisor(memory), value=1.0 - self.beta)
+        u = self.averaging.of(grad, memory)
         return self.decay * memory["residual"] + u, {**memory, "momentum": u}
 
     def update_memory(self, target: Tensor, sent: Decoded, memory: Memory) -> Memory:
@@ -61,3 +72,12 @@ class PreconditionedMomentum(Feedback):
 
     def finalize(self, mean: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         return mean * memory["denominator"], memory
+
+    def finalize_into(self, mean: Tensor, memory: Memory, out: Tensor) -> tuple[Tensor, Memory]:
+        return torch.mul(mean, memory["denominator"], out=out), memory
+
+    def finalize_entries(self, mean: Entries, memory: Memory, out: Tensor) -> tuple[Tensor, Memory]:
+        """Only the denominators of entries are read. Where ranks sent the same one, each writes the same there."""
+        scatter_mean_(out, *mean, 0, mean.ranks)
+        out.index_copy_(0, mean.indices, out[mean.indices] * memory["denominator"][mean.indices])
+        return out, memory

@@ -8,9 +8,6 @@ Differs:  averages models where all-reduce SGD averages gradients
 Spec:     centralized
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import Tensor
 
 from gradwire.codecs.addends import as_addend
@@ -26,13 +23,12 @@ from gradwire.topology.graphs import Complete
 
 
 @register("centralized", kind="gossip")
-@dataclass(frozen=True)
 class Centralized(VectorMemory):
     """All-reduce SGD."""
 
-    graph: Graph = Complete()  # noqa: RUF009 - a frozen value
-    examples: ClassVar[tuple[str, ...]] = ("centralized",)
-    all_reduces: ClassVar[bool] = True
+    graph: Graph = Complete()
+    examples = ("centralized",)
+    all_reduces = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

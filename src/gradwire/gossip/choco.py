@@ -17,8 +17,6 @@ Spec:     choco(ring), choco(ring, gamma=0.45), choco(torus, gamma='auto')
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,13 +28,7 @@ from gradwire.core.registry import register
 from gradwire.core.requests import CommGenerator
 from gradwire.gossip import auto_gamma
 from gradwire.gossip.broadcast import BroadcastRules, NeighborMessages
-from gradwire.gossip.gossip import (
-    MixResult,
-    OutgoingMessage,
-    body_bytes,
-    decode_message,
-    encode_message,
-)
+from gradwire.gossip.gossip import MixResult, OutgoingMessage, decode_message, encode_message
 from gradwire.gossip.message import GossipContext, GossipMessage, exchange_messages
 from gradwire.gossip.requirements import require_consensus_step, require_contraction, require_doubly_stochastic
 from gradwire.topology import Topology
@@ -46,7 +38,6 @@ _DENSE = as_codec("fp32")  # of the first message on a new edge
 
 
 @register("choco", kind="gossip")
-@dataclass(frozen=True)
 class Choco(BroadcastRules):
     """Compressed gossip with error feedback: what a message leaves out stays in the next difference.
 
@@ -55,9 +46,9 @@ class Choco(BroadcastRules):
     """
 
     gamma: float | str = AUTO
-    examples: ClassVar[tuple[str, ...]] = ("choco(ring)", "choco(torus, gamma=0.45)", "choco(one_peer_exponential)")
-    elastic: ClassVar[bool] = True
-    stacks_if_static: ClassVar[bool] = True
+    examples = ("choco(ring)", "choco(torus, gamma=0.45)", "choco(one_peer_exponential)")
+    elastic = True
+    stacks_if_static = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,11 +108,11 @@ class Choco(BroadcastRules):
         codecs = {peer: _DENSE if peer in new else codec for peer in {*context.in_weights, *context.out_weights}}
         differences = {peer: x if peer in new else x - memory[f"to_{peer}"] for peer in context.out_weights}
         sent = {peer: encode_message(d, codecs[peer], context, peer) for peer, d in differences.items()}
-        varies = body_bytes(codec, context) is None
+        varies = not codec.traits.fixed
         received = yield from exchange_messages(
             context,
             {peer: message.payload for peer, message in sent.items()},
-            {peer: None if varies else body_bytes(codecs[peer], context) for peer in context.in_weights},
+            {peer: None if varies else codecs[peer].fixed_size(context.units) for peer in context.in_weights},
             self._metadata(memory, context),
         )
         copies = {f"to_{peer}": (peer, message.decoded) for peer, message in sent.items()}

@@ -10,9 +10,6 @@ Differs:  the error is taken against the decoded message, so that a sign of zero
 Spec:     deepsqueeze(ring), deepsqueeze(ring, gamma=0.05)
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
@@ -25,7 +22,6 @@ from gradwire.topology import Topology
 
 
 @register("deepsqueeze", kind="gossip")
-@dataclass(frozen=True)
 class DeepSqueeze(BroadcastMethod):
     """Error feedback on whole models.
 
@@ -34,8 +30,8 @@ class DeepSqueeze(BroadcastMethod):
     """
 
     gamma: float = 0.01
-    examples: ClassVar[tuple[str, ...]] = ("deepsqueeze(ring)", "deepsqueeze(ring, gamma=0.05)")
-    memories: ClassVar[tuple[str, ...]] = ("residual",)
+    examples = ("deepsqueeze(ring)", "deepsqueeze(ring, gamma=0.05)")
+    memories = ("residual",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,8 +10,6 @@ Differs:  the local step comes before the averaging, so that neighbors receive i
 Spec:     dpsgd(ring), dpsgd(one_peer_exponential)
 """
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
@@ -39,8 +37,8 @@ class WholeModels(BroadcastMethod):
 class DPSGD(WholeModels):
     """Average whole models with the neighbors."""
 
-    examples: ClassVar[tuple[str, ...]] = ("dpsgd(ring)", "dpsgd(one_peer_exponential)")
-    elastic: ClassVar[bool] = True
+    examples = ("dpsgd(ring)", "dpsgd(one_peer_exponential)")
+    elastic = True
 
     def update(self, x: Tensor, memory: Memory, messages: NeighborMessages, step: int) -> MixResult:
         del step

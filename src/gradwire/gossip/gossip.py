@@ -136,16 +136,10 @@ def send_to_all(
     payload: Payload, codec: Codec, context: GossipContext, metadata: tuple[float, ...] = ()
 ) -> CommGenerator[dict[int, GossipMessage]]:
     """Send one message to all neighbors, and receive theirs."""
-    size = codec.size(context.units) if codec.traits.fixed else None
-    out, into = dict.fromkeys(context.out_weights, payload), dict.fromkeys(context.in_weights, size)
-    return (yield from exchange_messages(context, out, into, metadata))
+    sizes = dict.fromkeys(context.in_weights, codec.fixed_size(context.units))
+    return (yield from exchange_messages(context, dict.fromkeys(context.out_weights, payload), sizes, metadata))
 
 
 def densify(sent: Decoded, like: Tensor) -> Tensor:
     """A decoded message as a dense vector: zero, plus the values."""
     return sent.add_to(torch.zeros_like(like))
-
-
-def body_bytes(codec: Codec, context: GossipContext) -> int | None:
-    """The length of a message without its header, where it is known beforehand."""
-    return codec.size(context.units) if codec.traits.fixed else None

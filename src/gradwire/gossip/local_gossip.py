@@ -9,8 +9,7 @@ Differs:  graphs that change do so from round to round, not from step to step; r
 Spec:     local_gossip(choco(ring), H=15), local_gossip(dpsgd(one_peer_exponential), H=5)
 """
 
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from dataclasses import field, replace
 
 import torch
 from torch import Tensor
@@ -29,7 +28,6 @@ _NONFINITE = "nonfinite"  # a memory: parameters have not been finite since the 
 
 
 @register("local_gossip", kind="gossip")
-@dataclass(frozen=True)
 class LocalGossip(GossipMethod):
     """A round of another method every ``H`` steps.
 
@@ -41,7 +39,7 @@ class LocalGossip(GossipMethod):
     graph: Graph = field(init=False, compare=False)
     method: GossipMethod
     H: int = 15
-    examples: ClassVar[tuple[str, ...]] = ("local_gossip(choco(ring), H=15)", "local_gossip(dpsgd(ring), H=5)")
+    examples = ("local_gossip(choco(ring), H=15)", "local_gossip(dpsgd(ring), H=5)")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", gossip_method(self.method))

@@ -12,9 +12,6 @@ Differs:  the paper sends differences and outer weights, which are two vectors; 
 Spec:     local_gossip(noloco(one_peer_exponential), H=50), noloco(ring, rate=0.7, momentum=0.5)
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import Tensor
 
 from gradwire.codecs.stage import Memory
@@ -26,7 +23,6 @@ from gradwire.gossip.gossip import MixResult
 
 
 @register("noloco", kind="gossip")
-@dataclass(frozen=True)
 class NoLoCo(WholeModels):
     """Outer weights of each rank, which follow the mean over its neighbors with momentum.
 
@@ -37,10 +33,10 @@ class NoLoCo(WholeModels):
 
     rate: float = 0.7
     momentum: float = 0.5
-    examples: ClassVar[tuple[str, ...]] = ("noloco(one_peer_exponential)", "noloco(ring, rate=0.5, momentum=0.3)")
-    memories: ClassVar[tuple[str, ...]] = ("outer", "outer_before")
-    copies_parameters: ClassVar[bool] = True
-    overlaps: ClassVar[bool] = False
+    examples = ("noloco(one_peer_exponential)", "noloco(ring, rate=0.5, momentum=0.3)")
+    memories = ("outer", "outer_before")
+    copies_parameters = True
+    overlaps = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,20 +13,19 @@ Differs:  a matrix that a pair of vectors would not shrink travels dense; a vect
 Spec:     powergossip(ring), powergossip(ring, iterations=2)
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Memory, StateSpec
+from gradwire.core.arguments import check_argument, is_count
 from gradwire.core.payload import Payload, as_bytes, from_bytes
 from gradwire.core.registry import register
 from gradwire.core.requests import CommGenerator
-from gradwire.core.segments import Segments
+from gradwire.core.segments import Segments, matrix_shape
 from gradwire.gossip.gossip import GossipMethod, MixResult
 from gradwire.gossip.message import GossipContext, exchange_messages
 from gradwire.gossip.requirements import require_static_symmetric
@@ -35,7 +34,6 @@ from gradwire.topology import Topology
 
 
 @register("powergossip", kind="gossip")
-@dataclass(frozen=True)
 class PowerGossip(GossipMethod):
     """Rank-one gossip without anything to tune.
 
@@ -44,13 +42,12 @@ class PowerGossip(GossipMethod):
     """
 
     iterations: int = 1
-    examples: ClassVar[tuple[str, ...]] = ("powergossip(ring)", "powergossip(ring, iterations=2)")
-    compresses: ClassVar[bool] = True
+    examples = ("powergossip(ring)", "powergossip(ring, iterations=2)")
+    compresses = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.iterations, int) or isinstance(self.iterations, bool) or self.iterations < 1:
-            raise ValueError(f"powergossip takes a whole number of iterations from 1, not {self.iterations!r}")
+        check_argument(self, "iterations", is_count(self.iterations), "a whole number from 1")
 
     def check(self, codec: Codec, topology: Topology) -> None:
         if not codec.traits.lossless:
@@ -120,7 +117,7 @@ class MatrixShape(NamedTuple):
 
 def _matrices(tensors: Segments) -> list[MatrixShape]:
     """The tensors; those that a pair of vectors would not shrink travel dense."""
-    sides = [(shape[0], math.prod(shape[1:])) if len(shape) > 1 else (0, 0) for shape in tensors.shapes]
+    sides = map(matrix_shape, tensors.shapes)
     worth = [(rows, columns) if rows + columns < rows * columns else (0, 0) for rows, columns in sides]
     return [MatrixShape(name, n, *side) for name, n, side in zip(tensors.names, tensors.lengths, worth, strict=True)]
 

@@ -2,6 +2,7 @@
 
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.quantizers.cast import Cast
+from gradwire.core.arguments import is_number
 from gradwire.gossip.gossip import GossipMethod
 from gradwire.topology import Topology
 
@@ -52,6 +53,5 @@ def require_static_symmetric(method: GossipMethod, topology: Topology) -> None:
 
 
 def require_consensus_step(gamma: object, name: str) -> None:
-    number = isinstance(gamma, int | float) and not isinstance(gamma, bool)
-    if not (number and 0.0 < gamma <= 1.0):  # type: ignore[operator]
+    if not (is_number(gamma) and 0.0 < gamma <= 1.0):  # type: ignore[operator]
         raise ValueError(f"{name} takes a consensus step in (0, 1], not gamma={gamma!r}; 1 is a whole average")

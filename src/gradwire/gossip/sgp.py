@@ -11,8 +11,6 @@ Differs:  what a cast loses stays with the sender, so that the sum of p is kept 
 Spec:     sgp(exponential), sgp(one_peer_exponential)
 """
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -30,8 +28,8 @@ from gradwire.topology import Topology
 class SGP(GossipMethod):
     """Push-sum: weights travel with the models, and undo what an uneven graph does to them."""
 
-    examples: ClassVar[tuple[str, ...]] = ("sgp(exponential)", "sgp(one_peer_exponential)")
-    overlaps: ClassVar[bool] = False
+    examples = ("sgp(exponential)", "sgp(one_peer_exponential)")
+    overlaps = False
 
     def check(self, codec: Codec, topology: Topology) -> None:
         require_cast(self, codec)

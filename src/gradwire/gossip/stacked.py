@@ -6,14 +6,16 @@ waits for the device within a step. Bytes are counted as messages would have had
 """
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
 
+from gradwire.codecs.addends import dtype_of
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import EncodeInput
-from gradwire.core.keys import PER_RANK, Key, qualified
-from gradwire.core.segments import Segments
+from gradwire.core.keys import PER_RANK, Key
+from gradwire.core.segments import by_rank
 from gradwire.gossip import auto_gamma
 from gradwire.gossip.auto_gamma_batched import BatchedAutoGamma
 from gradwire.gossip.broadcast import BroadcastRules, NeighborMessages
@@ -54,8 +56,7 @@ class StackedNodes:
     def __init__(self, nodes: Sequence[Node], device: torch.device) -> None:
         self.nodes, self.device, first = nodes, device, nodes[0]
         self.method, self.codec, self.topology = first.method, first.codec, first.topology
-        names = tuple(qualified(name, rank) for rank in range(len(nodes)) for name in first.units.names)
-        self.units = Segments(names, first.units.shapes * len(nodes))
+        self.units = by_rank([[first.units]] * len(nodes))
         self.auto_gamma: BatchedAutoGamma | None = None
         self.gather()
 
@@ -89,10 +90,8 @@ class StackedNodes:
         return result._replace(memory={**result.memory, "gauge": self.auto_gamma.state})
 
     def _mean(self, x: Tensor) -> MixResult:
-        sent = self._decoded(x).to(self.codec.quantizer.dtype)  # type: ignore[attr-defined]
-        total = sent[0]
-        for row in sent[1:]:
-            total = total + row
+        sent = self._decoded(x).to(dtype_of(self.codec))
+        total = reduce(torch.add, sent)
         return MixResult((total.float() / len(x)).expand_as(x).contiguous(), self.memory)
 
     def _decoded(self, target: Tensor) -> Tensor:

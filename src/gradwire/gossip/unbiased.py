@@ -1,7 +1,6 @@
 """DCD-PSGD and ECD-PSGD: methods for unbiased codecs, with the neighbors' models as one sum and no error feedback."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,8 +23,8 @@ class UnbiasedMethod(BroadcastMethod):
     """
 
     allow_biased: bool = False
-    overlaps: ClassVar[bool] = False
-    copies_parameters: ClassVar[bool] = True
+    overlaps = False
+    copies_parameters = True
 
     def check(self, codec: Codec, topology: Topology) -> None:
         require_unbiased(self, codec, self.allow_biased)
@@ -48,8 +47,8 @@ class DCD(UnbiasedMethod):
     Spec:     dcd(ring), dcd(ring, allow_biased=True)
     """
 
-    examples: ClassVar[tuple[str, ...]] = ("dcd(ring)", "dcd(ring, allow_biased=True)")
-    memories: ClassVar[tuple[str, ...]] = ("x_hat", "mixed")
+    examples = ("dcd(ring)", "dcd(ring, allow_biased=True)")
+    memories = ("x_hat", "mixed")
 
     def message(self, x: Tensor, memory: Memory, step: int) -> Tensor:
         del step
@@ -77,8 +76,8 @@ class ECD(UnbiasedMethod):
     Spec:     ecd(ring), ecd(ring, allow_biased=True)
     """
 
-    examples: ClassVar[tuple[str, ...]] = ("ecd(ring)", "ecd(ring, allow_biased=True)")
-    memories: ClassVar[tuple[str, ...]] = ("before", "mixed")
+    examples = ("ecd(ring)", "ecd(ring, allow_biased=True)")
+    memories = ("before", "mixed")
 
     def message(self, x: Tensor, memory: Memory, step: int) -> Tensor:
         t = step + 1

@@ -1,22 +1,24 @@
-"""The user's objects."""
+"""The user's objects.
 
-from gradwire.integrations.checkpoint import load, save
-from gradwire.integrations.compress import compress
-from gradwire.integrations.optimizer import SGD, DistributedOptimizer
-from gradwire.integrations.optimizer_warning import OptimizerWarning
-from gradwire.integrations.report import Report
-from gradwire.integrations.simulated import SimulatedWorkers, lockstep
-from gradwire.integrations.wire import Wire
+compress, wire           `gradwire.compress` and its handle, which plain loops call
+ddp                      the communication hook of DistributedDataParallel
+optimizer                `gradwire.DistributedOptimizer` and `gradwire.SGD`
+simulated                `gradwire.lockstep`: replicas of one process
+gossip, local            `gradwire.gossip`, `gradwire.local`
+sharded, dcp             models under FSDP2, and their checkpoints
+grad_scaler              overflow under a GradScaler; else see `engine/overflow.py`
+accelerate, lightning, transformers   trainers
+setup, consistency       from options to a plan that all ranks agree on
+checkpoint, spec_change  saved states, and what a wire keeps when its spec changes
+"""
 
-__all__ = [
-    "SGD",
-    "DistributedOptimizer",
-    "OptimizerWarning",
-    "Report",
-    "SimulatedWorkers",
-    "Wire",
-    "compress",
-    "load",
-    "lockstep",
-    "save",
-]
+from gradwire.integrations.checkpoint import load as load
+from gradwire.integrations.checkpoint import save as save
+from gradwire.integrations.compress import compress as compress
+from gradwire.integrations.optimizer import SGD as SGD
+from gradwire.integrations.optimizer import DistributedOptimizer as DistributedOptimizer
+from gradwire.integrations.optimizer_warning import OptimizerWarning as OptimizerWarning
+from gradwire.integrations.report import Report as Report
+from gradwire.integrations.simulated import SimulatedWorkers as SimulatedWorkers
+from gradwire.integrations.simulated import lockstep as lockstep
+from gradwire.integrations.wire import Wire as Wire

@@ -83,7 +83,7 @@ class ShardPlace:
         for lane in self._lanes:
             self._elementwise |= {
                 *lane.feedback.memories,
-                *(name for _, codec, _ in lane.table for name in codec.memories),
+                *(name for _, codec, _ in lane.step_table for name in codec.memories),
             }
 
     def _is_elementwise(self, name: str) -> bool:
@@ -104,7 +104,7 @@ class ShardPlace:
         """Zeros for all memories that a state of this rank may hold; those of a shard alone if shards are ``alike``."""
         for lane in self._lanes:
             like = dict.fromkeys(self._elementwise, lane.tensors.lengths)
-            slots = {memory: slot.lengths for memory, slot in lane.slots(self.replicas).items() if alike}
+            slots = {memory: slot.lengths for memory, slot in lane.state_specs(self.replicas).items() if alike}
             for memory, lengths in {**slots, **like}.items():
                 for name, n in zip(lane.tensors.names, lengths, strict=True):
                     yield f"{memory}/{name}", self.lay_out(f"{memory}/{name}", torch.zeros(n))

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.comm.rates import LinkSpec
 from gradwire.core.layout import same_memory, without_gaps
-from gradwire.engine.gradients import Grads
+from gradwire.engine.gradients import FixedGrads, Grads
 from gradwire.engine.method import Spec
 from gradwire.engine.plan import Plan
 from gradwire.engine.step import BucketResult, StepResult
@@ -70,11 +70,10 @@ def refuse_replicated(model: nn.Module) -> None:
 
 
 class BucketInfo(NamedTuple):
-    """What one bucket of DDP brings: its buffer, the gradients in it, and how many each bucket of the plan awaits."""
+    """What one bucket of DDP brings: its buffer, and how many gradients of each bucket of the plan."""
 
     buffer: Tensor
-    views: dict[str, Tensor]
-    awaited: Counter[int]
+    brings: dict[int, int]
 
 
 class BackwardPass:
@@ -94,7 +93,6 @@ class BackwardPass:
         self.complete = not may_lack and wire.scaler is None
         self.missing = list(awaited)
         self.threaded = wire.executor.replayed or not wire.setup.stays_on_device
-        self.views: dict[str, Tensor] = {}
         self.checked: AnyFuture[None] | None = None
         self.futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self.results: list[AnyFuture[BucketResult]] = []
@@ -115,6 +113,7 @@ class DDPHookState:
         self._may_lack = bool(ddp.find_unused_parameters or ddp.static_graph)
         self._touched: set[str] = set()
         self._known: dict[int, BucketInfo] = {}  # by number of a bucket
+        self._views = FixedGrads(dict.fromkeys(wire.parameters))  # where gradients lie in DDP's buckets
         self._plan: Plan | None = None
         self._pass: BackwardPass | None = None
         if self._may_lack:
@@ -125,16 +124,15 @@ class DDPHookState:
         """Take one bucket; its future completes when the whole step is committed."""
         if self.plain is not None:
             return _sum(self._group, bucket, self.plain)
-        device = self.wire.device
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
+        each_waits = self.wire.device.type == "cuda" and not self._waits_once
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self.wire.device] if each_waits else [])
         now = self._pass = self._pass or self._begin()
         info = self._info(bucket)
         now.futures.append((future, info.buffer))
-        now.views |= info.views
-        for i, number in info.awaited.items():
+        for i, number in info.brings.items():
             now.missing[i] -= number
         while now.early and len(now.results) < len(now.missing) and not now.missing[len(now.results)]:
-            bucket_step = partial(self.wire.executor.run_bucket, len(now.results), self._grads(now))
+            bucket_step = partial(self.wire.executor.run_bucket, len(now.results), self._grads())
             now.results.append(self._start(now, bucket_step))
         if bucket.is_last():
             self._finish(now)
@@ -163,21 +161,23 @@ class DDPHookState:
                 self._known.clear()
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
             views = {self._names[id(p)]: _as_laid_out(view, p) for p, view in pairs}
-            known = self._known[number] = BucketInfo(buffer, views, Counter(self._bucket_of[name] for name in views))
+            brings = Counter(self._bucket_of[name] for name in views)
+            known = self._known[number] = BucketInfo(buffer, dict(brings))
+            self._views = FixedGrads({**self._views, **views})
         return known
 
     def _start(self, now: BackwardPass, work: Callable[[], T]) -> AnyFuture[T]:
         """Do some work while backward goes on, in order."""
         return self.wire.worker.submit(work) if now.threaded else self.wire.worker.enqueue(work)
 
-    def _grads(self, now: BackwardPass) -> Grads:
-        none: dict[str, Tensor | None] = dict.fromkeys(self.wire.parameters)
+    def _grads(self) -> Grads:
+        """The gradients of buckets that have arrived. Others are not to be read: they are of the step before."""
         if not self._may_lack:
-            return none | now.views
-        return none | {name: view for name, view in now.views.items() if name in self._touched}
+            return self._views
+        return {name: view if name in self._touched else None for name, view in self._views.items()}
 
     def _finish(self, now: BackwardPass) -> None:
-        grads = self._grads(now)
+        grads = self._grads()
         self._pass = None
         self._touched.clear()
         if now.early:
@@ -185,21 +185,41 @@ class DDPHookState:
         else:
             # DDP drops the update of a parameter that no rank used in this step, so wait until that is known.
             work = partial(self.wire.sync, grads, wait=self._may_lack)
-        missing = {} if now.early and now.complete else now.views  # where updates go of gradients that are not there
+        # Where updates go of gradients that are not there.
+        missing = FixedGrads() if now.early and now.complete else self._views
         completed = self._start(now, partial(self._complete, now, missing, work))
-        # DDP hides an exception of the hook: raise it from a callback that is queued after DDP's own.
-        at_the_end(lambda: at_the_end(completed.result))
+        at_the_end(partial(self._join, completed))
+
+    @property
+    def _waits_once(self) -> bool:
+        """Whether the stream waits once for all updates, and not for the future of each bucket.
+
+        Of a static graph, DDP reads the updates before any callback of ours. With `auto`, DDP's own times are read, and
+        DDP takes what a callback of ours waits for as computing.
+        """
+        return self.wire.device.type == "cuda" and not self._may_lack and self.wire.tuner is None
+
+    def _join(self, completed: AnyFuture[None]) -> None:
+        """Backward is over: have its stream wait for the updates, once for all buckets, before DDP reads them.
+
+        DDP hides an exception of the hook: raise it from a callback that is queued after DDP's own.
+        """
+        if self._waits_once:
+            completed.exception()
+            self.wire.worker.join()
+        at_the_end(completed.result)
 
     def _commit(self, results: list[AnyFuture[BucketResult]], grads: Grads, complete: bool) -> StepResult:
         return self.wire.executor.finish([result.result() for result in results], grads, complete)
 
-    def _complete(self, now: BackwardPass, views: dict[str, Tensor], work: Callable[[], StepResult]) -> None:
+    def _complete(self, now: BackwardPass, views: FixedGrads, work: Callable[[], StepResult]) -> None:
         try:
             assert now.checked is not None
             now.checked.result()
             updates = work().updates
             for name, view in views.items():
-                if name in updates and not same_memory(updates[name], view):  # it has no gradient on this rank
+                # If they differ, it has no gradient on this rank.
+                if view is not None and name in updates and not same_memory(updates[name], view):
                     view.copy_(updates[name])
         finally:
             for future, buffer in now.futures:

@@ -31,11 +31,13 @@ def is_adaptive(optimizer: Optimizer) -> bool:
 
 def warn_if_starved(optimizer: Optimizer, plan: Plan) -> None:
     """Warn of a spec that an adaptive optimizer should not follow."""
-    lanes = [lane for lane in plan.lanes if starves_adaptive(lane.table[-1][1], lane.feedback, lane.table[-1][2])]
+    lanes = [
+        lane for lane in plan.lanes if starves_adaptive(lane.step_table[-1][1], lane.feedback, lane.step_table[-1][2])
+    ]
     if not lanes or not is_adaptive(optimizer):
         return
     lane = lanes[0]
-    _, codec, exchange = lane.table[-1]
+    _, codec, exchange = lane.step_table[-1]
     spec = exchange if exchange.compresses_in_protocol else codec
     warnings.warn(
         f"{spec} under {lane.feedback} sends entries rarely, and {type(optimizer).__name__} normalizes them as if they "

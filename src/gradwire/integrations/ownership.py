@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,40 +21,52 @@ def refuse_averaged(parameters: Mapping[str, nn.Parameter], mine: Wire | None = 
         parameters: By name.
         mine: The wire that has them already, if any.
     """
-    if _averaged(parameters, mine) is None:
-        return
-    gc.collect()  # what nothing refers to any more averages nothing
-    if (taken := _averaged(parameters, mine)) is not None:
-        raise ValueError(taken)
+    _refuse(lambda: _averaged(parameters, mine))
 
 
 def refuse_wires(parameters: Mapping[str, nn.Parameter], world: int) -> None:
     """Refuse local steps of parameters whose gradients a wire averages over as many ranks in every step."""
-    gc.collect()  # what nothing refers to any more averages nothing
-    for wire in _owners:
-        if 1 < world <= wire.link.world and (name := _shared(parameters, wire.parameters.values())):
-            raise ValueError(
-                f"the gradient of {name!r} is averaged by a wire in every step, which leaves nothing to local steps; "
-                "delete the wire and its calls, or let it average over the ranks of a host with process_group="
-            )
+    _refuse(lambda: _wired(parameters, world))
 
 
 def refuse_local(parameters: Mapping[str, nn.Parameter], world: int) -> None:
     """The reverse: refuse a wire over at least the ranks that take local steps of the same parameters."""
-    if _local:
-        gc.collect()  # a handle that is gone, with its optimizer, takes none
-    for theirs, ranks in _local.values():
-        if 1 < ranks <= world and (name := _shared(parameters, theirs.values())):
-            raise ValueError(
-                f"gradwire.local takes local steps of {name!r}, and a wire that averages its gradient in every step "
-                "leaves nothing to them; delete the handle and its optimizer first, or let the wire average over the "
-                "ranks of a host with process_group="
-            )
+    _refuse(lambda: _stepped(parameters, world))
+
+
+def _refuse(reason: Callable[[], str | None]) -> None:
+    """Raise what stands against it, unless nothing refers to that any more. Collecting garbage may take a second."""
+    if reason() is None:
+        return
+    gc.collect()
+    if (found := reason()) is not None:
+        raise ValueError(found)
 
 
 def take_local(handle: object, parameters: Mapping[str, nn.Parameter], world: int) -> None:
     """Note that a handle, as long as it lives, takes local steps of these parameters."""
     _local[handle] = parameters, world
+
+
+def _wired(parameters: Mapping[str, nn.Parameter], world: int) -> str | None:
+    for wire in _owners:
+        if 1 < world <= wire.link.world and (name := _shared(parameters, wire.parameters.values())):
+            return (
+                f"the gradient of {name!r} is averaged by a wire in every step, which leaves nothing to local steps; "
+                "delete the wire and its calls, or let it average over the ranks of a host with process_group="
+            )
+    return None
+
+
+def _stepped(parameters: Mapping[str, nn.Parameter], world: int) -> str | None:
+    for theirs, ranks in _local.values():
+        if 1 < ranks <= world and (name := _shared(parameters, theirs.values())):
+            return (
+                f"gradwire.local takes local steps of {name!r}, and a wire that averages its gradient in every step "
+                "leaves nothing to them; delete the handle and its optimizer first, or let the wire average over the "
+                "ranks of a host with process_group="
+            )
+    return None
 
 
 def _averaged(parameters: Mapping[str, nn.Parameter], mine: Wire | None) -> str | None:

@@ -5,6 +5,7 @@ the wire takes over the denominators and the momentum, which are the same on all
 momentum, by default over the denominators, and AdamW applies what the group agreed on.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -38,6 +39,8 @@ class Preconditioning:
         self.leader: Preconditioning | None = None
         self._engine: Engine | None = None  # that was looked at before
         self._apart = False  # whether ranks have stepped alone, and have not met since
+        self._steady = math.inf  # the step from which on nothing happens before a step
+        self._denominators: tuple[list[Tensor], dict[nn.Parameter, Tensor]] = [], {}
         optimizer.frozen = self
 
     @torch.no_grad()
@@ -47,7 +50,10 @@ class Preconditioning:
         Ranks of one process meet before the last step that they take alone, since none knows when others have stepped.
         """
         inner = self.wire.engine.unwrapped
+        if inner is self._engine and inner.step > self._steady:
+            return
         if inner is not self._engine:
+            self._steady = _last_change(inner.plan)
             _refuse_hosts(self.wire)
             if self._engine is not None:  # its spec was another one
                 self._store_all(self._engine)
@@ -79,7 +85,12 @@ class Preconditioning:
     def denominators(self) -> dict[nn.Parameter, Tensor]:
         """Of the parameters whose gradients are momentum since the last step."""
         frozen = _frozen(self.wire.engine.unwrapped)
-        return {p: view for lane, state in frozen for p, view in self._views(lane, state, _DENOMINATOR)}
+        tensors = [state.tensors[_DENOMINATOR] for _, state in frozen]
+        known = self._denominators[0]
+        if len(known) != len(tensors) or any(a is not b for a, b in zip(known, tensors, strict=True)):
+            views = {p: view for lane, state in frozen for p, view in self._views(lane, state, _DENOMINATOR)}
+            self._denominators = tensors, views
+        return self._denominators[1]
 
     @torch.no_grad()
     def store_momentum(self) -> None:
@@ -106,7 +117,7 @@ class Preconditioning:
                 "ranks trained alone, and have not taken over rank 0's weights, because the optimizer has not stepped "
                 "since; give the method a start that is longer than alone="
             )
-        state.back = None  # after captured steps without feedback, both generations are the same tensors
+        state.spare = None  # after captured steps without feedback, both generations are the same tensors
         before = state.tensors[_DENOMINATOR].clone()
         for name, place in lane.slices.items():
             p = self.wire.parameters[name]
@@ -114,7 +125,7 @@ class Preconditioning:
             momentum = self.optimizer.state[p]["exp_avg"].flatten().float()
             state.tensors[_DENOMINATOR][place] = denominator
             state.tensors["momentum"][place] = momentum / denominator if _divides(lane) else momentum
-        if lane.refresh and _divides(lane):
+        if lane.refreshes_per_interval and _divides(lane):
             self._rescale(lane, state, before)
 
     def _rescale(self, lane: Lane, state: LaneState, before: Tensor) -> None:
@@ -151,6 +162,13 @@ class Preconditioning:
         return [(p, state.tensors[memory][place].view(p.shape)) for p, place in owners]
 
 
+def _last_change(plan: Plan) -> float:
+    """The last step in which a lane begins to send something else than before."""
+    if any(lane.refreshes_per_interval for lane in plan.lanes):
+        return math.inf
+    return max((max(lane.gradient_steps, lane.step_table[-1][0]) for lane in plan.lanes), default=0)
+
+
 def _frozen(inner: Engine) -> list[tuple[Lane, LaneState]]:
     """The lanes whose last step sent momentum."""
     lanes = zip(inner.plan.lanes, inner.states, strict=True)
@@ -180,7 +198,7 @@ def _check_lane(optimizer: Optimizer | None, parameters: Mapping[str, nn.Paramet
                 f"{lane.feedback} has beta={beta}, but AdamW has betas={found} for {name!r}; give both the same, and "
                 "groups with other betas a rule of their own, gradwire.Rule('onebit_adam(beta=0.8)', name='head.*')"
             )
-    if any(exchange.delays for _, _, exchange in lane.table):
+    if any(exchange.delays for _, _, exchange in lane.step_table):
         raise ValueError(f"{lane.feedback} needs the momentum of the same step; use an exchange that is not delayed")
 
 
@@ -196,7 +214,7 @@ def attach_optimizer(wire: Wire, optimizer: Optimizer | None) -> Preconditioning
 
 def steps_alone(plan: Plan) -> int:
     """For how many steps a plan that sends something later sends nothing."""
-    ends = [[start for start, _, exchange in lane.table if not exchange.local_only] for lane in plan.lanes]
+    ends = [[start for start, _, exchange in lane.step_table if not exchange.local_only] for lane in plan.lanes]
     return min(starts[0] for starts in ends if starts) if any(ends) else 0
 
 

@@ -112,8 +112,8 @@ class Report:
             f"sent      {_bytes(self.sent)} ({_bytes(self.sent_per_step)} per step) in {self.collectives} collectives",
             f"received  {_bytes(self.received)} ({_bytes(self.received_per_step)} per step)",
             f"payload   {_bytes(self.payload)}, {_times(self.payload_ratio)} smaller than float32",
-            f"wire      {_times(self.wire_ratio)} less than a fp32 ring all-reduce, "
-            f"{_times(self.wire_ratio_bf16)} than bf16",
+            f"wire      {_times(self.wire_ratio)} less than a float32 ring all-reduce, "
+            f"{_times(self.wire_ratio_bf16)} less than a bfloat16 one",
             f"seconds   encode {self.encode_seconds:.3f}, wire {self.wire_seconds:.3f}, "
             f"decode {self.decode_seconds:.3f}",
         ]
@@ -162,7 +162,7 @@ def _row(lane: Lane, state: LaneState, step: int) -> tuple[str, ...]:
     codec, exchange = lane.at(step)
     size = "-" if exchange.compresses_in_protocol else str(codec.size(lane.units))
     floats = sum(x.numel() for x in state.tensors.values()) / max(1, lane.units.total)
-    codecs = "low rank" if exchange.compresses_in_protocol else " -> ".join(str(entry[1]) for entry in lane.table)
+    codecs = "low rank" if exchange.compresses_in_protocol else " -> ".join(str(entry[1]) for entry in lane.step_table)
     numbers = (str(len(lane.tensors)), str(len(lane.units)), str(lane.units.total))
     return (lane.label, *numbers, codecs, str(lane.feedback), str(exchange), size, f"{floats:.2f}")
 

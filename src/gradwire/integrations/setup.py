@@ -145,10 +145,8 @@ class Setup:
         if self.sharded:
             return ShardEngine(plan, backend.host_layout, backend.rank, seed, self.device, options.rollback)
         # Owners follow from rules, not from specs: then nothing changes hands when the spec changes.
-        lossy = (*options.rules, *self._defaults("sign"))
-        owned = assign_owners(
-            build(self._shapes, lossy, plan.world, options.bucket_bytes), backend.host_layout.ranks_per_host
-        )
+        lossy = build(self._shapes, (*options.rules, *self._defaults("sign")), plan.world, options.bucket_bytes)
+        owned = assign_owners(lossy, backend.host_layout.ranks_per_host)
         return HostEngine(plan, owned, backend.host_layout, backend.rank, seed, self.device, options.rollback)
 
     def text_of(self, spec: Spec) -> str:
@@ -183,9 +181,8 @@ class Setup:
         """
         shapes, size = self._shapes, self.options.bucket_bytes
         plan = build(shapes, rules, self.plan_world, size, self._local_shapes)
-        shared = any(
-            x.keeps_server_error for lane in plan.lanes for _, _, x in lane.table
-        )  # shards are cut out of buckets
+        # Slices of servers are cut out of buckets.
+        shared = any(x.keeps_server_error for lane in plan.lanes for _, _, x in lane.step_table)
         fixed = shared or any(rule.granularity == "bucket" for rule in rules) or self.backend.host_layout is not None
         large = any(4 * p.numel() > size for p in self.parameters.values())
         if self.hooked or self.device.type != "cuda" or fixed or large:

@@ -33,7 +33,7 @@ def migrate_state(old: AnyEngine, new: AnyEngine) -> None:
         debt = lane.debt(state, before.rank, before.world).to(before.device)
         debts.update({name: debt[place] for name, place in lane.slices.items()})
     for lane, state in zip(after.plan.lanes, after.states, strict=True):
-        for memory, spec in lane.slots(after.world).items():
+        for memory, spec in lane.state_specs(after.world).items():
             for name, span in spans(spec, lane.tensors, after.rank, after.world).items():
                 whole = saved.get(f"{memory}/{name}")
                 same_units = memory == "denominator" or divided[name] == lane.feedback.divides

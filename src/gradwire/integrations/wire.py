@@ -15,7 +15,7 @@ from gradwire.engine.cuda_graphs import StepExecutor
 from gradwire.engine.drive import Clock
 from gradwire.engine.gradients import Grads
 from gradwire.engine.method import Spec
-from gradwire.engine.sharded import AnyEngine
+from gradwire.engine.sharded import AnyEngine, commits_alone
 from gradwire.engine.step import StepResult
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
@@ -123,8 +123,7 @@ class Wire:
         if self.delays and not wait:
             result = self._exchange_later(grads, scale)
         else:
-            # Of other ranks' gradients nothing is known before their status is read.
-            complete = self.link.world == 1 and self.scaler is None
+            complete = self.scaler is None and (self.link.world == 1 or commits_alone(engine))
             result = self.worker.run(lambda: self.executor.run(grads, 1.0 / scale, complete))
         if self.scaler is not None and result.updates:
             torch._foreach_mul_(list(result.updates.values()), scale)

@@ -135,6 +135,27 @@ def subtract_sent_(residual: Tensor, momentum: Tensor | None, indices: Tensor, s
 
 
 @kernel
+def feedback_sum_(
+    grad: Tensor,
+    before: tuple[Tensor, Tensor | None],
+    after: tuple[Tensor, Tensor | None],
+    rule: Accumulation,
+    limit: float,
+) -> tuple[Tensor, Tensor]:
+    """Error feedback of values that are sent as they are, but for those beyond a limit, because they are added up.
+
+    Memories, residual and momentum, are read, and others, or the same, are written. Returns what is sent, and whether
+    the gradient was nonfinite.
+    """
+    if before[1] is not None and after[1] is not None and before[1] is not after[1]:
+        after[1].copy_(before[1])
+    nonfinite = accumulate_(grad, *after, rule, None if before[0] is after[0] else before[0])
+    sent = after[0].clamp(-limit, limit)
+    after[0].sub_(sent)
+    return sent, nonfinite
+
+
+@kernel
 def feedback_sign_(
     grad: Tensor, residual: Tensor, decay: float, lengths: tuple[int, ...], norm: bool, before: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -145,7 +166,7 @@ def feedback_sign_(
     if before is not None:
         residual.copy_(before)
     nonfinite = accumulate_(grad, residual, None, Accumulation(decay=decay))
-    counts = torch.tensor(lengths, device=grad.device)
+    counts = torch.tensor(lengths, dtype=torch.int64, device=grad.device)
     data = quantize.sign_encode(residual, counts, norm)
     residual.sub_(quantize.sign_decode(data, counts))
     return data, nonfinite
@@ -165,7 +186,7 @@ def feedback_integer_(
     if before is not None:
         residual.copy_(before)
     nonfinite = accumulate_(grad, residual, None, Accumulation(decay=decay))
-    counts = torch.tensor(lengths, device=grad.device)
+    counts = torch.tensor(lengths, dtype=torch.int64, device=grad.device)
     data = quantize.integer_encode(residual, counts, bits, block)
     residual.sub_(quantize.integer_decode(data, counts, bits, block))
     return data, nonfinite
@@ -179,7 +200,7 @@ def merge_sign(
 
     Returns the message and, if there was an error, the new one.
     """
-    counts = torch.tensor(lengths, device=messages.device)
+    counts = torch.tensor(lengths, dtype=torch.int64, device=messages.device)
     mine = _mean([quantize.sign_decode(row, counts) for row in messages], error)
     data = quantize.sign_encode(mine, counts, norm)
     return data, None if error is None else mine - quantize.sign_decode(data, counts)
@@ -190,7 +211,7 @@ def merge_integer(
     messages: Tensor, error: Tensor | None, lengths: tuple[int, ...], bits: int, block: int
 ) -> tuple[Tensor, Tensor | None]:
     """`merge_sign` of `int8`, `int4` or `int2`."""
-    counts = torch.tensor(lengths, device=messages.device)
+    counts = torch.tensor(lengths, dtype=torch.int64, device=messages.device)
     mine = _mean([quantize.integer_decode(row, counts, bits, block) for row in messages], error)
     data = quantize.integer_encode(mine, counts, bits, block)
     return data, None if error is None else mine - quantize.integer_decode(data, counts, bits, block)

@@ -12,10 +12,9 @@ Spec:     diloco(H=30), diloco(H=100, rate=0.7, momentum=0.9), diloco(H=30, alph
 """
 
 from gradwire.codecs.quantizers import Int4
-from gradwire.codecs.stage import Quantizer
 from gradwire.core.registry import register
 from gradwire.engine.presets import dense
-from gradwire.local.method import LocalMethod
+from gradwire.local.method import First, LocalMethod
 
 
 @register("diloco", kind="local")
@@ -24,7 +23,7 @@ def diloco(
     rate: float = 0.7,
     momentum: float = 0.9,
     start: int = 0,
-    first: Quantizer | None = Int4(),  # noqa: B008 - a frozen value
+    first: First = Int4(),  # noqa: B008 - a frozen value
     alpha: float = 0.0,
     delay: int = 0,
 ) -> LocalMethod:

@@ -12,10 +12,9 @@ Spec:     local_sgd(H=8), post_local_sgd(H=8, start=1000)
 """
 
 from gradwire.codecs.quantizers import FP32
-from gradwire.codecs.stage import Quantizer
 from gradwire.core.registry import register
 from gradwire.engine.presets import dense
-from gradwire.local.method import LocalMethod
+from gradwire.local.method import First, LocalMethod
 
 
 @register("local_sgd", kind="local")
@@ -25,6 +24,6 @@ def local_sgd(H: int = 8, rate: float = 1.0, alpha: float = 0.0) -> LocalMethod:
 
 
 @register("post_local_sgd", kind="local")
-def post_local_sgd(H: int = 8, start: int = 1000, first: Quantizer | None = FP32()) -> LocalMethod:  # noqa: B008
+def post_local_sgd(H: int = 8, start: int = 1000, first: First = FP32()) -> LocalMethod:  # noqa: B008
     """Post-local SGD (Lin et al., ICLR 2020): gradients are averaged for ``start`` steps, then local SGD."""
     return LocalMethod(H, dense(), start=start, first=first)

@@ -1,6 +1,6 @@
 """LocalMethod: the round of local steps as a value."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
@@ -18,6 +18,8 @@ from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 
 OuterFactory: TypeAlias = Callable[[Sequence[nn.Parameter]], Optimizer]
+Phase: TypeAlias = "Quantizer | Codec | None"
+First: TypeAlias = "Phase | Mapping[int, Phase]"  # how gradients of the start are sent; by step, where that changes
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,16 @@ class LocalMethod:
         rate: Of the outer SGD.
         momentum: Of the outer SGD.
         nesterov: Whether that momentum is Nesterov's.
-        start: For so many steps gradients are averaged in every step, and there are no rounds.
-        first: How those gradients are encoded; with None nothing is sent, since all workers take the same batches.
+        start: So many first steps have no rounds: gradients are averaged, or all workers take the same batches.
+        first: How those gradients are encoded; with None nothing is sent, since all workers take the same batches. Or
+            a table of these by step.
         alpha: The share of its own weights that a worker keeps when the outer step is applied.
         delay: The message of a round travels during so many inner steps of the next one, and is applied after them.
         fragments: Into how many parts layers are dealt, or patterns of parameter names, one a part.
         stagger: Whether parts are sent at different steps of a round, in turn.
         inner: The kind of inner optimizer that the method is meant for; any, if empty.
+        keep: The share of its error that a worker's weights hold: it starts a round from the outer weights less so much
+            of what it has not sent yet.
     """
 
     H: int
@@ -45,12 +50,13 @@ class LocalMethod:
     momentum: float = 0.0
     nesterov: bool = False
     start: int = 0
-    first: Quantizer | Codec | None = codec("int4")  # noqa: RUF009 - a frozen value
+    first: "First | tuple[tuple[int, Phase], ...]" = codec("int4")  # noqa: RUF009 - a frozen value
     alpha: float = 0.0
     delay: int = 0
     fragments: int | tuple[str, ...] = 1
     stagger: bool = True
     inner: str = ""
+    keep: float = 0.0
     name: ClassVar[str] = "local steps"
     kind: ClassVar[str] = "local"
 
@@ -60,8 +66,14 @@ class LocalMethod:
         check_argument(self, "momentum", 0.0 <= self.momentum < 1.0, "in [0, 1)")
         check_argument(self, "start", self.start == 0 or is_count(self.start), "a whole number of steps from 0")
         check_argument(self, "alpha", 0.0 <= self.alpha < 1.0, "in [0, 1)")
+        check_argument(self, "keep", 0.0 <= self.keep <= 1.0, "in [0, 1]")
         check_argument(self, "delay", is_count(self.delay, 0) and self.delay < self.H, "a whole number below H")
-        object.__setattr__(self, "first", None if self.first is None else codec(self.first))
+        object.__setattr__(self, "first", _frozen(self.first))
+        steps = [step for step, _ in self.phases]
+        rises = all(is_count(step, 0) for step in steps) and steps == sorted({0, *steps})
+        check_argument(self, "first", rises, "a codec, None, or a table of them that rises from step 0")
+        inside = max(steps) < max(self.start, 1)
+        check_argument(self, "first", inside, f"a table whose steps are below start={self.start}")
         patterns = isinstance(self.fragments, tuple) and all(isinstance(x, str) for x in self.fragments)
         check_argument(
             self, "fragments", is_count(self.fragments) or patterns, "a whole number, or patterns as in ('a.*', '*')"
@@ -71,18 +83,42 @@ class LocalMethod:
             raise ValueError(f"{feedback} compresses an optimizer's momentum, not differences of weights; use residual")
         if "momentum" in feedback.memories and self.momentum:
             raise ValueError(f"{feedback} and the outer optimizer both have momentum; give one of them none")
+        if self.keep and (tuple(feedback.memories) != ("residual",) or self.alpha or self.delay or self.fragments != 1):
+            raise ValueError(
+                f"keep={self.keep} has workers start from their own errors, when a round of the whole model ends; use "
+                f"feedback='residual', not {feedback}, and leave alpha, delay and fragments out"
+            )
         if exchange.delays:
             raise ValueError(f"{exchange} hands back the mean of the round before; use an exchange that is not delayed")
 
     def __str__(self) -> str:
         kind = "Nesterov" if self.nesterov else "SGD"
         momentum = f", momentum={self.momentum}" if self.momentum else ""
-        own = "".join(f", {name}={n}" for name in ("alpha", "delay") if (n := getattr(self, name)))
+        own = "".join(f", {name}={n}" for name in ("alpha", "keep", "delay") if (n := getattr(self, name)))
         if self.fragments != 1:
             own += f", fragments={self.fragments}{'' if self.stagger else ' together'}"
-        how = "on the same batches" if self.first is None else f"by gradients as {self.first}"
-        start = f", the first {self.start} steps {how}" if self.start else ""
-        return f"H={self.H}, {self.message}, outer={kind}(rate={self.rate}{momentum}){own}{start}"
+        return f"H={self.H}, {self.message}, outer={kind}(rate={self.rate}{momentum}){own}{self._start_text()}"
+
+    def _start_text(self) -> str:
+        how = ["on the same batches" if one is None else f"by gradients as {one}" for _, one in self.phases]
+        later = "".join(f", from step {step} {text}" for (step, _), text in zip(self.phases[1:], how[1:], strict=True))
+        return f", the first {self.start} steps {how[0]}{later}" if self.start else ""
+
+    @property
+    def phases(self) -> "tuple[tuple[int, Codec | None], ...]":
+        """How gradients of the start are encoded, by the first step that they are; with None nothing is sent."""
+        return self.first if isinstance(self.first, tuple) else ((0, self.first),)  # type: ignore[return-value]
+
+    @property
+    def gradient_table(self) -> dict[int, Codec]:
+        """The codecs of the start by the number of gradients that were sent before."""
+        table, sent = dict[int, Codec](), 0
+        ends = [*(step for step, _ in self.phases[1:]), self.start]
+        for (begin, chosen), end in zip(self.phases, ends, strict=True):
+            if chosen is not None and end > begin:
+                table[sent] = chosen
+                sent += end - begin
+        return table
 
     def offset(self, fragment: int, count: int) -> int:
         """At which step of a round a fragment of so many is sent; 0 is the end."""
@@ -91,6 +127,14 @@ class LocalMethod:
     def outer(self, weights: Sequence[nn.Parameter]) -> Optimizer:
         """The optimizer of the outer weights."""
         return torch.optim.SGD(weights, lr=self.rate, momentum=self.momentum, nesterov=self.nesterov)
+
+
+def _frozen(first: Any) -> Any:
+    """A codec, None, or pairs of steps and those, as a value that can be hashed."""
+    if isinstance(first, Mapping | tuple):
+        pairs = first.items() if isinstance(first, Mapping) else first
+        return tuple((step, None if one is None else codec(one)) for step, one in pairs)
+    return None if first is None else codec(first)
 
 
 def local_method(

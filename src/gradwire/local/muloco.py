@@ -13,7 +13,7 @@ from gradwire.codecs.quantizers import FP32, Int4
 from gradwire.codecs.stage import Quantizer
 from gradwire.core.registry import register
 from gradwire.engine.method import method
-from gradwire.local.method import LocalMethod
+from gradwire.local.method import First, LocalMethod
 
 
 @register("muloco", kind="local")
@@ -23,7 +23,7 @@ def muloco(
     rate: float = 0.7,
     momentum: float = 0.6,
     start: int = 0,
-    first: Quantizer | None = Int4(),  # noqa: B008 - a frozen value
+    first: First = Int4(),  # noqa: B008 - a frozen value
     alpha: float = 0.0,
     delay: int = 0,
 ) -> LocalMethod:

@@ -17,7 +17,7 @@ from gradwire.codecs.quantizers import Int4
 from gradwire.codecs.stage import Quantizer
 from gradwire.core.registry import register
 from gradwire.engine.method import method
-from gradwire.local.method import LocalMethod
+from gradwire.local.method import First, LocalMethod
 
 
 @register("streaming_diloco", kind="local")
@@ -28,7 +28,7 @@ def streaming_diloco(
     rate: float = 0.7,
     momentum: float = 0.9,
     start: int = 0,
-    first: Quantizer | None = Int4(),  # noqa: B008 - a frozen value
+    first: First = Int4(),  # noqa: B008 - a frozen value
     alpha: float = 0.5,
     delay: int = 1,
     stagger: bool = True,

@@ -5,15 +5,21 @@ holds momentum, in units of gradients, and the wire gives the frozen denominator
 
     p = p - lr * weight_decay * p - lr / (1 - beta1^t) * p.grad / denominator
 
-All other parameters are updated as by ``torch.optim.AdamW``, and without a wire all of them are.
+All other parameters are updated as by ``torch.optim.AdamW``, and without a wire all of them are. Momentum is compressed
+by `feedback/common_momentum.py` and `feedback/preconditioned_momentum.py`; `integrations/preconditioning.py` freezes
+the variance and hands momentum over.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from gradwire.kernels.apply_momentum import Applied, Scalar, apply_momentum_
 
 _torch_step = inspect.unwrap(torch.optim.Adam.step)  # without the hooks, which run around our own step
 
@@ -39,6 +45,7 @@ class AdamW(torch.optim.AdamW):
     """
 
     frozen: FrozenVariance | None = None
+    _known: "tuple[Mapping[nn.Parameter, Tensor], list[tuple[int, int]], list[_Frozen]] | None" = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters."""
@@ -46,16 +53,11 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        denominators = self.frozen.denominators() if self.frozen is not None else {}
-        held = [(p, p.grad) for p in denominators if p.grad is not None]
-        for p, _ in held:
-            p.grad = None  # torch's step leaves it alone
-        with torch.set_grad_enabled(self.defaults["differentiable"]):
+        frozen = self._split()
+        with torch.set_grad_enabled(self.defaults["differentiable"]), _without(self.param_groups, frozen):
             _torch_step(self)
-        for p, momentum in held:
-            p.grad = momentum
-        if held and not self._overflown():
-            self._apply_momentum(denominators)
+        if any(part.params for part in frozen) and not self._overflown():
+            self._apply_momentum(frozen)
         if self.frozen is not None:
             self.frozen.after_step()
         return loss
@@ -82,36 +84,36 @@ class AdamW(torch.optim.AdamW):
         root = unbiased.sqrt_().add_(group["eps"])
         return torch.maximum(root, floor * root.mean())
 
+    def _split(self) -> "list[_Frozen]":
+        """By group: which parameters are frozen; empty where none is. It is kept until it changes."""
+        found = self.frozen.denominators() if self.frozen is not None else {}
+        if not found:
+            return []
+        groups = [group["params"] for group in self.param_groups]
+        known = self._known
+        if known is None or known[0] is not found or [(id(x), len(x)) for x in groups] != known[1]:
+            parts = [_Frozen.of(params, found) for params in groups]
+            self._known = known = found, [(id(x), len(x)) for x in groups], parts
+        return known[2]
+
     @torch.no_grad()
-    def _apply_momentum(self, denominators: Mapping[nn.Parameter, Tensor]) -> None:
+    def _apply_momentum(self, frozen: "Sequence[_Frozen]") -> None:
         scale = getattr(self, "grad_scale", None)  # a fused optimizer leaves unscaling to its step
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p in denominators and p.grad is not None]
-            if not params:
+        for group, (params, _, denominators) in zip(self.param_groups, frozen, strict=True):
+            pairs = [(p, p.grad, d) for p, d in zip(params, denominators, strict=True) if p.grad is not None]
+            if not pairs:
                 continue
-            steps = [self.state[p]["step"] for p in params]
+            states = [self.state[p] for p, _, _ in pairs]
+            steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1)
-            rate, count = float(group["lr"]), _count(steps[0], group)
-            size, divisors = rate if group["maximize"] else -rate, [denominators[p] for p in params]
-            correction = 1 - float(group["betas"][0]) ** count
-            if isinstance(correction, Tensor):
-                divisors = list(torch._foreach_mul(divisors, correction.float()))
-            else:
-                size /= correction
-            grads = [p.grad for p in params if p.grad is not None]
+            grads = [grad for _, grad, _ in pairs]
             if scale is not None:
                 grads = list(torch._foreach_mul(grads, 1.0 / float(scale)))
-            _update_(params, 1 - rate * group["weight_decay"], grads, divisors, size)
-            self._age_variance(params, group, count)
-
-    def _age_variance(self, params: list[nn.Parameter], group: dict[str, Any], count: Any) -> None:
-        """Keep the variance what it is after torch's correction of its bias, which counts this step as measured."""
-        beta = float(group["betas"][1])
-        ratio = (1 - beta**count) / (1 - beta ** (count - 1))
-        ratio = ratio.float() if isinstance(ratio, Tensor) else ratio
-        if isinstance(ratio, Tensor) or ratio - 1 > 2**-25:
-            names = [name for name in ("exp_avg_sq", "max_exp_avg_sq") if name in self.state[params[0]]]
-            torch._foreach_mul_([self.state[p][name] for p in params for name in names], ratio)
+            names = [name for name in ("exp_avg_sq", "max_exp_avg_sq") if name in states[0]]
+            variances = [state[name] for state in states for name in names]
+            parts = Applied([p for p, _, _ in pairs], grads, [d for _, _, d in pairs], variances)
+            shrink = 1 - float(group["lr"]) * group["weight_decay"]
+            apply_momentum_(pairs[0][0], parts, shrink, *_factors(steps[0], group))
 
     def _overflown(self) -> bool:
         """Whether a GradScaler found that this step must be left out."""
@@ -122,18 +124,55 @@ class AdamW(torch.optim.AdamW):
         return next(group for group in self.param_groups if any(p is other for other in group["params"]))
 
 
-def _count(step: Tensor, group: dict[str, Any]) -> Any:
-    """The number of steps: a float, or, where it is on the device and reading it would mean waiting, a tensor."""
-    return step.double() if group["fused"] or group["capturable"] else float(step)
+class _Frozen(NamedTuple):
+    """The parameters of a group whose gradients are momentum, all others, and the denominators of the first."""
+
+    params: list[nn.Parameter]
+    others: list[nn.Parameter]
+    denominators: list[Tensor]
+
+    @classmethod
+    def of(cls, params: Sequence[nn.Parameter], denominators: Mapping[nn.Parameter, Tensor]) -> "_Frozen":
+        mine = [p for p in params if p in denominators]
+        return cls(mine, [p for p in params if p not in denominators], [denominators[p] for p in mine])
 
 
-def _update_(
-    params: Sequence[Tensor], shrink: float, xs: list[Tensor], denominators: list[Tensor], size: float
-) -> None:
-    """``p = shrink * p + size * x / denominator``, which is in float32; parameters of fewer bits are rounded once."""
-    wide = [p if p.dtype == torch.float32 else p.float() for p in params]
-    torch._foreach_mul_(wide, shrink)
-    torch._foreach_addcdiv_(wide, [x.float() for x in xs], denominators, value=size)
-    for p, x in zip(params, wide, strict=True):
-        if p is not x:
-            p.copy_(x)
+@contextmanager
+def _without(groups: list[dict[str, Any]], frozen: Sequence[_Frozen]) -> Iterator[None]:
+    """Until the end, groups lack what is frozen: torch's step leaves it alone."""
+    whole = [group["params"] for group in groups]
+    for group, part in zip(groups, frozen, strict=False):
+        group["params"] = part.others
+    try:
+        yield
+    finally:
+        for group, params in zip(groups, whole, strict=True):
+            group["params"] = params
+
+
+def _factors(step: Tensor, group: dict[str, Any]) -> tuple[Scalar, Scalar]:
+    """What momentum over the denominators is multiplied by, and what the variance is.
+
+    The variance stays what it is after torch's correction of its bias, which counts this step as measured. Both are
+    numbers, or, where reading the number of steps would mean waiting for the device, tensors.
+    """
+    size = float(group["lr"]) if group["maximize"] else -float(group["lr"])
+    mean, variance = map(float, group["betas"])
+    if group["fused"] or group["capturable"]:
+        first, now, before = (1 - _powers(mean, variance, step)).unbind()
+        return (size / first).float(), (now / before).float()
+    count = float(step)
+    ratio = (1 - variance**count) / (1 - variance ** (count - 1))
+    return size / (1 - mean**count), ratio if ratio - 1 > 2**-25 else 1.0
+
+
+def _powers(mean: float, variance: float, step: Tensor) -> Tensor:
+    """The first beta to the number of steps, the second one, and that of the step before; in float64."""
+    betas, later = _betas(mean, variance, step.device)
+    return betas.pow(step - later)
+
+
+@lru_cache(maxsize=16)
+def _betas(mean: float, variance: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    betas, later = torch.tensor([[mean, variance, variance], [0.0, 0.0, 1.0]], dtype=torch.float64, device=device)
+    return betas, later

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import ClassVar
 
+from gradwire.core.arguments import is_count
 from gradwire.core.registry import registered
 from gradwire.core.spec import Named, parse
 from gradwire.topology.checks import MixingRows, Promise
@@ -29,7 +30,7 @@ class Graph(Named):
 
     def on(self, size: int) -> Topology:
         """The graph on that many ranks, checked."""
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if not is_count(size):
             raise ValueError(f"{self} cannot have {size!r} ranks; a graph has at least 1")
         return Topology(str(self), self.promise, self.rounds(size))
 

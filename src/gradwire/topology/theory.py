@@ -18,16 +18,14 @@ from gradwire.topology.topology import Topology
 
 def consensus_step(topology: Topology, delta: float) -> float:
     """CHOCO's gamma*: proven to converge, and far smaller than what works best."""
-    _require_static_symmetric(topology)
-    _require_contraction(delta)
+    _require_theorem(topology, delta)
     rho, beta = topology.rho, topology.beta
     return rho**2 * delta / (16 * rho + rho**2 + 4 * beta**2 + 2 * rho * beta**2 - 8 * rho * delta)
 
 
 def consensus_factor(topology: Topology, delta: float) -> float:
     """By what CHOCO-Gossip with gamma* multiplies the squared error in a round, at most."""
-    _require_static_symmetric(topology)
-    _require_contraction(delta)
+    _require_theorem(topology, delta)
     return 1.0 - topology.rho**2 * delta / 82.0
 
 
@@ -40,12 +38,9 @@ def rounds_to_halve(topology: Topology) -> int:
     return max(1, math.ceil(math.log(0.5) / math.log1p(-topology.rho) - 1e-9))
 
 
-def _require_static_symmetric(topology: Topology) -> None:
+def _require_theorem(topology: Topology, delta: float) -> None:
     if topology.period > 1 or not topology.symmetric:
         what = "changes from step to step" if topology.period > 1 else "is not symmetric"
         raise ValueError(f"{topology} {what}, and the theorem is for static symmetric weights; choose gamma yourself")
-
-
-def _require_contraction(delta: float) -> None:
     if not 0.0 < delta <= 1.0:
         raise ValueError(f"delta={delta} is no contraction; write a number in (0, 1], 1 where nothing is lost")

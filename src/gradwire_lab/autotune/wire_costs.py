@@ -20,7 +20,7 @@ from gradwire_lab.perf_model.costs import Prediction, predict
 from gradwire_lab.perf_model.microbenchmark import time_coding
 from gradwire_lab.perf_model.model import DENSE, ModelProfile
 from gradwire_lab.perf_model.probe import delay_of, fitting
-from gradwire_lab.perf_model.timing import slowest
+from gradwire_lab.perf_model.timing import cores_per_thread, slowest
 
 MOST_MEASURED = 4  # candidates whose coding is worth a pause
 
@@ -58,13 +58,15 @@ class WireCosts:
     @property
     def specs(self) -> tuple[str, ...]:
         """What may be tried: nothing that lost accuracy, or that the optimizer would suffer from."""
-        return tuple(free_of_losses(automatic(adaptive=self.wire.adaptive)))
+        return free_of_losses(automatic(adaptive=self.wire.adaptive), self.wire.adaptive)
 
     def free_coding(self, dense: StepTimes) -> Calibration:
         """A calibration by dense steps, as if coding cost nothing."""
         forward = max(0.0, dense.period - dense.backward - dense.exposed)
         costs = {spec: CodingCost(0.0, 0.0) for spec in (*DENSE[:2], *self.specs)}
-        (cores,) = slowest(self.wire.link, [-cores_per_thread(self.wire.device)])
+        place = launcher_place(os.environ)
+        cores_here = cores_per_thread(self.wire.device, 1 if place is None else place[1])
+        (cores,) = slowest(self.wire.link, [-cores_here])
         return Calibration(self.model, forward, dense.backward, costs, -cores, world=self.wire.setup.plan_world)
 
     def cluster(self, dense: StepTimes) -> Cluster:
@@ -105,11 +107,3 @@ class WireCosts:
     def best(self, calibration: Calibration, cluster: Cluster) -> Prediction:
         """What is worth a trial."""
         return advise(calibration, cluster, self.specs, self.predict).trial
-
-
-def cores_per_thread(device: torch.device) -> float:
-    """Processors of this host for each thread that computes; a GPU does one thing after the other."""
-    if device.type == "cuda":
-        return 1.0
-    place = launcher_place(os.environ)
-    return (os.cpu_count() or 1) / (place[1] if place is not None else 1) / torch.get_num_threads()

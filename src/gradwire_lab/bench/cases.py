@@ -36,6 +36,7 @@ from gradwire.kernels.rice import (
 from gradwire.kernels.rows import decode_in_rows, encode_in_rows
 from gradwire.kernels.select import permute
 from gradwire_lab.bench import plain
+from gradwire_lab.bench.momenta import MOMENTA
 from gradwire_lab.bench.scene import RATIO, WORLD, Case, Make, Run, Scene
 from gradwire_lab.bench.selections import SELECTIONS
 
@@ -256,6 +257,7 @@ def _shape(n: int) -> tuple[int, ...]:
 
 CASES: dict[str, Make] = {
     **SELECTIONS,
+    **MOMENTA,
     "chunk_topk": _chunk_topk,
     **{
         f"feedback_{name}{suffix}": partial(_feedback, bits=bits, lane=bool(suffix))

@@ -123,13 +123,10 @@ def table(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield f"| codec | {' | '.join(heads)} |"
     yield "|---|" + "---|" * (4 * len(graphs))
     for codec in dict.fromkeys(line["codec"] for line in lines):
-        row = [_cells(line) for line in lines if line["codec"] == codec]
+        same = [line for line in lines if line["codec"] == codec]
+        row = [f"{x['best']:.2g} | {x['auto']:.2g} | {x['distance']:.2f} | {x['loss']:.2f}" for x in same]
         plain = codec.replace(" | int32", "")
         yield f"| `{plain}` | {' | '.join(row)} |"
-
-
-def _cells(line: dict[str, Any]) -> str:
-    return f"{line['best']:.2g} | {line['auto']:.2g} | {line['distance']:.2f} | {line['loss']:.2f}"
 
 
 def _mean(runs: Sequence[Outcome]) -> Outcome:

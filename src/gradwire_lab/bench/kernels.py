@@ -25,6 +25,8 @@ COMPOSED = {
     "dgc": "torch_dgc",
     "dgc_turns": "torch_dgc",
     "topk": "torch_topk",
+    "onebit_adam": "torch_onebit_adam",
+    "onebit_adam_lane": "torch_onebit_adam",
     "sign_encode": "torch_sign",
     "qsgd_encode": "torch_qsgd",
     "int4_encode": "torch_int4",

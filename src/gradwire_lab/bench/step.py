@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from gradwire.optim import AdamW
 from gradwire_lab.bench.memory import Meter
 from gradwire_lab.bench.network import methods
 from gradwire_lab.bench.network.methods import NO_COMM, POWERSGD, build_method
@@ -41,7 +43,8 @@ METHODS = (
     "int8",
     "powersgd(4)",
 )
-_WARM = 3  # steps of each method before anything counts: kernels are compiled, DDP rebuilds its buckets
+OPTIMIZERS = ("sgd", "adamw")
+WARM = 3  # steps of each method before anything counts: kernels are compiled, DDP rebuilds its buckets
 _SPARE = 1  # steps of each block that do not count: caches are the last method's
 
 
@@ -56,6 +59,8 @@ class StepBench:
         batch: Of each rank; 0 for the workload's own.
         rounds: Blocks of each method.
         steps: Of a block.
+        optimizer: ``sgd``, or ``adamw``: torch's own for torch's methods, and `gradwire.AdamW` for ours; both fused.
+        warm: Steps before anything counts. A method with a start is past it then.
     """
 
     workload: str
@@ -64,6 +69,8 @@ class StepBench:
     batch: int = 0
     rounds: int = 10
     steps: int = 4
+    optimizer: str = "sgd"
+    warm: int = WARM
 
 
 # -- what is trained ---------------------------------------------------------------------------------------------------
@@ -84,13 +91,16 @@ WORKLOADS: dict[str, tuple[Callable[[int, torch.device], Workload], int]] = {
 class Runner:
     """One method with a model of its own."""
 
-    def __init__(self, method: str, workload: Workload, device: torch.device) -> None:
+    def __init__(
+        self, method: str, workload: Workload, device: torch.device, optimizer: str = "sgd", warm: int = WARM
+    ) -> None:
         self.method, self._device = method, device
         meter = Meter(device)
         model = copy.deepcopy(workload.model)
-        built = build_method(method, Workload(model, workload.loss))
-        self.step = partial(built.step, workload.loss, torch.optim.SGD(model.parameters(), lr=1e-3))
-        for _ in range(_WARM):
+        made = _optimizer(optimizer, method, model)
+        built = build_method(method, Workload(model, workload.loss), made)
+        self.step = partial(built.step, workload.loss, made)
+        for _ in range(warm):
             self.step()
         self.kept, self.peak = meter.read(self.step)
 
@@ -104,6 +114,13 @@ class Runner:
             self.step()
         seconds, busy = now(self._device) - began, time.process_time() - worked
         return {"seconds": seconds / steps, "busy": busy / steps}
+
+
+def _optimizer(name: str, method: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=1e-3)
+    make = torch.optim.AdamW if method.startswith("ddp-") else AdamW
+    return make(model.parameters(), lr=1e-5, fused=True)
 
 
 def run_rank(rank: int, world: int, job: StepBench) -> None:
@@ -126,7 +143,7 @@ def _runners(job: StepBench, workload: Workload, device: torch.device) -> Iterat
     params = sum(p.numel() for p in workload.model.parameters() if p.requires_grad)
     for method in job.methods:
         try:
-            runner = Runner(method, workload, device)
+            runner = Runner(method, workload, device, job.optimizer, job.warm)
         except (TypeError, ValueError, RuntimeError) as wrong:
             send_message({"method": method, "refused": f"{type(wrong).__name__}: {wrong}"})
             continue
@@ -141,10 +158,13 @@ def check(job: StepBench) -> None:
     """Refuse a job that no rank could do.
 
     Raises:
-        ValueError: It names a workload or a method that is none, or leaves out what all are compared with.
+        ValueError: It names a workload, an optimizer or a method that is none, or leaves out what all are compared
+            with.
     """
     if job.workload not in WORKLOADS:
         raise ValueError(f"there is no workload {job.workload!r}; take {', '.join(WORKLOADS)}")
+    if job.optimizer not in OPTIMIZERS:
+        raise ValueError(f"there is no optimizer {job.optimizer!r} here; take {' or '.join(OPTIMIZERS)}")
     if DENSE not in job.methods:
         raise ValueError(f"all is compared with {DENSE}; add it to the methods")
     for method in job.methods:
@@ -178,6 +198,7 @@ def measure(
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
     launch(run_rank, world, job, on_message=add, backend="nccl" if job.device == "cuda" else "gloo", threads=threads)
     about = {"workload": job.workload, "device": job.device, "world": world, "rounds": job.rounds, "steps": job.steps}
+    about["optimizer"] = job.optimizer
     load = {"load_before": before, "load_after": os.getloadavg()[0]}
     return [about | row | load for row in _rows(events, job.methods)]
 

@@ -12,8 +12,7 @@ from gradwire.comm.rates import FASTEST_BITS, SLOWEST_BITS, LinkSpec
 from gradwire.engine.plan import BUCKET_BYTES
 from gradwire_lab.cli.output import make_table
 from gradwire_lab.perf_model.accuracy_records import free_of_losses, records_of
-from gradwire_lab.perf_model.advice import Advice
-from gradwire_lab.perf_model.break_even import RateRange
+from gradwire_lab.perf_model.advice import Advice, RateRange
 from gradwire_lab.perf_model.calibration import Calibration
 from gradwire_lab.perf_model.candidates import arguments
 from gradwire_lab.perf_model.cluster import Cluster
@@ -33,16 +32,16 @@ def advice_table(found: Calibration, cluster: Cluster, advice: Advice, barred: S
         split = way.split
         parts = (split.step, split.compute, split.encode, split.wire, split.decode, split.hidden)
         name = Text(found.model.called(way.spec), style="bold" if way.spec == advice.choice.spec else "")
-        known = ("not taken: " if way.spec in barred else "") + _known(way.spec)
+        known = ("not taken: " if way.spec in barred else "") + _known(way.spec, advice.adaptive)
         table.add_row(name, *(f"{1e3 * part:,.1f}" for part in parts), in_bytes(way.sent), known)
     return table
 
 
-def _known(spec: str) -> str:
+def _known(spec: str, adaptive: bool) -> str:
     if spec in DENSE:
         return ""
-    doubt = "" if free_of_losses([spec]) else "lost accuracy: "
-    return doubt + ("; ".join(map(str, records_of(spec))) or "no evidence yet")
+    doubt = "" if free_of_losses([spec], adaptive) else "lost accuracy: "
+    return doubt + ("; ".join(map(str, records_of(spec, adaptive))) or "no evidence yet")
 
 
 def verdict(found: Calibration, cluster: Cluster, advice: Advice, limit: tuple[str, RateRange | None]) -> str:
@@ -74,7 +73,7 @@ def _single_steps(found: Calibration, cluster: Cluster, advice: Advice, limit: t
     return (
         f"Take {choice.spec}: {_ms(choice.seconds)} a step, {advice.speedup:.2g} times faster than {dense} DDP "
         f"({_ms(advice.dense.seconds)}), which is the better dense one. {_until(*limit)}\n"
-        f"Accuracy: {_known(choice.spec)}\n"
+        f"Accuracy: {_known(choice.spec, advice.adaptive)}\n"
         f"wire = gradwire.compress(model, {_arguments(choice, cluster)})"
     )
 
@@ -129,7 +128,7 @@ def as_object(
                 "collectives": way.collectives,
                 "bucket_bytes": way.bucket_bytes,
                 "launch_bytes": way.bucket_bytes,  # its old name, for one release
-                "evidence": [] if way.spec in DENSE else [asdict(one) for one in records_of(way.spec)],
+                "evidence": [] if way.spec in DENSE else [asdict(one) for one in records_of(way.spec, advice.adaptive)],
             }
             for way in advice.ways
         ],

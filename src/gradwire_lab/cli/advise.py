@@ -10,11 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-import torch
 import typer
 from rich.text import Text
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from gradwire.comm.rates import LinkSpec
 from gradwire.engine import method
@@ -26,9 +23,9 @@ from gradwire_lab.cli.output import refusing, show
 from gradwire_lab.cli.plan import facts_and_steps
 from gradwire_lab.launch import RankError, join_group
 from gradwire_lab.launcher_env import LauncherRank, launcher_rank
-from gradwire_lab.perf_model.accuracy_records import free_of_losses
+from gradwire_lab.perf_model.accuracy_records import free_of_losses, is_adaptive
 from gradwire_lab.perf_model.advice import advise as weigh
-from gradwire_lab.perf_model.break_even import break_even
+from gradwire_lab.perf_model.advice import break_even
 from gradwire_lab.perf_model.calibration import Calibration, load
 from gradwire_lab.perf_model.calibration import save as write
 from gradwire_lab.perf_model.candidates import CANDIDATES, PRESETS, arguments, suits_adaptive
@@ -36,7 +33,7 @@ from gradwire_lab.perf_model.cluster import Cluster
 from gradwire_lab.perf_model.costs import predict
 from gradwire_lab.perf_model.model import ModelProfile
 from gradwire_lab.perf_model.probe import probe, timeout_message
-from gradwire_lab.train.loading import batch_of, recurrent
+from gradwire_lab.train.loading import batch_of
 from gradwire_lab.train.models import build
 from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.recipe_files import resolve
@@ -107,9 +104,10 @@ def advise(
             write(found, save)
         predictor = partial(predict, overlaps=overlap, across=cluster.per_host > 1)
         named = resolve(recipes or ["digits"]).optimizer.name if recipes or not model else "sgd"
-        adaptive = _is_adaptive(optimizer or named)
-        barred = () if specs else tuple({*chosen} - {*free_of_losses(_fitting(adaptive))})
-        advice = weigh(found, cluster, chosen, predictor, barred=barred)
+        adaptive = is_adaptive(optimizer or named)
+        fitting = [spec for spec in CANDIDATES if suits_adaptive(spec) or not adaptive]
+        barred = () if specs else tuple({*chosen} - {*free_of_losses(fitting, adaptive)})
+        advice = replace(weigh(found, cluster, chosen, predictor, barred=barred), adaptive=adaptive)
     way = advice.choice if advice.compresses else advice.runner_up or advice.fastest
     limit = way.spec, break_even(found, cluster, way.spec, predictor)
     if as_json:
@@ -117,16 +115,6 @@ def advise(
         return
     words = Text(verdict(found, cluster, advice, limit))
     show(advice_table(found, cluster, advice, barred), words, width=160)
-
-
-def _is_adaptive(optimizer: str) -> bool:
-    """Whether an optimizer of this name divides its steps by a second moment."""
-    return optimizer.lower() not in ("sgd", "asgd", "rprop", "lbfgs")
-
-
-def _fitting(adaptive: bool) -> tuple[str, ...]:
-    """The candidates that an optimizer can follow."""
-    return tuple(spec for spec in CANDIDATES if suits_adaptive(spec) or not adaptive)
 
 
 def _cluster(
@@ -217,19 +205,7 @@ def _subject(recipes: list[str] | None, model: str, workers: int) -> tuple[Calla
 def recipe_workload(recipe: Recipe, world: int) -> Workload:
     """A step of a recipe, on a random batch of the shape that its data have."""
     facts, _ = facts_and_steps(recipe, world)
-    model = build(recipe.model.name, recipe.model.options, facts, seed=0)
-    batch = batch_of(recipe, world)
-    if "vocab" in facts:
-        tokens = torch.randint(int(facts["vocab"]), (batch, recipe.data.length + 1))  # type: ignore[call-overload]
-        inputs, targets = tokens[:, :-1], tokens[:, 1:].flatten()
-    else:
-        side = int(facts.get("size", recipe.data.size))  # type: ignore[call-overload]
-        inputs = torch.randn(batch, int(facts.get("channels", 3)), side, side)  # type: ignore[call-overload]
-        targets = torch.randint(int(facts["classes"]), (batch,))  # type: ignore[call-overload]
-    state = model.start(batch) if recurrent(model) else None  # type: ignore[operator]
-
-    def loss(run: nn.Module) -> Tensor:
-        logits = run(inputs) if state is None else run(inputs, state)[0]
-        return F.cross_entropy(logits.flatten(0, -2), targets)
-
-    return Workload(model, loss)
+    model, batch = build(recipe.model.name, recipe.model.options, facts, seed=0), batch_of(recipe, world)
+    side = facts.get("size", recipe.data.size)
+    shape = (batch, recipe.data.length) if "vocab" in facts else (batch, facts.get("channels", 3), side, side)
+    return workloads.on_random_batch(model, facts, shape)

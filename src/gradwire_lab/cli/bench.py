@@ -1,22 +1,29 @@
 """`gradwire bench`: how fast kernels are here, what a call and a step cost, what is held, and steps over thin links."""
 
 import re
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from gradwire_lab.bench import calls as bench_calls
 from gradwire_lab.bench import kernels as bench_kernels
 from gradwire_lab.bench import memory as bench_memory
 from gradwire_lab.bench import step as bench_step
-from gradwire_lab.cli.bench_checks import check_device, check_picture
+from gradwire_lab.bench.network.devices import check_ranks
 from gradwire_lab.cli.options import AsJson, Device
-from gradwire_lab.cli.output import ResultRows, make_table, refusing
+from gradwire_lab.cli.output import ResultRows, check_picture, make_table, refusing
+from gradwire_lab.train.record import append_line
 from gradwire_lab.train.time_left import TimeLeft
 
 COLUMNS = ("kernel", "elements", "segments", "ms", "GB/s", "x floor", "x definition", "x plain torch", "x Gaussian")
 _OPTIONAL = {"to_torch": ".1f", "to_gaussian": ".2f"}
 STEP_COLUMNS = ("workload", "ranks", "method", "ms", "x DDP", "quartiles", "x silent", "CPU x DDP", "kept", "peak")
+CALL_COLUMNS = (
+    *("model", "entry point", "spec", "bytes", "floor ms", "ms", "without", "x floor", "worst ms", "host ms"),
+    *("x plain", "x kernels"),
+)
 
 
 def kernels(
@@ -44,7 +51,7 @@ def kernels(
 
     with refusing("bench kernels", ValueError):
         check_picture(picture)
-        check_device(device)
+        check_ranks(device)
         try:
             rows = bench_kernels.measure(device, sizes, only, repeats, report)
         except (MemoryError, RuntimeError) as wrong:
@@ -73,6 +80,8 @@ def step(
     batch: Annotated[int, typer.Option(min=0, help="Of each rank; 0 for the usual one.")] = 0,
     rounds: Annotated[int, typer.Option(min=1, help="Blocks of steps of each method, interleaved.")] = 10,
     steps: Annotated[int, typer.Option(min=1, help="Of one block.")] = 4,
+    optimizer: Annotated[str, typer.Option(help="sgd, or adamw: torch's, and gradwire.AdamW for our methods.")] = "sgd",
+    warm: Annotated[int, typer.Option(min=1, help="Steps before any counts; more than a method's start.")] = 3,
     as_json: AsJson = False,
 ) -> None:
     """Time a training step without a network: by plain DDP, by torch's hooks, by ours, and without any exchange.
@@ -85,10 +94,10 @@ def step(
     title = f"steps on {device}: DDP is torch's in float32; silent does not communicate"
     results = ResultRows(as_json, make_table(title, STEP_COLUMNS, ("workload", "method")))
     names = workload or (["gpt2", "resnet50"] if on_gpu else ["resnet20", "gpt"])
-    jobs = [bench_step.StepBench(name, device, methods, batch, rounds, steps) for name in names]
+    jobs = [bench_step.StepBench(name, device, methods, batch, rounds, steps, optimizer, warm) for name in names]
     refusals = []
     with refusing("bench step", ValueError, TypeError, RuntimeError):
-        check_device(device, world)
+        check_ranks(device, world)
         for job in jobs:
             bench_step.check(job)
         left = TimeLeft(sum(map(bench_step.blocks, jobs)))
@@ -126,7 +135,7 @@ def memory(
     title = f"floats per parameter on {device}, beside parameters and gradients"
     results = ResultRows(as_json, make_table(title, ("spec", "kept", "peak", "due"), ("spec",)), len(chosen))
     with refusing("bench memory", ValueError, TypeError, RuntimeError):
-        check_device(device)
+        check_ranks(device)
         for one in spec or ():
             bench_memory.check(one)
         for row in bench_memory.measure(chosen, device, size):
@@ -134,3 +143,54 @@ def memory(
             kept, peak, due = ("" if number is None else f"{number:.2f}" for number in numbers)
             results.add(row, (row["spec"], kept, peak, due), f"{row['spec']}: {kept} floats kept, {peak} at most")
     results.show()
+
+
+def calls(
+    entry_point: Annotated[list[str] | None, typer.Option(help="loop, ddp, optimizer, hosts; several.")] = None,
+    door: Annotated[list[str] | None, typer.Option(hidden=True)] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="one, resnet50, gpt2; several. By default the first two.")
+    ] = None,
+    spec: Annotated[list[str] | None, typer.Option(help="'dgc(0.001)', int4, ...; several.")] = None,
+    size: Annotated[int, typer.Option(min=0, help="Parameters in all, about; 0 for the model's own.")] = 0,
+    device: Device = "cpu",
+    addresses: Annotated[
+        str, typer.Option(help="same: gradients stay in place; moving: they are freed and allocated.")
+    ] = "same",
+    ranks: Annotated[int, typer.Option(min=1, help="How many processes.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Medians are of this many calls.")] = 20,
+    jsonl: Annotated[
+        Path | None, typer.Option(help="Append every row to this file; - prints rows, not a table.")
+    ] = None,
+) -> None:
+    """Time what a user's call costs: the bytes it cannot avoid, plain torch DGC, and wire() by several methods."""
+    if door:
+        warnings.warn("bench calls --door is now --entry-point", FutureWarning, stacklevel=2)
+    title = f"calls on {device}: the floor is a copy of the bytes that the call must read and write"
+    printed = jsonl is not None and str(jsonl) == "-"
+    models, entries, specs = model or ("one", "resnet50"), entry_point or door or ("loop",), spec or bench_calls.SPECS
+    count = len(models) * len(entries) * len(specs)
+    results = ResultRows(printed, make_table(title, CALL_COLUMNS, CALL_COLUMNS[:3], no_wrap=True), count)
+
+    def report(row: dict[str, Any]) -> None:
+        append_line(None if printed else jsonl, row)
+        case = f"{row['model']}, {row['entry_point']}, {row['spec']}"
+        results.add(row, _call_cells(row), f"{case}: {row['call_ms']:.3f} ms, {row['to_floor']:.2f} x floor")
+
+    with refusing("bench calls", ValueError, TypeError, RuntimeError, OSError):
+        check_ranks(device)
+        benches = [
+            bench_calls.CallBench(m, d, tuple(specs), size, device, addresses, repeats) for m in models for d in entries
+        ]
+        for bench in benches:
+            bench_calls.check(bench, ranks)
+        for bench in benches:
+            bench_calls.measure(bench, ranks, report)
+    results.show()
+
+
+def _call_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    numbers = ("floor_ms", "ms", "without_ms", "to_floor", "worst_ms", "host_ms")
+    words = (f"{row['model']}, {row['params'] / 1e6:.3g} M", row["entry_point"], row["spec"])
+    ratios = ("-" if row[name] is None else f"{row[name]:.2f}" for name in ("to_plain", "to_kernels"))
+    return (*words, f"{row['bytes_per_param']:.2f}", *(f"{row[name]:.3f}" for name in numbers), *ratios)

@@ -1,4 +1,4 @@
-"""``gradwire bench network`` and ``gradwire bench link``: steps over shaped and emulated links."""
+"""``gradwire bench network``, ``link`` and ``forecast``: steps over shaped, emulated and computed links."""
 
 import json
 import os
@@ -14,14 +14,12 @@ from torch import Tensor
 from gradwire.comm.emulated import EmulatedBackend
 from gradwire.comm.rates import LinkSpec
 from gradwire.comm.single import SingleBackend
-from gradwire_lab.bench.network import grid, methods, results_table, runner, workloads
+from gradwire_lab.bench.network import grid, methods, prediction_error, results_table, runner, workloads
 from gradwire_lab.bench.network.emulation_error import EXCHANGES, compare
-from gradwire_lab.bench.network.grid import Budget, Scenario, Where
-from gradwire_lab.bench.network.runner import Print
-from gradwire_lab.cli.bench_checks import check_picture
 from gradwire_lab.cli.options import AsJson
-from gradwire_lab.cli.output import ResultRows, make_table, refusing, show
+from gradwire_lab.cli.output import ResultRows, check_picture, make_table, refusing, show
 from gradwire_lab.network.namespaces import HostsUnavailableError, lacking
+from gradwire_lab.train.record import append_line
 from gradwire_lab.train.time_left import TimeLeft
 
 
@@ -65,7 +63,7 @@ def network(
         named = [_named(text, where) for text in link or ("unshaped", "1gbit", "100mbit", "10mbit")]
         # What is wrong with a workload is an error here, and not of every rank.
         weights = {name: _nbytes(workloads.load(name).model.parameters()) for name in model or ["lstm"]}
-        chosen = [Scenario(*place, where) for place in product(weights, named, workers or [2, 4, 8])]
+        chosen = [grid.Scenario(*place, where) for place in product(weights, named, workers or [2, 4, 8])]
         budgets = {
             scenario: grid.with_timeout(usual, scenario, weights[scenario.model])
             if timeout is None
@@ -98,12 +96,12 @@ def network(
 
 
 def _measured(
-    scenario: Scenario, names: Sequence[str], budget: grid.Budget, out: Path | None, left: TimeLeft
+    scenario: grid.Scenario, names: Sequence[str], budget: grid.Budget, out: Path | None, left: TimeLeft
 ) -> list[grid.Row]:
     """The rows of some methods, which are appended to the file as they come."""
     rows = []
     for row in runner.measure(scenario, names, budget, _progress(scenario, left)):
-        grid.append(out, row)
+        append_line(out, row)
         rows.append(row)
     return rows
 
@@ -112,20 +110,20 @@ def _nbytes(parameters: Iterable[Tensor]) -> int:
     return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
 
 
-def _where(throttled: bool) -> Where:
+def _where(throttled: bool) -> grid.Where:
     missing = lacking()
     if missing and not throttled:
         typer.echo(f"{missing}; measuring with emulated links instead", err=True)
     return "throttled" if throttled or missing else "hosts"
 
 
-def _named(text: str, where: Where) -> str:
+def _named(text: str, where: grid.Where) -> str:
     """A link as rows call it; on hosts it may have jitter and loss, too."""
     link = LinkSpec.parse(text)
     return str(link if where == "hosts" else EmulatedBackend(SingleBackend(), link).spec)
 
 
-def _progress(scenario: Scenario, left: TimeLeft) -> Print:
+def _progress(scenario: grid.Scenario, left: TimeLeft) -> runner.Print:
     """Print where the ranks are: at the beginning of a turn, and so at the end of the one before, or of their start."""
 
     def report(line: str) -> None:
@@ -155,10 +153,10 @@ def emulation_error(
             if name not in EXCHANGES:
                 raise ValueError(f"there is no exchange {name!r}; take {', '.join(EXCHANGES)}")
         links = [str(LinkSpec.parse(text)) for text in link or ("100mbit", "1gbit", "100mbit,5ms", "100mbit,20ms")]
-        budget = Budget(rounds, steps)
+        budget = grid.Budget(rounds, steps)
         left = TimeLeft(2 * len(links) * runner.turns([EXCHANGES[name] for name in chosen], budget))
         for named in links:
-            report = _progress(Scenario(model, named, workers, "hosts"), left)
+            report = _progress(grid.Scenario(model, named, workers, "hosts"), left)
             for one in compare(model, named, workers, budget, report, chosen):
                 place = {"link": named, "world": workers, "model": model}
                 both = {**one._asdict(), "pretended": one.emulated}  # the old name of the field, for one release
@@ -166,3 +164,33 @@ def emulation_error(
                 times = (one.failed or f"{one.shaped:.1f}", f"{one.emulated:.1f}", f"{one.ratio:.3f}")
                 results.add(row, (named, one.exchange, one.method, *times))
     results.show(width=120)
+
+
+def forecast(
+    results: Annotated[Path, typer.Argument(help="What bench network --out wrote.")],
+    out: Annotated[Path | None, typer.Option(help="JSONL of every comparison.")] = None,
+) -> None:
+    """Compare the steps that advise predicts with those that bench network measured; calibrates first, so be quiet."""
+    with refusing("bench forecast", ValueError, HostsUnavailableError):
+        rows = grid.read(results)
+        if not rows:
+            raise ValueError(f"{results} holds no results; make some with `gradwire bench network --out {results}`")
+        found = list(prediction_error.compare(rows, lambda line: typer.echo(line, err=True)))
+    for one in found:
+        append_line(out, one.as_row())
+    steps = [one for one in found if isinstance(one, prediction_error.StepComparison)]
+    columns = ("model", "link", "ranks", "method", "measured", "predicted", "error")
+    table = make_table("milliseconds of a step", columns, ("model", "link", "method"))
+    for one in steps:
+        row = one.row
+        numbers = (f"{1e3 * one.measured:,.1f}", f"{1e3 * one.predicted:,.1f}", f"{one.error:+.0%}")
+        table.add_row(row["model"], row["link"], str(row["world"]), row["method"], *numbers)
+    show(table)
+    near = sum(abs(one.error) <= prediction_error.TOLERANCE for one in steps)
+    typer.echo(f"{near} of {len(steps)} within {prediction_error.TOLERANCE:.0%}")
+    for pick in (one for one in found if isinstance(one, prediction_error.ChoiceComparison)):
+        right = "" if pick.regret <= prediction_error.REGRET else ", too far"
+        typer.echo(
+            f"{pick.model}, {pick.link}, {pick.world} ranks, {'by accuracy too' if pick.sound else 'by speed'}: "
+            f"advice takes {pick.choice}, best was {pick.best}, {pick.regret:+.0%}{right}"
+        )

@@ -14,18 +14,18 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from gradwire_lab.cli.interrupts import sigterm_interrupts
 from gradwire_lab.cli.options import AllowCode, Data, Devices, InProcess, Model, Overrides, Processes, RecipeNames
 from gradwire_lab.cli.output import make_table, refuse, refusing, show
 from gradwire_lab.report.run_groups import Group, Task
+from gradwire_lab.report.slug import run_title
 from gradwire_lab.report.statistics import Estimate
 from gradwire_lab.report.summary import cells, columns, headline
 from gradwire_lab.report.table import markdown
+from gradwire_lab.signals import sigterm_interrupts
 from gradwire_lab.train.compare import Arm, GridCell, Progress, arms, fingerprint, grid, outcome, run_grid
 from gradwire_lab.train.grid_worker import TrainCommand
 from gradwire_lab.train.recipe import Recipe, SyncTable
 from gradwire_lab.train.recipe_files import resolve, toml_files
-from gradwire_lab.train.run_names import title
 from gradwire_lab.train.user_files import hashes, named_files
 
 USUAL = ["digits"]  # the recipe, where none is named
@@ -62,7 +62,7 @@ def compare(
     command continues where the last one stopped. With --model and without a recipe, folders have the name of the
     model's file, and the settings of the recipe digits hold.
     """
-    name = title(recipes or ()) or Path(model.partition(":")[0]).stem or title(USUAL)
+    name = run_title(recipes or ()) or Path(model.partition(":")[0]).stem or run_title(USUAL)
     recipes = recipes or USUAL
     deadline = None if budget_seconds is None else time.monotonic() + budget_seconds
     named = {"--data": data, "--workers": workers, "--in-process": in_process, "--devices": devices}
@@ -85,7 +85,7 @@ def compare(
             refuse("compare", "stopped; the same command continues from here", 130)
     task = outcome(made)
     if task is not None:
-        show(_table(task), Text(headline(task)), width=160)
+        show(_table(task), *filter(None, [Text(headline(task))]), width=160)
         _write(task, made, progress, results or runs / f"{'-'.join(filter(None, (name, suffix)))}-results.md")
     _close(progress)
 

@@ -30,7 +30,7 @@ HEADINGS = {  # the kinds that make up a method, in the order in which one learn
 
 MILLION = 1_000_000
 SOME = round(0.01 * MILLION)  # positions that an index coder is measured on
-_LABEL = re.compile(r"^([A-Z][a-z]+):\s+(.*)$")
+_LABEL = re.compile(r"^([A-Z][a-z]+):\s+", re.MULTILINE)
 _PRESETS = {"dgc": ("dgc", "dgc(0.01, clip=1.0, ramp=400)"), "ramp": ("ramp(topk(0.001), steps=400)",)}
 _PRESETS |= {
     "local_sgd": ("local_sgd(H=8)",),
@@ -102,22 +102,9 @@ def _bare(name: str, make: Callable[..., object]) -> tuple[str, ...]:
 
 
 def _parts(document: str) -> dict[str, list[str]]:
-    parts: dict[str, list[str]] = {}
-    label = None
-    for line in document.splitlines()[1:]:
-        found = _LABEL.match(line)
-        if found:
-            label = found[1]
-            parts[label] = [found[2]]
-        elif label is not None:
-            parts[label].append(line)
-    return {name: _dedent(lines) for name, lines in parts.items()}
-
-
-def _dedent(lines: list[str]) -> list[str]:
-    """Undo the indentation of all lines but the first, which has lost its own with its label."""
-    rest = inspect.cleandoc("\n".join(["", *lines[1:]])).splitlines() if lines[1:] else []
-    return [lines[0], *rest]
+    """The paragraphs by label, without the indentation that aligns them with their first lines."""
+    _, *pieces = _LABEL.split(document.partition("\n")[2])
+    return {label: inspect.cleandoc(text).splitlines() for label, text in zip(pieces[::2], pieces[1::2], strict=True)}
 
 
 def size_of(card: Card) -> str:

@@ -35,7 +35,7 @@ class Finding(NamedTuple):
     remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{'fix' if self.remedy else 'ok':4} {self.what:10} {self.value}" + (
+        return f"{'fix' if self.remedy else 'ok':4} {self.what:18} {self.value}" + (
             f"; {self.remedy}" * bool(self.remedy)
         )
 
@@ -84,13 +84,13 @@ def backends() -> Iterator[Finding]:
         yield Finding("backend", "none", "install a torch that was built with torch.distributed")
         return
     yield (
-        Finding("gloo", "there")
+        Finding("gloo", "available")
         if torch.distributed.is_gloo_available()
         else Finding("gloo", "missing", "install a torch that was built with gloo, which small agreements use")
     )
     if torch.cuda.is_available():
         has_nccl = torch.distributed.is_nccl_available()
-        note = "there; gradwire's own tests run it with one rank only" if has_nccl else "missing"
+        note = "available; gradwire's own tests run it with one rank only" if has_nccl else "missing"
         yield Finding("nccl", note, "" if has_nccl else "install a CUDA build of torch")
         yield Finding("GPUs", f"{torch.cuda.device_count()}, {torch.cuda.get_device_name()}")
 
@@ -111,7 +111,8 @@ def interfaces(environment: Mapping[str, str], where: LauncherRank | None) -> It
         address = "no address"
     unreachable = address.startswith(("127.", "no ")) and "GLOO_SOCKET_IFNAME" not in environment
     remedy = "set GLOO_SOCKET_IFNAME to the interface that leads to the other hosts"
-    yield Finding("host", f"{socket.gethostname()} has {address}", remedy * (several and unreachable))
+    note = "; on several hosts, set GLOO_SOCKET_IFNAME" * (unreachable and not several)
+    yield Finding("host", f"{socket.gethostname()} has {address}{note}", remedy * (several and unreachable))
     if where is not None:
         local = several and where.address in ("localhost", "127.0.0.1", "::1")
         found = f"{where.address}:{where.port}"

@@ -1,6 +1,5 @@
 """``gradwire bench gamma``: how good ``gamma=auto`` is."""
 
-import json
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +7,7 @@ from typing import Annotated
 import typer
 
 from gradwire_lab.bench.gamma import CODECS, PROBLEMS, compare, table
-from gradwire_lab.train.record import json_lines
+from gradwire_lab.train.record import append_line, json_lines
 from gradwire_lab.train.time_left import TimeLeft
 
 
@@ -20,18 +19,15 @@ def gamma(
     """Compare ``gamma=auto`` with the best of a grid of gammas on noisy quadratics, and print a table of Markdown."""
     lines = json_lines(results)
     done = {(line["graph"], line["codec"], len(line["seeds"])) for line in lines}
-    results.parent.mkdir(parents=True, exist_ok=True)
     missing = [
         (problem, codec)
         for codec, problem in product(CODECS, PROBLEMS)
         if only in codec and (problem.graph, codec, seeds) not in done
     ]
     left = TimeLeft(len(missing))
-    with results.open("a") as book:
-        for problem, codec in missing:
-            lines.append(compare(problem, codec, range(seeds)))
-            book.write(json.dumps(lines[-1]) + "\n")
-            book.flush()
-            left.finish()
-            typer.echo(left.after(f"{codec}, {problem.graph}: gamma {lines[-1]['auto']:.3g}"), err=True)
+    for problem, codec in missing:
+        lines.append(compare(problem, codec, range(seeds)))
+        append_line(results, lines[-1])
+        left.finish()
+        typer.echo(left.after(f"{codec}, {problem.graph}: gamma {lines[-1]['auto']:.3g}"), err=True)
     typer.echo("\n".join(table(lines)))

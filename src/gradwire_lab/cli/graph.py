@@ -2,6 +2,7 @@
 
 import math
 from html import escape
+from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
@@ -16,18 +17,6 @@ from gradwire_lab.cli.output import refusing
 WIDEST = 64  # characters of a picture; larger graphs are drawn in blocks
 SHADES = ".-:+#"
 SIDE = 480  # of a drawing, in pixels
-_SVG = """\
-<svg xmlns="http://www.w3.org/2000/svg" width="{side}" height="{side}" viewBox="0 0 {side} {side}">
-<title>{title}</title>
-<style>
-line {{ stroke: #7f7f7f; stroke-width: 1.2 }} circle {{ fill: #0072b2 }} marker path {{ fill: #7f7f7f }}
-text {{ fill: white; font: 11px sans-serif; text-anchor: middle }}
-</style>
-<marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">
-<path d="M0,0 L8,4 L0,8 z"/></marker>
-{shapes}
-</svg>
-"""
 
 
 def graph(
@@ -105,7 +94,8 @@ def drawing(topology: Topology) -> str:
     dots = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}"/>' for x, y in places]
     names = [f'<text x="{x:.1f}" y="{y:.1f}" dy="0.35em">{rank}</text>' for rank, (x, y) in enumerate(places)]
     shapes = [*lines, *dots, *(names if radius > 8 else [])]
-    return _SVG.format(side=SIDE, title=escape(str(topology)), shapes="\n".join(shapes))
+    text = (resources.files("gradwire_lab.cli") / "graph_svg.txt").read_text(encoding="utf-8")
+    return text.format(side=SIDE, title=escape(str(topology)), shapes="\n".join(shapes))
 
 
 def _line(start: tuple[float, float], end: tuple[float, float], radius: float, both: bool) -> str:

@@ -27,11 +27,9 @@ class BenchGroup(LazyGroup):
     """`gradwire bench`."""
 
     table: ClassVar = {
-        "calls": "bench_calls:calls",
-        "network": "bench_network:network",
+        **{name: f"bench:{name}" for name in ("calls", "kernels", "step", "memory")},
+        **{name: f"bench_network:{name}" for name in ("network", "forecast")},
         "link": "bench_network:emulation_error",
-        **{name: f"bench:{name}" for name in ("kernels", "step", "memory")},
-        "forecast": "forecast:forecast",
         "gamma": "gamma:gamma",
     }
 

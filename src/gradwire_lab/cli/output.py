@@ -4,6 +4,8 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -14,6 +16,7 @@ from rich.table import Table
 from gradwire_lab.train.time_left import TimeLeft
 
 _WIDTH = 150  # where no terminal shows it
+_LACKS_CHARTS = "charts need two more packages; pip install 'gradwire[report]'"
 
 
 def make_table(
@@ -37,7 +40,8 @@ def show(*parts: RenderableType, width: int = _WIDTH) -> None:
 
 def stacked(table: Table) -> Table:
     """A table whose rows stand below each other, one column a line, for terminals that are too narrow for it."""
-    lines = Table(title=table.title, title_justify="left", caption=table.caption, show_header=False, box=None)
+    lines = Table(title=table.title, title_justify="left", show_header=False, box=None)
+    lines.caption, lines.caption_justify = table.caption, "left"
     lines.add_column(no_wrap=True)
     lines.add_column(overflow="fold")
     for row in zip(*(column.cells for column in table.columns), strict=True):
@@ -99,4 +103,20 @@ def needing_charts(command: str) -> Iterator[None]:
     except ModuleNotFoundError as missing:
         if missing.name not in ("altair", "vl_convert", "jinja2"):
             raise
-        refuse(command, "charts need two more packages; pip install 'gradwire[report]'", 1)
+        refuse(command, _LACKS_CHARTS, 1)
+
+
+def check_picture(path: Path | None) -> None:
+    """Check what drawing needs before hours of measuring, not after.
+
+    Raises:
+        ValueError: A package or a folder is missing, or the file has another kind.
+    """
+    if path is None:
+        return
+    if not all(map(find_spec, ("altair", "vl_convert"))):
+        raise ValueError(_LACKS_CHARTS)
+    if path.suffix not in (".png", ".svg"):
+        raise ValueError(f"a picture is a PNG or an SVG, and {path} is none; name it {path.stem or 'picture'}.png")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent} for the picture; make it first")

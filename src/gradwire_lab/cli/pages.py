@@ -1,32 +1,18 @@
 """Pages: documentation that is written by the registry."""
 
 from collections.abc import Iterable, Iterator
+from importlib import resources
 from itertools import groupby
 
 from gradwire.engine.method import method
 from gradwire_lab.cli.docstring_cards import HEADINGS, Card, alone, cards, size_of, traits_of
-
-_OPENING = """\
-<!-- Written by `make docs` from the cards in the source. Change a card, not this page. -->
-
-# Every name in a spec
-
-A codec is a chain, `transform | selector | quantizer | index coder`, of which only one stage must be there: values
-travel as `fp32` and positions as `rice` unless something else is named. Feedback and exchange are chosen beside it,
-`gradwire.compress(model, "topk(0.01) | sign", feedback="residual", exchange="allgather")`, or come with the codec.
-A preset is all of that under one name. Local steps are for `gradwire.local` ([how](local.md)).
-
-*Bits* are bits for each parameter of a vector of a million, all headers and scales included, for the first spec of the
-row; `<=` marks an upper bound, where the data decide. What a codec promises is written
-[here](../src/gradwire/core/traits.py), and tested for each of them.
-"""
 
 _CARD_PARTS = ("Formula", "Wire", "Traits", "Differs")
 
 
 def codecs_page() -> str:
     """The whole of docs/codecs.md."""
-    sections = [_OPENING]
+    sections = [(resources.files("gradwire_lab.cli") / "codecs_page.txt").read_text(encoding="utf-8")]
     for kind, heading in HEADINGS.items():
         body = _presets() if kind == "preset" else _section(cards(kind))
         sections.append(f"## {heading}\n\n" + "\n".join(body))
@@ -38,8 +24,9 @@ def _section(found: list[Card]) -> Iterator[str]:
     head = ("name", "what it does", "specs", *(("bits", "promises") if codec_like else ()))
     rows = []
     for card in found:
+        specs = ", ".join(f"`{spec}`" for spec in card.examples)
         numbers = (size_of(card), traits_of(card)) if codec_like else ()
-        rows.append((f"`{card.name}`", card.title, _specs(card.examples), *numbers))
+        rows.append((f"`{card.name}`", card.title, specs, *numbers))
     yield from _table(head, rows)
     yield ""
     for module, group in groupby(sorted(found, key=lambda card: card.module), key=lambda card: card.module):
@@ -84,7 +71,3 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
 
 def _row(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cell.replace("|", r"\|").replace("``", "`") for cell in cells) + " |"
-
-
-def _specs(examples: Iterable[str]) -> str:
-    return ", ".join(f"`{spec}`" for spec in examples)

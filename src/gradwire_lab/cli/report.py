@@ -9,10 +9,9 @@ import typer
 
 from gradwire_lab.cli.options import ChartFormat
 from gradwire_lab.cli.output import needing_charts, refusing
+from gradwire_lab.report import table
 from gradwire_lab.report.load import load, nothing_in, sort_out
 from gradwire_lab.report.run_groups import Group, Task, tasks
-from gradwire_lab.report.table import latex as latex_tables
-from gradwire_lab.report.table import markdown as tables
 from gradwire_lab.train.spec_lists import split_specs
 
 PAGE = Path("report.html")
@@ -45,7 +44,7 @@ def report(
         found = _chosen(tasks([load(folder) for folder in _runs_in(runs)]), split_specs(specs))
         if not found:
             raise ValueError("no run has finished an epoch yet, so there is nothing to report")
-        for path, write in ((markdown, tables), (latex, latex_tables)):
+        for path, write in ((markdown, table.markdown), (latex, table.latex)):
             if path is not None:
                 _write_tables(found, path, write)
         wanted = [(png, "png"), (svg, "svg"), *((figures, one.value) for one in kind or ())]
@@ -98,7 +97,7 @@ def _write_page(found: list[Task], path: Path, title: str) -> None:
 
 
 def _write_pictures(found: list[Task], folder: Path, kind: str, width: int, titles: bool) -> None:
-    from gradwire_lab.report.pictures import pictures
+    from gradwire_lab.report.page import pictures
 
     for path in pictures(found, folder, cast(Any, kind), width, titles):
         typer.echo(str(path))

@@ -102,11 +102,11 @@ def _story(card: Card) -> list[str]:
 def _facts(whole: Method, workers: int) -> Table:
     """What travels for one matrix of a million parameters, at each stage of the training."""
     (lane,) = build({"weight": (1000, 1000)}, (Rule(whole),), workers).lanes
-    floats = sum(sum(slot.lengths) for slot in lane.slots(workers).values()) / lane.units.total
+    floats = sum(sum(slot.lengths) for slot in lane.state_specs(workers).values()) / lane.units.total
     table = Table.grid(padding=(0, 2))
     table.add_row("feedback", f"{whole.feedback}; all memory together is {4 * floats:.3g} bytes per parameter")
-    for step, codec, exchange in lane.table:
-        if len(lane.table) > 1:
+    for step, codec, exchange in lane.step_table:
+        if len(lane.step_table) > 1:
             table.add_row("")
             table.add_row("from step", str(step))
         if not exchange.compresses_in_protocol:

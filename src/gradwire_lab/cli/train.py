@@ -13,7 +13,6 @@ from rich.text import Text
 
 from gradwire.comm.emulated import VARIABLE, set_emulated_link
 from gradwire.comm.liveness import PeerLostError
-from gradwire_lab.cli.interrupts import sigterm_interrupts
 from gradwire_lab.cli.options import (
     AllowCode,
     Data,
@@ -32,6 +31,8 @@ from gradwire_lab.cli.plan import parts
 from gradwire_lab.launch import RankError
 from gradwire_lab.launcher_env import launcher_rank
 from gradwire_lab.report.run_log import parsed
+from gradwire_lab.report.slug import run_title
+from gradwire_lab.signals import sigterm_interrupts
 from gradwire_lab.train import checkpoint, run_modes
 from gradwire_lab.train.display import Display
 from gradwire_lab.train.gossip_workers import check_graph
@@ -41,8 +42,6 @@ from gradwire_lab.train.recipe_files import dumps, registered, resolve
 from gradwire_lab.train.record import begun, open_folder
 from gradwire_lab.train.resume_check import check_resume
 from gradwire_lab.train.run_lock import locked
-from gradwire_lab.train.run_modes import TrainJob, device_of, devices_of
-from gradwire_lab.train.run_names import title
 from gradwire_lab.train.run_recipe import evaluate as examine
 from gradwire_lab.train.user_files import hashes, named_files
 
@@ -80,15 +79,17 @@ def train(
     with refusing("train", ValueError, OSError):
         if link and in_process:
             raise ValueError("simulated workers have no link to emulate; leave --link or --in-process out")
-        recipe = _resolve(names, overrides, spec, data, model, seed, allow_code)
+        keys = {"sync.spec": spec, "data.root": data or None, "model.name": model or None, "train.seed": seed}
+        recipe = _resolve(names, overrides, keys, allow_code)
         if link and recipe.gossip.elastic:
             raise ValueError("connections of gossip.elastic are not emulated; leave --link or gossip.elastic out")
         if not in_process:
             set_emulated_link(
                 link or os.environ.get(VARIABLE, "")
             )  # a bad link is an error here, and not of every rank
-        place = folder or runs / "-".join(filter(None, (title(names), suffix, str(recipe.train.seed))))
-        _start(names, recipe, place, workers, in_process, devices, resume, overwrite)
+        place = folder or runs / "-".join(filter(None, (run_title(names), suffix, str(recipe.train.seed))))
+        job = run_modes.TrainJob(recipe, place, (), resume, run_title(names))
+        _start(job, workers, in_process, devices, overwrite)
 
 
 def evaluate(
@@ -104,7 +105,7 @@ def evaluate(
     with refusing("evaluate", ValueError, OSError):
         if not (run / "recipe.toml").is_file():
             raise ValueError(f"{run} is no run folder: it has no recipe.toml")
-        where = device_of(0, devices_of(device, 1))
+        where = run_modes.device_of(0, run_modes.devices_of(device, 1))
         score = examine(run, "last" if last else "best", split, where, data, model, allow_code)
         value = f"{score.value:.2%}" if score.metric == "top1" else f"{score.value:.3f}"
         top5 = "" if score.top5 is None else f", top5 {score.top5:.2%}"
@@ -123,7 +124,8 @@ def plan(
 ) -> None:
     """Print what a training would be: steps, optimizer, lanes, and the bytes of a step; --toml: the whole recipe."""
     with refusing("plan", ValueError, OSError):
-        recipe = _resolve(recipes or ["digits"], overrides, spec, data, model, None, allow_code)
+        keys = {"sync.spec": spec, "data.root": data or None, "model.name": model or None}
+        recipe = _resolve(recipes or ["digits"], overrides, keys, allow_code)
         if toml:
             typer.echo(dumps(recipe), nl=False)
             return
@@ -147,43 +149,25 @@ def recipes(
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def _resolve(
-    names: list[str],
-    overrides: list[str] | None,
-    spec: str | None,
-    data: str,
-    model: str,
-    seed: int | None,
-    allow_code: bool,
-) -> Recipe:
-    short = {"sync.spec": spec, "data.root": data or None, "model.name": model or None}
-    given = [f"{key}={value}" for key, value in short.items() if value is not None]
-    given += [] if seed is None else [f"train.seed={seed}"]
-    recipe = resolve(names, [*given, *(overrides or [])], allow_code)
-    if spec and recipe.gossip.method:
-        raise ValueError(f"--spec is not for workers that gossip; write --set 'gossip.codec={spec}' instead")
-    if spec and recipe.local.spec:
-        raise ValueError(f"--spec is not for workers that take local steps; write --set 'local.codec={spec}' instead")
+def _resolve(names: list[str], overrides: list[str] | None, keys: dict[str, Any], allow_code: bool) -> Recipe:
+    """A recipe with overrides, and with keys that have options of their own."""
+    given = [f"{key}={value}" for key, value in keys.items() if value is not None]
+    recipe, spec = resolve(names, [*given, *(overrides or [])], allow_code), keys["sync.spec"]
+    if spec and recipe.own_models:
+        kind, table = ("gossip", "gossip") if recipe.gossip.method else ("take local steps", "local")
+        raise ValueError(f"--spec is not for workers that {kind}; write --set '{table}.codec={spec}' instead")
     return recipe
 
 
-def _start(
-    names: list[str],
-    recipe: Recipe,
-    folder: Path,
-    workers: int | None,
-    in_process: int | None,
-    devices: str,
-    resume: bool,
-    overwrite: bool,
-) -> None:
-    where = launcher_rank(os.environ)
+def _start(job: run_modes.TrainJob, workers: int | None, in_process: int | None, devices: str, overwrite: bool) -> None:
+    where, recipe, folder = launcher_rank(os.environ), job.recipe, job.folder
     if sum(x is not None for x in (workers, in_process, where)) > 1:
         raise ValueError(
-            "workers are started here (--workers), or simulated (--in-process), or started by torchrun, mpirun or srun"
+            "give one of --workers, which starts processes, and --in-process, which simulates them; under torchrun, "
+            "mpirun or srun, which start them, give neither"
         )
     first = where is None or where.rank == 0
-    restarted = where is not None and where.attempt > 0
+    resume = job.resume or (where is not None and where.attempt > 0)  # or it was restarted
     world = in_process or workers or (recipe.train.workers if where is None else where.world)
     batch_of(recipe, world)  # or a sentence, before hundreds are started
     if first:
@@ -191,14 +175,13 @@ def _start(
     workers = workers or recipe.train.workers
     named = run_modes.devices_of(devices, None if where is not None else 1 if in_process else workers)
     if first or not recipe.gossip.elastic:  # ranks that come one by one find what the first has begun
-        _refuse_begun(folder, recipe, resume or restarted, overwrite)
+        _refuse_begun(folder, recipe, resume, overwrite)
     if first:
         _note_unused(recipe)
-        if resume or restarted:
+        if resume:
             _note_changed(folder, recipe)
-    job = run_modes.TrainJob(recipe, folder, named, resume, title(names))
     with locked(folder) if first else nullcontext(), sigterm_interrupts(), Display() as display:
-        _train(job, where, workers, in_process, display.show)
+        _train(job._replace(devices=named), where, workers, in_process, display.show)
     if first:
         typer.echo(str(folder))
 
@@ -215,18 +198,14 @@ def _note_unused(recipe: Recipe) -> None:
 
 def _note_changed(folder: Path, recipe: Recipe) -> None:
     """Say that a file of the user's own has changed since the run's last session."""
-    before = parsed(folder / "environment.json", _files)
+    before = parsed(folder / "environment.json", lambda text: json.loads(text or "{}").get("files", {}))
     for name, now in hashes(named_files(recipe)).items():
         if before.get(name, now) != now:
             typer.echo(f"{name} has changed since {folder} was trained with it", err=True)
 
 
-def _files(text: str) -> dict[str, str]:
-    return dict(json.loads(text or "{}").get("files", {}))
-
-
 def _train(
-    job: TrainJob, where: Any, workers: int, in_process: int | None, display: Callable[[dict[str, Any]], None]
+    job: run_modes.TrainJob, where: Any, workers: int, in_process: int | None, display: Callable[[dict[str, Any]], None]
 ) -> None:
     begun = where is not None and where.rank > 0  # only the first rank gets records
 

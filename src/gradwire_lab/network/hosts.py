@@ -12,9 +12,10 @@ import atexit
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from types import TracebackType
+from contextlib import ExitStack
 from typing import Literal, Self
 
 from gradwire.comm.job_secret import secret_variable
@@ -23,7 +24,7 @@ from gradwire_lab.network import cleanup_watchdog, namespaces, shaping, userspac
 from gradwire_lab.network.addresses import mac, private, unused
 from gradwire_lab.network.launch import DEFAULTS, FIRST_PORT, Ended, RankProcesses, Sink, place
 from gradwire_lab.network.namespaces import HostsUnavailableError, ip, listed
-from gradwire_lab.signals import SignalsAsExceptions, signals_deferred
+from gradwire_lab.signals import signals_deferred, signals_raise
 
 DEVICE = "eth0"
 MOST_HOSTS = 250
@@ -71,12 +72,12 @@ class Hosts:
         self._watchdog: cleanup_watchdog.Watchdog | None = None
         self._ports = itertools.count(FIRST_PORT)
         self._owner = os.getpid()
-        self._signals = SignalsAsExceptions()
+        self._signals = ExitStack()
 
     def __enter__(self) -> Self:
         namespaces.need()
         namespaces.sweep()
-        self._signals.arm()
+        self._signals.enter_context(signals_raise(lambda n: SystemExit(128 + n), signal.SIGTERM, signal.SIGHUP))
         atexit.register(self.close)
         try:
             self._watchdog = cleanup_watchdog.start([*self.names, self.hub])
@@ -86,9 +87,7 @@ class Hosts:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -107,7 +106,7 @@ class Hosts:
             if self._watchdog is not None:
                 cleanup_watchdog.stop(self._watchdog)
                 self._watchdog = None
-            self._signals.release()
+            self._signals.close()
 
     def run(
         self,

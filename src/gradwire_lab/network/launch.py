@@ -1,6 +1,5 @@
 """One command in many ranks: started together, read together, and ended together."""
 
-import ctypes
 import math
 import os
 import selectors
@@ -9,18 +8,17 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from gradwire.comm.job_secret import secret_variable
+from gradwire_lab.parent_watch import set_signal_of_parents_end
 from gradwire_lab.signals import signals_deferred
 
 Sink = Callable[[int, str], None]  # (rank, line)
 
 _KILL_SECONDS = 2.0  # between the polite request to end and the other one
 _TICK_SECONDS = 0.05
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
-
 
 # Unless the user says otherwise. Addresses of hosts have no names, of which torch would warn at every connection.
 DEFAULTS = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -89,10 +87,6 @@ def run_local(argv: Sequence[str], world: int, sink: Sink, variables: Mapping[st
         processes.close()
 
 
-def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 class RankProcesses:
     """The ranks of one run."""
 
@@ -115,7 +109,7 @@ class RankProcesses:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=partial(set_signal_of_parents_end, signal.SIGKILL),
             )
             self.ranks.append(RankProcess(title, process))
         assert process.stdout

@@ -62,7 +62,8 @@ def ip(*words: str) -> str:
 
 
 def tc(namespace: str, *words: str) -> str:
-    return _call("tc", "-n", namespace, *words)
+    """In a namespace; in this process's own, if the name is empty."""
+    return _call("tc", *(("-n", namespace) if namespace else ()), *words)
 
 
 def listed(*words: str) -> list[dict[str, Any]]:

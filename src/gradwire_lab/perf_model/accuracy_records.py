@@ -32,6 +32,7 @@ class AccuracyRecord:
         high: The upper end.
         payload_ratio: Float32 bytes over bytes encoded.
         larger_is_better: Of the metric.
+        optimizer: That stepped in both.
     """
 
     spec: str
@@ -45,6 +46,7 @@ class AccuracyRecord:
     high: float | None
     payload_ratio: float | None = None
     larger_is_better: bool = True
+    optimizer: str = "SGD"
 
     @property
     def gain(self) -> float:
@@ -61,10 +63,14 @@ class AccuracyRecord:
         return difference / self.dense * (1 if self.larger_is_better else -1)
 
     def __str__(self) -> str:
-        span = "" if self.low is None or self.high is None else f" [{self.low:+.2f}, {self.high:+.2f}]"
+        span = "" if self.low is None or self.high is None else f" [{_signed(self.low)}, {_signed(self.high)}]"
         seeds = f"{self.seeds} seed{'s' * (self.seeds != 1)}"
         what = "" if self.larger_is_better else f" {self.metric} (less is better)"
-        return f"{self.difference:+.2f}{span}{what} on {self.task}, {seeds}"
+        return f"{_signed(self.difference)}{span}{what} on {self.task}, {self.optimizer}, {seeds}"
+
+
+def _signed(number: float) -> str:
+    return f"{number:+.2f}" if abs(number) >= 0.1 or not number else f"{number:+.2g}"
 
 
 @cache
@@ -74,14 +80,23 @@ def accuracy_records() -> tuple[AccuracyRecord, ...]:
     return tuple(AccuracyRecord(**json.loads(line)) for line in text.splitlines())
 
 
-def records_of(spec: str) -> list[AccuracyRecord]:
-    """What is known of a spec, whatever it was called in the run."""
-    return [one for one in accuracy_records() if _same(one.spec) == _same(spec)]
+def is_adaptive(optimizer: str) -> bool:
+    """Whether an optimizer of this name divides its steps by a second moment."""
+    return optimizer.lower() not in ("sgd", "asgd", "rprop", "lbfgs")
 
 
-def free_of_losses(specs: Iterable[str]) -> tuple[str, ...]:
+def records_of(spec: str, adaptive: bool = False) -> list[AccuracyRecord]:
+    """What is known of a spec, whatever it was called in the run.
+
+    Trainings with an ``adaptive`` optimizer, or with another one, where there are any; else those there are.
+    """
+    found = [one for one in accuracy_records() if _same(one.spec) == _same(spec)]
+    return [one for one in found if is_adaptive(one.optimizer) == adaptive] or found
+
+
+def free_of_losses(specs: Iterable[str], adaptive: bool = False) -> tuple[str, ...]:
     """Those without known losses: trainings lost less than a percent on average, none more for certain."""
-    return tuple(spec for spec in specs if _bearable(records_of(spec)))
+    return tuple(spec for spec in specs if _bearable(records_of(spec, adaptive)))
 
 
 def _bearable(found: Sequence[AccuracyRecord]) -> bool:

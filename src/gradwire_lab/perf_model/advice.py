@@ -3,13 +3,15 @@
 Calibrations are wrong by some percent, so the fastest prediction alone is no good reason. A way is taken only if it
 would not be much slower than dense training even where the figures err against it: the worst corner of a box around
 them. Of those, the fastest; of those about as fast, the one that loses least, which is dense training if it is among
-them.
+them. `break_even` says at which rates of the link a way is faster than dense training.
 """
 
 import itertools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import attrgetter
+from typing import NamedTuple
 
 from gradwire.comm.rates import FASTEST_BITS, SLOWEST_BITS, LinkSpec
 from gradwire_lab.perf_model.calibration import Calibration
@@ -23,7 +25,14 @@ LOSS = 0.02  # how much slower than dense a choice may turn out
 TIE = 0.03  # what counts as equally fast
 ENOUGH = 0.98  # of the dense step: what a way must be below to be tried, and on trial to be kept
 
+_RATES = tuple(SLOWEST_BITS * 10 ** (i / 3) for i in range(31))  # up to the fastest
+_EXACT = 1.01
+_FELT = 0.999  # of the dense step: what is nearer to it is rounding, where both hide behind the backward pass
+
 Predict = Callable[[Calibration, str, Cluster], Prediction]
+Pays = Callable[[float], bool]
+
+_seconds = attrgetter("seconds")
 
 
 @dataclass(frozen=True)
@@ -35,12 +44,14 @@ class Advice:
         dense: The better of float32 and bfloat16 DDP.
         choice: What to take; ``dense`` where compression does not pay, or might not.
         runner_up: The fastest that compresses and may be taken.
+        adaptive: Whether the optimizer divides by a second moment: then accuracy is that of trainings with such a one.
     """
 
     ways: tuple[Prediction, ...]
     dense: Prediction
     choice: Prediction
     runner_up: Prediction | None = None
+    adaptive: bool = False
 
     @property
     def compresses(self) -> bool:
@@ -143,5 +154,45 @@ def scaled(link: LinkSpec, rate: float = 1.0, delay: float = 1.0) -> LinkSpec:
     return replace(link, rate_bits=bits, delay_seconds=link.delay_seconds * delay, jitter_seconds=0.0)
 
 
-def _seconds(prediction: Prediction) -> float:
-    return prediction.seconds
+class RateRange(NamedTuple):
+    """Rates of a link, in bits a second, from one to another."""
+
+    low: float
+    high: float
+
+
+def break_even(calibration: Calibration, cluster: Cluster, spec: str, predictor: Predict = predict) -> RateRange | None:
+    """The rates at which a way pays, around the cluster's own if it does there; None if it never does.
+
+    Usually those below one of them. But a way that sends more bytes in fewer hops pays on fast links alone, if those
+    are long, so rates are tried all the way in both directions.
+    """
+
+    def pays(bits: float) -> bool:
+        there = replace(cluster, link=replace(cluster.link, rate_bits=bits))
+        dense = min(predictor(calibration, each, there).seconds for each in plain_ways(calibration))
+        return predictor(calibration, spec, there).seconds < _FELT * dense
+
+    own = cluster.link.rate_bits or FASTEST_BITS
+    start = next(filter(pays, (own, *reversed(_RATES))), None)
+    if start is None:
+        return None
+    below = (rate for rate in reversed(_RATES) if rate < start)
+    return RateRange(_end(pays, start, below), _end(pays, start, (rate for rate in _RATES if rate > start)))
+
+
+def _end(pays: Pays, start: float, further: Iterable[float]) -> float:
+    """How far one can go from a rate that pays, by rates that lie further and further away."""
+    for rate in further:
+        if not pays(rate):
+            return _edge(pays, start, rate)
+        start = rate
+    return start
+
+
+def _edge(pays: Pays, inner: float, outer: float) -> float:
+    """The last rate that pays, between one that does and one that does not."""
+    while max(inner / outer, outer / inner) > _EXACT:
+        middle = (inner * outer) ** 0.5
+        inner, outer = (middle, outer) if pays(middle) else (inner, middle)
+    return inner

@@ -45,9 +45,9 @@ def arguments(text: str, known: Sequence[str] = OPTIONS) -> tuple[str, dict[str,
     return spec, options
 
 
-def automatic(specs: Sequence[str] = CANDIDATES, adaptive: bool = False) -> tuple[str, ...]:
+def automatic(adaptive: bool = False) -> tuple[str, ...]:
     """Those that leave the user's optimizer as it is, and, where it is ``adaptive``, do not starve it."""
-    ways = [spec for spec in specs if not isinstance(method(spec).feedback, MomentumCorrection)]
+    ways = [spec for spec in CANDIDATES if not isinstance(method(spec).feedback, MomentumCorrection)]
     return tuple(spec for spec in ways if suits_adaptive(spec) or not adaptive)
 
 

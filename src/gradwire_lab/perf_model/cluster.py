@@ -74,12 +74,9 @@ class Cluster:
             ways = _WAYS[call.kind]
             chosen = ways.values() if self.algorithm == "best" else (ways[self.algorithm],)
             return min(way(call.nbytes, world, cost) for way in chosen)
-        extra = self._packets(world, cost) if call.kind == "all_to_all" else 0.0
+        # A message to each of very many peers costs a packet's time each, however short.
+        extra = (world - 1) * _PACKET * cost.beta if call.kind == "all_to_all" else 0.0
         return seconds(call.kind, call.nbytes, world, cost) + extra
-
-    def _packets(self, world: int, cost: AlphaBeta) -> float:
-        """A message to each of very many peers costs a packet's time each, however short."""
-        return (world - 1) * _PACKET * cost.beta
 
 
 def steady(link: LinkSpec) -> LinkSpec:

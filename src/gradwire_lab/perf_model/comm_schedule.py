@@ -113,7 +113,7 @@ def _exchange(lane: Lane, world: int, step: int) -> CommGenerator[Aggregate]:
     context = CommContext(
         Key(0, step, 0), world, lane.units, lane.tensors, lane.feedback.keeps_error, needs_decoded=False
     )
-    memory = {name: _vector(sum(slot.lengths)) for name, slot in lane.slots(world).items()}
+    memory = {name: _vector(sum(slot.lengths)) for name, slot in lane.state_specs(world).items()}
     target, sizes_only = _vector(lane.units.total), cast(Codec, _SizeOnlyCodec(codec))
     message = exchange.encode(EncodeInput(target, target, memory, lane.units), sizes_only, context)
     return exchange.run(message, sizes_only, context)

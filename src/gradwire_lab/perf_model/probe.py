@@ -49,7 +49,9 @@ def measured_link(link: Backend) -> LinkSpec:
         if took >= _ENOUGH * idle + _ENOUGH_SECONDS or nbytes >= _MOST:
             break
         nbytes *= 4
-    return _round(fitting(took, delay, lambda spec: seconds("all_reduce", nbytes, link.world, spec)))
+    found = fitting(took, delay, lambda spec: seconds("all_reduce", nbytes, link.world, spec))
+    # In three digits, which are more than is known.
+    return LinkSpec(float(f"{found.rate_bits:.3g}"), float(f"{found.delay_seconds:.3g}"))
 
 
 def delay_of(link: Backend) -> float:
@@ -74,12 +76,6 @@ def fitting(took: float, delay: float, table: Callable[[LinkSpec], float]) -> Li
         middle = (low * high) ** 0.5
         low, high = (middle, high) if table(LinkSpec(middle, delay)) > took else (low, middle)
     return LinkSpec(low, delay)
-
-
-def _round(link: LinkSpec) -> LinkSpec:
-    """In three digits, which are more than is known."""
-    assert link.rate_bits is not None
-    return LinkSpec(float(f"{link.rate_bits:.3g}"), float(f"{link.delay_seconds:.3g}"))
 
 
 def _fastest(link: Backend, collective: Collective, repeats: int) -> float:

@@ -79,8 +79,11 @@ def play(
         for item in timeline.parts:
             now, left = _perform(item, now, left, speed)
     step = forward + now + left
-    totals = {part: _total(timelines, part) for part in ("encode", "wire", "decode")}
-    return StepTime(forward + backward, totals["encode"], totals["wire"], totals["decode"], step)
+    items = [item for timeline in timelines for item in timeline.parts]
+    encode, wire, decode = (
+        sum(item.alone for item in items if item.part == part) for part in ("encode", "wire", "decode")
+    )
+    return StepTime(forward + backward, encode, wire, decode, step)
 
 
 def _perform(item: CommWork, now: float, left: float, speed: float) -> tuple[float, float]:
@@ -97,7 +100,3 @@ def _perform(item: CommWork, now: float, left: float, speed: float) -> tuple[flo
         wire = 0.0 if ends[1] == passed else max(0.0, wire - passed)
         left = 0.0 if ends[2] == passed else max(0.0, left - rate * passed)
     return now, left
-
-
-def _total(timelines: Sequence[BucketTimeline], part: str) -> float:
-    return sum(item.alone for timeline in timelines for item in timeline.parts if item.part == part)

@@ -1,5 +1,6 @@
 """Timing: clocks of a device, and figures that all ranks share."""
 
+import os
 import time
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -24,6 +25,11 @@ def slowest(link: Backend, seconds: Sequence[float]) -> list[float]:
     figures = torch.tensor(list(seconds), dtype=torch.float64, device=link.device)
     largest: list[float] = link.move(AllReduceOp(figures, "max")).tolist()
     return largest
+
+
+def cores_per_thread(device: torch.device, ranks: int) -> float:
+    """Processors for each thread that computes, of so many ranks here; a GPU does one thing after the other."""
+    return 1.0 if device.type == "cuda" else (os.cpu_count() or 1) / ranks / torch.get_num_threads()
 
 
 class Stopwatch:

@@ -207,7 +207,9 @@ def load(folder: Path) -> RunRecord:
                 final = record
     text = parsed(folder / "recipe.toml", str)
     end = max((*epochs, float((final or {}).get("epoch", 0.0))))
-    starts = tuple(start for start in opened if _began(start) < end) or tuple(opened[-1:])
+    # A session that began at the run's end has added nothing.
+    began = [float(start.get("step", 0)) / float(start.get("steps_per_epoch") or 1) for start in opened]
+    starts = tuple(start for start, when in zip(opened, began, strict=True) if when < end) or tuple(opened[-1:])
     return RunRecord(
         folder,
         starts[-1] if starts else {},
@@ -224,11 +226,6 @@ def load(folder: Path) -> RunRecord:
 def finished(folder: Path) -> bool:
     """Whether a run came to its end."""
     return (folder / LOG).is_file() and any(record.get("event") == "final" for record in records(folder / LOG))
-
-
-def _began(start: Record) -> float:
-    """In which epoch a session began: one that began at the run's end has added nothing."""
-    return float(start.get("step", 0)) / float(start.get("steps_per_epoch") or 1)
 
 
 def _lines(typed: Sequence[Sequence[str]]) -> str:

@@ -1,13 +1,18 @@
-"""One self-contained HTML page: data, charts, libraries and style in a single file that loads nothing."""
+"""One self-contained HTML page: data, charts, libraries and style in a single file that loads nothing.
+
+The same charts are also drawn as PNG, SVG or PDF files, without a browser.
+"""
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import vl_convert
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, StrictUndefined
 
 from gradwire.version import VERSION
 from gradwire_lab.report.charts import Figure, figures
@@ -15,6 +20,9 @@ from gradwire_lab.report.charts.figure import look
 from gradwire_lab.report.run_groups import Group, Task
 from gradwire_lab.report.slug import slug
 from gradwire_lab.report.summary import TableCell, TableColumn, against, cells, columns, ranks
+
+WIDTH = 560  # of a picture
+Kind = Literal["png", "svg", "pdf"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,8 @@ def bound(title: str, subtitle: str, sections: Sequence[Section], specs: Mapping
     """Sections and the charts that they name, as one file."""
     # The look is filled in by the browser: the style sheet has colors for light and for dark.
     placeholders = look("--ink", "--soft", "--faint", "transparent")
-    return _template().render(
+    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return template.from_string(_asset("template.html")).render(
         title=title,
         subtitle=subtitle,
         version=VERSION,
@@ -71,7 +80,10 @@ def _section(task: Task, drawn: Sequence[Figure]) -> Section:
         title=task.name,
         note=_note(task),
         columns=columns(task),
-        rows=[[_typeset(cell) for cell in cells(task, group)] for group in task.groups],
+        rows=[
+            [TableCell(cell.text.replace("+-", "\u00b1"), cell.key) for cell in cells(task, group)]
+            for group in task.groups
+        ],
         figures=[{"key": _key(task, figure), "title": figure.title, "caption": figure.caption} for figure in drawn],
         recipes=[_recipe(group) for group in task.groups],
     )
@@ -114,11 +126,6 @@ def _subtitle(tasks: Sequence[Task]) -> str:
     return f"{text}, {under_way} of them not finished" if under_way else text
 
 
-def _typeset(cell: TableCell) -> TableCell:
-    """With the sign that ASCII lacks."""
-    return TableCell(cell.text.replace("+-", "\u00b1"), cell.key)
-
-
 def _key(task: Task, figure: Figure) -> str:
     return f"{slug(task.name)}-{figure.name}"
 
@@ -128,10 +135,40 @@ def _embedded(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def _template() -> Template:
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(_asset("template.html"))
-
-
 def _asset(name: str) -> str:
     return resources.files("gradwire_lab.report").joinpath(name).read_text()
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def pictures(tasks: Sequence[Task], folder: Path, kind: Kind, width: int = WIDTH, titled: bool = True) -> list[Path]:
+    """Write every figure of every task, and say where.
+
+    Args:
+        tasks: Each has its figures.
+        folder: Where the files go.
+        kind: Their format.
+        width: Of the plot, in pixels of 1/72 inch.
+        titled: Whether a figure has its title and caption in it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for task in tasks:
+        for figure in figures(task, width):
+            path = folder / f"{slug(task.name)}-{figure.name}.{kind}"
+            path.write_bytes(_drawn(_whole(figure, width, titled), kind))
+            written.append(path)
+    return written
+
+
+def _drawn(whole: dict[str, Any], kind: Kind) -> bytes:
+    if kind == "png":
+        return vl_convert.vegalite_to_png(whole, scale=2)
+    return vl_convert.vegalite_to_pdf(whole) if kind == "pdf" else vl_convert.vegalite_to_svg(whole).encode()
+
+
+def _whole(figure: Figure, width: int, titled: bool) -> dict[str, Any]:
+    title = {"text": figure.title, "subtitle": textwrap.wrap(figure.caption, max(30, width * 90 // WIDTH))}
+    head = {"title": title} if titled else {}
+    return {**spec(figure), **head, "config": look(), "width": width, "padding": 12}

@@ -136,8 +136,9 @@ def front(points: Sequence[tuple[float, Estimate]], metric: Metric) -> list[int]
     What has no interval, as of a single seed, is not on it.
     """
     best: list[int] = []
+    sign = 1 if metric.larger_is_better else -1
     known = [i for i, (_, value) in enumerate(points) if value.low is not None]
-    for i in sorted(known, key=lambda i: (points[i][0], -points[i][1].mean * _sign(metric))):
+    for i in sorted(known, key=lambda i: (points[i][0], -sign * points[i][1].mean)):
         if not best or _separate(points[i][1], points[best[-1]][1], metric):
             best.append(i)
     return best
@@ -153,10 +154,6 @@ def _separate(one: Estimate, other: Estimate, metric: Metric) -> bool:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
-
-
-def _sign(metric: Metric) -> int:
-    return 1 if metric.larger_is_better else -1
 
 
 def _task(name: str, runs: list[RunRecord]) -> Task:

@@ -9,6 +9,8 @@ from gradwire_lab.report.numbers import difference, ends, in_bytes, in_seconds, 
 from gradwire_lab.report.run_groups import Group, Task
 from gradwire_lab.report.statistics import Estimate
 
+_FEWEST_SEEDS = 3  # the interval of two is so wide that nearly every loss lies inside it
+
 
 @dataclass(frozen=True)
 class TableColumn:
@@ -66,8 +68,9 @@ def against(task: Task) -> str:
 
 
 def headline(task: Task) -> str:
-    """The smallest messages without a loss that the seeds show, in words; empty where no spec has an interval."""
-    known = [(group, lead) for group in task.groups if (lead := task.difference(group)) and lead.low is not None]
+    """The smallest messages without a loss that the seeds show, in words; empty where no spec has enough seeds."""
+    leads = [(group, task.difference(group)) for group in task.groups]
+    known = [(group, lead) for group, lead in leads if lead and lead.low is not None and lead.n >= _FEWEST_SEEDS]
     unharmed = [(group, lead) for group, lead in known if not _loses(task, lead)]
     if not known:
         return ""
@@ -77,7 +80,7 @@ def headline(task: Task) -> str:
     baseline, sent = task.baseline_of(group), group.mean("sent")
     fewer = (baseline.mean("sent") or 0.0) / sent if baseline and sent else 0.0
     bytes_sent = f", {ratio(fewer).removesuffix('x')} times fewer bytes" if fewer > 1 else ""
-    return f"{group.label}: no loss seen ({difference(lead)}){bytes_sent}."
+    return f"{group.label}: no significant loss over {lead.n} seeds ({difference(lead)}){bytes_sent}."
 
 
 def _loses(task: Task, lead: Estimate) -> bool:

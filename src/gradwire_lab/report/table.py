@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradwire_lab.report.run_groups import Group, Task
+from gradwire_lab.report.run_groups import Task
 from gradwire_lab.report.summary import cells, columns
 
 
@@ -54,22 +54,15 @@ def _section(task: Task, base: Path) -> str:
     ]
     for group in task.groups:
         commands = sorted({typed.index(run.command) + 1 for run in group.runs})
-        shown = [_text(cell.text) for cell in cells(task, group)]
-        lines.append(_row([*shown, ", ".join(f"({number})" for number in commands), _logs(group, base)]))
+        shown = [cell.text.replace("|", "\\|") for cell in cells(task, group)]
+        logs = ", ".join(f"[{run.seed}]({_link(run.folder, base)}/run.jsonl)" for run in group.runs)
+        lines.append(_row([*shown, ", ".join(f"({number})" for number in commands), logs]))
     lines += ["", *(f"({number}) `{command}`\n" for number, command in enumerate(typed, 1))]
     return "\n".join(lines)
 
 
-def _logs(group: Group, base: Path) -> str:
-    return ", ".join(f"[{run.seed}]({_link(run.folder, base)}/run.jsonl)" for run in group.runs)
-
-
 def _row(entries: Sequence[str]) -> str:
     return f"| {' | '.join(entries)} |"
-
-
-def _text(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def _link(folder: Path, base: Path) -> str:

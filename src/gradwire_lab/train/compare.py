@@ -15,10 +15,9 @@ from pathlib import Path
 from threading import Event
 from typing import Protocol
 
-from gradwire_lab.report.load import CELL, finished, load
+from gradwire_lab.report.load import CELL, LOG, finished, load
 from gradwire_lab.report.run_groups import Group, Task, task_name
-from gradwire_lab.report.slug import slug
-from gradwire_lab.train.run_names import title
+from gradwire_lab.report.slug import run_title, slug
 from gradwire_lab.train.spec_lists import split_specs
 from gradwire_lab.train.time_left import TimeLeft
 
@@ -117,13 +116,18 @@ def grid(
     arms, cells = tuple(arms), []
     for seed, arm in product(seeds, arms):
         own = dict((files or {}).get(arm, {}))
-        words = name or title(recipes), slug(suffix), slug(arm.label)
+        words = name or run_title(recipes), slug(suffix), slug(arm.label)
         folder = runs / "-".join(filter(None, (*words, str(seed))))
-        if (folder / CELL).is_file() and json.loads((folder / CELL).read_text()).get("files", {}) != own:
+        if began(folder) and json.loads((folder / CELL).read_text()).get("files", {}) != own:
             folder = runs / "-".join(filter(None, (*words, fingerprint(own), str(seed))))
         settings = (*overrides, f"sync.spec={arm.spec}", *arm.overrides, f"train.seed={seed}")
         cells.append(GridCell(arm, seed, tuple(recipes), settings, folder, own))
     return cells
+
+
+def began(folder: Path) -> bool:
+    """Whether a cell's training has begun there. What was refused before its first step leaves a note alone."""
+    return (folder / CELL).is_file() and (folder / LOG).is_file()
 
 
 def fingerprint(value: object) -> str:
@@ -162,13 +166,13 @@ def run_grid(
         elif halted.is_set() or progress.left or (end is not None and clock() >= end):
             progress.left.append(cell)
         else:
-            verb, began = "continues" if (cell.folder / CELL).is_file() else "starts", time.monotonic()
+            verb, since = "continues" if began(cell.folder) else "starts", time.monotonic()
             log(", ".join(filter(None, (f"{place}: {verb}", left.text and f"{left.text} in all"))))
             cell.folder.mkdir(parents=True, exist_ok=True)
             (cell.folder / CELL).write_text(json.dumps(cell.asked | {"command": command}, indent=2) + "\n")
             try:
                 _run(cell, run_cell, progress, log, halted)
-                left.finish(time.monotonic() - began)
+                left.finish(time.monotonic() - since)
             except BaseException:
                 halted.set()  # before this thread takes the next
                 raise
@@ -201,10 +205,9 @@ def _run(cell: GridCell, run_cell: RunCell, progress: Progress, log: Callable[[s
 
 
 def _check(cell: GridCell) -> None:
-    note = cell.folder / CELL
-    if not note.is_file():
+    if not began(cell.folder):
         return
-    asked = {"files": {}, **json.loads(note.read_text())}
+    asked = {"files": {}, **json.loads((cell.folder / CELL).read_text())}
     if any(asked[key] != value for key, value in cell.asked.items()):
         before = " ".join((*asked["recipes"], *(f"--set {override}" for override in asked["overrides"])))
         raise ValueError(f"{cell.folder} was made by {before!r}; give --suffix or --runs to keep the two apart")
@@ -212,13 +215,13 @@ def _check(cell: GridCell) -> None:
 
 def outcome(cells: Sequence[GridCell]) -> Task | None:
     """The results of the finished cells, in the order of the specs; the baseline is the first. None before any is."""
-    groups = {arm: _group(arm, cells) for arm in dict.fromkeys(cell.arm for cell in cells)}
+    ended = [cell for cell in cells if finished(cell.folder)]
+    groups = {
+        arm: Group(arm.label, tuple(load(cell.folder) for cell in ended if cell.arm == arm))
+        for arm in dict.fromkeys(cell.arm for cell in cells)
+    }
     trained = [group for group in groups.values() if group.runs]
     if not trained:
         return None
     some, first = trained[0].runs[0], groups[cells[0].arm]
     return Task(task_name(some), some.metric, tuple(trained), first if first.runs else None)
-
-
-def _group(arm: Arm, cells: Sequence[GridCell]) -> Group:
-    return Group(arm.label, tuple(load(cell.folder) for cell in cells if cell.arm == arm and finished(cell.folder)))

@@ -21,7 +21,7 @@ def method_of(recipe: Recipe, ramp_steps: int = 0) -> Method:
     sync = recipe.sync
     if sync.spec == AUTO:
         return _undecided(recipe)
-    whole = method(sync.spec, _named(sync.feedback), _named(sync.exchange))
+    whole = method(sync.spec, **sync.parts)
     if isinstance(whole.feedback, MomentumCorrection):
         momentum, nesterov = recipe.optimizer.momentum, recipe.optimizer.nesterov
         whole = replace(whole, feedback=replace(whole.feedback, momentum=momentum, nesterov=nesterov))
@@ -35,8 +35,7 @@ def arguments(recipe: Recipe, ramp_steps: int) -> dict[str, Any]:
     sync = recipe.sync
     return {
         "spec": AUTO if recipe.sync.spec == AUTO else method_of(recipe, ramp_steps),
-        "granularity": sync.granularity,
-        "bundle": None if sync.bundle == "none" else sync.bundle,
+        **sync.layout,
         "rules": tuple(Rule(**rule.model_dump()) for rule in sync.rules),
         "seed": recipe.train.seed,
         "bucket_mb": sync.bucket_mb,
@@ -50,20 +49,16 @@ def corrects_momentum(recipe: Recipe) -> bool:
     return isinstance(method_of(recipe).feedback, MomentumCorrection)
 
 
-def tests_variance(recipe: Recipe) -> bool:
+def uses_variance(recipe: Recipe) -> bool:
     """Whether the selector wants to know how much gradients vary within a batch."""
     return isinstance(method_of(recipe).last.selector, Variance)
 
 
 def _undecided(recipe: Recipe) -> Method:
     sync = recipe.sync
-    if sync.ramp or _named(sync.feedback) or _named(sync.exchange):
+    if sync.ramp or any(sync.parts.values()):
         raise ValueError("sync.spec = 'auto' chooses by itself; leave sync.feedback, sync.exchange and sync.ramp out")
     return method("fp32")
-
-
-def _named(text: str) -> str | None:
-    return None if text == "auto" else text
 
 
 def _ramped(whole: Method, densities: list[float], steps: int) -> Method:

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradwire_lab.train.data import Task
-from gradwire_lab.train.data.images import Batch
+from gradwire_lab.train.data import Batch, Task, TextTask
 from gradwire_lab.train.data.sequences import IGNORED
-from gradwire_lab.train.data.text import TextTask
 from gradwire_lab.train.loading import recurrent
 from gradwire_lab.train.models.regime import transform_of
 from gradwire_lab.train.precision import autocast

@@ -5,20 +5,19 @@ and a virtual worker that passes by itself draws what a real one does. On a GPU,
 and replayed: the host then has nothing to do but to compress.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradwire_lab.train.batched_pass import BatchedPass, Unsupported
 from gradwire_lab.train.cuda_graphs import CapturedPass
 from gradwire_lab.train.data.images import Batch
 from gradwire_lab.train.data.sequences import IGNORED
-from gradwire_lab.train.gradient_variance import GradientVariance
 from gradwire_lab.train.loading import recurrent
 from gradwire_lab.train.models.lstm import State
 from gradwire_lab.train.models.regime import transform_of
@@ -114,8 +113,8 @@ class Passes:
             given = self._inputs(i, share)
             fits = bool(self._captured) and self._captured[i].fits(*given)
             own, loss, states = self._captured[i](*given) if fits else self.one(i, *given)
-            if self._recurrent:
-                self.states[i] = states
+            if self._recurrent:  # captured passes share memory: that of the next worker may lie over these
+                self.states[i] = [(hidden.clone(), cell.clone()) for hidden, cell in states] if fits else states
             grads.append(own)
             losses.append(loss)
         return grads, torch.stack(losses).mean()
@@ -202,3 +201,32 @@ class Passes:
 
 def _split(batch: Batch, parts: int) -> list[Batch]:
     return [Batch(*part) for part in zip(batch.inputs.chunk(parts), batch.targets.chunk(parts), strict=True)]
+
+
+class GradientVariance:
+    """Second moments of what the passes of one worker add to the gradients, for the variance-based selector.
+
+    The paper sums (g_z / B)^2 over the samples z of a batch of B. Here the M passes of a step stand for the samples:
+    each leaves g_m / M in the gradients, whose square is added.
+
+    Attributes:
+        moments: By parameter.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters, self.moments = parameters, dict[str, Tensor]()
+        self._before: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, scale: Tensor | float) -> None:
+        """Add the last pass, in units of the unscaled loss."""
+        for name, p in self.parameters.items():
+            if p.grad is not None:
+                added = p.grad - self._before.get(name, 0.0)
+                self._before[name] = p.grad.clone()
+                self.moments[name] = self.moments.get(name, 0.0) + (added / scale).square()
+
+    def scale(self, factor: Tensor) -> None:
+        """The gradients were multiplied by that after they had been added."""
+        for moment in self.moments.values():
+            moment.mul_(factor.square())

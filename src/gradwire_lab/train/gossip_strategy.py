@@ -4,20 +4,26 @@
 
 With ``gossip.across`` several workers are one node: what is clipped is the mean of their gradients. Each worker is
 evaluated by itself on all test data, and so is the mean of their models, which is what is saved as the run's model.
+What they add to a checkpoint:
+
+model.safetensors    the mean of all workers' models, with the mean of their statistics
+rank-0.safetensors   a worker's own model, statistics, momentum, and the gossip's memory
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradwire.gossip import Centralized
-from gradwire_lab.train.data import Task
-from gradwire_lab.train.data.images import Batch
+from gradwire.integrations.gossip import GossipHandle
+from gradwire_lab.train import checkpoint
+from gradwire_lab.train.checkpoint import part, prefixed
+from gradwire_lab.train.data import Batch, Task
 from gradwire_lab.train.evaluation import Score, evaluate_model
 from gradwire_lab.train.forward_backward import Passes
-from gradwire_lab.train.gossip_checkpoint import GossipCheckpoint
 from gradwire_lab.train.gossip_workers import GossipWorkers, Weights, method_of
 from gradwire_lab.train.loading import evaluation_batches, recurrent
 from gradwire_lab.train.local_rows import LocalRows
@@ -42,7 +48,6 @@ class GossipStrategy:
         # Over all rows at once. Weight decay spares some columns, and is applied apart.
         groups = [{"params": [self.workers.rows], "weight_decay": 0.0}]
         self.optimizer = plain_optimizer(recipe.optimizer, groups)
-        self.checkpoint = GossipCheckpoint(self)
         self._decay = _decay(recipe, self.workers.flat.tensors.shapes, rank_info.device)
         self._resyncs = 0
 
@@ -109,7 +114,8 @@ class GossipStrategy:
     def evaluate(self, splits: tuple[str, ...]) -> tuple[list[Score], dict[str, Any]]:
         """Means over workers; the mean model's own score is a further field. Local steps: of what they share."""
         self.check()
-        if isinstance(self.workers.handle, LocalRows):
+        handle = self.workers.handle
+        if isinstance(handle, LocalRows):
             return [self.score(split) for split in splits], {}
         scores = [self.worker_scores(split) for split in splits]
         mean = self.workers.mean_model()
@@ -118,7 +124,14 @@ class GossipStrategy:
             "mean_model": self._score(mean, "test", share=True).value,
             "consensus": self.workers.distance(mean[0]),
         }
-        return [_mean(each) for each in scores], fields
+        return [_mean(each) for each in scores], {**fields, **(self._losses(handle) if handle.elastic else {})}
+
+    def _losses(self, handle: GossipHandle) -> dict[str, Any]:
+        """How often all workers that can be reached have lost and regained a neighbor."""
+        report = handle.report()
+        counts = torch.tensor([getattr(report, name) for name in LOSSES], dtype=torch.float64)
+        dropped, rejoined, drift = self.workers.total(counts.to(self.rank_info.device)).tolist()
+        return {"dropped": int(dropped), "rejoined": int(rejoined), "drift": drift}
 
     def common_seconds(self, seconds: float) -> float:
         return self.workers.handle.max_over_processes(seconds)
@@ -150,21 +163,57 @@ class GossipStrategy:
             **({name: getattr(report, name) for name in LOSSES} if handle.elastic else {}),
         }
 
-    def group_account(self) -> dict[str, Any]:
-        """How often all workers that can be reached have lost and regained a neighbor."""
-        handle = self.workers.handle
-        if isinstance(handle, LocalRows) or not handle.elastic:
-            return {}
-        report = handle.report()
-        counts = torch.tensor([getattr(report, name) for name in LOSSES], dtype=torch.float64)
-        dropped, rejoined, drift = self.workers.total(counts.to(self.rank_info.device)).tolist()
-        return {"dropped": int(dropped), "rejoined": int(rejoined), "drift": drift}
-
     def final_fields(self, step: int) -> dict[str, Any]:
         return {"rules": {}, "layers": {}}
 
     def decisions(self) -> list[dict[str, Any]]:
         return []  # `auto` does not choose among gossip methods
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def rank_states(self) -> list[dict[str, Tensor]]:
+        rows, handle = self.workers.rows, self.workers.handle
+        saved = self.optimizer.state.get(rows, {})
+        moments = {name: x for name, x in saved.items() if isinstance(x, Tensor)}  # rows, and counters of all rows
+        return [
+            {
+                **prefixed(memory, "gossip/"),
+                **prefixed(self.workers.buffers[i], "buffer/"),
+                **prefixed({name: x[i] if x.dim() else x for name, x in moments.items()}, "optimizer/"),
+                "row": rows[i],
+                "traffic": torch.tensor(counters, dtype=torch.float64),
+            }
+            for i, (memory, counters) in enumerate(zip(handle.state_dicts(), handle.counters(), strict=True))
+        ]
+
+    def model_state(self) -> dict[str, Tensor]:
+        return self.workers.show_(*self.workers.mean_model()).state_dict()
+
+    def progress(self, folder: Path) -> dict[str, Any]:
+        return {}
+
+    def load(self, folder: Path, progress: Mapping[str, Any]) -> list[dict[str, Tensor]] | None:
+        """None where the checkpoint knows nothing of this worker: its neighbors bring it up to date."""
+        rank_info, workers = self.rank_info, self.workers
+        if progress["world"] != rank_info.world:
+            raise ValueError(
+                f"the run has the states of {progress['world']} workers of one graph, and there are {rank_info.world} "
+                f"now; continue with {progress['world']}"
+            )
+        if workers.handle.elastic and not (folder / f"rank-{rank_info.ranks[0]}.safetensors").is_file():
+            return None
+        states = checkpoint.rank_states(folder, rank_info.ranks)
+        for i, state in enumerate(states):
+            workers.rows[i].copy_(state["row"])
+            for name, x in workers.buffers[i].items():
+                x.copy_(state[f"buffer/{name}"])
+        workers.load([part(state, "gossip/") for state in states], [state["traffic"].tolist() for state in states])
+        for name, first in part(states[0], "optimizer/").items():
+            each = [state[f"optimizer/{name}"] for state in states]
+            self.optimizer.state[workers.rows][name] = (
+                torch.stack(each).to(workers.rows.device) if first.dim() else first
+            )
+        return states
 
 
 def pass_mode(recipe: Recipe, workers: GossipWorkers) -> str:

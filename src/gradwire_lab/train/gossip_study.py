@@ -29,7 +29,7 @@ from gradwire_lab.train.loop import Training
 from gradwire_lab.train.rank_info import simulated_ranks
 from gradwire_lab.train.recipe import DataTable, Recipe
 from gradwire_lab.train.recipe_files import resolve
-from gradwire_lab.train.record import environment, json_lines
+from gradwire_lab.train.record import append_line, environment, json_lines
 from gradwire_lab.train.time_left import TimeLeft
 
 KEYS = ("about", "compared", "recipes", "set", "groups", "cell")
@@ -114,8 +114,7 @@ def run(
     deadline = math.inf if budget_seconds is None else time.time() + budget_seconds
     left = TimeLeft(len(missing), jobs)
     train = partial(_train, extra=tuple(extra), device=device, deadline=deadline)
-    results.parent.mkdir(parents=True, exist_ok=True)
-    with results.open("a", encoding="utf-8") as file, _mapped(train, missing, jobs) as outcomes:
+    with _mapped(train, missing, jobs) as outcomes:
         for number, result in enumerate(outcome for outcome in outcomes if outcome is not None):
             if "error" in result:
                 left.skip()
@@ -123,8 +122,7 @@ def run(
                 if number == 0:  # the others would fare no better
                     return
                 continue
-            file.write(json.dumps(result) + "\n")
-            file.flush()
+            append_line(results, result)
             final = result["final"]
             fate = "diverged" if final.get("diverged") else f"mean model {final['mean_model']:.4f}"
             left.finish(final["seconds"])

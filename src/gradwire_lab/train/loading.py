@@ -11,8 +11,7 @@ from torch.func import functional_call
 from gradwire_lab.train.data import Task, load
 from gradwire_lab.train.data.augment import Augment
 from gradwire_lab.train.data.imagefolder import FolderLoader, FolderTask, folder_evaluation
-from gradwire_lab.train.data.images import Batch, ImageLoader, ImageTask, evaluation
-from gradwire_lab.train.data.resolution import Resolution
+from gradwire_lab.train.data.images import Batch, ImageLoader, ImageTask, Resolution, evaluation
 from gradwire_lab.train.data.sequences import ColumnLoader, WindowLoader, reading
 from gradwire_lab.train.models.regime import transform_of
 from gradwire_lab.train.rank_info import RankInfo

@@ -21,9 +21,7 @@ from gradwire_lab.train.workers import account, views
 
 def parts_of(recipe: Recipe) -> dict[str, Any]:
     """Codec, feedback and exchange, where the recipe names any."""
-    plan = recipe.local
-    chosen = {"codec": plan.codec or None, "feedback": plan.feedback, "exchange": plan.exchange}
-    return {name: None if value == "auto" else value for name, value in chosen.items()}
+    return {"codec": recipe.local.codec or None, **recipe.local.parts}
 
 
 class LocalRows:
@@ -38,9 +36,8 @@ class LocalRows:
     elastic, resyncs = False, 0
 
     def __init__(self, model: nn.Module, recipe: Recipe, rank_info: RankInfo) -> None:
-        plan, bundle = recipe.local, None if recipe.local.bundle == "none" else recipe.local.bundle
-        options: dict[str, Any] = {"granularity": plan.granularity, "bundle": bundle, "seed": recipe.train.seed}
-        options |= parts_of(recipe)
+        plan = recipe.local
+        options: dict[str, Any] = {"seed": recipe.train.seed, **plan.layout, **parts_of(recipe)}
         self.outer: LocalSync | SimulatedLocal
         if rank_info.virtual:
             self._models = [deepcopy(model) for _ in rank_info.ranks]

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.gossip import Diverged
-from gradwire_lab.train.data import Task
-from gradwire_lab.train.data.images import Batch
-from gradwire_lab.train.data.text import TextTask
+from gradwire_lab.train.data import Batch, Task, TextTask
 from gradwire_lab.train.evaluation import better, chance_level
 from gradwire_lab.train.gossip_strategy import GossipStrategy
 from gradwire_lab.train.loading import Prefetcher, batch_of, loader_of, task_of
@@ -190,10 +188,9 @@ class Training:
             "metric": test.metric,
             "value": test.value,
             "top5": test.top5,
-            **fields,
             **({"valid_loss": judge.loss} if judge is not test else {}),
             **self._account(),
-            **self.strategy.group_account(),
+            **fields,  # some of which are those of all workers, where an account is one worker's
         }
         return record, best
 

@@ -14,6 +14,7 @@ A recipe that was read is a value; `recipe_files` finds, merges and overrides th
 """
 
 import warnings
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -21,8 +22,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from gradwire_lab.train.call_with_options import nearest
 from gradwire_lab.train.data import known
 from gradwire_lab.train.data.partition import KINDS
-from gradwire_lab.train.recipe_values import refuse_odd, with_new_keys
 
+LARGEST = 2**63
+LARGEST_FLOAT = 2.0**128
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -110,12 +112,28 @@ class RuleTable(Table):
     granularity: Literal["layer", "bucket", "model"] = "layer"
 
 
-class SyncTable(Table):
+class CompressionTable(Table):
+    """What [sync] and [local] have in common."""
+
     spec: str = "dense"
     feedback: str = "auto"  # auto: what the spec needs
     exchange: str = "auto"
     granularity: Literal["layer", "bucket", "model"] = "layer"
     bundle: str = "fp16"  # the codec of 1-D tensors; none: that of all others
+
+    @property
+    def parts(self) -> dict[str, str | None]:
+        """Feedback and exchange, None where the spec decides."""
+        named = {"feedback": self.feedback, "exchange": self.exchange}
+        return {part: None if text == "auto" else text for part, text in named.items()}
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Which tensors are compressed together, and how 1-D ones are."""
+        return {"granularity": self.granularity, "bundle": None if self.bundle == "none" else self.bundle}
+
+
+class SyncTable(CompressionTable):
     rules: list[RuleTable] = []
     ramp: Amount = 0.0  # epochs of warm-up, in which the density falls to the spec's own
     densities: list[Annotated[float, Field(gt=0, le=1)]] = []  # of equal parts of the ramp; empty: 1/4, 1/16, ...
@@ -141,15 +159,11 @@ class GossipTable(Table):
     passes: PassMode = "auto"  # of virtual workers, through the model
 
 
-class LocalTable(Table):
+class LocalTable(CompressionTable):
     """See `gradwire.local`; where a spec is given, workers take local steps, and [sync] is not used."""
 
     spec: str = ""  # sparseloco(H=5), diloco(H=30), ...; empty: none
     codec: str = ""  # how differences are encoded; empty: as the spec says
-    feedback: str = "auto"
-    exchange: str = "auto"
-    granularity: Literal["layer", "bucket", "model"] = "layer"
-    bundle: str = "fp16"  # the codec of 1-D tensors; none: that of all others
     passes: PassMode = "auto"  # of virtual workers, through the model
 
 
@@ -228,9 +242,9 @@ def read(tables: dict[str, Any]) -> Recipe:
 
 def validate(tables: dict[str, Any]) -> Recipe:
     """The same by keys, types and values alone; nothing is run."""
-    refuse_odd(tables)
+    _refuse_odd(tables)
     try:
-        return Recipe.model_validate(with_new_keys(tables))
+        return Recipe.model_validate(_with_new_keys(tables))
     except ValidationError as error:
         raise ValueError("; ".join(map(_sentence, error.errors()))) from None
 
@@ -254,3 +268,30 @@ def _unknown(path: tuple[Any, ...]) -> str:
     table, key = path[0], path[-1]
     fields = RuleTable.model_fields if len(path) > 2 else TABLES[table].model_fields
     return f"[{table}] has no key {key!r}; {nearest(str(key), fields)}"
+
+
+def _refuse_odd(value: object, path: str = "") -> None:
+    """Refuse dates, floats that are not finite in float32, and integers of more than 64 bits.
+
+    Raises:
+        ValueError: The message names the key.
+    """
+    if isinstance(value, Mapping | list):
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, each in pairs:
+            _refuse_odd(each, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, int | float):
+        if not abs(value) < (LARGEST_FLOAT if isinstance(value, float) else LARGEST):
+            raise ValueError(f"{path} = {value} is refused: a number must fit into float32, an integer into 64 bits")
+    elif value is not None and not isinstance(value, str):
+        raise ValueError(f"{path} = {value} is refused: write a number, a text, true or false, a list or a table")
+
+
+def _with_new_keys(tables: dict[str, Any]) -> dict[str, Any]:
+    """The same tables with the new name of a key that was renamed."""
+    sync = tables.get("sync")
+    if not isinstance(sync, Mapping) or "launch_mb" not in sync:
+        return tables
+    warnings.warn("launch_mb in [sync] is now bucket_mb", FutureWarning, stacklevel=2)
+    rest = {key: value for key, value in sync.items() if key != "launch_mb"}
+    return {**tables, "sync": {"bucket_mb": sync["launch_mb"], **rest}}

@@ -25,6 +25,8 @@ def check(recipe: Recipe) -> None:
         _check_gossip(recipe)
     elif recipe.gossip.elastic:
         raise ValueError("gossip.elastic is a way to gossip; name one that can, as in gossip.method = 'choco'")
+    if recipe.own_models and recipe.train.precision == "fp16":
+        raise ValueError("workers with models of their own would scale losses apart; use train.precision = 'bf16'")
     if recipe.optimizer.name == "adamw" and corrects_momentum(recipe):
         raise ValueError(
             "AdamW has momentum of its own, and this feedback applies momentum too; choose another of both"
@@ -67,8 +69,6 @@ def _check_gossip(recipe: Recipe) -> None:
     method = method_of(recipe)
     if recipe.gossip.codec:
         codec(recipe.gossip.codec)
-    if recipe.train.precision == "fp16":
-        raise ValueError("with gossip every worker would scale its loss by itself; use train.precision = 'bf16'")
     if recipe.gossip.elastic and recipe.gossip.across != "ranks":
         raise ValueError("gossip.elastic has nodes of one worker, which may come and go; leave gossip.across out")
     if recipe.schedule.scale == "linear" and method.name != "centralized":
@@ -82,7 +82,5 @@ def _check_local(recipe: Recipe) -> None:
     method = local_method(recipe.local.spec, **parts_of(recipe))
     if recipe.gossip.method:
         raise ValueError("workers gossip, or agree on weights by [local]; for both, write gossip.H, the local steps")
-    if recipe.train.precision == "fp16":
-        raise ValueError("with local steps every worker would scale its loss by itself; use train.precision = 'bf16'")
-    if method.start and method.first is None:
+    if method.start and any(chosen is None for _, chosen in method.phases):
         raise ValueError("the workers of a recipe take batches of their own; write a codec as first= of local.spec")

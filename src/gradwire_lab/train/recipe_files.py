@@ -85,13 +85,11 @@ def resolve(names: Sequence[str], overrides: Iterable[str] = (), allow_code: boo
 
     A Python file that a recipe names is run only if ``allow_code``; one that an override names is run.
     """
-    merged: Tables = {}
     entries = [find(name) for name in names]
     if entries and all(entry.fragment for entry in entries):
         words = " ".join(names)
         raise ValueError(f"{words} only adds to a recipe; name one before, as in: gradwire train digits {words}")
-    for entry in entries:
-        merged = _over(merged, _whole(entry, ()))
+    merged: Tables = reduce(_over, (_whole(entry, ()) for entry in entries), {})
     given = [_override(text) for text in overrides]
     typed: Tables = reduce(_merge, given, {})
     _refuse_code(merged, f"the recipe {' '.join(names)}", allow_code, typed)
@@ -195,10 +193,8 @@ def _whole(entry: Entry, above: tuple[str, ...]) -> Tables:
     """An entry with all that it extends."""
     if entry.name in above:
         raise ValueError(f"recipes extend one another in a circle: {' -> '.join((*above, entry.name))}")
-    merged: Tables = {}
-    for name in entry.extends:
-        merged = _over(merged, _whole(find(name), (*above, entry.name)))
-    return _over(merged, entry.tables)
+    extended = (_whole(find(name), (*above, entry.name)) for name in entry.extends)
+    return reduce(_over, (*extended, entry.tables), {})
 
 
 def _over(base: Tables, more: Tables) -> Tables:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,15 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
         with suppress(ValueError, RecursionError):
             objects.append(json.loads(line))
     return [each for each in objects if isinstance(each, dict)]
+
+
+def append_line(path: Path | None, row: Mapping[str, Any]) -> None:
+    """Write one more line of JSON, and not behind one that was cut short; nowhere if there is no path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cut = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n" * cut + json.dumps(row) + "\n")
 
 
 def begun(folder: Path) -> bool:

@@ -19,8 +19,7 @@ from gradwire_lab.launch import usable_cores
 from gradwire_lab.launcher_env import launcher_rank
 from gradwire_lab.report import machine_load
 from gradwire_lab.train import checkpoint
-from gradwire_lab.train.checkpoint import MODEL, PROGRESS
-from gradwire_lab.train.data.text import TextTask
+from gradwire_lab.train.data import TextTask
 from gradwire_lab.train.evaluation import Score
 from gradwire_lab.train.loop import Listener, Training
 from gradwire_lab.train.rank_info import RankInfo, simulated_ranks
@@ -107,7 +106,7 @@ def evaluate(
 
 def save(folder: Path, training: Training, best: bool) -> None:
     """Save a checkpoint of a training; every process calls it."""
-    strategy, hidden = training.strategy.checkpoint, training.strategy.passes.states
+    strategy, hidden = training.strategy, training.strategy.passes.states
     saved = checkpoint.open_folder(folder, training.step)
     for i, (rank, state) in enumerate(zip(training.rank_info.ranks, strategy.rank_states(), strict=True)):
         own = {f"state/{j}/{k}": x for j, pair in enumerate(hidden[i]) for k, x in enumerate(pair)} if hidden else {}
@@ -121,19 +120,19 @@ def save(folder: Path, training: Training, best: bool) -> None:
 
 
 def _write_common(training: Training, model: dict[str, Tensor], folder: Path) -> None:
-    checkpoint.save_tensors(model, folder / MODEL)
+    checkpoint.save_tensors(model, folder / checkpoint.MODEL)
     progress = {
         **{name: getattr(training, name) for name in COUNTERS},
         "world": training.rank_info.world,
         "schedule": {k: None if v == math.inf else v for k, v in training.schedule.state_dict().items()},
-        **training.strategy.checkpoint.progress(folder),
+        **training.strategy.progress(folder),
     }
-    checkpoint.write_json(folder / PROGRESS, progress)
+    checkpoint.write_json(folder / checkpoint.PROGRESS, progress)
 
 
 def restore(training: Training, folder: Path, progress: dict[str, Any]) -> None:
     """Put a training where a checkpoint left it; a world of another size begins the epoch again that it was in."""
-    states = training.strategy.checkpoint.load(folder, progress)
+    states = training.strategy.load(folder, progress)
     if states is None:
         return
     saved = {name: math.inf if value is None else value for name, value in progress["schedule"].items()}

@@ -32,7 +32,7 @@ def total(plan: Plan, step: int) -> Forecast:
 
 def stages(plan: Plan) -> list[int]:
     """The steps at which some lane changes its codec."""
-    return sorted({step for lane in plan.lanes for step, _, _ in lane.table})
+    return sorted({step for lane in plan.lanes for step, _, _ in lane.step_table})
 
 
 def bytes_by_layer(plan: Plan, step: int) -> dict[str, int]:

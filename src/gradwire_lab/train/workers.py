@@ -1,6 +1,6 @@
 """Workers: those of one process, which all compute with one model, each with batch-norm statistics of its own.
 
-`local_workers` also share the parameters of the model; of `gossip_workers` each has its own.
+`sync_workers` also share the parameters of the model; of `gossip_workers` each has its own.
 """
 
 import math

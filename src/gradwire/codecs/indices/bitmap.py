@@ -12,7 +12,7 @@ Spec:     bitmap
 from torch import Tensor
 
 from gradwire.codecs.stage import IndexCoder
-from gradwire.core.payload import CorruptMessageError
+from gradwire.core.payload import CorruptMessageError, first_bytes
 from gradwire.core.registry import register
 from gradwire.kernels.rice import find_bits, set_bits
 
@@ -31,12 +31,7 @@ class Bitmap(IndexCoder):
 
     def decode(self, data: Tensor, count: int, n: int) -> tuple[Tensor, int]:
         size = self.size(count, n)
-        if data.numel() < size:
-            raise CorruptMessageError(
-                f"a bitmap of {n} elements takes {size} bytes but only {data.numel()} are left; "
-                "the message was cut short"
-            )
-        indices = find_bits(data[:size])
+        indices = find_bits(first_bytes(data, size, f"a bitmap of {n} elements"))
         if indices.numel() != count:
             raise CorruptMessageError(
                 f"the bitmap names {indices.numel()} positions where {count} were promised; the message was damaged"

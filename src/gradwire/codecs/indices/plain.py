@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import IndexCoder
-from gradwire.core.payload import CorruptMessageError, as_bytes, from_bytes
+from gradwire.core.payload import as_bytes, first_bytes, from_bytes
 from gradwire.core.registry import register
 
 
@@ -34,11 +34,7 @@ class PlainCoder(IndexCoder):
 
     def decode(self, data: Tensor, count: int, n: int) -> tuple[Tensor, int]:
         size = self.size(count, n)
-        if data.numel() < size:
-            raise CorruptMessageError(
-                f"the positions take {size} bytes but only {data.numel()} are left; the message was cut short"
-            )
-        return from_bytes(data[:size], self.dtype).long(), size
+        return from_bytes(first_bytes(data, size, f"the list of {count} positions"), self.dtype).long(), size
 
 
 @register("int32", kind="indices")

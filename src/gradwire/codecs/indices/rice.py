@@ -26,7 +26,7 @@ from torch import Tensor
 
 from gradwire.codecs.stage import IndexCoder
 from gradwire.core.arguments import check_argument
-from gradwire.core.payload import CorruptMessageError
+from gradwire.core.payload import first_bytes
 from gradwire.core.registry import register
 from gradwire.kernels import rice
 from gradwire.kernels.dispatch import offers
@@ -69,11 +69,7 @@ class Rice(IndexCoder):
         if not self.static:
             return self._decode(data, count, n)
         room = self.size(count, n)
-        if data.numel() < room:
-            raise CorruptMessageError(
-                f"{count} rice codes have {room} bytes but only {data.numel()} are left; the message was cut short"
-            )
-        return self._decode(data[:room], count, n)[0], room
+        return self._decode(first_bytes(data, room, f"the list of {count} rice codes"), count, n)[0], room
 
     def _decode(self, data: Tensor, count: int, n: int) -> tuple[Tensor, int]:
         found = self.decode_rows(data[None], count, n)

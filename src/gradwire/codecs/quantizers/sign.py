@@ -14,10 +14,12 @@ Differs:  zero has a sign, plus, since one bit cannot say otherwise. The scale "
 Spec:     sign, sign(scale='norm'), sign(per=4096), chunk_topk(64) | sign(per=64, scales='bf16')
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from gradwire.codecs.stage import FeedbackKernel, MergeKernel, Quantizer
+from gradwire.codecs.stage import FeedbackKernel, MergeKernel, MomentumKernel, Quantizer
 from gradwire.core.arguments import check_argument, is_count
 from gradwire.core.keys import Key
 from gradwire.core.payload import as_bytes, from_bytes
@@ -26,6 +28,7 @@ from gradwire.core.traits import Traits
 from gradwire.kernels import fused, quantize
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.groups import block_lengths, blocks_of, num_blocks
+from gradwire.kernels.momentum import Momentum, merge_sign_into_, momentum_sign_, sign_decode_times_
 
 _LARGEST = torch.finfo(torch.bfloat16).max
 
@@ -63,6 +66,23 @@ class Sign(Quantizer):
         return fused.feedback_sign_(grad, residual, decay, cut, self.scale == "norm", before=before)
 
     @property
+    def momentum_kernel(self) -> MomentumKernel | None:  # type: ignore[override]
+        return None if self._short else self._keep_error_of_momentum
+
+    def _keep_error_of_momentum(
+        self,
+        grad: Tensor,
+        residual: Tensor,
+        momentum: Momentum,
+        decay: float,
+        lengths: tuple[int, ...],
+        before: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        cut = block_lengths(lengths, self.per)
+        return momentum_sign_(grad, residual, momentum, decay, cut, self.scale == "norm", before, out)
+
+    @property
     def _short(self) -> bool:
         return self.scales == "bf16"
 
@@ -86,6 +106,10 @@ class Sign(Quantizer):
         blocks = blocks_of(lengths, self.per)
         return quantize.sign_decode(self._widened(data, len(blocks)), blocks, out)
 
+    def decode_times(self, data: Tensor, lengths: Tensor, out: Tensor, factor: Tensor, product: Tensor) -> None:
+        blocks = blocks_of(lengths, self.per)
+        sign_decode_times_(self._widened(data, len(blocks)), blocks, out, factor, product)
+
     def _widened(self, data: Tensor, blocks: int) -> Tensor:
         """The same message with float32 scales."""
         if not (self._short and blocks):
@@ -99,6 +123,13 @@ class Sign(Quantizer):
 
     def _merge(self, messages: Tensor, error: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         return fused.merge_sign(messages, error, block_lengths(lengths, self.per), self.scale == "norm")
+
+    @property
+    def merge_into(self) -> Callable[[Tensor, Tensor, tuple[int, ...], Tensor], Tensor] | None:  # type: ignore[override]
+        return None if self._short else self._merge_into
+
+    def _merge_into(self, messages: Tensor, error: Tensor, lengths: tuple[int, ...], out: Tensor) -> Tensor:
+        return merge_sign_into_(messages, error, block_lengths(lengths, self.per), self.scale == "norm", out)
 
     @property
     def traits(self) -> Traits:

@@ -22,7 +22,7 @@ from gradwire.core.arguments import check_argument, is_count
 from gradwire.core.graph_refs import cached_on_device
 from gradwire.core.keys import Key
 from gradwire.core.registry import register
-from gradwire.core.segments import Segments
+from gradwire.core.segments import Segments, matrix_shape
 
 
 @register("dct", kind="transform")
@@ -62,7 +62,7 @@ class DCT(Transform):
 
     def _tiling(self, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
         """How many tiles there are down, their rows, how many across, and their columns."""
-        rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+        rows, columns = matrix_shape(shape)
         a, b = _divisor(rows, self.side), _divisor(columns, self.side)
         return rows // a, a, columns // b, b
 

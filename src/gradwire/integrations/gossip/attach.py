@@ -68,7 +68,7 @@ def gossip(
         raise ValueError("elastic=True has nodes of one rank, which may come and go; leave across out")
     place = place_of(elastic, rank, world, meeting, timeout, host)
     if place is not None:
-        return ElasticGossip(model, options, *place)
+        return ElasticGossip(model, options, place)
     link = find_backend(link, process_group, across)
     if link.host_layout is None or link.host_layout.ranks_per_host == 1:
         _refuse_ddp(model)

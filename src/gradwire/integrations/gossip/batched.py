@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradwire.codecs.addends import dtype_of
 from gradwire.comm.collectives import AllReduceOp, Traffic, traffic
 from gradwire.engine.drive import interleave
 from gradwire.engine.lockstep import Lockstep
@@ -117,13 +118,9 @@ class BatchedGossip(GossipHandle):
 
     # -- over all ranks, state and report ------------------------------------------------------------------------------
 
-    def sum_over_processes(self, numbers: Tensor) -> tuple[Tensor, int]:
+    def reduce_over_processes(self, numbers: Tensor, op: str) -> tuple[Tensor, int]:
         """The numbers themselves: there is one process; and how many ranks it has."""
         return numbers, sum(map(len, self.hosts))
-
-    def max_over_processes(self, number: float) -> float:
-        """The number itself: there is one process."""
-        return number
 
     def report(self, rank: int = 0) -> GossipReport:
         """The report of one rank's node."""
@@ -223,8 +220,7 @@ def gossip_lockstep(
 def _cost(stack: StackedNodes, rank: int, phase: int) -> Traffic:
     """The bytes of a rank's messages of one round, whose lengths are known."""
     if isinstance(stack.method, Centralized):
-        dtype: torch.dtype = stack.codec.quantizer.dtype  # type: ignore[attr-defined]
-        whole = torch.empty(stack.nodes[0].units.total, dtype=dtype, device="meta")
+        whole = torch.empty(stack.nodes[0].units.total, dtype=dtype_of(stack.codec), device="meta")
         return traffic(AllReduceOp(whole, "sum"), rank, len(stack.nodes))
     out, into = stack.topology.out_peers(rank, phase), stack.topology.peers(rank, phase)
     return Traffic(stack.message_bytes * len(out), stack.message_bytes * len(into), 1)

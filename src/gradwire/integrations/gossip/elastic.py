@@ -3,13 +3,12 @@
 import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradwire.comm.backend import Backend
+from gradwire.comm.backend import delegated
 from gradwire.comm.collectives import Traffic
 from gradwire.comm.framing import UNCOUNTED
 from gradwire.comm.peer_mesh import PeerMesh
@@ -17,6 +16,7 @@ from gradwire.comm.rendezvous import rendezvous
 from gradwire.core.payload import CorruptMessageError, Payload, byte_tensor, raw_bytes
 from gradwire.core.requests import Request, SendRecv
 from gradwire.engine.drive import execute, interleave
+from gradwire.integrations.elastic_place import Place
 from gradwire.integrations.gossip.checkpoint import check_state, save_state
 from gradwire.integrations.gossip.flat_params import FlatParams, GossipOptions
 from gradwire.integrations.gossip.handle import RankHandle
@@ -44,20 +44,10 @@ class ElasticGossip(RankHandle):
     """
 
     elastic = True
+    resyncs = delegated("_membership", "resyncs")
 
-    def __init__(
-        self,
-        model: nn.Module,
-        options: GossipOptions,
-        rank: int,
-        world: int,
-        meeting: str | Path,
-        timeout: float = 30.0,
-        host: str = "127.0.0.1",
-    ) -> None:
-        if timeout <= 0.0:
-            raise ValueError(f"timeout={timeout} leaves neighbors no time to answer; give it some seconds")
-        flat = FlatParams(model)
+    def __init__(self, model: nn.Module, options: GossipOptions, place: Place) -> None:
+        flat, rank, world = FlatParams(model), place.rank, place.world
         node = options.node(flat.tensors, rank, world, elastic=True)
         super().__init__(flat, node, tuple((rank,) for rank in range(world)), options.describe(node), rank)
         self.world, self.drift, self.rejoined = world, 0.0, 0
@@ -69,21 +59,15 @@ class ElasticGossip(RankHandle):
         whole = f"{self.description}; seed {options.seed}; world {world}; {flat.fingerprint().tolist()}"
         digest = hashlib.sha256(whole.encode()).digest()
         most_bytes = _SMALL_BYTES + world * (4 + 4 * flat.read_all().numel())  # what `gather_models` sends at its end
-        peers = node.topology.peers(rank)
-        self.mesh = PeerMesh(
-            rank, peers, rendezvous(meeting), digest, timeout=timeout, most_bytes=most_bytes, host=host
-        )
+        where = node.topology.peers(rank), rendezvous(place.meeting), digest
+        self.mesh = PeerMesh(rank, *where, timeout=place.timeout, most_bytes=most_bytes, host=place.host)
         self._membership = Membership(flat, node, self.mesh)
         try:
-            self._join()
+            self._membership.join()
         except BaseException:
             self.close()
             raise
         self.node.begin(flat.read())
-
-    def _join(self, resumes: bool = False) -> None:
-        self._membership.join(resumes)
-        self.resyncs = self._membership.resyncs
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
@@ -91,7 +75,7 @@ class ElasticGossip(RankHandle):
         """One round of gossip. ``x`` are the model's parameters, unless this rank must take a neighbor's instead."""
         self.wait()
         if self.mesh.is_left_behind(self.node.step, slack=self.world):
-            self._join()
+            self._membership.join()
             x = self.flat.read()
         buffers = self.flat.read_buffers()  # now, since training continues
         return self.run_or_overlap(x, lambda x: self._run(x, buffers))
@@ -116,7 +100,7 @@ class ElasticGossip(RankHandle):
         for corrupt in ((), *((peer,) for peer in live), tuple(live)):
             transport.restart(without=corrupt)
             try:  # a node changes only at the end of a round
-                (mixed,) = execute(interleave([self.node.run(x, live)]), cast(Backend, transport), self.clock)
+                (mixed,) = execute(interleave([self.node.run(x, live)]), transport, self.clock)
             except CorruptMessageError as error:
                 if corrupt == tuple(live):
                     raise
@@ -186,15 +170,10 @@ class ElasticGossip(RankHandle):
         tensors = [byte_tensor(record[4:]).view(like.dtype).view_as(like).to(like.device) for record in records]
         return dict(zip(ranks, tensors, strict=True))
 
-    def sum_over_processes(self, numbers: Tensor) -> tuple[Tensor, int]:
-        """The sum over all ranks that can be reached, uncounted, and how many they are. All of them must call it."""
-        tensors = list(self.gather_reachable(numbers).values())
-        return torch.stack(tensors).sum(0), len(tensors)
-
-    def max_over_processes(self, number: float) -> float:
-        """The maximum over all ranks that can be reached, uncounted. All of them must call it."""
-        own = torch.tensor([number], dtype=torch.float64, device=self.flat.device)
-        return max(float(x) for x in self.gather_reachable(own).values())
+    def reduce_over_processes(self, numbers: Tensor, op: str) -> tuple[Tensor, int]:
+        """The sum or maximum over all ranks that can be reached, and how many they are. All of them must call it."""
+        rows = torch.stack(list(self.gather_reachable(numbers).values()))
+        return rows.sum(0) if op == "sum" else rows.amax(0), len(rows)
 
     # -- state and report ----------------------------------------------------------------------------------------------
 
@@ -214,7 +193,7 @@ class ElasticGossip(RankHandle):
         self.node.load(state)
         self.node.step = self.node.number = int(state["gradwire/step"])
         self.mesh.leave()
-        self._join(resumes=True)
+        self._membership.join(resumes=True)
         self._logged = len(self.mesh.edges.lost)
         self.node.flows.clear()
 

@@ -69,16 +69,10 @@ class GossipSync(RankHandle):
         (mixed,) = execute(protocol if self.link.host_layout is None else among_hosts(protocol), self.link, self.clock)
         return mixed
 
-    def sum_over_processes(self, numbers: Tensor) -> tuple[Tensor, int]:
-        """The sum over all ranks, uncounted, and how many they are. All ranks must call it."""
+    def reduce_over_processes(self, numbers: Tensor, op: str) -> tuple[Tensor, int]:
+        """The sum or maximum over all ranks, uncounted, and how many they are. All ranks must call it."""
         self.wait()
-        return self.link.move(AllReduceOp(numbers, "sum")), self.link.world
-
-    def max_over_processes(self, number: float) -> float:
-        """The maximum over all ranks, uncounted. All ranks must call it."""
-        self.wait()
-        own = torch.tensor([number], dtype=torch.float64, device=self.flat.device)
-        return float(self.link.move(AllReduceOp(own, "max")))
+        return self.link.move(AllReduceOp(numbers, op)), self.link.world
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's memories and step: plain tensors, keyed by parameter name."""

@@ -1,16 +1,16 @@
 """Gossip handles: what all of them have in common, and what those of one rank have in common."""
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
+from gradwire.core.renamed import renamed_attributes
 from gradwire.engine.drive import Clock
 from gradwire.gossip import Node
 from gradwire.integrations.comm_worker import CommWorker
@@ -46,13 +46,14 @@ class GossipHandle(ABC):
     """
 
     elastic: ClassVar[bool] = False
+    resyncs = 0
     _where = ""  # which rank this is, for print
 
     def __init__(
         self, flat: FlatParams, nodes: Sequence[Node], hosts: tuple[tuple[int, ...], ...], description: str
     ) -> None:
         self.flat, self.nodes, self.hosts, self.description = flat, nodes, hosts, description
-        self.clock, self.resyncs = Clock(), 0
+        self.clock = Clock()
 
     def __repr__(self) -> str:
         """In one line, as print shows it; it waits for nothing."""
@@ -73,12 +74,20 @@ class GossipHandle(ABC):
         """Parameters after one round of gossip."""
 
     @abstractmethod
+    def reduce_over_processes(self, numbers: Tensor, op: str) -> tuple[Tensor, int]:
+        """The ``sum`` or ``max`` over all processes that can be reached, uncounted, and how many ranks they have.
+
+        All of them must call it.
+        """
+
     def sum_over_processes(self, numbers: Tensor) -> tuple[Tensor, int]:
         """The sum over all processes that can be reached, uncounted, and how many ranks they have."""
+        return self.reduce_over_processes(numbers, "sum")
 
-    @abstractmethod
     def max_over_processes(self, number: float) -> float:
         """The maximum over all processes that can be reached, uncounted."""
+        own = torch.tensor([number], dtype=torch.float64, device=self.flat.device)
+        return float(self.reduce_over_processes(own, "max")[0])
 
     @abstractmethod
     def check(self) -> None:
@@ -109,6 +118,7 @@ class GossipHandle(ABC):
         """Continue to count from a checkpoint."""
 
 
+@renamed_attributes(_RENAMED)
 class RankHandle(GossipHandle):
     """The handle of one rank and its model. The loop calls it after ``optimizer.step()``.
 
@@ -124,16 +134,6 @@ class RankHandle(GossipHandle):
         self._worker = CommWorker(flat.device)
         # With overlap=True: what the round under way started with, and its result.
         self._under_way: tuple[Tensor, Future[Tensor]] | None = None
-
-    if not TYPE_CHECKING:  # so that mypy still finds misspelled names
-
-        def __getattr__(self, name: str) -> Any:
-            """An old name, with a warning."""
-            if name not in _RENAMED:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            new = _RENAMED[name]
-            warnings.warn(f"{type(self).__name__}.{name} is now {new}", DeprecationWarning, stacklevel=2)
-            return getattr(self, new)
 
     def __call__(self) -> None:
         """Average with the neighbors; with ``overlap=True``, start to, and apply what the last call started."""

@@ -12,7 +12,7 @@ from gradwire.core.payload import byte_tensor, raw_bytes
 from gradwire.gossip import Node
 from gradwire.integrations.gossip.flat_params import FlatParams
 
-MAX_CAPTURES = 5  # to find a neighbor that lives long enough to be copied
+_TRIES = 5  # to find a neighbor that lives long enough to be copied
 _log = logging.getLogger("gradwire.gossip")
 
 
@@ -34,7 +34,7 @@ class Membership:
         Args:
             resumes: Whether copies are those of this step, so that edges may continue where both ends have the same.
         """
-        for _ in range(MAX_CAPTURES):
+        for _ in range(_TRIES):
             ahead = self._mesh.discover(self._node.step)
             if ahead is None:
                 break

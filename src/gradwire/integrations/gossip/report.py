@@ -1,13 +1,14 @@
 """Report: the bytes that gossip has sent, how far replicas are apart, and how much memory it takes."""
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
 from gradwire.comm.collectives import Traffic
+from gradwire.core.renamed import renamed_attributes
 from gradwire.gossip import Node
 
 
+@renamed_attributes({"beside": "ranks_per_node"})
 @dataclass(frozen=True)
 class GossipReport:
     """A snapshot of one rank's counts.
@@ -50,12 +51,6 @@ class GossipReport:
     sent_inside: float = 0.0
     rounds: int = 0
     messages: int = 0
-
-    @property
-    def beside(self) -> int:
-        """The old name of `ranks_per_node`, for one release."""
-        warnings.warn("GossipReport.beside is now ranks_per_node", DeprecationWarning, stacklevel=2)
-        return self.ranks_per_node
 
     @property
     def sent_per_step(self) -> float:

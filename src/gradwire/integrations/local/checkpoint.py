@@ -1,7 +1,8 @@
 """Checkpoints of local steps: this rank's state as tensors by kind and name.
 
 ``local/steps`` and ``local/inside`` are the place in the training, ``local/outer/NAME`` and ``local/optimizer/...`` the
-outer weights and their optimizer, ``local/own/NAME`` the replica itself, ``local/flight/NAME`` what a message under way
+outer weights and their optimizer, ``local/own/NAME`` the replica itself, ``local/kept/NAME`` by how much it was ahead
+of the outer weights when the round began, ``local/flight/NAME`` what a message under way
 led to, ``local/pace`` the steps of each rank in a round, ``local/H`` those of all, where they were measured,
 ``local/round`` the next one of an elastic group, ``local/inner/...`` tensors of inner optimizers, where these are
 saved, too. Errors have the names that wires save them under; those of further fragments come after
@@ -34,6 +35,7 @@ def save(handle: "LocalSync") -> dict[str, Tensor]:
     first, *others = handle.wires
     state = {"steps": torch.tensor(handle.steps), "inside": torch.tensor(handle.inside)}
     state |= {f"own/{name}": x.cpu().contiguous() for name, x in handle.outer.own().items()}
+    state |= {f"kept/{name}": x.cpu().clone().contiguous() for name, x in handle.outer.kept.items()}
     for fragment in handle.fragments:
         if fragment.flight is not None:
             state[_skipped_key(fragment.number)] = torch.tensor(fragment.flight.result().skipped)
@@ -75,6 +77,7 @@ def load(handle: "LocalSync", states: Sequence[Saved]) -> None:
     _load_flights(handle, local)
     if mine is not None:
         handle.outer.load_own(_below(mine, f"{_KEY}own/"))
+        handle.outer.kept = {name: x.to(handle.wire.device) for name, x in _below(local, "kept/").items()}
         if handle.pace is not None and "pace" in local:
             handle.pace.steps = local["pace"].tolist()
             handle.pace.restart()

@@ -21,7 +21,7 @@ from gradwire.core.payload import byte_tensor, raw_bytes
 from gradwire.engine.step import StepResult
 from gradwire.exchanges import AllGather, AllReduce, Auto
 from gradwire.integrations.elastic_place import Place
-from gradwire.integrations.local.round_message import RoundMessage
+from gradwire.integrations.local.elastic_message import RoundMessage
 from gradwire.integrations.setup import Options
 from gradwire.integrations.wire import Wire
 from gradwire.local.method import LocalMethod
@@ -107,13 +107,14 @@ class ElasticGroup:
         self._base = self._base if self._handle.inside else self._handle.steps
 
     def _is_left_behind(self) -> bool:
-        """Whether others are further; a worker that has lost all others waits for them once."""
-        with self.mesh.edges.changed:
-            lost_all = len(self.rounds.members) > 1 and not self.mesh.edges.live()
-        if lost_all:
-            self.rounds.members = (self.rounds.rank,)
-            return self.mesh.discover(self.rounds.step) is not None
-        return self.mesh.is_left_behind(self.rounds.step, slack=0)
+        """Whether others are further: a worker whose round would be its own asks them.
+
+        It waits once for the members that it has lost.
+        """
+        if not self.mesh.is_cut_off(self.rounds.step):
+            return False
+        lost, self.rounds.members = self.rounds.members, (self.rounds.rank,)
+        return self.mesh.ask(self.rounds.step, lost)
 
     # -- joining -------------------------------------------------------------------------------------------------------
 
@@ -248,7 +249,7 @@ def elastic_method(chosen: LocalMethod, options: Options) -> LocalMethod:
 
 def _check_lanes(wire: Wire) -> None:
     for lane in wire.engine.full_plan.lanes:
-        for _, _, exchange in lane.table:
+        for _, _, exchange in lane.step_table:
             if not isinstance(exchange, AllGather | AllReduce):
                 raise ValueError(
                     f"elastic=True needs messages that all receive, and {exchange} has others; use exchange='allgather'"

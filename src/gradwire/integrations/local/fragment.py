@@ -43,15 +43,26 @@ class Fragment:
         if self.flight is not None:
             self.flight.result()
 
-    def apply(self, outer: OuterWeights, alpha: float) -> None:
+    def apply(self, outer: OuterWeights, method: LocalMethod) -> None:
         """Step the outer weights by the message under way, and start from them; a dropped one leaves them alone."""
         assert self.flight is not None
         result, self.flight = self.flight.result(), None
         if not result.skipped:
             outer.step(result.updates)
-        outer.restart(0.0 if result.skipped else alpha, self.names)
+        kept = {name: method.keep * error for name, error in self.errors().items()} if method.keep else {}
+        outer.restart(0.0 if result.skipped else method.alpha, self.names, kept)
         if not self.number:
             outer.restart_buffers()
+
+    def errors(self) -> dict[str, Tensor]:
+        """What this rank has not sent, by name, of parameters that have error feedback."""
+        inner = self.wire.engine.unwrapped
+        lanes = [pair for pair in zip(inner.plan.lanes, inner.states, strict=True) if "residual" in pair[1].tensors]
+        return {
+            name: state.tensors["residual"][place].view(shape)
+            for lane, state in lanes
+            for (name, place), shape in zip(lane.slices.items(), lane.tensors.shapes, strict=True)
+        }
 
     def state(self) -> dict[str, Tensor]:
         """What the message under way led to."""

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradwire.comm.backend import Backend
 from gradwire.core.spec import parse
 from gradwire.engine.checkpoint import Saved
-from gradwire.engine.drive import Rounds, execute
-from gradwire.engine.hosts import among_hosts
+from gradwire.engine.drive import execute
 from gradwire.engine.method import Spec, method
-from gradwire.engine.step import StepResult
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.comm_worker import CompletedFuture
 from gradwire.integrations.consistency import errors_on_all_ranks
 from gradwire.integrations.local import checkpoint
 from gradwire.integrations.local.elastic import ElasticGroup
+from gradwire.integrations.local.end_round import compare_weights, end_round
 from gradwire.integrations.local.fragment import Fragment, fragments_of
 from gradwire.integrations.local.measured_rounds import MeasuredRounds
 from gradwire.integrations.local.outer import OuterWeights
@@ -69,15 +69,15 @@ class LocalSync:
         with errors_on_all_ranks(self.link):
             split_names(setup.parameters, chosen.fragments)
             _check_uneven(chosen, uneven)
+            _check_keep(chosen, self.link)
             if measured and (uneven or chosen.delay or chosen.fragments != 1):
                 raise ValueError(
                     "auto=True measures rounds of the whole model that end at once, on all ranks after equally many "
                     "steps; leave uneven, delay and fragments out"
                 )
         self.measured = MeasuredRounds() if measured else None
-        first = chosen.first if chosen.start else None
-        starter = None if first is None else Wire(replace(setup), first)
-        self.start = Start(chosen.start, starter, setup.backend)
+        table = chosen.gradient_table
+        self.start = Start(chosen, Wire(replace(setup), table) if table else None, setup.backend)
         self.fragments = fragments_of(setup, chosen)
         self.outer = OuterWeights(model, setup.parameters, make or chosen.outer, outer_device)
         self.optimizer = self.outer.optimizer
@@ -102,12 +102,20 @@ class LocalSync:
 
     @property
     def starting(self) -> bool:
-        """Whether the gradients of the coming step are averaged."""
+        """Whether the coming step is of the start, which has no rounds."""
         return self.steps < self.method.start
 
+    @property
+    def same_batches(self) -> bool:
+        """Whether all ranks must take the same batch in the coming step, since nothing is sent."""
+        return self.starting and not self.start.sends(self.steps)
+
     def average_gradients(self) -> None:
-        """In the start: average ``p.grad`` over all ranks. The inner optimizer's ``step()`` calls it by itself."""
-        if self.start.wire is not None and self.starting and not self.start.averaged:
+        """In the start: average ``p.grad`` over all ranks. The inner optimizer's ``step()`` calls it by itself.
+
+        Where all ranks take the same batches, and after the start, it has no effect.
+        """
+        if self.start.wire is not None and self.start.sends(self.steps) and not self.start.averaged:
             self.start.wire()
             self.start.count_average()
 
@@ -118,37 +126,11 @@ class LocalSync:
             differences = self.outer.differences(fragment.names)
             if self.pace is not None:
                 torch._foreach_mul_(list(differences.values()), self.pace.weight)
-            work = partial(self._exchange, fragment.wire, differences, buffers)
+            work = partial(end_round, self, fragment.wire, differences, buffers)
             fragment.flight = fragment.wire.worker.submit(work) if self.method.delay else CompletedFuture([work()])
-        if self.start.ends_unsent(self.steps):
-            self.start.count_end(execute(self._settle(), self.link, self.wire.clock))
+        if self.start.compares(self.steps):
+            self.start.count_comparison(execute(compare_weights(self), self.link, self.wire.clock))
         self.arrive()
-
-    def _settle(self) -> Rounds[int]:
-        """Replicas compare their weights; of sharded ones, each rank with those that hold the same shards."""
-        setup = self.fragments[0].wire.setup
-        if setup.sharded:
-            return among_hosts(self.outer.settle(setup.plan_world))
-        return self.outer.settle(self.link.world)
-
-    def _exchange(self, wire: Wire, differences: dict[str, Tensor], buffers: Tensor | None) -> StepResult:
-        if self.group is not None:
-            return self.group.exchange(wire, differences, buffers)
-        if self.measured is not None and self.measured.chosen is None:
-            self.measured.begin(wire.device)
-        skipped = wire.skipped
-        updates = wire.sync(differences).updates
-        is_skipped = wire.skipped > skipped  # reads what a GPU may know alone
-        if buffers is not None and not is_skipped:
-            execute(self.outer.average_buffers(buffers, self.link.world), self.link, wire.clock)
-        if self.pace is not None:
-            execute(self.pace.agree(wire.device), self.link, wire.clock)
-        if self.measured is not None and self.measured.chosen is None:
-            execute(self.measured.agree(wire.device, self.method.H), self.link, wire.clock)
-            self.method = replace(self.method, H=self.measured.chosen or self.method.H)
-        if self.method.delay and wire.device.type == "cuda":
-            torch.cuda.current_stream(wire.device).synchronize()  # this thread's, which the training does not wait for
-        return StepResult(updates, is_skipped)
 
     def advance(self) -> list[Fragment]:
         """Count an inner step. Returns the fragments whose messages are due."""
@@ -182,7 +164,7 @@ class LocalSync:
         with nullcontext() if self.group is None else self.group.lock:
             for fragment in self.fragments:
                 if fragment.flight is not None and (early or fragment.age >= self.method.delay):
-                    fragment.apply(self.outer, self.method.alpha)
+                    fragment.apply(self.outer, self.method)
             if self.group is not None:
                 self.group.arrive()
 
@@ -225,6 +207,7 @@ class LocalSync:
                 **{name: getattr(self.method, name) for name in ("start", "first", "fragments")},
             )
             _check_uneven(chosen, self.pace is not None)
+            _check_keep(chosen, self.link)
         for wire in self.wires:
             wire.setup.note = f"; {chosen}{', uneven' * (self.pace is not None)}"
             wire.set(chosen.message)
@@ -282,6 +265,11 @@ class LocalSync:
 def _refuse_change(group: ElasticGroup | None, spec: object) -> None:
     if group is not None:
         raise ValueError(f"an elastic group keeps its rounds; start all workers again to take {str(spec)!r}")
+
+
+def _check_keep(chosen: LocalMethod, link: Backend) -> None:
+    if chosen.keep and link.host_layout is not None:
+        raise ValueError(f"keep={chosen.keep} needs errors of each rank's own; write keep=0, or leave across out")
 
 
 def _check_uneven(chosen: LocalMethod, uneven: bool) -> None:

@@ -22,6 +22,8 @@ class OuterWeights:
         weights: They are parameters of the outer optimizer.
         buffers: Those that are saved with the model and hold numbers, such as statistics of batch norm.
         optimizer: Steps the weights by the mean difference.
+        kept: By how much the model was ahead of the weights when the round began, by name; nothing, unless the method
+            keeps errors.
     """
 
     def __init__(
@@ -38,20 +40,22 @@ class OuterWeights:
         self.weights = {name: nn.Parameter(_copy(local_part(p.detach()), place)) for name, p in parameters.items()}
         self.buffers = {name: x.detach().clone() for name, x in named.items()}
         self.optimizer = make(list(self.weights.values()))
+        self.kept: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def differences(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Outer less local weights. What a parameter's own format cannot hold of the outer weight is no difference."""
-        return {name: self._weight(name).float() - self._part(name).float() for name in (names or self._local)}
+        """Where the round began less local weights, in the parameter's own format: rounding is no difference."""
+        return {name: self._begin(name).float() - self._part(name).float() for name in (names or self._local)}
 
     def _part(self, name: str) -> Tensor:
         """What this rank has of a parameter of the model."""
         return local_part(self._local[name])
 
-    def _weight(self, name: str) -> Tensor:
-        """An outer weight, where the model has it and as its format holds it."""
-        p = self._part(name)
-        return self.weights[name].to(device=p.device, dtype=p.dtype)
+    def _begin(self, name: str) -> Tensor:
+        """The outer weight less what is kept, where the model has it and as its format holds it."""
+        p, weight = self._part(name), self.weights[name]
+        begin = weight.to(p.device) - self.kept[name] if name in self.kept else weight
+        return begin.to(device=p.device, dtype=p.dtype)
 
     def step(self, updates: Mapping[str, Tensor]) -> None:
         """Move weights by the mean difference; those without one stay."""
@@ -61,11 +65,14 @@ class OuterWeights:
         self.optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def restart(self, alpha: float = 0.0, names: Iterable[str] | None = None) -> None:
-        """Set the model to the outer weights; it keeps the share ``alpha`` of its own."""
+    def restart(
+        self, alpha: float = 0.0, names: Iterable[str] | None = None, kept: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Set the model to the outer weights, less what is kept; it has the share ``alpha`` of its own besides."""
         reshard(self._model)
+        self.kept = dict(kept or {})
         for name in names or self._local:
-            p, weight = self._part(name), self._weight(name)
+            p, weight = self._part(name), self._begin(name)
             p.copy_(torch.lerp(weight, p, alpha) if alpha else weight)
 
     @torch.no_grad()
@@ -115,13 +122,14 @@ class OuterWeights:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """A context in which the model has the outer weights and buffers."""
-        own = self.own()
+        own, kept = self.own(), self.kept
         self.restart()
         self.restart_buffers()
         try:
             yield
         finally:
             self.load_own(own)
+            self.kept = kept
 
     def configure(self, method: LocalMethod) -> None:
         """Take over another method's rate and momentum; the state stays."""

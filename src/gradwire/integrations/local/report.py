@@ -18,7 +18,7 @@ class LocalReport:
     """A snapshot of one rank's account. Ratios are against a float32 gradient in every inner step.
 
     Attributes:
-        start_steps: Steps whose gradients were averaged.
+        start_steps: Steps of the start.
         local_steps: Inner steps of the rounds that have ended.
         start: Bytes and seconds of those gradients; None without a start.
         rounds: Bytes and seconds of the rounds; buffers are in what was sent, not in the payload.
@@ -81,7 +81,7 @@ class LocalReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.start_steps} steps by gradients, {self.local_steps} local steps in {self.rounds.steps} rounds",
+            f"{self.start_steps} steps of the start, {self.local_steps} local steps in {self.rounds.steps} rounds",
             f"against float32 in every step: payload {self.payload_ratio:.1f}x smaller, wire {self.wire_ratio:.1f}x; "
             f"with the start {self.payload_ratio_all_in:.1f}x and {self.wire_ratio_all_in:.1f}x",
             *([] if self.start is None else ["", "the start:", str(self.start)]),
@@ -100,17 +100,19 @@ def summarize(wires: Sequence[Wire], fragments: Sequence[Fragment], start: Start
     steps, dense = max(one.steps for one in fragments), sum(one.dense for one in fragments)
     first = None
     if start.wire is not None:
-        first = replace(start.wire.report(), **before)
+        first = replace(_with_unsent(start.wire.report(), wires, start), **before)
     elif start.steps:
-        first = replace(_of_unsent(rounds, wires, start), **before)
+        none: dict[str, Any] = {**dict.fromkeys(("steps", "skipped", *_SUMMED), 0), "rules": {}, "rule_seconds": {}}
+        first = replace(_with_unsent(replace(rounds, **none), wires, start), **before)
     return LocalReport(start.steps, steps, first, rounds, dense)
 
 
-def _of_unsent(like: Report, wires: Sequence[Wire], start: Start) -> Report:
-    """The report of a start without traffic."""
-    each = sum(4 * p.numel() for wire in wires for p in wire.parameters.values())
-    none: dict[str, Any] = {**dict.fromkeys(("skipped", *_SUMMED), 0), "rules": {}, "rule_seconds": {}}
-    return replace(like, **none | {"steps": start.steps, "payload": start.payload, "dense": each * start.steps})
+def _with_unsent(sent: Report, wires: Sequence[Wire], start: Start) -> Report:
+    """The report of the start: what was sent, and steps without traffic."""
+    lanes = [lane for wire in wires for lane in wire.engine.unwrapped.plan.lanes]  # of ranks of a host, their shares
+    each = 4 * sum(lane.tensors.total for lane in lanes)
+    steps, dense = sent.steps + start.unsent, sent.dense + each * start.unsent
+    return replace(sent, steps=steps, payload=sent.payload + start.payload, dense=dense)
 
 
 def _merged(reports: Sequence[Report]) -> Report:

@@ -67,7 +67,7 @@ class SimulatedLocal:
 
     def average_gradients(self) -> None:
         """In the start: average ``p.grad`` over all replicas; later it has no effect. Call it before the steps."""
-        if self.ranks[0].starting and self._start.wires:
+        if self.ranks[0].start.sends(self.ranks[0].steps):
             self._start()
             for rank in self.ranks:
                 rank.start.count_average()
@@ -76,14 +76,19 @@ class SimulatedLocal:
         """Count an inner step of all replicas; every H-th time, agree on weights."""
         for fragments in zip(*[rank.advance() for rank in self.ranks], strict=True):
             self._exchange(fragments)
-        if self.ranks[0].start.ends_unsent(self.ranks[0].steps):
+        if self.ranks[0].start.compares(self.ranks[0].steps):
             world = len(self.ranks)
             for rank, sent in zip(
                 self.ranks, self.group.drive([rank.outer.settle(world) for rank in self.ranks]), strict=True
             ):
-                rank.start.count_end(sent)
+                rank.start.count_comparison(sent)
         for rank in self.ranks:
             rank.arrive()
+
+    @property
+    def same_batches(self) -> bool:
+        """Whether all replicas must take the same batch in the coming step, since nothing is sent."""
+        return self.ranks[0].same_batches
 
     def _exchange(self, fragments: Sequence[Fragment]) -> None:
         ranks, first = self.ranks, fragments[0]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from gradwire.comm.backend import Backend
 from gradwire.comm.collectives import Traffic
 from gradwire.integrations.wire import Wire
+from gradwire.local.method import LocalMethod
 
 
 @dataclass
@@ -12,28 +13,35 @@ class Start:
     """The first steps of a training, and their account.
 
     Attributes:
-        length: How many they are; 0 for none.
-        wire: Averages their gradients; None where all workers take the same batches.
+        method: How many they are, and in which of them all workers take the same batches.
+        wire: Averages their gradients; None where nothing is sent in any of them.
         link: What rounds use, too.
         steps: Of this handle's own account.
+        unsent: Those of them that sent nothing.
         traffic: Of the link when the last of them ended.
-        payload: Bytes that were encoded at the end of a start without traffic.
+        payload: Bytes that were encoded when ranks compared their weights.
         averaged: Whether the gradients of the coming step are means already.
     """
 
-    length: int
+    method: LocalMethod
     wire: Wire | None
     link: Backend
     steps: int = 0
+    unsent: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     payload: int = 0
     averaged: bool = False
 
+    def sends(self, step: int) -> bool:
+        """Whether the gradients of a step are averaged."""
+        begun = [chosen for first, chosen in self.method.phases if first <= step]
+        return step < self.method.start and begun[-1] is not None
+
     def require_averaged(self, step: int) -> None:
         """Refuse a step whose gradients are those of this rank alone."""
-        if self.wire is not None and step < self.length and not self.averaged:
+        if self.sends(step) and not self.averaged:
             raise RuntimeError(
-                f"the first {self.length} steps average gradients, and those of step {step} are not yet; "
+                f"the first {self.method.start} steps average gradients, and those of step {step} are not yet; "
                 "call average_gradients() of the handle after backward(), before optimizer.step()"
             )
 
@@ -42,12 +50,20 @@ class Start:
         self.averaged, self.traffic = True, self.link.traffic
 
     def count_step(self) -> None:
-        self.steps, self.averaged = self.steps + 1, False
+        self.steps, self.unsent = self.steps + 1, self.unsent + (not self.averaged)
+        self.averaged = False
 
-    def ends_unsent(self, steps: int) -> bool:
-        """Whether a start without traffic has ended with the last of so many steps."""
-        return self.wire is None and 0 < self.length == steps
+    def compares(self, steps: int) -> bool:
+        """Whether ranks compare their weights after so many steps.
 
-    def count_end(self, sent: int) -> None:
-        """Note the bytes by which ranks then compared their weights."""
-        self.payload, self.traffic = sent, self.link.traffic
+        They do when steps without traffic end. Inner optimizers may differ by rounding then, and move weights apart in
+        the rest of the start, so that they do at its end, too.
+        """
+        start, phases = self.method.start, self.method.phases
+        if not start or all(chosen is not None for _, chosen in phases):
+            return False
+        return steps == start or (0 < steps < start and self.sends(steps) and not self.sends(steps - 1))
+
+    def count_comparison(self, sent: int) -> None:
+        """Note the bytes by which ranks compared their weights."""
+        self.payload, self.traffic = self.payload + sent, self.link.traffic

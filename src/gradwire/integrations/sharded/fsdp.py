@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from gradwire.comm.liveness import PeerLostError
+from gradwire.comm.torch_backend import subgroup
 
 _COLLECTIVE_METHODS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")  # of a group of parameters
 
@@ -51,9 +52,7 @@ def take_over_averaging(groups: Iterable[Any]) -> None:
         if getattr(group.mesh_info, "replicate_process_group", None) is None:
             continue
         if single is None:
-            made = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-            assert isinstance(made, dist.ProcessGroup)
-            single = made
+            single = subgroup([dist.get_rank()], None)
         group.mesh_info.replicate_process_group = single
         if getattr(group, "_all_reduce_process_group", None) is not single:
             raise ValueError(

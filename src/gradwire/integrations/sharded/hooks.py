@@ -3,9 +3,11 @@
 FSDP calls the post-accumulate hooks of a parameter when its shard of the gradient is there. A bucket leaves as soon as
 its last gradient has arrived, and travels while backward goes on. The step ends when backward ends, before the
 optimizer sees the gradients.
+
+Where gradients stay on a GPU (NCCL), the host waits for nothing but the step before: a captured step has all gradients
+of this rank, and leaves its status on the device.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradwire.engine.gradients import Grads
 from gradwire.engine.plan import Plan
+from gradwire.engine.sharded import commits_alone
 from gradwire.engine.step import BucketResult, StepResult
 from gradwire.integrations.comm_worker import AnyFuture
 from gradwire.integrations.ddp import at_the_end
@@ -28,12 +32,14 @@ class ShardPass:
         early: Whether buckets leave as soon as they are complete.
         missing: How many gradients each bucket still awaits.
         arrived: How often each gradient has come.
+        grads: This rank's part of each of them.
         results: Of buckets that have left.
     """
 
     def __init__(self, early: bool, missing: Sequence[int]) -> None:
         self.early, self.missing = early, list(missing)
-        self.arrived: Counter[str] = Counter()
+        self.arrived: dict[str, int] = {}
+        self.grads: dict[str, Tensor] = {}
         self.results: list[AnyFuture[BucketResult]] = []
 
     @property
@@ -79,15 +85,16 @@ class ShardHooks:
         if group is not None and not group.all_reduce_grads:
             return  # set_requires_all_reduce(False): gradients add up until a later pass
         now = self._pass = self._pass or self._begin()
-        now.arrived[name] += 1
+        times = now.arrived[name] = now.arrived.get(name, 0) + 1
         bucket = self._bucket_of.get(name)
-        if bucket is None:  # this rank's shard is empty
+        if bucket is None or p.grad is None:  # this rank's shard is empty, or has no gradient
             return
-        if now.arrived[name] > 1:
+        if times > 1:
             self._refuse_sent(now, name, bucket)
             return
+        now.grads[name] = _part_like(p, p.grad)
         now.missing[bucket] -= 1
-        while now.is_next_complete:
+        while not now.missing[bucket] and now.is_next_complete:
             self._send(now)
 
     def _begin(self) -> ShardPass:
@@ -108,14 +115,10 @@ class ShardHooks:
     def _send(self, now: ShardPass) -> None:
         """Start the exchange of the next bucket."""
         wire, i = self.wire, len(now.results)
-        grads = {name: self._grad(name) for name in self._names[i]}
-        work = partial(wire.executor.run_bucket, i, grads)
+        work = partial(wire.executor.run_bucket, i, now.grads)
+        # A thread would start collectives between FSDP's own, in another order on each rank, where NCCL may deadlock.
         started = wire.worker.enqueue(work) if wire.setup.stays_on_device else wire.worker.submit(work)
         now.results.append(started)
-
-    def _grad(self, name: str) -> Tensor | None:
-        grad = self.wire.parameters[name].grad
-        return None if grad is None else local_part(grad)
 
     def _refuse_sent(self, now: ShardPass, name: str, bucket: int) -> None:
         """Refuse a gradient that comes again after it was sent."""
@@ -130,15 +133,28 @@ class ShardHooks:
         now, self._pass, wire = self._pass, None, self.wire
         assert now is not None
         self._once = max(now.arrived.values()) == 1
+        grads = {name: now.grads[name] if name in now.grads else _part(p) for name, p in wire.parameters.items()}
         if now.early:
             wire.setup.check_model()
-            result = wire.worker.run(partial(self._rest, now.results))
+            result = wire.worker.run(partial(self._rest, now.results, grads))
         else:
-            result = wire.sync(wire.grads())
-        write_missing(wire.parameters, result)
+            result = wire.sync(grads)
+        if any(grad is None for grad in grads.values()):
+            write_missing(wire.parameters, result)
 
-    def _rest(self, sent: Sequence[AnyFuture[BucketResult]]) -> StepResult:
-        executor, grads = self.wire.executor, self.wire.grads()
+    def _rest(self, sent: Sequence[AnyFuture[BucketResult]], grads: Grads) -> StepResult:
+        executor = self.wire.executor
         results = [pending.result() for pending in sent]
         results += [executor.run_bucket(i, grads) for i in range(len(results), len(self._names))]
-        return executor.finish(results, grads, complete=False)
+        return executor.finish(results, grads, complete=commits_alone(executor.engine))
+
+
+def _part(p: Tensor) -> Tensor | None:
+    """What this rank has of a parameter's gradient."""
+    return None if p.grad is None else local_part(p.grad)
+
+
+def _part_like(p: Tensor, grad: Tensor) -> Tensor:
+    """The same of a gradient that has just come. A host spends milliseconds a step on `to_local` of all parameters."""
+    part = getattr(grad, "_local_tensor", None)
+    return local_part(grad) if part is None or grad.placements != p.placements else part  # type: ignore[attr-defined]

@@ -3,11 +3,16 @@
 # ruff: noqa: F401 - what is imported here is what `dispatch.faster` offers
 
 from gradwire.kernels.cuda.accumulate import accumulate_, subtract_sent_
-from gradwire.kernels.cuda.casts import cast_decode, cast_encode
+from gradwire.kernels.cuda.apply_momentum import apply_momentum_
+from gradwire.kernels.cuda.block_decode import sign_decode_times_
+from gradwire.kernels.cuda.block_merge import merge_sign, merge_sign_into_
+from gradwire.kernels.cuda.block_signs import momentum_sign_
+from gradwire.kernels.cuda.casts import cast_decode, cast_encode, feedback_sum_
 from gradwire.kernels.cuda.chunks import chunk_topk
 from gradwire.kernels.cuda.conditional import copy_if_, zero_if_
 from gradwire.kernels.cuda.draw import permute, scattered
-from gradwire.kernels.cuda.merge import merge_integer, merge_sign
+from gradwire.kernels.cuda.merge import merge_integer
+from gradwire.kernels.cuda.momentum import next_momentum_
 from gradwire.kernels.cuda.quantize import (
     feedback_integer_,
     integer_decode,

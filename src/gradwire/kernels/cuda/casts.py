@@ -1,14 +1,15 @@
-"""Shorter float formats and back, each in one pass."""
+"""Shorter float formats and back, each in one pass; and error feedback of values that are sent as they are."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.kernels import quantize
-from gradwire.kernels.cuda.accumulate import fetch, put, readable
+from gradwire.kernels import fused, quantize
+from gradwire.kernels.cuda.accumulate import enter, fetch, put, readable, report, rule_of
 from gradwire.kernels.cuda.launch import form, launch
-from gradwire.kernels.cuda.tables import definition, placed
+from gradwire.kernels.cuda.tables import BLOCK, definition, placed
+from gradwire.kernels.fused import Accumulation
 
 _TILE = 2048
 _NAN = tl.constexpr(0x7FC0)  # of bfloat16
@@ -71,3 +72,60 @@ def _run(values: Tensor, dtype: torch.dtype, most: float) -> Tensor:
 
 def _bits(x: Tensor) -> Tensor:
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+
+
+@triton.jit
+def _sum_tile(
+    grad, v, u, new_v, new_u, sent, nonfinite, at, live, m, decay, limit, RULE: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    target, bad = enter(grad, v, u, new_v, new_u, at, live, m, decay, RULE, False, MASKED)
+    within = tl.where(target > limit, limit, tl.where(target < -limit, -limit, target))
+    put(sent, at, within, live, MASKED)
+    put(new_v, at, target - within, live, MASKED)
+    report(bad, nonfinite)
+
+
+@triton.jit
+def _feedback_sum(
+    grad, v, u, new_v, new_u, sent, nonfinite, n, m, decay, limit, RULE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    base = tl.program_id(0).to(tl.int64) * BLOCK
+    at = tl.arange(0, BLOCK)
+    live = at < n - base
+    g, v, u, new_v, new_u, out = grad + base, v + base, u + base, new_v + base, new_u + base, sent + base
+    if base + BLOCK <= n:
+        _sum_tile(g, v, u, new_v, new_u, out, nonfinite, at, live, m, decay, limit, RULE, False)
+    else:
+        _sum_tile(g, v, u, new_v, new_u, out, nonfinite, at, live, m, decay, limit, RULE, True)
+
+
+@placed
+def feedback_sum_(
+    grad: Tensor,
+    before: tuple[Tensor, Tensor | None],
+    after: tuple[Tensor, Tensor | None],
+    rule: Accumulation,
+    limit: float,
+) -> tuple[Tensor, Tensor]:
+    n = grad.numel()
+    if n == 0 or not readable(grad, *before, *after):
+        return definition(fused.feedback_sum_)(grad, before, after, rule, limit)
+    sent, nonfinite = torch.empty_like(after[0]), torch.zeros((), dtype=torch.uint8, device=grad.device)
+    # Without momentum, its place is taken by the residual, and not touched.
+    old, new = ((v, v if u is None else u) for v, u in (before, after))
+    _feedback_sum[(-(-n // BLOCK),)](
+        grad,
+        *old,
+        *new,
+        sent,
+        nonfinite,
+        n,
+        rule.momentum,
+        rule.decay,
+        limit,
+        rule_of(after[1], rule),
+        BLOCK,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+    return sent, nonfinite.view(torch.bool)

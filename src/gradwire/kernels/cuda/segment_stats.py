@@ -24,7 +24,7 @@ LONG = 16384  # rows that one program adds up alone: two turns of its loop take 
 GROUP = 512  # rows that are added up before, where some segment is longer
 
 _PARTS = tl.constexpr(3)
-_WIDTH = tl.constexpr(8192)
+_NARROWEST, _WIDEST = 32, 8192  # rows that a program adds up together
 _MOST = tl.constexpr(3.4028234663852886e38)
 
 
@@ -151,12 +151,14 @@ def _add(parts, rows, at, live, one, two, three, STAT: tl.constexpr):
 
 
 @triton.jit
-def _conclude(parts, rows, starts, segment_row, scales, second, clip_at, STAT: tl.constexpr, GROUP: tl.constexpr):
+def _conclude(
+    parts, rows, starts, segment_row, scales, second, clip_at,
+    STAT: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """What a segment's rows give together. GROUP: whole groups of so many are added up already; 0: none is."""
     segment = tl.program_id(0)
     row, end = tl.load(segment_row + segment), tl.load(segment_row + segment + 1)
     count = tl.maximum(tl.load(starts + segment + 1) - tl.load(starts + segment), 1).to(tl.float64)
-    WIDTH: tl.constexpr = 2 * GROUP if GROUP else _WIDTH
     one, two, three = (tl.zeros([WIDTH], tl.float64),) * 3
     if GROUP:
         # Rows before the first of the segment's whole groups and behind the last, then the groups as if they were rows.
@@ -245,6 +247,8 @@ def conclude(
     """Add up what `describe` has written down, segment by segment."""
     if scales.numel():
         group = GROUP if where.longest > LONG else 0
+        # There may be very many segments of few rows, each of which has a program.
+        width = 2 * group or min(max(triton.next_power_of_2(where.longest), _NARROWEST), _WIDEST)
         if group:
             _gather[(where.rows // group,)](parts, where.rows, stat.value, group, enable_fp_fusion=False)
         _conclude[(where.starts.numel() - 1,)](
@@ -257,7 +261,8 @@ def conclude(
             _float64(clip, scales.device),
             stat.value,
             group,
-            num_warps=16,
+            width,
+            num_warps=16 if group else max(1, width // 512),
             enable_fp_fusion=False,
         )
 

@@ -9,6 +9,7 @@ from gradwire.core.payload import from_bytes
 from gradwire.core.segments import known
 from gradwire.kernels import fused, quantize
 from gradwire.kernels.cuda.accumulate import PLAIN, fetch, memory_of, put, readable
+from gradwire.kernels.cuda.block_signs import are_blocks, encode_blocks
 from gradwire.kernels.cuda.codes import message
 from gradwire.kernels.cuda.decode import SIDE, SIGN, decode
 from gradwire.kernels.cuda.segment_stats import MEAN, ROOT, SIDES, survey
@@ -47,6 +48,8 @@ def sign_encode(values: Tensor, lengths: Tensor, norm: bool) -> Tensor:
     if not readable(values):
         return definition(quantize.sign_encode)(values, lengths, norm)
     where = grid(known(lengths), values.device)
+    if are_blocks(where):
+        return encode_blocks(values, where, norm)[0]
     data, scales, bits = message(lengths.numel(), where.n, 1, values.device)
     survey(values, where, ROOT if norm else MEAN, scales, bits=bits)
     return data
@@ -84,6 +87,8 @@ def feedback_sign_(
     if where.n == 0 or not readable(grad, residual):
         return definition(fused.feedback_sign_)(grad, residual, decay, lengths, norm, before)
     before = memory_of(residual, before)
+    if are_blocks(where):
+        return encode_blocks(residual, where, norm, grad, decay=decay, before=before)
     data, scales, bits = message(len(lengths), where.n, 1, grad.device)
     nonfinite = torch.zeros((), dtype=torch.uint8, device=grad.device)
     stat = ROOT if norm else MEAN

@@ -35,6 +35,7 @@ class Grid(NamedTuple):
         segment_row: int64[segments + 1], the first row of each segment.
         fours: Whether all segments start at multiples of four.
         eights: Of eight, likewise.
+        widest: The length of the longest segment.
     """
 
     n: int
@@ -48,6 +49,7 @@ class Grid(NamedTuple):
     segment_row: Tensor
     fours: bool
     eights: bool
+    widest: int
 
 
 @cached_on_device(64)
@@ -75,6 +77,7 @@ def grid(lengths: tuple[int, ...], device: torch.device) -> Grid:
         segment_row.to(device),
         not bool((starts[size > 0] % 4).any()),
         not bool((starts[size > 0] % 8).any()),
+        max(lengths, default=0),
     )
 
 

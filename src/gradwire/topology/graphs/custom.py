@@ -1,8 +1,6 @@
 """The graphs that a user writes out: pairs of ranks, or mixing weights."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -44,7 +42,6 @@ def require_size(name: str, listed: Pairs, size: int) -> None:
 
 
 @register("edges", kind="topology")
-@dataclass(frozen=True)
 class Edges(Undirected):
     """Any undirected graph, as a list of pairs in either order; a pair that is listed twice counts once.
 
@@ -58,7 +55,7 @@ class Edges(Undirected):
 
     listed: Pairs
     weights: str = "metropolis"
-    examples: ClassVar[tuple[str, ...]] = ("edges([(0, 1), (1, 2), (2, 0), (2, 3)])", "edges([])")
+    examples = ("edges([(0, 1), (1, 2), (2, 0), (2, 3)])", "edges([])")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,7 +67,6 @@ class Edges(Undirected):
 
 
 @register("arrows", kind="topology")
-@dataclass(frozen=True)
 class Arrows(Graph):
     """Any directed graph, as a list of pairs (from, to).
 
@@ -86,8 +82,8 @@ class Arrows(Graph):
     """
 
     listed: Pairs
-    promise: ClassVar[Promise] = "column"
-    examples: ClassVar[tuple[str, ...]] = (
+    promise = "column"
+    examples = (
         "arrows([(0, 1), (1, 2), (2, 0)])",
         "arrows([(0, 1), (0, 2), (1, 2), (2, 0)])",
     )
@@ -101,7 +97,6 @@ class Arrows(Graph):
 
 
 @register("matrix", kind="topology")
-@dataclass(frozen=True)
 class Matrix(Graph):
     """Any mixing weights, written out in full.
 
@@ -119,7 +114,7 @@ class Matrix(Graph):
 
     rows: tuple[tuple[float, ...], ...]
     directed: bool = False
-    examples: ClassVar[tuple[str, ...]] = (
+    examples = (
         "matrix([[0.5, 0.5], [0.5, 0.5]])",
         "matrix([[0.5, 1.0], [0.5, 0.0]], directed=True)",
     )

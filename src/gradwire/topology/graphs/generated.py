@@ -6,16 +6,15 @@ graphs have edges both ways, where the exponential ones are directed; and its ri
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import combinations, compress
-from typing import ClassVar
 
 import torch
 
+from gradwire.core.arguments import check_argument, check_fraction, is_count
 from gradwire.core.keys import SHARED, Key
 from gradwire.core.registry import register
 from gradwire.kernels.philox import uniform
-from gradwire.topology.checks import MixingRows, Promise, networkx
+from gradwire.topology.checks import MixingRows, networkx
 from gradwire.topology.graph import Graph, Undirected
 from gradwire.topology.weights import split
 
@@ -23,7 +22,6 @@ __all__ = ["DataCenter", "ErdosRenyi", "Exponential", "OnePeerExponential"]
 
 
 @register("datacenter", kind="topology")
-@dataclass(frozen=True)
 class DataCenter(Undirected):
     """Complete inside each group of ranks, a ring of single edges between the groups.
 
@@ -44,12 +42,11 @@ class DataCenter(Undirected):
 
     groups: int
     weights: str = "metropolis"
-    examples: ClassVar[tuple[str, ...]] = ("datacenter(1)", "datacenter(2)", "datacenter(4)")
+    examples = ("datacenter(1)", "datacenter(2)", "datacenter(4)")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
-            raise ValueError(f"datacenter({self.groups!r}) needs a number of groups, at least 1; write datacenter(4)")
+        check_argument(self, "groups", is_count(self.groups), "a number of groups, at least 1, as in datacenter(4)")
 
     def edges(self, size: int) -> Iterable[tuple[int, int]]:
         if size < self.groups:
@@ -63,7 +60,6 @@ class DataCenter(Undirected):
 
 
 @register("erdos_renyi", kind="topology")
-@dataclass(frozen=True)
 class ErdosRenyi(Undirected):
     """A random graph, the same on all ranks: each pair is joined with probability p.
 
@@ -83,14 +79,12 @@ class ErdosRenyi(Undirected):
     p: float
     seed: int = 0
     weights: str = "metropolis"
-    examples: ClassVar[tuple[str, ...]] = ("erdos_renyi(0.4)", "erdos_renyi(0.5, seed=1)")
+    examples = ("erdos_renyi(0.4)", "erdos_renyi(0.5, seed=1)")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.p, bool) or not isinstance(self.p, int | float) or not 0.0 < self.p <= 1.0:
-            raise ValueError(f"erdos_renyi({self.p!r}) joins a share of all pairs, which must be in (0, 1]")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ValueError(f"erdos_renyi got seed={self.seed!r}; write a whole number, for example seed=1")
+        check_fraction(self, "p", "erdos_renyi(0.3)")
+        check_argument(self, "seed", type(self.seed) is int, "an integer; write a whole number such as 1")
 
     def edges(self, size: int) -> Iterable[tuple[int, int]]:
         pairs = list(combinations(range(size), 2))
@@ -107,7 +101,6 @@ class ErdosRenyi(Undirected):
 
 
 @register("exponential", kind="topology")
-@dataclass(frozen=True)
 class Exponential(Graph):
     """Each rank sends to those 1, 2, 4, 8, ... places ahead, in every step.
 
@@ -122,15 +115,14 @@ class Exponential(Graph):
     Spec:     exponential
     """
 
-    promise: ClassVar[Promise] = "doubly"
-    examples: ClassVar[tuple[str, ...]] = ("exponential",)
+    promise = "doubly"
+    examples = ("exponential",)
 
     def rounds(self, size: int) -> tuple[MixingRows, ...]:
         return (split([{(i + stride) % size for stride in strides(size)} for i in range(size)]),)
 
 
 @register("one_peer_exponential", kind="topology")
-@dataclass(frozen=True)
 class OnePeerExponential(Graph):
     """The strides of the exponential graph, one in each step: one message each way, whatever the size.
 
@@ -145,8 +137,8 @@ class OnePeerExponential(Graph):
     Spec:     one_peer_exponential
     """
 
-    promise: ClassVar[Promise] = "doubly"
-    examples: ClassVar[tuple[str, ...]] = ("one_peer_exponential",)
+    promise = "doubly"
+    examples = ("one_peer_exponential",)
 
     def rounds(self, size: int) -> tuple[MixingRows, ...]:
         if size == 1:

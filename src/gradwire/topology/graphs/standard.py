@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any
 
 from gradwire.core.registry import register
 from gradwire.topology.checks import networkx
@@ -39,7 +39,7 @@ class Complete(Standard):
     Spec:     complete
     """
 
-    examples: ClassVar[tuple[str, ...]] = ("complete",)
+    examples = ("complete",)
 
     def edges(self, size: int) -> Iterable[tuple[int, int]]:
         return networkx().complete_graph(size).edges()  # type: ignore[no-any-return]
@@ -57,7 +57,7 @@ class Path(Standard):
     Spec:     path
     """
 
-    examples: ClassVar[tuple[str, ...]] = ("path",)
+    examples = ("path",)
 
     def edges(self, size: int) -> Iterable[tuple[int, int]]:
         return networkx().path_graph(size).edges()  # type: ignore[no-any-return]
@@ -76,7 +76,7 @@ class Ring(Standard):
     Spec:     ring
     """
 
-    examples: ClassVar[tuple[str, ...]] = ("ring", "ring(weights='uniform')")
+    examples = ("ring", "ring(weights='uniform')")
 
     def edges(self, size: int) -> Iterable[tuple[int, int]]:
         return networkx().cycle_graph(size).edges()  # type: ignore[no-any-return]
@@ -94,7 +94,7 @@ class Star(Standard):
     Spec:     star
     """
 
-    examples: ClassVar[tuple[str, ...]] = ("star",)
+    examples = ("star",)
 
     def edges(self, size: int) -> Iterable[tuple[int, int]]:
         return networkx().star_graph(size - 1).edges()  # type: ignore[no-any-return]
@@ -116,7 +116,7 @@ class Torus(Standard):
     Spec:     torus
     """
 
-    examples: ClassVar[tuple[str, ...]] = ("torus",)
+    examples = ("torus",)
 
     def edges(self, size: int) -> Iterable[tuple[int, int]]:
         a, b = sides(size)
@@ -146,7 +146,7 @@ class Hypercube(Standard):
     Spec:     hypercube
     """
 
-    examples: ClassVar[tuple[str, ...]] = ("hypercube",)
+    examples = ("hypercube",)
 
     def edges(self, size: int) -> Iterable[tuple[int, int]]:
         dimensions = size.bit_length() - 1
@@ -172,7 +172,7 @@ class Expander(Standard):
     Spec:     expander
     """
 
-    examples: ClassVar[tuple[str, ...]] = ("expander",)
+    examples = ("expander",)
 
     def edges(self, size: int) -> Iterable[tuple[int, int]]:
         if size == 1:
@@ -204,7 +204,7 @@ class Margulis(Standard):
     Spec:     margulis, margulis(weights='max_degree')
     """
 
-    examples: ClassVar[tuple[str, ...]] = ("margulis", "margulis(weights='max_degree')")
+    examples = ("margulis", "margulis(weights='max_degree')")
 
     def edges(self, size: int) -> Iterable[tuple[int, int]]:
         b = math.isqrt(size)
@@ -231,7 +231,7 @@ class Social(Standard):
     Spec:     social, social(weights='max_degree')
     """
 
-    examples: ClassVar[tuple[str, ...]] = ("social", "social(weights='max_degree')")
+    examples = ("social", "social(weights='max_degree')")
 
     def edges(self, size: int) -> Iterable[tuple[int, int]]:
         if size != 32:

@@ -9,7 +9,6 @@ the link is no hindrance.
 
 import gc
 import math
-import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +37,7 @@ from gradwire_lab.perf_model.comm_schedule import schedule, sent, sent_by
 from gradwire_lab.perf_model.microbenchmark import WARMUP, time_coding
 from gradwire_lab.perf_model.model import DENSE, ModelProfile
 from gradwire_lab.perf_model.software import FREE, Software, measure
-from gradwire_lab.perf_model.timing import Moment, Stopwatch
+from gradwire_lab.perf_model.timing import Moment, Stopwatch, cores_per_thread
 
 BOUTS = 2  # of computing, before and after the microbenchmarks: the speed of shared machines drifts within a minute
 MOST_DECODED = 16  # ranks whose messages are decoded in a microbenchmark; more are extrapolated
@@ -138,12 +137,8 @@ def _rank(rank: int, world: int, job: CalibrationJob) -> Calibration:
     slowest = iter(_slowest(numbers))
     forward, backward = next(slowest), next(slowest)
     agreed = {spec: CodingCost(next(slowest), next(slowest), next(slowest), cost.fill) for spec, cost in costs.items()}
-    return Calibration(model, forward, backward, agreed, _cores(device, world), software, decoded, _note(device, world))
-
-
-def _cores(device: torch.device, world: int) -> float:
-    """Processors for each thread that computes; a GPU does one thing after the other."""
-    return 1.0 if device.type == "cuda" else (os.cpu_count() or 1) / world / torch.get_num_threads()
+    cores = cores_per_thread(device, world)
+    return Calibration(model, forward, backward, agreed, cores, software, decoded, _note(device, world))
 
 
 def _note(device: torch.device, world: int) -> str:

@@ -1,7 +1,6 @@
 """Devices: where a calibration computes."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -23,6 +22,19 @@ def parse(text: str) -> str:
         if int(number or 0) >= there:
             raise ValueError(f"there is no {text} here, torch sees {there} GPUs; measure on a machine that has it")
     return text
+
+
+def check_ranks(device: str, ranks: int = 1) -> None:
+    """Check a kind of device before ranks are started, each on one of its own.
+
+    Raises:
+        ValueError: It is no device to measure on, or there are too few.
+    """
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"nothing is measured on {device!r}; give --device cpu or cuda")
+    parse(device)
+    if device == "cuda" and ranks > torch.cuda.device_count():
+        raise ValueError(f"{ranks} ranks need as many GPUs, and torch sees {torch.cuda.device_count()}")
 
 
 def facts(device: str, dtype: str) -> dict[str, object]:
@@ -50,20 +62,15 @@ def placed(make: Callable[[], Workload], device: torch.device, dtype: str = "") 
         return make()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with device, _default(ModelProfile({}, dtype=dtype).format if dtype else torch.get_default_dtype()):
-        made = make()
-    settled = all(p.device.type == device.type for p in made.model.parameters())
-    return made if settled else Workload(made.model.to(device), made.loss)
-
-
-@contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(ModelProfile({}, dtype=dtype).format if dtype else before)
     try:
-        yield
+        with device:
+            made = make()
     finally:
         torch.set_default_dtype(before)
+    settled = all(p.device.type == device.type for p in made.model.parameters())
+    return made if settled else Workload(made.model.to(device), made.loss)
 
 
 def check(workload: Workload) -> torch.device:

@@ -1,18 +1,18 @@
 """Grid: what is to be measured, and what has been."""
 
-import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from gradwire.comm.alphabeta import seconds
 from gradwire.comm.rates import LinkSpec
+from gradwire_lab.train.record import json_lines
 
 _FEWEST_STEPS, _SPARE = 4, 1.5  # of a turn; and for what a step is besides its wire
 
 _KEYS = ("model", "link", "world", "where")
-_BEGINNING = '{"model"'  # of every row
+_BEGINNING = b'{"model"'  # of every row
 
 Where = Literal["hosts", "throttled"]
 Row = dict[str, Any]
@@ -35,7 +35,7 @@ class Scenario:
     where: Where
 
     def key(self, method: str) -> tuple[Any, ...]:
-        return (self.model, self.link, self.world, self.where, method)
+        return (*astuple(self), method)
 
 
 @dataclass(frozen=True)
@@ -72,33 +72,15 @@ def read(path: Path | None) -> list[Row]:
         return []
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file for the rows")
-    text = path.read_text(encoding="utf-8", errors="replace")
-    rows = [row for line in text.splitlines() if (row := _parsed(line)) is not None]
-    if not rows and text and not text.startswith(_BEGINNING):
+    rows = [row for row in json_lines(path) if row.keys() >= {"method", *_KEYS}]
+    if not rows and path.stat().st_size and not path.read_bytes().startswith(_BEGINNING):
         raise ValueError(f"{path} holds something else than rows of bench network; name another file")
     return latest(rows)
-
-
-def _parsed(line: str) -> Row | None:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return row if isinstance(row, dict) and row.keys() >= {"method", *_KEYS} else None
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
     """Without those that were measured again later."""
     return list({key_of(row): row for row in rows}.values())
-
-
-def append(path: Path | None, row: Row) -> None:
-    """Write one more line, and not behind one that was cut short."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        cut = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
-        with path.open("a", encoding="utf-8") as out:
-            out.write("\n" * cut + json.dumps(row) + "\n")
 
 
 def key_of(row: Row) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from gradwire.comm import Traffic
 from gradwire.comm.alphabeta import AlphaBeta, cost
@@ -74,24 +75,22 @@ def parse(name: str) -> tuple[str, dict[str, Any]]:
     if "launch_mb=" in name:
         warnings.warn(f"launch_mb= of {name!r} is now bucket_mb=", FutureWarning, stacklevel=2)
     spec, texts = arguments(name.replace("launch_mb=", "bucket_mb="), (*OPTIONS, *_READERS, "codec"))
-    read = {key: _READERS[key](value or "", name) for key, value in texts.items() if key in _READERS}
-    return spec, {**texts, **read}
+    return spec, {key: _read(key, value or "", name) if key in _READERS else value for key, value in texts.items()}
 
 
-def _truth(text: str, name: str) -> bool:
-    if text not in ("true", "false"):
-        raise ValueError(f"cannot read rollback={text} of {name!r}; write rollback=false")
-    return text == "true"
+# By option: how it is read, and an example.
+_READERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "bucket_mb": (float, "50"),
+    "rollback": ({"true": True, "false": False}.__getitem__, "false"),
+}
 
 
-def _megabytes(text: str, name: str) -> float:
+def _read(key: str, text: str, name: str) -> Any:
+    read, example = _READERS[key]
     try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"cannot read bucket_mb={text} of {name!r}; write for example bucket_mb=50") from None
-
-
-_READERS: dict[str, Callable[[str, str], Any]] = {"bucket_mb": _megabytes, "rollback": _truth}
+        return read(text)
+    except (KeyError, ValueError):
+        raise ValueError(f"cannot read {key}={text} of {name!r}; write for example {key}={example}") from None
 
 
 def check(name: str) -> None:
@@ -122,6 +121,7 @@ class BuiltMethod:
         became: What ``auto`` has chosen.
         period: Steps of a round, of which most may send nothing.
         delay: Steps of the next round during which its message travels.
+        steps: How many have been taken.
     """
 
     run: nn.Module
@@ -130,6 +130,7 @@ class BuiltMethod:
     became: str = ""
     period: int = 1
     delay: int = 0
+    steps: int = 0
 
     def step(self, loss: Loss, optimizer: torch.optim.Optimizer) -> None:
         """One step of training."""
@@ -137,10 +138,11 @@ class BuiltMethod:
         loss(self.run).backward()
         optimizer.step()
         self.after()
+        self.steps += 1
 
 
-def build_method(name: str, workload: Workload) -> BuiltMethod:
-    """Build a method around the workload's model. Every rank must."""
+def build_method(name: str, workload: Workload, optimizer: Optimizer | None = None) -> BuiltMethod:
+    """Build a method around the workload's model. Every rank must. Some methods need the optimizer that will step."""
     gc.collect()  # DDP takes its hooks off the parameters when it goes
     model = workload.model
     if name.startswith("gossip:"):
@@ -157,7 +159,7 @@ def build_method(name: str, workload: Workload) -> BuiltMethod:
     # All gradients in one bucket deliver as early as several do: our buckets are cut by the plan.
     ddp = _ddp(model)
     spec, options = parse(name)
-    wire: Wire = compress(ddp, spec, **options)
+    wire: Wire = compress(ddp, spec, optimizer=optimizer, **options)
     return BuiltMethod(ddp, lambda: None, lambda: wire.link.traffic)
 
 
@@ -208,8 +210,8 @@ def _torch(name: str, model: nn.Module) -> BuiltMethod:
     if thin and name not in (NO_COMM, "ddp-bf16"):  # of which the latter is DDP's to refuse
         hook, state = _emulated_hook, EmulatedHook(hook, state, LinkSpec.parse(thin), {"ddp-fp32": 1.0}.get(name, 0.5))
     ddp.register_comm_hook(state, hook)
-    steps = _Count()
-    return BuiltMethod(ddp, steps, lambda: None if nbytes is None else steps.times(nbytes))
+    built = BuiltMethod(ddp, lambda: None, lambda: None if nbytes is None else _dense_traffic(nbytes, built.steps))
+    return built
 
 
 def _hook(name: str, n: int) -> tuple[Hook, Any, int | None]:
@@ -232,19 +234,11 @@ _HOOKS: dict[str, tuple[Hook, int]] = {
 }
 
 
-class _Count:
-    """Counts steps, and what they sent."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def __call__(self) -> None:
-        self.steps += 1
-
-    def times(self, nbytes: int) -> Traffic:
-        dense = AllReduceOp(torch.empty(nbytes, dtype=torch.uint8, device="meta"), "sum")
-        each = traffic(dense, dist.get_rank(), dist.get_world_size())
-        return Traffic(self.steps * each.sent, self.steps * each.received, self.steps, self.steps * each.messages)
+def _dense_traffic(nbytes: int, steps: int) -> Traffic:
+    """What steps have sent that each add up so many bytes."""
+    dense = AllReduceOp(torch.empty(nbytes, dtype=torch.uint8, device="meta"), "sum")
+    each = traffic(dense, dist.get_rank(), dist.get_world_size())
+    return Traffic(steps * each.sent, steps * each.received, steps, steps * each.messages)
 
 
 @dataclass

@@ -6,7 +6,7 @@ in hosts of their own, but on links that are no hindrance. The shaped links are 
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -20,6 +20,7 @@ from gradwire_lab.bench.network import workloads
 from gradwire_lab.bench.network.calibrate import CalibrationJob, calibrate
 from gradwire_lab.bench.network.grid import Row
 from gradwire_lab.bench.network.methods import AUTO, NO_COMM
+from gradwire_lab.bench.network.runner import Print
 from gradwire_lab.network.hosts import Hosts
 from gradwire_lab.perf_model.accuracy_records import free_of_losses
 from gradwire_lab.perf_model.advice import advise
@@ -33,8 +34,6 @@ TOLERANCE = 0.15  # of a measured step, within which predictions should lie
 REGRET = 0.05  # by how much a choice may be slower than the best that was measured
 
 _SIZES = ("bucket_mb", "launch_mb")  # of buckets; the second in rows of an earlier release
-
-Print = Callable[[str], object]
 
 _CALIBRATED = itemgetter("model", "world", "where")  # what has a calibration of its own
 

@@ -5,14 +5,13 @@ python -m gradwire_lab.bench.network.rank_main '{"model": "lstm", "methods": [..
 
 import json
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,10 @@ from gradwire.comm.alphabeta import framed
 from gradwire_lab.bench.network.grid import Budget
 from gradwire_lab.bench.network.methods import NO_COMM, BuiltMethod, build_method
 from gradwire_lab.bench.network.workloads import Workload, load
+from gradwire_lab.network.hosts import DEVICE
+from gradwire_lab.network.shaping import sent_bytes
 
 MARK = "gradwire-bench "  # begins a line that reports an event
-DEVICE = "eth0"
 GAVE_UP = 75
 
 
@@ -36,23 +36,21 @@ def emit(**event: Any) -> None:
     print(MARK + json.dumps(event), flush=True)
 
 
-class Watchdog:
-    """Ends the process when a turn takes too long: a collective without an answer cannot be left otherwise."""
+@contextmanager
+def time_limit(method: str, seconds: float) -> Iterator[None]:
+    """End the process when a turn takes too long: a collective without an answer cannot be left otherwise."""
 
-    def __init__(self, method: str, seconds: float) -> None:
-        self._method, self._seconds = method, seconds
-        self._timer = threading.Timer(seconds, self._end)
-        self._timer.daemon = True
-
-    def __enter__(self) -> None:
-        self._timer.start()
-
-    def __exit__(self, *args: object) -> None:
-        self._timer.cancel()
-
-    def _end(self) -> None:
-        emit(method=self._method, timeout=self._seconds)
+    def end() -> None:
+        emit(method=method, timeout=seconds)
         os._exit(GAVE_UP)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def main(job: dict[str, Any]) -> None:
@@ -65,7 +63,7 @@ def main(job: dict[str, Any]) -> None:
     for number in range(budget.rounds):
         for method in job["methods"]:
             if method not in refused:
-                with Watchdog(method, budget.timeout):
+                with time_limit(method, budget.timeout):
                     refused |= set() if _block(method, workload, budget, number) else {method}
     dist.destroy_process_group()
 
@@ -129,13 +127,8 @@ def _accounts(built: BuiltMethod) -> tuple[Traffic | None, int | None]:
 
 def nic_sent() -> int | None:
     """Bytes of the frames that this host's interface has sent; None where there is no interface of its own."""
-    if not Path("/sys/class/net", DEVICE).exists() or os.environ.get("GLOO_SOCKET_IFNAME") != DEVICE:
-        return None
-    tc = shutil.which("tc", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-    shown = subprocess.run(
-        [tc or "tc", "-s", "-j", "qdisc", "show", "dev", DEVICE, "root"], capture_output=True, text=True, check=True
-    )
-    return int(json.loads(shown.stdout)[0]["bytes"])
+    own = Path("/sys/class/net", DEVICE).exists() and os.environ.get("GLOO_SOCKET_IFNAME") == DEVICE
+    return sent_bytes("", DEVICE) if own else None
 
 
 def _reported(before: Traffic | None, after: Traffic | None, steps: int) -> dict[str, Any]:

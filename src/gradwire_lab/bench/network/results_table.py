@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gradwire_lab.bench.network.grid import Row
+from gradwire_lab.bench.network.grid import Row, key_of
 from gradwire_lab.bench.network.methods import DENSE
 
 COLUMNS = ("model", "link", "ranks", "method", "ms", "x silent", "x dense", "sent/step", "NIC/step", "NIC/framed")
@@ -38,14 +38,10 @@ def _measured(row: Row, rows: Iterable[Row]) -> MeasuredMethod:
     dense = [
         other["step_ms"] / other["silent_ms"]
         for other in rows
-        if _field(other) == _field(row) and other["method"] in DENSE and "failed" not in other
+        if key_of(other)[:-1] == key_of(row)[:-1] and other["method"] in DENSE and "failed" not in other
     ]
     honest = row["nic"] / row["framed"] if row["nic"] and row["framed"] else None
     return MeasuredMethod(row, multiple, min(dense) / multiple if dense else None, honest)
-
-
-def _field(row: Row) -> tuple[Any, ...]:
-    return (row["model"], row["link"], row["world"], row["where"])
 
 
 def words(one: MeasuredMethod) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -17,8 +16,8 @@ from gradwire_lab.bench.network.rank_main import MARK, summarize
 from gradwire_lab.network.hosts import Hosts
 from gradwire_lab.network.launch import Ended, Sink, run_local
 
-Run = Callable[[Sequence[str], Sink], Ended]
 Print = Callable[[str], object]
+_RANK = (sys.executable, "-m", "gradwire_lab.bench.network.rank_main")
 
 
 class StartupError(RuntimeError):
@@ -68,11 +67,10 @@ def measure(
     waiting = list(methods)
     while waiting:
         order = [NO_COMM, *(method for method in waiting if method != NO_COMM)]
-        with _ranks(scenario) as run:
-            log = Log(report)
-            before = os.getloadavg()[0]
-            ended = run(_command(scenario, order, budget), log.add)
-            load = {"load_before": before, "load_after": os.getloadavg()[0]}
+        job = {"model": scenario.model, "methods": order, "budget": asdict(budget)}
+        log, before = Log(report), os.getloadavg()[0]
+        ended = _run(scenario, [*_RANK, json.dumps(job)], log.add)
+        load = {"load_before": before, "load_after": os.getloadavg()[0]}
         if ended.code and not log.given_up:
             last = f"{ended.why} {' '.join(log.others[-3:])}"[:500]
             if not log.now:
@@ -93,18 +91,10 @@ def measure(
             return  # nothing can be compared with it
 
 
-def _command(scenario: Scenario, methods: Sequence[str], budget: Budget) -> list[str]:
-    job = {"model": scenario.model, "methods": list(methods), "budget": asdict(budget)}
-    return [sys.executable, "-m", "gradwire_lab.bench.network.rank_main", json.dumps(job)]
-
-
-@contextmanager
-def _ranks(scenario: Scenario) -> Iterator[Run]:
-    """How to run a command in all ranks of a scenario."""
+def _run(scenario: Scenario, argv: Sequence[str], sink: Sink) -> Ended:
+    """Run a command in all ranks of a scenario."""
     link = LinkSpec.parse(scenario.link)
     if scenario.where == "hosts":
         with Hosts(scenario.world, link) as hosts:
-            yield lambda argv, sink: hosts.run(argv, sink=sink)
-    else:
-        emulated = {VARIABLE: "" if link == LinkSpec() else str(link)}
-        yield lambda argv, sink: run_local(argv, scenario.world, sink, emulated)
+            return hosts.run(argv, sink=sink)
+    return run_local(argv, scenario.world, sink, {VARIABLE: "" if link == LinkSpec() else str(link)})

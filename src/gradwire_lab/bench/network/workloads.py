@@ -7,10 +7,10 @@ its own batches.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,10 @@ from torch.nn import functional as F
 
 from gradwire_lab.train import models
 from gradwire_lab.train.call_with_options import call_with_options
-from gradwire_lab.train.models.lstm import LanguageLSTM
+from gradwire_lab.train.loading import recurrent
 
 CPU = torch.device("cpu")
 DIGITS = {"classes": 10, "channels": 1, "size": 8}  # the facts of that data set
-DIGITS_SHAPE = (DIGITS["channels"], DIGITS["size"], DIGITS["size"])
 SMALL_GPT = {"width": 256, "layers": 6, "heads": 4}
 Loss = Callable[[nn.Module], Tensor]
 
@@ -34,50 +33,45 @@ class Workload(NamedTuple):
     loss: Loss
 
 
-def lstm() -> Workload:
-    """Penn Treebank's 2x650 LSTM, 19.8 M parameters, 2 x 35 tokens."""
-    model = models.build("lstm", {"hidden": 650, "layers": 2}, {"vocab": 10_000}, seed=0)
-    assert isinstance(model, LanguageLSTM)
-    tokens, state = torch.randint(10_000, (2, 36)), model.start(2)
-
-    def loss(run: nn.Module) -> Tensor:
-        logits, _ = run(tokens[:, :-1], state)
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-    return Workload(model, loss)
-
-
 def images(name: str, size: int, classes: int, batch: int, device: torch.device | None = None) -> Workload:
-    """A model of images, on random ones; in torch's default format and place unless there is a device."""
-    model = models.build(name, {}, {"classes": classes}, seed=0)
-    inputs, labels = torch.randn(batch, 3, size, size, device=device), torch.randint(classes, (batch,), device=device)
-    if device is not None:
-        model.to(device)
-    if device is not None and device.type == "cuda":
-        inputs = inputs.to(memory_format=torch.channels_last)
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return Workload(model, lambda run: _mixed(device, lambda: F.cross_entropy(run(inputs), labels)))
+    """A model of images, on random ones."""
+    facts = {"classes": classes}
+    return on_random_batch(models.build(name, {}, facts, seed=0), facts, (batch, 3, size, size), device)
 
 
 def text(
     name: str, options: dict[str, int], vocab: int, context: int, batch: int, device: torch.device | None = None
 ) -> Workload:
-    """A language model without memory, on random tokens; in torch's default format and place, as `images`."""
-    model = models.build(name, options, {"vocab": vocab, "context": context}, seed=0)
-    if device is not None:
-        model.to(device)
-    tokens = torch.randint(vocab, (batch, context + 1), device=device)
+    """A language model, on random tokens."""
+    facts = {"vocab": vocab, "context": context}
+    return on_random_batch(models.build(name, options, facts, seed=0), facts, (batch, context), device)
+
+
+def on_random_batch(
+    model: nn.Module, facts: Mapping[str, Any], shape: Sequence[int], device: torch.device | None = None
+) -> Workload:
+    """A model on random inputs of a shape: tokens, where the facts have a vocabulary, else images.
+
+    In torch's default format and place unless there is a device; in bfloat16 where a GPU has units for it.
+    """
+    on_gpu = device is not None and device.type == "cuda"
+    model = model if device is None else model.to(device)
+    if "vocab" in facts:
+        tokens = torch.randint(facts["vocab"], (shape[0], shape[1] + 1), device=device)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:].flatten()
+    else:
+        inputs, targets = torch.randn(*shape, device=device), torch.randint(facts["classes"], shape[:1], device=device)
+    if on_gpu and inputs.dim() == 4:
+        inputs = inputs.to(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    state = model.start(shape[0]) if recurrent(model) else None  # type: ignore[operator]
 
     def loss(run: nn.Module) -> Tensor:
-        return F.cross_entropy(run(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
+            logits = run(inputs) if state is None else run(inputs, state)[0]
+            return F.cross_entropy(logits.flatten(0, -2), targets)
 
-    return Workload(model, lambda run: _mixed(device, lambda: loss(run)))
-
-
-def _mixed(device: torch.device | None, loss: Callable[[], Tensor]) -> Tensor:
-    """Bfloat16 where a GPU has units for it."""
-    with torch.autocast("cuda", torch.bfloat16, enabled=device is not None and device.type == "cuda"):
-        return loss()
+    return Workload(model, loss)
 
 
 def linear(width: int) -> Workload:
@@ -89,7 +83,7 @@ def linear(width: int) -> Workload:
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
-    "lstm": lstm,
+    "lstm": partial(text, "lstm", {"hidden": 650, "layers": 2}, 10_000, 35, 2),  # Penn Treebank's, 19.8 M parameters
     "resnet20": partial(images, "resnet20", 32, 10, 32),  # CIFAR's, 0.27 M parameters
     "gpt": partial(text, "gpt", SMALL_GPT, 1024, 128, 2),
     "linear": partial(linear, 512),
@@ -104,8 +98,7 @@ def load(name: str) -> Workload:
         return WORKLOADS[name]()
     made = _made(name)
     if isinstance(made, nn.Module):
-        inputs, labels = torch.randn(60, *DIGITS_SHAPE), torch.randint(DIGITS["classes"], (60,))
-        return Workload(made, lambda run: F.cross_entropy(run(inputs), labels))
+        return on_random_batch(made, DIGITS, (60, DIGITS["channels"], DIGITS["size"], DIGITS["size"]))
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
         raise ValueError(f"{name} must return a module, or one and a function from it to a loss, not {made!r:.80}")
     return Workload(*made)

@@ -4,21 +4,8 @@ from collections.abc import Sequence
 
 import altair as alt
 
-from gradwire_lab.report.charts.figure import (
-    COLORS,
-    DENSE_COLOR,
-    ROW_HEIGHT,
-    Figure,
-    Row,
-    bytes_axis,
-    chart,
-    color,
-    finish,
-    labels,
-    legend,
-    shape,
-    tooltips,
-)
+from gradwire_lab.report.charts import figure
+from gradwire_lab.report.charts.figure import Figure, Row
 from gradwire_lab.report.machine_load import sentence
 from gradwire_lab.report.numbers import in_bytes, ratio, rounded
 from gradwire_lab.report.run_groups import Group, Task
@@ -27,7 +14,7 @@ PARTS = ("encode", "wire", "decode")
 REST = "model, data, evaluation"
 MOST_RULES = 8
 MOST_LABELS = 24
-HUES = (*COLORS, DENSE_COLOR)
+HUES = (*figure.COLORS, figure.DENSE_COLOR)
 
 
 def bytes_by_rule(task: Task) -> Figure | None:
@@ -36,15 +23,15 @@ def bytes_by_rule(task: Task) -> Figure | None:
         return None
     rules = list(dict.fromkeys(str(row["rule"]) for row in rows))
     palette = alt.Scale(domain=rules, range=[HUES[i % len(HUES)] for i in range(len(rules))])
-    y = alt.Y("group:N", title=None, sort=labels(task.groups), axis=alt.Axis(labelLimit=260))
+    y = alt.Y("group:N", title=None, sort=figure.labels(task.groups), axis=alt.Axis(labelLimit=260))
     title = "bytes in a step"
-    x = bytes_axis("bytes", title)
-    base = chart(rows).encode(y, yOffset=alt.YOffset("rule:N", sort=rules))
-    hue = alt.Color("rule:N", scale=palette, legend=legend(rules))
-    tips = tooltips(_RULE_TIPS)
+    x = figure.bytes_axis("bytes", title)
+    base = figure.chart(rows).encode(y, yOffset=alt.YOffset("rule:N", sort=rules))
+    hue = alt.Color("rule:N", scale=palette, legend=figure.legend(rules))
+    tips = figure.tooltips(_RULE_TIPS)
     drawn = alt.layer(
         base.mark_rule(strokeWidth=1.5, opacity=0.5).encode(x, alt.X2("dense:Q"), hue),
-        base.mark_point(filled=False, size=50, opacity=1).encode(bytes_axis("dense", title), hue, tooltip=tips),
+        base.mark_point(filled=False, size=50, opacity=1).encode(figure.bytes_axis("dense", title), hue, tooltip=tips),
         base.mark_point(filled=True, size=70, opacity=1).encode(x, hue, tooltip=tips),
     )
     lanes = len(task.groups) * max(1, len(rules) / 2)
@@ -52,7 +39,7 @@ def bytes_by_rule(task: Task) -> Figure | None:
         "bytes-by-rule",
         "Bytes that a rank encodes in a step, by rule",
         "Filled: encoded; hollow: the same gradients in float32. The longer the line, the higher the ratio.",
-        finish(drawn, 40 + round(ROW_HEIGHT * lanes)),
+        figure.finish(drawn, 40 + round(figure.ROW_HEIGHT * lanes)),
     )
 
 
@@ -96,14 +83,14 @@ def bytes_by_layer(task: Task) -> Figure | None:
     scale = alt.Scale(type="log", nice=False, padding=12)
     heights = alt.Axis(format="~s", labelExpr="datum.label ? datum.label + 'B' : ''", tickCount=5)
     drawn = (
-        chart(rows)
+        figure.chart(rows)
         .mark_point(filled=True, size=45, opacity=0.9)
         .encode(
             alt.X("layer:N", title="layer, in the order of sending: about the last first", sort=names, axis=axis),
             alt.Y("bytes:Q", title="bytes in a step (log)", scale=scale, axis=heights),
-            color(task),
-            shape(task),
-            tooltip=tooltips({"layer": "layer", "group": "spec", "text": "encoded"}),
+            figure.color(task),
+            figure.shape(task),
+            tooltip=figure.tooltips({"layer": "layer", "group": "spec", "text": "encoded"}),
         )
     )
     return Figure(
@@ -111,7 +98,7 @@ def bytes_by_layer(task: Task) -> Figure | None:
         "Bytes that a rank encodes in a step, by layer",
         "At the end of the run: what each tensor takes, at most where the data decide; tensors compressed as one share "
         "by length.",
-        finish(drawn),
+        figure.finish(drawn),
     )
 
 
@@ -130,18 +117,18 @@ def step_time(task: Task) -> Figure | None:
         return None
     order = [*PARTS, REST]
     drawn = (
-        chart(rows)
+        figure.chart(rows)
         .mark_bar(height={"band": 0.7})
         .encode(
-            alt.Y("group:N", title=None, sort=labels(task.groups), axis=alt.Axis(labelLimit=260)),
+            alt.Y("group:N", title=None, sort=figure.labels(task.groups), axis=alt.Axis(labelLimit=260)),
             alt.X("ms:Q", title="milliseconds in a step", stack="zero"),
             alt.Color(
                 "part:N",
-                scale=alt.Scale(domain=order, range=[COLORS[0], COLORS[1], COLORS[2], "#B8BCC2"]),
-                legend=legend(order),
+                scale=alt.Scale(domain=order, range=[figure.COLORS[0], figure.COLORS[1], figure.COLORS[2], "#B8BCC2"]),
+                legend=figure.legend(order),
             ),
             alt.Order("order:Q"),
-            tooltip=tooltips({"group": "spec", "part": "part", "ms:Q .3~g": "ms in a step"}),
+            tooltip=figure.tooltips({"group": "spec", "part": "part", "ms:Q .3~g": "ms in a step"}),
         )
     )
     return Figure(
@@ -149,7 +136,7 @@ def step_time(task: Task) -> Figure | None:
         "Where the time of a step goes",
         "Mean over all steps and seeds, on one rank: host time in encoding, in collectives and in decoding; the rest "
         "is the run's wall time less these." + sentence(run for group in task.groups for run in group.runs),
-        finish(drawn, 40 + ROW_HEIGHT * len(task.groups)),
+        figure.finish(drawn, 40 + figure.ROW_HEIGHT * len(task.groups)),
     )
 
 

@@ -1,7 +1,10 @@
 """A figure, its colors, and the look that all charts share."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
+from string import Template
 from typing import Any
 
 import altair as alt
@@ -110,25 +113,6 @@ def _cycled(task: Task, kinds: Sequence[Any]) -> list[Any]:
 
 def look(ink: str = "#1c1e21", soft: str = "#5d636b", faint: str = "#e3e5e8", paper: str = "#ffffff") -> dict[str, Any]:
     """The configuration of a chart; the page makes the same from its style sheet, for light and dark."""
-    font = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
-    return {
-        "background": paper,
-        "font": font,
-        "view": {"stroke": None},
-        "axis": {
-            "labelColor": soft,
-            "titleColor": ink,
-            "titleFontWeight": "normal",
-            "gridColor": faint,
-            "domainColor": soft,
-            "tickColor": soft,
-            "labelFontSize": 11,
-            "titleFontSize": 12,
-            "titlePadding": 8,
-        },
-        "legend": {"labelColor": ink, "titleColor": ink, "labelFontSize": 11},
-        "title": {"color": ink, "subtitleColor": soft, "anchor": "start", "offset": 12},
-        "text": {"color": ink, "fontSize": 11},
-        "rule": {"color": soft},
-        "style": {"front": {"color": soft}},
-    }
+    text = (resources.files("gradwire_lab.report.charts") / "look.json").read_text(encoding="utf-8")
+    config: dict[str, Any] = json.loads(Template(text).substitute(ink=ink, soft=soft, faint=faint, paper=paper))
+    return config

@@ -6,19 +6,8 @@ from typing import Literal
 
 import altair as alt
 
-from gradwire_lab.report.charts.figure import (
-    Chart,
-    Figure,
-    Row,
-    bytes_axis,
-    chart,
-    color,
-    finish,
-    left_out,
-    seeds,
-    shape,
-    tooltips,
-)
+from gradwire_lab.report.charts import figure
+from gradwire_lab.report.charts.figure import Chart, Figure, Row
 from gradwire_lab.report.numbers import in_bytes, mean_and_spread, ratio, rounded
 from gradwire_lab.report.run_groups import Group, Task, front
 from gradwire_lab.report.summary import headline
@@ -51,10 +40,10 @@ def metric_over_bytes(task: Task, width: int = PLOT_WIDTH) -> Figure | None:
     return Figure(
         "metric-over-bytes",
         f"{task.metric.title.capitalize()} against bytes sent by each rank",
-        f"{headline(task)} At the end of training, {seeds(task)}; bars are 95 % t-intervals of the means. "
+        f"{headline(task)} At the end of training, {figure.seeds(task)}; bars are 95 % t-intervals of the means. "
         f"{_FRONT if best else _NO_FRONT} Bytes are all that a rank sent, agreements and padding included."
-        + left_out({group.label: len(group.runs) * bool(group.diverged) for group in task.groups}, "diverged"),
-        finish(_chart(task, rows, line, width)),
+        + figure.left_out({group.label: len(group.runs) * bool(group.diverged) for group in task.groups}, "diverged"),
+        figure.finish(_chart(task, rows, line, width)),
     )
 
 
@@ -74,19 +63,20 @@ def _row(task: Task, group: Group) -> Row:
 
 
 def _chart(task: Task, rows: Sequence[Row], line: Sequence[Row], width: int) -> Chart:
-    x = bytes_axis("sent", "bytes sent by each rank")
+    x = figure.bytes_axis("sent", "bytes sent by each rank")
     y = alt.Y("value:Q", title=task.metric.axis, scale=alt.Scale(zero=False, padding=16))
     chosen = alt.selection_point(fields=["group"], bind="legend")
     visible = alt.when(chosen).then(alt.value(1)).otherwise(alt.value(0.15))
-    stairs = chart(line).mark_line(style="front", strokeDash=[2, 3], interpolate="step-after", strokeWidth=1.5)
-    spans = chart(rows).mark_rule(strokeWidth=1.5).encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), color(task))
+    stairs = figure.chart(line).mark_line(style="front", strokeDash=[2, 3], interpolate="step-after", strokeWidth=1.5)
+    hue = figure.color(task)
+    spans = figure.chart(rows).mark_rule(strokeWidth=1.5).encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), hue)
     titles = {"group": "spec", "text": task.metric.axis, "bytes": "sent by each rank"}
     titles |= {"payload": "payload ratio", "wire": "wire ratio"}
-    points = chart(rows).mark_point(filled=True, size=110, opacity=1)
-    points = points.encode(x, y, color(task), shape(task), tooltip=tooltips(titles))
+    points = figure.chart(rows).mark_point(filled=True, size=110, opacity=1)
+    points = points.encode(x, y, hue, figure.shape(task), tooltip=figure.tooltips(titles))
     roomy = alt.expr(f"width < {0.8 * width:.0f} ? 0 : 1")  # on a narrower page the legend has the names
     names = [
-        chart([row]).mark_text(align=align, dx=dx, dy=dy, opacity=roomy).encode(x, y, alt.Text("group:N"))
+        figure.chart([row]).mark_text(align=align, dx=dx, dy=dy, opacity=roomy).encode(x, y, alt.Text("group:N"))
         for row, (align, dx, dy) in placed(rows, width)
     ]
     return alt.layer(

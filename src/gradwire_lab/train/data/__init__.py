@@ -20,9 +20,11 @@ from gradwire_lab.train.data.cifar import cifar10, cifar100
 from gradwire_lab.train.data.digits import digits
 from gradwire_lab.train.data.idx import fashion_mnist, kmnist, mnist
 from gradwire_lab.train.data.imagefolder import FolderTask, imagenet
-from gradwire_lab.train.data.images import ImageTask, image_task
+from gradwire_lab.train.data.images import Batch, ImageTask, image_task
 from gradwire_lab.train.data.pydoc import pydoc
 from gradwire_lab.train.data.text import TextTask, ptb, text, wikitext2
+
+__all__ = ["TASKS", "TEXTS", "Batch", "Task", "TextTask", "known", "load", "maker_of"]
 
 Task = ImageTask | FolderTask | TextTask
 

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from gradwire_lab.train.data.augment import Augment
 from gradwire_lab.train.data.partition import generator, shards, slices
-from gradwire_lab.train.data.resolution import Resolution, resized
 
 
 class Batch(NamedTuple):
@@ -66,7 +66,10 @@ def image_task(name: str, parts: object) -> ImageTask:
     for images in (train, test):
         if images.pixels.dim() != 4 or images.labels.shape != images.pixels.shape[:1]:
             shapes = f"{list(images.pixels.shape)} and {list(images.labels.shape)}"
-            raise ValueError(f"{name}: images must be [n, channels, height, width] and labels [n], not {shapes}")
+            raise ValueError(
+                f"{name}: images must be [n, channels, height, width] and labels [n], not {shapes}; "
+                "return rows of features as rows[:, None, None, :], and begin the model with nn.Flatten()"
+            )
     values = train.pixels.float()
     deviation, mean = torch.std_mean(values, dim=(0, 2, 3))
     scale = deviation.where(deviation > 0, 1.0)
@@ -83,6 +86,28 @@ class Normalizer:
 
     def __call__(self, pixels: Tensor) -> Tensor:
         return (pixels - self.shift) * self.scale
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Pixels on a side, from an epoch on; small images make early epochs cheap. An empty table leaves them as they are.
+
+    Attributes:
+        table: Pairs of epoch and pixels, by rising epoch from 0.
+    """
+
+    table: tuple[tuple[int, int], ...] = ()
+
+    def at(self, epoch: int, otherwise: int) -> int:
+        """The side in an epoch."""
+        return next((side for start, side in reversed(self.table) if start <= epoch), otherwise)
+
+
+def resized(images: Tensor, side: int) -> Tensor:
+    """Square images [b, c, h, h] in another size, averaged over what a pixel now covers."""
+    if images.shape[-1] == side:
+        return images
+    return F.interpolate(images, (side, side), mode="bilinear", antialias=True, align_corners=False)
 
 
 @dataclass(frozen=True)

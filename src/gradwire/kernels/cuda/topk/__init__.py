@@ -6,8 +6,8 @@
 3. `compact`: candidates are put aside, chunk by chunk, and counted in fine bins.
 4. `narrow` and `threshold`: the last winner is searched among the few candidates of one bin (`binary_search`). Where
    they are many, the bin is cut into finer ones first.
-5. `radix`: six launches that pass over every segment, unless its range held too few or too many, or very many are
-   equal. Then all programs read it again: once if a guess is right, six times at most.
+5. `radix_fallback`: six launches that pass over every segment, unless its range held too few or too many, or very many
+   are equal. Then all programs read it again: once if a guess is right, six times at most.
 6. `write`: the winners, in the order of their places; what is sent as it is is taken off the memories.
 
 A segment has a program for each chunk of 65,536 entries, and no program ever works on more than one chunk and a bounded

@@ -11,7 +11,7 @@ from gradwire.kernels.cuda.launch import form, launch
 from gradwire.kernels.cuda.tables import BLOCK, definition, placed
 from gradwire.kernels.cuda.topk.compact import compact
 from gradwire.kernels.cuda.topk.mark import mark
-from gradwire.kernels.cuda.topk.radix import DIGITS, count_digits, count_ties
+from gradwire.kernels.cuda.topk.radix_fallback import DIGITS, count_digits, count_ties
 from gradwire.kernels.cuda.topk.sample import refine, sample
 from gradwire.kernels.cuda.topk.threshold import narrow, threshold
 from gradwire.kernels.cuda.topk.workspace import Scratch, SelectionPlan, plan, stream_of

@@ -12,7 +12,7 @@ import triton.language as tl
 from gradwire.kernels.cuda.topk.binary_search import WIDTH, search, search_loaded, wins
 from gradwire.kernels.cuda.topk.compact import cut_bins, fine_bin, first_row
 from gradwire.kernels.cuda.topk.mark import NEVER, key_of
-from gradwire.kernels.cuda.topk.radix import share_out
+from gradwire.kernels.cuda.topk.radix_fallback import share_out
 from gradwire.kernels.cuda.topk.sample import is_last
 from gradwire.kernels.cuda.topk.workspace import (
     ABOVE,

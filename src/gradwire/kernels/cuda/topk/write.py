@@ -9,7 +9,7 @@ import triton.language as tl
 
 from gradwire.kernels.cuda.topk.binary_search import wins
 from gradwire.kernels.cuda.topk.mark import NEVER, key_of
-from gradwire.kernels.cuda.topk.radix import stretch, tile_of
+from gradwire.kernels.cuda.topk.radix_fallback import stretch, tile_of
 from gradwire.kernels.cuda.topk.threshold import WIDE
 from gradwire.kernels.cuda.topk.workspace import (
     COLUMNS,
@@ -97,9 +97,11 @@ def write(
         )
     else:
         exact = outcome == EXACT  # then the last winner's place is known, else how many ties win in each chunk
-        last = tl.where(exact, last, tl.load(entry + LENGTH))
-        ties = tl.where(exact, NEVER, ties)
-        _write_chunk(x, momentum, chunk, entry, low, last, ties, to, indices, values, n, VALUES, SUBTRACT, BLOCK)
+        # Of very many equals the first win, and most chunks have no winner.
+        if exact | (tl.load(count + chunk) + ties > 0):
+            last = tl.where(exact, last, tl.load(entry + LENGTH))
+            ties = tl.where(exact, NEVER, ties)
+            _write_chunk(x, momentum, chunk, entry, low, last, ties, to, indices, values, n, VALUES, SUBTRACT, BLOCK)
     if VALUES:  # noqa: SIM102 - known when compiling
         if chunk == 0:
             tl.store(was_nonfinite, tl.load(nonfinite))

@@ -1,11 +1,10 @@
-"""Local workers: those of this process, which hold one model, and how they agree on a gradient.
+"""Sync workers: those of this process, which hold one model, and how they agree on a gradient.
 
 After a step all workers hold the same parameters, so however many live here, they share one model: each has its own
 gradients, compression memory and batch-norm statistics, and nothing else. One real rank is the case of one worker.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,34 +16,30 @@ from gradwire.engine.step import StepResult
 from gradwire.integrations import compress, grad_scaler
 from gradwire.integrations.simulated import SimulatedGroup, lockstep
 from gradwire.integrations.wire import Wire, write_missing
+from gradwire_lab.train.compression import arguments
 from gradwire_lab.train.rank_info import RankInfo
+from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.workers import Grads, Workers
 
 
-class LocalWorkers(Workers):
+class SyncWorkers(Workers):
     """See `Workers`.
 
     Attributes:
         wires: One for each.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        rank_info: RankInfo,
-        arguments: Mapping[str, Any],
-        scaler: torch.amp.GradScaler | None,
-        local_clip: float,
-    ) -> None:
+    def __init__(self, model: nn.Module, rank_info: RankInfo, recipe: Recipe, ramp_steps: int) -> None:
         self._group: SimulatedGroup | None = None
+        self.scaler = torch.amp.GradScaler(rank_info.device.type) if recipe.train.precision == "fp16" else None
+        self.local_clip = recipe.optimizer.local_clip
         if rank_info.virtual:
-            simulated = lockstep([model] * rank_info.world, **arguments)
+            simulated = lockstep([model] * rank_info.world, **arguments(recipe, ramp_steps))
             self.wires = simulated.wires
             self._group = SimulatedGroup(self.wires, simulated.group)
         else:
-            self.wires = [compress(model, scaler=scaler, **arguments)]
+            self.wires = [compress(model, scaler=self.scaler, **arguments(recipe, ramp_steps))]
         super().__init__(model, rank_info)  # after the parameters and buffers of rank 0 have come
-        self.scaler, self.local_clip = scaler, local_clip
         self._rows: list[Tensor] = []
 
     @property

@@ -1,0 +1,164 @@
+"""Signs of short blocks, as of ``sign(per=4096)``: scale, signs and what is left over, from one pass.
+
+One program holds a block: its scale is known before the entries leave the registers, so that the residual is read once
+and written once. Longer segments take the passes of `sign`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradwire.kernels import momentum as definitions
+from gradwire.kernels.cuda.accumulate import PLAIN, READ, fetch, memory_of, put, readable, report, target_of
+from gradwire.kernels.cuda.codes import message, store_codes
+from gradwire.kernels.cuda.momentum import advanced
+from gradwire.kernels.cuda.segment_stats import MEAN, ROOT
+from gradwire.kernels.cuda.tables import Grid, definition, grid, placed
+from gradwire.kernels.momentum import Momentum
+
+AVERAGE = tl.constexpr(4)  # beside the rules of `accumulate`: the next momentum enters the residual
+DIVIDED = tl.constexpr(5)  # the same, of the gradient over the denominator
+
+_NARROWEST, _WIDEST = 512, 8192  # entries of the longest block
+EACH = 256  # entries of a warp
+REGISTERS = 64  # of a thread: two blocks of 4096 fit side by side, so that one computes while the other is read
+
+
+@triton.jit
+def _target(
+    grad, last, denominator, out, residual, at, live, beta, rest, decay,
+    RULE: tl.constexpr, KEEP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The target at these places, and where the gradient is not finite. KEEP: the next momentum goes to ``out``."""
+    if RULE >= AVERAGE:
+        v = fetch(residual, at, live, MASKED)
+        u, bad = advanced(grad, last, denominator, at, live, beta, rest, RULE == DIVIDED, MASKED)
+        if KEEP:
+            put(out, at, u, live, MASKED)
+        return u + decay * v, bad
+    else:
+        v, _, bad = target_of(grad, residual, residual, at, live, 0.0, decay, RULE, MASKED)
+        return v, bad
+
+
+@triton.jit
+def scale_of(x, size, STAT: tl.constexpr):
+    """The mean of magnitudes, or the root of the mean square, added up in float64."""
+    wide = tl.abs(x).to(tl.float64)
+    wide = wide if STAT == MEAN else wide * wide
+    mean = tl.sum(tl.sum(wide, 1), 0) / size.to(tl.float64)
+    return mean.to(tl.float32) if STAT == MEAN else tl.sqrt(mean).to(tl.float32)
+
+
+@triton.jit
+def _block(
+    grad, last, denominator, out, residual, fresh, nonfinite, scale, bits, size, beta, rest, decay,
+    STAT: tl.constexpr, RULE: tl.constexpr, KEEP: tl.constexpr, MASKED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.arange(0, WIDTH // 8)
+    at = row[:, None] * 8 + tl.arange(0, 8)[None, :]
+    live = at < size
+    x, bad = _target(grad, last, denominator, out, residual, at, live, beta, rest, decay, RULE, KEEP, MASKED)
+    if RULE != READ:
+        report(bad, nonfinite)
+    found = scale_of(x, size, STAT)
+    tl.store(scale, found)
+    if RULE != READ:
+        put(fresh, at, x - tl.where(x >= 0, found, -found), live, MASKED)
+    store_codes(bits, row, (x >= 0).to(tl.int32), live, 1, MASKED)
+
+
+@triton.jit
+def _blocks(
+    grad, last, denominator, out, residual, fresh, nonfinite, scales, bits, starts, beta, rest, decay,
+    STAT: tl.constexpr, RULE: tl.constexpr, KEEP: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Each program has one block, which starts at a multiple of eight."""
+    block = tl.program_id(0)
+    start = tl.multiple_of(tl.load(starts + block), 8)
+    size = (tl.load(starts + block + 1) - start).to(tl.int32)
+    scale, byte = scales + block, bits + start // 8
+    if size == WIDTH:
+        _block(
+            grad + start, last + start, denominator + start, out + start, residual + start, fresh + start, nonfinite,
+            scale, byte, size, beta, rest, decay, STAT, RULE, KEEP, False, WIDTH,
+        )  # fmt: skip
+    elif size > 0:
+        _block(
+            grad + start, last + start, denominator + start, out + start, residual + start, fresh + start, nonfinite,
+            scale, byte, size, beta, rest, decay, STAT, RULE, KEEP, True, WIDTH,
+        )  # fmt: skip
+    else:
+        tl.store(scale, 0.0)
+
+
+def are_blocks(where: Grid) -> bool:
+    """Whether one program can hold any segment, and most of them are about as long as the longest."""
+    short = _NARROWEST <= where.widest <= _WIDEST
+    return short and where.eights and 4 * where.n >= (where.starts.numel() - 1) * where.widest
+
+
+def encode_blocks(
+    x: Tensor,
+    where: Grid,
+    norm: bool,
+    grad: Tensor | None = None,
+    momentum: Momentum | None = None,
+    decay: float = 1.0,
+    before: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The message of ``x``, or, with ``grad``, of what feedback makes of both; ``x`` then keeps the rest.
+
+    What ``x`` was may lie in ``before``. With ``momentum``, the gradient enters it first; what that makes enters ``x``,
+    and goes to ``out``. Also returns whether the gradient was nonfinite.
+    """
+    blocks = where.starts.numel() - 1
+    data, scales, bits = message(blocks, where.n, 1, x.device)
+    nonfinite = (torch.empty if grad is None else torch.zeros)((), dtype=torch.uint8, device=x.device)
+    rule, last, denominator, beta = PLAIN if grad is not None else READ, x, x, 0.0
+    if momentum is not None:
+        rule, last, beta = AVERAGE if momentum.denominator is None else DIVIDED, momentum.last, momentum.beta
+        denominator = last if momentum.denominator is None else momentum.denominator
+    width = triton.next_power_of_2(where.widest)
+    _blocks[(blocks,)](
+        x if grad is None else grad,
+        last,
+        denominator,
+        last if out is None else out,
+        x if before is None else before,
+        x,
+        nonfinite,
+        scales,
+        bits,
+        where.starts,
+        beta,
+        1.0 - beta,
+        decay,
+        (ROOT if norm else MEAN).value,
+        rule.value,
+        out is not None,
+        width,
+        num_warps=max(1, width // EACH),
+        maxnreg=REGISTERS,
+        enable_fp_fusion=False,
+    )
+    return data, nonfinite.view(torch.bool)
+
+
+@placed
+def momentum_sign_(
+    grad: Tensor,
+    residual: Tensor,
+    momentum: Momentum,
+    decay: float,
+    lengths: tuple[int, ...],
+    norm: bool,
+    before: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    where = grid(lengths, grad.device)
+    if not are_blocks(where) or not readable(grad, residual, momentum.last, momentum.denominator, out):
+        return definition(definitions.momentum_sign_)(grad, residual, momentum, decay, lengths, norm, before, out)
+    return encode_blocks(residual, where, norm, grad, momentum, decay, memory_of(residual, before), out)

@@ -1,0 +1,81 @@
+"""Momentum that a gradient enters before it is compressed, over AdamW's denominators; touching memory once.
+
+The definitions compose plain torch calls; faster versions make one pass. A gradient entry that is not finite, or is not
+once it is divided, counts as zero, and is reported: nothing of it may reach a memory.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.kernels.dispatch import kernel
+from gradwire.kernels.fused import feedback_sign_, merge_sign
+from gradwire.kernels.quantize import sign_decode
+
+
+class Momentum(NamedTuple):
+    """What a gradient makes the next momentum of: ``beta * last + (1 - beta) * (grad / denominator)``.
+
+    Every product, quotient and sum is rounded by itself.
+
+    Attributes:
+        last: The momentum so far.
+        denominator: Where it is not positive, one; None: one everywhere.
+        beta: The share of the momentum that stays.
+    """
+
+    last: Tensor
+    denominator: Tensor | None
+    beta: float
+
+
+@kernel
+def next_momentum_(grad: Tensor, momentum: Momentum, out: Tensor) -> Tensor:
+    """Write the next momentum to ``out``, which may be the last one. Returns whether the gradient was nonfinite."""
+    last, denominator, beta = momentum
+    x = grad.float() if denominator is None else grad / denominator.where(denominator > 0, 1.0)
+    finite = torch.isfinite(x)
+    out.copy_(beta * last + (1.0 - beta) * torch.where(finite, x, 0.0))
+    return ~finite.all()
+
+
+@kernel
+def momentum_sign_(
+    grad: Tensor,
+    residual: Tensor,
+    momentum: Momentum,
+    decay: float,
+    lengths: tuple[int, ...],
+    norm: bool,
+    before: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`next_momentum_`, then `feedback_sign_` of it. The next momentum goes to ``out``, or nowhere.
+
+    A version in one pass reads gradient, momentum, denominator and residual, and writes the residual and the signs:
+    20.125 bytes for each entry, or 24.125 with ``out``.
+    """
+    following = torch.empty_like(residual) if out is None else out
+    nonfinite = next_momentum_(grad, momentum, following)
+    data, _ = feedback_sign_(following, residual, decay, lengths, norm, before)
+    return data, nonfinite
+
+
+@kernel
+def sign_decode_times_(data: Tensor, lengths: Tensor, out: Tensor, factor: Tensor, product: Tensor) -> None:
+    """`sign_decode` to ``out``, and what it makes times ``factor`` to ``product``.
+
+    A version in one pass reads the signs and the factor, and writes both: 12.125 bytes for each entry.
+    """
+    sign_decode(data, lengths, out)
+    torch.mul(out, factor, out=product)
+
+
+@kernel
+def merge_sign_into_(messages: Tensor, error: Tensor, lengths: tuple[int, ...], norm: bool, out: Tensor) -> Tensor:
+    """`merge_sign`, with the new error in ``out``, which may be the old one's place. Returns the message."""
+    data, left = merge_sign(messages, error, lengths, norm)
+    assert left is not None
+    out.copy_(left)
+    return data

@@ -1,0 +1,118 @@
+"""The passes of AdamW's methods as they are timed: ``onebit_adam``'s signs of momentum, and ``dgc_adam``'s selection.
+
+Of ``onebit_adam``, a pass reads gradient, momentum, denominator and residual, and writes the residual, a bit for each
+entry and a scale for each block: 20.125 bytes and a little. Of ``dgc_adam``, momentum is written as well: 24 bytes.
+The server's part between two legs, in a world of one, reads and writes its error. AdamW reads parameter, momentum,
+denominator and variance, and writes parameter and variance: 24 bytes.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gradwire.kernels import fused, quantize
+from gradwire.kernels.apply_momentum import Applied, apply_momentum_
+from gradwire.kernels.fused import Accumulation
+from gradwire.kernels.groups import block_lengths
+from gradwire.kernels.momentum import Momentum, momentum_sign_, next_momentum_
+from gradwire_lab.bench.scene import Case, Make, Scene
+
+_PER = 4096
+_BETA = 0.9
+_RATIO = 0.01
+_CODES = 1 / 8 + 4 / _PER  # bytes of an entry in a message
+
+
+def _momentum(scene: Scene) -> Momentum:
+    return Momentum(scene.normal(), scene.normal().abs() + 0.1, _BETA)
+
+
+def _onebit_adam(scene: Scene, lane: bool) -> Case:
+    """All that happens to a gradient before the first leg."""
+    momentum, residual = _momentum(scene), scene.normal()
+    spare, lengths = torch.empty_like(residual) if lane else residual, block_lengths(scene.lengths, _PER)
+
+    def encode(memory: Tensor, before: Tensor | None = None) -> None:
+        momentum_sign_(scene.x, memory, momentum, 1.0, lengths, False, before)
+
+    def commit() -> None:
+        nonlocal residual, spare
+        encode(spare, residual)
+        residual, spare = spare, residual
+
+    return Case(20 + _CODES, commit, False) if lane else Case(20 + _CODES, lambda: encode(residual))
+
+
+def _torch_onebit_adam(scene: Scene) -> Case:
+    """The same as a person would write it."""
+    (last, denominator, _), residual = _momentum(scene), scene.normal()
+    n = scene.n // _PER * _PER
+    assert denominator is not None
+    weights = 2 ** torch.arange(8, device=scene.device, dtype=torch.uint8)
+
+    def encode() -> None:
+        target = (_BETA * last).addcdiv_(scene.x, denominator, value=1 - _BETA).add_(residual)
+        signs = target >= 0
+        scale = target[:n].view(-1, _PER).abs().mean(1, keepdim=True)
+        residual.copy_(target)
+        residual[:n].view(-1, _PER).sub_(torch.where(signs[:n].view(-1, _PER), scale, -scale))
+        (signs[:n].view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+
+    return Case(20 + _CODES, encode, False, True)
+
+
+def _signs(scene: Scene, feedback: bool) -> Case:
+    """Signs of blocks alone, or with error feedback."""
+    lengths, residual = block_lengths(scene.lengths, _PER), scene.normal()
+    if feedback:
+        run = partial(fused.feedback_sign_, scene.x, residual, 1.0, lengths, False)
+        return Case(12 + _CODES, run)
+    table = torch.tensor(lengths, device=scene.device)
+    return Case(4 + _CODES, lambda: quantize.sign_encode(scene.x, table, False))
+
+
+def _merge(scene: Scene) -> Case:
+    """Of one rank, whose slice is all of it: the most that a server ever has to do."""
+    lengths, error = block_lengths(scene.lengths, _PER), scene.normal()
+    rows = quantize.sign_encode(scene.x, torch.tensor(lengths, device=scene.device), False)[None]
+    return Case(8 + 2 * _CODES, lambda: fused.merge_sign(rows, error, lengths, False))
+
+
+def _apply(scene: Scene) -> Case:
+    """AdamW's step, of numbers that only the device knows."""
+    momentum = _momentum(scene)
+    assert momentum.denominator is not None
+    whole = (scene.normal(), momentum.last, momentum.denominator, scene.normal().abs())
+    parts = Applied(*(x.split(list(scene.lengths)) for x in whole))
+    numbers = torch.tensor([-1e-5, 1.001], device=scene.device).unbind()
+    return Case(24.0, lambda: apply_momentum_(parts.params[0], parts, 0.999, *numbers))
+
+
+def _dgc_adam(scene: Scene) -> Case:
+    """A whole step of compression, of values that are sent as they are."""
+    (last, denominator, beta), residual, counts = _momentum(scene), scene.normal(30), scene.counts(_RATIO)
+
+    def step() -> None:
+        next_momentum_(scene.x, Momentum(last, denominator, beta), last)
+        fused.send_topk_(last, (residual, None), (residual, None), False, Accumulation(), scene.lengths, counts)
+
+    return Case(24.0, step)
+
+
+def _next_momentum(scene: Scene) -> Case:
+    momentum, out = _momentum(scene), torch.empty_like(scene.x)
+    return Case(16.0, lambda: next_momentum_(scene.x, momentum, out))
+
+
+MOMENTA: dict[str, Make] = {
+    "torch_onebit_adam": _torch_onebit_adam,
+    "onebit_adam": partial(_onebit_adam, lane=False),
+    "onebit_adam_lane": partial(_onebit_adam, lane=True),
+    "dgc_adam": _dgc_adam,
+    "next_momentum": _next_momentum,
+    "adamw_apply_momentum": _apply,
+    "merge_block_sign": _merge,
+    "block_sign_encode": partial(_signs, feedback=False),
+    "feedback_block_sign": partial(_signs, feedback=True),
+}

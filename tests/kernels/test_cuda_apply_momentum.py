@@ -1,0 +1,71 @@
+"""AdamW's step over frozen denominators by the Triton kernel, against its definition."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from gradwire.kernels import apply_momentum
+from gradwire.kernels.apply_momentum import Applied
+from gradwire.kernels.dispatch import reference_only
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("there is no GPU, and TRITON_INTERPRET=1 is not set", allow_module_level=True)
+
+from gradwire.kernels import cuda
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(3,), (64, 64), (5000,), (0, 4), (1, 2048)]
+
+
+def parts(device, dtype=torch.float32, shift=0):
+    """Parameters, momenta, denominators and variances; ``shift`` moves them off multiples of 16 bytes."""
+    made = []
+    for kind in range(4):
+        draw, one = torch.Generator().manual_seed(kind), []
+        for shape in SHAPES:
+            x = torch.randn(shape, generator=draw)
+            x = x.abs() + 0.1 if kind > 1 else x.to(dtype if kind == 0 else torch.float32)
+            around = torch.empty(x.numel() + shift, dtype=x.dtype, device=device)
+            one.append(around[shift:].view(shape).copy_(x))
+        made.append(one)
+    return Applied(*made)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("ratio", [1.0, 1.25])
+def test_numbers_on_the_device(ratio, shift):
+    mine, known = parts(DEVICE, shift=shift), parts("cpu")
+    numbers = torch.tensor(-0.03), torch.tensor(ratio)
+    cuda.apply_momentum_(mine.params[0], mine, 0.99, *(x.to(DEVICE) for x in numbers))
+    with reference_only():
+        apply_momentum.apply_momentum_(known.params[0], known, 0.99, *numbers)
+    for found, expected in zip(mine, known, strict=True):
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_numbers_that_the_host_knows(dtype):
+    """Parameters of 16 bits take the definition's way."""
+    mine, known = parts(DEVICE, dtype), parts("cpu", dtype)
+    cuda.apply_momentum_(mine.params[0], mine, 0.99, -0.03, 1.25)
+    with reference_only():
+        apply_momentum.apply_momentum_(known.params[0], known, 0.99, -0.03, 1.25)
+    for found, expected in zip(mine, known, strict=True):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a.cpu(), b)
+
+
+def test_tensors_that_move_are_found_again():
+    for seed in range(3):
+        mine, known = parts(DEVICE), parts("cpu")
+        held = mine if seed else None
+        cuda.apply_momentum_(mine.params[0], mine, 1.0, torch.tensor(0.5, device=DEVICE), 1.0)
+        with reference_only():
+            apply_momentum.apply_momentum_(known.params[0], known, 1.0, torch.tensor(0.5), 1.0)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(mine.params, known.params, strict=True))
+        del held
