@@ -24,6 +24,7 @@ SPOTS: tuple[Spot, ...] = (
 )
 _FRONT = "Dotted: the Pareto front; each next point sends more, and is better by more than the intervals."
 _NO_FRONT = "There is no Pareto front: no two intervals are apart."
+NARROWEST = 0.8  # of the width that names are placed for
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
@@ -74,7 +75,7 @@ def _chart(task: Task, rows: Sequence[Row], line: Sequence[Row], width: int) -> 
     titles |= {"payload": "payload ratio", "wire": "wire ratio"}
     points = figure.chart(rows).mark_point(filled=True, size=110, opacity=1)
     points = points.encode(x, y, hue, figure.shape(task), tooltip=figure.tooltips(titles))
-    roomy = alt.expr(f"width < {0.8 * width:.0f} ? 0 : 1")  # on a narrower page the legend has the names
+    roomy = alt.expr(f"width < {NARROWEST * width:.0f} ? 0 : 1")  # on a narrower page the legend has the names
     names = [
         figure.chart([row]).mark_text(align=align, dx=dx, dy=dy, opacity=roomy).encode(x, y, alt.Text("group:N"))
         for row, (align, dx, dy) in placed(rows, width)
@@ -101,7 +102,7 @@ def placed(rows: Sequence[Row], width: int = PLOT_WIDTH) -> list[tuple[Row, Spot
         for align, dx, dy in (*SPOTS, ("center", 0, high - y - 10), ("center", 0, low - y + 12)):
             left = x + dx - {"left": 0.0, "right": length, "center": length / 2}[align]
             box = left, y + dy - LINE / 2, left + length, y + dy + LINE / 2
-            inside = box[0] >= -30 and box[2] <= width + 60
+            inside = box[0] >= -30 and x + (box[2] - x) / NARROWEST <= width + 60
             if inside and not any(_overlap(box, other) for other in taken):
                 taken.append(box)
                 found.append((row, (align, dx, dy)))
