@@ -78,6 +78,11 @@ def network(
     found = results_table.results([row for row in grid.latest(rows) if grid.key_of(row) in wanted])
     if picture:
         results_table.picture(found, picture)
+    _show(found, as_json, markdown)
+
+
+def _show(found: Sequence[results_table.MeasuredMethod], as_json: bool, markdown: bool) -> None:
+    """Print what was found, in one of three forms."""
     if as_json:
         for one in found:
             typer.echo(json.dumps(one.row | {"multiple": one.multiple, "speedup": one.speedup, "honest": one.honest}))
