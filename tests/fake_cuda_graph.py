@@ -1,4 +1,4 @@
-"""Work of a CPU written down and done again, call by call of torch, as a CUDA graph does it for a GPU."""
+"""Work of a CPU recorded and replayed, call by call of torch, as a CUDA graph does it for a GPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,7 +45,7 @@ def _lay(block: bytearray, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(block, dtype=dtype, count=len(block) // dtype.itemsize)
 
 
-class _Pen(TorchDispatchMode):
+class _CallRecorder(TorchDispatchMode):
     """Notes every call with its arguments, and those of its outcomes that are tensors of their own."""
 
     def __init__(self, pool: Pool) -> None:
@@ -65,40 +65,40 @@ class _Pen(TorchDispatchMode):
         return out
 
 
-class WrittenGraph:
-    """What is written down is done at once, so the first run is none. Later ones fill the very tensors of the first."""
+class FakeCudaGraph:
+    """What is recorded is done at once, so the first replay does nothing. Later ones fill the same tensors."""
 
     made = 0
 
     def __init__(self, pool: Pool | None = None) -> None:
-        self._pen = _Pen(pool or Pool())
+        self._recorder = _CallRecorder(pool or Pool())
         self._done = False
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        with self._pen:
+        with self._recorder:
             yield
         self._done = True
-        WrittenGraph.made += 1
+        FakeCudaGraph.made += 1
 
     def replay(self) -> None:
         if self._done:
             self._done = False
             return
-        for func, args, kwargs, fresh in self._pen.calls:
+        for func, args, kwargs, fresh in self._recorder.calls:
             for old, new in zip(fresh, _leaves(func(*args, **kwargs)), strict=True):
                 if old is not None:
                     old.copy_(new)
 
 
-class WrittenGraphs:
+class FakeCudaGraphs:
     """Makes graphs that share their memory."""
 
     def __init__(self) -> None:
         self._pool = Pool()
 
-    def __call__(self) -> WrittenGraph:
-        return WrittenGraph(self._pool)
+    def __call__(self) -> FakeCudaGraph:
+        return FakeCudaGraph(self._pool)
 
 
 # Arguments of torch's operators are lists and dictionaries of few leaves: torch's own pytree takes ten times as long.
@@ -138,5 +138,5 @@ def eager_and_captured(train: Callable[..., T], *args: Any) -> tuple[T, T]:
     fused._largest, encoders.zero_nonfinite = largest, zero_nonfinite
     wires.graphs_on = lambda device: None
     eager = train(*args)
-    wires.graphs_on = lambda device: WrittenGraphs()
+    wires.graphs_on = lambda device: FakeCudaGraphs()
     return eager, train(*args)

@@ -6,7 +6,9 @@ import fixtures
 import gradwire
 
 
-def team(spec: Any, world: int, make: Any = None, net: Any = fixtures.model, **options: Any) -> tuple[Any, ...]:
+def local_replicas(
+    spec: Any, world: int, make: Any = None, net: Any = fixtures.model, **options: Any
+) -> tuple[Any, ...]:
     """Replicas, their optimizers, and what synchronizes them."""
     nets = [net() for _ in range(world)]
     optimizers = [(make or fixtures.sgd)(net) for net in nets]

@@ -16,7 +16,7 @@ from gradwire.core.keys import Key
 from gradwire.core.segments import Segments
 
 SIZES = (1, 7, 8, 9, 1000)
-KINDS = ("normal", "zeros", "spike", "denormal", "huge", "constant", "bf16", "strided")
+KINDS = ("normal", "zeros", "spike", "denormal", "huge", "constant", "outlier", "bf16", "strided")
 
 
 def examples(*kinds: str) -> list[str]:
@@ -82,6 +82,8 @@ def tensor(kind: str, n: int, seed: int = 0) -> Tensor:
             return x[:n] * 1e30
         case "constant":
             return torch.full((n,), -0.7)
+        case "outlier":  # what rounds small values down to the same side loses more than there is
+            return torch.full((n,), -0.01).index_fill(0, torch.arange(seed % 7, max(n, seed % 7), 997), 3.0)
         case "bf16":
             return x[:n].bfloat16().float()  # full of ties
         case "strided":
@@ -92,7 +94,7 @@ def tensor(kind: str, n: int, seed: int = 0) -> Tensor:
 def signal(segments: Segments, kind: str = "normal", seed: int = 0) -> EncodeInput:
     """What an encoder is given: today's gradient, a target beyond it, and a moment for those that keep one."""
     grad = tensor(kind, segments.total, seed)
-    target = grad if kind in ("zeros", "spike", "strided") else grad + tensor(kind, segments.total, seed + 1)
+    target = grad if kind in ("zeros", "spike", "outlier", "strided") else grad + tensor(kind, segments.total, seed + 1)
     memory = {"second_moment": grad.square().clamp(max=1e38)}
     return EncodeInput(grad, target, memory, segments)
 

@@ -133,14 +133,42 @@ def test_readme_lists_the_names_of_a_spec() -> None:
 # -- what Contributing adds in one file --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def added(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stage and the exchange that Contributing shows are registered."""
-    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
+def shown(word: str) -> str:
+    """The block of Contributing that holds this text."""
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
-    for block in blocks:
-        if "@register(" in block:
-            exec(block, {"__name__": "contributed"})
+    (found,) = (block for block in blocks if word in block)
+    return str(found)
+
+
+def run_block(text: str) -> None:
+    exec(text, {"__name__": "contributed"})
+
+
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten afterwards."""
+    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
+
+
+@pytest.fixture
+def added(forgotten: None) -> None:
+    """The stage and the exchange that Contributing shows are registered, the exchange with its optional method."""
+    run_block(shown('@register("crowd"'))
+    imports, method = shown("def simulate").split("\n\n", 1)
+    run_block("\n".join((imports, shown('@register("median"'), method)))
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize(("spec", "median"), [("fp32", [2.0, 2.0, 2.0]), ("topk(0.5)", [2.0, 2.0, 0.0])])
+def test_the_exchange_of_contributing_needs_two_methods(spec: str, median: list[float]) -> None:
+    run_block(shown('@register("median"'))
+    models = [torch.nn.Linear(4, 3) for _ in range(3)]
+    workers = gradwire.lockstep(models, spec, exchange="median", feedback="none", bundle=None)
+    for examples, model in enumerate(models, 1):
+        model(torch.ones(examples, 4)).sum().backward()  # a bias has as many as its gradient
+    workers()
+    for model in models:
+        assert model.bias.grad is not None and model.bias.grad.tolist() == median
 
 
 @pytest.mark.usefixtures("added")

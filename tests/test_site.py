@@ -4,7 +4,6 @@ import json
 import os
 import re
 import resource
-import shutil
 import subprocess
 import sys
 from functools import partial
@@ -17,9 +16,9 @@ from typing import Any
 import pytest
 
 import gradwire
+from chromium import CHROMIUM
 
 ROOT = Path(__file__).parent.parent
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 BUILD_SECONDS = 30  # of processors, which CI may spend on a strict build
 BROWSER_SECONDS = 90  # by the clock, in which the browser has found and posted everything
 LOADED = re.compile(r"<(?:script|img|link|iframe)\b[^>]*?\b(?:src|href)=\"?((?:https?:)?//[^\"\s>]+)")

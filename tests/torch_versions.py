@@ -26,6 +26,8 @@ TESTS = (
     "tests/sharded/test_local_steps.py",
     "tests/sharded/test_lost_rank.py",
     "tests/sharded/test_captured_steps.py",
+    "tests/sharded/test_gradient_views.py",
+    "tests/sharded/test_late_gradients.py",
     "tests/sharded/test_shard_keys.py",
     "tests/distributed/test_optimizer.py",
     "tests/distributed/test_unused.py",

@@ -2,8 +2,8 @@
 
     python docs/results/headlines.py
 
-It reads the rows of docs/results-tables.md and of adamw-h200.jsonl, local-h200.jsonl and local-trials-h200.jsonl beside
-this file, and needs gradwire[report].
+It reads the rows of docs/results-tables.md and of adamw-h200.jsonl, local-h200.jsonl and warm-up-h200.jsonl beside this
+file, and needs gradwire[report].
 """
 
 import json
@@ -17,16 +17,17 @@ import vl_convert
 from scipy.stats import t
 
 DOCS = Path(__file__).parent.parent
-LOCAL = {  # runs of local steps, and what the figure calls them
+SHORT = {  # runs of local steps with a warm-up of 75 steps, and what the figure calls them
     "center": "sparseloco(H=5, start=225)",
     "H 15": "sparseloco(H=15, start=225)",
-    "start 30, after 0.5": "sparseloco(H=5, start=30), then half the rate",
-    "no start, after 0.5": "sparseloco(H=5), half the rate",
 }
-TRIALS = {  # the same, at half the rate of dense training and with a long warm-up
-    "H1 keep start 55 warm 225": "sparseloco(H=1, keep=1.0, start=55)",
-    "H1 keep start 0 warm 450 decay .9": "sparseloco(H=1, keep=1.0, decay=0.9)",
+LONG = {  # the same of longer warm-ups: name, rate, warm-up
+    ("keep", 0.002, 450): "sparseloco(H=1, keep=1.0, start=55)",
+    ("keep, no start", 0.002, 450): "sparseloco(H=1, keep=1.0)",
+    ("H 5, rate 0.7", 0.0028, 450): "sparseloco(H=5, rate=0.7, start=225)",
+    ("onebit", 0.002, 225): "onebit_adam(start=225)",
 }
+BEST = 0.003, 225  # rate and warm-up of dense training
 WANTED = {  # rows of ResNet-9, and what the figure calls them
     "dgc(0.0042, values=sign), batch 256, granularity model, lr 0.2": "dgc(0.0042, values=sign)",
     "dgc(0.0022, values=sign), granularity model": "dgc(0.0022, values=sign)",
@@ -69,16 +70,31 @@ def adamw() -> list[dict[str, object]]:
 def local() -> list[dict[str, object]]:
     lines = read("local-h200.jsonl")
     dense = {(line["seed"], line["compiled"]): line["test_loss"] for line in lines if line["spec"] == "dense"}
-    runs = {title: [line for line in lines if line["name"] == name] for name, title in LOCAL.items()}
-    trials = [json.loads(line) for line in (DOCS / "results" / "local-trials-h200.jsonl").read_text().splitlines()]
-    runs |= {title: [line for line in trials if line["name"] == name] for name, title in TRIALS.items()}
+    runs = {title: [line for line in lines if line["name"] == name] for name, title in SHORT.items()}
     return [_lost(title, found, dense, "payload_ratio_all_in") for title, found in runs.items()]
+
+
+def long() -> list[dict[str, object]]:
+    """Runs with a long warm-up, against dense training at its best."""
+    lines = [json.loads(line) for line in (DOCS / "results" / "warm-up-h200.jsonl").read_text().splitlines()]
+    lines = [
+        line | {"payload_ratio_all_in": line.get("payload_ratio_all_in") or line["payload_ratio"]} for line in lines
+    ]
+    small = [line for line in lines if line["parameters"] < 2e7 and line.get("inner", "adamw") == "adamw"]
+    best = [line for line in small if (line["spec"], line["lr"], line["warm_up"]) == ("dense", *BEST)]
+    dense = {(line["seed"], line["compiled"]): line["test_loss"] for line in best}
+    rows = []
+    for (name, rate, warm_up), title in LONG.items():
+        wanted = {"keep": {"keep", "keep, 2e-3"}}.get(name, {name})
+        found = [line for line in small if line["name"] in wanted and (line["lr"], line["warm_up"]) == (rate, warm_up)]
+        rows.append(_lost(f"{title}, long warm-up", found, dense, "payload_ratio_all_in"))
+    return rows
 
 
 def _lost(spec: str, runs: list[dict[str, Any]], dense: dict[Any, float], ratio: str) -> dict[str, object]:
     """A row of the figure: percent of loss above dense runs of the same seeds."""
     lost = [100 * (run["test_loss"] / dense[run["seed"], run["compiled"]] - 1) for run in runs]
-    half = t.ppf(0.975, len(lost) - 1) * stdev(lost) / len(lost) ** 0.5 if len(lost) > 1 else 0.0
+    half = t.ppf(0.975, len(lost) - 1) * stdev(lost) / len(lost) ** 0.5 if len(lost) > 2 else 0.0
     mean, name = sum(lost) / len(lost), f"{spec}: {len(lost)} seed{'s' * (len(lost) > 1)}"
     return {"spec": name, "ratio": runs[0][ratio], "mean": mean, "low": mean - half, "high": mean + half}
 
@@ -117,9 +133,12 @@ def main() -> None:
         "points of accuracy against dense; right is better",
     )
     second = figure(
-        adamw() + local(),
-        f"A GPT of 10.9 M parameters, AdamW: messages {headline(adamw())} %",
-        ["Test loss on WikiText-2 against dense, 8 workers, 1,500 steps; bars are 95 % intervals. Starts are counted."],
+        adamw() + local() + long(),
+        f"A GPT of 10.9 M parameters, AdamW: messages {headline(long())} %",
+        [
+            "Test loss on WikiText-2 against dense, 8 workers, 1,500 steps; 95 % intervals. Starts are counted.",
+            "A long warm-up is compared with dense at its best, the others with dense of the same short warm-up.",
+        ],
         "test loss above dense, percent; left is better",
     )
     for name, chart in (("sgd", first), ("adamw", second)):

@@ -9,7 +9,8 @@ file that is named with an @; a row of results is appended to the file of --out.
 
 The folder of --text has train.txt and test.txt. Each worker's gradient is clipped by its own norm before it is sent.
 Other keys of a run, with their defaults: "workers" (8), "batch" (16 sequences a worker), "optimizer" ("adamw", or "sgd"
-without momentum, for specs that have their own). A spec of local steps, such as sparseloco(H=1), runs as in `local.py`.
+without momentum, for specs that have their own), "warm_up" (steps in which the learning rate rises; null: 5 % of all).
+A spec of local steps, such as sparseloco(H=1), runs as in `local.py`.
 """
 
 import time
@@ -23,7 +24,7 @@ import gradwire
 import local
 from local import BETAS, DECAY, Replicas, Shape, _bytes, batches, evaluate, main, rate_at, ratio
 
-RUN = {"spec": "dense", "lr": 2e-3, "seed": 0, "workers": 8, "batch": 16, "optimizer": "adamw"}
+RUN = {"spec": "dense", "lr": 2e-3, "seed": 0, "workers": 8, "batch": 16, "optimizer": "adamw", "warm_up": None}
 
 
 def train(
@@ -43,7 +44,7 @@ def train(
         loss_now = replicas.backward(next(feed))
         group()
         for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = rate_at(step, steps, run["lr"])
+            optimizer.param_groups[0]["lr"] = rate_at(step, steps, run["lr"], run["warm_up"])
             optimizer.step()
         if (step + 1) % 100 == 0:
             curve.append(round(loss_now.item(), 4))

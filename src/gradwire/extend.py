@@ -34,6 +34,7 @@ from gradwire.exchanges.servers import SERVER_ERROR, server_slice
 from gradwire.feedback.feedback import Feedback
 from gradwire.kernels.bits import pack, packed_bytes, unpack
 from gradwire.kernels.groups import largest, spread
+from gradwire.kernels.philox import uniform
 
 __all__ = [
     "SERVER_ERROR",
@@ -80,6 +81,7 @@ __all__ = [
     "spread",
     "stacked",
     "starts_of",
+    "uniform",
     "unpack",
 ]
 

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from gradwire_lab.bench import cases, kernels, plain, selections
-from gradwire_lab.bench.scene import Scene
+from gradwire_lab.bench.kernel_inputs import KernelInputs
 from gradwire_lab.cli.main import bench as app
 
 CPU = torch.device("cpu")
@@ -82,8 +82,8 @@ def test_resnet50() -> None:
 
 @pytest.mark.parametrize("name", cases.names((700, 1, 64, 300)))
 def test_every_case_takes_segments(name: str) -> None:
-    scene = Scene((700, 1, 64, 300), CPU)
-    case = cases.CASES[name](scene)
+    inputs = KernelInputs((700, 1, 64, 300), CPU)
+    case = cases.CASES[name](inputs)
     assert case.bytes > 0
     for _ in range(2):
         case.run()

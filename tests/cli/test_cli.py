@@ -44,14 +44,36 @@ def test_codecs_lists_every_name():
     assert done.exit_code == 0
     for name in registered():
         assert name in done.stdout
-    assert "arxiv.org" in done.stdout
-    assert "contraction" in done.stdout
 
 
-def test_codecs_cuts_nothing_off_in_a_narrow_terminal():
-    done = CliRunner().invoke(app, ["codecs"], env={"COLUMNS": "80"})
-    assert done.exit_code == 0
-    assert "…" not in done.stdout
+def codecs_in(*words: str) -> list[str]:
+    return CliRunner().invoke(app, ["codecs", *words], env={"COLUMNS": "80"}).stdout.splitlines()
+
+
+def listing(rank: int, world: int) -> list[str]:
+    return codecs_in()
+
+
+def test_a_name_takes_one_line_of_a_narrow_terminal():
+    # In a process of its own: other tests may have registered names here.
+    (lines,) = run_ranks(listing, 1)
+    names = [line for line in lines if line.startswith("  ")]
+    found = [card.name for kind in HEADINGS for card in cards(kind) if card.module.startswith("gradwire.")]
+    assert [line.split()[0] for line in names if line.strip()] == found
+    assert max(map(len, lines)) <= 80 and "…" not in "".join(lines)
+    assert "topk The largest entries of each segment Aji 2017" in {" ".join(line.split()) for line in names}
+
+
+def test_papers_are_found_by_name():
+    sources = {card.name: card.source for kind in HEADINGS for card in cards(kind)}
+    assert sources["threshold"] == "Strom 2015" and sources["adaptive_threshold"] == "Dutta 2020"
+    assert sources["local_sgd"] == "Stich 2019" and sources["post_local_sgd"] == "Lin 2020"
+    assert sources["noop"] == "" and sources["zero_one_adam"] == "Lu 2023"
+
+
+def test_the_card_of_a_preset_says_what_it_stands_for():
+    assert "exchange=powersgd" in "".join(codecs_in("powersgd"))
+    assert "feedback=momentum_correction" in "".join(codecs_in("dgc"))
 
 
 @pytest.mark.parametrize("kind", HEADINGS)
@@ -109,7 +131,11 @@ def test_show_takes_feedback_and_exchange():
         (["tokp(0.01)"], "there is nothing called 'tokp'; did you mean topk?"),
         (["sign | topk(0.01)"], "a selector cannot follow the quantizer"),
         (["topk(3)"], "must be in (0, 1]"),
-        (["dense("], "cannot read the spec"),
+        (["dense("], "it opens and closes different numbers of parentheses"),
+        (["topk(0,01)"], "decimals have a point, not a comma"),
+        (["topk(1%)"], "0.01 for one percent"),
+        (["topk(0.01) + sign"], "stages are joined by |"),
+        (["fp32, sign"], "specs of a list are separated by semicolons"),
         (["residual"], "not a way to compress"),
         (["topk(0.01)", "--exchange", "allreduce"], "allreduce adds payloads"),
     ],

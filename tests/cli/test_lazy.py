@@ -84,3 +84,18 @@ def test_a_shell_completes_commands_and_options() -> None:
 def test_the_shell_script_is_shown() -> None:
     done = gradwire("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     assert done.returncode == 0 and "_GRADWIRE_COMPLETE=complete_bash" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [
+        ("typer", ["--help"]),
+        ("pydantic", ["plan", "digits"]),
+        ("sklearn", ["plan", "digits"]),
+    ],
+)
+def test_a_package_of_the_extra_that_is_missing_is_named(package: str, words: Sequence[str]) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; from gradwire_lab.command import run; run()"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"needs {package}, which is not installed; pip install 'gradwire[lab]'" in done.stderr

@@ -2,12 +2,14 @@ import json
 import os
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from gradwire_lab.cli import output
 from gradwire_lab.cli.main import app
 from gradwire_lab.cli.train import _left, _note_unused
 from gradwire_lab.train import checkpoint, recipe_files
-from gradwire_lab.train.record import read
+from gradwire_lab.train.run_folder import read
 from training_fixtures import DIGITS
 
 SMALL = [word for override in DIGITS for word in ("--set", override)]
@@ -62,6 +64,15 @@ def test_a_plan_says_from_which_step_its_lanes_are():
     short = run("plan", "digits", "--spec", "dgc(0.01)", "--set", "sync.ramp=5", "--set", "train.iterations=50").stdout
     assert "lanes from step 33 on" in short and "topk(0.0625)" in short
     assert "lanes\n" in run("plan", "digits").stdout.replace(" ", "")
+
+
+def test_a_plan_has_a_line_for_each_lane_of_a_narrow_terminal(monkeypatch):
+    monkeypatch.setattr(output, "Console", lambda **_: Console(width=80))
+    lines = run("plan", "cifar10-resnet20", "dgc", "ramp5", "fp16").stdout.splitlines()
+    first = next(i for i, line in enumerate(lines) if "─" in line) + 1
+    assert [line.split()[0] for line in lines[first : first + 2]] == ["dim<=1", "*"]
+    assert "topk(0.001) | fp16 | int32" in lines[first + 1] and "1,602" in lines[first + 1]
+    assert lines[first + 2].startswith("Not shown in 80 columns: units") and max(map(len, lines)) <= 80
 
 
 def test_a_plan_tells_equal_stages_once():

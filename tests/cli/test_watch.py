@@ -1,11 +1,22 @@
 """A training that runs, seen from another terminal."""
 
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
+from gradwire_lab.cli import watch
 from gradwire_lab.cli.main import app
 from gradwire_lab.cli.watch import BARS, curve
+from gradwire_lab.train.run_lock import locked
 from run_folders import write_run
 
 
@@ -22,6 +33,22 @@ def test_a_run_is_shown(tmp_path: Path) -> None:
     assert "ended" in run(str(write_run(tmp_path, "fp32"))).stdout
 
 
+def test_a_training_that_went_quiet_is_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "sign", ended=False)
+    assert "no record for" not in run(str(folder)).stdout
+    old = time.time() - 1000
+    os.utime(folder / "run.jsonl", (old, old))
+    shown = run(str(folder)).stdout
+    assert "no record for 0:16:4" in shown and "left" not in shown and "not ended" in shown
+    ended = write_run(tmp_path, "fp32")
+    os.utime(ended / "run.jsonl", (old, old))
+    assert "no record for" not in run(str(ended)).stdout
+
+
+def test_one_worker_is_one_worker(tmp_path: Path) -> None:
+    assert "1 worker\n" in re.sub(r" +\n", "\n", run(str(write_run(tmp_path, "fp32", world=1))).stdout)
+
+
 def test_a_busy_machine_is_shown(tmp_path: Path) -> None:
     busy = write_run(tmp_path, more={"load": 14.2, "cores": 2, "threads": 2})
     assert "load 14.2 on 2 cores, busy" in run(str(busy)).stdout
@@ -34,10 +61,55 @@ def test_a_narrow_terminal_cuts_no_name(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
+    os.utime(tmp_path, (0, 0))
     refused = run(str(tmp_path))
-    assert refused.exit_code == 2 and str(tmp_path) in refused.stderr
+    assert refused.exit_code == 2 and str(tmp_path) in refused.stderr and "waiting" not in refused.stderr
+
+
+def test_a_folder_of_runs_names_one_of_them(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "fp32")
+    refused = run(str(tmp_path))
+    assert refused.exit_code == 2 and folder.name in refused.stderr and "waiting" not in refused.stderr
+
+
+def test_a_folder_that_never_comes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "PATIENCE", 0.5)
+    refused = run(str(tmp_path / "digits-0"))
+    assert refused.exit_code == 2 and "waiting for the first record" in refused.stderr
+    assert "there is no folder" in refused.stderr
+    assert "waiting" not in run(str(tmp_path / "digits-0"), "--once").stderr
+
+
+def test_a_training_that_has_just_begun_is_awaited(tmp_path: Path) -> None:
+    made = write_run(tmp_path / "elsewhere", "sign", name="digits", ended=False)
+    starting = threading.Timer(1.0, shutil.copytree, (made, tmp_path / "digits-0"))
+    starting.start()
+    shown = run(str(tmp_path / "digits-0"))
+    starting.join()
+    assert shown.exit_code == 0 and "accuracy" in shown.stdout
+    assert shown.stderr.count("waiting for the first record") == 1
+
+
+def test_a_training_that_compiles_for_long_is_awaited(tmp_path: Path) -> None:
+    made, folder = write_run(tmp_path / "elsewhere", "sign", ended=False), tmp_path / "digits-0"
+    with locked(folder):
+        os.utime(folder, (0, 0))  # longer ago than a new folder is waited for
+        starting = threading.Timer(1.0, shutil.copy, (made / "run.jsonl", folder))
+        starting.start()
+        shown = run(str(folder))
+        starting.join()
+    assert shown.exit_code == 0 and "accuracy" in shown.stdout and "waiting for the first record" in shown.stderr
+
+
+def test_a_lock_whose_process_is_dead_is_not_waited_for(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (tmp_path / "run.lock").write_text(f"process {ended.pid} on {socket.gethostname()}")
+    os.utime(tmp_path, (0, 0))
+    refused = run(str(tmp_path))
+    assert refused.exit_code == 2 and "waiting" not in refused.stderr
 
 
 def test_curves_rise_and_fall() -> None:
-    assert curve([0.0, 3.5, 7.0, float("nan")]) == f"{BARS[0]}{BARS[4]}{BARS[7]} "
+    assert curve([0.0, 3.0, 6.0, float("nan")]) == f"{BARS[0]}{BARS[3]}{BARS[6]} "
     assert len(curve([float(i) for i in range(1000)])) == 60 and curve([2.0]) == BARS[0]

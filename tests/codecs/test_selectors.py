@@ -324,10 +324,10 @@ def test_variance_by_hand_over_steps() -> None:
     grads = [torch.tensor([1.0, 1.0]), torch.tensor([1.0, -1.0]), torch.tensor([1.0, 1.0])]
     sent, moments = [], []
     for grad in grads:
-        memory = dict(selector.absorb(grad, memory))
+        memory = dict(selector.memory_with_gradient(grad, memory))
         input_ = EncodeInput(grad, residual + grad, memory, table(2))
         chosen = selector.select(input_, KEY)
-        memory = dict(selector.remember(input_, chosen))
+        memory = dict(selector.memory_after_sending(input_, chosen))
         residual = input_.target.index_fill(0, chosen, 0.0)
         sent.append(chosen.tolist())
         moments.append(memory["second_moment"].tolist())
@@ -340,7 +340,7 @@ def test_variance_by_hand_over_steps() -> None:
 
 def test_variance_leaves_its_memory_alone_and_finite() -> None:
     input_ = signal(torch.tensor([1e30, 1.0]))
-    memory = Variance().absorb(input_.grad, input_.memory)
+    memory = Variance().memory_with_gradient(input_.grad, input_.memory)
     assert torch.equal(input_.memory["second_moment"], torch.zeros(2))
     assert bool(memory["second_moment"].isfinite().all())
 

@@ -9,7 +9,10 @@ import torch
 import gradwire
 from gradwire import _RENAMED
 from gradwire.codecs.codec import _RENAMED as _RENAMED_OF_CODEC
+from gradwire.codecs.selectors import TopK
 from gradwire.exchanges import AllGather, Exchange
+from gradwire.extend import Selector
+from gradwire.feedback import Feedback, NoFeedback
 
 
 @pytest.mark.parametrize("old", sorted(_RENAMED))
@@ -65,6 +68,25 @@ def test_the_old_name_of_an_exchange_that_keeps_errors_still_works_and_warns() -
     with pytest.warns(DeprecationWarning, match="keeps_server_error"):
         served = type("Served", (Exchange,), {"serves": True})
     assert served.keeps_server_error
+
+
+@pytest.mark.parametrize(
+    ("base", "old", "new"),
+    [
+        (Exchange, "cuts", "sends_slices"),
+        (Exchange, "suits", "auto_may_choose"),
+        (Selector, "absorb", "memory_with_gradient"),
+        (Selector, "remember", "memory_after_sending"),
+        (Feedback, "keeps_mean", "mean_memory"),
+    ],
+)
+def test_the_old_name_of_a_capability_still_works_and_warns(base: type, old: str, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=new):
+        made = type("Made", (base,), {old: "mine"})
+    assert getattr(made, new) == "mine"
+    known = {Exchange: AllGather(), Selector: TopK(0.1), Feedback: NoFeedback()}[base]
+    with pytest.warns(DeprecationWarning, match=new):
+        assert getattr(known, old) == getattr(known, new)
 
 
 ENTRY_POINTS: dict[str, Callable[[torch.nn.Module, float], object]] = {

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fixtures
 import gradwire
-from fake_cuda_graph import WrittenGraph, eager_and_captured
+from fake_cuda_graph import FakeCudaGraph, eager_and_captured
 from spawn import Answers, cases_fixture
 
 # What to compress by, and whether a checkpoint is loaded halfway.
@@ -40,7 +40,7 @@ class Trained(NamedTuple):
 
 
 def train(rank: int, options: dict[str, Any], loads: bool) -> Trained:
-    captured = WrittenGraph.made
+    captured = FakeCudaGraph.made
     net = fixtures.model()
     step, bad = 0, BAD_STEP if options.get("rollback", True) else None
     net[2].weight.register_hook(lambda g: g * torch.nan if rank == 1 and step == bad else g)
@@ -54,7 +54,7 @@ def train(rank: int, options: dict[str, Any], loads: bool) -> Trained:
         fixtures.loss(outer, rank, step).backward()
         optimizer.step()
     assert (wire.report().steps, wire.skipped) == (STEPS, int(bad is not None))
-    return Trained(fixtures.tensors(net), fixtures.memories(wire), wire.link.traffic, WrittenGraph.made - captured)
+    return Trained(fixtures.tensors(net), fixtures.memories(wire), wire.link.traffic, FakeCudaGraph.made - captured)
 
 
 def both(rank: int, world: int, case: tuple[dict[str, Any], bool]) -> tuple[Trained, Trained]:

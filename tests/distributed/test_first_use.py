@@ -15,4 +15,5 @@ def test_compiling_is_logged_once(kind: str, first: bool, lines: int, caplog: py
         for _ in range(2):
             with event.trigger_event("numba:compile"):
                 assert caplog.text.count("compiling CPU kernels") == lines  # while it lasts, not after
+    assert caplog.text.count("once for each kind of kernel") == lines
     assert caplog.text.count("were compiled in") == lines  # by the first rank alone, and only what was compiled

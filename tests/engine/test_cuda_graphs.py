@@ -1,24 +1,37 @@
 """Steps that are captured and replayed compute what eager steps compute, bit for bit."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from fake_cuda_graph import WrittenGraph, WrittenGraphs, largest, zero_nonfinite
+from fake_cuda_graph import FakeCudaGraph, FakeCudaGraphs, largest, zero_nonfinite
 from gradwire.comm.single import SingleBackend
 from gradwire.core.graph_refs import pin, pin_tables
 from gradwire.core.keys import Key, RandomnessInGraph
+from gradwire.core.layout import Scattered
 from gradwire.core.payload import Payload
 from gradwire.core.requests import Gather, Sum
 from gradwire.core.segments import on
-from gradwire.engine import Engine, Plan, Rule, build, capture, checkpoint, cuda_graphs, default_rules, encoders
+from gradwire.engine import (
+    Engine,
+    Plan,
+    Rule,
+    build,
+    capture,
+    checkpoint,
+    cuda_graphs,
+    default_rules,
+    encoders,
+)
 from gradwire.engine.capture import CaptureError, in_collectives, resume
 from gradwire.engine.cuda_graphs import EAGER_STEPS, MAX_ADDRESS_CHANGES, StepExecutor
-from gradwire.engine.drive import Clock, Rounds
+from gradwire.engine.drive import Clock, RoundGenerator
 from gradwire.engine.gradients import FixedGrads
 from gradwire.engine.step import StepResult
+from gradwire.engine.views import GradViews
 from gradwire.kernels import dispatch, fused
 
 SHAPES = {"a.weight": (40, 30), "a.bias": (40,), "b.weight": (20, 40), "b.bias": (10,)}
@@ -56,7 +69,7 @@ class Rank:
     def __init__(
         self,
         plan: Plan,
-        graphs: Callable[[], WrittenGraph] | None,
+        graphs: Callable[[], FakeCudaGraph] | None,
         rollback: bool = True,
         complete: bool = True,
         moves: bool = False,
@@ -115,13 +128,13 @@ def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 @pytest.mark.parametrize("name", SPECS)
 def test_replayed_steps_equal_eager_steps(name: str, complete: bool) -> None:
     plan = plan_of(name)
-    eager, replayed = Rank(plan, None), Rank(plan, WrittenGraphs(), complete=complete)
+    eager, replayed = Rank(plan, None), Rank(plan, FakeCudaGraphs(), complete=complete)
     captures = 1 if name == "no feedback" else 2  # one for each generation of the state
     for number in range(STEPS):
-        made = WrittenGraph.made
+        made = FakeCudaGraph.made
         assert same(replayed.step(number), eager.step(number)), number
         first, last = EAGER_STEPS, EAGER_STEPS + captures
-        assert (WrittenGraph.made > made) == (first <= number < last), number
+        assert (FakeCudaGraph.made > made) == (first <= number < last), number
     assert replayed.captures == [captures] * 2
     for rank in (eager, replayed):
         assert (rank.engine.step, rank.engine.skipped) == (STEPS, len(BAD))
@@ -135,7 +148,7 @@ def test_replayed_steps_equal_eager_steps(name: str, complete: bool) -> None:
 def test_a_start_and_refreshes_of_the_variance_are_replayed_as_eager_steps(start: int) -> None:
     plan = build(SHAPES, default_rules(f"zero_one_adam(start={start}, refresh=2, per=64)"), 1, bucket_bytes=4 * 1000)
     bad = {start: "a.weight", 12: "b.weight"}
-    eager, replayed = Rank(plan, None, bad=bad), Rank(plan, WrittenGraphs(), bad=bad)
+    eager, replayed = Rank(plan, None, bad=bad), Rank(plan, FakeCudaGraphs(), bad=bad)
     for number in range(18):  # of which 6, 10 and 14 send gradients again
         for rank in (eager, replayed):
             for state in rank.engine.states if number == start else ():
@@ -143,11 +156,27 @@ def test_a_start_and_refreshes_of_the_variance_are_replayed_as_eager_steps(start
         assert same(replayed.step(number), eager.step(number)), number
 
 
+@pytest.mark.parametrize("start", [1, 3, 4, 5, 9])
+def test_what_follows_a_start_runs_eagerly_before_it_is_captured(start: int) -> None:
+    """Kernels and tables are made by eager steps: a capture of what never ran would be refused."""
+    plan = build(SHAPES, default_rules(f"onebit_adam(start={start}, per=64)"), 1, bucket_bytes=4 * 1000)
+    eager, replayed = Rank(plan, None, bad={}), Rank(plan, FakeCudaGraphs(), bad={})
+    for number in range(start + 8):
+        for rank in (eager, replayed):
+            for state in rank.engine.states if number == start else ():
+                state.spare = None
+        made = FakeCudaGraph.made
+        assert same(replayed.step(number), eager.step(number)), number
+        of_phase = number - (start if number >= start else 0)
+        assert of_phase >= EAGER_STEPS or FakeCudaGraph.made == made, number
+    assert replayed.captures == [2, 2] and replayed.executor.replayed
+
+
 @pytest.mark.parametrize("complete", [True, False], ids=["status later", "status at once"])
 @pytest.mark.parametrize("name", SPECS)
 def test_gradients_at_moving_addresses_are_staged(name: str, complete: bool) -> None:
     plan = plan_of(name)
-    eager, replayed = Rank(plan, None), Rank(plan, WrittenGraphs(), complete=complete, moves=True)
+    eager, replayed = Rank(plan, None), Rank(plan, FakeCudaGraphs(), complete=complete, moves=True)
     for number in range(STEPS):
         assert same(replayed.step(number), eager.step(number)), number
         staged = [bucket.staging is not None for bucket in replayed.executor._buckets]
@@ -156,13 +185,41 @@ def test_gradients_at_moving_addresses_are_staged(name: str, complete: bool) -> 
     assert replayed.engine.skipped == len(BAD)
 
 
+@pytest.mark.parametrize("given_up", [False, True], ids=["used", "given up"])
+@pytest.mark.parametrize("name", ["dgc", "two_way", "powersgd", "fp16"])
+def test_gradients_become_views_of_buffers(name: str, given_up: bool) -> None:
+    """A step for which they did may be given up before it is run; the next one has other gradients."""
+    plan = plan_of(name)
+    eager, replayed = Rank(plan, None), Rank(plan, FakeCudaGraphs(), moves=True)
+    taken: list[bool] = []
+
+    def take_in_and_run() -> StepResult:
+        grads = dict(replayed.grads)
+        for i, bucket in enumerate(plan.buckets):
+            views = replayed.executor.take_in(i, grads)
+            taken.append(views is not None)
+            names = [name for lane in bucket for name in lane.tensors.names]
+            grads |= dict(zip(names, views, strict=True)) if views else {}
+        if given_up:
+            return replayed.executor.run(dict(replayed.grads), complete=True)
+        results = [replayed.executor.run_bucket(i, grads) for i in range(len(plan.buckets))]
+        replayed.grads = grads
+        return replayed.executor.finish(results, grads, complete=True)
+
+    replayed.run = take_in_and_run
+    replayed.held = deque(maxlen=0)  # nobody keeps gradients of earlier steps
+    for number in range(STEPS):
+        assert same(replayed.step(number), eager.step(number)), number
+    assert any(taken) and replayed.engine.skipped == len(BAD)
+
+
 @pytest.mark.parametrize("moves", [False, True], ids=["once", "after a move"])
 def test_gradients_that_stay_are_looked_at_once(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """DDP keeps its buckets, and says so by one table for all steps."""
-    look, looks = StepExecutor._look, list[int]()
-    monkeypatch.setattr(StepExecutor, "_look", lambda self, i, grads: looks.append(i) or look(self, i, grads))
+    look, looks = StepExecutor._inspect_layout, list[int]()
+    monkeypatch.setattr(StepExecutor, "_inspect_layout", lambda self, i, grads: looks.append(i) or look(self, i, grads))
     plan = plan_of("dgc")
-    eager, replayed = Rank(plan, None), Rank(plan, WrittenGraphs())
+    eager, replayed = Rank(plan, None), Rank(plan, FakeCudaGraphs())
     fixed = FixedGrads(replayed.grads)
     monkeypatch.setattr(replayed, "run", lambda: replayed.executor.run(fixed, complete=True))
     for number in range(STEPS + 6):
@@ -177,13 +234,66 @@ def test_gradients_that_stay_are_looked_at_once(moves: bool, monkeypatch: pytest
 @pytest.mark.parametrize("name", ["dgc", "sign", "fp16"])
 def test_gradients_that_are_not_contiguous_are_captured_where_they_lie(name: str) -> None:
     plan = plan_of(name)
-    eager, replayed = Rank(plan, None), Rank(plan, WrittenGraphs())
+    eager, replayed = Rank(plan, None), Rank(plan, FakeCudaGraphs())
     for rank in (eager, replayed):
         rank.grads["a.weight"] = torch.zeros(30, 40).T
     for number in range(STEPS):
         assert same(replayed.step(number), eager.step(number)), number
     assert all(bucket.staging is None for bucket in replayed.executor._buckets)
     assert min(replayed.captures) > 0 and replayed.engine.skipped == len(BAD)
+
+
+def in_one_bucket(rank: Rank) -> None:
+    """Lay the gradients of a rank as DDP does: in the order of backward, with 1-D tensors between weights, for good."""
+    flat, at = torch.zeros(sum(grad.numel() for grad in rank.grads.values())), 0
+    for name in reversed(list(SHAPES)):
+        grad = rank.grads[name]
+        rank.grads[name] = flat[at : at + grad.numel()].view(grad.shape)
+        at += grad.numel()
+    fixed = FixedGrads(rank.grads)
+    rank.run = lambda: rank.executor.run(fixed, complete=rank.complete)
+
+
+PIECES = {name: SPECS[name] for name in ("common momentum", "preconditioned")}
+PIECES["as they are"] = ("topk(0.05) | int32", "preconditioned_momentum(masking=True)", None)
+
+
+@pytest.mark.parametrize("rollback", [True, False])
+@pytest.mark.parametrize("name", PIECES)
+def test_gradients_between_others_are_read_and_written_where_they_lie(
+    name: str, rollback: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = build(SHAPES, default_rules(*PIECES[name]), 1)
+    assert [lane.tensors.names for lane in plan.lanes] == [("b.bias", "a.bias"), ("b.weight", "a.weight")]
+    bad = BAD if rollback else {}
+    eager = Rank(plan, None, rollback, bad=bad)
+    known = [eager.step(number) for number in range(STEPS)]
+    monkeypatch.setattr(GradViews, "_takes_scattered", True)  # as on a GPU; these are definitions
+    write, written = GradViews.write_, list[int]()
+    monkeypatch.setattr(
+        GradViews,
+        "write_",
+        lambda view, x: written.append(len(x.parts) if isinstance(x, Scattered) else 1) or write(view, x),
+    )
+    replayed = Rank(plan, FakeCudaGraphs(), rollback, bad=bad)
+    in_one_bucket(replayed)
+    assert all(same(replayed.step(number), known[number]) for number in range(STEPS))
+    assert min(replayed.captures) > 0 and written[-2:] == [1, 2]  # the bundle's, and both weights
+
+
+@pytest.mark.parametrize("last", [2, 3])
+def test_a_capture_that_fails_finds_gradients_between_others_as_they_were(
+    last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = build(SHAPES, default_rules(*PIECES["common momentum"]), 1)
+    eager = Rank(plan, None)
+    known = [eager.step(number) for number in range(STEPS)]
+    monkeypatch.setattr(GradViews, "_takes_scattered", True)  # as on a GPU; these are definitions
+    fail_captures(monkeypatch, lambda segment: segment % last == 0)
+    replayed = Rank(plan, FakeCudaGraphs())
+    in_one_bucket(replayed)
+    assert all(same(replayed.step(number), known[number]) for number in range(STEPS))
+    assert replayed.captures == [0]
 
 
 def addresses(rank: Rank) -> list[int]:
@@ -195,11 +305,11 @@ def test_state_that_is_changed_in_place_stays_there(name: str) -> None:
     rules = (Rule("fp16", name="b.weight", feedback="residual"), *default_rules(*SPECS[name]))
     plan = build(SHAPES, rules, 1, bucket_bytes=4)
     assert {lane.fused for lane in plan.lanes} == {True, False}  # what no kernel changes is copied to where it was
-    eager, replayed = Rank(plan, None, bad={}), Rank(plan, WrittenGraphs(), rollback=False, bad={})
+    eager, replayed = Rank(plan, None, bad={}), Rank(plan, FakeCudaGraphs(), rollback=False, bad={})
     for number in range(9):
-        made, at = WrittenGraph.made, addresses(replayed)
+        made, at = FakeCudaGraph.made, addresses(replayed)
         assert same(replayed.step(number), eager.step(number)), number
-        assert (WrittenGraph.made > made) == (number == EAGER_STEPS), number
+        assert (FakeCudaGraph.made > made) == (number == EAGER_STEPS), number
         assert number <= EAGER_STEPS or addresses(replayed) == at, number
     assert set(replayed.captures) == {1}
     assert replayed.engine.accounting.encoded == eager.engine.accounting.encoded
@@ -221,7 +331,7 @@ def fail_captures(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool])
 def test_a_failed_capture_in_place_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_captures(monkeypatch, lambda segment: segment in (2, 4))  # the first ones have changed the state
     plan = plan_of("dgc")
-    eager, replayed = Rank(plan, None, bad={}), Rank(plan, WrittenGraphs(), rollback=False, bad={})
+    eager, replayed = Rank(plan, None, bad={}), Rank(plan, FakeCudaGraphs(), rollback=False, bad={})
     for number in range(9):
         assert same(replayed.step(number), eager.step(number)), number
     assert replayed.captures == [1, 1]  # the second try succeeded
@@ -231,29 +341,31 @@ def test_a_failed_capture_in_place_changes_nothing(monkeypatch: pytest.MonkeyPat
 def test_a_failed_capture_runs_eagerly_and_sends_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_captures(monkeypatch, lambda segment: segment % 2 == 0)  # after a message has been sent
     plan = plan_of("dgc")
-    eager, replayed = Rank(plan, None), Rank(plan, WrittenGraphs())
+    eager, replayed = Rank(plan, None), Rank(plan, FakeCudaGraphs())
     for number in range(STEPS + 10):
         assert same(replayed.step(number), eager.step(number)), number
     assert replayed.backend.traffic == eager.backend.traffic
     assert replayed.engine.accounting.encoded == eager.engine.accounting.encoded and replayed.captures == [0, 0]
 
 
+@pytest.mark.parametrize("spec", ["topk(0.05) | int32", "int8"])
 @pytest.mark.parametrize("last", [3, 4])
 def test_a_capture_that_fails_at_its_end_finds_gradients_as_they_were(
-    last: int, monkeypatch: pytest.MonkeyPatch
+    last: int, spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lane that has received everything may not overwrite its gradients while another one still communicates."""
-    rules = (Rule("int4", name="b.*", exchange="two_way"), *default_rules("topk(0.05) | int32", bundle=None))
+    """A lane that has received everything may write its update while another one still communicates."""
+    alone = Rule(spec, name="a.weight", feedback="residual", exchange="allgather")  # end to end: written where it lies
+    rules = (Rule("int4", name="b.*", exchange="two_way"), alone, *default_rules("topk(0.05) | int32", bundle=None))
     plan = build(SHAPES, rules, 1)
     fail_captures(monkeypatch, lambda segment: segment % last == 0)
-    eager, replayed = Rank(plan, None), Rank(plan, WrittenGraphs())
+    eager, replayed = Rank(plan, None), Rank(plan, FakeCudaGraphs())
     for number in range(STEPS):
         assert same(replayed.step(number), eager.step(number)), number
     assert replayed.captures == [0]
 
 
 def test_without_room_for_a_copy_nothing_is_captured_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank, clone = Rank(plan_of("dgc"), WrittenGraphs(), rollback=False, bad={}), Tensor.clone
+    rank, clone = Rank(plan_of("dgc"), FakeCudaGraphs(), rollback=False, bad={}), Tensor.clone
     capturing = cuda_graphs.StepExecutor._capture
 
     def full(x: Tensor) -> Tensor:
@@ -274,7 +386,7 @@ def test_without_room_for_a_copy_nothing_is_captured_in_place(monkeypatch: pytes
 
 def test_a_state_changed_in_place_can_be_replaced_by_a_checkpoint() -> None:
     plan = plan_of("dgc")
-    replayed, eager = (Rank(plan, graphs, rollback=False, bad={6: "b.weight"}) for graphs in (WrittenGraphs(), None))
+    replayed, eager = (Rank(plan, graphs, rollback=False, bad={6: "b.weight"}) for graphs in (FakeCudaGraphs(), None))
     for number in range(12):
         if number == 5:
             saved = [checkpoint.save(rank.engine, "") for rank in (replayed, eager)]
@@ -293,7 +405,7 @@ def test_a_state_changed_in_place_can_be_replaced_by_a_checkpoint() -> None:
 
 def test_another_state_is_captured_anew() -> None:
     plan = plan_of("dgc")
-    eager, replayed = Rank(plan, None), Rank(plan, WrittenGraphs())
+    eager, replayed = Rank(plan, None), Rank(plan, FakeCudaGraphs())
     for number in range(STEPS + 4):
         if number == 7:  # as if a checkpoint had been loaded
             for rank in (eager, replayed):
@@ -306,7 +418,7 @@ def test_another_state_is_captured_anew() -> None:
 def test_another_codec_is_captured_anew() -> None:
     rules = default_rules({0: "topk(0.1) | int32", 6: "topk(0.05) | int32"}, "residual")
     plan = build(SHAPES, rules, 1)
-    eager, replayed = Rank(plan, None), Rank(plan, WrittenGraphs())
+    eager, replayed = Rank(plan, None), Rank(plan, FakeCudaGraphs())
     for number in range(STEPS):
         assert same(replayed.step(number), eager.step(number)), number
     assert replayed.captures == [2]
@@ -315,7 +427,7 @@ def test_another_codec_is_captured_anew() -> None:
 @pytest.mark.parametrize("spec", ["qsgd", "topk(0.1) | qsgd | int32", "terngrad"])
 def test_random_codecs_are_captured_and_draw_anew_at_every_step(spec: str) -> None:
     plan = build(SHAPES, default_rules(spec), 1, bucket_bytes=4 * 1000)
-    eager, replayed = Rank(plan, None, bad={}), Rank(plan, WrittenGraphs(), bad={})
+    eager, replayed = Rank(plan, None, bad={}), Rank(plan, FakeCudaGraphs(), bad={})
     for number in range(STEPS):
         assert same(replayed.step(number), eager.step(number)), number
     assert min(replayed.captures) > 0
@@ -337,7 +449,7 @@ def test_a_host_that_draws_inside_a_capture_is_refused() -> None:
 )
 def test_a_bucket_with_one_capture_overwrites_nothing(spec: str, dense: str, known: list[int]) -> None:
     plan = build(SHAPES, (Rule("fp16", name=dense), *default_rules(spec, "residual")), 1, bucket_bytes=4)
-    eager, replayed = Rank(plan, None), Rank(plan, WrittenGraphs())
+    eager, replayed = Rank(plan, None), Rank(plan, FakeCudaGraphs())
     for number in range(STEPS):
         assert same(replayed.step(number), eager.step(number)), number
     assert replayed.captures == known and replayed.engine.skipped == len(BAD)
@@ -347,14 +459,14 @@ def test_a_bucket_with_one_capture_overwrites_nothing(spec: str, dense: str, kno
 def test_a_bucket_that_is_captured_anew_alone_is_overwritten_by_no_other(name: str) -> None:
     rules = (Rule({0: "int8", 7: "int4"}, name=name, feedback="residual"), *default_rules("sign", "residual"))
     plan = build(SHAPES, rules, 1, bucket_bytes=4)
-    eager, replayed = Rank(plan, None), Rank(plan, WrittenGraphs())
+    eager, replayed = Rank(plan, None), Rank(plan, FakeCudaGraphs())
     for number in range(STEPS + 4):
         assert same(replayed.step(number), eager.step(number)), number
     assert replayed.captures == [2, 2] and replayed.engine.skipped == len(BAD)
 
 
 def test_a_generator_is_resumed_where_it_could_not_be_captured() -> None:
-    def rounds() -> Rounds[Tensor]:
+    def rounds() -> RoundGenerator[Tensor]:
         (first,) = yield [Sum(torch.ones(2))]
         (second,) = yield [Gather(Payload(torch.ones(1, dtype=torch.uint8)), 1)]
         total: Tensor = first + second[0].data
@@ -365,15 +477,15 @@ def test_a_generator_is_resumed_where_it_could_not_be_captured() -> None:
     assert backend.traffic.collectives == 2
     assert resume(in_collectives(rounds(), backend), backend, [torch.full((2,), 5.0)]).tolist() == [6.0, 6.0]
     assert backend.traffic.collectives == 3
-    captured = capture.capture(in_collectives(rounds(), backend), backend, WrittenGraph)
+    captured = capture.capture(in_collectives(rounds(), backend), backend, FakeCudaGraph)
     assert captured.replay(backend, Clock()).tolist() == [2.0, 2.0] and backend.traffic.collectives == 7
 
-    def wrong() -> Rounds[Tensor]:
+    def wrong() -> RoundGenerator[Tensor]:
         yield [Sum(torch.ones(2))]
         raise RuntimeError("no")
 
     with pytest.raises(CaptureError) as refused:
-        capture.capture(in_collectives(wrong(), backend), backend, WrittenGraph)
+        capture.capture(in_collectives(wrong(), backend), backend, FakeCudaGraph)
     assert [x.tolist() for x in refused.value.results] == [[1.0, 1.0]] and not refused.value.permanent
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from gradwire.engine import Engine, Lockstep, Plan, build, default_rules
-from gradwire.engine.encoders import Composed, Encoder, FusedDense, FusedSum, FusedTopK
+from gradwire.engine.encoders import ComposedEncoder, Encoder, FusedDenseEncoder, FusedSumEncoder, FusedTopKEncoder
 from gradwire.engine.gradients import views_of
-from gradwire.engine.state import Generation
+from gradwire.engine.state import LaneMemory
 from gradwire.engine.views import GradViews
 from gradwire.kernels.dispatch import reference_only
 
@@ -124,26 +124,26 @@ def encoders_of(
 @pytest.mark.parametrize("granularity", ["layer", "model"])
 @pytest.mark.parametrize("how", FUSED, ids=lambda how: how[0])
 def test_fused_equals_composed(how: tuple[str, str | None, str | None], granularity: str) -> None:
-    assert encoders_of(*how, granularity) & {FusedTopK, FusedDense, FusedSum}
+    assert encoders_of(*how, granularity) & {FusedTopKEncoder, FusedDenseEncoder, FusedSumEncoder}
     with reference_only():
-        assert encoders_of(*how, granularity) == {Composed}
+        assert encoders_of(*how, granularity) == {ComposedEncoder}
     same(*how, granularity)
 
 
 @pytest.mark.parametrize("how", COMPOSED, ids=lambda how: f"{how[0]} {how[1]}")
 def test_what_has_no_fused_kernel_is_composed(how: tuple[str, str | None, str | None]) -> None:
-    assert encoders_of(*how) == {Composed}
+    assert encoders_of(*how) == {ComposedEncoder}
 
 
 @pytest.mark.parametrize(
     ("how", "encoder"),
     [
-        (("topk(0.01)", None, None), FusedTopK),
-        (("dgc(0.01)", None, None), FusedTopK),
-        (("sign", None, "two_way"), FusedDense),
-        (("int4", "residual", None), FusedDense),
-        (("fp32", "residual", "allreduce"), FusedSum),
-        (("fp32", "residual", "allgather"), Composed),  # whose payloads are not added
+        (("topk(0.01)", None, None), FusedTopKEncoder),
+        (("dgc(0.01)", None, None), FusedTopKEncoder),
+        (("sign", None, "two_way"), FusedDenseEncoder),
+        (("int4", "residual", None), FusedDenseEncoder),
+        (("fp32", "residual", "allreduce"), FusedSumEncoder),
+        (("fp32", "residual", "allgather"), ComposedEncoder),  # whose payloads are not added
     ],
 )
 def test_encoders_are_chosen_by_what_stages_declare(
@@ -229,8 +229,8 @@ def test_gradients_of_sixteen_bits(
     for lane, state in zip(plan.lanes, engine.states, strict=True):
         read.clear()
         views = views_of(lane, gradients(0, dtype)[0], engine.device)
-        lane.encoder(0).encode(views, state, Generation({}), lane.context(engine.key, WORLD), [])
-        is_composed = isinstance(lane.encoder(0), Composed)
+        lane.encoder(0).encode(views, state, LaneMemory({}), lane.context(engine.key, WORLD), [])
+        is_composed = isinstance(lane.encoder(0), ComposedEncoder)
         assert set(read) == {torch.float32 if is_composed else dtype}  # kernels widen as they go
         fused += not is_composed
     assert fused

@@ -12,7 +12,7 @@ import gradwire
 from gradwire.comm.single import SingleBackend
 from gradwire.engine import Engine, Lockstep, Plan, Rule, build, checkpoint, default_rules
 from gradwire.engine.batched import Batched
-from gradwire.engine.drive import Clock, Rounds, execute
+from gradwire.engine.drive import Clock, RoundGenerator, execute
 from spawn import Answers, cases_fixture
 
 WORLD = 3
@@ -135,7 +135,7 @@ def test_a_parameter_without_a_gradient_on_any_rank_is_an_error() -> None:
         step_of(engines, gradients(0, lacking="b.weight"))
 
 
-def error_of(rounds: Rounds[Any]) -> Rounds[str]:
+def error_of(rounds: RoundGenerator[Any]) -> RoundGenerator[str]:
     try:
         yield from rounds
     except RuntimeError as error:

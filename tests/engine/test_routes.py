@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 import fixtures
 import gradwire
-from fake_cuda_graph import WrittenGraphs, largest, zero_nonfinite
+from fake_cuda_graph import FakeCudaGraphs, largest, zero_nonfinite
 from gradwire.comm.single import SingleBackend
 from gradwire.engine import encoders
 from gradwire.engine.batched import Batched
 from gradwire.engine.cuda_graphs import EAGER_STEPS, StepExecutor
-from gradwire.engine.encoders import Composed, Encoder, FusedDense, FusedSum, FusedTopK
+from gradwire.engine.encoders import ComposedEncoder, Encoder, FusedDenseEncoder, FusedSumEncoder, FusedTopKEncoder
 from gradwire.engine.hosts import HostEngine
 from gradwire.engine.step import Engine
 from gradwire.integrations import wire as wires
@@ -37,7 +37,12 @@ from gradwire.integrations.wire import Wire
 from gradwire.kernels import dispatch, fused
 
 EXECUTORS = ("eager", "graphs, status at once", "graphs, status later", "batched")
-KINDS: dict[type[Encoder], str] = {Composed: "composed", FusedTopK: "fused", FusedDense: "fused", FusedSum: "fused"}
+KINDS: dict[type[Encoder], str] = {
+    ComposedEncoder: "composed",
+    FusedTopKEncoder: "fused",
+    FusedDenseEncoder: "fused",
+    FusedSumEncoder: "fused",
+}
 ENCODERS = ("composed", "fused")
 SPECS = {"composed": ("fp16", "sign"), "fused": ("topk(0.1) | int32", "int4")}  # under error feedback
 ROUTES = list(product(EXECUTORS, ENCODERS))
@@ -107,7 +112,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "faster", lambda device: {})
     monkeypatch.setattr(fused, "_largest", largest)
     monkeypatch.setattr(encoders, "zero_nonfinite", zero_nonfinite)
-    monkeypatch.setattr(wires, "graphs_on", lambda device: WrittenGraphs())
+    monkeypatch.setattr(wires, "graphs_on", lambda device: FakeCudaGraphs())
 
 
 class WaitingBackend(SingleBackend):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fake_cuda_graph import WrittenGraph, WrittenGraphs, largest, zero_nonfinite
+from fake_cuda_graph import FakeCudaGraph, FakeCudaGraphs, largest, zero_nonfinite
 from gradwire.codecs import decoding
 from gradwire.comm.backend import CountingBackend
 from gradwire.comm.collectives import Collective
@@ -21,7 +21,7 @@ from gradwire.core.payload import CorruptMessageError, Payload
 from gradwire.core.requests import Gather, Request, SendRecv, Sum
 from gradwire.engine import Engine, Lockstep, Plan, build, checkpoint, default_rules, encoders, status
 from gradwire.engine.cuda_graphs import EAGER_STEPS, StepExecutor
-from gradwire.engine.drive import Clock, Rounds
+from gradwire.engine.drive import Clock, RoundGenerator
 from gradwire.engine.lockstep import move
 from gradwire.engine.overflow import SkippedSteps
 from gradwire.engine.status import ALL_MISSING, CORRUPT, MISSING, NONFINITE, UNSUPPORTED
@@ -58,7 +58,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoders, "zero_nonfinite", zero_nonfinite)
 
 
-class FailingGraph(WrittenGraph):
+class FailingGraph(FakeCudaGraph):
     """Fails at the end of every capture, as CUDA does where something has read from the device."""
 
     @contextmanager
@@ -129,7 +129,7 @@ def in_lockstep(engines: list[Engine], group: Lockstep) -> list[list[Tensor]]:
 
 
 def captured(
-    engine: Engine, group: ThreadedGroup, graphs: Callable[[], WrittenGraph]
+    engine: Engine, group: ThreadedGroup, graphs: Callable[[], FakeCudaGraph]
 ) -> tuple[list[Tensor], list[int]]:
     """The same of one rank whose status stays on the device; and how many captures each bucket has."""
     executor = StepExecutor(engine, ThreadedBackend(group, engine.rank), Clock(), graphs)
@@ -152,7 +152,7 @@ def test_a_status_left_on_the_device_equals_one_read_at_once(how: tuple[str, str
     known = in_lockstep(reading, Lockstep(WORLD))
     group, fails = ThreadedGroup(), how[0].startswith("randomk")
     with ThreadPoolExecutor(WORLD) as pool:
-        graphs = [FailingGraph if fails else WrittenGraphs() for _ in leaving]
+        graphs = [FailingGraph if fails else FakeCudaGraphs() for _ in leaving]
         tasks = [pool.submit(captured, engine, group, make) for engine, make in zip(leaving, graphs, strict=True)]
         found = [task.result() for task in tasks]
     for (left, captures), expected in zip(found, known, strict=True):
@@ -181,7 +181,7 @@ def test_messages_of_fixed_length_lead_to_the_same(how: tuple[str]) -> None:
 
 def lone_executor(rollback: bool = True) -> StepExecutor:
     plan = build(SHAPES, default_rules("topk(0.01) | int32"), 1)
-    return StepExecutor(Engine(plan, 0, 1, 0, CPU, rollback), SingleBackend(), Clock(), WrittenGraphs())
+    return StepExecutor(Engine(plan, 0, 1, 0, CPU, rollback), SingleBackend(), Clock(), FakeCudaGraphs())
 
 
 def lone_step(executor: StepExecutor, grads: dict[str, Tensor], step: int) -> None:
@@ -284,7 +284,7 @@ REQUESTS: dict[str, Request] = {
 }
 
 
-def rounds_of(request: Request) -> Rounds[Any]:
+def rounds_of(request: Request) -> RoundGenerator[Any]:
     (answer,) = yield [request]
     return answer
 
@@ -331,7 +331,7 @@ def test_gradients_that_others_lack_skip_no_step() -> None:
 
 
 def test_a_bucket_without_a_round_has_no_status() -> None:
-    def silent() -> Rounds[str]:
+    def silent() -> RoundGenerator[str]:
         yield from ()
         return "done"
 
@@ -383,7 +383,7 @@ def check_as_on_a_device(wrong: Tensor, error: str) -> bool:
 def until_corrupt(engine: Engine, group: ThreadedGroup, captured: bool) -> tuple[int, str]:
     """The step in which a rank raises an error, and the error; the last rank receives a damaged message."""
     backend = DamagingBackend(group, engine.rank)
-    executor = StepExecutor(engine, backend, Clock(), WrittenGraphs() if captured else None)
+    executor = StepExecutor(engine, backend, Clock(), FakeCudaGraphs() if captured else None)
     grads = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(DAMAGED + 4):
         for name, x in gradients(step + 100)[engine.rank].items():

@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 import fixtures
 import gradwire
 from gradwire.codecs.decoding import Entries
+from gradwire.core.layout import Flat, Scattered, memory_layout
 from gradwire.engine import Engine, Lockstep, Plan, Rule, build, default_rules, views
-from gradwire.engine.views import LONG_RUN, GradViews
+from gradwire.engine.views import GradViews
 from gradwire.kernels import fused
 from spawn import Answers, cases_fixture
 
@@ -25,6 +26,10 @@ RULES = {
     "composed": default_rules("topk(0.01)", "none", bundle=None),
     "two lanes": (Rule("topk(0.02) | fp16", name="a.*"), *default_rules("topk(0.01)", bundle=None)),
     "a dense lane": default_rules("dgc(0.01)"),
+    "signs": default_rules("ef_signsgd", bundle=None),
+    "signs of blocks": default_rules("sign(per=1000)", "residual", "allgather", bundle=None),
+    "integers": default_rules("int4(block=100)", "residual", "two_way", bundle=None),
+    "levels": default_rules("qsgd", bundle=None),
     "more rounds": (Rule("int4", name="b.*", exchange="two_way"), *default_rules("topk(0.01)", bundle=None)),
     "a mean that is no update": (Rule("topk(0.02)", name="a.*", feedback="ef21"), *default_rules("topk(0.01)")),
     "float32": default_rules("fp32"),
@@ -145,14 +150,6 @@ def test_any_layout_equals_a_copy(kind: str, world: int, layout: str, bucket_byt
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", RULES)
-def test_runs_that_are_long_are_read_one_by_one(kind: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, known = build(SHAPES, RULES[kind], 3), plain_steps(kind, 1.0)
-    monkeypatch.setattr(views, "LONG_RUN", 1)
-    assert all(map(torch.equal, run_steps(plan, LAYOUTS[layout]), known))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", RULES)
 def test_unscaled_gradients_equal_a_copy(kind: str, layout: str) -> None:
     plan = build(SHAPES, RULES[kind], 3)
     assert all(map(torch.equal, run_steps(plan, LAYOUTS[layout], unscale=0.37), plain_steps(kind, 0.37)))
@@ -229,8 +226,8 @@ def test_no_vector_beside_the_gradients(world: int, rollback: bool, monkeypatch:
     written: list[int] = []
     scatter = fused.scatter_mean_
 
-    def write(out: Tensor, *entries: Any) -> None:
-        written.append(out.data_ptr())
+    def write(out: Flat, *entries: Any) -> None:
+        written.append((out if isinstance(out, Tensor) else out.parts[0]).data_ptr())
         scatter(out, *entries)
 
     def refused(*args: object) -> Tensor:
@@ -239,27 +236,24 @@ def test_no_vector_beside_the_gradients(world: int, rollback: bool, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(Entries, "mean", refused)
         patch.setattr(fused, "scatter_mean_", write)
-        # Over the vector that was encoded, and from there to the gradients.
-        separate = run_steps(plan, rollback=rollback)
         patch.setattr(torch, "_foreach_copy_", refused)
-        patch.setattr(GradViews, "_runs_of_copy", refused)
+        patch.setattr(GradViews, "_encoded", refused)
+        separate = run_steps(plan, rollback=rollback)
         joint = run_steps(plan, end_to_end, rollback=rollback)
     assert all(map(torch.equal, separate, known)) and all(map(torch.equal, joint, known))
     assert len(written) == 2 * world * len(plan.lanes) * (6 if rollback else 2)
     assert all(at % 16 == 4 for at in written[len(written) // 2 :])  # where gradients lie; copies are aligned
 
 
-def test_long_gradients_are_read_where_they_lie() -> None:
-    long, short = torch.randn(LONG_RUN + 1), torch.randn(LONG_RUN // 4)
-    other = long + 1
-    runs = GradViews([long, other], CPU).runs()
-    assert [run.flat.data_ptr() for run in runs] == [long.data_ptr(), other.data_ptr()]
-    assert [run.start for run in runs] == [0, long.numel()]
-    both = GradViews([short, short + 1], CPU).runs()
-    assert len(both) == 1 and both[0].flat.data_ptr() != short.data_ptr()
-    halves = torch.randn(2 * LONG_RUN).split(LONG_RUN)
-    neighbors = GradViews(halves, CPU).runs()
-    assert len(neighbors) == 1 and neighbors[0].flat.data_ptr() == halves[0].data_ptr()
+def test_gradients_are_read_where_they_lie() -> None:
+    apart = [torch.randn(n) for n in (3, 70_000, 5)]
+    vector = GradViews(apart, CPU).vector()
+    assert isinstance(vector, Scattered) and memory_layout(vector.parts) == memory_layout(apart)
+    halves = torch.randn(8).split(4)
+    neighbors = GradViews(halves, CPU).vector()
+    assert isinstance(neighbors, Tensor) and neighbors.data_ptr() == halves[0].data_ptr()
+    scaled = GradViews(apart, CPU, factor=0.5).vector()
+    assert isinstance(scaled, Tensor) and torch.equal(scaled, 0.5 * torch.cat(apart))
 
 
 @pytest.mark.parametrize("across", [None, [[0, 1], [2, 3]]], ids=["flat", "hosts"])
@@ -311,15 +305,16 @@ def train(rank: int, spec: str, hooked: bool, options: dict[str, Any]) -> tuple[
 
 def both(rank: int, world: int, case: tuple[str, bool, dict[str, Any]]) -> tuple[int, Any, Any]:
     read: list[bool] = []
-    runs = GradViews.runs
+    vector = GradViews.vector
 
-    def spy(self: GradViews) -> Any:
-        found = runs(self)
-        read.append(found[0].flat.data_ptr() == self.grads[0].data_ptr())
+    def spy(self: GradViews, widened: bool = False) -> Any:
+        found = vector(self, widened)
+        first = found if isinstance(found, Tensor) else found.parts[0]
+        read.append(first.data_ptr() == self.grads[0].data_ptr())
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradViews, "runs", spy)
+        patch.setattr(GradViews, "vector", spy)
         in_place = train(rank, *case)
     with pytest.MonkeyPatch.context() as patch:
         copy_all(patch)

@@ -257,11 +257,24 @@ def test_selection_where_all_that_is_large_lies_together() -> None:
     assert torch.equal(fast, slow)
 
 
+def test_large_buffers_make_room_for_each_other() -> None:
+    """What half of 25.6 million entries takes stays; beyond that, the oldest goes."""
+    sizes = [13 * 2**23, 13 * 2**22, 2**23, 2**24]
+    held = [buffer_pool.pooled_empty(size, "uint8") for size in sizes]
+    where = {array.ctypes.data for array in held}
+    del held
+    held = [buffer_pool.pooled_empty(size, "uint8") for size in sizes]
+    assert {array.ctypes.data for array in held} == where
+    large = buffer_pool.pooled_empty(2**28, "uint8")
+    del held, large
+    assert sum(memory.size for memory in buffer_pool._idle.values()) == 2**28
+
+
 def test_large_buffers_come_back_when_nothing_refers_to_them() -> None:
-    first = torch.from_numpy(buffer_pool.lend(2_000_000, "float32"))
+    first = torch.from_numpy(buffer_pool.pooled_empty(2_000_000, "float32"))
     where = first.data_ptr()
     held = first[5:10]
     del first
-    assert torch.from_numpy(buffer_pool.lend(2_000_000, "float32")).data_ptr() != where
+    assert torch.from_numpy(buffer_pool.pooled_empty(2_000_000, "float32")).data_ptr() != where
     del held
-    assert torch.from_numpy(buffer_pool.lend(2_000_000, "float32")).data_ptr() == where
+    assert torch.from_numpy(buffer_pool.pooled_empty(2_000_000, "float32")).data_ptr() == where

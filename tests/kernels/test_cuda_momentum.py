@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from gradwire.core.layout import Scattered, in_one_place
 from gradwire.kernels import fused, momentum, quantize
 from gradwire.kernels.dispatch import reference_only
 from gradwire.kernels.groups import block_lengths
@@ -18,7 +19,8 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 
 from gradwire.kernels import cuda
 from gradwire.kernels.cuda import block_signs
-from gradwire.kernels.cuda.tables import grid
+from gradwire.kernels.cuda.places import by_block, by_tile
+from gradwire.kernels.cuda.tables import BLOCK, grid
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # the interpreter divides by NumPy
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -113,6 +115,140 @@ def test_a_gradient_of_sixteen_bits_that_begins_anywhere():
     found = cuda.momentum_sign_(moved, memory, Momentum(m.to(DEVICE), d.to(DEVICE), 0.9), 1.0, lengths, False)
     for a, b in zip((*found, memory), (*expected, left), strict=True):
         same(a, b)
+
+
+def in_pieces(x, cuts, gap=4):
+    """The same vector in pieces of these lengths, with ``gap`` entries between them."""
+    around = torch.full((x.numel() + gap * (len(cuts) + 1),), torch.nan, device=DEVICE)
+    pieces, at = [], gap
+    for part in x.split(list(cuts)):
+        pieces.append(around[at : at + part.numel()].copy_(part))
+        at += part.numel() + gap
+    return Scattered(tuple(pieces)), around
+
+
+# Blocks of 1024 that lie in one piece each, at addresses aligned to 16 bytes or not; and one that lies in two.
+CUTS = {"aligned": ((3072, 1064, 2051), 4), "odd": ((3072, 1064, 2051), 3), "astride": ((3000, 1136, 2051), 4)}
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+def test_signs_of_momentum_of_a_gradient_in_pieces(cuts):
+    lengths, (sizes, gap) = TABLES["blocks"], CUTS[cuts]
+    g, e, m, d = inputs(sum(lengths))
+    left = e.clone()
+    expected = plain(momentum.momentum_sign_, g, left, Momentum(m, d, 0.9), 1.0, lengths, False)
+    pieces, around = in_pieces(g, sizes, gap)
+    kept, memory = around.clone(), e.to(DEVICE)
+    theirs = Momentum(m.to(DEVICE), d.to(DEVICE), 0.9)
+    assert (by_block(pieces, lengths) is None) == (cuts == "astride")
+    found = cuda.momentum_sign_(pieces, memory, theirs, 1.0, lengths, False)
+    for a, b in zip((*found, memory), (*expected, left), strict=True):
+        same(a, b)
+    assert torch.equal(around.nan_to_num(), kept.nan_to_num())  # it is only read
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+def test_a_product_is_written_to_pieces(cuts):
+    lengths, (sizes, gap) = TABLES["blocks"], CUTS[cuts]
+    _, e, _, d = inputs(sum(lengths))
+    counts = torch.tensor(lengths)
+    data, mean = plain(quantize.sign_encode, e, counts, False), torch.empty_like(e)
+    product = torch.empty_like(e)
+    plain(momentum.sign_decode_times_, data, counts, mean, d, product)
+    pieces, around = in_pieces(torch.zeros_like(e), sizes, gap)
+    found = torch.empty_like(e, device=DEVICE)
+    cuda.sign_decode_times_(data.to(DEVICE), counts.to(DEVICE), found, d.to(DEVICE), pieces)
+    same(found, mean)
+    same(in_one_place(pieces), product)
+    assert int(around.isnan().sum()) == gap * (len(sizes) + 1)  # nothing between them was written
+
+
+SELECTED = {  # lengths, of which some are small, short of nothing, or cross tiles; and how many of each are wanted
+    "one": ((9000,), (90,)),
+    "several": ((5000, 0, 3001, 16), (50, 0, 0, 16)),
+    "dense": ((6000, 4096), (2000, 40)),
+    "many": ((70000,), (3000,)),
+    "none": ((700,), (0,)),
+}
+
+
+@pytest.mark.parametrize("subtract", [0, 1, 2])
+@pytest.mark.parametrize("divides", [False, True])
+@pytest.mark.parametrize("table", SELECTED)
+def test_selections_of_momentum(table, divides, subtract):
+    lengths, counts = SELECTED[table]
+    n = sum(lengths)
+    _, e, m, d = inputs(n, bad=False)
+    first, kept = e.clone(), m.clone()
+    residual, last = e.to(DEVICE), m.to(DEVICE)
+    for step in range(3):
+        g = inputs(n + step)[0][:n] if step == 1 else inputs(n + step, bad=False)[0][:n]
+        known = Momentum(kept, d if divides else None, 0.8)
+        expected = plain(momentum.momentum_topk_, g, (first, first), known, kept, subtract, 0.9, lengths, counts)
+        theirs = Momentum(last, d.to(DEVICE) if divides else None, 0.8)
+        held = residual.clone(), last.clone()
+        new = residual if step == 2 else torch.full_like(residual, torch.nan)  # in place, at last
+        out = last if step == 2 else torch.full_like(last, torch.nan)
+        found = cuda.momentum_topk_(g.to(DEVICE), (residual, new), theirs, out, subtract, 0.9, lengths, counts)
+        for a, b in zip((*found, new, out), (*expected, first, kept), strict=True):
+            same(a, b)
+        if step < 2:
+            same(residual, held[0].cpu())
+            same(last, held[1].cpu())
+        assert bool(expected.nonfinite) == (step == 1)
+        residual, last = new, out
+
+
+def test_a_selection_without_momentum_of_its_own_leaves_the_common_one():
+    lengths, counts = SELECTED["several"]
+    g, e, m, d = inputs(sum(lengths))
+    left = e.clone()
+    expected = plain(momentum.momentum_topk_, g, (left, left), Momentum(m, d, 0.9), None, 1, 1.0, lengths, counts)
+    residual, theirs = e.to(DEVICE), Momentum(m.clone().to(DEVICE), d.to(DEVICE), 0.9)
+    found = cuda.momentum_topk_(g.to(DEVICE), (residual, residual), theirs, None, 1, 1.0, lengths, counts)
+    for a, b in zip((*found, residual, theirs.last), (*expected, left, m), strict=True):
+        same(a, b)
+
+
+# Tiles of 2048 that lie in one piece each, aligned or not; and one that lies in two.
+TILES = {"aligned": ((4096, 2048, 1900), 4), "odd": ((4096, 2048, 1900), 1), "astride": ((4000, 2144, 1900), 4)}
+
+
+@pytest.mark.parametrize("cuts", TILES)
+def test_selections_of_momentum_of_a_gradient_in_pieces(cuts):
+    sizes, gap = TILES[cuts]
+    lengths, counts = (3000, 5044), (40, 60)
+    g, e, m, d = inputs(sum(lengths))
+    left, kept = e.clone(), m.clone()
+    expected = plain(momentum.momentum_topk_, g, (left, left), Momentum(m, d, 0.9), kept, 2, 1.0, lengths, counts)
+    pieces, _ = in_pieces(g, sizes, gap)
+    assert (by_tile(pieces, BLOCK) is None) == (cuts == "astride")
+    residual, theirs = e.to(DEVICE), Momentum(m.to(DEVICE), d.to(DEVICE), 0.9)
+    out = torch.full_like(residual, torch.nan)
+    found = cuda.momentum_topk_(pieces, (residual, residual), theirs, out, 2, 1.0, lengths, counts)
+    for a, b in zip((*found, residual, out), (*expected, left, kept), strict=True):
+        same(a, b)
+
+
+@pytest.mark.parametrize("cuts", [None, *TILES])
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("density", [0.004, 0.3])
+def test_entries_times_a_factor(density, ranks, cuts):
+    """Few entries of a tile are held by threads, and many are read in turn."""
+    sizes, gap = TILES[cuts or "aligned"]
+    n = sum(sizes)
+    draw = torch.Generator().manual_seed(ranks)
+    chosen = [(torch.rand(n, generator=draw) < density).nonzero().flatten() for _ in range(ranks)]
+    bounds = (0, *torch.tensor([x.numel() for x in chosen]).cumsum(0).tolist())
+    indices = torch.cat(chosen)
+    values, factor = torch.randn(indices.numel(), generator=draw), torch.rand(n, generator=draw)
+    expected = torch.full((n,), torch.nan)
+    plain(momentum.scatter_product_, expected, values, indices, bounds, ranks, factor)
+    pieces, around = in_pieces(torch.ones(n), sizes, gap)
+    out = torch.ones(n, device=DEVICE) if cuts is None else pieces
+    cuda.scatter_product_(out, values.to(DEVICE), indices.to(DEVICE), bounds, ranks, factor.to(DEVICE))
+    same(out if cuts is None else in_one_place(pieces), expected)
+    assert int(around.isnan().sum()) == gap * (len(sizes) + 1)
 
 
 @pytest.mark.parametrize("norm", [False, True])

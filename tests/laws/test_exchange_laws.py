@@ -58,7 +58,7 @@ class Group:
         return torch.cat([named[name].flatten() for name in names]).double()
 
     def _debt(self, session: Engine, i: int) -> Tensor:
-        return session.plan.lanes[i].debt(session.states[i], session.rank, session.world)
+        return session.plan.lanes[i].pending_error(session.states[i], session.rank, session.world)
 
 
 def gradients(
@@ -327,7 +327,9 @@ def test_exchanges_have_one_spelling(exchange: str) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("exchange", [spec for spec in COMMUNICATING if not parse(spec).cuts])  # a cut adds scales
+@pytest.mark.parametrize(
+    "exchange", [spec for spec in COMMUNICATING if not parse(spec).sends_slices]
+)  # a cut adds scales
 def test_traffic_is_as_predicted_plus_one_status(exchange: str, world: int) -> None:
     group = Group(next(legal([exchange], ["none", "residual"], ["fp32", "sign"])), world)
     group.step(gradients(world, 0))
@@ -385,7 +387,7 @@ class Cheap(Noop):
 
     name = "cheap"
 
-    def suits(self, codec: Codec) -> bool:
+    def auto_may_choose(self, codec: Codec) -> bool:
         return str(codec) == "int4"
 
 

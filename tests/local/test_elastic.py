@@ -55,7 +55,7 @@ def together(*work: Callable[[], Any]) -> list[Any]:
         return [future.result(120) for future in [threads.submit(one) for one in work]]
 
 
-def team(world: int, folder: Path, **options: Any) -> list[Worker]:
+def elastic_workers(world: int, folder: Path, **options: Any) -> list[Worker]:
     return together(*(lambda rank=rank: Worker(rank, world, folder, **options) for rank in range(world)))
 
 
@@ -73,9 +73,9 @@ def close(workers: list[Worker]) -> None:
     ids=["sparseloco", "int8", "random bits"],
 )
 def test_without_losses_it_equals_other_rounds_bit_for_bit(options: dict[str, Any], tmp_path: Path) -> None:
-    workers = team(3, tmp_path, **options)
+    workers = elastic_workers(3, tmp_path, **options)
     train(workers, 6)
-    nets, optimizers, outer = local_fixtures.team(
+    nets, optimizers, outer = local_fixtures.local_replicas(
         options["spec"],
         3,
         adamw,
@@ -114,7 +114,7 @@ def check_round(workers: list[Worker], others: tuple[Callable[[], Any], ...] = (
 
 
 def test_rounds_go_on_without_a_worker_that_left_and_with_one_that_came_back(tmp_path: Path) -> None:
-    workers = team(3, tmp_path, spec="local_sgd(H=1)")
+    workers = elastic_workers(3, tmp_path, spec="local_sgd(H=1)")
     check_round(workers)
     workers[1].outer.close()
     check_round([workers[0], workers[2]])
@@ -139,7 +139,7 @@ def cut(worker: Worker, connect: threading.Event) -> None:
 def test_a_worker_that_missed_rounds_keeps_its_error_and_starts_from_the_outer_weights(
     early: bool, tmp_path: Path
 ) -> None:
-    workers = team(3, tmp_path)
+    workers = elastic_workers(3, tmp_path)
     train(workers, 4)
     lost, others = workers[1], [workers[0], workers[2]]
     error = fixtures.memories(lost.outer.wire)
@@ -162,7 +162,7 @@ def test_a_worker_that_missed_rounds_keeps_its_error_and_starts_from_the_outer_w
 
 
 def test_a_leader_that_dies_before_its_decision_costs_the_others_nothing(tmp_path: Path) -> None:
-    workers = team(3, tmp_path, spec="local_sgd(H=1)")
+    workers = elastic_workers(3, tmp_path, spec="local_sgd(H=1)")
     check_round(workers)
     leader, *others = workers
     assert others[0].outer.group.rounds.leader == 0
@@ -191,11 +191,11 @@ def test_a_leader_that_dies_before_its_decision_costs_the_others_nothing(tmp_pat
 
 
 def test_workers_go_on_from_their_own_states_bit_for_bit(tmp_path: Path) -> None:
-    through = team(2, tmp_path / "one")
+    through = elastic_workers(2, tmp_path / "one")
     train(through, 5)  # inside a round
     states = [one.outer.state_dict() for one in through]
     moments = [deepcopy(one.optimizer.state_dict()) for one in through]
-    again = team(2, tmp_path / "two")
+    again = elastic_workers(2, tmp_path / "two")
     together(*(lambda one=one: one.outer.load_state_dict(states[one.rank]) for one in again))
     for one in again:
         one.optimizer.load_state_dict(moments[one.rank])
@@ -219,7 +219,7 @@ def test_an_earlier_state_of_the_same_worker_is_gone_on_from_at_its_own_round(tm
 
 
 def test_a_worker_loads_its_own_file_where_rank_0_has_none(tmp_path: Path) -> None:
-    workers = team(2, tmp_path, spec="local_sgd(H=1)")
+    workers = elastic_workers(2, tmp_path, spec="local_sgd(H=1)")
     train(workers, 2)
     gradwire.save(workers[1].outer, tmp_path / "saved")
     gradwire.load(workers[1].outer, tmp_path / "saved")

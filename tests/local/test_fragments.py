@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fixtures
 import gradwire
-from local_fixtures import team, train
+from local_fixtures import local_replicas, train
 
 WORLD = 2
 
@@ -19,7 +19,7 @@ def adamw(net: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def outer_weights(spec: Any, steps: int = 13) -> dict[str, Tensor]:
-    nets, optimizers, outer = team(spec, WORLD, adamw, bundle=None)
+    nets, optimizers, outer = local_replicas(spec, WORLD, adamw, bundle=None)
     train(nets, optimizers, outer, range(steps))
     return {name: x.detach() for name, x in outer.ranks[0].outer.weights.items()}
 
@@ -59,7 +59,7 @@ def test_fragments_are_sent_in_turn_and_applied_after_their_delay() -> None:
 
 
 def test_layers_are_dealt_to_fragments_and_all_are_counted() -> None:
-    nets, optimizers, outer = team("streaming_diloco(H=4, fragments=2, values=fp32)", WORLD)
+    nets, optimizers, outer = local_replicas("streaming_diloco(H=4, fragments=2, values=fp32)", WORLD)
     train(nets, optimizers, outer, range(9))
     names = [fragment.names for fragment in outer.ranks[0].fragments]
     assert {name for part in names for name in part} == dict(nets[0].named_parameters()).keys() and all(names)
@@ -76,11 +76,11 @@ def test_layers_are_dealt_to_fragments_and_all_are_counted() -> None:
 )
 def test_fragments_that_do_not_fit_the_model_are_refused(fragments: str, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        team(f"streaming_diloco(H=4, fragments={fragments})", WORLD)
+        local_replicas(f"streaming_diloco(H=4, fragments={fragments})", WORLD)
 
 
 def test_a_state_of_other_fragments_is_refused() -> None:
-    states = [team(f"streaming_diloco(H=4, fragments={n})", 1)[2].ranks[0] for n in (1, 2)]
+    states = [local_replicas(f"streaming_diloco(H=4, fragments={n})", 1)[2].ranks[0] for n in (1, 2)]
     with pytest.raises(ValueError, match="2 fragments"):
         states[0].load_state_dict(states[1].state_dict())
 
@@ -89,7 +89,7 @@ def test_a_state_of_other_fragments_is_refused() -> None:
 
 
 def start_on_same_batches(nudge: float) -> Any:
-    nets, optimizers, outer = team("diloco(H=2, start=3, first=None)", WORLD)
+    nets, optimizers, outer = local_replicas("diloco(H=2, start=3, first=None)", WORLD)
     for step in range(3):
         for net, optimizer in zip(nets, optimizers, strict=True):
             optimizer.zero_grad()
@@ -125,7 +125,7 @@ def test_replicas_that_rounding_has_moved_apart_take_their_mean() -> None:
 
 
 def test_a_loop_that_forgets_the_handle_is_refused_at_the_second_step() -> None:
-    nets, optimizers, outer = team("local_sgd(H=4)", 1)
+    nets, optimizers, outer = local_replicas("local_sgd(H=4)", 1)
     fixtures.loss(nets[0], 0, 0).backward()
     optimizers[0].step()
     with pytest.raises(RuntimeError, match=r"outer\(\)"):
@@ -161,10 +161,10 @@ def test_muloco_wants_muon_and_takes_two_optimizers() -> None:
 
 def test_outer_weights_may_be_kept_elsewhere() -> None:
     """There is one device here, so that a wrong one shows where tensors are placed."""
-    nets, optimizers, outer = team("diloco(H=2, alpha=0.5, delay=1)", WORLD, adamw, outer_device="cpu")
+    nets, optimizers, outer = local_replicas("diloco(H=2, alpha=0.5, delay=1)", WORLD, adamw, outer_device="cpu")
     train(nets, optimizers, outer, range(6))
-    expected = team("diloco(H=2, alpha=0.5, delay=1)", WORLD, adamw)
+    expected = local_replicas("diloco(H=2, alpha=0.5, delay=1)", WORLD, adamw)
     train(*expected, range(6))
     assert fixtures.same(outer.ranks[0].state_dict(), expected[2].ranks[0].state_dict())
-    _, _, absent = team("diloco(H=2)", 1, outer_device="meta")
+    _, _, absent = local_replicas("diloco(H=2)", 1, outer_device="meta")
     assert {x.device.type for x in absent.ranks[0].outer.weights.values()} == {"meta"}

@@ -16,8 +16,8 @@ from local_fixtures import train
 SPARSE = "sparseloco(H=2, k=4, chunk=32)"
 
 
-def team(spec: Any, world: int = 2, **options: Any) -> tuple[Any, ...]:
-    return local_fixtures.team(spec, world, **options)
+def local_replicas(spec: Any, world: int = 2, **options: Any) -> tuple[Any, ...]:
+    return local_fixtures.local_replicas(spec, world, **options)
 
 
 def owed(outer: Any) -> dict[str, torch.Tensor]:
@@ -55,7 +55,7 @@ def test_presets_print_what_they_stand_for() -> None:
 )
 def test_what_makes_no_round_is_refused(spec: str, options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        team(spec, **options)
+        local_replicas(spec, **options)
 
 
 def test_compress_says_where_local_steps_belong() -> None:
@@ -67,7 +67,7 @@ def test_compress_says_where_local_steps_belong() -> None:
 
 
 def test_a_step_of_the_start_needs_averaged_gradients() -> None:
-    nets, optimizers, outer = team("post_local_sgd(H=2, start=2)")
+    nets, optimizers, outer = local_replicas("post_local_sgd(H=2, start=2)")
     fixtures.loss(nets[0], 0, 0).backward()
     with pytest.raises(RuntimeError, match="average_gradients"):
         optimizers[0].step()
@@ -76,7 +76,7 @@ def test_a_step_of_the_start_needs_averaged_gradients() -> None:
 
 
 def test_replicas_are_equal_in_the_start_and_differ_inside_rounds() -> None:
-    nets, optimizers, outer = team("diloco(H=2, start=3)")
+    nets, optimizers, outer = local_replicas("diloco(H=2, start=3)")
     train(nets, optimizers, outer, range(3))
     assert fixtures.same(fixtures.tensors(nets[0]), fixtures.tensors(nets[1]))
     train(nets, optimizers, outer, range(3, 4))
@@ -87,8 +87,14 @@ def test_replicas_are_equal_in_the_start_and_differ_inside_rounds() -> None:
 # -- reports -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_report_before_the_first_round_says_so() -> None:
+    nets, optimizers, outer = local_replicas("diloco(H=30)")
+    train(nets, optimizers, outer, range(8))
+    assert "no round" in str(outer.ranks[0].report())
+
+
 def test_ratios_count_inner_steps() -> None:
-    nets, optimizers, outer = team("local_sgd(H=4)")
+    nets, optimizers, outer = local_replicas("local_sgd(H=4)")
     train(nets, optimizers, outer, range(9))
     report = outer.ranks[0].report()
     n = 4 * sum(p.numel() for p in nets[0].parameters())
@@ -100,7 +106,7 @@ def test_ratios_count_inner_steps() -> None:
 
 
 def test_the_start_has_an_account_of_its_own() -> None:
-    nets, optimizers, outer = team("post_local_sgd(H=4, start=4)")
+    nets, optimizers, outer = local_replicas("post_local_sgd(H=4, start=4)")
     train(nets, optimizers, outer, range(12))
     report = outer.ranks[0].report()
     assert report.start is not None and report.start.steps == report.start_steps == 4
@@ -143,7 +149,7 @@ def test_uneven_rounds_take_no_delay_later() -> None:
     with pytest.raises(ValueError, match="delay=1"):
         outer.set("diloco(H=4, delay=1)")
     outer.set("diloco(H=3)")
-    assert outer.pace is not None and outer.pace.own == 3 and "uneven" in outer.wire.setup.note
+    assert outer.uneven_steps is not None and outer.uneven_steps.own == 3 and "uneven" in outer.wire.setup.note
 
 
 # -- rounds that are measured ------------------------------------------------------------------------------------------
@@ -197,7 +203,7 @@ def test_only_plain_rounds_are_measured(options: dict[str, Any]) -> None:
 
 
 def test_set_takes_other_rounds_and_keeps_what_is_owed() -> None:
-    nets, optimizers, outer = team(SPARSE)
+    nets, optimizers, outer = local_replicas(SPARSE)
     train(nets, optimizers, outer, range(4))
     before = owed(outer)
     for rank in outer.ranks:
@@ -212,19 +218,19 @@ def test_set_takes_other_rounds_and_keeps_what_is_owed() -> None:
 
 
 def test_set_applies_a_message_that_is_under_way() -> None:
-    nets, optimizers, outer = team("diloco(H=4, delay=3)")
+    nets, optimizers, outer = local_replicas("diloco(H=4, delay=3)")
     train(nets, optimizers, outer, range(5))
     before = outer.ranks[0].outer.weights["0.weight"].detach().clone()
     for rank in outer.ranks:
         rank.set("local_sgd(H=1)")
-        assert rank.fragments[0].flight is None
+        assert rank.fragments[0].pending_result is None
     assert not torch.equal(outer.ranks[0].outer.weights["0.weight"], before)
     train(nets, optimizers, outer, range(5, 6))
     assert fixtures.same(fixtures.tensors(nets[0]), fixtures.tensors(nets[1]))
 
 
 def test_a_codec_alone_keeps_the_rounds() -> None:
-    nets, optimizers, outer = team("diloco(H=3)")
+    nets, optimizers, outer = local_replicas("diloco(H=3)")
     for rank in outer.ranks:
         rank.set("int8")
     assert outer.ranks[0].method.H == 3 and "int8" in outer.ranks[0].wire.spec
@@ -232,7 +238,7 @@ def test_a_codec_alone_keeps_the_rounds() -> None:
 
 
 def test_off_sends_what_is_owed() -> None:
-    nets, optimizers, outer = team(SPARSE)
+    nets, optimizers, outer = local_replicas(SPARSE)
     train(nets, optimizers, outer, range(4))
     for rank in outer.ranks:
         rank.off()
@@ -241,12 +247,12 @@ def test_off_sends_what_is_owed() -> None:
 
 
 def test_four_workers_become_two_and_four_again() -> None:
-    nets, optimizers, outer = team(SPARSE, 4)
+    nets, optimizers, outer = local_replicas(SPARSE, 4)
     train(nets, optimizers, outer, range(6))
     for world in (2, 4):
         shared, before = fixtures.tensors(nets[0]), owed(outer)
         states = [rank.state_dict() for rank in outer.ranks]
-        nets, optimizers, outer = team(SPARSE, world)
+        nets, optimizers, outer = local_replicas(SPARSE, world)
         for rank in outer.ranks:
             rank.load_state_dict(states)
         after = owed(outer)
@@ -257,10 +263,10 @@ def test_four_workers_become_two_and_four_again() -> None:
 
 
 def test_inside_a_round_another_world_starts_a_new_one_from_the_outer_weights() -> None:
-    nets, optimizers, outer = team("diloco(H=4)", 2)
+    nets, optimizers, outer = local_replicas("diloco(H=4)", 2)
     train(nets, optimizers, outer, range(6))
     states, shared = [rank.state_dict() for rank in outer.ranks], outer.ranks[0].outer.weights
-    nets, _, other = team("diloco(H=4)", 3)
+    nets, _, other = local_replicas("diloco(H=4)", 3)
     for rank in other.ranks:
         rank.load_state_dict(states)
     assert other.ranks[2].inside == 0 and other.ranks[2].steps == 6
@@ -268,27 +274,27 @@ def test_inside_a_round_another_world_starts_a_new_one_from_the_outer_weights() 
 
 
 def test_another_world_applies_a_message_that_was_under_way() -> None:
-    nets, optimizers, outer = team("diloco(H=4, delay=2)", 2)
+    nets, optimizers, outer = local_replicas("diloco(H=4, delay=2)", 2)
     train(nets, optimizers, outer, range(5))
     states = [rank.state_dict() for rank in outer.ranks]
     outer()  # the message is applied
-    nets, _, other = team("diloco(H=4, delay=2)", 3)
+    nets, _, other = local_replicas("diloco(H=4, delay=2)", 3)
     for rank in other.ranks:
         rank.load_state_dict(states)
     shared = outer.ranks[0].outer.weights
-    assert other.ranks[2].inside == 0 and other.ranks[2].fragments[0].flight is None
+    assert other.ranks[2].inside == 0 and other.ranks[2].fragments[0].pending_result is None
     assert all(torch.equal(p, shared[name]) for name, p in nets[2].named_parameters())
 
 
 @pytest.mark.parametrize("state", [{}, {"gradwire/spec": torch.zeros(1)}])
 def test_a_state_of_something_else_is_refused(state: dict[str, torch.Tensor]) -> None:
-    _, _, outer = team("diloco(H=2)", 1)
+    _, _, outer = local_replicas("diloco(H=2)", 1)
     with pytest.raises(ValueError, match="local/steps"):
         outer.ranks[0].load_state_dict(state)
 
 
 def test_a_state_of_another_model_is_refused() -> None:
-    _, _, outer = team("diloco(H=2)", 1)
+    _, _, outer = local_replicas("diloco(H=2)", 1)
     net = torch.nn.Linear(3, 2)
     other = gradwire.local_lockstep([net], [fixtures.sgd(net)], "diloco(H=2)")
     with pytest.raises(ValueError, match="another model"):
@@ -296,13 +302,13 @@ def test_a_state_of_another_model_is_refused() -> None:
 
 
 def test_printing_shows_the_round_and_the_plan() -> None:
-    _, _, outer = team(SPARSE)
+    _, _, outer = local_replicas(SPARSE)
     text = str(outer.ranks[0])
     assert "H=2" in text and "0 of 2" in text and "chunk_topk(4, chunk=32)" in text
 
 
 def test_kept_errors_are_refused_between_hosts_also_later() -> None:
-    nets, optimizers, outer = local_fixtures.team(SPARSE, 4, across=[[0, 1], [2, 3]])
+    nets, optimizers, outer = local_fixtures.local_replicas(SPARSE, 4, across=[[0, 1], [2, 3]])
     local_fixtures.train(nets, optimizers, outer, range(2))
     with pytest.raises(ValueError, match="keep="):
         outer.ranks[0].set("sparseloco(H=2, k=4, chunk=32, keep=1.0)")

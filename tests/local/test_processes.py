@@ -187,9 +187,9 @@ def uneven(rank: int, world: int, folder: str) -> tuple[list[int], list[dict[str
     first, second = optimizer_of(net), optimizer_of(again)
     outer, other = (gradwire.local(a, b, "diloco(H=4)", uneven=True) for a, b in ((net, first), (again, second)))
     for one in (outer, other):
-        one.pace.seconds_per_step = lambda: 1.0 + 2.0 * rank  # type: ignore[union-attr, method-assign]
+        one.uneven_steps.seconds_per_step = lambda: 1.0 + 2.0 * rank  # type: ignore[union-attr, method-assign]
     take_steps(net, first, outer, rank, range(4))
-    steps = list(outer.pace.steps)  # type: ignore[union-attr]
+    steps = list(outer.uneven_steps.steps)  # type: ignore[union-attr]
     take_steps(net, first, outer, rank, range(4, 4 + steps[rank] // 2))
     gradwire.save(outer, folder)
     moments = deepcopy(first.state_dict())

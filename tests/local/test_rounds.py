@@ -14,8 +14,8 @@ from local_fixtures import train
 WORLD = 4
 
 
-def team(spec: str, world: int = WORLD, *others: Any, **options: Any) -> tuple[Any, ...]:
-    return local_fixtures.team(spec, world, *others, **options)
+def local_replicas(spec: str, world: int = WORLD, *others: Any, **options: Any) -> tuple[Any, ...]:
+    return local_fixtures.local_replicas(spec, world, *others, **options)
 
 
 def adamw(net: nn.Module) -> torch.optim.Optimizer:
@@ -39,7 +39,7 @@ def weights(net: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("make", [adamw, momentum])
 def test_one_worker_with_exact_rounds_trains_as_without_any(make: Any) -> None:
-    nets, optimizers, outer = team("local_sgd(H=3)", 1, make)
+    nets, optimizers, outer = local_replicas("local_sgd(H=3)", 1, make)
     plain = fixtures.model()
     optimizer = make(plain)
     for step in range(12):
@@ -51,7 +51,7 @@ def test_one_worker_with_exact_rounds_trains_as_without_any(make: Any) -> None:
 
 
 def test_exact_rounds_after_every_step_are_synchronous_sgd() -> None:
-    nets, optimizers, outer = team("local_sgd(H=1)")
+    nets, optimizers, outer = local_replicas("local_sgd(H=1)")
     plain = fixtures.model()
     optimizer = fixtures.sgd(plain)
     for step in range(8):
@@ -66,7 +66,7 @@ def test_exact_rounds_after_every_step_are_synchronous_sgd() -> None:
 @pytest.mark.parametrize("make", [adamw, momentum])
 def test_inner_optimizers_keep_their_own_state(make: Any) -> None:
     """A round changes weights alone; the moments are those of this worker's own gradients."""
-    nets, optimizers, outer = team("diloco(H=2)", 2, make)
+    nets, optimizers, outer = local_replicas("diloco(H=2)", 2, make)
     train(nets, optimizers, outer, range(1))
     before = [flat(s for state in opt.state_dict()["state"].values() for s in state.values()) for opt in optimizers]
     assert not torch.equal(before[0], before[1])
@@ -108,7 +108,7 @@ def restated(H: int, rounds: int, agree: Any, steps_before: int = 0, kept: Any =
 
 
 def outer_weights(spec: str, steps: int, **options: Any) -> Tensor:
-    nets, optimizers, outer = team(spec, WORLD, adamw, **options)
+    nets, optimizers, outer = local_replicas(spec, WORLD, adamw, **options)
     train(nets, optimizers, outer, range(steps))
     assert all(torch.equal(weights(net), weights(nets[0])) for net in nets)
     assert torch.equal(flat(outer.ranks[0].outer.weights.values()), weights(nets[0]))
@@ -159,7 +159,9 @@ def test_sparseloco_sends_signs_of_the_largest_and_averages_over_senders(keep: f
         return w - messages.sum(0) / (messages != 0).sum(0).clamp(min=1)
 
     expected = restated(3, 4, agree, kept=lambda rank: keep * errors[rank])
-    nets, optimizers, outer = team(f"sparseloco(H=3, k={k}, chunk={chunk}, keep={keep})", WORLD, adamw, bundle=None)
+    nets, optimizers, outer = local_replicas(
+        f"sparseloco(H=3, k={k}, chunk={chunk}, keep={keep})", WORLD, adamw, bundle=None
+    )
     train(nets, optimizers, outer, range(12))
     for net, error, rank in zip(nets, errors, outer.ranks, strict=True):
         torch.testing.assert_close(weights(net), expected - keep * error, rtol=1e-4, atol=1e-5)
@@ -196,7 +198,7 @@ def test_a_delayed_message_is_applied_after_some_steps_of_the_next_round() -> No
                 nn.utils.vector_to_parameters(0.25 * weights(net) + 0.75 * w, net.parameters())
         if step % 3 == 2:
             g = torch.stack([w - weights(net) for net in nets]).mean(0)
-    mine, own, outer = team("diloco(H=3, alpha=0.25, delay=2)", WORLD, adamw)
+    mine, own, outer = local_replicas("diloco(H=3, alpha=0.25, delay=2)", WORLD, adamw)
     train(mine, own, outer, range(12))
     for net, expected in zip(mine, nets, strict=True):
         torch.testing.assert_close(weights(net), weights(expected), rtol=1e-4, atol=1e-5)
@@ -217,7 +219,7 @@ def test_any_optimizer_may_step_the_outer_weights() -> None:
 
 
 def test_workers_keep_a_share_of_their_own_weights() -> None:
-    nets, optimizers, outer = team("local_sgd(H=2, alpha=0.5)", 2)
+    nets, optimizers, outer = local_replicas("local_sgd(H=2, alpha=0.5)", 2)
     train(nets, optimizers, outer, range(1))
     for rank, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
         optimizer.zero_grad()
@@ -235,7 +237,7 @@ def test_workers_keep_a_share_of_their_own_weights() -> None:
 
 @pytest.mark.parametrize(("codec", "feedback"), [("topk(0.1) | sign", "residual"), ("int2", "residual")])
 def test_what_was_sent_and_what_is_owed_is_what_was_put_in(codec: str, feedback: str) -> None:
-    nets, optimizers, outer = team("local_sgd(H=2)", 1, codec=codec, feedback=feedback, bundle=None)
+    nets, optimizers, outer = local_replicas("local_sgd(H=2)", 1, codec=codec, feedback=feedback, bundle=None)
     (rank,) = outer.ranks
     put_in, before = torch.zeros(()), flat(rank.outer.weights.values())
     differences = rank.outer.differences
@@ -255,7 +257,7 @@ def test_what_was_sent_and_what_is_owed_is_what_was_put_in(codec: str, feedback:
 
 
 def test_a_difference_that_is_not_finite_drops_the_round_on_all_ranks() -> None:
-    nets, optimizers, outer = team("sparseloco(H=2, k=4, chunk=32)")
+    nets, optimizers, outer = local_replicas("sparseloco(H=2, k=4, chunk=32)")
     train(nets, optimizers, outer, range(4))
     before = flat(outer.ranks[0].outer.weights.values())
     owed = [fixtures.memories(rank.wire) for rank in outer.ranks]
@@ -272,7 +274,7 @@ def test_a_difference_that_is_not_finite_drops_the_round_on_all_ranks() -> None:
 
 
 def test_a_dropped_round_leaves_outer_momentum_alone() -> None:
-    nets, optimizers, outer = team("diloco(H=1)", 2)
+    nets, optimizers, outer = local_replicas("diloco(H=1)", 2)
     train(nets, optimizers, outer, range(2))
     before = outer.ranks[0].outer.state_dict()
     with torch.no_grad():
@@ -289,7 +291,7 @@ def normed() -> nn.Sequential:
 
 
 def test_buffers_are_averaged_at_rounds() -> None:
-    nets, optimizers, outer = team("local_sgd(H=2)", 3, net=normed)
+    nets, optimizers, outer = local_replicas("local_sgd(H=2)", 3, net=normed)
     train(nets, optimizers, outer, range(1))
     means = [net[1].running_mean.clone() for net in nets]
     assert not torch.equal(means[0], means[1])
@@ -301,7 +303,7 @@ def test_buffers_are_averaged_at_rounds() -> None:
 
 
 def test_buffers_of_a_dropped_round_are_those_of_the_round_before() -> None:
-    nets, optimizers, outer = team("local_sgd(H=1)", 2, net=normed)
+    nets, optimizers, outer = local_replicas("local_sgd(H=1)", 2, net=normed)
     train(nets, optimizers, outer, range(2))
     good = nets[0][1].running_var.clone()
     with torch.no_grad():
@@ -313,7 +315,7 @@ def test_buffers_of_a_dropped_round_are_those_of_the_round_before() -> None:
 
 def test_bfloat16_models_have_float32_outer_weights() -> None:
     """What bfloat16 cannot hold of the outer weights is not taken for a step of the worker."""
-    nets, _, outer = team("diloco(H=1)", 2, net=lambda: fixtures.model().bfloat16())
+    nets, _, outer = local_replicas("diloco(H=1)", 2, net=lambda: fixtures.model().bfloat16())
     with torch.no_grad():
         for rank in outer.ranks:
             rank.outer.weights["0.weight"].mul_(1.0001)
@@ -325,7 +327,7 @@ def test_bfloat16_models_have_float32_outer_weights() -> None:
 
 
 def test_averaged_shows_the_outer_weights_and_gives_the_own_ones_back() -> None:
-    nets, optimizers, outer = team("diloco(H=3)", 2)
+    nets, optimizers, outer = local_replicas("diloco(H=3)", 2)
     train(nets, optimizers, outer, range(4))
     own, shared = weights(nets[1]), flat(outer.ranks[1].outer.weights.values())
     assert not torch.equal(own, shared)

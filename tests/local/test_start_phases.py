@@ -8,7 +8,7 @@ import torch
 
 import fixtures
 import gradwire
-from local_fixtures import team, train
+from local_fixtures import local_replicas, train
 
 PHASES = "diloco(H=2, start=5, first={0: None, 2: int8, 4: int4})"
 
@@ -40,7 +40,7 @@ def test_a_table_rises_from_zero_and_ends_in_the_start(first: str, start: int, n
 
 
 def test_batches_are_the_same_only_where_nothing_is_sent() -> None:
-    nets, optimizers, outer = team(PHASES, 3, adamw)
+    nets, optimizers, outer = local_replicas(PHASES, 3, adamw)
     found, equal = [], []
     for step in range(7):
         found.append((outer.ranks[0].same_batches, outer.ranks[0].starting, outer.ranks[0].link.traffic.sent))
@@ -55,7 +55,7 @@ def test_batches_are_the_same_only_where_nothing_is_sent() -> None:
 
 def test_weights_that_moved_apart_agree_when_gradients_are_sent_and_when_rounds_begin() -> None:
     """Workers that take batches of their own differ in weights and in momentum."""
-    nets, optimizers, outer = team(PHASES, 3, adamw)
+    nets, optimizers, outer = local_replicas(PHASES, 3, adamw)
     before = torch.zeros(())
     for step in range(5):
         if step == 1:
@@ -68,7 +68,7 @@ def test_weights_that_moved_apart_agree_when_gradients_are_sent_and_when_rounds_
 
 
 def test_phases_have_one_account() -> None:
-    nets, optimizers, outer = team("post_local_sgd(H=2, start=4, first={0: None, 2: fp32})", 2)
+    nets, optimizers, outer = local_replicas("post_local_sgd(H=2, start=4, first={0: None, 2: fp32})", 2)
     train(nets, optimizers, outer, range(8), same=True)
     report, n = outer.ranks[0].report(), 4 * sum(p.numel() for p in nets[0].parameters())
     assert report.start is not None and report.start.steps == report.start_steps == 4
@@ -79,7 +79,7 @@ def test_phases_have_one_account() -> None:
 
 
 def test_gradients_are_sent_as_the_table_says() -> None:
-    nets, optimizers, outer = team("diloco(H=2, start=4, first={0: fp32, 1: None, 2: int8})", 1, bundle=None)
+    nets, optimizers, outer = local_replicas("diloco(H=2, start=4, first={0: fp32, 1: None, 2: int8})", 1, bundle=None)
     n = sum(p.numel() for p in nets[0].parameters())
     payloads = []
     for step in range(4):

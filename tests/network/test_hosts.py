@@ -68,7 +68,7 @@ def test_every_link_reads_back_as_itself(rate: float | None, delay: float, share
         ("-5mbit", "a rate of -5e.06 bits a second is impossible"),
         ("1e300gbit", "impossible"),
         ("100mbps", "'mbps' in '100mbps' is no unit of rate; use tbit, gbit, mbit, kbit, bit"),
-        ("100", "a bare number in '100' is no unit of rate"),
+        ("100", "'100' has no unit; append tbit, gbit, mbit, kbit, bit"),
         ("fast", "cannot read 'fast'"),
         ("", "cannot read ''"),
         ("-20ms", "a time of -0.02 s is impossible"),

@@ -199,7 +199,7 @@ def test_local_steps_share_a_round_that_no_step_can_afford() -> None:
     figures = replace(FIGURES, costs={**COSTS, "int4": CodingCost(0.03, 0.05)})
     thin, fast = (local_steps(figures, place(link)) for link in ("1mbit,20ms", "100gbit,10us"))
     assert thin is not None and fast is not None
-    assert thin.spec == f"sparseloco(H={thin.H})" and thin.codec is None and thin.H > 100
+    assert thin.spec == f"sparseloco(H={thin.H}, start=256)" and thin.codec is None and thin.H > 100
     assert thin.seconds <= 1.1 * figures.compute * (1 + 1e-9)
     assert local_steps(figures, place("10mbit,20ms")).H < thin.H  # type: ignore[union-attr]
     assert fast.H <= 3 and eval(

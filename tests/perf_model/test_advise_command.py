@@ -9,11 +9,13 @@ from typing import ClassVar
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
 import gradwire
 from gradwire_lab.bench.network import calibrate, calibration_cache, devices, workloads
+from gradwire_lab.cli import output
 from gradwire_lab.cli.accuracy_records import collected
 from gradwire_lab.cli.advise import recipe_workload
 from gradwire_lab.cli.main import app
@@ -103,6 +105,16 @@ def test_figures_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.
         before = list(asked)
 
 
+def test_a_narrow_terminal_has_a_line_or_two_for_each_spec(figures: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "Console", lambda **_: Console(width=80))
+    lines = told("--workers", "4", "--link", "100mbit,5ms", "--calibration", figures)[1].splitlines()
+    first = next(i for i, line in enumerate(lines) if "─" in line) + 1
+    last = next(i for i, line in enumerate(lines) if line.startswith("by hand"))
+    assert last - first <= 2 * 5 and max(map(len, lines[:last])) <= 80
+    assert any(line.split()[0] == "int4" and line.rstrip().endswith("lost < 1 %") for line in lines[first:last])
+    assert any(line.rstrip().endswith("lost > 1 %; not taken") for line in lines[first:last])
+
+
 def test_what_is_asked_for_by_name_is_told_as_it_is(figures: str) -> None:
     where = ("--workers", "4", "--link", "100mbit,5ms", "--calibration", figures)
     assert "not taken: lost accuracy: -2.57" in told(*where)[1]
@@ -120,15 +132,21 @@ def test_presets_that_nobody_has_trained_with_are_shown_but_not_taken(tmp_path: 
     assert json.loads(told(*where, "--json", "--specs", "terngrad")[1])["choice"] == "terngrad"
 
 
-def test_what_to_write_is_what_compress_takes(tmp_path: Path) -> None:
-    spec = "int4; exchange=two_way; bundle=none"
+WRITTEN = {
+    "int4; exchange=two_way; bundle=none": '"int4", exchange="two_way", bundle=None',
+    "onebit_adam": '"onebit_adam", optimizer=gradwire.AdamW(model.parameters())',
+}
+
+
+@pytest.mark.parametrize("spec", WRITTEN)
+def test_what_to_write_is_what_compress_takes(spec: str, tmp_path: Path) -> None:
     save(
         replace(FIGURES, costs={"ddp-fp32": CodingCost(0.0, 0.0), spec: CodingCost(0.01, 0.01)}),
         tmp_path / "figures.json",
     )
     said = told("--link", "100mbit", "--calibration", str(tmp_path / "figures.json"), "--specs", spec)[1]
     written = next(line for line in said.splitlines() if line.startswith("wire = "))
-    assert written == 'wire = gradwire.compress(model, "int4", exchange="two_way", bundle=None)'
+    assert written == f"wire = gradwire.compress(model, {WRITTEN[spec]})"
     assert isinstance(
         eval(written.removeprefix("wire = "), {"gradwire": gradwire, "model": nn.Linear(2, 2)}), gradwire.Wire
     )

@@ -62,7 +62,7 @@ def outcome(wire: gradwire.Wire, model: nn.Module) -> dict[str, Any]:
         "specs": [decision.spec for decision in wire.decisions],
         "decided": tuner_of(wire).decided,
         "hooked": hook is not None,
-        "plain": None if hook is None else str(hook.plain),
+        "plain": None if hook is None else str(hook.dense_dtype),
         "weights": [p.detach().clone() for p in model.parameters()],
         "text": str(wire),
         "note": wire.report().note,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire_lab.perf_model.timeline import BucketTimeline, CommWork, play
+from gradwire_lab.perf_model.timeline import BucketTimeline, CommWork, simulate_step
 
 seconds = st.floats(0, 10, allow_subnormal=False)
 works = st.builds(CommWork, st.sampled_from(["encode", "wire", "decode"]), seconds, seconds)
@@ -12,12 +12,12 @@ timelines = st.lists(st.builds(BucketTimeline, st.floats(0, 1), st.tuples(works,
 
 
 def test_wire_behind_the_backward_pass_costs_nothing() -> None:
-    split = play(1.0, 4.0, [BucketTimeline(0.5, (CommWork("wire", wire=2.0),))], cores=1)
+    split = simulate_step(1.0, 4.0, [BucketTimeline(0.5, (CommWork("wire", wire=2.0),))], cores=1)
     assert split.step == 5.0 and split.hidden == 2.0 and split.exposed == 0.0
 
 
 def test_wire_that_outlasts_it_is_waited_for() -> None:
-    split = play(
+    split = simulate_step(
         1.0,
         4.0,
         [BucketTimeline(0.5, (CommWork("wire", wire=3.0),)), BucketTimeline(1.0, (CommWork("wire", wire=1.0),))],
@@ -29,20 +29,20 @@ def test_wire_that_outlasts_it_is_waited_for() -> None:
 
 def test_work_beside_a_busy_core_is_paid_for_in_full() -> None:
     trip = BucketTimeline(0.0, (CommWork("encode", work=1.0),))
-    assert play(0.0, 4.0, [trip], cores=1).step == 5.0
-    assert play(0.0, 4.0, [trip], cores=0.5).step == 5.0
-    assert play(0.0, 4.0, [trip], cores=2).step == 4.0
+    assert simulate_step(0.0, 4.0, [trip], cores=1).step == 5.0
+    assert simulate_step(0.0, 4.0, [trip], cores=0.5).step == 5.0
+    assert simulate_step(0.0, 4.0, [trip], cores=2).step == 4.0
 
 
 def test_without_overlap_everything_comes_after() -> None:
     timelines = [BucketTimeline(0.1, (CommWork("encode", 1.0), CommWork("wire", wire=2.0), CommWork("decode", 0.5)))]
-    split = play(1.0, 4.0, timelines, cores=4, overlaps=False)
+    split = simulate_step(1.0, 4.0, timelines, cores=4, overlaps=False)
     assert split.step == 1 + 4 + 1 + 2 + 0.5 and split.hidden == pytest.approx(0)
 
 
 def test_copies_and_wire_of_a_collective_go_side_by_side() -> None:
-    assert play(0.0, 1.0, [BucketTimeline(1.0, (CommWork("wire", work=0.5, wire=2.0),))], cores=1).step == 3.0
-    assert play(0.0, 1.0, [BucketTimeline(1.0, (CommWork("wire", work=2.0, wire=0.5),))], cores=1).step == 3.0
+    assert simulate_step(0.0, 1.0, [BucketTimeline(1.0, (CommWork("wire", work=0.5, wire=2.0),))], cores=1).step == 3.0
+    assert simulate_step(0.0, 1.0, [BucketTimeline(1.0, (CommWork("wire", work=2.0, wire=0.5),))], cores=1).step == 3.0
 
 
 @given(seconds, seconds, timelines, st.floats(0.1, 4))
@@ -50,7 +50,7 @@ def test_a_step_lies_between_its_longest_part_and_their_sum(
     forward: float, backward: float, taken: list[BucketTimeline], cores: float
 ) -> None:
     taken = sorted(taken, key=lambda trip: trip.ready)
-    split = play(forward, backward, taken, cores)
+    split = simulate_step(forward, backward, taken, cores)
     work = sum(act.work for trip in taken for act in trip.parts)
     total = sum(act.alone for trip in taken for act in trip.parts)
     floor = max(forward + backward, forward + total if cores >= 2 else 0.0)
@@ -58,5 +58,5 @@ def test_a_step_lies_between_its_longest_part_and_their_sum(
     assert split.compute == pytest.approx(forward + backward)
     assert split.encode + split.wire + split.decode == pytest.approx(total, abs=1e-6)
     assert split.hidden <= min(backward, total) + 1e-6, "only the backward pass can hide anything"
-    slower = play(forward, backward, taken, min(cores, 1.0))
+    slower = simulate_step(forward, backward, taken, min(cores, 1.0))
     assert slower.step >= split.step - 1e-6

@@ -3,32 +3,19 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 from html import unescape
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from chromium import CHROMIUM, FLAGS
 from gradwire_lab.report.load import find, load
 from gradwire_lab.report.page import page
 from gradwire_lab.report.run_groups import tasks
 from run_folders import write_grid
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--window-size=1000,700",
-    "--virtual-time-budget=10000",
-    "--enable-logging=stderr",
-)
 # Appended to a copy of the page: does what a reader would, and writes down what came of it.
 READER = """
 <script>
@@ -62,23 +49,50 @@ READER = """
 </script>
 """
 
+# What does not fit into a narrow page: the page itself, and names in legends.
+NARROW = """
+<script>
+(async () => {
+  const plots = () => [...document.querySelectorAll(".plot")];
+  while (!plots().every((plot) => plot.querySelector("svg.marks path"))) await new Promise((go) => setTimeout(go, 50));
+  const told = { overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth, names: [] };
+  told.cut = plots().flatMap((plot) => {
+    const edge = plot.querySelector("svg").getBoundingClientRect().right + 1;
+    const names = [...plot.querySelectorAll(".role-legend-label text")];
+    told.names.push(...names.map((name) => name.textContent));
+    return names.filter((name) => name.getBoundingClientRect().right > edge).map((name) => name.textContent);
+  });
+  told.first = getComputedStyle(document.querySelector("tbody td")).position;
+  const note = document.createElement("pre");
+  note.id = "told"; note.textContent = JSON.stringify(told); document.body.append(note);
+})();
+</script>
+"""
+
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium on this machine; apt-get install --no-install-recommends chromium"
 )
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a reader finds; ``console`` is what the browser complained about."""
-    folder = tmp_path_factory.mktemp("browser")
+def opened(folder: Path, reader: str, width: int) -> dict[str, Any]:
+    """What a script finds on the page of a grid; ``console`` is what the browser complained about."""
     write_grid(folder / "runs")
     text = page(tasks([load(run) for run in find([folder / "runs"])]))
     copy = folder / "page.html"
     body, end, rest = text.rpartition("</body>")
-    copy.write_text(body + READER + end + rest)
+    copy.write_text(body + reader + end + rest)
     assert CHROMIUM is not None
+    size = (f"--window-size={width},700", f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=10000")
     done = subprocess.run(
-        [CHROMIUM, *FLAGS, f"--user-data-dir={folder / 'profile'}", "--dump-dom", copy.as_uri()],
+        [
+            CHROMIUM,
+            *FLAGS,
+            "--virtual-time-budget=10000",
+            "--enable-logging=stderr",
+            *size,
+            "--dump-dom",
+            copy.as_uri(),
+        ],
         capture_output=True,
         text=True,
         timeout=100,
@@ -90,6 +104,17 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     said: dict[str, Any] = json.loads(unescape(found[1]))
     said["console"] = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     return said
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return opened(tmp_path_factory.mktemp("browser"), READER, 1000)
+
+
+def test_a_page_of_400_pixels_cuts_no_name(tmp_path: Path) -> None:
+    narrow = opened(tmp_path, NARROW, 400)
+    assert narrow["overflow"] == 0 and narrow["cut"] == [] and "topk(0.01) | sign" in narrow["names"]
+    assert narrow["first"] == "sticky"
 
 
 def test_every_chart_draws(told: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from gradwire_lab.cli import compare as command
 from gradwire_lab.cli.main import app as whole
 from gradwire_lab.report.load import finished, load
-from gradwire_lab.train.compare import Arm, OutOfTime, arms, grid, outcome, run_grid
+from gradwire_lab.train.compare import Arm, CellFailed, OutOfTime, arms, grid, outcome, run_grid
 from gradwire_lab.train.grid_worker import TrainCommand
 from run_folders import write_run
 
@@ -157,12 +158,57 @@ def test_a_failed_cell_does_not_stop_the_others(tmp_path: Path) -> None:
     assert len(progress.ran) == 3
 
 
+class Broken(Runner):
+    """Fails in the first step, as a model does whose layers do not fit: the log has its start alone."""
+
+    def __call__(self, recipes: tuple[str, ...], overrides: tuple[str, ...], folder: Path) -> None:
+        self.calls.append(folder.name)
+        (folder / "run.jsonl").write_text('{"event": "start", "step": 0}\n')
+        raise RuntimeError("RuntimeError: shapes cannot be multiplied")
+
+
+def test_a_model_that_cannot_run_ends_the_grid_at_its_first_cell(tmp_path: Path) -> None:
+    arm, runner, said = Arm("fp32"), Broken(), list[str]()
+    first = grid(["digits"], [arm], range(3), runs=tmp_path, files={arm: {"mine.py": "aaaa"}})
+    with pytest.raises(CellFailed, match=r"^fp32, seed 0 failed before its first result: .*shapes cannot"):
+        run_grid(first, runner, log=said.append)
+    assert runner.calls == ["digits-fp32-0", "stop"] and len(said) == 1
+    mended = grid(["digits"], [arm], range(3), runs=tmp_path, files={arm: {"mine.py": "bbbb"}})
+    assert [cell.folder for cell in mended] == [cell.folder for cell in first]
+    assert len(run_grid(mended, Runner(), log=quiet).ran) == 3
+
+
+def test_a_later_cell_that_cannot_run_does_not_stop_the_others(tmp_path: Path) -> None:
+    made = grid(["digits"], arms("fp32"), range(2), runs=tmp_path)
+    assert len(run_grid(made[:1], Runner(), log=quiet).ran) == 1
+    assert [cell for cell, _ in run_grid(made, Broken(), log=quiet).failed] == made[1:]
+
+
+def test_a_real_model_that_cannot_run_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = "from torch import nn\n\n\ndef make():\n    return nn.Sequential(nn.Flatten(), nn.Linear(65, 10))\n"
+    (tmp_path / "mine.py").write_text(model)
+    line = [sys.executable, "-m", "gradwire_lab.cli.main", "compare", "--model", "mine.py:make", "--specs", SPECS]
+    done = subprocess.run([*line, "--seeds", "1", "--workers", "2"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert "gradwire compare: fp32, seed 0 failed before its first result: RuntimeError: mat1 and mat2" in done.stderr
+    assert done.stderr.count("Traceback") == 1 and "no checkpoint" not in done.stderr
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mine-fp32-0"]
+
+
 def test_a_cell_of_another_question_is_refused(tmp_path: Path) -> None:
     made = grid(["digits"], arms("fp32"), range(1), ["train.epochs=1"], tmp_path)
     run_grid(made, Runner(), command="gradwire compare digits", log=quiet)
     assert load(made[0].folder).command == "gradwire compare digits"
     other = grid(["digits"], arms("fp32"), range(1), ["train.epochs=9"], tmp_path)
-    with pytest.raises(ValueError, match=r"was made by .*train\.epochs=1.*--suffix"):
+    with pytest.raises(ValueError, match=r"was made by .*train\.epochs=1.*--suffix") as refused:
+        run_grid(other, Runner(), log=quiet)
+    assert "train.epochs=1, now 9." in str(refused.value)
+    assert "sync.spec" not in str(refused.value) and "train.seed" not in str(refused.value)
+    other = grid(
+        ["digits", "dgc"], arms("fp32"), range(1), ["train.epochs=1", "optimizer.lr=2"], tmp_path, name="digits"
+    )
+    with pytest.raises(ValueError, match=r"recipe=digits, now digits dgc; optimizer\.lr not set, now 2\. .*--suffix"):
         run_grid(other, Runner(), log=quiet)
 
 
@@ -237,8 +283,11 @@ def test_a_changed_model_or_recipe_file_is_trained_again(tmp_path: Path, monkeyp
         (tmp_path / file).write_text(text)
         assert "mine.py" in (printed := compared(*words)) and "finished before" not in printed, file
     assert len(runner.calls) == len(set(runner.calls)) == 4  # the earlier runs are kept
-    assert "finished before" in compared(*words)
+    assert "finished before" in (again := compared(*words)) and "differs from earlier runs" not in again
     assert len(list(tmp_path.glob("runs/*-results*.md"))) == 4
+    kept = {path.stem.rpartition("-")[2] for path in tmp_path.glob("runs/*-results-*.md")}
+    hashes = {name.split("-")[-2] for name in runner.calls[1:]}  # the first run's name has none
+    assert len(kept & hashes) == 2  # the third is of the latest table, which has the plain name
 
 
 def test_results_of_another_grid_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

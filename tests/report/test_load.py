@@ -8,7 +8,7 @@ import pytest
 
 from gradwire_lab.report.charts.figure import colors
 from gradwire_lab.report.load import METRICS, find, finished, load
-from gradwire_lab.report.run_groups import front, tasks
+from gradwire_lab.report.run_groups import Task, front, tasks
 from gradwire_lab.report.statistics import Estimate
 from gradwire_lab.report.summary import cells, columns, headline
 from run_folders import write_grid, write_run
@@ -181,6 +181,52 @@ def test_the_headline_names_the_smallest_messages_without_a_loss(tmp_path: Path)
     assert headline(worse) == "Every spec loses against fp32."
     (single,) = tasks([load(tmp_path / "a" / "digits-fp32-0"), load(tmp_path / "a" / "digits-int8-0")])
     assert headline(single) == ""
+
+
+def write_specs(folder: Path, specs: dict[str, tuple[float, float]], seeds: int = 3) -> Task:
+    """Runs of specs whose metric differs from fp32's by the same amount with every seed, and what they send."""
+    for seed in range(seeds):
+        for spec, (loss, sent) in {"fp32": (0.0, 8e6), **specs}.items():
+            more = {"sent": sent} | ({"diverged": 1} if math.isnan(loss) else {})
+            value = 0.1 if math.isnan(loss) else 0.9 + 0.01 * seed - loss
+            write_run(folder, spec, seed, epochs=1, values=[value], more=more)
+    (task,) = tasks([load(one) for one in sorted(folder.iterdir())])
+    return task
+
+
+def test_a_spec_that_equals_the_baseline_with_every_seed_has_the_headline(tmp_path: Path) -> None:
+    task = write_specs(tmp_path, {"int8": (0.0, 2e6), "sign": (0.2, 1e5)})
+    assert headline(task) == "int8: equal to the baseline with each of 3 seeds, 4 times fewer bytes."
+
+
+def test_a_constant_loss_is_a_loss_and_a_constant_gain_is_none(tmp_path: Path) -> None:
+    assert headline(write_specs(tmp_path / "a", {"sign": (0.2, 1e5)})) == "Every spec loses against fp32."
+    better = headline(write_specs(tmp_path / "b", {"sign": (-0.01, 1e6)}))
+    assert better == "sign: better by the same amount with each of 3 seeds (+1.00), 8 times fewer bytes."
+
+
+def test_of_equal_messages_the_headline_names_the_best_or_all(tmp_path: Path) -> None:
+    task = write_specs(tmp_path / "a", {"sign": (0.0, 1e6), "int8": (0.0, 1e6), "qsgd(4)": (0.0, 2e6)})
+    assert headline(task) == "int8 and sign: equal to the baseline with each of 3 seeds, 8 times fewer bytes."
+    task = write_specs(tmp_path / "b", {"int8": (0.0, 1e6), "sign": (-0.01, 1e6)})
+    assert headline(task).startswith("sign: better by the same amount")
+
+
+def test_an_interval_that_is_far_wider_than_others_shows_no_loss_nor_its_absence(tmp_path: Path) -> None:
+    losses = {"fp32": (0, 0, 0), "int8": (0.001, -0.001, 0.0), "sign": (0.3, 0.0, 0.02)}
+    for seed in range(3):
+        for spec, sent in (("fp32", 8e6), ("int8", 2e6), ("sign", 1e5)):
+            value = 0.9 + 0.002 * seed - losses[spec][seed]
+            write_run(tmp_path, spec, seed, epochs=1, values=[value], more={"sent": sent})
+    (task,) = tasks([load(folder) for folder in tmp_path.iterdir()])
+    first, second = headline(task).split(" int8: ")
+    assert first.startswith("sign: too few seeds to tell (-10.67 [") and second.startswith("no significant loss over 3")
+    (alone,) = tasks([load(folder) for folder in tmp_path.iterdir() if "int8" not in folder.name])
+    assert headline(alone) == first
+
+
+def test_what_diverged_has_lost(tmp_path: Path) -> None:
+    assert headline(write_specs(tmp_path, {"sign": (math.nan, 1e5)})) == "Every spec loses against fp32."
 
 
 def test_two_seeds_make_no_headline(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fixtures
 import gradwire
-from fake_cuda_graph import WrittenGraph, eager_and_captured
+from fake_cuda_graph import FakeCudaGraph, eager_and_captured
 from gradwire.engine import status
 from spawn import Answers, cases_fixture
 
@@ -62,7 +62,7 @@ def sharded(net: OptionalLayer) -> DeviceMesh:
 
 
 def train(rank: int, options: dict[str, Any], kind: str) -> Trained:
-    made, reads, read, step = WrittenGraph.made, list[int](), status.read, 0
+    made, reads, read, step = FakeCudaGraph.made, list[int](), status.read, 0
     lacking, bad = (LACKING, BAD_STEP) if options.get("rollback", True) else (NEVER_UNUSED, None)
 
     def noted(statuses: Any) -> int:
@@ -87,7 +87,7 @@ def train(rank: int, options: dict[str, Any], kind: str) -> Trained:
         optimizer.step()
     status.read = read
     params = {name: local(p.detach()).clone() for name, p in net.named_parameters()}
-    return Trained(params, fixtures.memories(wire), reads, wire.skipped, WrittenGraph.made - made)
+    return Trained(params, fixtures.memories(wire), reads, wire.skipped, FakeCudaGraph.made - made)
 
 
 def both(rank: int, world: int, case: tuple[dict[str, Any], str]) -> tuple[Trained, Trained]:

@@ -10,7 +10,8 @@ import gradwire
 from gradwire_lab.train import checkpoint
 from gradwire_lab.train.loop import Training
 from gradwire_lab.train.rank_info import simulated_ranks
-from gradwire_lab.train.record import open_folder, read
+from gradwire_lab.train.record import open_folder
+from gradwire_lab.train.run_folder import read
 from gradwire_lab.train.run_recipe import restore, run_recipe, save
 from training_fixtures import recipe_of, saved, train
 

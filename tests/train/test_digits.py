@@ -49,7 +49,7 @@ def training(job: DemoJob, place: RankInfo, epochs: int | None = None) -> Traini
 
 
 def trained(job: DemoJob) -> dict:
-    return training(job, simulated_ranks(WORLD)).go(lambda record: None, lambda *_: None)
+    return training(job, simulated_ranks(WORLD)).run(lambda record: None, lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_processes_end_within_a_point_of_dense(in_processes: dict[str, dict], jo
 
 def holds_the_same_model(rank: int, world: int, job: DemoJob) -> bool:
     short = training(job, RankInfo(world, (rank,), torch.device("cpu")), epochs=1)
-    short.go(lambda record: None, lambda *_: None)
+    short.run(lambda record: None, lambda *_: None)
     return all([fixtures.same_on_all_ranks(p.detach()) for p in short.model.parameters()])
 
 

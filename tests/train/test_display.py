@@ -52,6 +52,18 @@ def test_few_bytes_are_not_rounded_away() -> None:
     assert said == "3.40 kB sent, payload 1.5x smaller"
 
 
+def test_the_line_of_an_epoch_fits_80_columns_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", told(True, monkeypatch))]
+    (epoch,) = (line for line in lines if "test top1" in line)
+    assert epoch.rstrip().endswith("1070.0 s") and len(epoch.rstrip()) <= 80
+
+
+def test_what_is_not_compressed_is_not_called_smaller() -> None:
+    assert display._bytes({"sent": 2e6, "payload_ratio": 1.0}) == "2.00 MB sent, payload as in float32"
+    assert display._less(1.0, "a float32 ring") == "as much as a float32 ring"
+    assert display._less(35.04, "float32") == "35.0x less than float32"
+
+
 def test_a_live_line_leaves_room_for_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     said = told(True, monkeypatch)
     assert "epoch 1.20  loss 0.2500  top1 87.50%  100 ex/s  2.00 MB, 32x" in said

@@ -15,7 +15,8 @@ from gradwire_lab.cli.main import app
 from gradwire_lab.train import run_modes
 from gradwire_lab.train.display import Display
 from gradwire_lab.train.rank_info import RankInfo
-from gradwire_lab.train.record import open_folder, read
+from gradwire_lab.train.record import open_folder
+from gradwire_lab.train.run_folder import read
 from gradwire_lab.train.run_recipe import run_recipe
 from training_fixtures import LeavesOnce, LeftTheGroup, recipe_of, saved
 

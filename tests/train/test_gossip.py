@@ -18,7 +18,8 @@ from gradwire_lab.train.gossip_workers import nodes
 from gradwire_lab.train.loop import Training
 from gradwire_lab.train.models import build
 from gradwire_lab.train.rank_info import simulated_ranks
-from gradwire_lab.train.record import open_folder, read
+from gradwire_lab.train.record import open_folder
+from gradwire_lab.train.run_folder import read
 from gradwire_lab.train.run_recipe import evaluate, run_recipe
 from gradwire_lab.train.schedule import scale_of
 from training_fixtures import DIGITS, recipe_of, saved, train

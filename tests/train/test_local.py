@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from gradwire_lab.cli.main import app
 from gradwire_lab.train import run_modes
-from gradwire_lab.train.record import open_folder, read
+from gradwire_lab.train.record import open_folder
+from gradwire_lab.train.run_folder import read
 from gradwire_lab.train.run_recipe import evaluate
 from training_fixtures import recipe_of, saved, train
 

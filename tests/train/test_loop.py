@@ -8,7 +8,8 @@ import torch
 from gradwire_lab.train import run_modes
 from gradwire_lab.train.loop import Training
 from gradwire_lab.train.rank_info import simulated_ranks
-from gradwire_lab.train.record import open_folder, read
+from gradwire_lab.train.record import open_folder
+from gradwire_lab.train.run_folder import read
 from gradwire_lab.train.run_recipe import evaluate
 from training_fixtures import recipe_of, saved, train
 
@@ -109,7 +110,7 @@ def test_a_scaler_asks_virtual_workers_beforehand_where_nothing_is_rolled_back()
 def test_images_grow_while_a_training_goes_on():
     growing = ("model.name=training_fixtures:Pooled", "data.sizes=[[0, 4], [1, 8]]")
     training = Training(recipe_of("digits", *growing), simulated_ranks(2))
-    training.go(lambda record: None, lambda training, best: None)
+    training.run(lambda record: None, lambda training, best: None)
     assert training.model.sides == [4] * 10 + [8] * 10  # two workers, five steps an epoch
     with pytest.raises(ValueError, match="the model cnn cannot take the images of 6x6 pixels"):
         Training(recipe_of("digits", "data.sizes=[[0, 6], [1, 8]]"), simulated_ranks(2))

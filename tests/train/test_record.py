@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from gradwire_lab.train.record import Records, _revision, read
+from gradwire_lab.train.record import Records, _revision
+from gradwire_lab.train.run_folder import read
 from training_fixtures import recipe_of, train
 
 

@@ -93,7 +93,7 @@ def test_gradients_statistics_and_losses_are_those_of_passes_in_turn(model, over
 def test_steps_are_taken_together():
     one, other = (training("train.test_together:Mixed", how) for how in ("together", "sequential"))
     for each in (one, other):
-        each.go(lambda record: None, lambda training, best: None)
+        each.run(lambda record: None, lambda training, best: None)
     assert one.strategy.score().loss == pytest.approx(other.strategy.score().loss, rel=0.05)
 
 

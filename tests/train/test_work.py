@@ -10,7 +10,8 @@ import pytest
 from gradwire_lab.launch import RankError
 from gradwire_lab.launcher_env import PORT, LauncherRank, first_node, launcher_rank
 from gradwire_lab.train import checkpoint, run_modes
-from gradwire_lab.train.record import open_folder, read
+from gradwire_lab.train.record import open_folder
+from gradwire_lab.train.run_folder import read
 from training_fixtures import DIGITS, recipe_of
 
 TESTS = Path(__file__).parent.parent

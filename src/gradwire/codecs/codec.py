@@ -32,6 +32,7 @@ from gradwire.core.traits import Traits
 # The old names of one release.
 _RENAMED = {name: f"decoder.{name}" for name in ("total", "mean", "entries", "merge", "expand")}
 _RENAMED |= {"sparse": "decoder.is_sparse", "steady": "with_fixed_length", "plain": "is_identity_on_selected"}
+_RENAMED |= {"absorb": "memory_with_gradient"}
 
 
 @renamed_attributes(_RENAMED)
@@ -89,10 +90,10 @@ class Codec:
         whole = self.indices is None or self.indices.drop_overflow is None
         return self.transform is None and self.quantizer.traits.lossless and whole
 
-    def absorb(self, grad: Tensor, memory: Memory, observed: Tensor | None) -> Memory:
+    def memory_with_gradient(self, grad: Tensor, memory: Memory, observed: Tensor | None) -> Memory:
         """The lane's memory with what the selector keeps of today's gradient."""
-        absorb = self.selector.absorb if self.selector else None
-        return memory if absorb is None else absorb(grad, memory, observed)
+        memory_with_gradient = self.selector.memory_with_gradient if self.selector else None
+        return memory if memory_with_gradient is None else memory_with_gradient(grad, memory, observed)
 
     def transformed(self, segments: Segments) -> Segments:
         """The segment table after the transform."""

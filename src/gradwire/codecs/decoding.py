@@ -11,7 +11,7 @@ from torch import Tensor
 from gradwire.codecs.stage import Decoded, EncodeInput
 from gradwire.core.deferred_checks import check
 from gradwire.core.keys import Key
-from gradwire.core.layout import same_memory
+from gradwire.core.layout import Flat, takes_scattered
 from gradwire.core.payload import COUNT_BYTES, CorruptMessageError, Payload, as_rows, from_bytes
 from gradwire.core.segments import Segments, on
 from gradwire.kernels import groups
@@ -150,20 +150,31 @@ class Decoder:
         encoded = codec.encode(EncodeInput(target, target, {}, segments), key)
         return encoded.payload, None if error is None else encoded.sent.residual_of(target)
 
+    def write(self, payload: Payload, segments: Segments, key: Key, out: Flat) -> None:
+        """Write a message's values to ``out``."""
+        codec, size = self.codec, self.codec.size(segments)
+        plain = codec.selector is None and codec.transform is None and payload.nbytes >= size
+        if plain and codec.quantizer.decode_into and (isinstance(out, Tensor) or takes_scattered(codec.quantizer)):
+            codec.quantizer.decode_into(payload.data[:size], on(segments.lengths, payload.data.device), out)
+        else:
+            out.copy_(self.total([payload], segments, [key]))
+
     def decode_times(
-        self, payload: Payload, segments: Segments, key: Key, out: Tensor, factor: Tensor, product: Tensor
+        self, payload: Payload, segments: Segments, key: Key, out: Tensor, factor: Tensor, product: Flat
     ) -> None:
         """Write a message's values to ``out``, and their products with ``factor`` to ``product``; at once if it can."""
         codec, size = self.codec, self.codec.size(segments)
         plain = codec.selector is None and codec.transform is None and payload.nbytes >= size
-        if plain and codec.quantizer.decode_times is not None:
+        taken = isinstance(product, Tensor) or takes_scattered(codec.quantizer)
+        if plain and taken and codec.quantizer.decode_times is not None:
             data, lengths = payload.data[:size], on(segments.lengths, payload.data.device)
             codec.quantizer.decode_times(data, lengths, out, factor, product)
             return
-        decoded = self.total([payload], segments, [key], out)
-        if not same_memory(decoded, out):
-            out.copy_(decoded)
-        torch.mul(out, factor, out=product)
+        self.write(payload, segments, key, out)
+        if isinstance(product, Tensor):
+            torch.mul(out, factor, out=product)
+        else:
+            product.copy_(out * factor)
 
     def expand(self, values: Tensor, segments: Segments, key: Key) -> Tensor:
         """A sum of addends, or their mean, as a dense float32 vector."""

@@ -84,7 +84,7 @@ def encode(codec: "Codec", signal: EncodeInput, key: Key) -> Encoded:
     values = _scaled(codec, x.target[indices], indices, x.segments)
     encoded = encode_selected(codec, indices, values, x.segments, key, x.memory)
     assert encoded.indices is not None
-    memory = x.memory if selector.remember is None else selector.remember(x, encoded.indices)
+    memory = x.memory if selector.memory_after_sending is None else selector.memory_after_sending(x, encoded.indices)
     return replace(encoded, segments=signal.segments, memory=memory)
 
 

@@ -7,11 +7,13 @@ Every stage is a frozen dataclass. It works on a whole flat buffer at once: ``se
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from gradwire.core.keys import Key
+from gradwire.core.layout import Flat
+from gradwire.core.renamed import renamed_attributes
 from gradwire.core.segments import Segments
 from gradwire.core.spec import Named
 from gradwire.core.traits import Traits
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 Memory = Mapping[str, Tensor]
 # (gradient, residual, decay, lengths, before) -> (data, not finite): keeps the error as it encodes.
 FeedbackKernel = Callable[..., tuple[Tensor, Tensor]]
-# (gradient, residual, momentum, decay, lengths, before, out) -> the same, where the gradient enters momentum first.
+# (gradient, residual, momentum, decay, lengths, before, out) -> the same, where the gradient enters momentum first. The
+# gradient may lie in pieces.
 MomentumKernel = Callable[..., tuple[Tensor, Tensor]]
 # (messages uint8[ranks, size], error, lengths) -> the mean of messages plus the error, encoded; and the new error.
 MergeKernel = Callable[[Tensor, Tensor | None, tuple[int, ...]], tuple[Tensor, Tensor | None]]
@@ -104,6 +107,7 @@ class Transform(Stage):
         """Back again; ``segments`` is the table before `forward`."""
 
 
+@renamed_attributes({"absorb": "memory_with_gradient", "remember": "memory_after_sending"})
 class Selector(Stage):
     """Chooses which positions are sent."""
 
@@ -113,9 +117,9 @@ class Selector(Stage):
     # What sent values of a segment of n elements are multiplied by, to undo a bias.
     gain: Callable[[int], float] | None = None
     # The lane's memory with today's gradient, or with the second moments that the loop observed instead.
-    absorb: Callable[[Tensor, Memory, Tensor | None], Memory] | None = None
+    memory_with_gradient: Callable[[Tensor, Memory, Tensor | None], Memory] | None = None
     # The lane's memory after these positions were sent.
-    remember: Callable[[EncodeInput, Tensor], Memory] | None = None
+    memory_after_sending: Callable[[EncodeInput, Tensor], Memory] | None = None
 
     @abstractmethod
     def capacity(self, n: int) -> int:
@@ -141,9 +145,12 @@ class Quantizer(Stage):
     # (data, lengths) -> whether a value that is not finite was encoded, a bool on the device, as the message tells.
     has_nonfinite: Callable[[Tensor, tuple[int, ...]], Tensor] | None = None
     # (data, lengths, out) -> what `decode` gives, written to ``out``.
-    decode_into: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    decode_into: Callable[[Tensor, Tensor, Any], Any] | None = None
+    # Whether `decode_into`, `decode_times`, and `feedback_kernel` or, with `has_nonfinite`, `encode`, take a vector in
+    # several places. Subclasses do not inherit it.
+    takes_scattered: ClassVar[bool] = False
     # (data, lengths, out, factor, product) -> what `decode` gives is written to ``out``, times factor to ``product``.
-    decode_times: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None = None
+    decode_times: Callable[[Tensor, Tensor, Tensor, Tensor, Flat], None] | None = None
 
     @abstractmethod
     def size(self, lengths: tuple[int, ...]) -> int:

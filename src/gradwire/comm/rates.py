@@ -46,9 +46,10 @@ class Quantity(NamedTuple):
         """Read a number and its unit."""
         number, unit = _split(text)
         if unit not in self.units:
-            given = repr(unit) if unit else "a bare number"
             known = ", ".join(filter(None, self.units))
-            raise ValueError(f"{given} in {text.strip()!r} is no unit of {self.name}; use {known}")
+            if not unit:
+                raise ValueError(f"{text.strip()!r} has no unit; append {known}")
+            raise ValueError(f"{unit!r} in {text.strip()!r} is no unit of {self.name}; use {known}")
         return self.check(float(number.scaleb(self.units[unit])))
 
     def write(self, value: float) -> str:
@@ -130,5 +131,7 @@ class LinkSpec:
 def _split(text: str) -> tuple[Decimal, str]:
     match = _NUMBER.fullmatch(text.strip().lower())
     if match is None:
-        raise ValueError(f"cannot read {text.strip()!r}; write a number and its unit, for example 100mbit or 20ms")
+        raise ValueError(
+            f"cannot read {text.strip()!r}; write numbers with their units, separated by commas, as in 100mbit,20ms"
+        )
     return Decimal(match[1]), match[2]

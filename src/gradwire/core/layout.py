@@ -1,7 +1,8 @@
 """Layout: how tensors lie in memory. The only module outside of kernels that reads addresses."""
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 import torch
@@ -13,10 +14,15 @@ def address(x: Tensor) -> int:
     return x.data_ptr()
 
 
-Places: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]  # the address and the strides of each tensor
+def addresses(tensors: Iterable[Tensor]) -> list[int]:
+    """The same of several."""
+    return [x.data_ptr() for x in tensors]
 
 
-def places(tensors: Iterable[Tensor]) -> Places:
+MemoryLayout: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]  # the address and the strides of each tensor
+
+
+def memory_layout(tensors: Iterable[Tensor]) -> MemoryLayout:
     """Where tensors lie."""
     return tuple([(x.data_ptr(), x.stride()) for x in tensors])
 
@@ -29,6 +35,17 @@ def without_gaps(x: Tensor) -> bool:
 def in_memory_order(x: Tensor) -> Tensor:
     """The elements of a tensor without gaps, as a flat view."""
     return x.as_strided((x.numel(),), (1,))
+
+
+def stretches(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Tensors without gaps as flat views; those of one format that lie end to end, in this order, are one."""
+    groups: list[list[Tensor]] = []
+    for x in map(in_memory_order, tensors):
+        if groups and groups[-1][-1].dtype == x.dtype and adjacent(groups[-1][-1], x):
+            groups[-1].append(x)
+        else:
+            groups.append([x])
+    return [group[0].as_strided((sum(x.numel() for x in group),), (1,)) for group in groups]
 
 
 def same_memory(x: Tensor, y: Tensor) -> bool:
@@ -57,6 +74,46 @@ def laid_out(parts: Sequence[Tensor]) -> Tensor:
     out = parts[0].new_empty(sum(sizes))
     torch._foreach_copy_(list(out.split(sizes)), list(parts))
     return out
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """A flat vector that lies in several places: flat tensors without gaps, of one format, on one device."""
+
+    parts: tuple[Tensor, ...]
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    def numel(self) -> int:
+        return sum(part.numel() for part in self.parts)
+
+    def __getitem__(self, stretch: slice) -> "Flat":
+        start, stop, _ = stretch.indices(self.numel())
+        ends = accumulate(part.numel() for part in self.parts)
+        begins = [(part, end - part.numel()) for part, end in zip(self.parts, ends, strict=True)]
+        cut = [part[max(start - at, 0) : max(stop - at, 0)] for part, at in begins]
+        parts = [part for part in cut if part.numel()] or cut[:1]
+        return Scattered(tuple(parts)) if len(parts) > 1 else parts[0]
+
+    def copy_(self, flat: Tensor) -> "Scattered":
+        """Write a vector to where this one lies."""
+        torch._foreach_copy_(list(self.parts), list(flat.split([part.numel() for part in self.parts])))
+        return self
+
+
+Flat: TypeAlias = Tensor | Scattered
+
+
+def in_one_place(x: Flat) -> Tensor:
+    """The same vector as a tensor: a copy, if it lies in several places."""
+    return x if isinstance(x, Tensor) else torch.cat(x.parts)
+
+
+def takes_scattered(stage: object) -> bool:
+    """Whether a stage takes vectors in several places. A subclass says so itself, since it may override methods."""
+    return bool(vars(type(stage)).get("takes_scattered", False))
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -29,7 +29,7 @@ def load_file(path: Path) -> ModuleType:
     """
     place = path.resolve()
     if not place.is_file():
-        raise ValueError(f"there is no file {path}; give a path from the current folder, as in codecs/mine.py")
+        raise ValueError(f"there is no file {path}; give a path from the current folder, as in mine.py")
     digest = hashlib.sha256(place.read_bytes()).hexdigest()
     if place not in _modules or _modules[place][0] != digest:
         _modules[place] = digest, _import(path, place)

@@ -57,7 +57,7 @@ def lookup(name: str) -> tuple[str, Callable[..., object]]:
         plain = name.lower().replace("-", "_")
         near = [plain] if plain in _ENTRIES else difflib.get_close_matches(plain, _ENTRIES, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "see `gradwire codecs`"
-        raise ValueError(f"there is nothing called {name!r}; {hint}")
+        raise ValueError(f"there is nothing called {name!r}; {hint} A file of your own: --import FILE.py")
     return _ENTRIES[name]
 
 

@@ -29,7 +29,10 @@ def renamed(names: Mapping[str, str], namespace: Mapping[str, Any]) -> Callable[
 
 
 def renamed_attributes(names: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
-    """A class some of whose attributes have changed their names: new ones, which may have dots, by old ones."""
+    """A class some of whose attributes have changed their names: new ones, which may have dots, by old ones.
+
+    A subclass may define an attribute by its old name, too.
+    """
 
     def __getattr__(self: Any, name: str) -> Any:
         kind = type(self).__name__
@@ -38,8 +41,14 @@ def renamed_attributes(names: Mapping[str, str]) -> Callable[[type[T]], type[T]]
         warnings.warn(f"{kind}.{name} is now {names[name]}", DeprecationWarning, stacklevel=2)
         return attrgetter(names[name])(self)
 
+    def __init_subclass__(cls: type) -> None:
+        for old in [name for name in names if name in vars(cls)]:
+            warnings.warn(f"{cls.__name__}.{old} is now {names[old]}", DeprecationWarning, stacklevel=2)
+            setattr(cls, names[old], vars(cls)[old])
+
     def decorate(cls: type[T]) -> type[T]:
         cls.__getattr__ = __getattr__  # type: ignore[attr-defined]
+        cls.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment]
         return cls
 
     return decorate

@@ -74,8 +74,11 @@ class Segments:
         return {name: slice(a, b) for name, a, b in zip(self.names, self.offsets[:-1], ends, strict=True)}
 
     def window(self, start: int, stop: int) -> "Segments":
-        """The part of the table inside ``[start, stop)``; cut segments are named by what is left of them."""
-        return _window(self, start, stop)
+        """The part of the table inside ``[start, stop)``; cut segments are named by what is left of them.
+
+        All of it is the table itself, with its empty segments: so encoders have it that take the whole buffer.
+        """
+        return self if (start, stop) == (0, self.total) else _window(self, start, stop)
 
     def lengths_on(self, device: torch.device) -> Tensor:
         """The lengths as an int64 tensor."""

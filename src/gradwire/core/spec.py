@@ -27,7 +27,7 @@ def parse(text: str) -> Any:
         tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise ValueError(
-            f"cannot read the spec {text!r}; write stages as name(arguments), joined by |, "
+            f"cannot read the spec {text!r}{_hint(text)}; write stages as name(arguments), joined by |, "
             "for example topk(0.01) | sign"
         ) from None
     for node in ast.walk(tree):
@@ -37,6 +37,17 @@ def parse(text: str) -> Any:
     if not (_is_spec(tree.body) or _is_table(tree.body)):
         raise ValueError(f"the spec {text!r} names no stage; write for example topk(0.01) | sign")
     return value
+
+
+def _hint(text: str) -> str:
+    """What is probably wrong with a text that is no spec."""
+    if re.search(r"\d,0", text):
+        return ": decimals have a point, not a comma"
+    if "%" in text:
+        return ": a share is a number, 0.01 for one percent"
+    if text.count("(") != text.count(")"):
+        return ": it opens and closes different numbers of parentheses"
+    return ""
 
 
 class Named(ABC):
@@ -95,7 +106,10 @@ def _build(node: ast.expr, text: str) -> Any:
         piece = ast.get_source_segment(text.strip(), node)
         if piece and re.fullmatch(r"[A-Za-z][\w-]*", piece):
             lookup(piece)  # a name with hyphens: there is none, but perhaps one with underscores
-        raise ValueError(f"cannot read {piece!r} in the spec {text!r}; arguments are literals") from None
+        raise ValueError(
+            f"cannot read {piece!r} in the spec {text!r}; stages are joined by |, specs of a list are separated by "
+            "semicolons, and arguments are numbers, names or quoted text"
+        ) from None
 
 
 def _argument(name: str, node: ast.expr, text: str) -> Any:

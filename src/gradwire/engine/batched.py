@@ -22,7 +22,7 @@ from gradwire.engine.encoders import Encoder
 from gradwire.engine.gradients import Grads, by_name, views_of
 from gradwire.engine.lane import Lane
 from gradwire.engine.lockstep import Lockstep
-from gradwire.engine.state import Generation, LaneState
+from gradwire.engine.state import LaneMemory, LaneState
 from gradwire.engine.step import Engine, StepResult
 from gradwire.engine.traffic_model import AgreedGather, costs
 from gradwire.engine.views import GradViews
@@ -46,7 +46,7 @@ class Batched:
     def __post_init__(self) -> None:
         self.world, self.clock = len(self.engines), Clock()
         self._stacked: list[LaneState] = []
-        self._committed: list[list[Generation]] = []  # as the engines were left with them, by lane and rank
+        self._committed: list[list[LaneMemory]] = []  # as the engines were left with them, by lane and rank
         # By lane: the gradients of all ranks, and the buffer in which they lie end to end.
         self._flats: dict[int, tuple[list[Tensor], Tensor]] = {}
 
@@ -87,7 +87,7 @@ class Batched:
             for engine in self.engines:
                 engine.skip_step()
             return StepResult(by_name(lanes, [torch.zeros_like(mean) for mean, _, _ in results]), True)
-        self._commit([Generation(dict(memory)) for _, memory, _ in results])
+        self._commit([LaneMemory(dict(memory)) for _, memory, _ in results])
         return StepResult(by_name(lanes, [mean for mean, _, _ in results]), False)
 
     # -- one lane --------------------------------------------------------------------------------------------------
@@ -106,10 +106,10 @@ class Batched:
     def _run_lane(self, lane: Lane, flat: Tensor, state: LaneState, key: Key, nonfinite: list[Tensor]) -> Simulated:
         began = time.perf_counter()
         encoder = lane.encoder(key.step)
-        ranks = range(self.world if encoder.exchange.cuts else 0)
+        ranks = range(self.world if encoder.exchange.sends_slices else 0)
         cuts = tuple(server_slice(lane.units.total, self.world, rank) for rank in ranks)
         context = lane.context(key, self.world)._replace(units=stacked(lane.units, self.world, cuts), simulated=True)
-        storage = Generation({}) if self.engines[0].rollback else state.current
+        storage = LaneMemory({}) if self.engines[0].rollback else state.current
         message = encoder.encode(GradViews([flat], flat.device), state, storage, context, nonfinite).message
         encoded = time.perf_counter()
         assert encoder.exchange.simulate is not None and message.sent is not None
@@ -140,7 +140,7 @@ class Batched:
             state.observed = torch.cat(observed) if observed else None
         return self._stacked
 
-    def _commit(self, generations: list[Generation]) -> None:
+    def _commit(self, generations: list[LaneMemory]) -> None:
         self._committed = []
         for i, (lane, new) in enumerate(zip(self.engines[0].plan.lanes, generations, strict=True)):
             self._stacked[i].commit(new)
@@ -193,12 +193,12 @@ def _read(
 
 def _stack(states: Sequence[LaneState]) -> LaneState:
     names = states[0].tensors
-    return LaneState(Generation({name: torch.cat([state.tensors[name] for state in states]) for name in names}))
+    return LaneState(LaneMemory({name: torch.cat([state.tensors[name] for state in states]) for name in names}))
 
 
-def _unstack(new: Generation, n: int, world: int) -> list[Generation]:
+def _unstack(new: LaneMemory, n: int, world: int) -> list[LaneMemory]:
     """Each rank's part of every memory; of shards, its own."""
-    parts = [Generation({}) for _ in range(world)]
+    parts = [LaneMemory({}) for _ in range(world)]
     for name, x in new.tensors.items():
         for rank in range(world):
             start, stop = server_slice(n, world, rank) if name == SERVER_ERROR else (rank * n, (rank + 1) * n)

@@ -20,7 +20,7 @@ from gradwire.comm.collectives import Collective, fuse
 from gradwire.core.graph_refs import pin_tables
 from gradwire.core.keys import RandomnessInGraph
 from gradwire.core.requests import Finished, Request, advance, intercept, run
-from gradwire.engine.drive import Clock, Rounds
+from gradwire.engine.drive import Clock, RoundGenerator
 
 T = TypeVar("T")
 Collectives: TypeAlias = Generator[Collective, Tensor, T]
@@ -178,7 +178,7 @@ def resume(generator: Collectives[T], backend: Backend, known: Sequence[Tensor] 
     return run(generator, serve)
 
 
-def in_collectives(rounds: Rounds[T], backend: Backend) -> Collectives[T]:
+def in_collectives(rounds: RoundGenerator[T], backend: Backend) -> Collectives[T]:
     """Rounds of requests as the collectives that answer them."""
 
     def serve(requests: list[Request]) -> Collectives[list[Any]]:

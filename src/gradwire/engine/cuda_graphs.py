@@ -3,12 +3,12 @@
 A graph knows addresses, not names. A bucket is captured once for each generation of its state, since a step reads one
 and writes the other; without rollback, or without state, once. Gradients are read and written where they lie as long as
 they come to the same addresses. Where `zero_grad()` sets gradients to None and addresses move, they are copied to a
-buffer of the bucket's own before the replay, and the update is copied back: 16 bytes of memory traffic and 4 bytes of
-memory a parameter.
+buffer of the bucket's own before the replay, and the update is copied back (`engine/staging.py`): 16 bytes of memory
+traffic and 4 bytes of memory a parameter. Where gradients can become views of that buffer, nothing is copied back.
 
-    steps 1 to 3     run eagerly: kernels are compiled
+    steps 1 to 3     run eagerly: kernels are compiled; so do the first 3 after the codecs have changed
     then             capture, which also runs the step; eagerly again if it fails
-    every other step replay, if state, codecs and addresses are those of a capture; else eagerly
+    every other step replay, if state and addresses are those of a capture; else eagerly
 
 The status is read at once, unless it makes no difference to this rank who else lacks gradients: then it stays on the
 device, which undoes a bad step by itself. What is captured has all gradients of this rank.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gradwire.comm.backend import Backend
 from gradwire.core.deferred_checks import defer_checks
-from gradwire.core.layout import Places, places, without_gaps
+from gradwire.core.layout import MemoryLayout, memory_layout, without_gaps
 from gradwire.engine.capture import Captured, CaptureError, Collectives, DeviceGraph, capture, in_collectives, resume
 from gradwire.engine.drive import Clock, execute
 from gradwire.engine.gradients import FixedGrads, Grads, views_of
@@ -33,12 +33,12 @@ from gradwire.engine.graph_buffers import (
     CapturedBucket,
     CapturedCommit,
     GraphOutputs,
-    detached,
-    staging_of,
+    StepCounter,
     undo_if_skipped,
     undo_on_failure,
 )
 from gradwire.engine.sharded import AnyEngine
+from gradwire.engine.staging import Staging
 from gradwire.engine.step import BucketResult, StepResult, named_updates
 from gradwire.engine.views import GradViews
 
@@ -67,8 +67,7 @@ class StepExecutor:
         self.engine, self._backend, self._clock, self._graphs = engine, backend, clock, graphs
         self._buckets = [BucketCaptures() for _ in engine.full_plan.buckets]
         self._commits: dict[tuple[int, ...], CapturedCommit] = {}
-        self._step_counter: Tensor | None = None  # the number of the step, as captured kernels read it
-        self._counter_value = -1
+        self._counter = StepCounter(engine.unwrapped.device)
         self.replayed = False
 
     def run(self, grads: Grads, unscale: float = 1.0, complete: bool = False) -> StepResult:
@@ -82,22 +81,44 @@ class StepExecutor:
         """Compress and exchange one bucket."""
         bucket, inner = self._buckets[i], self.engine.unwrapped
         inner.skipped_steps.assert_valid()
-        where = None if self._graphs is None else self._places(i, grads)
+        if bucket.taken_in is not grads:  # those of a pass that failed
+            bucket.taken_in = None
+        where = None if self._graphs is None else self._layout_for_capture(i, grads)
         if where is None:
             return self._eager(i, grads)
+        encoders = self._encoders(i)
+        if encoders != bucket.encoders:  # their kernels and tables are not made yet, and no capture can make them
+            self._forget(bucket)
+            bucket.encoders, bucket.tries = encoders, MAX_CAPTURES  # captures of others tell nothing about these
         signature = self._signature(i, where)
         captured = bucket.captures.get(signature)
         if captured is not None:
             bucket.replays += 1
-            self._copy_to_staging(bucket, grads, i)
+            bucket.fill_staging(grads)
             return self._replay(i, captured)
-        if len(bucket.captures) >= 2:  # state or codecs were replaced
+        if len(bucket.captures) >= 2:  # the state was replaced
             self._forget(bucket)
         if bucket.eager < EAGER_STEPS or bucket.tries <= 0 or self.replayed:
             bucket.eager += 1
             return self._eager(i, grads)
-        self._copy_to_staging(bucket, grads, i)
+        bucket.fill_staging(grads)
         return self._capture(i, grads, signature)
+
+    def take_in(self, i: int, grads: Grads) -> list[Tensor] | None:
+        """Have the gradients of a bucket lie where its captured work reads them, so that no update is copied back.
+
+        Call it before `run_bucket`, on the same stream, with all gradients of the bucket.
+
+        Returns:
+            What is to take the places of the gradients, in order of the bucket's names; None: they stay as they are.
+            Until all work of the step is done, the old ones must be kept: they may not have been copied yet.
+        """
+        bucket = self._buckets[i]
+        self._leave_kept_views(bucket, grads)
+        if bucket.staging is None or not bucket.captures or not bucket.staging.allows_views:
+            return None
+        bucket.taken_in = grads
+        return bucket.staging.take_in(grads)
 
     def finish(self, results: Sequence[BucketResult], grads: Grads, complete: bool) -> StepResult:
         """Commit a step.
@@ -117,7 +138,7 @@ class StepExecutor:
 
     # -- what can be captured ------------------------------------------------------------------------------------------
 
-    def _places(self, i: int, grads: Grads) -> Places | None:
+    def _layout_for_capture(self, i: int, grads: Grads) -> MemoryLayout | None:
         """Where captured work finds the gradients of a bucket; None if the step cannot be captured.
 
         All gradients must be there, and no lane may have anything to use up or to hand back late. Gradients that keep
@@ -128,61 +149,63 @@ class StepExecutor:
         passing = any(state.carried_error is not None or state.observed is not None for state in inner.states_of(i))
         if passing or any(lane.at(inner.step)[1].delays or lane.refreshes(inner.step) for lane in lanes):
             return None
+        if bucket.taken_in is not None:
+            return ()
         if grads is bucket.fixed:
-            return bucket.places if bucket.staging is None else ()
+            return bucket.memory_layout if bucket.staging is None else ()
         bucket.fixed = None
-        where = self._look(i, grads)
+        where = self._inspect_layout(i, grads)
         if where is not None and isinstance(grads, FixedGrads):
             bucket.fixed = grads
         return where
 
-    def _look(self, i: int, grads: Grads) -> Places | None:
-        """The same, by a look at the gradients."""
+    def _inspect_layout(self, i: int, grads: Grads) -> MemoryLayout | None:
+        """The same, from the gradients themselves."""
         bucket, inner, lanes = self._buckets[i], self.engine.unwrapped, self.engine.full_plan.buckets[i]
-        dense = []
-        for grad in (grads[name] for lane in lanes for name in lane.tensors.names):
-            if grad is None or grad.layout != torch.strided:
-                return None
-            dense.append(grad)
+        names = [name for lane in lanes for name in lane.tensors.names]
+        dense = [grad for name in names if (grad := grads[name]) is not None and grad.layout == torch.strided]
+        if len(dense) < len(names):
+            return None
+        self._leave_kept_views(bucket, grads)
         if bucket.staging is not None:
             return ()
-        where = places(dense)
-        if where == bucket.places:
+        where = memory_layout(dense)
+        if where == bucket.memory_layout:
             return where
         if any(x.device != inner.device for x in dense):
             return None
-        bucket.moves += bool(bucket.places)
-        bucket.places = where
+        bucket.moves += bool(bucket.memory_layout)
+        bucket.memory_layout = where
         if bucket.moves <= MAX_ADDRESS_CHANGES and all(map(without_gaps, dense)):
             return where
         self._forget(bucket)
         bucket.tries, bucket.eager = MAX_CAPTURES, EAGER_STEPS
-        bucket.staging = [staging_of(views_of(lane, grads, inner.device), inner.device) for lane in lanes]
+        bucket.staging = Staging.of(names, [views_of(lane, grads, inner.device) for lane in lanes], inner.device)
+        bucket.staging.allows_views &= bucket.allows_views
         return ()
 
-    def _signature(self, i: int, where: Places) -> Hashable:
-        inner, lanes = self.engine.unwrapped, self.engine.unwrapped.plan.buckets[i]
-        generations = tuple(state.current for state in inner.states_of(i) if state.tensors)
-        # By identity: lanes hold their encoders, and to compare those takes long.
-        return generations, tuple([id(lane.encoder(inner.step)) for lane in lanes]), where
+    def _signature(self, i: int, where: MemoryLayout) -> Hashable:
+        return tuple(state.current for state in self.engine.unwrapped.states_of(i) if state.tensors), where
 
-    def _copy_to_staging(self, bucket: BucketCaptures, grads: Grads, i: int) -> None:
-        if bucket.staging is not None:
-            for lane, view in zip(self.engine.full_plan.buckets[i], bucket.staging, strict=True):
-                torch._foreach_copy_(view.grads, [detached(grads[name]) for name in lane.tensors.names])
+    def _encoders(self, i: int) -> tuple[int, ...]:
+        """By identity: lanes hold their encoders, and to compare those takes long."""
+        inner = self.engine.unwrapped
+        return tuple([id(lane.encoder(inner.step)) for lane in inner.plan.buckets[i]])
+
+    def _leave_kept_views(self, bucket: BucketCaptures, grads: Grads) -> None:
+        """If somebody keeps gradients of an earlier step that are views of a buffer, stage in another from now on."""
+        if bucket.staging is not None and not bucket.staging.is_free(grads):
+            self._forget(bucket)
+            bucket.staging, bucket.allows_views = None, False
 
     def _copy_from_staging(self, grads: Grads, outcome: StepResult) -> StepResult:
         """Copy updates from buffers of buckets to where the gradients lie."""
-        if all(bucket.staging is None for bucket in self._buckets):
-            return outcome
-        updates = dict(outcome.updates)
-        for bucket, lanes in zip(self._buckets, self.engine.full_plan.buckets, strict=True):
-            names = [name for lane in lanes for name in lane.tensors.names if bucket.staging is not None]
-            there = [name for name in names if name in updates and grads[name] is not None]
-            into = [detached(grads[name]) for name in there]
-            if there:
-                torch._foreach_copy_(into, [updates[name] for name in there])
-            updates |= dict(zip(there, into, strict=True))
+        staged = [bucket.staging for bucket in self._buckets if bucket.staging and bucket.taken_in is None]
+        updates = dict(outcome.updates) if staged else outcome.updates
+        for staging in staged:
+            staging.copy_back(grads, updates)
+        for bucket in self._buckets:
+            bucket.taken_in = None
         return StepResult(updates, outcome.skipped)
 
     # -- running -------------------------------------------------------------------------------------------------------
@@ -193,7 +216,7 @@ class StepExecutor:
 
     def _replay(self, i: int, bucket: CapturedBucket) -> BucketResult:
         inner, clock = self.engine.unwrapped, Clock()
-        self._set_step_counter()
+        self._counter.set(inner.step)
         result = bucket.captured.replay(self._backend, clock)
         self._clock.add(clock)
         inner.accounting.add(bucket.encoded, bucket.dense)
@@ -203,37 +226,26 @@ class StepExecutor:
             inner.accounting.seconds[lane.label].add(clock, lane.units.total / max(total, 1), wire=False)
         return result
 
-    def _set_step_counter(self) -> Tensor:
-        """The number of this step on the device, where captured kernels read it."""
-        inner = self.engine.unwrapped
-        if self._step_counter is None:
-            self._step_counter = torch.zeros(2, dtype=torch.int64, device=inner.device)
-        if self._counter_value != inner.step:
-            self._counter_value = inner.step
-            self._step_counter[:1].fill_(inner.step & 0xFFFFFFFF)
-            if inner.step >> 32:
-                self._step_counter[1].fill_(inner.step >> 32)
-        return self._step_counter
-
     # -- capturing -----------------------------------------------------------------------------------------------------
 
     def _capture(self, i: int, grads: Grads, signature: Hashable) -> BucketResult:
         assert self._graphs is not None
         inner, bucket = self.engine.unwrapped, self._buckets[i]
-        views = bucket.staging or [views_of(lane, grads, inner.device) for lane in self.engine.full_plan.buckets[i]]
+        lanes = self.engine.full_plan.buckets[i]
+        views = bucket.staging.views if bucket.staging else [views_of(lane, grads, inner.device) for lane in lanes]
         states, accounting = inner.states_of(i), inner.accounting
         encoded, dense = accounting.encoded.copy(), accounting.dense.copy()
         outputs = GraphOutputs.of(states, inner.rollback, inner.device)
-        random = replace(inner.key, device_counter=self._set_step_counter())
+        random = replace(inner.key, device_counter=self._counter.set(inner.step))
 
         def again() -> Collectives[BucketResult]:
-            fresh = [GradViews(view.grads, inner.device) for view in views]
+            fresh = [GradViews(view.grads, inner.device, stays=view.stays) for view in views]
             rounds = self.engine.bucket_rounds(i, fresh, outputs.own_status, outputs.storage, random)
             return in_collectives(outputs.keep(rounds, states, corrupt, inner.skipped_steps.corrupt_bit), self._backend)
 
         with defer_checks() as corrupt:
             try:
-                with undo_on_failure(states, inner.rollback):
+                with undo_on_failure(states, inner.rollback, views):
                     captured = capture(again(), self._backend, self._graphs)
             except CaptureError as error:
                 self._refuse(bucket, error)

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from gradwire.core.requests import Finished, R, Request, advance, intercept, run
 
 T = TypeVar("T")
-Rounds: TypeAlias = Generator[list[Request], list[Any], T]
+RoundGenerator: TypeAlias = Generator[list[Request], list[Any], T]  # yields rounds: lists of requests
 
 
 @dataclass
@@ -47,14 +47,14 @@ def interleave(generators: Sequence[Generator[R, Any, T]]) -> Generator[list[R],
     return [step.value for step in steps if isinstance(step, Finished)]
 
 
-class Answering(Protocol):
+class RequestHandler(Protocol):
     """A backend, as far as rounds need one."""
 
     def answer(self, requests: Sequence[Request]) -> list[Any]:
         """Answer a round of requests."""
 
 
-def execute(rounds: Rounds[T], backend: Answering, clock: Clock) -> T:
+def execute(rounds: RoundGenerator[T], backend: RequestHandler, clock: Clock) -> T:
     """Have a backend answer all rounds, and measure where the time goes."""
 
     def serve(requests: list[Request]) -> list[Any]:

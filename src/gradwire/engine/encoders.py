@@ -2,12 +2,12 @@
 
 There are four. Which one serves a lane is decided when the plan is built, from what the stages declare:
 
-    FusedTopK    feedback with an `accumulation`, a selector that is `exact_topk`: one pass over gradient and memories;
-                 with an `averaging`, one more before it
-    FusedDense   feedback with an `accumulation` and one memory, or with an `averaging`; a quantizer with a
-                 `feedback_kernel`, no selector
-    FusedSum     feedback with an `accumulation`; float32, for an exchange that adds payloads
-    Composed     everything else: feedback, codec and feedback again, as they are written
+    FusedTopKEncoder    feedback with an `accumulation` or an `averaging`, a selector that is `exact_topk`: one pass
+                        over gradient and memories; with an `averaging`, on a CPU, one more before it
+    FusedDenseEncoder   feedback with an `accumulation` and one memory, or with an `averaging`; a quantizer with a
+                        `feedback_kernel`, no selector
+    FusedSumEncoder     feedback with an `accumulation`; float32, for an exchange that adds payloads
+    ComposedEncoder     everything else: feedback, codec and feedback again, as they are written
 
 The law: a fused encoder makes the same messages and memories as the composed one, bit for bit.
 """
@@ -15,7 +15,7 @@ The law: a fused encoder makes the same messages and memories as the composed on
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,18 +25,20 @@ from gradwire.codecs.codec import Codec
 from gradwire.codecs.encoding import Encoded, encode_selected
 from gradwire.codecs.quantizers import FP32
 from gradwire.codecs.stage import Decoded, EncodeInput
+from gradwire.core.layout import Flat, takes_scattered
 from gradwire.core.payload import Payload, as_bytes
-from gradwire.core.segments import Segments
+from gradwire.core.segments import Segments, on
 from gradwire.engine.kernel_memories import enter_momentum, kernel_outputs
-from gradwire.engine.kernel_memories import pair_of as _pair
-from gradwire.engine.state import Generation, LaneState
-from gradwire.engine.views import ContiguousRun, GradViews, zero_nonfinite
+from gradwire.engine.kernel_memories import residual_and_momentum as _pair
+from gradwire.engine.state import LaneMemory, LaneState
+from gradwire.engine.views import GradViews, zero_nonfinite
 from gradwire.exchanges.exchange import CommContext, Exchange, Message
 from gradwire.exchanges.servers import SERVER_ERROR, server_slice
 from gradwire.feedback import Feedback
 from gradwire.feedback.feedback import divisor
 from gradwire.kernels import fused
 from gradwire.kernels.dispatch import accelerated
+from gradwire.kernels.momentum import momentum_topk_
 
 
 class EncodedLane(NamedTuple):
@@ -62,7 +64,7 @@ class Encoder(ABC):
 
     @abstractmethod
     def encode(
-        self, views: GradViews, state: LaneState, storage: Generation, context: CommContext, nonfinite: list[Tensor]
+        self, views: GradViews, state: LaneState, storage: LaneMemory, context: CommContext, nonfinite: list[Tensor]
     ) -> EncodedLane:
         """Encode the gradients.
 
@@ -75,30 +77,38 @@ class Encoder(ABC):
         """
 
 
-class Composed(Encoder):
+class ComposedEncoder(Encoder):
     """The definition."""
 
     def encode(
-        self, views: GradViews, state: LaneState, storage: Generation, context: CommContext, nonfinite: list[Tensor]
+        self, views: GradViews, state: LaneState, storage: LaneMemory, context: CommContext, nonfinite: list[Tensor]
     ) -> EncodedLane:
+        if self._check_of_message is not None and not context.simulated and state.carried_error is None:
+            return self._encode_unchecked(views, state, context, nonfinite)
         flat, on_cpu = views.flat(), views.device.type == "cpu"
         if self._only_compensates and not on_cpu and state.carried_error is None and SERVER_ERROR not in state.tensors:
             return self._compensate(flat, state, storage, nonfinite)
-        check = None if on_cpu or context.simulated else self._check_of_message
-        if check is None:
-            flat, flag = zero_nonfinite(flat, context.world if context.simulated else 1)
-            nonfinite.append(flag)
-        encoded = self._encode_finite(flat, state, context)
-        if check is not None:  # what was encoded of values that are not finite will be dropped
-            assert isinstance(encoded.message.content, Payload)
-            nonfinite.append(check(encoded.message.content.data, context.units.lengths))
-        return encoded
+        flat, flag = zero_nonfinite(flat, context.world if context.simulated else 1)
+        nonfinite.append(flag)
+        return self._encode_finite(flat, state, context)
+
+    def _encode_unchecked(
+        self, views: GradViews, state: LaneState, context: CommContext, nonfinite: list[Tensor]
+    ) -> EncodedLane:
+        """Encode gradients without memories. What is made of values that are not finite will be dropped."""
+        quantizer, units = self.codec.quantizer, context.units
+        assert quantizer.has_nonfinite is not None
+        grads: Any = views.vector(widened=True) if takes_scattered(quantizer) else views.flat()
+        data = quantizer.encode(grads, on(units.lengths, views.device), units.names, context.key)
+        nonfinite.append(quantizer.has_nonfinite(data, units.lengths))
+        encoded = Encoded(self.codec, context.key, units, None, units.lengths, data, state.tensors)
+        return EncodedLane(Message.of(encoded, state.tensors, context))
 
     @property
     def _check_of_message(self) -> Callable[[Tensor, tuple[int, ...]], Tensor] | None:
         """Finds values that are not finite in the message, where nothing else is made of them."""
         codec, exchange = self.codec, self.exchange
-        splits = codec.selector or codec.transform or exchange.compresses_in_protocol or exchange.cuts
+        splits = codec.selector or codec.transform or exchange.compresses_in_protocol or exchange.sends_slices
         return None if splits or self.feedback.memories else codec.quantizer.has_nonfinite
 
     @property
@@ -107,7 +117,7 @@ class Composed(Encoder):
         subtracts = self.exchange.subtracts_sent and tuple(self.feedback.memories) == ("residual",)
         return subtracts and self.feedback.accumulation is not None and accelerated()
 
-    def _compensate(self, flat: Tensor, state: LaneState, storage: Generation, nonfinite: list[Tensor]) -> EncodedLane:
+    def _compensate(self, flat: Tensor, state: LaneState, storage: LaneMemory, nonfinite: list[Tensor]) -> EncodedLane:
         """Add the error in one pass. The sum lies where the exchange leaves the new error."""
         rule, old = self.feedback.accumulation, state.tensors["residual"]
         assert rule is not None
@@ -118,7 +128,7 @@ class Composed(Encoder):
 
     def _encode_finite(self, grad: Tensor, state: LaneState, context: CommContext) -> EncodedLane:
         """The same of a finite gradient."""
-        memory = self.codec.absorb(grad, state.tensors, state.observed)
+        memory = self.codec.memory_with_gradient(grad, state.tensors, state.observed)
         target, memory = self.feedback.compensate(grad, memory)
         target, memory = self._add_carried(target, dict(memory), state, context)
         message = self.exchange.encode(EncodeInput(grad, target, memory, context.units), self.codec, context)
@@ -140,47 +150,43 @@ class Composed(Encoder):
         return target, memory
 
 
-class FusedTopK(Encoder):
+class FusedTopKEncoder(Encoder):
     """Exact top-k, where the gradients lie."""
 
     reuses_memories: ClassVar[bool] = True
 
     def encode(
-        self, views: GradViews, state: LaneState, storage: Generation, context: CommContext, nonfinite: list[Tensor]
+        self, views: GradViews, state: LaneState, storage: LaneMemory, context: CommContext, nonfinite: list[Tensor]
     ) -> EncodedLane:
         memory = {**state.tensors, **kernel_outputs(self.feedback.written, state, storage)}
-        by_layer = context.units == context.tensors and not self.exchange.cuts and views.device.type == "cpu"
-        runs = views.runs() if by_layer and views.common_dtype == torch.float32 else _one_run(views)
+        grads = views.vector(self.feedback.averaging is not None)
 
         def encode_slice(start: int, stop: int) -> Message:
-            window = _window(context.units, start, stop)
-            cut = runs if len(runs) > 1 else [ContiguousRun(start, runs[0].flat[start:stop], window.lengths)]
-            selected = [self._select(run, state, memory, nonfinite) for run in cut]
-            encoded = encode_selected(self.codec, *_together(selected, cut), window, context.key, memory)
+            window, part = _window(context.units, start, stop), slice(start, stop)
+            selected = self._select(grads[part], part, window.lengths, state, memory)
+            nonfinite.append(selected.nonfinite)
+            encoded = encode_selected(self.codec, selected.indices, selected.values, window, context.key, memory)
             self._subtract_sent_(memory, encoded, start)
             return Message.of(encoded, memory, context)
 
         return EncodedLane(self.exchange.encode_slices(encode_slice, context))
 
     def _select(
-        self, run: ContiguousRun, state: LaneState, memory: dict[str, Tensor], nonfinite: list[Tensor]
+        self, grad: Flat, part: slice, lengths: tuple[int, ...], state: LaneState, memory: dict[str, Tensor]
     ) -> fused.Selected:
-        """Add a run's gradients to the old memories, which makes the new ones, and select."""
-        rule = self.feedback.residual_rule
-        assert rule is not None and self.codec.selector is not None
-        part = slice(run.start, run.start + run.flat.numel())
-        signal, flag = enter_momentum(self.feedback, run.flat, part, state, memory)
-        after = _pair(memory, part, flag is None)
-        before = after if memory["residual"] is state.tensors["residual"] else _pair(state.tensors, part, flag is None)
-        budget = rule, run.lengths, tuple(map(self.codec.selector.capacity, run.lengths))
-        if self.codec.is_identity_on_selected:
-            selected = fused.send_topk_(signal, before, after, self.feedback.masks, *budget)
-            if self.feedback.masks and flag is not None:
-                memory["momentum"][part].index_fill_(0, selected.indices, 0.0)
-        else:
-            selected = fused.carry_topk_(signal, before, after, *budget)
-        nonfinite.append(selected.nonfinite if flag is None else flag)
-        return selected
+        """Add a stretch of the gradients to the old memories, which makes the new ones, and select."""
+        rule, averaging, selector = self.feedback.residual_rule, self.feedback.averaging, self.codec.selector
+        assert rule is not None and selector is not None
+        sends, after = self.codec.is_identity_on_selected, _pair(memory, part)
+        before = after if memory["residual"] is state.tensors["residual"] else _pair(state.tensors, part)
+        budget = lengths, tuple(map(selector.capacity, lengths))
+        if averaging is not None:
+            momentum, out = averaging.momentum(state.tensors, part), after[1] if averaging.keeps else None
+            subtract, residuals = sends * (1 + self.feedback.masks), (before[0], after[0])
+            return momentum_topk_(grad, residuals, momentum, out, subtract, rule.decay, *budget)
+        if sends:
+            return fused.send_topk_(grad, before, after, self.feedback.masks, rule, *budget)
+        return fused.carry_topk_(grad, before, after, rule, *budget)
 
     def _subtract_sent_(self, memory: dict[str, Tensor], encoded: Encoded, start: int) -> None:
         """Take what was sent off the error, unless the kernel has done so."""
@@ -191,18 +197,21 @@ class FusedTopK(Encoder):
             fused.subtract_sent_(memory["residual"][start:], momentum, indices, values)
 
 
-class FusedDense(Encoder):
+class FusedDenseEncoder(Encoder):
     """Every entry, by a quantizer that keeps the error as it encodes."""
 
+    reuses_memories: ClassVar[bool] = True
+
     def encode(
-        self, views: GradViews, state: LaneState, storage: Generation, context: CommContext, nonfinite: list[Tensor]
+        self, views: GradViews, state: LaneState, storage: LaneMemory, context: CommContext, nonfinite: list[Tensor]
     ) -> EncodedLane:
         memory = {**state.tensors, **kernel_outputs(self.feedback.written, state, storage)}
-        flat = _one_run(views)[0].flat
+        in_several = self.feedback.averaging is not None and self.codec.quantizer.momentum_kernel is not None
+        grads = views.vector(in_several) if takes_scattered(self.codec.quantizer) else views.flat()
 
         def encode_slice(start: int, stop: int) -> Message:
             window, part = _window(context.units, start, stop), slice(start, stop)
-            data, flag = self._keep_error(flat[part], part, window.lengths, state, memory)
+            data, flag = self._keep_error(grads[part], part, window.lengths, state, memory)
             nonfinite.append(flag)
             encoded = Encoded(self.codec, context.key, window, None, window.lengths, data, memory)
             return Message.of(encoded, memory, context)
@@ -210,7 +219,7 @@ class FusedDense(Encoder):
         return EncodedLane(self.exchange.encode_slices(encode_slice, context))
 
     def _keep_error(
-        self, grad: Tensor, part: slice, lengths: tuple[int, ...], state: LaneState, memory: dict[str, Tensor]
+        self, grad: Flat, part: slice, lengths: tuple[int, ...], state: LaneState, memory: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """The message of a stretch, and whether its gradients were nonfinite."""
         quantizer, rule, averaging = self.codec.quantizer, self.feedback.residual_rule, self.feedback.averaging
@@ -228,13 +237,13 @@ class FusedDense(Encoder):
         return data, nonfinite if flag is None else flag
 
 
-class FusedSum(Encoder):
+class FusedSumEncoder(Encoder):
     """Every entry as it is, to be added up."""
 
     reuses_memories: ClassVar[bool] = True
 
     def encode(
-        self, views: GradViews, state: LaneState, storage: Generation, context: CommContext, nonfinite: list[Tensor]
+        self, views: GradViews, state: LaneState, storage: LaneMemory, context: CommContext, nonfinite: list[Tensor]
     ) -> EncodedLane:
         rule, everything = self.feedback.accumulation, slice(None)
         assert rule is not None
@@ -256,31 +265,17 @@ def encoder_for(feedback: Feedback, codec: Codec, exchange: Exchange, others: Se
     rule = feedback.accumulation
     as_it_is = isinstance(codec.quantizer, FP32) and codec.traits.lossless and exchange.adds_payloads
     if accelerated() and not leaves and rule is not None and as_it_is:
-        return FusedSum(feedback, codec, exchange)
+        return FusedSumEncoder(feedback, codec, exchange)
     composes = exchange.compresses_in_protocol or codec.transform is not None or codec.traits.linear or leaves
     if not accelerated() or composes:
-        return Composed(feedback, codec, exchange)
+        return ComposedEncoder(feedback, codec, exchange)
     averages = feedback.averaging is not None
     if (rule is not None or averages) and codec.selector is not None and codec.selector.exact_topk:
-        return FusedTopK(feedback, codec, exchange)
+        return FusedTopKEncoder(feedback, codec, exchange)
     one_memory = rule is not None and tuple(feedback.memories) == ("residual",)
     if codec.selector is None and codec.quantizer.feedback_kernel and (one_memory or averages):
-        return FusedDense(feedback, codec, exchange)
-    return Composed(feedback, codec, exchange)
-
-
-def _one_run(views: GradViews) -> list[ContiguousRun]:
-    """The gradients end to end. Kernels of a CPU widen 16-bit ones as they go."""
-    flat = views.flat(views.common_dtype if views.device.type == "cpu" else torch.float32)
-    return [ContiguousRun(0, flat, tuple(x.numel() for x in views.grads))]
-
-
-def _together(selected: Sequence[fused.Selected], runs: Sequence[ContiguousRun]) -> tuple[Tensor, Tensor]:
-    """The positions and values that several runs selected."""
-    if len(selected) == 1:
-        return selected[0].indices, selected[0].values
-    indices = [one.indices + run.start for one, run in zip(selected, runs, strict=True)]
-    return torch.cat(indices), torch.cat([one.values for one in selected])
+        return FusedDenseEncoder(feedback, codec, exchange)
+    return ComposedEncoder(feedback, codec, exchange)
 
 
 def _window(units: Segments, start: int, stop: int) -> Segments:

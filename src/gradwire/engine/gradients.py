@@ -17,27 +17,24 @@ class FixedGrads(dict[str, Tensor | None]):
     """Gradients by name that stay where they are. Nothing in here is replaced, so it is enough to look at it once."""
 
 
-def host_status(lanes: Sequence[Lane], grads: Grads) -> int:
-    """What the host can see of the gradients of some lanes."""
-    mine = [grads[name] for lane in lanes for name in lane.tensors.names]
-    sparse = any(grad is not None and _is_sparse(grad) for grad in mine)
-    return (MISSING if any(grad is None for grad in mine) else 0) | (UNSUPPORTED if sparse else 0)
-
-
 def views_of(lane: Lane, grads: Grads, device: torch.device, factor: float = 1.0) -> GradViews:
     """Where a lane's gradients lie. One that is missing, or cannot be compressed, counts as zeros."""
     dense = []
     for name, shape in zip(lane.tensors.names, lane.tensors.shapes, strict=True):
         grad = grads[name]
         dense.append(torch.zeros(shape, device=device) if grad is None or _is_sparse(grad) else grad)
-    return GradViews(dense, device, factor, [grads[name] is not None for name in lane.tensors.names])
+    has_grad = [grads[name] is not None for name in lane.tensors.names]
+    return GradViews(dense, device, factor, has_grad, isinstance(grads, FixedGrads))
 
 
 def views_and_status(
     lanes: Sequence[Lane], grads: Grads, device: torch.device, factor: float = 1.0
 ) -> tuple[list[GradViews], Tensor]:
     """Where the gradients of some lanes lie; and what the host can see of them, uint8[1] on the device."""
-    status = torch.full((1,), host_status(lanes, grads), dtype=torch.uint8, device=device)
+    mine = [grads[name] for lane in lanes for name in lane.tensors.names]
+    sparse = any(grad is not None and _is_sparse(grad) for grad in mine)
+    bits = (MISSING if any(grad is None for grad in mine) else 0) | (UNSUPPORTED if sparse else 0)
+    status = torch.full((1,), bits, dtype=torch.uint8, device=device)
     return [views_of(lane, grads, device, factor) for lane in lanes], status
 
 

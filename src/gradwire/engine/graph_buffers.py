@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.backend import Backend
-from gradwire.core.layout import Places, in_memory_order
+from gradwire.core.layout import MemoryLayout, stretches
 from gradwire.engine.capture import Captured, CaptureError, Collectives, in_collectives
-from gradwire.engine.drive import Rounds
-from gradwire.engine.gradients import FixedGrads
+from gradwire.engine.drive import RoundGenerator
+from gradwire.engine.gradients import FixedGrads, Grads
 from gradwire.engine.lane import LaneResult
 from gradwire.engine.sharded import AnyEngine, final_status
-from gradwire.engine.state import Generation, LaneState
+from gradwire.engine.staging import Staging
+from gradwire.engine.state import LaneMemory, LaneState
 from gradwire.engine.status import CORRUPT
 from gradwire.engine.step import BucketResult
 from gradwire.engine.views import GradViews
@@ -42,25 +43,56 @@ class CapturedCommit(NamedTuple):
     updates: dict[str, Tensor]
 
 
+class StepCounter:
+    """The number of a step on the device, where captured kernels read it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tensor: Tensor | None = None
+        self._value = -1
+
+    def set(self, step: int) -> Tensor:
+        """Have kernels read this number."""
+        if self._tensor is None:
+            self._tensor = torch.zeros(2, dtype=torch.int64, device=self._device)
+        if self._value != step:
+            self._value = step
+            self._tensor[:1].fill_(step & 0xFFFFFFFF)
+            if step >> 32:
+                self._tensor[1].fill_(step >> 32)
+        return self._tensor
+
+
 @dataclass
 class BucketCaptures:
     """What is captured of one bucket.
 
     Attributes:
-        captures: By what a capture depends on: generations of state, encoders, addresses.
-        staging: Buffers of the bucket's own, by lane, where gradients come to moving addresses.
-        places: Where the gradients of the last step lay.
+        captures: By what a capture depends on: generations of state, addresses.
+        encoders: What all captures are of, by identity.
+        staging: A buffer of the bucket's own, where gradients come to moving addresses.
+        allows_views: Whether gradients may become views of that buffer: nobody keeps them from step to step.
+        taken_in: Those of the current step, if they are.
+        memory_layout: Where the gradients of the last step lay.
         fixed: The gradients of the last step, if they stay there.
     """
 
     captures: dict[Hashable, CapturedBucket] = field(default_factory=dict)
-    staging: list[GradViews] | None = None
+    encoders: tuple[int, ...] = ()
+    staging: Staging | None = None
+    allows_views: bool = True
+    taken_in: Grads | None = None
     eager: int = 0
     replays: int = 0
     moves: int = 0
     tries: int = MAX_CAPTURES
-    places: Places = ()
+    memory_layout: MemoryLayout = ()
     fixed: FixedGrads | None = None
+
+    def fill_staging(self, grads: Grads) -> None:
+        """Have captured work find these gradients."""
+        if self.staging is not None and self.taken_in is None:
+            self.staging.fill(grads)
 
     def forget(self) -> None:
         """Run eagerly for a while, and capture again."""
@@ -79,7 +111,7 @@ class GraphOutputs:
         status: Of all ranks.
     """
 
-    storage: list[Generation]
+    storage: list[LaneMemory]
     own_status: Tensor
     status: Tensor
 
@@ -90,8 +122,12 @@ class GraphOutputs:
         return cls(storage, own_status, status.view(()))
 
     def keep(
-        self, rounds: Rounds[BucketResult], states: Sequence[LaneState], corrupt: Sequence[Tensor], corrupt_bit: Tensor
-    ) -> Rounds[BucketResult]:
+        self,
+        rounds: RoundGenerator[BucketResult],
+        states: Sequence[LaneState],
+        corrupt: Sequence[Tensor],
+        corrupt_bit: Tensor,
+    ) -> RoundGenerator[BucketResult]:
         """The same rounds with their result here. A corrupt message sets ``corrupt_bit``, for later rounds."""
         result = yield from rounds
         if corrupt:
@@ -107,21 +143,25 @@ class GraphOutputs:
         return result._replace(lanes=lanes, status=self.status, captured=True)
 
 
-def _next_generation(state: LaneState) -> Generation:
+def _next_generation(state: LaneState) -> LaneMemory:
     """Storage for the next generation of a lane's memories."""
     if state.spare is not None and state.spare.tensors.keys() == state.tensors.keys():
         return state.spare
-    return Generation({name: torch.empty_like(x) for name, x in state.tensors.items()})
+    return LaneMemory({name: torch.empty_like(x) for name, x in state.tensors.items()})
 
 
 @contextmanager
-def undo_on_failure(states: Sequence[LaneState], rollback: bool) -> Iterator[None]:
-    """If a capture fails that changes the state in place, it will be done again: undo what it has changed."""
-    if rollback:
-        yield
-        return
+def undo_on_failure(states: Sequence[LaneState], rollback: bool, views: Sequence[GradViews]) -> Iterator[None]:
+    """If a capture fails, its bucket will be run again: undo what it has changed.
+
+    That is the state, if it is changed in place, and the gradients of several lanes, of which one may write its update
+    before another one fails.
+    """
+    changed = [] if rollback else [x for state in states for x in state.tensors.values()]
+    if len(views) > 1:
+        changed += [x for view in views for x in view.grads]
     try:
-        before = [(x, x.clone()) for state in states for x in state.tensors.values()]
+        before = [(x, x.clone()) for x in changed]
     except torch.OutOfMemoryError as error:  # there is room for the training only
         raise CaptureError([], permanent=False) from error
     try:
@@ -130,18 +170,6 @@ def undo_on_failure(states: Sequence[LaneState], rollback: bool) -> Iterator[Non
         for now, was in before:
             now.copy_(was)
         raise
-
-
-def staging_of(view: GradViews, device: torch.device) -> GradViews:
-    """A buffer for the gradients of a lane, end to end, in float32."""
-    flat = torch.empty(sum(x.numel() for x in view.grads), device=device)
-    parts = flat.split([x.numel() for x in view.grads])
-    return GradViews([part.view(x.shape) for part, x in zip(parts, view.grads, strict=True)], device)
-
-
-def detached(grad: Tensor | None) -> Tensor:
-    assert grad is not None
-    return grad.detach() if grad.requires_grad else grad
 
 
 def undo_if_skipped(engine: AnyEngine, backend: Backend, results: Sequence[BucketResult]) -> Collectives[None]:
@@ -156,5 +184,5 @@ def undo_if_skipped(engine: AnyEngine, backend: Backend, results: Sequence[Bucke
         for name in tensors
         if tensors[name] is not state.tensors[name]
     ]
-    zero_if_(skipped, [in_memory_order(x) for result in results for view in result.views for x in view.grads])
+    zero_if_(skipped, stretches([x for result in results for view in result.views for x in view.grads]))
     copy_if_(skipped, [now for now, _ in pairs], [before for _, before in pairs])

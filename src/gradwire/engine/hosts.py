@@ -24,13 +24,13 @@ from gradwire.core.payload import Payload
 from gradwire.core.requests import Max, Request, Scope, SendRecv, Sum, T, intercept
 from gradwire.core.segments import on
 from gradwire.engine import status
-from gradwire.engine.drive import Rounds
+from gradwire.engine.drive import RoundGenerator
 from gradwire.engine.gradients import Grads, by_name, check_moments, views_and_status
 from gradwire.engine.host_messages import HostMean, host_message, read_message
 from gradwire.engine.lane import Lane
 from gradwire.engine.partition import Owners, share
 from gradwire.engine.plan import Plan
-from gradwire.engine.state import Generation
+from gradwire.engine.state import LaneMemory
 from gradwire.engine.status import MISSING, UNSUPPORTED
 from gradwire.engine.step import BucketResult, Engine, StepResult, named_updates
 from gradwire.engine.views import GradViews
@@ -80,7 +80,7 @@ class HostEngine:
             if i != self.local_rank and self._is_delayed(lane)
         }
 
-    def run(self, grads: Grads, unscale: float = 1.0) -> Rounds[StepResult]:
+    def run(self, grads: Grads, unscale: float = 1.0) -> RoundGenerator[StepResult]:
         """A whole step. Clipping needs the host's whole gradient, so all of it comes in before any goes out."""
         inner, means, results = self.unwrapped, list[HostMean](), list[BucketResult]()
         views = [views_and_status(bucket, grads, inner.device) for bucket in self.full_plan.buckets]
@@ -92,7 +92,7 @@ class HostEngine:
             results.append((yield from self._exchange_and_gather(i, *given)))
         return (yield from self.finish(results, grads))
 
-    def run_bucket(self, i: int, grads: Grads) -> Rounds[BucketResult]:
+    def run_bucket(self, i: int, grads: Grads) -> RoundGenerator[BucketResult]:
         """All three parts for one bucket."""
         inner = self.unwrapped
         inner.skipped_steps.assert_valid()
@@ -100,13 +100,13 @@ class HostEngine:
         return (yield from self.bucket_rounds(i, views, own_status, inner.storage_of(i), inner.key))
 
     def bucket_rounds(
-        self, i: int, views: list[GradViews], own_status: Tensor, storage: Sequence[Generation], key: Key
-    ) -> Rounds[BucketResult]:
+        self, i: int, views: list[GradViews], own_status: Tensor, storage: Sequence[LaneMemory], key: Key
+    ) -> RoundGenerator[BucketResult]:
         """As `Engine.bucket_rounds`; the views are those of all parameters of the bucket."""
         mean = yield from self._reduce_scatter(i, views, own_status)
         return (yield from self._exchange_and_gather(i, mean, views, 1.0, storage, key))
 
-    def finish(self, results: Sequence[BucketResult], grads: Grads) -> Rounds[StepResult]:
+    def finish(self, results: Sequence[BucketResult], grads: Grads) -> RoundGenerator[StepResult]:
         """Commit the share, or skip the step on all ranks of all hosts."""
         bits = status.read(result.status for result in results)
         mine = dict(grads)
@@ -127,7 +127,7 @@ class HostEngine:
 
     # -- reduce-scatter ------------------------------------------------------------------------------------------------
 
-    def _reduce_scatter(self, i: int, views: Sequence[GradViews], own_status: Tensor) -> Rounds[HostMean]:
+    def _reduce_scatter(self, i: int, views: Sequence[GradViews], own_status: Tensor) -> RoundGenerator[HostMean]:
         """Send the gradients of others' shares, and take the mean of this rank's own."""
         lanes = list(zip(self.full_plan.buckets[i], views, strict=True))
         grads = {name: x for lane, view in lanes for name, x in zip(lane.tensors.names, view.grads, strict=True)}
@@ -172,7 +172,7 @@ class HostEngine:
         grads = by_name(lanes, [part / self.ranks_per_host for part in parts[: len(lanes)]])
         return HostMean(grads, has_grad, status_of_host | ((has_grad == 0).any() * MISSING).to(torch.uint8))
 
-    def _gradient_factor(self, means: Sequence[HostMean], unscale: float) -> Rounds[float]:
+    def _gradient_factor(self, means: Sequence[HostMean], unscale: float) -> RoundGenerator[float]:
         mine: dict[str, Tensor | None] = {name: grad for mean in means for name, grad in mean.grads.items()}
         if self.ranks_per_host == 1 or not self.unwrapped.clips:
             return self.unwrapped.gradient_factor(mine, unscale)
@@ -202,9 +202,9 @@ class HostEngine:
         mean: HostMean,
         views: list[GradViews],
         factor: float,
-        storage: Sequence[Generation],
+        storage: Sequence[LaneMemory],
         key: Key,
-    ) -> Rounds[BucketResult]:
+    ) -> RoundGenerator[BucketResult]:
         """Exchange this rank's share with other hosts, and the updates of all shares inside the host."""
         lanes, device = self.unwrapped.plan.buckets[i], self.unwrapped.device
         shares = [GradViews([mean.grads[name] for name in lane.tensors.names], device, factor) for lane in lanes]
@@ -237,7 +237,7 @@ class HostEngine:
             torch._foreach_copy_(view.grads, [updates[name] for name in lane.tensors.names])
         return {name: x.flatten() for name, x in delayed.items()}
 
-    def _used_anywhere(self, updates: Mapping[str, Tensor], mine: StepResult) -> Rounds[dict[str, Tensor]]:
+    def _used_anywhere(self, updates: Mapping[str, Tensor], mine: StepResult) -> RoundGenerator[dict[str, Tensor]]:
         """The updates of parameters that any rank of any host has a gradient for."""
         used_here = [name in mine.updates for name in updates]
         flags = torch.tensor(used_here, dtype=torch.int32, device=self.unwrapped.device)
@@ -274,7 +274,7 @@ class HostEngine:
         return "second_moment" in lane.at(self.unwrapped.step)[0].memories
 
 
-def norm_inside(grads: Grads, device: torch.device) -> Rounds[Tensor]:
+def norm_inside(grads: Grads, device: torch.device) -> RoundGenerator[Tensor]:
     """The norm of gradients of which each rank of a host has a part."""
     squares = [grad.detach().double().square().sum() for grad in grads.values() if grad is not None]
     own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
@@ -283,7 +283,7 @@ def norm_inside(grads: Grads, device: torch.device) -> Rounds[Tensor]:
     return norm
 
 
-def among_hosts(rounds: Rounds[T]) -> Rounds[T]:
+def among_hosts(rounds: RoundGenerator[T]) -> RoundGenerator[T]:
     """The same rounds, among counterparts."""
 
     def serve(requests: list[Request]) -> Generator[list[Request], list[Any], list[Any]]:

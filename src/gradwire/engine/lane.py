@@ -11,14 +11,15 @@ from gradwire.codecs.codec import Codec
 from gradwire.codecs.decoding import Entries
 from gradwire.codecs.stage import Memory, StateSpec
 from gradwire.core.keys import Key
+from gradwire.core.layout import Flat, Scattered, takes_scattered
 from gradwire.core.payload import CorruptMessageError
 from gradwire.core.requests import CommGenerator
 from gradwire.core.segments import Segments
-from gradwire.engine.encoders import Composed, Encoder, encoder_for
-from gradwire.engine.state import Generation, LaneState
+from gradwire.engine.encoders import ComposedEncoder, Encoder, encoder_for
+from gradwire.engine.state import LaneMemory, LaneState
 from gradwire.engine.views import GradViews
 from gradwire.exchanges import Exchange
-from gradwire.exchanges.exchange import Aggregate, CommContext, Product
+from gradwire.exchanges.exchange import Aggregate, CommContext, ProductOutput
 from gradwire.exchanges.servers import SERVER_ERROR, server_slice
 from gradwire.feedback import Feedback, NoFeedback
 from gradwire.feedback.feedback import divisor
@@ -28,14 +29,14 @@ class LaneResult(NamedTuple):
     """What a step makes of a lane.
 
     Attributes:
-        update: As a flat tensor, or as few entries.
+        update: As a flat tensor, where the gradients lie, or as few entries.
         new: The new memories.
         spare: Old memories, as storage for the next step.
     """
 
-    update: Tensor | Entries
-    new: Generation
-    spare: Generation | None = None
+    update: Flat | Entries
+    new: LaneMemory
+    spare: LaneMemory | None = None
 
 
 def is_refresh(step: int, times: int) -> bool:
@@ -107,7 +108,7 @@ class Lane:
     @cached_property
     def fused(self) -> bool:
         """Whether a fused kernel serves at any step: then memories can be changed in place."""
-        return any(not isinstance(encoder, Composed) for _, encoder in self._encoders)
+        return any(not isinstance(encoder, ComposedEncoder) for _, encoder in self._encoders)
 
     def with_fixed_length(self) -> "Lane":
         """The same lane with messages of known length, if it can have them."""
@@ -122,7 +123,7 @@ class Lane:
         self,
         views: GradViews,
         state: LaneState,
-        storage: Generation,
+        storage: LaneMemory,
         context: CommContext,
         nonfinite: list[Tensor],
         corrupt: list[CorruptMessageError],
@@ -139,11 +140,11 @@ class Lane:
         """
         encoder = self.encoder(context.key.step)
         if state.carried_error is not None:
-            encoder = Composed(encoder.feedback, encoder.codec, encoder.exchange)
-        kept, place = encoder.feedback.keeps_mean, context.out
+            encoder = ComposedEncoder(encoder.feedback, encoder.codec, encoder.exchange)
+        kept, place = encoder.feedback.mean_memory, context.update
         # Steps that are composed leave the state as it is, also where fused ones may change it in place.
-        in_place = storage is state.current and isinstance(encoder, Composed)
-        context = _with_storage(context, encoder.feedback, state, Generation({}) if in_place else storage)
+        in_place = storage is state.current and isinstance(encoder, ComposedEncoder)
+        context = _with_storage(context, encoder, state, LaneMemory({}) if in_place else storage)
         message, target = encoder.encode(views, state, storage, context, nonfinite)
         if encoder.feedback.finalize is not None or not encoder.codec.decoder.is_sparse(context.units, context.world):
             views.free_copy()
@@ -157,30 +158,38 @@ class Lane:
             assert target is not None
             memory = encoder.feedback.update_memory(target, aggregate.sent, memory)
         if kept is not None and aggregate.product is not None and isinstance(mean, Tensor):
-            return LaneResult(aggregate.product, Generation({**memory, kept: mean}))
+            return LaneResult(aggregate.product, LaneMemory({**memory, kept: mean}))
         update, memory = _finalize(encoder.feedback, mean, memory, place)
-        return LaneResult(update, Generation(dict(memory)), self._spare(encoder, views, state, memory))
+        return LaneResult(update, LaneMemory(dict(memory)), self._spare(encoder, views, state, memory))
 
-    def _spare(self, encoder: Encoder, views: GradViews, state: LaneState, memory: Memory) -> Generation | None:
+    def _spare(self, encoder: Encoder, views: GradViews, state: LaneState, memory: Memory) -> LaneMemory | None:
         """Old memories that kernels have replaced. On a CPU, fresh pages would cost more than the step itself."""
         if not encoder.reuses_memories or views.device.type != "cpu" or not views.in_place:
             return None
         old = {name: state.tensors[name] for name in encoder.feedback.written}
-        return None if any(memory[name] is x for name, x in old.items()) else Generation(old)
+        return None if any(memory[name] is x for name, x in old.items()) else LaneMemory(old)
 
-    def context(self, key: Key, world: int, sparse: bool = False, out: Tensor | None = None) -> CommContext:
+    def context(self, key: Key, world: int, sparse: bool = False, update: Flat | None = None) -> CommContext:
         """The context of a step's exchange.
 
         Args:
             key: Of this step's random bits.
             world: Number of ranks.
             sparse: The update may be handed back as its entries.
-            out: The update may be written there.
+            update: The update may be written there.
         """
         feedback = self._feedback(key.step)
         keeps = feedback.keeps_error, feedback.needs_decoded
         sparse = sparse and (feedback.finalize is None or feedback.finalize_entries is not None)
-        return CommContext(key, world, self.units, self.tensors, *keeps, sparse, out)
+        out = update if isinstance(update, Tensor) else None
+        finalizes = (feedback.finalize, feedback.finalize_into, feedback.mean_memory) != (None, None, None)
+        takes = not finalizes and takes_scattered(self.at(key.step)[1])
+        scattered = update if isinstance(update, Scattered) and takes else None
+        if scattered is not None and scattered.device.type != "cpu":  # kernels of a CPU alone decode to several places
+            scattered = None
+        return CommContext(
+            key, world, self.units, self.tensors, *keeps, sparse, out, update=update, scattered=scattered
+        )
 
     def state_specs(self, world: int) -> dict[str, StateSpec]:
         """All memories that the lane needs at any step of its table."""
@@ -191,48 +200,55 @@ class Lane:
             specs |= exchange.state_specs(self.context(Key(0, start, 0), world)) if exchange.state_specs else {}
         return specs
 
-    def debt(self, state: LaneState, rank: int, world: int) -> Tensor:
-        """This rank's debt: the mean of these over ranks is still to be applied."""
+    def pending_error(self, state: LaneState, rank: int, world: int) -> Tensor:
+        """What this rank has not sent: the mean over ranks is still to be applied."""
         n, memory = self.units.total, state.tensors
         error = self.feedback.error(memory)
         like = next(iter(memory.values()), torch.zeros(0))
-        debt = like.new_zeros(n) if error is None else error.clone()
+        pending = like.new_zeros(n) if error is None else error.clone()
         if SERVER_ERROR in memory:
             start, stop = server_slice(n, world, rank)
-            debt[start:stop] += world * memory[SERVER_ERROR]  # one rank keeps it, for all
+            pending[start:stop] += world * memory[SERVER_ERROR]  # one rank keeps it, for all
         if self.feedback.divides:
-            debt *= divisor(memory)
+            pending *= divisor(memory)
         if state.carried_error is not None:
-            debt += state.carried_error
+            pending += state.carried_error
         if "pending" in memory:
-            debt += memory["pending"]
-        return debt
+            pending += memory["pending"]
+        return pending
 
     @cached_property
     def slices(self) -> dict[str, slice]:
         return self.tensors.slices()
 
 
-def _with_storage(context: CommContext, feedback: Feedback, state: LaneState, storage: Generation) -> CommContext:
+def _with_storage(context: CommContext, encoder: Encoder, state: LaneState, storage: LaneMemory) -> CommContext:
     """The context of an exchange that may write memories to where they go."""
+    feedback, place = encoder.feedback, context.update
     context = context._replace(server_error=storage.tensors.get(SERVER_ERROR))
-    if feedback.keeps_mean is None:
+    if feedback.mean_memory is None:
         return context
-    mean, product = storage.tensors.get(feedback.keeps_mean), None
-    if mean is not None and feedback.divides:  # the update goes to where gradients lie, if they lie end to end
+    mean, product = storage.tensors.get(feedback.mean_memory), None
+    if mean is not None and feedback.divides:  # the update goes to where gradients lie, if it may
         denominator = state.tensors["denominator"]
-        product = Product(denominator, torch.empty_like(denominator) if context.out is None else context.out)
+        if isinstance(place, Scattered) and not takes_scattered(encoder.exchange):
+            place = None
+        product = ProductOutput(denominator, torch.empty_like(denominator) if place is None else place)
     return context._replace(out=mean, product=product)
 
 
 def _finalize(
-    feedback: Feedback, mean: Tensor | Entries, memory: Memory, out: Tensor | None
-) -> tuple[Tensor | Entries, Memory]:
+    feedback: Feedback, mean: Flat | Entries, memory: Memory, out: Flat | None
+) -> tuple[Flat | Entries, Memory]:
     """What the feedback makes of the mean, in ``out`` where it can be written there."""
+    if isinstance(mean, Scattered):
+        return mean, memory
     if isinstance(mean, Entries):
         if feedback.finalize_entries is None:
             return mean, memory
+        if isinstance(out, Scattered) and not takes_scattered(feedback):
+            out = None
         return feedback.finalize_entries(mean, memory, torch.empty_like(memory["residual"]) if out is None else out)
-    if feedback.finalize_into is not None and out is not None:
+    if feedback.finalize_into is not None and isinstance(out, Tensor):
         return feedback.finalize_into(mean, memory, out)
     return (mean, memory) if feedback.finalize is None else feedback.finalize(mean, memory)

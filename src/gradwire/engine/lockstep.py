@@ -7,7 +7,7 @@ group is answered as soon as all of its ranks have requested something of it.
 
 from collections.abc import Iterator, Sequence
 from functools import reduce
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, Coll
 from gradwire.comm.host_layout import HostLayout
 from gradwire.core.decode_cache import cached
 from gradwire.core.requests import Finished, Request, advance, run
-from gradwire.engine.drive import Rounds, interleave
-
-T = TypeVar("T")
+from gradwire.engine.drive import RoundGenerator, T, interleave
 
 
 class Lockstep:
@@ -36,7 +34,7 @@ class Lockstep:
         self.traffic = [Traffic() for _ in range(world)]
         self.inside = [Traffic() for _ in range(world)]
 
-    def drive(self, generators: Sequence[Rounds[T]]) -> list[T]:
+    def drive(self, generators: Sequence[RoundGenerator[T]]) -> list[T]:
         """Run the same protocol on all ranks."""
         with cached():
             steps = [advance(generator) for generator in generators]

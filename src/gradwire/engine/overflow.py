@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.payload import CorruptMessageError
-from gradwire.engine.status import BAD, CORRUPT, any_of
+from gradwire.engine.status import BAD, CORRUPT
 
 _log = logging.getLogger("gradwire")
 
@@ -89,8 +89,9 @@ class SkippedSteps:
 
     def count_on_device_(self, statuses: Sequence[Tensor]) -> Tensor:
         """Count a step on the device, by the status of its buckets. Returns whether it is skipped."""
-        skipped = any_of([status & BAD != 0 for status in statuses])
-        corrupt = any_of([status & CORRUPT != 0 for status in statuses])
+        # All buckets together: the optimizer waits for each of these kernels.
+        found = statuses[0] if len(statuses) == 1 else torch.stack([status.view(()) for status in statuses])
+        skipped, corrupt = (found & BAD != 0).any(), (found & CORRUPT != 0).any()
         self.device_counts.add_(torch.stack((skipped, corrupt)))
         return skipped
 

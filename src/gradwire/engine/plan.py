@@ -6,7 +6,7 @@ which backward delivers them, and cut into *buckets*: sets of lanes that travel 
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -119,7 +119,12 @@ def _of_bundle(exchange: Exchange) -> Exchange:
 
 
 def build(
-    shapes: Shapes, rules: Sequence[Rule], world: int, bucket_bytes: int = BUCKET_BYTES, held: Shapes | None = None
+    shapes: Shapes,
+    rules: Sequence[Rule],
+    world: int,
+    bucket_bytes: int = BUCKET_BYTES,
+    held: Shapes | None = None,
+    late: Container[str] = (),
 ) -> Plan:
     """Assign every parameter to the first rule that matches it, and lay out lanes and buckets.
 
@@ -129,6 +134,7 @@ def build(
         world: Number of ranks.
         bucket_bytes: Bytes of gradients that travel together.
         held: The shapes of what this rank holds, where that is less. Empty parts are left out.
+        late: Names of parameters whose gradients come when backward is over, wherever they are registered.
     """
     methods = [method(rule.spec, rule.feedback, rule.exchange) for rule in rules]
     for rule in rules:
@@ -136,7 +142,7 @@ def build(
     chosen = {name: _first(rules, name, shape) for name, shape in shapes.items()}
     modelwide = {i for i, rule in enumerate(rules) if rule.granularity == "model"}
     shapes = shapes if held is None else {name: shape for name, shape in held.items() if math.prod(shape)}
-    groups = _bucket_groups(shapes, chosen, modelwide, bucket_bytes)
+    groups = _bucket_groups(shapes, chosen, modelwide, bucket_bytes, late)
     buckets = []
     for group in groups:
         by_rule = sorted(group, key=lambda name: chosen[name])  # stable: keeps backward's order
@@ -168,21 +174,30 @@ def _first(rules: Sequence[Rule], name: str, shape: tuple[int, ...]) -> int:
 
 
 def _bucket_groups(
-    shapes: Shapes, chosen: Mapping[str, int], modelwide: set[int], bucket_bytes: int
+    shapes: Shapes, chosen: Mapping[str, int], modelwide: set[int], bucket_bytes: int, late: Container[str]
 ) -> list[list[str]]:
-    """Names by bucket. What is compressed as one with the rest of the model can only travel last."""
-    groups: list[list[str]] = [[]]
+    """Names by bucket. What is late, or compressed as one with the rest of the model, can only travel last."""
+    names = list(reversed(list(shapes)))
+    apart = [name for name in names if chosen[name] not in modelwide]
+    groups = _cut([name for name in apart if name not in late], shapes, bucket_bytes)
+    # Nothing else is computed while late ones travel, so fewer buckets are better: a small one takes a large one along.
+    groups += _cut([name for name in apart if name in late], shapes, bucket_bytes, overfull=True)
+    groups = groups or [[]]
+    groups[-1] += [name for name in names if chosen[name] in modelwide]
+    return groups
+
+
+def _cut(names: Sequence[str], shapes: Shapes, limit: int, overfull: bool = False) -> list[list[str]]:
+    """Names by bucket of so many bytes; ``overfull``: a bucket may be larger by its last parameter."""
+    groups: list[list[str]] = []
     filled = 0
-    for name in reversed(list(shapes)):
-        if chosen[name] in modelwide:
-            continue
+    for name in names:
         size = 4 * math.prod(shapes[name])
-        if groups[-1] and filled + size > bucket_bytes:
+        if not groups or (filled >= limit if overfull else filled + size > limit):
             groups.append([])
             filled = 0
         groups[-1].append(name)
         filled += size
-    groups[-1] += [name for name in reversed(list(shapes)) if chosen[name] in modelwide]
     return groups
 
 

@@ -14,7 +14,6 @@ from gradwire.engine.plan import Plan
 from gradwire.engine.step import Engine
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
-from gradwire.kernels import fused
 from gradwire.kernels.dispatch import accelerated, versions
 
 Kind = tuple[Feedback, Codec, Exchange]
@@ -47,8 +46,5 @@ def _take_steps(lane: Lane, kind: Kind, world: int) -> None:
         grads = {name: torch.linspace(-1.0, 1.0, shape[0] * shape[1]).view(shape) for name, shape in shapes}
         own = [{name: grad.clone() for name, grad in grads.items()} for _ in engines]
         Lockstep(world).drive([engine.run(grads) for engine, grads in zip(engines, own, strict=True)])
-    if codec.selector is not None:  # how an update of few entries is written to long gradients, see `views`
-        values, indices = torch.ones(1), torch.zeros(1, dtype=torch.int64)
-        fused.scatter_mean_(torch.empty(2), values, indices, (0, 1), 0, world)
     if codec.indices is not None and codec.indices.warm_up is not None:
         codec.indices.warm_up()

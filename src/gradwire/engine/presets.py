@@ -73,7 +73,7 @@ def onebit_adam(
     divide: str = "before",
     alone: int = 0,
 ) -> Method:
-    """1-bit Adam (Tang et al., ICML 2021): ``first`` for ``start`` steps, then AdamW's momentum, one bit an entry.
+    """1-bit Adam (Tang et al., ICML 2021): signs of AdamW's momentum; before, ``first`` for ``start`` steps.
 
     The variance is frozen after the start; its root is at least ``floor`` of a tensor's mean. Momentum is divided by
     it ``before`` compression, or ``after`` as in the paper. Both legs keep their errors; ``per`` entries share a scale.
@@ -93,7 +93,7 @@ def zero_one_adam(
     alone: int = 0,
     refresh: int = 16,
 ) -> Method:
-    """0/1 Adam (Lu et al., ICLR 2023): ``onebit_adam`` whose variance is refreshed by steps that send gradients again.
+    """0/1 Adam (Lu et al., ICLR 2023): ``onebit_adam`` with fresh variances; some steps send gradients, for these.
 
     Those steps are 0, 1, 2, ...: ``refresh`` of them one step apart, as many two, as many four, and so on; in the start
     all steps send gradients. The paper's local steps are not part of it.
@@ -168,7 +168,7 @@ def dense() -> Method:
 
 @register("ramp", kind="preset")
 def ramped(spec: Method | Codec | Stage, steps: int) -> Method:
-    """DGC's exponential warm-up: density 25 %, then a quarter of the last, over ``steps`` steps, to the spec's own."""
+    """DGC's exponential warm-up; density 25 %, then a quarter of the last, over ``steps`` steps, to the spec's own."""
     made = method(spec)
     chain = made.last
     ratio = getattr(chain.selector, "ratio", None)

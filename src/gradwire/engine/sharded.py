@@ -14,11 +14,11 @@ from gradwire.comm.host_layout import HostLayout
 from gradwire.core.keys import Key
 from gradwire.core.requests import Max
 from gradwire.engine import status
-from gradwire.engine.drive import Rounds
+from gradwire.engine.drive import RoundGenerator
 from gradwire.engine.gradients import Grads
 from gradwire.engine.hosts import HOST, HostEngine, among_hosts, norm_inside
 from gradwire.engine.plan import Plan
-from gradwire.engine.state import Generation
+from gradwire.engine.state import LaneMemory
 from gradwire.engine.step import BucketResult, Engine, StepResult
 from gradwire.engine.views import GradViews
 
@@ -44,7 +44,7 @@ class ShardEngine:
         self.shards, self.full_plan = replicas.ranks_per_host, plan
         self.unwrapped = Engine(plan, replica, len(replicas.hosts), seed, device, rollback, shard=self.shard)
 
-    def run(self, grads: Grads, unscale: float = 1.0) -> Rounds[StepResult]:
+    def run(self, grads: Grads, unscale: float = 1.0) -> RoundGenerator[StepResult]:
         """A whole step."""
         factor, results = unscale, list[BucketResult]()
         if self.unwrapped.clips:
@@ -54,24 +54,24 @@ class ShardEngine:
             results.append((yield from self.run_bucket(i, grads, factor)))
         return (yield from self.finish(results, grads))
 
-    def run_bucket(self, i: int, grads: Grads, factor: float = 1.0) -> Rounds[BucketResult]:
+    def run_bucket(self, i: int, grads: Grads, factor: float = 1.0) -> RoundGenerator[BucketResult]:
         """As `Engine.run_bucket`, among replicas."""
         return among_hosts(self.unwrapped.run_bucket(i, grads, factor))
 
     def bucket_rounds(
-        self, i: int, views: list[GradViews], own_status: Tensor, storage: Sequence[Generation], key: Key
-    ) -> Rounds[BucketResult]:
+        self, i: int, views: list[GradViews], own_status: Tensor, storage: Sequence[LaneMemory], key: Key
+    ) -> RoundGenerator[BucketResult]:
         """As `Engine.bucket_rounds`, among replicas."""
         return among_hosts(self.unwrapped.bucket_rounds(i, views, own_status, storage, key))
 
-    def finish(self, results: Sequence[BucketResult], grads: Grads) -> Rounds[StepResult]:
+    def finish(self, results: Sequence[BucketResult], grads: Grads) -> RoundGenerator[StepResult]:
         """Commit, or skip the step on all shards of all replicas."""
         if self.shards > 1:
             worst = yield from self.worst_status(results)
             results = [result._replace(status=result.status | worst) for result in results]
         return (yield from among_hosts(self.unwrapped.finish(results, grads)))
 
-    def worst_status(self, results: Sequence[BucketResult]) -> Rounds[Tensor]:
+    def worst_status(self, results: Sequence[BucketResult]) -> RoundGenerator[Tensor]:
         """What is bad on any shard of any replica, uint8.
 
         Which gradients are missing concerns the counterparts of this rank alone, and is in the results already.
@@ -107,7 +107,7 @@ class ShardEngine:
 AnyEngine: TypeAlias = Engine | HostEngine | ShardEngine
 
 
-def final_status(engine: AnyEngine, results: Sequence[BucketResult]) -> Rounds[list[Tensor]]:
+def final_status(engine: AnyEngine, results: Sequence[BucketResult]) -> RoundGenerator[list[Tensor]]:
     """The statuses by which all ranks commit or skip a step."""
     if isinstance(engine, ShardEngine) and engine.shards > 1:
         return [(yield from engine.worst_status(results))]

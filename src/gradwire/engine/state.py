@@ -18,8 +18,8 @@ from gradwire.exchanges.servers import server_slice
 
 
 @dataclass(eq=False)
-class Generation:
-    """The memories of a lane by name, as of one step. Two generations are equal only if they are one object."""
+class LaneMemory:
+    """One generation of a lane's memories, by name. Two are equal only if they are one object."""
 
     tensors: dict[str, Tensor]
 
@@ -35,8 +35,8 @@ class LaneState:
         observed: Second moments that the training loop measured since the last step.
     """
 
-    current: Generation
-    spare: Generation | None = None
+    current: LaneMemory
+    spare: LaneMemory | None = None
     carried_error: Tensor | None = None
     observed: Tensor | None = None
 
@@ -44,14 +44,14 @@ class LaneState:
     def tensors(self) -> dict[str, Tensor]:
         return self.current.tensors
 
-    def commit(self, new: Generation, spare: Generation | None = None) -> None:
+    def commit(self, new: LaneMemory, spare: LaneMemory | None = None) -> None:
         """Turn the generations over; ``spare`` is storage for the next step."""
         self.current, self.spare = new, spare
         self.carried_error = self.observed = None
 
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over memories from elsewhere."""
-        self.current, self.spare = Generation(dict(tensors)), None
+        self.current, self.spare = LaneMemory(dict(tensors)), None
 
 
 class Span(NamedTuple):

@@ -24,7 +24,7 @@ from torch import Tensor
 from gradwire.core.decode_cache import memoized
 from gradwire.core.payload import Payload, spare_byte
 from gradwire.core.requests import Gather, Request, SendRecv, Sum, intercept
-from gradwire.engine.drive import Rounds, T
+from gradwire.engine.drive import RoundGenerator, T
 
 NONFINITE = 1  # a gradient is not finite
 MISSING = 2  # some parameters have no gradient
@@ -39,8 +39,8 @@ _CORRUPT_ADDEND = -8192.0  # more than all ranks that lack gradients can make up
 
 
 def with_status(
-    rounds: Rounds[T], own_status: Tensor, nonfinite: Sequence[Tensor], world: int
-) -> Rounds[tuple[T, Tensor | None]]:
+    rounds: RoundGenerator[T], own_status: Tensor, nonfinite: Sequence[Tensor], world: int
+) -> RoundGenerator[tuple[T, Tensor | None]]:
     """The same rounds, whose first one carries the status.
 
     Args:
@@ -54,7 +54,7 @@ def with_status(
     """
     status: Tensor | None = None
 
-    def serve(requests: list[Request]) -> Rounds[list[Any]]:
+    def serve(requests: list[Request]) -> RoundGenerator[list[Any]]:
         nonlocal status
         if status is not None:
             return (yield requests)
@@ -73,13 +73,13 @@ def merged(own_status: Tensor, nonfinite: Sequence[Tensor]) -> Tensor:
     return own_status | any_of(nonfinite) if nonfinite else own_status
 
 
-def gather(own: Tensor) -> Rounds[Tensor]:
+def gather(own: Tensor) -> RoundGenerator[Tensor]:
     """A round of its own for the status of a bucket that has no other."""
     (answer,) = yield [Gather(Payload(own), 1)]
     return _of_all([payload.data[:1] for payload in answer])
 
 
-def alone(own: Tensor) -> Tensor:
+def of_one_rank(own: Tensor) -> Tensor:
     """The status of a bucket of which nothing is sent."""
     return _of_all([own])
 

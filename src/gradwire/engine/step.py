@@ -17,12 +17,12 @@ from gradwire.core.payload import CorruptMessageError
 from gradwire.core.requests import Max
 from gradwire.engine import status
 from gradwire.engine.accounting import Accounting
-from gradwire.engine.drive import Rounds, interleave
+from gradwire.engine.drive import RoundGenerator, interleave
 from gradwire.engine.gradients import Grads, check_moments, unsupported_message, views_and_status
 from gradwire.engine.lane import Lane, LaneResult
 from gradwire.engine.overflow import SkippedSteps
 from gradwire.engine.plan import Plan
-from gradwire.engine.state import Generation, LaneState, spans, zeros
+from gradwire.engine.state import LaneMemory, LaneState, spans, zeros
 from gradwire.engine.status import ALL_MISSING, CORRUPT, NONFINITE, UNSUPPORTED
 from gradwire.engine.views import GradViews
 
@@ -84,7 +84,7 @@ class Engine:
         self.rollback = self.rollback or not any(lane.fused for lane in self.full_plan.lanes)
         self.step = 0
         self.states = [
-            LaneState(Generation(zeros(lane.state_specs(self.world), lane.tensors, self.rank, self.world, self.device)))
+            LaneState(LaneMemory(zeros(lane.state_specs(self.world), lane.tensors, self.rank, self.world, self.device)))
             for lane in self.plan.lanes
         ]
         self._starts = [0, *accumulate(map(len, self.plan.buckets))]  # of each bucket's states
@@ -93,7 +93,7 @@ class Engine:
 
     # -- the step --------------------------------------------------------------------------------------------------
 
-    def run(self, grads: Grads, unscale: float = 1.0) -> Rounds[StepResult]:
+    def run(self, grads: Grads, unscale: float = 1.0) -> RoundGenerator[StepResult]:
         """A whole step: all buckets in order, then the commit. Gradients are multiplied by ``unscale`` first."""
         factor = self.gradient_factor(grads, unscale)
         results = []
@@ -101,7 +101,7 @@ class Engine:
             results.append((yield from self.run_bucket(i, grads, factor)))
         return (yield from self.finish(results, grads))
 
-    def run_bucket(self, i: int, grads: Grads, factor: float = 1.0) -> Rounds[BucketResult]:
+    def run_bucket(self, i: int, grads: Grads, factor: float = 1.0) -> RoundGenerator[BucketResult]:
         """Compress and exchange the lanes of one bucket, and write their updates over the gradients.
 
         Args:
@@ -118,13 +118,13 @@ class Engine:
         """Of this step's random bits."""
         return Key(self.seed, self.step, self.rank, f"shard {self.shard}" if self.shard else "")
 
-    def storage_of(self, i: int) -> list[Generation]:
+    def storage_of(self, i: int) -> list[LaneMemory]:
         """By lane of a bucket: storage for new memories."""
-        return [state.spare or Generation({}) if self.rollback else state.current for state in self.states_of(i)]
+        return [state.spare or LaneMemory({}) if self.rollback else state.current for state in self.states_of(i)]
 
     def bucket_rounds(
-        self, i: int, views: list[GradViews], own_status: Tensor, storage: Sequence[Generation], key: Key
-    ) -> Rounds[BucketResult]:
+        self, i: int, views: list[GradViews], own_status: Tensor, storage: Sequence[LaneMemory], key: Key
+    ) -> RoundGenerator[BucketResult]:
         """Encode and exchange one bucket, and write its updates over the gradients, once no lane needs those.
 
         Args:
@@ -137,23 +137,23 @@ class Engine:
         nonfinite, corrupt = list[Tensor](), list[CorruptMessageError]()
         own_status = own_status | self.skipped_steps.corrupt_bit
         parts = zip(self.plan.buckets[i], views, self.states_of(i), storage, strict=True)
-        # Several lanes wait for each other's rounds. A capture that fails meanwhile starts again from the gradients.
-        out = views[0].contiguous() if len(views) == 1 else None
         lanes = []
         for lane, view, state, new in parts:
-            context = lane.context(key, self.world, True, out)
+            context = lane.context(key, self.world, True, view.lying())
             lanes.append(self.accounting.counted(lane, lane.run(view, state, new, context, nonfinite, corrupt)))
         results, shared = yield from status.with_status(interleave(lanes), own_status, nonfinite, self.world)
         if shared is None:
             own = status.merged(own_status, nonfinite)
-            shared = status.alone(own) if self.sends_nothing else (yield from status.gather(own))
+            shared = status.of_one_rank(own) if self.sends_nothing else (yield from status.gather(own))
         if corrupt:
             self.skipped_steps.report_corrupt(corrupt[0])
         for view, result in zip(views, results, strict=True):
             view.write_(result.update)
         return BucketResult(results, views, shared)
 
-    def finish(self, results: Sequence[BucketResult], grads: Grads, check_unused: bool = True) -> Rounds[StepResult]:
+    def finish(
+        self, results: Sequence[BucketResult], grads: Grads, check_unused: bool = True
+    ) -> RoundGenerator[StepResult]:
         """Commit what all buckets led to, or skip the step on all ranks.
 
         Args:
@@ -190,7 +190,7 @@ class Engine:
         """Whether no lane sends anything."""
         return all(lane.at(self.step)[1].local_only for lane in self.full_plan.lanes)
 
-    def _used(self, grads: Grads) -> Rounds[Mapping[str, bool]]:
+    def _used(self, grads: Grads) -> RoundGenerator[Mapping[str, bool]]:
         """Which parameters have a gradient on any rank at all."""
         flags = [0 if grads[name] is None else 1 for name in grads]
         if self.sends_nothing:

@@ -2,30 +2,14 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradwire.codecs.decoding import Entries
-from gradwire.core.layout import adjacent, end_to_end, laid_out, same_memory
+from gradwire.core.layout import Flat, Scattered, adjacent, end_to_end, joined, laid_out, same_memory
 from gradwire.kernels import fused
-
-LONG_RUN = 2**17  # elements: shorter runs are read faster once they are laid end to end
-
-
-class ContiguousRun(NamedTuple):
-    """Neighboring parameters that are neighbors in memory too.
-
-    Attributes:
-        start: Where the run begins in the lane's vector.
-        flat: Its entries.
-        lengths: Of its parameters.
-    """
-
-    start: int
-    flat: Tensor
-    lengths: tuple[int, ...]
+from gradwire.kernels.dispatch import offers
 
 
 class GradViews:
@@ -36,13 +20,19 @@ class GradViews:
         device: Where the lane computes.
         factor: What gradients are multiplied by first.
         has_grad: By parameter: whether this rank has a gradient, or zeros stand for it.
+        stays: Whether gradients come to the same addresses in all steps, so that a table of these is worth making.
     """
 
     def __init__(
-        self, grads: Sequence[Tensor], device: torch.device, factor: float = 1.0, has_grad: Sequence[bool] = ()
+        self,
+        grads: Sequence[Tensor],
+        device: torch.device,
+        factor: float = 1.0,
+        has_grad: Sequence[bool] = (),
+        stays: bool = False,
     ) -> None:
         self.grads = [grad.detach() for grad in grads]
-        self.device, self.factor = device, factor
+        self.device, self.factor, self.stays = device, factor, stays
         self.has_grad = tuple(has_grad) or (True,) * len(self.grads)
         self._copy: Tensor | None = None  # gradients end to end, where that took a copy
 
@@ -71,55 +61,49 @@ class GradViews:
             flat = self._copy = flat * self.factor
         return flat
 
-    def contiguous(self) -> Tensor | None:
-        """The gradients where they lie, if that is end to end."""
-        return end_to_end([x.view(-1) for x in self.grads]) if self.in_place else None
+    def lying(self) -> Flat | None:
+        """The gradients where they lie: end to end, or in several places if kernels take them. None: a copy serves."""
+        if not self.in_place:
+            return None
+        parts = [x.view(-1) for x in self.grads]
+        flat = end_to_end(parts)
+        return Scattered(_joined_neighbors(parts)) if flat is None and self._takes_scattered else flat
+
+    @property
+    def _takes_scattered(self) -> bool:
+        """Kernels of a GPU read a table of addresses, which is worth making for gradients that stay there."""
+        return offers(self.device.type, "places") or (self.stays and self.device.type == "cuda")
 
     def free_copy(self) -> None:
         """Free the copy that was encoded: a dense update is not written there."""
         self._copy = None
 
-    def runs(self) -> list[ContiguousRun]:
-        """The gradients where they lie, if the average run is long; else one run of a copy."""
-        if self.in_place:
-            runs = self._runs()
-            if len(runs) == 1 or sum(run.flat.numel() for run in runs) >= LONG_RUN * len(runs):
-                return runs
-        return [ContiguousRun(0, self.flat(), tuple(x.numel() for x in self.grads))]
+    def vector(self, on_gpu: bool = False, widened: bool = False) -> Flat:
+        """The gradients as kernels take them.
 
-    def _runs(self) -> list[ContiguousRun]:
-        groups: list[list[Tensor]] = []
-        for part in (x.view(-1) for x in self.grads):
-            if groups and adjacent(groups[-1][-1], part):
-                groups[-1].append(part)
-            else:
-                groups.append([part])
-        runs, start = [], 0
-        for group in groups:
-            flat = end_to_end(group)
-            assert flat is not None
-            runs.append(ContiguousRun(start, flat, tuple(part.numel() for part in group)))
-            start += flat.numel()
-        return runs
+        Args:
+            on_gpu: Whether the kernel takes a vector in several places on a GPU, too; those of a CPU do.
+            widened: Whether it takes float32 alone; others of a CPU take 16-bit gradients as they are.
+        """
+        on_cpu = self.device.type == "cpu"
+        there = self.lying() if on_cpu or on_gpu else None
+        return self.flat(self.common_dtype if on_cpu and not widened else torch.float32) if there is None else there
 
-    def write_(self, update: Tensor | Entries) -> None:
-        """Write the update over the gradients: of entries, their mean over the ranks that have sent any."""
+    def write_(self, update: Flat | Entries) -> None:
+        """Write the update over the gradients, unless it lies there: of entries, their mean over those who sent."""
         if isinstance(update, Entries):
-            runs = self.runs() if self._copy is None and self.device.type == "cpu" else self._runs_of_copy()
-            for run in runs:
-                fused.scatter_mean_(run.flat, *update, run.start, len(update.bounds) - 1)
-            if len(runs) > 1:
-                return
-            update = runs[0].flat
-        if same_memory(update, self.grads[0]):
+            there = self.lying() if self.device.type == "cpu" else None
+            there = self._encoded() if there is None else there
+            fused.scatter_mean_(there, *update, 0, update.ranks)
+            update = there
+        if isinstance(update, Scattered) or same_memory(update, self.grads[0]):
             return
         parts = update.split([x.numel() for x in self.grads])
         torch._foreach_copy_(self.grads, [part.view(x.shape) for part, x in zip(parts, self.grads, strict=True)])
 
-    def _runs_of_copy(self) -> list[ContiguousRun]:
-        """One run: the copy that was encoded, or the gradients where they lie end to end."""
-        flat = self.flat() if self._copy is None else self._copy.float()
-        return [ContiguousRun(0, flat, (flat.numel(),))]
+    def _encoded(self) -> Tensor:
+        """The copy that was encoded, or the gradients where they lie end to end."""
+        return self.flat() if self._copy is None else self._copy.float()
 
     def zero_(self) -> None:
         """Overwrite the gradients with zeros: the step was skipped."""
@@ -140,3 +124,14 @@ def zero_nonfinite(flat: Tensor, ranks: int = 1) -> tuple[Tensor, Tensor]:
     if flat.device.type == "cpu" and not nonfinite:  # on another device, looking would mean waiting
         return flat, nonfinite
     return torch.where(fine[:, None], rows, 0.0).view(-1), nonfinite
+
+
+def _joined_neighbors(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Flat tensors, those that lie end to end as one."""
+    groups: list[list[Tensor]] = []
+    for part in parts:
+        if groups and adjacent(groups[-1][-1], part):
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+    return tuple([joined(group) for group in groups])

@@ -38,11 +38,12 @@ class AllGather(Exchange):
     mean: str = "all"
     examples = ("allgather", "allgather(mean='senders')")
     exact = True
+    takes_scattered = True
 
     def __post_init__(self) -> None:
         check_argument(self, "mean", self.mean in ("all", "senders"), "'all' or 'senders'")
 
-    def suits(self, codec: Codec) -> bool:
+    def auto_may_choose(self, codec: Codec) -> bool:
         return True
 
     def check(self, codec: Codec) -> None:
@@ -58,6 +59,9 @@ class AllGather(Exchange):
         sparse = not senders and context.allow_sparse_result and codec.decoder.is_sparse(context.units, context.world)
         facts = codec, context.units, context.key.step, sparse, senders
         out = None if shares_decoded() else context.out
+        if context.scattered is not None and len(payloads) == 1 and not (sparse or senders or shares_decoded()):
+            codec.decoder.write(payloads[0], context.units, keys[0], context.scattered)
+            return Aggregate(context.scattered, message.memory)
 
         def decode() -> Tensor | Entries:
             if senders:

@@ -36,7 +36,7 @@ class AllReduce(Exchange):
     exact = True
     adds_payloads = True
 
-    def suits(self, codec: Codec) -> bool:
+    def auto_may_choose(self, codec: Codec) -> bool:
         return codec.traits.linear
 
     def check(self, codec: Codec) -> None:

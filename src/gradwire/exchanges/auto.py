@@ -18,14 +18,16 @@ from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Messag
 
 def choose(codec: Codec, units: Segments, world: int) -> Exchange:
     """Of all exchanges that suit the codec, the one that sends least; among equals one that adds, then one leg."""
-    every = [made() for made in registered("exchange").values() if getattr(made, "suits", None) is not None]
-    suited = [x for x in every if isinstance(x, Exchange) and x.suits is not None and x.suits(codec)]
-    return min(suited, key=lambda x: (x.traffic(codec, units, world), not x.adds_payloads, x.cuts, x.name))
+    every = [made() for made in registered("exchange").values() if getattr(made, "auto_may_choose", None) is not None]
+    suited = [
+        x for x in every if isinstance(x, Exchange) and x.auto_may_choose is not None and x.auto_may_choose(codec)
+    ]
+    return min(suited, key=lambda x: (x.traffic(codec, units, world), not x.adds_payloads, x.sends_slices, x.name))
 
 
 @register("auto", kind="exchange")
 class Auto(Exchange):
-    """A request to `choose`; a plan replaces it before it runs."""
+    """The exchange that sends least; a plan replaces this by what `choose` returns."""
 
     examples = ("auto",)
 

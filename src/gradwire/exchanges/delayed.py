@@ -31,7 +31,7 @@ class Delayed(Exchange):
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Exchange) or self.inner.compresses_in_protocol or isinstance(self.inner, Delayed):
             raise ValueError(f"delayed({self.inner}) cannot wrap that; it takes allreduce, allgather or two_way")
-        for name in ("cuts", "keeps_server_error", "adds_payloads", "check"):  # are those of the exchange within
+        for name in ("sends_slices", "keeps_server_error", "adds_payloads", "check"):  # those of the exchange within
             object.__setattr__(self, name, getattr(self.inner, name))
 
     def state_specs(self, context: CommContext) -> dict[str, StateSpec]:
@@ -39,7 +39,8 @@ class Delayed(Exchange):
         return {**own, "pending": StateSpec(context.tensors.lengths, "same")}
 
     def run(self, message: Message, codec: Codec, context: CommContext) -> CommGenerator[Aggregate]:
-        aggregate = yield from self.inner.run(message, codec, context._replace(allow_sparse_result=False, out=None))
+        context = context._replace(allow_sparse_result=False, out=None, scattered=None)
+        aggregate = yield from self.inner.run(message, codec, context)
         assert isinstance(aggregate.mean, Tensor)
         last = aggregate.memory["pending"]
         return Aggregate(last, {**aggregate.memory, "pending": aggregate.mean})

@@ -3,7 +3,6 @@
 An exchange yields requests and never sees the network. `encode` is local; `run` is the protocol.
 """
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple, TypeAlias
@@ -17,6 +16,7 @@ from gradwire.codecs.decoding import Entries
 from gradwire.codecs.encoding import Encoded
 from gradwire.codecs.stage import Decoded, EncodeInput, Memory, StateSpec
 from gradwire.core.keys import Key
+from gradwire.core.layout import Flat, Scattered
 from gradwire.core.payload import Payload
 from gradwire.core.renamed import renamed_attributes
 from gradwire.core.requests import CommGenerator
@@ -26,11 +26,11 @@ from gradwire.exchanges.batch import Simulate
 from gradwire.exchanges.servers import server_slice
 
 
-class Product(NamedTuple):
+class ProductOutput(NamedTuple):
     """Where the mean times a vector may be written, too."""
 
     factor: Tensor
-    out: Tensor
+    out: Flat
 
 
 class CommContext(NamedTuple):
@@ -44,11 +44,14 @@ class CommContext(NamedTuple):
         keeps_error: Whether the lane keeps what is lost, so that a second leg should too.
         needs_decoded: Whether the feedback uses what receivers will decode.
         allow_sparse_result: Whether a mean with few entries may be returned as those.
-        out: Memory that a mean may be written to, after the first request: that of the gradient, or of
-            the memory that keeps the mean.
+        out: Memory that a mean may be written to, after the first request: that of the gradient, if it lies end to
+            end, or of the memory that keeps the mean.
+        scattered: The same, where gradients lie in several places; a codec that takes those, and what it decodes to,
+            need no vector of their own.
         simulated: Whether the buffer holds all ranks, one after the other, and no message is written (see `batch`).
         product: What else may be made of a mean that is written to ``out``.
         server_error: Memory that the new memory `SERVER_ERROR` may be written to; it may be that of the old one.
+        update: Where the update may be written, after the first request: to where the gradient lies.
     """
 
     key: Key
@@ -60,8 +63,10 @@ class CommContext(NamedTuple):
     allow_sparse_result: bool = False
     out: Tensor | None = None
     simulated: bool = False
-    product: Product | None = None
+    product: ProductOutput | None = None
     server_error: Tensor | None = None
+    update: Flat | None = None
+    scattered: Scattered | None = None
 
 
 class Message(NamedTuple):
@@ -83,7 +88,7 @@ class Message(NamedTuple):
 
 
 class Aggregate(NamedTuple):
-    """The group's mean, as a vector or, where allowed, as its entries; and the memory after the protocol.
+    """The group's mean, as a vector, where gradients lie, or as its entries; and the memory after the protocol.
 
     Attributes:
         mean: Of all ranks.
@@ -92,13 +97,15 @@ class Aggregate(NamedTuple):
         product: The mean times the factor of ``context.product``, where it was written there.
     """
 
-    mean: Tensor | Entries
+    mean: Tensor | Entries | Scattered
     memory: Memory
     sent: Decoded | None = None
-    product: Tensor | None = None
+    product: Flat | None = None
 
 
 _RENAMED = {  # the old names of one release
+    "cuts": "sends_slices",
+    "suits": "auto_may_choose",
     "serves": "keeps_server_error",
     "encode_shards": "encode_slices",
     "slots": "state_specs",
@@ -113,22 +120,18 @@ class Exchange(Named):
     exact: ClassVar[bool] = False  # with fp32 the outcome is the mean, to rounding
     compresses_in_protocol: ClassVar[bool] = False  # after its first request; uses no codec
     local_only: ClassVar[bool] = False  # requests nothing from the group
-    cuts: bool = False  # encodes slices of the buffer apart, one for each rank
+    # Whether `run` knows `context.scattered`, and a `context.product` in several places. Subclasses do not inherit it.
+    takes_scattered: ClassVar[bool] = False
+    sends_slices: bool = False  # encodes slices of the buffer apart, one for each rank
     subtracts_sent: ClassVar[bool] = False  # takes what is sent off the message, which is the memory "residual" itself
     delays: ClassVar[bool] = False  # hands back the mean of the step before
     keeps_server_error: bool = False  # keeps the memory `SERVER_ERROR` where the lane keeps errors
     adds_payloads: bool = False  # payloads are added as they are, so that values are limited
     # Optional capabilities: an exchange that has one defines a method of that name.
-    suits: Callable[[Codec], bool] | None = None  # whether `auto` may choose it for this codec; else it never does
+    auto_may_choose: Callable[[Codec], bool] | None = None  # it, for this codec; without this, `auto` never does
     check: Callable[[Codec], None] | None = None  # raises ValueError for a codec that this exchange cannot carry
     state_specs: Callable[[CommContext], dict[str, StateSpec]] | None = None  # memories of the exchange's own
     simulate: Simulate | None = None  # the exchange of all ranks at once (see `batch`); else they run one by one
-
-    def __init_subclass__(cls) -> None:
-        for old, new in _RENAMED.items():
-            if old in vars(cls):
-                warnings.warn(f"{cls.__name__}.{old} is now {new}", DeprecationWarning, stacklevel=2)
-                setattr(cls, new, vars(cls)[old])
 
     def encode(self, signal: EncodeInput, codec: Codec, context: CommContext) -> Message:
         """Encode ``signal.target``."""
@@ -145,7 +148,7 @@ class Exchange(Named):
     def encode_slices(self, encode: EncodeSlice, context: CommContext) -> Message:
         """Encode the buffer whole, or, where this exchange sends slices, one by one."""
         n, world = context.units.total, context.world
-        if not self.cuts or context.simulated:  # then the table of units is cut
+        if not self.sends_slices or context.simulated:  # then the table of units is cut
             return encode(0, n)
         cuts = [server_slice(n, world, rank) for rank in range(world)]
         parts = [encode(*cut) for cut in cuts]

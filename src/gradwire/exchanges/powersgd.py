@@ -88,7 +88,7 @@ def orthonormal_all(matrices: list[Tensor]) -> list[Tensor]:
 
 @register("powersgd", kind="exchange")
 class PowerSGD(Exchange):
-    """Agree on a rank-``rank`` approximation of the mean."""
+    """Agree on a low-rank approximation of the mean, of rank ``rank``."""
 
     rank: int = 2
     examples = ("powersgd", "powersgd(rank=1)")

@@ -20,13 +20,13 @@ from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Decoded, EncodeInput, Memory, StateSpec
 from gradwire.core.decode_cache import memoized, shares_decoded
 from gradwire.core.keys import Key
-from gradwire.core.layout import same_memory
+from gradwire.core.layout import Flat
 from gradwire.core.payload import CorruptMessageError, Payload
 from gradwire.core.registry import register
 from gradwire.core.requests import CommGenerator, Gather, Request, SendRecv
 from gradwire.core.segments import Segments, by_rank
 from gradwire.exchanges.batch import RankBatch, Simulated, blank, stacked, starts_of
-from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message, Product
+from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message, ProductOutput
 from gradwire.exchanges.servers import SERVER_ERROR, server_slice
 from gradwire.kernels.rank_mean import rank_mean
 
@@ -37,9 +37,10 @@ class TwoWay(Exchange):
 
     examples = ("two_way",)
     exact = True
-    cuts = keeps_server_error = True
+    sends_slices = keeps_server_error = True
+    takes_scattered = True
 
-    def suits(self, codec: Codec) -> bool:
+    def auto_may_choose(self, codec: Codec) -> bool:
         """Selected entries are never sent the second leg.
 
         The union of N selections is not sparse as one is, so cutting it again would lose what DGC and methods like it
@@ -85,8 +86,9 @@ class TwoWay(Exchange):
             raise corrupt
 
         seconds = [second.of(rank) for rank in range(world)]
-        if context.out is not None and not shares_decoded():
-            return self._decode_into(context.out, means, windows, seconds, codec, context.product, memory)
+        out = context.scattered if context.out is None else context.out
+        if out is not None and not shares_decoded():
+            return self._decode_into(out, means, windows, seconds, codec, context.product, memory)
 
         def decode() -> Tensor:
             return torch.cat([codec.decode(*each) for each in zip(means, windows, seconds, strict=True)])
@@ -97,12 +99,12 @@ class TwoWay(Exchange):
 
     def _decode_into(
         self,
-        out: Tensor,
+        out: Flat,
         means: Sequence[Payload],
         windows: Sequence[Segments],
         keys: Sequence[Key],
         codec: Codec,
-        product: Product | None,
+        product: ProductOutput | None,
         memory: Memory,
     ) -> Aggregate:
         """Write all slices to where the mean may lie, and their product, if it is wanted, to where that may."""
@@ -111,12 +113,11 @@ class TwoWay(Exchange):
             part = slice(start, start + window.total)
             start += window.total
             if product is not None:
+                assert isinstance(out, Tensor)
                 factor, times = product.factor[part], product.out[part]
                 codec.decoder.decode_times(payload, window, key, out[part], factor, times)
-                continue
-            decoded = codec.decoder.total([payload], window, [key], out[part])
-            if not same_memory(decoded, out[part]):
-                out[part].copy_(decoded)
+            else:
+                codec.decoder.write(payload, window, key, out[part])
         return Aggregate(out, memory, product=None if product is None else product.out)
 
     def simulate(self, sent: Decoded, memory: Memory, codec: Codec, batch: RankBatch) -> Simulated:

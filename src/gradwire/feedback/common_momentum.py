@@ -27,7 +27,7 @@ from gradwire.feedback.feedback import Averaging, Feedback, check_preconditioner
 
 @register("common_momentum", kind="feedback")
 class CommonMomentum(Feedback):
-    """Send the momentum that the common one and this rank's gradient make.
+    """Send the common momentum, moved by this rank's gradient.
 
     Attributes:
         beta: b above, AdamW's first.
@@ -41,7 +41,7 @@ class CommonMomentum(Feedback):
     examples = ("common_momentum", "common_momentum(beta=0.8, floor=0.3)", "common_momentum(divide='after')")
     memories: ClassVar[dict[str, str]] = {"momentum": "same", "denominator": "same", "residual": "mean"}
     needs_denominator = True
-    keeps_mean = "momentum"
+    mean_memory = "momentum"
 
     def __post_init__(self) -> None:
         check_preconditioner(self)

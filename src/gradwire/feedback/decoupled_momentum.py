@@ -23,7 +23,7 @@ from gradwire.feedback.feedback import Feedback
 
 @register("decoupled_momentum", kind="feedback")
 class DecoupledMomentum(Feedback):
-    """Send what momentum changes fastest in, and step by signs.
+    """Send the fastest changes of momentum, and step by signs.
 
     Attributes:
         momentum: b above.

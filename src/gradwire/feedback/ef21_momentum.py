@@ -23,7 +23,7 @@ from gradwire.feedback.feedback import Feedback
 
 @register("ef21_momentum", kind="feedback")
 class EF21Momentum(Feedback):
-    """Compress how this rank's momentum differs from its estimate; the group keeps the running mean.
+    """Compress differences of momentum; the group keeps the running mean of them.
 
     Attributes:
         momentum: b above.

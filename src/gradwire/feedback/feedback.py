@@ -14,6 +14,8 @@ from torch import Tensor
 from gradwire.codecs.decoding import Entries
 from gradwire.codecs.stage import Decoded, Memory
 from gradwire.core.arguments import check_argument
+from gradwire.core.layout import Flat
+from gradwire.core.renamed import renamed_attributes
 from gradwire.core.spec import Named
 from gradwire.kernels.fused import Accumulation
 from gradwire.kernels.momentum import Momentum
@@ -65,6 +67,7 @@ def masked(target: Tensor, sent: Decoded, memory: Memory, masking: bool) -> Memo
     return {**memory, "momentum": momentum, "residual": sent.residual_of(target)}
 
 
+@renamed_attributes({"keeps_mean": "mean_memory"})
 class Feedback(Named):
     """A frozen rule about memories; the memories themselves are passed in and out."""
 
@@ -77,8 +80,9 @@ class Feedback(Named):
     # Optional: the same, where the update may be written to the last argument, in which the mean itself may lie.
     finalize_into: Callable[[Tensor, Memory, Tensor], tuple[Tensor, Memory]] | None = None
     # Optional: the same, of a mean that is there as its entries. The update is written to the last argument.
-    finalize_entries: Callable[[Entries, Memory, Tensor], tuple[Tensor, Memory]] | None = None
-    keeps_mean: ClassVar[str | None] = None  # the memory that `finalize` makes of the mean as it is
+    finalize_entries: Callable[[Entries, Memory, Flat], tuple[Flat, Memory]] | None = None
+    takes_scattered: ClassVar[bool] = False  # whether `finalize_entries` writes to several places; not inherited
+    mean_memory: ClassVar[str | None] = None  # the memory in which `finalize` keeps the mean as it is
     accumulation: Accumulation | None = None  # how a gradient enters the memories, if fused kernels know it
     averaging: Averaging | None = None  # what enters the memory "residual" instead of the gradient
     masks: bool = False  # momentum is zeroed where an entry was sent

@@ -23,9 +23,11 @@ from torch import Tensor
 from gradwire.codecs.decoding import Entries
 from gradwire.codecs.stage import Decoded, Memory
 from gradwire.core.arguments import check_argument
+from gradwire.core.layout import Flat
 from gradwire.core.registry import register
 from gradwire.feedback.feedback import Averaging, Feedback, check_preconditioner, masked
-from gradwire.kernels.fused import Accumulation, scatter_mean_
+from gradwire.kernels.fused import Accumulation
+from gradwire.kernels.momentum import scatter_product_
 
 
 @register("preconditioned_momentum", kind="feedback")
@@ -50,6 +52,7 @@ class PreconditionedMomentum(Feedback):
     )
     memories: ClassVar[dict[str, str]] = {"momentum": "mean", "denominator": "same", "residual": "mean"}
     needs_denominator = True
+    takes_scattered = True
 
     def __post_init__(self) -> None:
         check_preconditioner(self)
@@ -76,8 +79,7 @@ class PreconditionedMomentum(Feedback):
     def finalize_into(self, mean: Tensor, memory: Memory, out: Tensor) -> tuple[Tensor, Memory]:
         return torch.mul(mean, memory["denominator"], out=out), memory
 
-    def finalize_entries(self, mean: Entries, memory: Memory, out: Tensor) -> tuple[Tensor, Memory]:
-        """Only the denominators of entries are read. Where ranks sent the same one, each writes the same there."""
-        scatter_mean_(out, *mean, 0, mean.ranks)
-        out.index_copy_(0, mean.indices, out[mean.indices] * memory["denominator"][mean.indices])
+    def finalize_entries(self, mean: Entries, memory: Memory, out: Flat) -> tuple[Flat, Memory]:
+        """Only the denominators of entries are read."""
+        scatter_product_(out, *mean, mean.ranks, memory["denominator"])
         return out, memory

@@ -22,7 +22,7 @@ from gradwire.kernels.fused import Accumulation
 
 @register("residual", kind="feedback")
 class Residual(Feedback):
-    """Keep the error and add it to the next gradient, times ``decay``."""
+    """Add the error to the next gradient, times ``decay``."""
 
     decay: float = 1.0
     examples = ("residual", "residual(decay=0.95)")

@@ -38,15 +38,13 @@ def save(wire: Handle | DistributedOptimizer, folder: str | Path) -> Path:
 def load(wire: Handle | DistributedOptimizer, folder: str | Path) -> None:
     """Read the states that `save` wrote: one's own where the world is the same, else all of them."""
     wire = _handle(wire)
-    if isinstance(wire, ElasticGossip):  # its peers may be away, so there is nothing to agree on
-        wire.load_state_dict(_read(folder, wire.rank))
-        return
-    if isinstance(wire, LocalSync) and wire.group is not None:  # as above: rank 0 may have saved nothing
-        wire.load_state_dict(_read(folder, wire.link.rank))
+    own = wire.rank if isinstance(wire, ElasticGossip) else wire.link.rank
+    if isinstance(wire, ElasticGossip) or (isinstance(wire, LocalSync) and wire.group is not None):
+        wire.load_state_dict(_read(folder, own))  # peers may be away, and rank 0 may have saved nothing
         return
     with errors_on_all_ranks(wire.link):
         first = _read(folder, 0)
-        ranks = [wire.link.rank] if wire.fits(first) else range(num_savers(first))
+        ranks = [own] if wire.fits(first) else range(num_savers(first))
         states = [_read(folder, rank) for rank in ranks]
     wire.load_state_dict(states)
 

@@ -29,7 +29,7 @@ def compile_notice(device: torch.device, first: bool) -> Iterator[None]:
                 self.shown = True
                 _log.warning(
                     "gradwire: compiling CPU kernels, which takes up to a minute, or longer on a busy machine; it "
-                    "happens once, since they are kept on disk"
+                    "happens once for each kind of kernel, since they are kept on disk"
                 )
 
         def on_end(self, event: Any) -> None:

@@ -114,6 +114,8 @@ def compress(
     check_model = partial(refuse_later, inner, known, sharded=sharded)
     hooked = ddp is not None or sharded
     setup = Setup(parameters, backend, options, hooked, shared, fits_optimizer, check_model, sharded=sharded)
+    if replicas is not None:
+        setup.late = replicas.late
     wire = make_wire(setup, spec, described, ddp)
     attach_optimizer(wire, optimizer)
     if replicas is not None:

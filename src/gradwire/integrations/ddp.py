@@ -73,7 +73,7 @@ class BucketInfo(NamedTuple):
     """What one bucket of DDP brings: its buffer, and how many gradients of each bucket of the plan."""
 
     buffer: Tensor
-    brings: dict[int, int]
+    gradient_counts: dict[int, int]
 
 
 class BackwardPass:
@@ -102,12 +102,12 @@ class DDPHookState:
     """One backward pass after the other: collects gradients, runs buckets, and completes DDP's futures.
 
     Attributes:
-        plain: In what format to add gradients up as DDP does without a hook, if so.
+        dense_dtype: In what format to add gradients up as DDP does without a hook, if so.
     """
 
     def __init__(self, wire: Wire, ddp: DistributedDataParallel) -> None:
         self.wire = wire
-        self.plain: torch.dtype | None = None
+        self.dense_dtype: torch.dtype | None = None
         self._group = ddp.process_group
         self._names = {id(p): name for name, p in wire.parameters.items()}
         self._may_lack = bool(ddp.find_unused_parameters or ddp.static_graph)
@@ -121,15 +121,15 @@ class DDPHookState:
                 p.register_post_accumulate_grad_hook(lambda _, name=name: self._touched.add(name))
 
     def receive(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Take one bucket; its future completes when the whole step is committed."""
-        if self.plain is not None:
-            return _sum(self._group, bucket, self.plain)
+        """Take one bucket; its future completes when the whole step is committed. DDP calls this in every pass."""
+        if self.dense_dtype is not None:
+            return _sum(self._group, bucket, self.dense_dtype)
         each_waits = self.wire.device.type == "cuda" and not self._waits_once
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self.wire.device] if each_waits else [])
         now = self._pass = self._pass or self._begin()
         info = self._info(bucket)
         now.futures.append((future, info.buffer))
-        for i, number in info.brings.items():
+        for i, number in info.gradient_counts.items():
             now.missing[i] -= number
         while now.early and len(now.results) < len(now.missing) and not now.missing[len(now.results)]:
             bucket_step = partial(self.wire.executor.run_bucket, len(now.results), self._grads())
@@ -161,8 +161,8 @@ class DDPHookState:
                 self._known.clear()
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
             views = {self._names[id(p)]: _as_laid_out(view, p) for p, view in pairs}
-            brings = Counter(self._bucket_of[name] for name in views)
-            known = self._known[number] = BucketInfo(buffer, dict(brings))
+            gradient_counts = Counter(self._bucket_of[name] for name in views)
+            known = self._known[number] = BucketInfo(buffer, dict(gradient_counts))
             self._views = FixedGrads({**self._views, **views})
         return known
 
@@ -188,7 +188,7 @@ class DDPHookState:
         # Where updates go of gradients that are not there.
         missing = FixedGrads() if now.early and now.complete else self._views
         completed = self._start(now, partial(self._complete, now, missing, work))
-        at_the_end(partial(self._join, completed))
+        after_backward(partial(self._join, completed))
 
     @property
     def _waits_once(self) -> bool:
@@ -207,7 +207,7 @@ class DDPHookState:
         if self._waits_once:
             completed.exception()
             self.wire.worker.join()
-        at_the_end(completed.result)
+        after_backward(completed.result)
 
     def _commit(self, results: list[AnyFuture[BucketResult]], grads: Grads, complete: bool) -> StepResult:
         return self.wire.executor.finish([result.result() for result in results], grads, complete)
@@ -242,21 +242,16 @@ def _as_laid_out(view: Tensor, p: Tensor) -> Tensor:
     return view.as_strided(p.shape, p.stride()) if without_gaps(p) else view
 
 
-def at_the_end(work: Callable[[], None]) -> None:
+def after_backward(work: Callable[[], None]) -> None:
     """Do something when the current backward pass is over, after all that was queued before; it may raise."""
     torch.autograd.Variable._execution_engine.queue_callback(work)
-
-
-def hook(state: DDPHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The function that DDP calls, in every backward pass, for every bucket."""
-    return state.receive(bucket)
 
 
 def attach(wire: Wire, ddp: DistributedDataParallel) -> DDPHookState:
     """Hand DDP's gradients to a wire from now on."""
     state = DDPHookState(wire, ddp)
     try:
-        ddp.register_comm_hook(state, hook)
+        ddp.register_comm_hook(state, DDPHookState.receive)
     except RuntimeError as wrong:
         if "once" not in str(wrong):
             raise

@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-HERE = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
-class Place(NamedTuple):
+class ElasticPlace(NamedTuple):
     """One rank of an elastic group.
 
     Attributes:
@@ -25,12 +25,12 @@ class Place(NamedTuple):
     host: str
 
 
-def place_of(
+def elastic_place_of(
     elastic: bool, rank: int | None, world: int | None, meeting: str | Path | None, timeout: float, host: str
-) -> Place | None:
+) -> ElasticPlace | None:
     """The place that some arguments describe; None where the group is not elastic, and then they are refused."""
     if not elastic:
-        if meeting is not None or rank is not None or world is not None or host != HERE:
+        if meeting is not None or rank is not None or world is not None or host != LOOPBACK:
             raise ValueError(
                 "meeting, rank, world and host belong to elastic=True; leave them out, since a process group has its "
                 "ranks"
@@ -40,7 +40,7 @@ def place_of(
         raise ValueError("elastic=True needs meeting=: a folder that all ranks share, or tcp://host:port")
     if timeout <= 0.0:
         raise ValueError(f"timeout={timeout} leaves other ranks no time to answer; give it some seconds")
-    place = Place(_given("RANK", rank), _given("WORLD_SIZE", world), meeting, timeout, host)
+    place = ElasticPlace(_given("RANK", rank), _given("WORLD_SIZE", world), meeting, timeout, host)
     if not 0 <= place.rank < place.world:
         raise ValueError(f"rank={place.rank} is none of world={place.world}; ranks go from 0 to {place.world - 1}")
     return place

@@ -23,7 +23,7 @@ from gradwire.integrations.ddp import make_wire
 from gradwire.integrations.host_discovery import find_backend
 from gradwire.integrations.model import refuse_unfrozen, trainable
 from gradwire.integrations.optimizer_warning import is_adaptive, warn_if_starved
-from gradwire.integrations.ownership import check_order, refuse_averaged, refuse_local, take
+from gradwire.integrations.ownership import check_order, refuse_averaged, refuse_local, register_wire
 from gradwire.integrations.preconditioning import attach_optimizer, check_optimizer
 from gradwire.integrations.setup import Options, Setup, check_scaler
 from gradwire.integrations.wire import Wire
@@ -135,7 +135,8 @@ class DistributedOptimizer(Optimizer):
 
 def refuse_second_momentum(optimizer: Optimizer, plan: Plan) -> None:
     """Refuse an optimizer that applies momentum once more, after the feedback."""
-    if isinstance(optimizer, SGD) or not _corrects(plan):
+    corrects = any(getattr(lane.feedback, "momentum", 0.0) > 0 for lane in plan.lanes)
+    if isinstance(optimizer, SGD) or not corrects:
         return
     for group in optimizer.param_groups:
         if group.get("momentum") or "betas" in group:
@@ -167,7 +168,7 @@ def check_at_first_step(wire: Wire) -> None:
     """The same for optimizers that are not known yet: each is checked before its first step."""
     _checked[wire] = weakref.WeakKeyDictionary()
     if not wire.setup.hooked or wire.setup.sharded:
-        take(wire)
+        register_wire(wire)
     _register_hook()
 
 
@@ -192,10 +193,6 @@ def _check_wires(optimizer: Optimizer, args: object, kwargs: object) -> None:
             check_wire(optimizer, wire)
             _checked[wire][optimizer] = plan
         check_order(wire, optimizer)
-
-
-def _corrects(plan: Plan) -> bool:
-    return any(getattr(lane.feedback, "momentum", 0.0) > 0 for lane in plan.lanes)
 
 
 def _check_named(optimizer: object, named: Sequence[object]) -> None:

@@ -43,7 +43,7 @@ def _refuse(reason: Callable[[], str | None]) -> None:
         raise ValueError(found)
 
 
-def take_local(handle: object, parameters: Mapping[str, nn.Parameter], world: int) -> None:
+def register_local(handle: object, parameters: Mapping[str, nn.Parameter], world: int) -> None:
     """Note that a handle, as long as it lives, takes local steps of these parameters."""
     _local[handle] = parameters, world
 
@@ -92,7 +92,7 @@ def _shared(parameters: Mapping[str, nn.Parameter], others: Iterable[Tensor]) ->
     return next((name for name, p in parameters.items() if id(p) in theirs), None)
 
 
-def take(wire: Wire) -> None:
+def register_wire(wire: Wire) -> None:
     """Give a wire its parameters, and let it know of backward passes, so that a forgotten call is noticed."""
     _owners.add(wire)
     if wire.link.world == 1 or wire.setup.hooked:

@@ -1,6 +1,6 @@
 """Setup: from a spec and options to a plan that all ranks agree on, and to this rank's engine."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import NamedTuple
@@ -84,6 +84,7 @@ class Setup:
         check_model: Raises where the model has come to train other parameters.
         note: What else must be the same on all ranks.
         sharded: Whether each rank has a part of every parameter; hosts are replicas then.
+        late: Names of parameters whose gradients come when backward is over.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -95,6 +96,7 @@ class Setup:
     check_model: Callable[[], None] = lambda: None
     note: str = ""
     sharded: bool = False
+    late: Container[str] = frozenset()
 
     @property
     def device(self) -> torch.device:
@@ -170,20 +172,20 @@ class Setup:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(p.shape) for name, p in self.parameters.items()}
 
-    @property
-    def _local_shapes(self) -> dict[str, tuple[int, ...]] | None:
-        return {name: tuple(local_part(p).shape) for name, p in self.parameters.items()} if self.sharded else None
-
     def _build(self, rules: Sequence[Rule]) -> Plan:
         """The plan of some rules. Only DDP overlaps buckets, so elsewhere a GPU takes more small gradients at once.
 
         Large gradients stay apart: they are read where they lie, while several together take a copy.
         """
         shapes, size = self._shapes, self.options.bucket_bytes
-        plan = build(shapes, rules, self.plan_world, size, self._local_shapes)
+        held = {name: tuple(local_part(p).shape) for name, p in self.parameters.items()} if self.sharded else None
+        plan = build(shapes, rules, self.plan_world, size, held)
         # Slices of servers are cut out of buckets.
         shared = any(x.keeps_server_error for lane in plan.lanes for _, _, x in lane.step_table)
-        fixed = shared or any(rule.granularity == "bucket" for rule in rules) or self.backend.host_layout is not None
+        fixed = shared or any(rule.granularity == "bucket" for rule in rules)
+        if self.sharded and not fixed:
+            return build(shapes, rules, self.plan_world, size, held, self.late)
+        fixed |= self.backend.host_layout is not None
         large = any(4 * p.numel() > size for p in self.parameters.values())
         if self.hooked or self.device.type != "cuda" or fixed or large:
             return plan

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwire.comm.backend import Backend
+from gradwire.comm.backend import UncountedBackend
 from gradwire.comm.collectives import Collective
 from gradwire.comm.host_layout import Across, HostLayout
 from gradwire.core.layout import same_memory
@@ -35,7 +35,7 @@ def _counted(name: str) -> Any:
     )
 
 
-class SimulatedBackend(Backend):
+class SimulatedBackend(UncountedBackend):
     """One rank's view of a lockstep group, which answers for all ranks at once in a step.
 
     What comes this way are agreements at attach: one caller makes all ranks, so all request the same.
@@ -49,12 +49,6 @@ class SimulatedBackend(Backend):
 
     def move(self, collective: Collective) -> Tensor:
         return move([collective] * self.world)[0]
-
-    def run(self, collective: Collective) -> Tensor:
-        return self.move(collective)
-
-    def run_into(self, collective: Collective, out: Tensor) -> None:
-        out.copy_(self.run(collective))
 
 
 class SimulatedGroup:
@@ -144,9 +138,8 @@ class SimulatedWorkers:
                 leader = shared.leader = leader or shared
             self.wires.append(wire)
         self._ranks = SimulatedGroup(self.wires, self.group)
-        with torch.no_grad():
-            for model in models[1:]:
-                model.load_state_dict(models[0].state_dict())
+        for model in models[1:]:
+            model.load_state_dict(models[0].state_dict())
 
     def __call__(self) -> None:
         """One synchronization of all replicas."""

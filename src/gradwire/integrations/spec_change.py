@@ -30,7 +30,7 @@ def migrate_state(old: AnyEngine, new: AnyEngine) -> None:
     debts = {}
     divided = {name: lane.feedback.divides for lane in before.plan.lanes for name in lane.tensors.names}
     for lane, state in zip(before.plan.lanes, before.states, strict=True):
-        debt = lane.debt(state, before.rank, before.world).to(before.device)
+        debt = lane.pending_error(state, before.rank, before.world).to(before.device)
         debts.update({name: debt[place] for name, place in lane.slices.items()})
     for lane, state in zip(after.plan.lanes, after.states, strict=True):
         for memory, spec in lane.state_specs(after.world).items():
@@ -39,7 +39,7 @@ def migrate_state(old: AnyEngine, new: AnyEngine) -> None:
                 same_units = memory == "denominator" or divided[name] == lane.feedback.divides
                 if whole is not None and whole.numel() == span.length and same_units:
                     state.tensors[memory][span.live] = whole[span.own].to(after.device)
-        in_memory = lane.debt(state, after.rank, after.world).to(after.device)
+        in_memory = lane.pending_error(state, after.rank, after.world).to(after.device)
         left = torch.cat([debts[name] for name in lane.tensors.names]) - in_memory
         if bool((left != 0).any()):
             state.carried_error = left

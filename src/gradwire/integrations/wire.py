@@ -13,7 +13,7 @@ from gradwire.engine import checkpoint
 from gradwire.engine.capture import graphs_on
 from gradwire.engine.cuda_graphs import StepExecutor
 from gradwire.engine.drive import Clock
-from gradwire.engine.gradients import Grads
+from gradwire.engine.gradients import Grads, by_name
 from gradwire.engine.method import Spec
 from gradwire.engine.sharded import AnyEngine, commits_alone
 from gradwire.engine.step import StepResult
@@ -215,13 +215,9 @@ class Wire:
         engine = self.engine
         inner = engine.unwrapped
         debts = {name: torch.zeros(local_part(p).shape, device=self.device) for name, p in self.parameters.items()}
-        for lane, state in zip(inner.plan.lanes, inner.states, strict=True):
-            debt = (
-                lane.debt(state, inner.rank, inner.world).to(self.device) * engine.ranks_per_host
-            )  # for all of its host
-            for (name, place), shape in zip(lane.slices.items(), lane.tensors.shapes, strict=True):
-                debts[name] = debt[place].view(shape)
-        return debts
+        lanes = zip(inner.plan.lanes, inner.states, strict=True)
+        mine = [lane.pending_error(state, inner.rank, inner.world).to(self.device) for lane, state in lanes]
+        return debts | by_name(inner.plan.lanes, [debt * engine.ranks_per_host for debt in mine])  # for all of its host
 
     # -- reports ---------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
+from gradwire.core.layout import Scattered
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -23,13 +25,13 @@ _reference = os.environ.get("GRADWIRE_KERNELS") == "reference"
 
 
 def kernel(definition: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a definition in plain torch; its first argument is a tensor, whose device decides."""
+    """Decorate a definition in plain torch; the device of its first argument, a vector, decides."""
     name = definition.__name__
 
     @wraps(definition)
     def dispatched(*args: P.args, **named: P.kwargs) -> R:
         first = args[0]
-        assert isinstance(first, Tensor)
+        assert isinstance(first, Tensor | Scattered)
         fast = None if _reference else faster(first.device.type).get(name)
         return definition(*args, **named) if fast is None else fast(*args, **named)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradwire.core.layout import Flat, in_one_place
 from gradwire.kernels import quantize
 from gradwire.kernels.dispatch import kernel
 from gradwire.kernels.groups import over
@@ -58,7 +59,7 @@ def topk(x: Tensor, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Tensor
 
 @kernel
 def accumulate_(
-    grad: Tensor, residual: Tensor, momentum: Tensor | None, rule: Accumulation, before: Tensor | None = None
+    grad: Flat, residual: Tensor, momentum: Tensor | None, rule: Accumulation, before: Tensor | None = None
 ) -> Tensor:
     """Add a gradient to the memories; ``residual`` becomes the target. Returns whether the gradient was nonfinite.
 
@@ -66,8 +67,9 @@ def accumulate_(
     """
     if before is not None:
         residual.copy_(before)
-    finite = torch.isfinite(grad)
-    g = torch.where(finite, grad, 0.0)
+    values = in_one_place(grad)
+    finite = torch.isfinite(values)
+    g = torch.where(finite, values, 0.0)
     if momentum is None:
         residual.copy_(g + rule.decay * residual)
     elif rule.nesterov:
@@ -81,7 +83,7 @@ def accumulate_(
 
 @kernel
 def accumulate_topk_(
-    grad: Tensor,
+    grad: Flat,
     residual: Tensor,
     momentum: Tensor | None,
     rule: Accumulation,
@@ -96,7 +98,7 @@ def accumulate_topk_(
 
 @kernel
 def carry_topk_(
-    grad: Tensor,
+    grad: Flat,
     before: tuple[Tensor, Tensor | None],
     after: tuple[Tensor, Tensor | None],
     rule: Accumulation,
@@ -112,7 +114,7 @@ def carry_topk_(
 
 @kernel
 def send_topk_(
-    grad: Tensor,
+    grad: Flat,
     before: tuple[Tensor, Tensor | None],
     after: tuple[Tensor, Tensor | None],
     mask: bool,
@@ -136,7 +138,7 @@ def subtract_sent_(residual: Tensor, momentum: Tensor | None, indices: Tensor, s
 
 @kernel
 def feedback_sum_(
-    grad: Tensor,
+    grad: Flat,
     before: tuple[Tensor, Tensor | None],
     after: tuple[Tensor, Tensor | None],
     rule: Accumulation,
@@ -157,7 +159,7 @@ def feedback_sum_(
 
 @kernel
 def feedback_sign_(
-    grad: Tensor, residual: Tensor, decay: float, lengths: tuple[int, ...], norm: bool, before: Tensor | None = None
+    grad: Flat, residual: Tensor, decay: float, lengths: tuple[int, ...], norm: bool, before: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Error feedback with `sign`: the message of ``grad + decay * residual``, and whether the gradient was nonfinite.
 
@@ -166,7 +168,7 @@ def feedback_sign_(
     if before is not None:
         residual.copy_(before)
     nonfinite = accumulate_(grad, residual, None, Accumulation(decay=decay))
-    counts = torch.tensor(lengths, dtype=torch.int64, device=grad.device)
+    counts = torch.tensor(lengths, dtype=torch.int64, device=residual.device)
     data = quantize.sign_encode(residual, counts, norm)
     residual.sub_(quantize.sign_decode(data, counts))
     return data, nonfinite
@@ -174,7 +176,7 @@ def feedback_sign_(
 
 @kernel
 def feedback_integer_(
-    grad: Tensor,
+    grad: Flat,
     residual: Tensor,
     decay: float,
     lengths: tuple[int, ...],
@@ -186,7 +188,7 @@ def feedback_integer_(
     if before is not None:
         residual.copy_(before)
     nonfinite = accumulate_(grad, residual, None, Accumulation(decay=decay))
-    counts = torch.tensor(lengths, dtype=torch.int64, device=grad.device)
+    counts = torch.tensor(lengths, dtype=torch.int64, device=residual.device)
     data = quantize.integer_encode(residual, counts, bits, block)
     residual.sub_(quantize.integer_decode(data, counts, bits, block))
     return data, nonfinite
@@ -230,9 +232,7 @@ def scatter_mean(values: Tensor, indices: Tensor, bounds: tuple[int, ...], n: in
 
 
 @kernel
-def scatter_mean_(
-    out: Tensor, values: Tensor, indices: Tensor, bounds: tuple[int, ...], start: int, world: int
-) -> None:
+def scatter_mean_(out: Flat, values: Tensor, indices: Tensor, bounds: tuple[int, ...], start: int, world: int) -> None:
     """`scatter_mean` at the positions from ``start`` on, as many as ``out`` has, written there."""
     n = out.numel()
     total = values.new_zeros(n + 1)  # the last for all that lies elsewhere

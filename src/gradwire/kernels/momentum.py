@@ -9,8 +9,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradwire.core.layout import Flat, in_one_place
 from gradwire.kernels.dispatch import kernel
-from gradwire.kernels.fused import feedback_sign_, merge_sign
+from gradwire.kernels.fused import (
+    Accumulation,
+    Selected,
+    carry_topk_,
+    feedback_sign_,
+    merge_sign,
+    scatter_mean_,
+    send_topk_,
+)
 from gradwire.kernels.quantize import sign_decode
 
 
@@ -31,10 +40,11 @@ class Momentum(NamedTuple):
 
 
 @kernel
-def next_momentum_(grad: Tensor, momentum: Momentum, out: Tensor) -> Tensor:
+def next_momentum_(grad: Flat, momentum: Momentum, out: Tensor) -> Tensor:
     """Write the next momentum to ``out``, which may be the last one. Returns whether the gradient was nonfinite."""
     last, denominator, beta = momentum
-    x = grad.float() if denominator is None else grad / denominator.where(denominator > 0, 1.0)
+    g = in_one_place(grad)
+    x = g.float() if denominator is None else g / denominator.where(denominator > 0, 1.0)
     finite = torch.isfinite(x)
     out.copy_(beta * last + (1.0 - beta) * torch.where(finite, x, 0.0))
     return ~finite.all()
@@ -42,7 +52,7 @@ def next_momentum_(grad: Tensor, momentum: Momentum, out: Tensor) -> Tensor:
 
 @kernel
 def momentum_sign_(
-    grad: Tensor,
+    grad: Flat,
     residual: Tensor,
     momentum: Momentum,
     decay: float,
@@ -63,13 +73,58 @@ def momentum_sign_(
 
 
 @kernel
-def sign_decode_times_(data: Tensor, lengths: Tensor, out: Tensor, factor: Tensor, product: Tensor) -> None:
+def momentum_topk_(
+    grad: Flat,
+    residuals: tuple[Tensor, Tensor],
+    momentum: Momentum,
+    out: Tensor | None,
+    subtract: int,
+    decay: float,
+    lengths: tuple[int, ...],
+    counts: tuple[int, ...],
+) -> Selected:
+    """`next_momentum_`, then `carry_topk_` of it, from the first residual to the second; or `send_topk_`.
+
+    The next momentum goes to ``out``, or nowhere. ``subtract``: 1 takes what is selected off the residual, 2 also masks
+    the momentum. A version in one pass reads gradient, momentum, denominator and residual, and writes momentum and
+    residual: 24 bytes for each entry.
+    """
+    following = torch.empty_like(residuals[1]) if out is None else out
+    nonfinite = next_momentum_(grad, momentum, following)
+    before, after = ((residual, None) for residual in residuals)
+    budget = Accumulation(decay=decay), lengths, counts
+    if not subtract:
+        return carry_topk_(following, before, after, *budget)._replace(nonfinite=nonfinite)
+    found = send_topk_(following, before, after, False, *budget)
+    if subtract > 1:
+        following.index_fill_(0, found.indices, 0.0)
+    return found._replace(nonfinite=nonfinite)
+
+
+@kernel
+def scatter_product_(
+    out: Flat, values: Tensor, indices: Tensor, bounds: tuple[int, ...], world: int, factor: Tensor
+) -> None:
+    """`scatter_mean_` to ``out``, times ``factor``, of which only the entries at ``indices`` count."""
+    dense = out if isinstance(out, Tensor) else torch.empty_like(factor)
+    scatter_mean_(dense, values, indices, bounds, 0, world)
+    # Where ranks sent the same entry, each writes the same there.
+    dense.index_copy_(0, indices, dense[indices] * factor[indices])
+    if dense is not out:
+        out.copy_(dense)
+
+
+@kernel
+def sign_decode_times_(data: Tensor, lengths: Tensor, out: Tensor, factor: Tensor, product: Flat) -> None:
     """`sign_decode` to ``out``, and what it makes times ``factor`` to ``product``.
 
     A version in one pass reads the signs and the factor, and writes both: 12.125 bytes for each entry.
     """
     sign_decode(data, lengths, out)
-    torch.mul(out, factor, out=product)
+    if isinstance(product, Tensor):
+        torch.mul(out, factor, out=product)
+    else:
+        product.copy_(out * factor)
 
 
 @kernel

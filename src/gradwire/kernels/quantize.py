@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.keys import Key
+from gradwire.core.layout import Flat, in_one_place
 from gradwire.core.payload import as_bytes, from_bytes
 from gradwire.kernels.bits import pack, pack_trits, unpack, unpack_trits
 from gradwire.kernels.dispatch import kernel
@@ -81,7 +82,7 @@ def sign_encode(values: Tensor, lengths: Tensor, norm: bool) -> Tensor:
 
 
 @kernel
-def sign_decode(data: Tensor, lengths: Tensor, out: Tensor | None = None) -> Tensor:
+def sign_decode(data: Tensor, lengths: Tensor, out: Flat | None = None) -> Tensor:
     """The values, in new memory or in ``out``."""
     head = 4 * lengths.numel()
     scales = spread(from_bytes(data[:head], torch.float32), lengths)
@@ -124,10 +125,10 @@ def ternary_decode(data: Tensor, lengths: Tensor) -> Tensor:
 
 @kernel
 def qsgd_encode(
-    values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key, levels: int, bucket: int | None
+    values: Flat, lengths: Tensor, names: tuple[str, ...], key: Key, levels: int, bucket: int | None
 ) -> Tensor:
     """Stochastic rounding to ``levels`` even parts of each bucket's l2 norm."""
-    buckets = blocks(lengths, bucket)
+    values, buckets = in_one_place(values), blocks(lengths, bucket)
     norms = _norms(values, buckets)
     level = values.abs() / spread(norms.where(norms != 0, 1.0), buckets) * levels
     low = level.floor()
@@ -139,7 +140,7 @@ def qsgd_encode(
 
 @kernel
 def qsgd_decode(
-    data: Tensor, lengths: Tensor, levels: int, bucket: int | None, biased: bool, out: Tensor | None = None
+    data: Tensor, lengths: Tensor, levels: int, bucket: int | None, biased: bool, out: Flat | None = None
 ) -> Tensor:
     """The values, in new memory or in ``out``."""
     buckets = blocks(lengths, bucket)
@@ -164,7 +165,7 @@ def integer_encode(values: Tensor, lengths: Tensor, bits: int, block: int) -> Te
 
 
 @kernel
-def integer_decode(data: Tensor, lengths: Tensor, bits: int, block: int, out: Tensor | None = None) -> Tensor:
+def integer_decode(data: Tensor, lengths: Tensor, bits: int, block: int, out: Flat | None = None) -> Tensor:
     """The values, in new memory or in ``out``."""
     cut = blocks(lengths, block)
     head = 4 * cut.numel()
@@ -200,8 +201,9 @@ def omega(lengths: Tensor, levels: int) -> Tensor:
     return torch.minimum(over(b, levels**2), over(b.sqrt(), levels))
 
 
-def _into(out: Tensor | None, values: Tensor) -> Tensor:
-    return values if out is None else out.copy_(values)
+def _into(out: Flat | None, values: Tensor) -> Tensor:
+    written = values if out is None else out.copy_(values)
+    return written if isinstance(written, Tensor) else values
 
 
 def _norms(values: Tensor, buckets: Tensor) -> Tensor:

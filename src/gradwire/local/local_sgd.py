@@ -25,5 +25,5 @@ def local_sgd(H: int = 8, rate: float = 1.0, alpha: float = 0.0) -> LocalMethod:
 
 @register("post_local_sgd", kind="local")
 def post_local_sgd(H: int = 8, start: int = 1000, first: First = FP32()) -> LocalMethod:  # noqa: B008
-    """Post-local SGD (Lin et al., ICLR 2020): gradients are averaged for ``start`` steps, then local SGD."""
+    """Local SGD after ``start`` dense steps (Lin et al., ICLR 2020): gradients are averaged in these."""
     return LocalMethod(H, dense(), start=start, first=first)

@@ -38,7 +38,7 @@ def sparseloco(
     delay: int = 0,
     keep: float = 0.0,
 ) -> LocalMethod:
-    """SparseLoCo (Sarfi et al. 2025): signs of the ``k`` largest of every ``chunk``, averaged over their senders."""
+    """SparseLoCo (Sarfi et al. 2025): signs of each chunk's ``k`` largest, averaged over their senders."""
     chain = ChunkTopK(k, chunk) | Sign(per=k, scales=scales)
     message = Method(((0, chain),), Residual(decay), AllGather(mean="senders"))
     return LocalMethod(H, message, rate, start=start, first=first, alpha=alpha, delay=delay, keep=keep)

@@ -113,7 +113,7 @@ class AutoTuner:
         """What the report leaves out: steps that DDP takes without us."""
         if self._ddp is None or self.wire.link.world < 2 or self._emulates:
             return ""
-        plain = ModelProfile.of(self.wire.parameters).format if self._hook is None else self._hook.plain
+        plain = ModelProfile.of(self.wire.parameters).format if self._hook is None else self._hook.dense_dtype
         if plain is None:
             return (
                 "the dense steps before used DDP's own all-reduce; their bytes are not counted" if self._steps else ""
@@ -200,7 +200,7 @@ class AutoTuner:
         if self._ddp is not None and self._hook is None:
             self._hook = attach(self.wire, self._ddp)
         if spec == "bf16" and self._bypasses:
-            self._hook.plain = torch.bfloat16  # type: ignore[union-attr]
+            self._hook.dense_dtype = torch.bfloat16  # type: ignore[union-attr]
         else:
             self.wire.set(spec)
         self._decide(TuningStage.TRIAL, WARMUP + MEASURED, why)
@@ -234,7 +234,7 @@ class AutoTuner:
         if spec != "fp32" or len(self.decisions) == 1:
             return
         if self._bypasses:
-            self._hook.plain = ModelProfile.of(self.wire.parameters).format  # type: ignore[union-attr]
+            self._hook.dense_dtype = ModelProfile.of(self.wire.parameters).format  # type: ignore[union-attr]
         else:
             self.wire.set("fp32", feedback="none")
 

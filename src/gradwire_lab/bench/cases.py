@@ -36,8 +36,8 @@ from gradwire.kernels.rice import (
 from gradwire.kernels.rows import decode_in_rows, encode_in_rows
 from gradwire.kernels.select import permute
 from gradwire_lab.bench import plain
+from gradwire_lab.bench.kernel_inputs import RATIO, WORLD, Case, KernelInputs, Make, Run
 from gradwire_lab.bench.momenta import MOMENTA
-from gradwire_lab.bench.scene import RATIO, WORLD, Case, Make, Run, Scene
 from gradwire_lab.bench.selections import SELECTIONS
 
 _RANK = 4
@@ -50,32 +50,32 @@ def names(lengths: tuple[int, ...]) -> list[str]:
     return [name for name in CASES if len(lengths) == 1 or not name.startswith("torch_")]
 
 
-def _chunk_topk(scene: Scene) -> Case:
+def _chunk_topk(inputs: KernelInputs) -> Case:
     selector = ChunkTopK(4)
-    signal = EncodeInput(scene.x, scene.x, {}, Segments(scene.names, tuple((length,) for length in scene.lengths)))
+    signal = EncodeInput(inputs.x, inputs.x, {}, Segments(inputs.names, tuple((length,) for length in inputs.lengths)))
     return Case(4.0, lambda: selector.select(signal, _KEY), False)
 
 
-def _torch(scene: Scene, needed: float, encode: Callable[[Tensor], object]) -> Case:
-    x = scene.x
+def _torch(inputs: KernelInputs, needed: float, encode: Callable[[Tensor], object]) -> Case:
+    x = inputs.x
     return Case(needed, lambda: encode(x), False, True)
 
 
 # -- error feedback of dense codecs ------------------------------------------------------------------------------------
 
 
-def _feedback(scene: Scene, bits: int, lane: bool) -> Case:
+def _feedback(inputs: KernelInputs, bits: int, lane: bool) -> Case:
     """One bit is `sign`, whose scale is a segment's: it reads and writes the residual twice."""
-    residual = scene.normal()
+    residual = inputs.normal()
     needed = 20.125 if bits == 1 else 12 + bits / 8 + 4 / _INT_BLOCK
 
     spare = torch.empty_like(residual) if lane else residual
 
     def encode(memory: Tensor, before: Tensor | None = None) -> None:
         if bits == 1:
-            fused.feedback_sign_(scene.x, memory, 1.0, scene.lengths, False, before)
+            fused.feedback_sign_(inputs.x, memory, 1.0, inputs.lengths, False, before)
         else:
-            fused.feedback_integer_(scene.x, memory, 1.0, scene.lengths, bits, _INT_BLOCK, before)
+            fused.feedback_integer_(inputs.x, memory, 1.0, inputs.lengths, bits, _INT_BLOCK, before)
 
     def commit() -> None:
         nonlocal residual, spare
@@ -93,8 +93,8 @@ class Coder(NamedTuple):
 
     encoding: float
     decoding: float
-    encode: Callable[[Scene], Tensor]
-    decode: Callable[[Scene, Tensor], Tensor]
+    encode: Callable[[KernelInputs], Tensor]
+    decode: Callable[[KernelInputs, Tensor], Tensor]
 
 
 def _integer(bits: int) -> Coder:
@@ -153,38 +153,38 @@ CODERS: dict[str, Coder] = {
 }
 
 
-def _encode(scene: Scene, coder: Coder) -> Case:
-    return Case(coder.encoding, lambda: coder.encode(scene))
+def _encode(inputs: KernelInputs, coder: Coder) -> Case:
+    return Case(coder.encoding, lambda: coder.encode(inputs))
 
 
-def _decode(scene: Scene, coder: Coder) -> Case:
-    data = coder.encode(scene)
-    return Case(coder.decoding, lambda: coder.decode(scene, data))
+def _decode(inputs: KernelInputs, coder: Coder) -> Case:
+    data = coder.encode(inputs)
+    return Case(coder.decoding, lambda: coder.decode(inputs, data))
 
 
 # -- sparse messages ---------------------------------------------------------------------------------------------------
 
 
-def _draw(scene: Scene) -> Case:
-    sizes, counts = on(scene.lengths, scene.device), scene.counts(RATIO)
-    return Case(8 * RATIO, lambda: permute(sizes, scene.names, _KEY, scene.lengths, counts))
+def _draw(inputs: KernelInputs) -> Case:
+    sizes, counts = on(inputs.lengths, inputs.device), inputs.counts(RATIO)
+    return Case(8 * RATIO, lambda: permute(sizes, inputs.names, _KEY, inputs.lengths, counts))
 
 
-def _scatter_mean(scene: Scene) -> Case:
-    values, indices, bounds = scene.messages
-    return Case(4.0, lambda: fused.scatter_mean(values, indices, bounds, scene.n, WORLD))
+def _scatter_mean(inputs: KernelInputs) -> Case:
+    values, indices, bounds = inputs.messages
+    return Case(4.0, lambda: fused.scatter_mean(values, indices, bounds, inputs.n, WORLD))
 
 
-def _scatter_mean_there(scene: Scene) -> Case:
+def _scatter_mean_there(inputs: KernelInputs) -> Case:
     """Into a vector that is there, where gradients lie."""
-    out = torch.empty(scene.n, device=scene.device)
-    return Case(4.0, lambda: fused.scatter_mean_(out, *scene.messages, 0, WORLD))
+    out = torch.empty(inputs.n, device=inputs.device)
+    return Case(4.0, lambda: fused.scatter_mean_(out, *inputs.messages, 0, WORLD))
 
 
-def _rice(scene: Scene, decoding: bool) -> Case:
+def _rice(inputs: KernelInputs, decoding: bool) -> Case:
     """Positions, or, where the device has no kernel for those, their gaps."""
-    places, n = scene.positions(), scene.n
-    if offers(scene.device.type, "rice_encode"):
+    places, n = inputs.positions(), inputs.n
+    if offers(inputs.device.type, "rice_encode"):
         row = rice_encode(places, n)[0][None]
         ways: tuple[Run, Run] = partial(rice_encode, places, n), partial(rice_decode, row, places.numel(), n)
         return Case(2 * RATIO, ways[decoding])
@@ -194,26 +194,26 @@ def _rice(scene: Scene, decoding: bool) -> Case:
     return Case(2 * RATIO, ways[decoding], False)
 
 
-def _rows(scene: Scene, decoding: bool) -> Case:
+def _rows(inputs: KernelInputs, decoding: bool) -> Case:
     """Positions in rows of 1024."""
-    places = scene.positions()
-    runs = tuple(run for length in scene.lengths for run in ((length // 1024, 1024), (1, length % 1024)))
+    places = inputs.positions()
+    runs = tuple(run for length in inputs.lengths for run in ((length // 1024, 1024), (1, length % 1024)))
     data = encode_in_rows(places, runs)
     ways: tuple[Run, Run] = partial(encode_in_rows, places, runs), partial(decode_in_rows, data, places.numel(), runs)
-    return Case(2 * RATIO, ways[decoding], False, not offers(scene.device.type, "encode_in_rows"))
+    return Case(2 * RATIO, ways[decoding], False, not offers(inputs.device.type, "encode_in_rows"))
 
 
-def _bitmap(scene: Scene, decoding: bool) -> Case:
-    places, n = scene.positions(), scene.n
+def _bitmap(inputs: KernelInputs, decoding: bool) -> Case:
+    places, n = inputs.positions(), inputs.n
     ways: tuple[Run, Run] = partial(set_bits, places, n), partial(find_bits, set_bits(places, n))
     return Case(0.125 + 8 * RATIO, ways[decoding], False, True)
 
 
-def _merge(scene: Scene, bits: int) -> Case:
+def _merge(inputs: KernelInputs, bits: int) -> Case:
     """A server's turn with messages of several ranks for its slice, a debt, and one message back."""
-    n = max(scene.n // WORLD // 8 * 8, 8)
-    x, debt = torch.randn(n, device=scene.device), torch.randn(n, device=scene.device)
-    table = torch.tensor([n], device=scene.device)
+    n = max(inputs.n // WORLD // 8 * 8, 8)
+    x, debt = torch.randn(n, device=inputs.device), torch.randn(n, device=inputs.device)
+    table = torch.tensor([n], device=inputs.device)
     # Bytes of each element of the whole vector, of which this is one slice.
     if bits == 1:
         rows = quantize.sign_encode(x, table, False).repeat(WORLD, 1)
@@ -227,26 +227,26 @@ def _merge(scene: Scene, bits: int) -> Case:
 # -- PowerSGD ----------------------------------------------------------------------------------------------------------
 
 
-def _powersgd(scene: Scene) -> Case:
+def _powersgd(inputs: KernelInputs) -> Case:
     """All that one rank computes in a step: three products of each matrix, of which the last is made twice."""
-    tensors = Segments(scene.names, tuple(map(_shape, scene.lengths)))
+    tensors = Segments(inputs.names, tuple(map(_shape, inputs.lengths)))
     exchange, around = PowerSGD(_RANK), CommContext(_KEY, 1, tensors, tensors, True)
     length = sum(basis_length(shape, _RANK) for shape in tensors.shapes)
-    memory = {"basis": torch.zeros(length, device=scene.device)}
+    memory = {"basis": torch.zeros(length, device=inputs.device)}
 
     def step() -> None:
         nonlocal memory
-        generator = exchange.run(Message(scene.x, None, memory), Codec.of((FP32(),)), around)
+        generator = exchange.run(Message(inputs.x, None, memory), Codec.of((FP32(),)), around)
         memory = dict(run(generator, lambda request: request.tensor).memory)  # type: ignore[union-attr]
 
     return Case(16.0, step, False, True)
 
 
-def _orthonormal(scene: Scene) -> Case:
+def _orthonormal(inputs: KernelInputs) -> Case:
     """The share of it that is not a product, of the longest matrix."""
-    rows = _shape(max(scene.lengths))[0]
-    p = torch.randn(1, rows, _RANK, device=scene.device)
-    return Case(8 * p.numel() / scene.n, lambda: orthonormal(p), True, True)
+    rows = _shape(max(inputs.lengths))[0]
+    p = torch.randn(1, rows, _RANK, device=inputs.device)
+    return Case(8 * p.numel() / inputs.n, lambda: orthonormal(p), True, True)
 
 
 def _shape(n: int) -> tuple[int, ...]:

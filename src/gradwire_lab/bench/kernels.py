@@ -16,7 +16,7 @@ import torch
 
 from gradwire.kernels.dispatch import reference_only
 from gradwire_lab.bench import cases
-from gradwire_lab.bench.scene import Case, Scene
+from gradwire_lab.bench.kernel_inputs import Case, KernelInputs
 from gradwire_lab.bench.selections import GAUSSIAN
 from gradwire_lab.perf_model.timing import Stopwatch
 
@@ -80,9 +80,9 @@ def measure(
     wanted = [(lengths, chosen(only, lengths)) for lengths in tables]
     rows: list[dict[str, Any]] = []
     for lengths, names in wanted:
-        scene, took = Scene(lengths, torch.device(device)), dict[str, float]()
+        inputs, took = KernelInputs(lengths, torch.device(device)), dict[str, float]()
         for name in names:
-            row = _row(name, cases.CASES[name](scene), scene, repeats)
+            row = _row(name, cases.CASES[name](inputs), inputs, repeats)
             took[name] = row["ms"]
             row["to_torch"] = took[COMPOSED[name]] / row["ms"] if COMPOSED.get(name) in took else None
             row["to_gaussian"] = row["ms"] / took[GAUSSIAN[name]] if GAUSSIAN.get(name) in took else None
@@ -91,9 +91,9 @@ def measure(
     return rows
 
 
-def _row(name: str, case: Case, scene: Scene, repeats: int) -> dict[str, Any]:
-    device = scene.device
-    needed = int(case.bytes * scene.n)
+def _row(name: str, case: Case, inputs: KernelInputs, repeats: int) -> dict[str, Any]:
+    device = inputs.device
+    needed = int(case.bytes * inputs.n)
     if device.type == "cpu":
         floor, ms = _in_turns(_copies(needed), case.run, repeats)
     else:
@@ -105,8 +105,8 @@ def _row(name: str, case: Case, scene: Scene, repeats: int) -> dict[str, Any]:
     return {
         "kernel": name,
         "device": device.type,
-        "n": scene.n,
-        "segments": len(scene.lengths),
+        "n": inputs.n,
+        "segments": len(inputs.lengths),
         "bytes_per_element": case.bytes,
         "ms": ms,
         "graph_ms": replayed,

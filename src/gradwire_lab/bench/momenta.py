@@ -13,10 +13,9 @@ from torch import Tensor
 
 from gradwire.kernels import fused, quantize
 from gradwire.kernels.apply_momentum import Applied, apply_momentum_
-from gradwire.kernels.fused import Accumulation
 from gradwire.kernels.groups import block_lengths
-from gradwire.kernels.momentum import Momentum, momentum_sign_, next_momentum_
-from gradwire_lab.bench.scene import Case, Make, Scene
+from gradwire.kernels.momentum import Momentum, momentum_sign_, momentum_topk_, next_momentum_
+from gradwire_lab.bench.kernel_inputs import Case, KernelInputs, Make
 
 _PER = 4096
 _BETA = 0.9
@@ -24,17 +23,17 @@ _RATIO = 0.01
 _CODES = 1 / 8 + 4 / _PER  # bytes of an entry in a message
 
 
-def _momentum(scene: Scene) -> Momentum:
-    return Momentum(scene.normal(), scene.normal().abs() + 0.1, _BETA)
+def _momentum(inputs: KernelInputs) -> Momentum:
+    return Momentum(inputs.normal(), inputs.normal().abs() + 0.1, _BETA)
 
 
-def _onebit_adam(scene: Scene, lane: bool) -> Case:
+def _onebit_adam(inputs: KernelInputs, lane: bool) -> Case:
     """All that happens to a gradient before the first leg."""
-    momentum, residual = _momentum(scene), scene.normal()
-    spare, lengths = torch.empty_like(residual) if lane else residual, block_lengths(scene.lengths, _PER)
+    momentum, residual = _momentum(inputs), inputs.normal()
+    spare, lengths = torch.empty_like(residual) if lane else residual, block_lengths(inputs.lengths, _PER)
 
     def encode(memory: Tensor, before: Tensor | None = None) -> None:
-        momentum_sign_(scene.x, memory, momentum, 1.0, lengths, False, before)
+        momentum_sign_(inputs.x, memory, momentum, 1.0, lengths, False, before)
 
     def commit() -> None:
         nonlocal residual, spare
@@ -44,15 +43,15 @@ def _onebit_adam(scene: Scene, lane: bool) -> Case:
     return Case(20 + _CODES, commit, False) if lane else Case(20 + _CODES, lambda: encode(residual))
 
 
-def _torch_onebit_adam(scene: Scene) -> Case:
+def _torch_onebit_adam(inputs: KernelInputs) -> Case:
     """The same as a person would write it."""
-    (last, denominator, _), residual = _momentum(scene), scene.normal()
-    n = scene.n // _PER * _PER
+    (last, denominator, _), residual = _momentum(inputs), inputs.normal()
+    n = inputs.n // _PER * _PER
     assert denominator is not None
-    weights = 2 ** torch.arange(8, device=scene.device, dtype=torch.uint8)
+    weights = 2 ** torch.arange(8, device=inputs.device, dtype=torch.uint8)
 
     def encode() -> None:
-        target = (_BETA * last).addcdiv_(scene.x, denominator, value=1 - _BETA).add_(residual)
+        target = (_BETA * last).addcdiv_(inputs.x, denominator, value=1 - _BETA).add_(residual)
         signs = target >= 0
         scale = target[:n].view(-1, _PER).abs().mean(1, keepdim=True)
         residual.copy_(target)
@@ -62,47 +61,47 @@ def _torch_onebit_adam(scene: Scene) -> Case:
     return Case(20 + _CODES, encode, False, True)
 
 
-def _signs(scene: Scene, feedback: bool) -> Case:
+def _signs(inputs: KernelInputs, feedback: bool) -> Case:
     """Signs of blocks alone, or with error feedback."""
-    lengths, residual = block_lengths(scene.lengths, _PER), scene.normal()
+    lengths, residual = block_lengths(inputs.lengths, _PER), inputs.normal()
     if feedback:
-        run = partial(fused.feedback_sign_, scene.x, residual, 1.0, lengths, False)
+        run = partial(fused.feedback_sign_, inputs.x, residual, 1.0, lengths, False)
         return Case(12 + _CODES, run)
-    table = torch.tensor(lengths, device=scene.device)
-    return Case(4 + _CODES, lambda: quantize.sign_encode(scene.x, table, False))
+    table = torch.tensor(lengths, device=inputs.device)
+    return Case(4 + _CODES, lambda: quantize.sign_encode(inputs.x, table, False))
 
 
-def _merge(scene: Scene) -> Case:
+def _merge(inputs: KernelInputs) -> Case:
     """Of one rank, whose slice is all of it: the most that a server ever has to do."""
-    lengths, error = block_lengths(scene.lengths, _PER), scene.normal()
-    rows = quantize.sign_encode(scene.x, torch.tensor(lengths, device=scene.device), False)[None]
+    lengths, error = block_lengths(inputs.lengths, _PER), inputs.normal()
+    rows = quantize.sign_encode(inputs.x, torch.tensor(lengths, device=inputs.device), False)[None]
     return Case(8 + 2 * _CODES, lambda: fused.merge_sign(rows, error, lengths, False))
 
 
-def _apply(scene: Scene) -> Case:
+def _apply(inputs: KernelInputs) -> Case:
     """AdamW's step, of numbers that only the device knows."""
-    momentum = _momentum(scene)
+    momentum = _momentum(inputs)
     assert momentum.denominator is not None
-    whole = (scene.normal(), momentum.last, momentum.denominator, scene.normal().abs())
-    parts = Applied(*(x.split(list(scene.lengths)) for x in whole))
-    numbers = torch.tensor([-1e-5, 1.001], device=scene.device).unbind()
+    whole = (inputs.normal(), momentum.last, momentum.denominator, inputs.normal().abs())
+    parts = Applied(*(x.split(list(inputs.lengths)) for x in whole))
+    numbers = torch.tensor([-1e-5, 1.001], device=inputs.device).unbind()
     return Case(24.0, lambda: apply_momentum_(parts.params[0], parts, 0.999, *numbers))
 
 
-def _dgc_adam(scene: Scene) -> Case:
+def _dgc_adam(inputs: KernelInputs) -> Case:
     """A whole step of compression, of values that are sent as they are."""
-    (last, denominator, beta), residual, counts = _momentum(scene), scene.normal(30), scene.counts(_RATIO)
+    (last, denominator, beta), residual, counts = _momentum(inputs), inputs.normal(30), inputs.counts(_RATIO)
 
     def step() -> None:
-        next_momentum_(scene.x, Momentum(last, denominator, beta), last)
-        fused.send_topk_(last, (residual, None), (residual, None), False, Accumulation(), scene.lengths, counts)
+        momentum = Momentum(last, denominator, beta)
+        momentum_topk_(inputs.x, (residual, residual), momentum, last, 1, 1.0, inputs.lengths, counts)
 
     return Case(24.0, step)
 
 
-def _next_momentum(scene: Scene) -> Case:
-    momentum, out = _momentum(scene), torch.empty_like(scene.x)
-    return Case(16.0, lambda: next_momentum_(scene.x, momentum, out))
+def _next_momentum(inputs: KernelInputs) -> Case:
+    momentum, out = _momentum(inputs), torch.empty_like(inputs.x)
+    return Case(16.0, lambda: next_momentum_(inputs.x, momentum, out))
 
 
 MOMENTA: dict[str, Make] = {

@@ -12,25 +12,25 @@ from torch import Tensor
 from gradwire.kernels import fused
 from gradwire.kernels.fused import Accumulation
 from gradwire_lab.bench import plain
-from gradwire_lab.bench.scene import RATIO, Case, Make, Scene
+from gradwire_lab.bench.kernel_inputs import RATIO, Case, KernelInputs, Make
 
 _RULE = Accumulation(momentum=0.9)
 _HARD = ("same", "jump", "equal", "zeros")  # the same again, a thousand times as large every other step
 _METHODS = {"dgc": "dgc", "error_feedback": "error_feedback_topk"}
 
 
-def _grads(scene: Scene, kind: str, dtype: torch.dtype) -> list[Tensor]:
+def _grads(inputs: KernelInputs, kind: str, dtype: torch.dtype) -> list[Tensor]:
     """The gradients of steps, which take turns."""
-    one = scene.normal(filled=RATIO / 2 if kind == "zeros" else 1.0, dtype=dtype)
+    one = inputs.normal(filled=RATIO / 2 if kind == "zeros" else 1.0, dtype=dtype)
     if kind == "jump":
         return [one, 1000 * one]
     if kind == "equal":
         return [one.sign()]
-    return [one] if kind in ("same", "zeros") else [one, scene.normal(dtype=dtype)]
+    return [one] if kind in ("same", "zeros") else [one, inputs.normal(dtype=dtype)]
 
 
 def _select(
-    scene: Scene,
+    inputs: KernelInputs,
     needed: float,
     momentum: bool = False,
     turns: bool = False,
@@ -43,34 +43,34 @@ def _select(
     The memories start as they are after some thousand steps, since young ones grow by much at every step; or at zero
     where that is what makes the input hard, or where they would hide it.
     """
-    grads = _grads(scene, kind, dtype)
+    grads = _grads(inputs, kind, dtype)
     young = kind in ("same", "equal", "zeros")
     old = (
-        scene.normal(0 if young else 300 if momentum else 30),
-        scene.normal(0 if young else 2.3) if momentum else None,
+        inputs.normal(0 if young else 300 if momentum else 30),
+        inputs.normal(0 if young else 2.3) if momentum else None,
     )
     new = (torch.empty_like(old[0]), torch.empty_like(old[0]) if momentum else None) if turns else old
-    counts = scene.counts(ratio)
+    counts = inputs.counts(ratio)
     turn = 0
 
     def step() -> None:
         nonlocal turn, old, new
         turn += 1
-        fused.send_topk_(grads[turn % len(grads)], old, new, True, _RULE, scene.lengths, counts)
+        fused.send_topk_(grads[turn % len(grads)], old, new, True, _RULE, inputs.lengths, counts)
         old, new = new, old
 
     return Case(needed, step)
 
 
-def _topk(scene: Scene, x: Tensor, ratio: float = RATIO) -> Case:
-    counts = scene.counts(ratio)
+def _topk(inputs: KernelInputs, x: Tensor, ratio: float = RATIO) -> Case:
+    counts = inputs.counts(ratio)
     written = 8 * ratio if ratio > RATIO else 0.0
-    return Case(4.0 + written, lambda: fused.topk(x, scene.lengths, counts))
+    return Case(4.0 + written, lambda: fused.topk(x, inputs.lengths, counts))
 
 
-def _torch_dgc(scene: Scene) -> Case:
-    grads = [scene.normal() for _ in range(2)]
-    momentum, residual, (k,) = scene.normal(2.3), scene.normal(300), scene.counts(RATIO)
+def _torch_dgc(inputs: KernelInputs) -> Case:
+    grads = [inputs.normal() for _ in range(2)]
+    momentum, residual, (k,) = inputs.normal(2.3), inputs.normal(300), inputs.counts(RATIO)
     turn = 0
 
     def step() -> None:

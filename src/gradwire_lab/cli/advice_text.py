@@ -1,7 +1,7 @@
 """What ``gradwire advise`` prints: a table, a verdict in words, and the same as an object."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -9,7 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gradwire.comm.rates import FASTEST_BITS, SLOWEST_BITS, LinkSpec
+from gradwire.engine.method import method
 from gradwire.engine.plan import BUCKET_BYTES
+from gradwire_lab.cli.fitted_table import FittedTable
 from gradwire_lab.cli.output import make_table
 from gradwire_lab.perf_model.accuracy_records import free_of_losses, records_of
 from gradwire_lab.perf_model.advice import Advice, RateRange
@@ -21,20 +23,53 @@ from gradwire_lab.perf_model.local_steps import TOO_SLOW, LocalAdvice, local_ste
 from gradwire_lab.perf_model.model import DENSE
 from gradwire_lab.report.numbers import in_bytes
 
+COLUMNS = ("method", "step", "compute", "encode", "wire", "decode", "hidden", "sent")
+SPARE = ("compute", "hidden", "decode", "encode", "wire")  # what a narrow terminal does without, first to last
+_WIDE = 150  # columns, from which on evidence has room
 
-def advice_table(found: Calibration, cluster: Cluster, advice: Advice, barred: Sequence[str]) -> Table:
+
+def advice_table(found: Calibration, cluster: Cluster, advice: Advice, barred: Sequence[str]) -> Callable[[int], Table]:
+    """The table for a terminal of some width; a narrow one has the evidence of each spec in a word or two."""
+    head, caption = _title(found, cluster), f"{found.note}. step = compute + encode + wire + decode - hidden"
+    rows = [(found.model.called(way.spec), *_figures(way)) for way in advice.ways]
+    short = [(*row, _brief(way.spec, advice.adaptive, barred)) for row, way in zip(rows, advice.ways, strict=True)]
+    long = [(*row, _evidence(way.spec, advice.adaptive, barred)) for row, way in zip(rows, advice.ways, strict=True)]
+    narrow = FittedTable(head, (*COLUMNS, "evidence"), short, SPARE, ("evidence",), caption, "--json")
+
+    def made(width: int) -> Table:
+        if width < _WIDE:
+            return narrow(width)
+        columns = (*COLUMNS, "accuracy against dense")
+        table = make_table(head, columns, (columns[0], columns[-1]), caption)
+        for way, row in zip(advice.ways, long, strict=True):
+            table.add_row(Text(row[0], style="bold" if way.spec == advice.choice.spec else ""), *row[1:])
+        return table
+
+    return made
+
+
+def _title(found: Calibration, cluster: Cluster) -> str:
     place = f"{cluster.workers} workers" + (f" on {cluster.hosts} hosts" if cluster.per_host > 1 else "")
-    title = f"{found.model.elements:,} parameters, {place}, link {cluster.link}; milliseconds of a step, predicted"
-    columns = ("", "step", "compute", "encode", "wire", "decode", "hidden", "sent", "accuracy against dense")
-    caption = f"{found.note}. step = compute + encode + wire + decode - hidden"
-    table = make_table(title, columns, (columns[0], columns[-1]), caption)
-    for way in advice.ways:
-        split = way.split
-        parts = (split.step, split.compute, split.encode, split.wire, split.decode, split.hidden)
-        name = Text(found.model.called(way.spec), style="bold" if way.spec == advice.choice.spec else "")
-        known = ("not taken: " if way.spec in barred else "") + _known(way.spec, advice.adaptive)
-        table.add_row(name, *(f"{1e3 * part:,.1f}" for part in parts), in_bytes(way.sent), known)
-    return table
+    return f"{found.model.elements:,} parameters, {place}, link {cluster.link}; milliseconds of a step, predicted"
+
+
+def _figures(way: Prediction) -> tuple[str, ...]:
+    split = way.split
+    parts = (split.step, split.compute, split.encode, split.wire, split.decode, split.hidden)
+    return *(f"{1e3 * part:,.1f}" for part in parts), in_bytes(way.sent)
+
+
+def _evidence(spec: str, adaptive: bool, barred: Sequence[str]) -> str:
+    return ("not taken: " if spec in barred else "") + _known(spec, adaptive)
+
+
+def _brief(spec: str, adaptive: bool, barred: Sequence[str]) -> str:
+    """How much accuracy the project's trainings lost, and whether the spec may be taken."""
+    if spec in DENSE:
+        return ""
+    lost = "lost < 1 %" if free_of_losses([spec], adaptive) else "lost > 1 %"
+    found = lost if records_of(spec, adaptive) else "none yet"
+    return f"{found}; not taken" if spec in barred else found
 
 
 def _known(spec: str, adaptive: bool) -> str:
@@ -84,7 +119,9 @@ def _arguments(choice: Prediction, cluster: Cluster) -> str:
     keywords: dict[str, Any] = {**options, "across": "hosts"} if cluster.per_host > 1 else dict(options)
     if choice.bucket_bytes != BUCKET_BYTES:
         keywords["bucket_mb"] = choice.bucket_bytes // 2**20
-    named = (f"{key}={json.dumps(value) if value else value}" for key, value in keywords.items())
+    named = [f"{key}={json.dumps(value) if value else value}" for key, value in keywords.items()]
+    if method(spec).feedback.needs_denominator:
+        named.append("optimizer=gradwire.AdamW(model.parameters())")
     return ", ".join([json.dumps(spec), *named])
 
 

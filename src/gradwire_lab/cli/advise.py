@@ -46,29 +46,42 @@ _LONGEST_TIMEOUT = 86400.0
 
 def advise(
     recipes: Annotated[list[str] | None, typer.Argument(help="A recipe and fragments; or give --model.")] = None,
-    model: Annotated[str, typer.Option(help="Your own, mine.py:make; or lstm, resnet20, gpt.")] = "",
-    workers: Annotated[int | None, typer.Option(min=2, help="How many; or give --hosts and --per-host.")] = None,
-    link: Annotated[str, typer.Option(help="Between hosts: 100mbit,5ms. Under torchrun it may be probed.")] = "",
-    hosts: Annotated[int | None, typer.Option(min=1, help="How many.")] = None,
+    model: Annotated[str, typer.Option(help="The model: your own, mine.py:make, or lstm, resnet20, gpt.")] = "",
+    workers: Annotated[
+        int | None, typer.Option(min=2, help="Number of workers; or give --hosts and --per-host.")
+    ] = None,
+    link: Annotated[str, typer.Option(help="Link between hosts: 100mbit,5ms. Under torchrun it may be probed.")] = "",
+    hosts: Annotated[int | None, typer.Option(min=1, help="Number of hosts.")] = None,
     per_host: Annotated[
-        int | None, typer.Option(min=1, help="Workers of a host, whose gradients are added up there first; else 1.")
+        int | None, typer.Option(min=1, help="Workers of a host, whose gradients are summed there first. By default 1.")
     ] = None,
     inside: Annotated[str, typer.Option(help="The link between workers of a host.")] = "unshaped",
     sharing: Annotated[
-        int | None, typer.Option(min=1, help="Workers that share a machine's cores, measured so; else --per-host.")
+        int | None, typer.Option(min=1, help="Workers that share a machine's cores; by default --per-host.")
     ] = None,
     specs: Annotated[
-        str, typer.Option(help="What to weigh, separated by semicolons; else candidates and presets.")
+        str, typer.Option(help="Specs to compare, separated by semicolons; by default candidates and presets.")
     ] = "",
-    calibration: Annotated[Path | None, typer.Option(help="Figures that --save wrote, instead of measuring.")] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Read figures that --save wrote, and measure nothing.")
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the figures to a file.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, though figures are kept.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, even if figures are cached.")] = False,
     optimizer: Annotated[
-        str, typer.Option(help="That follows: sgd, adamw, ...; else the recipe's. Specs that starve it are not taken.")
+        str,
+        typer.Option(
+            help="The optimizer: sgd, adamw, ...; by default the recipe's. Specs that starve it are not taken."
+        ),
     ] = "",
-    dtype: Annotated[str, typer.Option(help="Of gradients: float32, bfloat16, ...; else the model's own.")] = "",
-    device: Annotated[str, typer.Option(help="cpu, cuda (the GPUs in turn), cuda:1; else where the model is.")] = "",
-    overlap: Annotated[bool, typer.Option(help="As under DDP: messages leave during the backward pass.")] = True,
+    dtype: Annotated[
+        str, typer.Option(help="Format of gradients: float32, bfloat16, ...; by default the model's.")
+    ] = "",
+    device: Annotated[
+        str, typer.Option(help="The device: cpu, cuda (the GPUs in turn), cuda:1; by default the model's.")
+    ] = "",
+    overlap: Annotated[
+        bool, typer.Option(help="Whether messages leave during the backward pass, as under DDP.")
+    ] = True,
     probe_timeout: Annotated[float, typer.Option(help="Seconds that a probe waits for other ranks.")] = 10.0,
     patience: Annotated[float | None, typer.Option(hidden=True)] = None,
     as_json: AsJson = False,
@@ -113,7 +126,12 @@ def advise(
     if as_json:
         typer.echo(json.dumps(as_object(found, cluster, advice, limit)))
         return
-    words = Text(verdict(found, cluster, advice, limit))
+    assumed = (
+        ""
+        if optimizer or recipes or not model
+        else "\n\nThe optimizer is taken to be SGD. Give --optimizer if it is not."
+    )
+    words = Text(verdict(found, cluster, advice, limit) + assumed)
     show(advice_table(found, cluster, advice, barred), words, width=160)
 
 

@@ -29,11 +29,13 @@ CALL_COLUMNS = (
 def kernels(
     device: Device = "cpu",
     size: Annotated[
-        list[int] | None, typer.Option(min=1, help="Elements; several may be given. By default 25.6 M.")
+        list[int] | None, typer.Option(min=1, help="Number of elements. May be repeated; by default 25.6 M.")
     ] = None,
-    resnet50: Annotated[bool, typer.Option("--resnet50", help="ResNet-50's 161 tensors too, layer by layer.")] = False,
-    only: Annotated[str, typer.Option(help="Only kernels whose name holds this.")] = "",
-    repeats: Annotated[int, typer.Option(min=1, help="Medians are of this many runs.")] = 10,
+    resnet50: Annotated[
+        bool, typer.Option("--resnet50", help="Time ResNet-50's 161 tensors too, layer by layer.")
+    ] = False,
+    only: Annotated[str, typer.Option(help="Time only kernels whose name holds this.")] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Number of runs that a median is taken of.")] = 10,
     picture: Annotated[Path | None, typer.Option(help="Draw times over bytes into this PNG or SVG.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -73,20 +75,26 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def step(
-    workload: Annotated[list[str] | None, typer.Option(help="resnet20, gpt, resnet50, gpt2; several.")] = None,
+    workload: Annotated[
+        list[str] | None, typer.Option(help="The model: resnet20, gpt, resnet50, gpt2. May be repeated.")
+    ] = None,
     device: Device = "cpu",
-    workers: Annotated[int, typer.Option(min=0, help="How many ranks, on this machine.")] = 0,
-    method: Annotated[list[str] | None, typer.Option(help="ddp-bf16, 'topk(0.01) | sign', ...; several.")] = None,
-    batch: Annotated[int, typer.Option(min=0, help="Of each rank; 0 for the usual one.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Number of ranks on this machine; 0 for the usual number.")] = 0,
+    method: Annotated[
+        list[str] | None, typer.Option(help="The method: ddp-bf16, 'topk(0.01) | sign', ... May be repeated.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=0, help="Batch of each rank; 0 for the usual one.")] = 0,
     rounds: Annotated[int, typer.Option(min=1, help="Blocks of steps of each method, interleaved.")] = 10,
-    steps: Annotated[int, typer.Option(min=1, help="Of one block.")] = 4,
-    optimizer: Annotated[str, typer.Option(help="sgd, or adamw: torch's, and gradwire.AdamW for our methods.")] = "sgd",
-    warm: Annotated[int, typer.Option(min=1, help="Steps before any counts; more than a method's start.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of one block.")] = 4,
+    optimizer: Annotated[
+        str, typer.Option(help="The optimizer: sgd, or adamw (gradwire.AdamW for our methods).")
+    ] = "sgd",
+    warm: Annotated[int, typer.Option(min=1, help="Steps that do not count; give more than a method's start.")] = 3,
     as_json: AsJson = False,
 ) -> None:
     """Time a training step without a network: by plain DDP, by torch's hooks, by ours, and without any exchange.
 
-    A world of two on a CPU, of one on a GPU, unless you give --workers.
+    There are two ranks on a CPU and one on a GPU, unless you give --workers.
     """
     on_gpu = device == "cuda"
     world = workers or (1 if on_gpu else 2)
@@ -125,12 +133,14 @@ def _step_cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def memory(
-    spec: Annotated[list[str] | None, typer.Option(help="'dgc(0.001)', 'sign; feedback=none', ...; several.")] = None,
+    spec: Annotated[
+        list[str] | None, typer.Option(help="The spec: 'dgc(0.001)', 'sign; feedback=none', ... May be repeated.")
+    ] = None,
     device: Device = "cpu",
     size: Annotated[int, typer.Option(min=10, help="Parameters of the model.")] = 25_600_000,
     as_json: AsJson = False,
 ) -> None:
-    """Weigh methods: floats per parameter that they keep, and that they hold at most within a step."""
+    """Measure memory: floats per parameter that a method keeps, and that it holds at most within a step."""
     chosen = spec or bench_memory.SPECS
     title = f"floats per parameter on {device}, beside parameters and gradients"
     results = ResultRows(as_json, make_table(title, ("spec", "kept", "peak", "due"), ("spec",)), len(chosen))
@@ -146,19 +156,22 @@ def memory(
 
 
 def calls(
-    entry_point: Annotated[list[str] | None, typer.Option(help="loop, ddp, optimizer, hosts; several.")] = None,
+    entry_point: Annotated[
+        list[str] | None, typer.Option(help="How it is called: loop, ddp, optimizer, hosts. May be repeated.")
+    ] = None,
     door: Annotated[list[str] | None, typer.Option(hidden=True)] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="one, resnet50, gpt2; several. By default the first two.")
+        list[str] | None,
+        typer.Option(help="The model: one, resnet50, gpt2. May be repeated; by default the first two."),
     ] = None,
-    spec: Annotated[list[str] | None, typer.Option(help="'dgc(0.001)', int4, ...; several.")] = None,
-    size: Annotated[int, typer.Option(min=0, help="Parameters in all, about; 0 for the model's own.")] = 0,
+    spec: Annotated[list[str] | None, typer.Option(help="The spec: 'dgc(0.001)', int4, ... May be repeated.")] = None,
+    size: Annotated[int, typer.Option(min=0, help="Number of parameters, about; 0 for the model's own.")] = 0,
     device: Device = "cpu",
     addresses: Annotated[
         str, typer.Option(help="same: gradients stay in place; moving: they are freed and allocated.")
     ] = "same",
-    ranks: Annotated[int, typer.Option(min=1, help="How many processes.")] = 1,
-    repeats: Annotated[int, typer.Option(min=1, help="Medians are of this many calls.")] = 20,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of calls that a median is taken of.")] = 20,
     jsonl: Annotated[
         Path | None, typer.Option(help="Append every row to this file; - prints rows, not a table.")
     ] = None,

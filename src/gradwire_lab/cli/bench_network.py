@@ -24,24 +24,30 @@ from gradwire_lab.train.time_left import TimeLeft
 
 
 def network(
-    model: Annotated[list[str] | None, typer.Option(help="lstm, resnet20, gpt, or mine.py:make; several.")] = None,
-    link: Annotated[list[str] | None, typer.Option(help="10mbit, 100mbit,20ms, unshaped, ...; several.")] = None,
-    workers: Annotated[list[int] | None, typer.Option(min=2, help="How many ranks; several.")] = None,
-    method: Annotated[list[str] | None, typer.Option(help="ddp-fp32, 'topk(0.01) | sign', ...; several.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="The model: lstm, resnet20, gpt, or mine.py:make. May be repeated.")
+    ] = None,
+    link: Annotated[
+        list[str] | None, typer.Option(help="The link: 10mbit, 100mbit,20ms, unshaped, ... May be repeated.")
+    ] = None,
+    workers: Annotated[list[int] | None, typer.Option(min=2, help="Number of ranks. May be repeated.")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="The method: ddp-fp32, 'topk(0.01) | sign', ... May be repeated.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each method, interleaved.")] = 3,
-    steps: Annotated[int, typer.Option(min=2, help="Of one turn.")] = 12,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of one turn.")] = 12,
     turn: Annotated[float, typer.Option(help="Seconds that a turn should not exceed; it has two steps at least.")] = 20,
     timeout: Annotated[
         float | None,
         typer.Option(help="Seconds of a turn after which a method is given up; else 300, or what plain DDP may need."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="JSONL to append to; what it holds is not measured again.")] = None,
-    retry: Annotated[bool, typer.Option("--retry", help="But what failed is.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Measure again what failed.")] = False,
     throttled: Annotated[
-        bool, typer.Option("--throttled", help="On an emulated link, also where hosts could be made.")
+        bool, typer.Option("--throttled", help="Emulate the link, even where hosts could be made.")
     ] = False,
-    picture: Annotated[Path | None, typer.Option(help="Draw the multiples into this PNG or SVG.")] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="The table as Markdown.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Draw the speed-ups into this PNG or SVG.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Time the same training step over shaped links, by torch's methods and ours.
@@ -139,12 +145,16 @@ def _progress(scenario: grid.Scenario, left: TimeLeft) -> runner.Print:
 
 
 def emulation_error(
-    link: Annotated[list[str] | None, typer.Option(help="100mbit, 100mbit,20ms, ...; several.")] = None,
-    workers: Annotated[int, typer.Option(min=2, help="How many ranks.")] = 4,
+    link: Annotated[
+        list[str] | None, typer.Option(help="The link: 100mbit, 100mbit,20ms, ... May be repeated.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=2, help="Number of ranks.")] = 4,
     model: Annotated[str, typer.Option(help="The workload: linear, lstm, ...")] = "linear",
-    exchange: Annotated[list[str] | None, typer.Option(help="all-reduce, all-gather, two-way, gossip.")] = None,
+    exchange: Annotated[
+        list[str] | None, typer.Option(help="The exchange: all-reduce, all-gather, two-way, gossip. May be repeated.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each exchange, interleaved.")] = 3,
-    steps: Annotated[int, typer.Option(min=2, help="Of one turn.")] = 10,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of one turn.")] = 10,
     as_json: AsJson = False,
 ) -> None:
     """Compare step times on an emulated link with those among hosts on shaped links. Needs root."""
@@ -175,7 +185,10 @@ def forecast(
     results: Annotated[Path, typer.Argument(help="What bench network --out wrote.")],
     out: Annotated[Path | None, typer.Option(help="JSONL of every comparison.")] = None,
 ) -> None:
-    """Compare the steps that advise predicts with those that bench network measured; calibrates first, so be quiet."""
+    """Compare the steps that advise predicts with those that bench network measured.
+
+    It calibrates first, so run nothing else meanwhile.
+    """
     with refusing("bench forecast", ValueError, HostsUnavailableError):
         rows = grid.read(results)
         if not rows:

@@ -8,59 +8,65 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
+from gradwire_lab.cli.fitted_table import FittedTable
 from gradwire_lab.cli.options import AllowCode, Data, Devices, InProcess, Model, Overrides, Processes, RecipeNames
-from gradwire_lab.cli.output import make_table, refuse, refusing, show
+from gradwire_lab.cli.output import refuse, refusing, show
+from gradwire_lab.report.load import finished
 from gradwire_lab.report.run_groups import Group, Task
 from gradwire_lab.report.slug import run_title
 from gradwire_lab.report.statistics import Estimate
 from gradwire_lab.report.summary import cells, columns, headline
 from gradwire_lab.report.table import markdown
+from gradwire_lab.report.versions import fingerprint
 from gradwire_lab.signals import sigterm_interrupts
-from gradwire_lab.train.compare import Arm, GridCell, Progress, arms, fingerprint, grid, outcome, run_grid
+from gradwire_lab.train.compare import Arm, CellFailed, GridCell, Progress, arms, grid, outcome, run_grid
 from gradwire_lab.train.grid_worker import TrainCommand
 from gradwire_lab.train.recipe import Recipe, SyncTable
 from gradwire_lab.train.recipe_files import resolve, toml_files
 from gradwire_lab.train.user_files import hashes, named_files
 
 USUAL = ["digits"]  # the recipe, where none is named
+# What a narrow terminal does without, first to last.
+SPARE = ("ranks", "seeds", "95 % interval", "payload ratio", "sent by a rank", "wall time", "wire ratio")
 
 
 def compare(
     specs: Annotated[
         str,
-        typer.Option(help="Separated by semicolons; the first is the baseline. 'SPEC @ key=value' sets a key for one."),
+        typer.Option(
+            help="Specs, separated by semicolons; the first is the baseline. 'SPEC @ key=value' sets a key for one."
+        ),
     ],
     recipes: RecipeNames = None,
-    seeds: Annotated[int, typer.Option(min=1, help="How many, from 0 or from --first-seed on.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds of each spec.")] = 3,
     first_seed: Annotated[int, typer.Option(min=0, help="The first of the seeds.")] = 0,
     overrides: Overrides = None,
-    runs: Annotated[Path, typer.Option(help="Where the run folders lie.")] = Path("runs"),
-    suffix: Annotated[str, typer.Option(help="Keeps the folders of two grids apart.")] = "",
+    runs: Annotated[Path, typer.Option(help="The folder that holds all run folders.")] = Path("runs"),
+    suffix: Annotated[str, typer.Option(help="Add this to the names of run folders.")] = "",
     budget_seconds: Annotated[
         float | None, typer.Option(min=0, help="Stop after this time; the same command continues later.")
     ] = None,
     results: Annotated[
-        Path | None, typer.Option(help="Where the table goes, as .md and .json; by default beside the runs.")
+        Path | None, typer.Option(help="File of the table, as .md and .json; by default beside the runs.")
     ] = None,
     data: Data = "",
     model: Model = "",
     workers: Processes = None,
     in_process: InProcess = None,
     devices: Devices = "",
-    jobs: Annotated[int, typer.Option(min=1, help="Cells at once; on one GPU, start CUDA's MPS before.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Trainings at once. On one GPU, start CUDA's MPS first.")] = 1,
     allow_code: AllowCode = False,
 ) -> None:
     """Train several specs with several seeds each, and compare them with the first.
 
-    Every cell of the grid is a run folder. Finished cells are skipped and interrupted ones resumed, so that the same
-    command continues where the last one stopped. With --model and without a recipe, folders have the name of the
-    model's file, and the settings of the recipe digits hold.
+    Every cell of the grid, a spec with a seed, is a run folder. Finished cells are skipped, and interrupted ones are
+    resumed, so the same command continues where it stopped. With --model and without a recipe, folders have the name of
+    the model's file, and the settings of the recipe digits hold.
     """
     name = run_title(recipes or ()) or Path(model.partition(":")[0]).stem or run_title(USUAL)
     recipes = recipes or USUAL
@@ -81,18 +87,24 @@ def compare(
             with sigterm_interrupts():
                 runner = TrainCommand(tuple(options), deadline, quiet=jobs > 1)
                 progress = run_grid(made, runner, budget_seconds, typed, typer.echo, jobs=jobs)
+        except CellFailed as wrong:
+            refuse("compare", f"{wrong}\nthe grid ends here, because other cells would probably fail, too", 1)
         except KeyboardInterrupt:
             refuse("compare", "stopped; the same command continues from here", 130)
     task = outcome(made)
     if task is not None:
-        show(_table(task), *filter(None, [Text(headline(task))]), width=160)
+        show(_table(task), *_words(task), width=160)
         _write(task, made, progress, results or runs / f"{'-'.join(filter(None, (name, suffix)))}-results.md")
     _close(progress)
 
 
 def _note_apart(made: Sequence[GridCell]) -> None:
-    """Say which files have changed since earlier runs of the same name."""
-    apart = [cell for cell in made if cell.files and fingerprint(cell.files) in cell.folder.name]
+    """Say which files have changed since earlier runs of the same name, where there is anything left to train."""
+    apart = [
+        cell
+        for cell in made
+        if cell.files and fingerprint(cell.files) in cell.folder.name and not finished(cell.folder)
+    ]
     if apart:
         names = ", ".join(sorted({name for cell in apart for name in cell.files}))
         typer.echo(f"{names}, or a file that is imported there, differs from earlier runs; these are kept, and new")
@@ -135,19 +147,20 @@ def _close(progress: Progress) -> None:
         raise typer.Exit(1)
 
 
-def _table(task: Task) -> Table:
+def _words(task: Task) -> list[Text]:
+    return [Text(text) for text in [headline(task)] if text]
+
+
+def _table(task: Task) -> FittedTable:
     caption = (
-        "after the last epoch: mean +- sample standard deviation over seeds; intervals are t-intervals, "
-        "where seeds differ; differences are seed by seed"
+        "After the last epoch: mean +- sample standard deviation over seeds. [low, high] is a 95 % t-interval, where "
+        "seeds differ. Differences are seed by seed."
     )
     if any(group.diverged for group in task.groups):
-        caption += "\ndiverged: the loss is not finite, or most steps were skipped"
-    shown = columns(task)
-    left = [column.title for column in shown if not column.numeric]
-    table = make_table(task.name, [column.title for column in shown], left, caption, overflow="fold")
-    for group in task.groups:
-        table.add_row(*(cell.text for cell in cells(task, group)))
-    return table
+        caption += "\nDiverged: the loss is not finite, or most steps were skipped."
+    heads = [column.title for column in columns(task)]
+    rows = [[cell.text for cell in cells(task, group)] for group in task.groups]
+    return FittedTable(task.name, heads, rows, SPARE, caption=caption, elsewhere="the files named below")
 
 
 def _write(task: Task, made: list[GridCell], progress: Progress, path: Path) -> None:
@@ -166,14 +179,23 @@ def _keep_older(page: Path, data: Path, asked: object) -> None:
     if not data.is_file():
         return
     text = data.read_text(encoding="utf-8")
+    grid: Any = None
     with suppress(ValueError):
-        if json.loads(text).get("grid") == asked:
+        grid = json.loads(text).get("grid")
+        if grid == asked:
             return
-    name = f"{data.stem}-{fingerprint(text)}"
+    name = _archive_name(data, text, grid)
     for file in (page, data):
         if file.is_file():
             file.rename(file.with_name(f"{name}{file.suffix}"))
     typer.echo(f"the results of another grid are kept as {data.with_name(f'{name}.md')}")
+
+
+def _archive_name(data: Path, text: str, grid: Any) -> str:
+    """With the hash that run folders of the same files have; where that is taken, or there are none, of the text."""
+    files = grid[0].get("files") if grid else None
+    name = f"{data.stem}-{fingerprint(files)}"
+    return name if files and not data.with_name(f"{name}.json").exists() else f"{data.stem}-{fingerprint(text)}"
 
 
 def summary(task: Task) -> dict[str, object]:

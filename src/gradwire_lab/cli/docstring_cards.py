@@ -40,6 +40,9 @@ _PRESETS |= {
 }
 # Well-known methods that are one stage or one exchange, and need no other name.
 ALONE = ("terngrad", "qsgd", "powersgd(2)")
+_AUTHOR = re.compile(r"\b([A-Z][a-z]+)(?:,| et al\.| and )")
+_YEAR = re.compile(r"\b(?:19|20)\d\d\b")
+_REFERENCE = re.compile(r" \([A-Z]\w+(?: et al\.)?,? [^)]*\d{4}\)")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,24 @@ class Card:
     def line(self, label: str) -> str:
         """A paragraph on one line; empty where the card lacks it."""
         return " ".join(line.strip() for line in self.parts.get(label, []))
+
+    @property
+    def source(self) -> str:
+        """First author and year of its paper; empty where there is none."""
+        papers = self.line("Paper") or self.title
+        own = re.split(rf"\b{self.name}: ", papers)[-1]  # some modules hold two names
+        author = _AUTHOR.search(own)
+        year = author and _YEAR.search(own, author.end())
+        return f"{author[1]} {year[0]}" if author and year else ""
+
+    def brief(self, room: int) -> str:
+        """The first sentence of the title, without its reference, as far as whole clauses fit into so many columns."""
+        sentence = _REFERENCE.sub("", self.title).replace("``", "").partition(". ")[0].rstrip(".")
+        if len(sentence) > room:
+            sentence = sentence.partition(";")[0]
+        while len(sentence) > room and (end := max(sentence.rfind(mark) for mark in ",:")) > 0:
+            sentence = sentence[:end]
+        return sentence
 
 
 def cards(kind: str) -> list[Card]:

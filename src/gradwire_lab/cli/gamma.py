@@ -7,14 +7,17 @@ from typing import Annotated
 import typer
 
 from gradwire_lab.bench.gamma import CODECS, PROBLEMS, compare, table
-from gradwire_lab.train.record import append_line, json_lines
+from gradwire_lab.train.record import append_line
+from gradwire_lab.train.run_folder import json_lines
 from gradwire_lab.train.time_left import TimeLeft
 
 
 def gamma(
-    results: Annotated[Path, typer.Option(help="Where lines go, one JSON object each; what is there is not redone.")],
+    results: Annotated[
+        Path, typer.Option(help="File of results, one JSON object a line; what it holds is not redone.")
+    ],
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell, which are averaged.")] = 2,
-    only: Annotated[str, typer.Option(help="Only codecs whose name holds this.")] = "",
+    only: Annotated[str, typer.Option(help="Run only codecs whose name holds this.")] = "",
 ) -> None:
     """Compare ``gamma=auto`` with the best of a grid of gammas on noisy quadratics, and print a table of Markdown."""
     lines = json_lines(results)

@@ -18,10 +18,11 @@ def gossip_study(
     results: Annotated[Path, typer.Option(help="Where finished cells are written, one JSON object a line.")],
     data: Data = "",
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="For all cells, and not part of what they are: data.options...")
+        list[str] | None,
+        typer.Option("--set", help="Set a key of all cells that does not identify them: data.options..."),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that train side by side on one device.")] = 1,
-    device: Annotated[str, typer.Option(help="cpu, cuda:0, ...; by default the first GPU.")] = "",
+    device: Annotated[str, typer.Option(help="The device: cpu, cuda:0, ...; by default the first GPU.")] = "",
     budget_seconds: Annotated[
         float | None, typer.Option(min=0, help="Start no cell that would not end in time; the same command continues.")
     ] = None,

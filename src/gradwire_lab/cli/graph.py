@@ -27,7 +27,7 @@ def graph(
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw ranks and edges into this SVG, too.")] = None,
 ) -> None:
-    """Print and draw a graph of some size."""
+    """Print the properties of a gossip graph, and draw it."""
     try:
         topology = read(name).on(size)
         rows = facts(topology, delta)

@@ -15,7 +15,7 @@ from gradwire_lab.cli import options as shared
 
 Imports = Annotated[
     list[Path] | None,
-    typer.Option("--import", help="A file of yours that registers codecs and the like: my_codec.py; several."),
+    typer.Option("--import", help="Import a file that registers your codecs: my_codec.py. May be repeated."),
 ]
 # Help without boxes: it takes half the time, and all of a narrow terminal.
 PLAIN: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}

@@ -49,11 +49,16 @@ class HostsGroup(LazyGroup):
 
 _OPTIONS: dict[str, Any] = {"no_args_is_help": True, **PLAIN}
 app = typer.Typer(cls=RootGroup, context_settings={"help_option_names": ["-h", "--help"]}, **_OPTIONS)
-bench = typer.Typer(cls=BenchGroup, add_completion=False, help="Measure, on this machine.", **_OPTIONS)
-hosts = typer.Typer(
-    cls=HostsGroup, add_completion=False, help="Run commands in several hosts made on this machine.", **_OPTIONS
+bench = typer.Typer(
+    cls=BenchGroup, add_completion=False, help="Measure kernels, steps, memory and links on this machine.", **_OPTIONS
 )
-new = typer.Typer(cls=NewGroup, add_completion=False, help="Write a file to begin with.", **_OPTIONS)
+hosts = typer.Typer(
+    cls=HostsGroup,
+    add_completion=False,
+    help="Run commands in network hosts that are made on this machine.",
+    **_OPTIONS,
+)
+new = typer.Typer(cls=NewGroup, add_completion=False, help="Write a file to start from.", **_OPTIONS)
 app.add_typer(bench, name="bench")
 app.add_typer(new, name="new")
 app.add_typer(hosts, name="hosts")

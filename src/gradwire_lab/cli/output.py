@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,10 +29,10 @@ def make_table(
     return table
 
 
-def show(*parts: RenderableType, width: int = _WIDTH) -> None:
-    """Print for a terminal, or in a fixed width."""
+def show(*parts: RenderableType | Callable[[int], Table], width: int = _WIDTH) -> None:
+    """Print for a terminal, or in a fixed width. What is made for a width is made for this one."""
     console = Console(width=None if sys.stdout.isatty() else width)
-    for part in parts:
+    for part in (part(console.width) if callable(part) else part for part in parts):
         unlimited = console.options.update(width=10_000)
         wide = isinstance(part, Table) and Measurement.get(console, unlimited, part).minimum > console.width
         console.print(stacked(part) if wide and isinstance(part, Table) else part)

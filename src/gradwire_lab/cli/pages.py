@@ -25,7 +25,7 @@ def _section(found: list[Card]) -> Iterator[str]:
     rows = []
     for card in found:
         specs = ", ".join(f"`{spec}`" for spec in card.examples)
-        numbers = (size_of(card), traits_of(card)) if codec_like else ()
+        numbers = (size_of(card).replace("<= ", "<=\u00a0"), traits_of(card)) if codec_like else ()  # on one line
         rows.append((f"`{card.name}`", card.title, specs, *numbers))
     yield from _table(head, rows)
     yield ""

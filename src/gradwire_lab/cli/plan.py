@@ -19,6 +19,7 @@ from gradwire.gossip import SGP, Centralized, Choco, Node, PowerGossip, auto_gam
 from gradwire.gossip.message import HEADER
 from gradwire.integrations.auto import AUTO
 from gradwire.local import LocalMethod, local_method
+from gradwire_lab.cli.fitted_table import FittedTable
 from gradwire_lab.cli.output import make_table
 from gradwire_lab.report.numbers import in_bytes
 from gradwire_lab.train.compression import arguments, method_of
@@ -36,7 +37,7 @@ from gradwire_lab.train.schedule import Schedule, scale_of
 from gradwire_lab.train.traffic_forecast import forecast, stages, total
 
 
-def parts(recipe: Recipe, world: int) -> Iterator[RenderableType]:
+def parts(recipe: Recipe, world: int) -> Iterator[RenderableType | FittedTable]:
     """All that is printed, in order."""
     facts, steps = facts_and_steps(recipe, world)
     with torch.device("meta"):
@@ -88,7 +89,9 @@ def _optimizer(recipe: Recipe, world: int, steps: int, by_model: bool) -> str:
     return ", ".join(filter(None, (f"{plan.name}, learning rate {plan.lr:g}{grown} ({shape})", *parts)))
 
 
-def _local(recipe: Recipe, shapes: dict[str, tuple[int, ...]], world: int, last: int) -> Iterator[RenderableType]:
+def _local(
+    recipe: Recipe, shapes: dict[str, tuple[int, ...]], world: int, last: int
+) -> Iterator[RenderableType | FittedTable]:
     """The message of a round, and how many of them there are."""
     rounds = local_method(recipe.local.spec, **parts_of(recipe))
     rules = default_rules(rounds.message, **recipe.local.layout)
@@ -131,16 +134,16 @@ def facts_and_steps(recipe: Recipe, world: int) -> tuple[dict[str, Any], int]:
     return dict(task.facts), loader_of(recipe, task, model, place).steps
 
 
-def _tables(made: Plan, last: int) -> Iterator[Table]:
+def _tables(made: Plan, last: int) -> Iterator[Table | FittedTable]:
     yield _lanes(made, last)
     yield _bytes(made, last)
 
 
-def _lanes(made: Plan, last: int) -> Table:
+def _lanes(made: Plan, last: int) -> FittedTable:
     settled = max(step for step in stages(made) if step <= last)
     title = f"lanes from step {settled:,} on" if settled else "lanes"
-    columns = ("bucket", "rule", "tensors", "units", "parameters", "codec", "feedback", "exchange", "bytes")
-    table = make_table(title, columns, ("bucket", "rule", "codec", "feedback", "exchange"))
+    heads = ("rule", "bucket", "tensors", "units", "parameters", "codec", "feedback", "exchange", "bytes")
+    rows = []
     for number, bucket in enumerate(made.buckets):
         for lane in bucket:
             codec, exchange = lane.at(last)
@@ -149,8 +152,9 @@ def _lanes(made: Plan, last: int) -> Table:
             cost = forecast(lane, made.world, last)
             bound = "<= " if cost.bounded else ""
             words = (codec_text, str(lane.feedback), str(exchange))
-            table.add_row(str(number), lane.label, *counts, *words, f"{bound}{cost.payload:,.0f}")
-    return table
+            rows.append((lane.label, str(number), *counts, *words, f"{bound}{cost.payload:,.0f}"))
+    spare = ("units", "tensors", "feedback", "bucket", "parameters")
+    return FittedTable(title, heads, rows, spare, left=("codec", "feedback", "exchange"))
 
 
 def _bytes(made: Plan, last: int) -> Table:

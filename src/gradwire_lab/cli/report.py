@@ -20,9 +20,9 @@ PAGE = Path("report.html")
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold some.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The page; report.html unless another option names an output.")
+        Path | None, typer.Option("--output", "-o", help="The page; report.html if no option names an output.")
     ] = None,
-    title: Annotated[str, typer.Option(help="What the page is called.")] = "gradwire report",
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "gradwire report",
     png: Annotated[Path | None, typer.Option(help="A folder for the charts as PNG; no browser needed.")] = None,
     svg: Annotated[Path | None, typer.Option(help="A folder for the charts as SVG.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="A file for tables in Markdown; - prints them.")] = None,
@@ -30,18 +30,23 @@ def report(
         Path | None, typer.Option(help="A file for tables in LaTeX, with the package booktabs; - prints them.")
     ] = None,
     kind: Annotated[
-        list[ChartFormat] | None, typer.Option("--format", help="Charts as pdf, svg or png, into --figures; several.")
+        list[ChartFormat] | None,
+        typer.Option("--format", help="Write charts as pdf, svg or png into --figures. May be repeated."),
     ] = None,
     figures: Annotated[Path, typer.Option(help="The folder for charts of --format.")] = Path("figures"),
-    width: Annotated[int, typer.Option(min=100, max=5000, help="Of charts, in pixels of 1/72 inch.")] = 560,
-    specs: Annotated[str, typer.Option(help="Only these, separated by semicolons.")] = "",
+    width: Annotated[int, typer.Option(min=100, max=5000, help="Width of chart files, in pixels of 1/72 inch.")] = 560,
+    specs: Annotated[str, typer.Option(help="Show only these specs, separated by semicolons.")] = "",
     titles: Annotated[
-        bool, typer.Option("--title-in-figures/--no-title", help="Titles and captions in charts.")
+        bool, typer.Option("--title-in-figures/--no-title", help="Draw titles and captions into charts.")
     ] = True,
+    all_versions: Annotated[
+        bool, typer.Option("--all-versions", help="Show runs of earlier versions of a model or data file, too.")
+    ] = False,
 ) -> None:
     """Write one self-contained HTML page about some runs, or charts and tables for a paper."""
     with refusing("report", ValueError, OSError), needing_charts("report"):
-        found = _chosen(tasks([load(folder) for folder in _runs_in(runs)]), split_specs(specs))
+        every = tasks([load(folder) for folder in _runs_in(runs)])
+        found = _chosen(every if all_versions else _latest(every), split_specs(specs))
         if not found:
             raise ValueError("no run has finished an epoch yet, so there is nothing to report")
         for path, write in ((markdown, table.markdown), (latex, table.latex)):
@@ -53,6 +58,20 @@ def report(
                 _write_pictures(found, folder, name, width, titles)
         if output is not None or not (markdown or latex or png or svg or kind):
             _write_page(found, output or PAGE, title)
+
+
+def _latest(found: list[Task]) -> list[Task]:
+    """The tasks of the latest version of the user's files; says how many others there are."""
+    earlier = [task for task in found if not task.latest]
+    if earlier:
+        runs = sum(len(group.runs) for task in earlier for group in task.groups)
+        versions = len({task.version for task in earlier})
+        typer.echo(
+            f"gradwire report: {runs} run{'s' * (runs != 1)} of {versions} earlier version{'s' * (versions != 1)} of a "
+            "model or data file are left out; --all-versions shows them",
+            err=True,
+        )
+    return [task for task in found if task.latest]
 
 
 def _chosen(found: list[Task], specs: list[str]) -> list[Task]:

@@ -25,18 +25,24 @@ _MARKED = "Marked dense: compression loses there."
 def simulate(
     output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("simulation.html"),
     rows: Annotated[Path, typer.Option(help="Every cell, one JSON object a line.")] = Path("simulation.jsonl"),
-    workers: Annotated[list[int] | None, typer.Option(min=2, help="Several; by default 8, 64, 512, 4096.")] = None,
-    link: Annotated[list[str] | None, typer.Option(help="Between hosts; several: 10mbit,20ms to 400gbit,5us.")] = None,
-    per_host: Annotated[int, typer.Option(min=1, help="Workers of a host in the hierarchical grid; 1: none.")] = 8,
-    inside: Annotated[str, typer.Option(help="The link between workers of a host; else an H200's NVLink.")] = "",
-    algorithm: Annotated[str, typer.Option(help="Of sums and gathers: ring, tree or best.")] = "best",
+    workers: Annotated[
+        list[int] | None, typer.Option(min=2, help="Number of workers. May be repeated; by default 8, 64, 512, 4096.")
+    ] = None,
+    link: Annotated[
+        list[str] | None, typer.Option(help="Link between hosts: 1gbit,500us. May be repeated; by default five.")
+    ] = None,
+    per_host: Annotated[
+        int, typer.Option(min=1, help="Workers of a host in the hierarchical grid; 1 leaves it out.")
+    ] = 8,
+    inside: Annotated[str, typer.Option(help="Link between workers of a host; by default an H200's NVLink.")] = "",
+    algorithm: Annotated[str, typer.Option(help="Algorithm of sums and gathers: ring, tree or best.")] = "best",
     calibration: Annotated[
-        Path | None, typer.Option(help="One model, as measured by advise --save, instead of the five assumed ones.")
+        Path | None, typer.Option(help="A model measured by advise --save, instead of the five assumed ones.")
     ] = None,
     jitter: Annotated[float, typer.Option(help="Spread of a worker's computing time, as a share of it.")] = 0.0,
-    stragglers: Annotated[float, typer.Option(help="Share of worker-steps that are slowed.")] = 0.0,
-    slowdown: Annotated[float, typer.Option(help="By what factor those are.")] = 2.0,
-    seed: Annotated[int, typer.Option(help="Of the uneven workers.")] = 0,
+    stragglers: Annotated[float, typer.Option(help="Share of a worker's steps that are slow.")] = 0.0,
+    slowdown: Annotated[float, typer.Option(help="How many times slower those steps are.")] = 2.0,
+    seed: Annotated[int, typer.Option(help="Seed of jitter and stragglers.")] = 0,
 ) -> None:
     """Predict what auto would gain on clusters that are not at hand, and where compression loses."""
     with refusing("simulate", ValueError, OSError), needing_charts("simulate"):

@@ -9,11 +9,22 @@ from rich.text import Text
 
 from gradwire.codecs import Codec
 from gradwire.engine import Method, Rule, build, method
-from gradwire_lab.cli.docstring_cards import HEADINGS, Card, alone, card_named, cards, size_of, traits_of
+from gradwire_lab.cli.docstring_cards import ALONE, HEADINGS, Card, card_named, cards, size_of
 from gradwire_lab.cli.options import Exchange, Feedback, Ranks, Spec
 from gradwire_lab.cli.output import refusing
 from gradwire_lab.cli.pages import codecs_page
 from gradwire_lab.train.traffic_forecast import forecast as traffic
+
+ANSWERS = {  # what each part of a method decides
+    "selector": "which entries are sent",
+    "quantizer": "how values are written in few bits",
+    "indices": "how positions of selected entries are written",
+    "transform": "what is done to a vector before all else",
+    "feedback": "what becomes of what was not sent",
+    "exchange": "how ranks agree on one mean",
+    "preset": "whole methods under one name",
+    "local": "methods for gradwire.local",
+}
 
 
 def codecs(
@@ -30,10 +41,10 @@ def codecs(
             console.print(_card_table(card_named(name)))
         return
     for kind, heading in HEADINGS.items():
-        console.print(_names(heading, cards(kind)))
-    for spec, _ in alone():
-        console.print(Text(f"{spec} = {method(spec)}"))
-    console.print("bits: for each of a million parameters; <= is an upper bound. A full card: gradwire codecs NAME")
+        console.print(Text(f"{heading}: {ANSWERS[kind]}", style="bold"))
+        console.print(_names(cards(kind), console.width))
+    console.print(Text("gradwire codecs NAME prints formula, bytes, promises and paper of a name."))
+    console.print(Text("gradwire show SPEC prints what a spec stands for, and what it costs."))
 
 
 def show(spec: Spec, feedback: Feedback = None, exchange: Exchange = None, workers: Ranks = 4) -> None:
@@ -57,30 +68,24 @@ def checked_method(command: str, spec: str, feedback: str | None, exchange: str 
 # -- codecs ------------------------------------------------------------------------------------------------------------
 
 
-def _names(heading: str, found: list[Card]) -> Table:
-    table = Table(title=heading, title_justify="left", expand=True)
-    table.add_column("name and specs", ratio=2, overflow="fold")
-    table.add_column("what it does, by which formula, from which paper", ratio=3, overflow="fold")
-    sized, promising = any(size_of(card) for card in found), any(card.parts for card in found)
-    if sized:
-        table.add_column("bits", justify="right", width=8, overflow="fold")
-    if promising:
-        table.add_column("promises", width=12, overflow="fold")
+def _names(found: list[Card], width: int) -> Table:
+    """A line for each name: what it is, and who published it."""
+    taken = max(len(card.name) for card in found) + max(len(card.source) for card in found)
+    table = Table.grid(padding=(0, 2, 0, 0))
     for card in found:
-        specs = Text.assemble((card.name, "bold"), *(f"\n{spec}" for spec in card.examples if spec != card.name))
-        story = Text("\n").join(Text(line) for line in _story(card))
-        bits, promises = (size_of(card),) if sized else (), (traits_of(card),) if promising else ()
-        table.add_row(specs, story, *bits, *promises)
-        table.add_section()
+        table.add_row(Text(f"  {card.name}"), Text(card.brief(width - taken - 6)), Text(card.source, style="dim"))
+    table.add_row("")
     return table
 
 
 def _card_table(card: Card) -> Table:
     """All that is known of one name, one paragraph a row."""
     table = Table.grid(padding=(0, 2, 1, 0))
-    table.add_row(Text(card.name, style="bold"), Text(card.title))
+    table.add_row(Text(card.name, style="bold"), Text(card.title.replace("``", "")))
     table.add_row("kind", card.kind)
     table.add_row("specs", Text("\n".join(card.examples)))
+    if card.kind == "preset" or card.name in {spec.partition("(")[0] for spec in ALONE}:
+        table.add_row("stands for", Text("\n".join(f"{spec} = {method(spec)}" for spec in card.examples)))
     for label, lines in card.parts.items():
         if label != "Spec":
             table.add_row(label.lower(), Text("\n".join(lines)))
@@ -88,12 +93,6 @@ def _card_table(card: Card) -> Table:
         table.add_row("bits", size_of(card))
     table.add_row("module", card.module)
     return table
-
-
-def _story(card: Card) -> list[str]:
-    if card.kind == "preset":
-        return [card.title, *(f"{spec} = {method(spec)}" for spec in card.examples)]
-    return [card.title, *card.parts.get("Formula", []), card.line("Paper")]
 
 
 # -- show --------------------------------------------------------------------------------------------------------------

@@ -35,12 +35,14 @@ from gradwire_lab.report.slug import run_title
 from gradwire_lab.signals import sigterm_interrupts
 from gradwire_lab.train import checkpoint, run_modes
 from gradwire_lab.train.display import Display
+from gradwire_lab.train.failure_note import noting_failure
 from gradwire_lab.train.gossip_workers import check_graph
 from gradwire_lab.train.loading import batch_of
 from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.recipe_files import dumps, registered, resolve
-from gradwire_lab.train.record import begun, open_folder
+from gradwire_lab.train.record import open_folder
 from gradwire_lab.train.resume_check import check_resume
+from gradwire_lab.train.run_folder import begun
 from gradwire_lab.train.run_lock import locked
 from gradwire_lab.train.run_recipe import evaluate as examine
 from gradwire_lab.train.user_files import hashes, named_files
@@ -58,10 +60,10 @@ def train(
     workers: Processes = None,
     in_process: InProcess = None,
     devices: Devices = "",
-    suffix: Annotated[str, typer.Option(help="Sets the run's folder apart.")] = "",
-    runs: Annotated[Path, typer.Option(help="Where run folders lie.")] = Path("runs"),
+    suffix: Annotated[str, typer.Option(help="Add this to the name of the run's folder.")] = "",
+    runs: Annotated[Path, typer.Option(help="The folder that holds all run folders.")] = Path("runs"),
     folder: Annotated[
-        Path | None, typer.Option(help="The run's folder; by default made of recipe, suffix, seed.")
+        Path | None, typer.Option(help="The run's folder; by default its name is recipe, suffix and seed.")
     ] = None,
     link: Link = "",
     resume: Annotated[
@@ -72,8 +74,8 @@ def train(
 ) -> None:
     """Train a recipe.
 
-    With --workers, in processes that are started here. Started by torchrun, mpirun, horovodrun or srun, as the rank
-    that they give. With --in-process, as simulated workers in lockstep: the same maths and bytes, on one device.
+    --workers starts processes on this machine. Under torchrun, mpirun, horovodrun or srun, the command is one rank.
+    --in-process simulates workers in lockstep on one device, with the same arithmetic and the same bytes.
     """
     names = recipes or ["digits"]
     with refusing("train", ValueError, OSError):
@@ -94,17 +96,17 @@ def train(
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")],
-    last: Annotated[bool, typer.Option("--last", help="The last checkpoint instead of the best.")] = False,
-    split: Annotated[str, typer.Option(help="test, or of text also valid.")] = "test",
+    last: Annotated[bool, typer.Option("--last", help="Evaluate the last checkpoint, not the best.")] = False,
+    split: Annotated[str, typer.Option(help="The split: test; text also has valid.")] = "test",
     data: Data = "",
     model: Model = "",
     allow_code: AllowCode = False,
-    device: Annotated[str, typer.Option(help="cpu, 0, ...; by default the first GPU.")] = "",
+    device: Annotated[str, typer.Option(help="The device: cpu, 0, ...; by default the first GPU.")] = "",
 ) -> None:
     """Evaluate a checkpoint of a run."""
     with refusing("evaluate", ValueError, OSError):
         if not (run / "recipe.toml").is_file():
-            raise ValueError(f"{run} is no run folder: it has no recipe.toml")
+            raise ValueError(f"{run} is no run folder: it has no recipe.toml; name one such as runs/digits-0")
         where = run_modes.device_of(0, run_modes.devices_of(device, 1))
         score = examine(run, "last" if last else "best", split, where, data, model, allow_code)
         value = f"{score.value:.2%}" if score.metric == "top1" else f"{score.value:.3f}"
@@ -118,11 +120,11 @@ def plan(
     spec: RecipeSpec = None,
     data: Data = "",
     model: Model = "",
-    workers: Annotated[int | None, typer.Option(min=1, help="How many; by default the recipe's number.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Number of workers; by default the recipe's.")] = None,
     toml: Annotated[bool, typer.Option("--toml", help="Print only the resolved recipe.")] = False,
     allow_code: AllowCode = False,
 ) -> None:
-    """Print what a training would be: steps, optimizer, lanes, and the bytes of a step; --toml: the whole recipe."""
+    """Print what a training would do: steps, optimizer, lanes, and the bytes of a step."""
     with refusing("plan", ValueError, OSError):
         keys = {"sync.spec": spec, "data.root": data or None, "model.name": model or None}
         recipe = _resolve(recipes or ["digits"], overrides, keys, allow_code)
@@ -133,7 +135,7 @@ def plan(
 
 
 def recipes(
-    fragments: Annotated[bool, typer.Option("--fragments", help="Only those that add to a recipe.")] = False,
+    fragments: Annotated[bool, typer.Option("--fragments", help="List only the fragments.")] = False,
 ) -> None:
     """List recipes, and the fragments that may be added to them."""
     for wanted, heading in ((False, "Recipes"), (True, "Fragments, to be added to a recipe")):
@@ -178,7 +180,7 @@ def _start(job: run_modes.TrainJob, workers: int | None, in_process: int | None,
         _refuse_begun(folder, recipe, resume, overwrite)
     if first:
         _note_unused(recipe)
-        if resume:
+        if resume and begun(folder):
             _note_changed(folder, recipe)
     with locked(folder) if first else nullcontext(), sigterm_interrupts(), Display() as display:
         _train(job._replace(devices=named), where, workers, in_process, display.show)
@@ -207,27 +209,29 @@ def _note_changed(folder: Path, recipe: Recipe) -> None:
 def _train(
     job: run_modes.TrainJob, where: Any, workers: int, in_process: int | None, display: Callable[[dict[str, Any]], None]
 ) -> None:
-    begun = where is not None and where.rank > 0  # only the first rank gets records
+    first = where is None or where.rank == 0
+    opened = not first  # only the first rank gets records
 
     def listen(record: dict[str, Any]) -> None:
-        nonlocal begun
+        nonlocal opened
         if record["event"] == "start":
-            begun = True
+            opened = True
             open_folder(job.folder, job.recipe)  # not before: what is refused leaves the folder as it was
         display(record)
 
     try:
-        if where is not None:
-            run_modes.train_as_rank(job, where, listen)
-        elif in_process is not None or workers == 1:
-            run_modes.train_in_process(job, in_process or 1, listen)
-        else:
-            run_modes.train_spawned(job, workers, listen)
+        with noting_failure(job.folder) if first else nullcontext():
+            if where is not None:
+                run_modes.train_as_rank(job, where, listen)
+            elif in_process is not None or workers == 1:
+                run_modes.train_in_process(job, in_process or 1, listen)
+            else:
+                run_modes.train_spawned(job, workers, listen)
     except (RankError, PeerLostError, OSError) as wrong:
         why = f"cannot use {wrong.filename}: {wrong.strerror}" if isinstance(wrong, OSError) else wrong
-        refuse("train", f"{why}\n{_left(job.folder)}" if begun else wrong, 1)
+        refuse("train", wrong if not opened else f"{why}\n{_left(job.folder)}" if begun(job.folder) else why, 1)
     except KeyboardInterrupt:
-        refuse("train", f"stopped; {_left(job.folder)}" if begun else "stopped before the first step", INTERRUPTED)
+        refuse("train", f"stopped; {_left(job.folder)}" if opened else "stopped before the first step", INTERRUPTED)
 
 
 def _left(folder: Path) -> str:

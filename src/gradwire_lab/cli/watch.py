@@ -1,9 +1,9 @@
-"""``gradwire watch RUN``: a training that runs, seen from another terminal."""
+"""``gradwire watch RUN``: a training that runs, seen from another terminal, and on a page."""
 
 import time
-from datetime import timedelta
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, Group
@@ -11,58 +11,74 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gradwire_lab.cli.output import refusing
+from gradwire_lab.cli.output import needing_charts, refusing
 from gradwire_lab.report.load import LOG, RunRecord, load
-from gradwire_lab.report.machine_load import noted_in
-from gradwire_lab.report.numbers import in_bytes, ratio
+from gradwire_lab.report.progress import progress
+from gradwire_lab.signals import sigterm_interrupts
+from gradwire_lab.train.run_lock import in_use
 
-BARS = "▁▂▃▄▅▆▇█"
+if TYPE_CHECKING:
+    from gradwire_lab.report.live_page import LivePage
+
+BARS = "▁▂▃▄▅▆▇"  # the highest leaves a gap to the line above it
 LENGTH = 60  # of a curve, in characters, at most
+PATIENCE = 20.0  # seconds in which a training that was started just before makes its folder
 
 
 def watch(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")],
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print once, and exit.")] = False,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep the run's report in this file: live.html. It loads itself again until the run has ended. "
+            "Needs gradwire[report]."
+        ),
+    ] = None,
 ) -> None:
-    """Show a training while it runs: loss, metric, bytes, ratio, skipped steps and the time left."""
+    """Show a training while it runs: loss, metric, bytes, ratio, skipped steps and the time left.
+
+    It waits for the first record of a training that has just been started. Where its output is a file or a pipe, it
+    prints once, as with --once.
+    """
     console = Console()
     with refusing("watch", ValueError, OSError):
-        if not (run / LOG).is_file():
-            raise ValueError(f"{run} is no run folder: it has no {LOG}; name one such as runs/digits-0")
-        if once or not console.is_terminal:
-            console.print(view(load(run), console.width))
-            return
-        with Live(view(load(run), console.width), console=console, auto_refresh=False) as live:
-            try:
-                while load(run).final is None:
-                    time.sleep(every)
-                    live.update(view(load(run), console.width), refresh=True)
-            except KeyboardInterrupt:
-                return
+        live_page = None if page is None else _live_page(page)
+        await_record(run, 0.0 if once else PATIENCE)
+        if once or not (console.is_terminal or live_page):
+            seen = load(run)
+            console.print(view(seen, console.width))
+        else:
+            seen = _follow(run, every, console, live_page)
+        if live_page is not None:
+            live_page.close(seen)
+
+
+def await_record(run: Path, patience: float) -> None:
+    """Wait for a run's first record while a process trains in its folder, or so many seconds for a folder to be made.
+
+    Raises:
+        ValueError: There is no record, and none is expected.
+    """
+    end, told = time.monotonic() + patience, False
+    while not _recorded(run):
+        expected = in_use(run) or (time.monotonic() < end and _age(run) < PATIENCE and not _runs_inside(run))
+        if not (patience and expected):
+            raise ValueError(_no_record(run))
+        if not told:
+            typer.echo(f"waiting for the first record in {run}", err=True)
+            told = True
+        time.sleep(0.2)
 
 
 def view(run: RunRecord, width: int) -> Group:
     """What is shown of a run, in a terminal of this width."""
     length = max(10, min(LENGTH, width - 30))
-    latest = {**(run.steps[-1] if run.steps else {}), **(run.last if not run.steps or run.final else {})}
-    step, steps = int(latest.get("step", 0)), int(run.start.get("steps", 0))
     table = Table.grid(padding=(0, 2))
-    table.add_row("run", Text(f"{run.folder}: {run.spec}, {run.ranks} workers", overflow="fold"))
-    table.add_row("step", f"{step:,} of {steps:,}, {_left(run, latest, steps)}")
-    losses = [float(record["loss"]) for record in run.steps if record.get("loss") is not None]
-    if losses:
-        table.add_row("loss", f"{losses[-1]:.4f}  {curve(losses, length)}")
-    values = [run.value(record) for record in run.epochs]
-    if values:
-        table.add_row(run.metric.axis, f"{values[-1]:.2f}  {curve(values, length)}")
-    if latest.get("sent"):
-        table.add_row("sent", f"{in_bytes(latest['sent'])} by each worker")
-        table.add_row("payload", f"{ratio(latest.get('payload_ratio') or 1)} smaller than float32")
-    load = noted_in(run.epochs[-1] if run.epochs else run.start)
-    if load is not None:
-        table.add_row("machine", f"{load}, busy with other work" if load.busy else str(load))
-    table.add_row("skipped", f"{int(latest.get('skipped') or 0):,} steps")
+    for line in progress(run):
+        text = f"{line.text:<7} {curve(list(line.values), length)}" if line.values else line.text
+        table.add_row(line.name, Text(text, overflow="fold"))
     return Group(table)
 
 
@@ -78,13 +94,54 @@ def curve(values: list[float], length: int = LENGTH) -> str:
     return "".join(" " if height < 0 else BARS[height] for height in heights)
 
 
-def _left(run: RunRecord, latest: dict[str, object], steps: int) -> str:
-    """How long the rest will take, by the steps of this session."""
-    if run.final is not None:
-        return "ended"
-    done, seconds = (
-        float(str(latest.get(name) or 0)) - float(run.start.get(name) or 0) for name in ("step", "seconds")
-    )
-    if done <= 0:
-        return "time left is not known yet"
-    return f"about {timedelta(seconds=round(seconds / done * (steps - float(str(latest['step'])))))} left"
+def _live_page(path: Path) -> "LivePage":
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file for the page, such as {path / 'live.html'}")
+    with needing_charts("watch"):
+        from gradwire_lab.report.live_page import LivePage
+    return LivePage(path)
+
+
+def _recorded(run: Path) -> bool:
+    log = run / LOG
+    return log.is_file() and log.stat().st_size > 0
+
+
+def _age(run: Path) -> float:
+    """Seconds since a folder was made or last added to; none where there is no folder yet."""
+    return time.time() - run.stat().st_mtime if run.exists() else 0.0
+
+
+def _runs_inside(folder: Path) -> list[Path]:
+    return sorted(log.parent for log in folder.glob(f"*/{LOG}"))
+
+
+def _no_record(run: Path) -> str:
+    if not run.is_dir():
+        return f"there is no folder {run}; start a training first, or name the folder that `gradwire train` prints"
+    inside = _runs_inside(run)
+    if inside:
+        return f"{run} is no run folder, but holds some; name one of them, such as {inside[0]}"
+    return f"{run} has no record of a training: no {LOG}, or an empty one; start one in it, or name another folder"
+
+
+def _follow(run: Path, every: float, console: Console, page: "LivePage | None") -> RunRecord:
+    """Look again and again, until the run has ended or someone has seen enough; what was seen last."""
+    seen = load(run)
+    if page is not None:
+        typer.echo(f"{page.path} opens in any browser, and follows the run until it has ended")
+    with (
+        Live(view(seen, console.width), console=console, auto_refresh=False) as live,
+        sigterm_interrupts(),
+        suppress(KeyboardInterrupt),
+    ):
+        while seen.final is None:
+            began = time.monotonic()
+            if page is not None:
+                page.look(seen)
+            time.sleep(max(0.0, every - (time.monotonic() - began)))
+            seen = load(run)
+            live.update(view(seen, console.width), refresh=True)
+    if not console.is_terminal:
+        console.line()  # rich has printed the last view alone, without the end of its last line
+    return seen

@@ -1,7 +1,7 @@
 """Costs: how long a step takes, for each way to synchronize, on a cluster that need not exist.
 
 Every bucket of the model is encoded, exchanged by its collectives, and decoded; coding costs are shared out by
-elements. `timeline.play` runs all buckets beside the backward pass.
+elements. `timeline.simulate_step` runs all buckets beside the backward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from gradwire_lab.perf_model.cluster import Cluster
 from gradwire_lab.perf_model.comm_schedule import BucketSchedule, sent_by
 from gradwire_lab.perf_model.loopback import CollectiveCall
 from gradwire_lab.perf_model.model import DENSE
-from gradwire_lab.perf_model.timeline import BucketTimeline, CommWork, StepTime, play
+from gradwire_lab.perf_model.timeline import BucketTimeline, CommWork, StepTime, simulate_step
 
 CLEARLY = 0.97
 BUCKET_SIZES = (BUCKET_BYTES, 16 * BUCKET_BYTES)  # large ones leave late, but start fewer kernels and collectives
@@ -100,7 +100,7 @@ def _sized(
         BucketTimeline(bucket.ready, work(bucket, cost.share(bucket.elements / calibration.model.elements)))
         for bucket in buckets
     ]
-    split = play(calibration.forward, calibration.backward, timelines, calibration.cores, overlaps)
+    split = simulate_step(calibration.forward, calibration.backward, timelines, calibration.cores, overlaps)
     calls = [_filled(call, cost.fill) for bucket in buckets for call in bucket.calls]
     sent = sum(sent_by(call, world) for call in calls)
     return Prediction(spec, split, sent, len(calls), bucket_bytes)

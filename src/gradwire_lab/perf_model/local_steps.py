@@ -6,7 +6,7 @@ those of ``int4``.
 
 What that costs in loss is known by the project's own trainings. Their rows are those of
 ``docs/results/local-h200.jsonl``: a GPT of 10.9 million parameters on the bytes of WikiText-2, eight workers with
-AdamW, 1,500 steps, the first 225 by gradients in int4.
+AdamW, 1,500 steps, the first 225 by gradients in int4, against dense training of the same schedule.
 """
 
 import math
@@ -17,11 +17,14 @@ from gradwire_lab.perf_model.calibration import Calibration
 from gradwire_lab.perf_model.cluster import Cluster
 from gradwire_lab.perf_model.costs import predict
 
-TASK = "a GPT of 10.9 M parameters, 8 workers, 1,500 steps, the first 225 by gradients"
+TASK = "a GPT of 10.9 M parameters, 8 workers, 1,500 steps, the first 225 by gradients, against the same schedule"
 WAITING = 0.1  # of its computing: what a step may take beside it
 TOO_SLOW = 0.3  # the same: what no step should take
 LONGEST = 500  # steps of a round
-MESSAGES = {"int4": ("diloco(H={H})", "int4"), "topk(0.01) | sign": ("sparseloco(H={H})", None)}
+MESSAGES = {
+    "int4": ("diloco(H={H}, start=256)", "int4"),
+    "topk(0.01) | sign": ("sparseloco(H={H}, start=256)", None),
+}
 
 
 @dataclass(frozen=True)

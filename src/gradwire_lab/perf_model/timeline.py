@@ -1,4 +1,4 @@
-"""Timeline: one training step, played through: what overlaps with what, and what the worker waits for.
+"""Timeline: one training step, simulated: what overlaps with what, and what the worker waits for.
 
 A worker computes its backward pass while another thread, the communication thread, takes buckets in order as soon as
 their gradients are there: work that needs the processor, and time on the wire, which does not. When both threads want
@@ -58,10 +58,10 @@ class StepTime:
         return max(0.0, self.step - self.compute)
 
 
-def play(
+def simulate_step(
     forward: float, backward: float, timelines: Sequence[BucketTimeline], cores: float, overlaps: bool = True
 ) -> StepTime:
-    """Play one step.
+    """Simulate one step.
 
     Args:
         forward: Seconds before the first gradient: forward pass, and the optimizer's step.
@@ -77,7 +77,7 @@ def play(
         still = max(0.0, left - (1 - due) * backward)
         now, left = now + still, left - still
         for item in timeline.parts:
-            now, left = _perform(item, now, left, speed)
+            now, left = _run_beside_backward(item, now, left, speed)
     step = forward + now + left
     items = [item for timeline in timelines for item in timeline.parts]
     encode, wire, decode = (
@@ -86,7 +86,7 @@ def play(
     return StepTime(forward + backward, encode, wire, decode, step)
 
 
-def _perform(item: CommWork, now: float, left: float, speed: float) -> tuple[float, float]:
+def _run_beside_backward(item: CommWork, now: float, left: float, speed: float) -> tuple[float, float]:
     """One piece of work beside what is left of the backward pass. -> the time, and what is left then."""
     work, wire = item.work, item.wire
     while work > 0 or wire > 0:

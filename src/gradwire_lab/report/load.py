@@ -58,6 +58,7 @@ class RunRecord:
         recipe_text: The same as the file has it.
         environment: Versions, machine, revision and command, as far as they were noted.
         starts: The records that opened each session of which something is left, in order.
+        asked_files: Hashes of the user's own files that a grid noted for this run; None where none did.
     """
 
     folder: Path
@@ -69,6 +70,7 @@ class RunRecord:
     recipe_text: str = ""
     environment: Mapping[str, Any] = field(default_factory=dict)
     starts: tuple[Record, ...] = ()
+    asked_files: Mapping[str, str] | None = None
 
     @property
     def last(self) -> Record:
@@ -101,6 +103,22 @@ class RunRecord:
     def stem(self) -> str:
         """The folder's name without the seed."""
         return re.sub(r"-\d+$", "", self.folder.name)
+
+    @property
+    def files(self) -> Mapping[str, str] | None:
+        """Hashes of the user's own Python files that the run depends on; None where it did not note them."""
+        noted = self.environment.get("files", self.asked_files)
+        return {name: str(noted[name]) for name in noted if name.endswith(".py")} if isinstance(noted, dict) else None
+
+    @property
+    def own_code(self) -> bool:
+        """Whether its model or data come from a file of the user's own."""
+        return any(".py:" in str(self.recipe.get(table, {}).get("name", "")) for table in ("data", "model"))
+
+    @property
+    def began(self) -> float:
+        """When it was trained, in seconds since 1970; where it did not note that, when its log was last written."""
+        return float(self.environment.get("began") or (self.folder / LOG).stat().st_mtime)
 
     @property
     def seed(self) -> int:
@@ -220,6 +238,7 @@ def load(folder: Path) -> RunRecord:
         text,
         _environment(folder),
         starts,
+        parsed(folder / CELL, _object).get("files"),
     )
 
 

@@ -20,6 +20,7 @@
     const plots = [...document.querySelectorAll(".plot")];
     drawn = await Promise.all(plots.map((plot) =>
       vegaEmbed(plot, figures[plot.dataset.figure], { mode: "vega-lite", renderer: "svg", config, actions })));
+    for (const plot of plots) plot.style.minHeight = "";
   }
 
   function theme(choice) {
@@ -48,9 +49,33 @@
     table.tBodies[0].append(...rows);
   }
 
-  let kept = null;
-  try { kept = localStorage.getItem("gradwire-theme"); } catch { /* as above */ }
-  if (kept) root.dataset.theme = kept;
+  // A page that follows a training loads itself again, and the reader finds it as it was: the place, what is open.
+  const all = (selector) => [...document.querySelectorAll(selector)];
+  const seconds = Number(document.body.dataset.reload);
+  function reload() {
+    const place = { top: scrollY, heights: {}, open: all("section > details").map((one) => one.open),
+                    across: all(".scroll").map((one) => one.scrollLeft) };
+    for (const plot of all(".plot")) place.heights[plot.dataset.figure] = plot.offsetHeight;
+    try { sessionStorage.setItem("gradwire-place", JSON.stringify(place)); } catch { /* as above */ }
+    location.reload();
+  }
+  function restore() {
+    let place = null;
+    try {
+      place = JSON.parse(sessionStorage.getItem("gradwire-place"));
+      sessionStorage.removeItem("gradwire-place");
+    } catch { /* as above */ }
+    if (!place) return;
+    for (const plot of all(".plot")) plot.style.minHeight = `${place.heights[plot.dataset.figure] ?? 0}px`;  // until drawn
+    all("section > details").forEach((one, i) => { one.open = place.open[i] ?? false; });
+    all(".scroll").forEach((one, i) => { one.scrollLeft = place.across[i] ?? 0; });
+    scrollTo(0, place.top);
+  }
+  if (seconds) setTimeout(() => {
+    if (!document.hidden) reload();
+    else document.addEventListener("visibilitychange", reload, { once: true });
+  }, 1000 * seconds);
+
   document.getElementById("theme").addEventListener("click", () => {
     const dark = root.dataset.theme ? root.dataset.theme === "dark" : system.matches;
     theme(dark ? "light" : "dark");
@@ -59,5 +84,6 @@
   for (const head of document.querySelectorAll("table.sortable th")) {
     head.querySelector("button").addEventListener("click", () => sort(head));
   }
+  restore();
   draw();
 })();

@@ -7,6 +7,7 @@ import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +18,14 @@ from jinja2 import Environment, StrictUndefined
 from gradwire.version import VERSION
 from gradwire_lab.report.charts import Figure, figures
 from gradwire_lab.report.charts.figure import look
+from gradwire_lab.report.progress import ProgressLine
 from gradwire_lab.report.run_groups import Group, Task
 from gradwire_lab.report.slug import slug
 from gradwire_lab.report.summary import TableCell, TableColumn, against, cells, columns, ranks
 
 WIDTH = 560  # of a picture
+MARGIN = 84  # of a picture's width, about: the vertical axis, its title and the padding
+PADDING, LETTER = 12, 6.6  # around a picture, and of a letter of its caption, in pixels
 Kind = Literal["png", "svg", "pdf"]
 
 
@@ -46,13 +50,34 @@ def page(tasks: Sequence[Task], title: str = "gradwire report") -> str:
     """
     if not tasks:
         raise ValueError("no run has finished an epoch yet, so there is nothing to report")
-    drawn = {task.name: figures(task) for task in tasks}
+    return bound(title, _subtitle(tasks), *content(tasks))
+
+
+def content(tasks: Sequence[Task], without: str = "") -> tuple[list[Section], dict[str, dict[str, Any]]]:
+    """The sections of tasks, and the charts that they name, but for one of this name."""
+    drawn = {task.name: [figure for figure in figures(task) if figure.name != without] for task in tasks}
     specs = {_key(task, figure): spec(figure) for task in tasks for figure in drawn[task.name]}
-    return bound(title, _subtitle(tasks), [_section(task, drawn[task.name]) for task in tasks], specs)
+    return [_section(task, drawn[task.name]) for task in tasks], specs
 
 
-def bound(title: str, subtitle: str, sections: Sequence[Section], specs: Mapping[str, dict[str, Any]]) -> str:
-    """Sections and the charts that they name, as one file."""
+def bound(
+    title: str,
+    subtitle: str,
+    sections: Sequence[Section],
+    specs: Mapping[str, dict[str, Any]],
+    progress: Sequence[ProgressLine] = (),
+    reload: int | None = None,
+) -> str:
+    """Sections and the charts that they name, as one file.
+
+    Args:
+        title: Of the page.
+        subtitle: A line below it.
+        sections: In order.
+        specs: The charts, by the keys that sections have for them.
+        progress: Of a training that runs, shown at the top.
+        reload: Seconds after which the page loads itself again; None for one that stays as it is.
+    """
     # The look is filled in by the browser: the style sheet has colors for light and for dark.
     placeholders = look("--ink", "--soft", "--faint", "transparent")
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -62,11 +87,19 @@ def bound(title: str, subtitle: str, sections: Sequence[Section], specs: Mapping
         version=VERSION,
         style=_asset("page.css"),
         script=_asset("page.js"),
-        bundle=vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"),
+        bundle=bundle(),
         figures=_embedded(specs),
         look=_embedded(placeholders),
         sections=sections,
+        progress=progress,
+        reload=reload,
     )
+
+
+@cache  # it takes eight times as long as the rest of a page
+def bundle() -> str:
+    """The library that draws charts, as a script."""
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
 def spec(figure: Figure) -> dict[str, Any]:
@@ -77,7 +110,7 @@ def spec(figure: Figure) -> dict[str, Any]:
 def _section(task: Task, drawn: Sequence[Figure]) -> Section:
     return Section(
         id=slug(task.name),
-        title=task.name,
+        title=task.title,
         note=_note(task),
         columns=columns(task),
         rows=[
@@ -149,14 +182,14 @@ def pictures(tasks: Sequence[Task], folder: Path, kind: Kind, width: int = WIDTH
         tasks: Each has its figures.
         folder: Where the files go.
         kind: Their format.
-        width: Of the plot, in pixels of 1/72 inch.
+        width: Of the whole file, labels and legend included, in pixels of 1/72 inch.
         titled: Whether a figure has its title and caption in it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for task in tasks:
-        for figure in figures(task, width):
-            path = folder / f"{slug(task.name)}-{figure.name}.{kind}"
+        for figure in figures(task, width - MARGIN):
+            path = folder / f"{_stem(task.name)}-{figure.name}.{kind}"
             path.write_bytes(_drawn(_whole(figure, width, titled), kind))
             written.append(path)
     return written
@@ -168,7 +201,17 @@ def _drawn(whole: dict[str, Any], kind: Kind) -> bytes:
     return vl_convert.vegalite_to_pdf(whole) if kind == "pdf" else vl_convert.vegalite_to_svg(whole).encode()
 
 
+def _stem(name: str) -> str:
+    """A file's name without dots, because LaTeX may take what follows the first one for the extension."""
+    return slug(name.replace(".py:", ":")).replace(".", "-")
+
+
 def _whole(figure: Figure, width: int, titled: bool) -> dict[str, Any]:
-    title = {"text": figure.title, "subtitle": textwrap.wrap(figure.caption, max(30, width * 90 // WIDTH))}
+    letters = max(16, int((width - 2 * PADDING) / LETTER))
+    # A title's letters are larger than those of the caption below it.
+    title = {"text": textwrap.wrap(figure.title, letters * 3 // 4), "subtitle": textwrap.wrap(figure.caption, letters)}
     head = {"title": title} if titled else {}
-    return {**spec(figure), **head, "config": look(), "width": width, "padding": 12}
+    size = {"width": width, "padding": PADDING, "autosize": {"type": "fit-x", "contains": "padding"}}
+    # The plot is fitted into the width only after the legend has its columns, so these cannot follow the plot.
+    fixed = json.loads(json.dumps(spec(figure)).replace("floor(width /", f"floor({width - MARGIN} /"))
+    return {**fixed, **head, **size, "config": look()}

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from gradwire_lab.report.load import DENSE, Metric, RunRecord
 from gradwire_lab.report.statistics import Estimate, estimate, paired
+from gradwire_lab.report.versions import by_version, fingerprint, spec_files
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -69,16 +70,29 @@ class Task:
     """One task, done in several ways: what may be compared with each other.
 
     Attributes:
-        name: What is learned by what.
+        name: What is learned by what; of an earlier version of the user's files, with the version.
         metric: What it is judged by.
         groups: The ways.
         baseline: The first of those that the others are measured against: as a rule the dense one.
+        version: A short hash of the user's own files that all its runs depend on; empty where there are none.
+        versions: How many versions of the files there are runs of.
+        latest: Whether this version was trained last.
     """
 
     name: str
     metric: Metric
     groups: tuple[Group, ...]
     baseline: Group | None = None
+    version: str = ""
+    versions: int = 1
+    latest: bool = True
+
+    @property
+    def title(self) -> str:
+        """The name, with the version of the user's files where there are several."""
+        if self.versions == 1:
+            return self.name
+        return f"{self.name}, version {self.version}, the latest of {self.versions}" if self.latest else self.name
 
     @property
     def baselines(self) -> list[Group]:
@@ -106,14 +120,20 @@ def tasks(runs: Iterable[RunRecord]) -> list[Task]:
     """Sort runs into tasks, and those into groups; dense first, then by bytes sent. Runs without a record are left out.
 
     Runs of the same model on the same data make a task; those whose folders' names differ only in the seed, a group.
+    Where a file of the user's own has changed, each version is a task of its own, the latest first.
     """
-    recorded = [run for run in runs if run.last]
-    by_key = grouped(recorded, lambda run: (task_name(run), int(run.start.get("parameters", 0))))
-    names = [name for name, _ in by_key]
-    return [
-        _task(name if names.count(name) == 1 else f"{name}, {size:,} parameters", by_key[name, size])
-        for name, size in sorted(by_key)
-    ]
+    by_name = grouped((run for run in runs if run.last), task_name)
+    return [task for name in sorted(by_name) for task in _versions(name, by_name[name])]
+
+
+def _versions(name: str, runs: list[RunRecord]) -> Iterable[Task]:
+    found = by_version(runs)
+    for number, (version, inside) in enumerate(found.items()):
+        title = f"{name}, earlier version {version}" if number else name
+        by_size = grouped(inside, lambda run: int(run.start.get("parameters", 0)))
+        for size in sorted(by_size):
+            full = title if len(by_size) == 1 else f"{title}, {size:,} parameters"
+            yield replace(_task(full, by_size[size]), version=version, versions=len(found), latest=not number)
 
 
 def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
@@ -162,9 +182,14 @@ def _task(name: str, runs: list[RunRecord]) -> Task:
 
 
 def _groups(runs: list[RunRecord]) -> tuple[Group, ...]:
-    inside = list(grouped(runs, lambda run: (str(run.folder.parent), run.stem)).values())
+    inside = list(grouped(runs, lambda run: (str(run.folder.parent), _way(run), spec_files(run))).values())
     made = [Group(_label(group[0], inside), tuple(sorted(group, key=lambda run: run.seed))) for group in inside]
     return tuple(sorted(made, key=lambda group: (not group.dense, -(group.mean("sent") or 0))))
+
+
+def _way(run: RunRecord) -> str:
+    """The folder's name without the seed, nor the hash that it has where an earlier version had the name first."""
+    return run.stem.removesuffix(f"-{fingerprint(run.asked_files)}") if run.asked_files else run.stem
 
 
 def _label(run: RunRecord, by_key: list[list[RunRecord]]) -> str:

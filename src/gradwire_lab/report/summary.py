@@ -3,13 +3,15 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
 from gradwire_lab.report.load import RunRecord
 from gradwire_lab.report.numbers import difference, ends, in_bytes, in_seconds, mean_and_spread, ratio, rounded
 from gradwire_lab.report.run_groups import Group, Task
-from gradwire_lab.report.statistics import Estimate
+from gradwire_lab.report.statistics import ALIKE, Estimate
 
 _FEWEST_SEEDS = 3  # the interval of two is so wide that nearly every loss lies inside it
+_WIDEST = 5  # times the median of the other intervals: what is wider says nothing about a loss that others would show
 
 
 @dataclass(frozen=True)
@@ -68,25 +70,93 @@ def against(task: Task) -> str:
 
 
 def headline(task: Task) -> str:
-    """The smallest messages without a loss that the seeds show, in words; empty where no spec has enough seeds."""
-    leads = [(group, task.difference(group)) for group in task.groups]
-    known = [(group, lead) for group, lead in leads if lead and lead.low is not None and lead.n >= _FEWEST_SEEDS]
-    unharmed = [(group, lead) for group, lead in known if not _loses(task, lead)]
+    """The smallest messages without a loss that the seeds show, in words; empty where no spec has enough seeds.
+
+    Of specs that send the same number of bytes it names the best; where these are equal, too, all of them. Specs that
+    send less, but whose intervals are too wide to show a loss, come first, as such.
+    """
+    known = _known_leads(task)
+    ranked = _unharmed(task, known)
     if not known:
         return ""
-    if not unharmed:
+    if not ranked:
         return f"Every spec loses against {against(task)}."
-    group, lead = min(unharmed, key=lambda pair: pair[0].mean("sent") or math.inf)
+    told = [pair for pair in ranked if not _vague(task, pair, known)]
+    unclear = ranked[: ranked.index(told[0])] if told else ranked
+    words = [f"{group.label}: too few seeds to tell ({difference(lead)})." for group, lead in unclear]
+    return " ".join([*words, *([_best(task, told)] if told else [])])
+
+
+def best(task: Task) -> Group | None:
+    """The spec that the headline names as the one to take."""
+    known = _known_leads(task)
+    return next((pair[0] for pair in _unharmed(task, known) if not _vague(task, pair, known)), None)
+
+
+def _known_leads(task: Task) -> list[tuple[Group, Estimate]]:
+    """Of every spec with enough seeds, the difference to its baseline."""
+    leads = [(group, lead) for group in task.groups if (lead := task.difference(group)) is not None]
+    return [(group, lead) for group, lead in leads if lead.n >= _FEWEST_SEEDS and _comparable(task, group)]
+
+
+def _unharmed(task: Task, known: list[tuple[Group, Estimate]]) -> list[tuple[Group, Estimate]]:
+    """Those that show no loss, the smallest messages first, and of equal ones the best."""
+    sign = -1 if task.metric.larger_is_better else 1
+    kept = [(group, lead) for group, lead in known if not _loses(task, lead)]
+    return sorted(kept, key=lambda pair: (_sent(pair[0]), sign * pair[1].mean, pair[0].label))
+
+
+def _best(task: Task, ranked: list[tuple[Group, Estimate]]) -> str:
+    group, lead = ranked[0]
+    same = [other.label for other, its in ranked if _sent(other) == _sent(group) and abs(its.mean - lead.mean) < ALIKE]
+    return f"{_listed(same)}: {_outcome(lead)}{_fewer_bytes(task, group)}."
+
+
+def _vague(task: Task, pair: tuple[Group, Estimate], known: list[tuple[Group, Estimate]]) -> bool:
+    """Whether an interval is far wider than those of the other specs' differences and of the baseline."""
+    group, lead = pair
+    baseline = task.baseline_of(group)
+    others = [other for one, other in known if one is not group] + ([baseline.estimate] if baseline else [])
+    widths = [other.half_width for other in others if other.half_width is not None]
+    widths = [width for width in widths if math.isfinite(width)]
+    return bool(widths) and lead.half_width is not None and lead.half_width > _WIDEST * median(widths)
+
+
+def _sent(group: Group) -> float:
+    return group.mean("sent") or math.inf
+
+
+def _comparable(task: Task, group: Group) -> bool:
+    baseline = task.baseline_of(group)
+    return baseline is not None and not baseline.diverged
+
+
+def _listed(names: list[str]) -> str:
+    """Names as in a sentence; semicolons part specs, because some hold commas."""
+    return " and ".join(filter(None, ("; ".join(names[:-1]), names[-1])))
+
+
+def _outcome(lead: Estimate) -> str:
+    """Where all seeds differ by the same amount, there is no interval."""
+    if lead.low is None and abs(lead.mean) < ALIKE:
+        return f"equal to the baseline with each of {lead.n} seeds"
+    if lead.low is None:
+        return f"better by the same amount with each of {lead.n} seeds ({difference(lead)})"
+    return f"no significant loss over {lead.n} seeds ({difference(lead)})"
+
+
+def _fewer_bytes(task: Task, group: Group) -> str:
     baseline, sent = task.baseline_of(group), group.mean("sent")
     fewer = (baseline.mean("sent") or 0.0) / sent if baseline and sent else 0.0
-    bytes_sent = f", {ratio(fewer).removesuffix('x')} times fewer bytes" if fewer > 1 else ""
-    return f"{group.label}: no significant loss over {lead.n} seeds ({difference(lead)}){bytes_sent}."
+    return f", {ratio(fewer).removesuffix('x')} times fewer bytes" if fewer > 1 else ""
 
 
 def _loses(task: Task, lead: Estimate) -> bool:
-    """Whether the whole interval of a difference lies on the worse side."""
-    assert lead.low is not None and lead.high is not None
-    return lead.high < 0 if task.metric.larger_is_better else lead.low > 0
+    """Whether it diverged, or the whole interval of a difference lies on the worse side; without one, the seeds."""
+    if math.isnan(lead.mean):
+        return True
+    low, high = (lead.mean, lead.mean) if lead.low is None or lead.high is None else (lead.low, lead.high)
+    return high < -ALIKE if task.metric.larger_is_better else low > ALIKE
 
 
 def ranks(run: RunRecord) -> str:

@@ -8,6 +8,11 @@ from pathlib import Path
 from gradwire_lab.report.run_groups import Task
 from gradwire_lab.report.summary import cells, columns
 
+_LEGEND = (
+    r"% Needs \usepackage{booktabs}. After \pm: the sample standard deviation over seeds. [low, high]: the 95 % "
+    "t-interval of the mean difference, seed by seed."
+)
+
 
 def markdown(tasks: Sequence[Task], base: Path | None = None) -> str:
     """A heading, a table and its sources for each task.
@@ -28,12 +33,21 @@ def latex(tasks: Sequence[Task], base: Path | None = None) -> str:
 def _tabular(task: Task) -> str:
     shown = columns(task)
     rows = [[column.title for column in shown], *([cell.text for cell in cells(task, group)] for group in task.groups)]
-    head, *body = (" & ".join(map(_escaped, row)) + r" \\" for row in rows)
+    written = [
+        [_figure(text) if column.numeric else _escaped(text) for column, text in zip(shown, row, strict=True)]
+        for row in rows
+    ]
+    head, *body = (" & ".join(row) + r" \\" for row in written)
     layout = "".join("r" if column.numeric else "l" for column in shown)
     typed = dict.fromkeys(run.command for group in task.groups for run in group.runs)
-    lines = [f"% {task.name}", *(f"% {line}" for command in typed for line in command.splitlines())]
+    lines = [f"% {task.title}", _LEGEND, *(f"% {line}" for command in typed for line in command.splitlines())]
     lines += [rf"\begin{{tabular}}{{{layout}}}", r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
     return "\n".join((*lines, r"\end{tabular}", ""))
+
+
+def _figure(text: str) -> str:
+    """A number, with the signs of mathematics."""
+    return re.sub(r"(?<=\d)x\b", r"$\\times$", re.sub(r"(?<![\w.}$])-(?=\d)", "$-$", _escaped(text)))
 
 
 def _escaped(text: str) -> str:
@@ -47,7 +61,7 @@ def _section(task: Task, base: Path) -> str:
     heads = [column.title for column in columns(task)]
     typed = list(dict.fromkeys(run.command for group in task.groups for run in group.runs))
     lines = [
-        f"## {task.name}",
+        f"## {task.title}",
         "",
         _row([*heads, "made by", "logs by seed"]),
         _row(["---", *(["---:"] * (len(heads) - 1)), "---", "---"]),

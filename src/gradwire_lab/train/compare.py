@@ -4,7 +4,6 @@ Each cell of the grid is a run folder. One that has its closing record is never 
 goes on from its checkpoint; and what is left when the time is up waits for the next command.
 """
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,13 +12,19 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from threading import Event
-from typing import Protocol
+from typing import Any, Protocol
 
-from gradwire_lab.report.load import CELL, LOG, finished, load
+from gradwire_lab.report.load import CELL, finished, load
 from gradwire_lab.report.run_groups import Group, Task, task_name
 from gradwire_lab.report.slug import run_title, slug
+from gradwire_lab.report.versions import fingerprint
+from gradwire_lab.train.run_folder import begun
 from gradwire_lab.train.spec_lists import split_specs
 from gradwire_lab.train.time_left import TimeLeft
+
+
+class CellFailed(Exception):
+    """Raised where the first cell of a grid fails before it has a result: the others probably would, too."""
 
 
 class OutOfTime(Exception):
@@ -93,7 +98,7 @@ def arms(text: str) -> tuple[Arm, ...]:
     for arm in parsed:
         other = by_folder.setdefault(slug(arm.label), arm)
         if other is not arm:
-            raise ValueError(f"{arm.label!r} and {other.label!r} would share a run folder; drop one or write it apart")
+            raise ValueError(f"{arm.label!r} and {other.label!r} would share a run folder; drop one")
     return tuple(parsed)
 
 
@@ -126,13 +131,8 @@ def grid(
 
 
 def began(folder: Path) -> bool:
-    """Whether a cell's training has begun there. What was refused before its first step leaves a note alone."""
-    return (folder / CELL).is_file() and (folder / LOG).is_file()
-
-
-def fingerprint(value: object) -> str:
-    """Eight letters that stand for plain data."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+    """Whether a cell's training has got anywhere. What fails before its first record leaves its folder to others."""
+    return (folder / CELL).is_file() and begun(folder)
 
 
 def run_grid(
@@ -146,11 +146,13 @@ def run_grid(
 ) -> Progress:
     """Run every cell that is not finished, ``jobs`` at once, until all are or the time is up.
 
-    A cell that fails is logged and left behind; the others go on. Each cell's folder notes what was asked of it, so
-    that no later grid mistakes it for another, and the command, which tables name as their source.
+    A cell that fails is logged and left behind; the others go on, unless it is the first and has no result. Each
+    cell's folder notes what was asked of it, so that no later grid mistakes it for another, and the command, which
+    tables name as their source.
 
     Raises:
         ValueError: A folder holds a run that was asked for otherwise, or the recipe is refused.
+        CellFailed: The first cell failed before it had any result.
     """
     for cell in cells:
         _check(cell)
@@ -198,6 +200,8 @@ def _run(cell: GridCell, run_cell: RunCell, progress: Progress, log: Callable[[s
         if halted.is_set():  # it was stopped, as all were
             progress.left.append(cell)
             return
+        if not (progress.ran or progress.skipped or began(cell.folder)):
+            raise CellFailed(f"{cell.name} failed before its first result: {error}") from None
         progress.failed.append((cell, str(error)))
         log(f"{cell.name} failed: {error}")
     else:
@@ -209,8 +213,25 @@ def _check(cell: GridCell) -> None:
         return
     asked = {"files": {}, **json.loads((cell.folder / CELL).read_text())}
     if any(asked[key] != value for key, value in cell.asked.items()):
-        before = " ".join((*asked["recipes"], *(f"--set {override}" for override in asked["overrides"])))
-        raise ValueError(f"{cell.folder} was made by {before!r}; give --suffix or --runs to keep the two apart")
+        changed = "; ".join(_changes(asked, cell.asked))
+        raise ValueError(
+            f"{cell.folder} was made by other settings: {changed}. Give --suffix NAME to train apart and keep both"
+        )
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """``train.epochs=4, now 9`` for each setting that differs between what was asked before and what is asked now."""
+    was, now = ({"recipe": " ".join(asked["recipes"]), **_settings(asked["overrides"])} for asked in (old, new))
+    was |= {f"hash of {name}": value for name, value in old["files"].items()}
+    now |= {f"hash of {name}": value for name, value in new["files"].items()}
+    keys = [key for key in dict.fromkeys((*was, *now)) if was.get(key) != now.get(key)]
+    changes = [f"{key}={was[key]}, now {now.get(key, 'not set')}" for key in keys if key in was]
+    changes += [f"{key} not set, now {now[key]}" for key in keys if key not in was]
+    return changes or ["the same keys in another order"]
+
+
+def _settings(overrides: Iterable[str]) -> dict[str, str]:
+    return {key: value for key, _, value in (override.partition("=") for override in overrides)}
 
 
 def outcome(cells: Sequence[GridCell]) -> Task | None:

@@ -43,4 +43,4 @@ def _train(rank: int, world: int, job: DemoJob, seed: int) -> dict[str, Any]:
     settings |= {f"sync.{name}": value for name, value in sync.items()}
     recipe = resolve(["digits"], [f"{key}={value}" for key, value in settings.items()])
     training = Training(recipe, RankInfo(world, (rank,), torch.device("cpu")))
-    return {**training.go(listen, lambda *_: None), **label}
+    return {**training.run(listen, lambda *_: None), **label}

@@ -81,14 +81,13 @@ class Display:
         """A line that leaves room for the time that is left, in a terminal of 80 columns too."""
         tested = self._tested
         known = f"  {tested['metric']} {_value(tested, tested['value'])}" if tested else ""
-        cost = f"{_size(record['sent'])}, {_times(record['payload_ratio'])}"
-        return f"epoch {record['epoch']:.2f}  loss {record['loss']:.4f}{known}  {speed:,.0f} ex/s  {cost}"
+        return f"epoch {record['epoch']:.2f}  loss {record['loss']:.4f}{known}  {speed:,.0f} ex/s  {_cost(record)}"
 
     def _show_epoch(self, record: Record) -> None:
         self._last = self._tested = record  # the time of a test is none of training
         self._print(
             f"epoch {record['epoch']:6.2f}  loss {record['train_loss']:.4f}  {_metric(record)}  "
-            f"{_bytes(record)}{_apart(record)}  {record['seconds']:.1f} s"
+            f"{_bytes(record) if self._live.disable else _cost(record)}{_apart(record)}  {record['seconds']:.1f} s"
         )
 
     def _show_end(self, record: Record) -> None:
@@ -121,11 +120,11 @@ def summary(final: Record) -> Table:
         final["metric"], f"{_value(final, final['value'])} at the end, {_value(final, final['best'])} at the best"
     )
     who = "by each worker" if "hosts" not in final else f"by the first worker, between {final['hosts']} hosts"
-    cost = f"{_size(final['sent'])} {who}, {final['wire_ratio']:,.1f}x less than a float32 ring"
+    cost = f"{_size(final['sent'])} {who}, {_less(final['wire_ratio'], 'a float32 ring')}"
     table.add_row("sent", cost if final["sent"] else "nothing")
     if "hosts" in final:
         table.add_row("inside", f"{_size(final['sent_inside'])} of float32 by the first worker, to its host's")
-    size = f"{_size(final['payload'])}, {final['payload_ratio']:,.1f}x less than float32"
+    size = f"{_size(final['payload'])}, {_less(final['payload_ratio'], 'float32')}"
     table.add_row("payload", size if final["payload"] else "nothing")
     parts = ", ".join(f"{part} {final[f'{part}_seconds']:.1f}" for part in ("encode", "wire", "decode"))
     table.add_row("seconds", f"{final['seconds']:.1f}, of which {parts}")
@@ -157,8 +156,22 @@ def _value(record: Record, value: float | None) -> str:
     return f"{value:.2%}" if record["metric"] == "top1" else f"{value:.2f}"
 
 
+def _cost(record: Record) -> str:
+    """The same in few letters, for terminals of 80 columns."""
+    return f"{_size(record['sent'])}, {_times(record['payload_ratio'])}"
+
+
 def _bytes(record: Record) -> str:
-    return f"{_size(record['sent'])} sent, payload {_times(record['payload_ratio'])} smaller"
+    return f"{_size(record['sent'])} sent, payload {_smaller(record['payload_ratio'])}"
+
+
+def _smaller(ratio: float) -> str:
+    """Beside float32; ``1.0x smaller`` would say little."""
+    return f"{_times(ratio)} smaller" if ratio >= 1.05 else "as in float32"
+
+
+def _less(ratio: float, other: str) -> str:
+    return f"{ratio:,.1f}x less than {other}" if ratio >= 1.05 else f"as much as {other}"
 
 
 def _size(n: float) -> str:

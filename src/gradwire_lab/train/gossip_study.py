@@ -29,7 +29,8 @@ from gradwire_lab.train.loop import Training
 from gradwire_lab.train.rank_info import simulated_ranks
 from gradwire_lab.train.recipe import DataTable, Recipe
 from gradwire_lab.train.recipe_files import resolve
-from gradwire_lab.train.record import append_line, environment, json_lines
+from gradwire_lab.train.record import append_line, environment
+from gradwire_lab.train.run_folder import json_lines
 from gradwire_lab.train.time_left import TimeLeft
 
 KEYS = ("about", "compared", "recipes", "set", "groups", "cell")
@@ -159,7 +160,7 @@ def _train(cell: StudyCell, extra: tuple[str, ...], device: str, deadline: float
         task = _task(recipe.data.model_dump_json(), device)
         training = Training(recipe, simulated_ranks(recipe.train.workers, device), task=task)
         records: list[dict[str, Any]] = []
-        final = training.go(records.append, lambda *_: None)
+        final = training.run(records.append, lambda *_: None)
     except Exception as error:
         traceback.print_exc()
         return {"name": cell.name, "seed": cell.seed, "error": repr(error)}

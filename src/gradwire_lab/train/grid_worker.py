@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gradwire_lab.report.load import LOG
 from gradwire_lab.train.compare import OutOfTime
+from gradwire_lab.train.failure_note import NOTE, noted_failure
 
 PATIENCE_SECONDS = 60.0  # for an orderly end, once asked to stop
 REFUSED = 2  # the exit code of a command that cannot be
@@ -33,6 +34,7 @@ class TrainCommand:
     _live: "set[subprocess.Popen[bytes]]" = field(default_factory=set, compare=False, repr=False)
 
     def __call__(self, recipes: tuple[str, ...], overrides: tuple[str, ...], folder: Path) -> None:
+        (folder / NOTE).unlink(missing_ok=True)
         with (folder / CONSOLE).open("ab") if self.quiet else nullcontext() as console:
             # In a group of its own: Ctrl-C reaches us alone, and we pass it on once.
             line = self.line(recipes, overrides, folder)
@@ -48,7 +50,8 @@ class TrainCommand:
         if code == REFUSED:
             raise ValueError("gradwire train refused this; see above")
         if code:
-            raise RuntimeError(f"gradwire train ended with code {code}")
+            where = f"; see {folder / CONSOLE}" if self.quiet else ""
+            raise RuntimeError(f"{noted_failure(folder) or f'gradwire train ended with code {code}'}{where}")
 
     def stop(self) -> None:
         for process in list(self._live):

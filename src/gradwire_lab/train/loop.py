@@ -33,7 +33,7 @@ Save = Callable[["Training", bool], None]
 
 
 class Training:
-    """The state of a run; `go` brings it to its end.
+    """The state of a run; `run` brings it to its end.
 
     Attributes:
         epoch: Whole epochs done.
@@ -88,7 +88,7 @@ class Training:
     def done(self) -> bool:
         return self.step >= self.last_step
 
-    def go(self, listen: Listener, save: Save, record: dict[str, Any] | None = None) -> dict[str, Any]:
+    def run(self, listen: Listener, save: Save, record: dict[str, Any] | None = None) -> dict[str, Any]:
         """Train to the end, or until parameters are no longer finite; the final record then has ``diverged``.
 
         Args:

@@ -228,7 +228,8 @@ def _override(text: str) -> Tables:
     path, equals, value = text.partition("=")
     keys = path.strip().split(".")
     if not equals or len(keys) < 2 or not all(keys):
-        raise ValueError(f"{text!r} names no value of a key in a table; write it as train.epochs=500")
+        lacks = "no value" if not equals else "no table of the recipe"
+        raise ValueError(f"{text!r} names {lacks}; write table.key=value, as in train.epochs=500")
     if keys[0] not in TABLES:
         raise ValueError(f"a recipe has no table [{keys[0]}]; {nearest(keys[0], TABLES)}")
     tables: Any = _literal(value.strip())

@@ -4,6 +4,7 @@ run.jsonl         one JSON object a line: start, step, epoch, final; and each de
 results.csv       one line an epoch
 recipe.toml       the recipe, resolved
 environment.json  versions, device, git revision, command line, hashes of the user's own files
+failure.txt       why the last session ended with an error, if it did
 events.out.*      TensorBoard, where it is installed
 wandb-run         the run's name at Weights & Biases, where WANDB_PROJECT is set
 """
@@ -18,9 +19,9 @@ import platform
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from gradwire.version import VERSION, WIRE_FORMAT
 from gradwire_lab.train.checkpoint import write_text
 from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.recipe_files import dumps
+from gradwire_lab.train.run_folder import read
 from gradwire_lab.train.user_files import hashes, named_files
 
 _HERE = Path(__file__).resolve().parent
@@ -98,21 +100,6 @@ def _precedes(record: dict[str, Any], epoch: float) -> bool:
     return bool(record["event"] != "final" and record.get("epoch", 0.0) <= epoch + 1e-4)  # written with four digits
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run."""
-    return [record for record in json_lines(folder / "run.jsonl") if "event" in record]
-
-
-def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file, one a line; a last line that was cut off, and whatever else is none, is left out."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    objects = []
-    for line in lines:
-        with suppress(ValueError, RecursionError):
-            objects.append(json.loads(line))
-    return [each for each in objects if isinstance(each, dict)]
-
-
 def append_line(path: Path | None, row: Mapping[str, Any]) -> None:
     """Write one more line of JSON, and not behind one that was cut short; nowhere if there is no path."""
     if path is not None:
@@ -120,13 +107,6 @@ def append_line(path: Path | None, row: Mapping[str, Any]) -> None:
         cut = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         with path.open("a", encoding="utf-8") as file:
             file.write("\n" * cut + json.dumps(row) + "\n")
-
-
-def begun(folder: Path) -> bool:
-    """Whether a folder holds more of a run than its start: a step, a checkpoint, or a log that cannot be read."""
-    log, records = folder / "run.jsonl", read(folder)
-    foreign = not records and log.is_file() and bool(log.read_bytes().strip())
-    return foreign or (folder / "checkpoints").exists() or any(record["event"] != "start" for record in records)
 
 
 def write_csv(folder: Path) -> None:
@@ -145,7 +125,9 @@ def open_folder(folder: Path, recipe: Recipe) -> None:
     files = hashes(named_files(recipe))
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "recipe.toml", dumps(recipe))
-    write_text(folder / "environment.json", json.dumps(environment() | {"files": files}, indent=2))
+    write_text(
+        folder / "environment.json", json.dumps(environment() | {"files": files, "began": time.time()}, indent=2)
+    )
 
 
 def environment() -> dict[str, Any]:

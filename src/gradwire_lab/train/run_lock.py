@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,3 +41,19 @@ def locked(folder: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield
+
+
+def in_use(folder: Path) -> bool:
+    """Whether a process that holds the lock may be alive; one of another host is taken to be.
+
+    The lock itself is not tried, because a training that starts meanwhile would be refused.
+    """
+    try:
+        held = re.fullmatch(r"process (\d+) on (.+)", (folder / LOCK).read_text(encoding="utf-8"))
+        if held and held[2] == socket.gethostname():
+            os.kill(int(held[1]), 0)
+    except PermissionError:  # a process of another user
+        return True
+    except (OSError, OverflowError):  # there is no lock, or no such process
+        return False
+    return held is not None

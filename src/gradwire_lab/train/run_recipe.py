@@ -25,7 +25,8 @@ from gradwire_lab.train.loop import Listener, Training
 from gradwire_lab.train.rank_info import RankInfo, simulated_ranks
 from gradwire_lab.train.recipe import GossipTable, LocalTable, Recipe
 from gradwire_lab.train.recipe_files import load as load_recipe
-from gradwire_lab.train.record import Records, read
+from gradwire_lab.train.record import Records
+from gradwire_lab.train.run_folder import read
 
 COUNTERS = ("epoch", "at", "step", "seconds", "best", "kept", "ramp_steps")
 
@@ -68,7 +69,7 @@ def run_recipe(
             training.seconds = max((record.get("seconds", 0.0) for record in past), default=0.0)
             listen({"event": "back", "worker": rank_info.ranks[0], "step": training.step})
         epochs = [record for record in past if record["event"] == "epoch"]
-        return training.go(write, partial(save, folder), epochs[-1] if epochs else None)
+        return training.run(write, partial(save, folder), epochs[-1] if epochs else None)
 
 
 def _ranks_here(rank_info: RankInfo) -> int:

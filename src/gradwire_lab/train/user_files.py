@@ -54,13 +54,13 @@ def _imported(file: Path, root: Path) -> Iterator[Path]:
     except (SyntaxError, ValueError):
         return
     for node in ast.walk(tree):
-        for start, parts in _places(node, file, root):
+        for start, parts in _module_paths(node, file, root):
             for end in range(1, len(parts) + 1):
                 place = start.joinpath(*parts[:end])
                 yield from (place.with_name(f"{place.name}.py"), place / "__init__.py")
 
 
-def _places(node: ast.AST, file: Path, root: Path) -> list[tuple[Path, list[str]]]:
+def _module_paths(node: ast.AST, file: Path, root: Path) -> list[tuple[Path, list[str]]]:
     """Where the modules of an import would lie: a folder, and the parts of a dotted name."""
     if isinstance(node, ast.Import):
         return [(root, alias.name.split(".")) for alias in node.names]

@@ -37,7 +37,7 @@ _RICE = Rice()
 
 @register("rows", kind="indices")
 class Rows(IndexCoder):
-    """Gaps row by row: below what a random support takes, where rows of a weight differ; else as Rice codes."""
+    """Gaps row by row; below what a random support takes where rows of a weight differ, else as Rice codes."""
 
     fixed = False
     examples = ("rows",)

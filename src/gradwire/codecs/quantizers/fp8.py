@@ -23,7 +23,7 @@ from gradwire.kernels.groups import blocks_of, num_blocks
 
 @register("fp8", kind="quantizer")
 class FP8(Quantizer):
-    """Sign, four bits of exponent and three of mantissa, one scale per block."""
+    """Floats of 8 bits, with one scale per block; sign, four bits of exponent and three of mantissa."""
 
     examples = ("fp8", "fp8(block=16)")
     traits = Traits(contraction=True)

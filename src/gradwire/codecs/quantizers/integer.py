@@ -22,6 +22,7 @@ from torch import Tensor
 from gradwire.codecs.stage import FeedbackKernel, Quantizer
 from gradwire.core.arguments import check_argument, is_count
 from gradwire.core.keys import Key
+from gradwire.core.layout import Flat
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
 from gradwire.kernels import fused, quantize
@@ -53,7 +54,7 @@ class AbsMax(Quantizer):
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
         return quantize.integer_decode(data, lengths, self.bits, self.block)
 
-    def decode_into(self, data: Tensor, lengths: Tensor, out: Tensor) -> Tensor:
+    def decode_into(self, data: Tensor, lengths: Tensor, out: Flat) -> Tensor:
         return quantize.integer_decode(data, lengths, self.bits, self.block, out)
 
     def merge(self, messages: Tensor, error: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
@@ -66,6 +67,7 @@ class Int8(AbsMax):
 
     examples = ("int8", "int8(block=1024)")
     bits = 8
+    takes_scattered = True
     block: int = 256
 
 
@@ -75,6 +77,7 @@ class Int4(AbsMax):
 
     examples = ("int4",)
     bits = 4
+    takes_scattered = True
     block: int = 128
 
 
@@ -84,4 +87,5 @@ class Int2(AbsMax):
 
     examples = ("int2",)
     bits = 2
+    takes_scattered = True
     block: int = 64

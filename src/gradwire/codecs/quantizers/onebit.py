@@ -24,7 +24,7 @@ from gradwire.kernels.bits import packed_bytes
 
 @register("onebit", kind="quantizer")
 class OneBit(Quantizer):
-    """Each value is decoded as the mean of those on its side of zero."""
+    """One bit: each side of zero is decoded as its mean."""
 
     examples = ("onebit",)
     traits = Traits(contraction=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from gradwire.codecs.stage import Quantizer
 from gradwire.core.arguments import check_argument, is_count
 from gradwire.core.keys import Key
-from gradwire.core.payload import from_bytes
+from gradwire.core.layout import Flat
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
 from gradwire.kernels import quantize
@@ -34,9 +34,10 @@ _MOST_LEVELS = 65535  # beyond that, 24 random bits no longer resolve the fracti
 
 @register("qsgd", kind="quantizer")
 class QSGD(Quantizer):
-    """More ``levels``: more bits, less noise. A smaller ``bucket``: more norms, less noise."""
+    """Random rounding to ``levels`` steps of a norm; a smaller ``bucket`` has more norms and less noise."""
 
     examples = ("qsgd", "qsgd(levels=7, bucket=None)", "qsgd(biased=True)")
+    takes_scattered = True
     levels: int = 127
     bucket: int | None = 512
     biased: bool = False
@@ -55,17 +56,17 @@ class QSGD(Quantizer):
     def size(self, lengths: tuple[int, ...]) -> int:
         return 4 * num_blocks(lengths, self.bucket) + packed_bytes(sum(lengths), self.bits)
 
-    def encode(self, values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
+    def encode(self, values: Flat, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
         return quantize.qsgd_encode(values, lengths, names, key.fold("quantize"), self.levels, self.bucket)
 
     def decode(self, data: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
         return quantize.qsgd_decode(data, lengths, self.levels, self.bucket, self.biased)
 
-    def decode_into(self, data: Tensor, lengths: Tensor, out: Tensor) -> Tensor:
+    def decode_into(self, data: Tensor, lengths: Tensor, out: Flat) -> Tensor:
         return quantize.qsgd_decode(data, lengths, self.levels, self.bucket, self.biased, out)
 
     def has_nonfinite(self, data: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        norms = from_bytes(data[: 4 * num_blocks(lengths, self.bucket)], torch.float32)
+        norms = data[: 4 * num_blocks(lengths, self.bucket)].view(torch.float32)  # a message begins where floats may
         return (
             ~torch.isfinite(torch.linalg.vector_norm(norms, torch.inf)) if norms.numel() else norms.new_zeros(()).bool()
         )

@@ -22,6 +22,7 @@ from torch import Tensor
 from gradwire.codecs.stage import FeedbackKernel, MergeKernel, MomentumKernel, Quantizer
 from gradwire.core.arguments import check_argument, is_count
 from gradwire.core.keys import Key
+from gradwire.core.layout import Flat
 from gradwire.core.payload import as_bytes, from_bytes
 from gradwire.core.registry import register
 from gradwire.core.traits import Traits
@@ -35,7 +36,7 @@ _LARGEST = torch.finfo(torch.bfloat16).max
 
 @register("sign", kind="quantizer")
 class Sign(Quantizer):
-    """Signs times one magnitude per segment: the ``mean``, or the one that keeps the ``norm``.
+    """Signs times one magnitude per segment; it is the ``mean``, or keeps the ``norm``.
 
     Attributes:
         scale: Which of the two.
@@ -44,6 +45,7 @@ class Sign(Quantizer):
     """
 
     examples = ("sign", "sign(scale='norm')", "sign(per=16)", "sign(per=16, scales='bf16')")
+    takes_scattered = True
     scale: str = "mean"
     per: int | None = None
     scales: str = "fp32"
@@ -60,7 +62,7 @@ class Sign(Quantizer):
         return None if self._short else self._keep_error
 
     def _keep_error(
-        self, grad: Tensor, residual: Tensor, decay: float, lengths: tuple[int, ...], before: Tensor | None = None
+        self, grad: Flat, residual: Tensor, decay: float, lengths: tuple[int, ...], before: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         cut = block_lengths(lengths, self.per)
         return fused.feedback_sign_(grad, residual, decay, cut, self.scale == "norm", before=before)
@@ -71,7 +73,7 @@ class Sign(Quantizer):
 
     def _keep_error_of_momentum(
         self,
-        grad: Tensor,
+        grad: Flat,
         residual: Tensor,
         momentum: Momentum,
         decay: float,
@@ -102,11 +104,11 @@ class Sign(Quantizer):
         blocks = blocks_of(lengths, self.per)
         return quantize.sign_decode(self._widened(data, len(blocks)), blocks)
 
-    def decode_into(self, data: Tensor, lengths: Tensor, out: Tensor) -> Tensor:
+    def decode_into(self, data: Tensor, lengths: Tensor, out: Flat) -> Tensor:
         blocks = blocks_of(lengths, self.per)
         return quantize.sign_decode(self._widened(data, len(blocks)), blocks, out)
 
-    def decode_times(self, data: Tensor, lengths: Tensor, out: Tensor, factor: Tensor, product: Tensor) -> None:
+    def decode_times(self, data: Tensor, lengths: Tensor, out: Tensor, factor: Tensor, product: Flat) -> None:
         blocks = blocks_of(lengths, self.per)
         sign_decode_times_(self._widened(data, len(blocks)), blocks, out, factor, product)
 

@@ -25,7 +25,7 @@ from gradwire.kernels.groups import blocks, largest, spread
 
 @register("adacomp", kind="selector")
 class AdaComp(PassingSelector):
-    """A soft threshold per bin, so that lively bins send more.
+    """A threshold for each bin, which the newest gradient may reach; bins that change most send most.
 
     Attributes:
         bin: Consecutive entries that share a maximum; the paper takes 50 for convolutions and 500

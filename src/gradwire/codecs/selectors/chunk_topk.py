@@ -24,7 +24,7 @@ from gradwire.kernels.chunks import chunk_topk
 
 @register("chunk_topk", kind="selector")
 class ChunkTopK(Selector):
-    """The largest entries of each chunk of consecutive entries; the last of a segment is shorter.
+    """The largest entries of each chunk; chunks are consecutive entries, and the last of a segment is shorter.
 
     Attributes:
         k: How many entries a chunk sends.

@@ -28,7 +28,7 @@ from gradwire.kernels.select import each, share
 
 @register("sampled_topk", kind="selector")
 class SampledTopK(Selector):
-    """About the largest entries of each segment, without sorting the segment.
+    """About the largest entries of each segment, by a threshold that a sample gives.
 
     Attributes:
         ratio: The share of a segment's entries that is sent at most, in (0, 1].

@@ -49,7 +49,7 @@ class Threshold(PassingSelector):
 
 @register("adaptive_threshold", kind="selector")
 class AdaptiveThreshold(PassingSelector):
-    """The entries of at least half the largest magnitude of their segment.
+    """Entries of at least half the maximum, in each segment.
 
     Attributes:
         most: The share of a segment's entries that may be sent, in (0, 1].

@@ -30,7 +30,7 @@ _MOMENT = "second_moment"
 
 @register("variance", kind="selector")
 class Variance(PassingSelector):
-    """The coordinates whose gradients agree over time.
+    """Coordinates whose gradients agree over time.
 
     Attributes:
         alpha: How far the squared sum must stand above the summed squares; the paper takes 1 to 2.
@@ -49,7 +49,7 @@ class Variance(PassingSelector):
         check_fraction(self, "decay", "0.999")
         check_fraction(self, "most", "0.1")
 
-    def absorb(self, grad: Tensor, memory: Memory, observed: Tensor | None = None) -> Memory:
+    def memory_with_gradient(self, grad: Tensor, memory: Memory, observed: Tensor | None = None) -> Memory:
         """The memory with the observed moments added, or, for loops that observe no samples, the gradient's square."""
         if observed is not None:
             return {**memory, _MOMENT: memory[_MOMENT] + observed}
@@ -60,6 +60,6 @@ class Variance(PassingSelector):
     def passes(self, signal: EncodeInput) -> Tensor:
         return signal.target.square() > self.alpha * signal.memory[_MOMENT]
 
-    def remember(self, signal: EncodeInput, indices: Tensor) -> Memory:
+    def memory_after_sending(self, signal: EncodeInput, indices: Tensor) -> Memory:
         moment = (self.decay * signal.memory[_MOMENT]).index_fill(0, indices, 0.0)
         return {**signal.memory, _MOMENT: moment}

@@ -27,7 +27,7 @@ from gradwire.core.segments import Segments, matrix_shape
 
 @register("dct", kind="transform")
 class DCT(Transform):
-    """Tiles of ``side`` by ``side`` at most; ``chunk_topk(k, chunk=side * side)`` then chooses k of each."""
+    """Cosine transform of tiles, of ``side`` rows and columns; ``chunk_topk(k, chunk=side * side)`` keeps k of each."""
 
     examples = ("dct", "dct(side=4)")
     side: int = 64

@@ -24,7 +24,7 @@ from gradwire.kernels.hadamard import random_signs, rotate, widened_places
 
 @register("hadamard", kind="transform")
 class Hadamard(Transform):
-    """A larger ``block`` spreads outliers thinner and costs log2(block) passes."""
+    """Random rotation of blocks; a larger ``block`` spreads outliers more, and costs log2(block) passes."""
 
     examples = ("hadamard", "hadamard(block=256)")
     block: int = 1024

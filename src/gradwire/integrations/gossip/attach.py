@@ -9,7 +9,7 @@ from gradwire.comm.backend import Backend
 from gradwire.comm.host_layout import Across
 from gradwire.gossip import GossipMethod
 from gradwire.integrations.ddp import find_ddp
-from gradwire.integrations.elastic_place import HERE, place_of
+from gradwire.integrations.elastic_place import LOOPBACK, elastic_place_of
 from gradwire.integrations.gossip.elastic import ElasticGossip
 from gradwire.integrations.gossip.flat_params import CodecSpec, GossipOptions
 from gradwire.integrations.gossip.gossip_sync import GossipSync
@@ -32,7 +32,7 @@ def gossip(
     meeting: str | Path | None = None,
     rank: int | None = None,
     world: int | None = None,
-    host: str = HERE,
+    host: str = LOOPBACK,
 ) -> "GossipSync | ElasticGossip":
     """Train replicas that exchange messages with neighbors only; call the returned handle after ``optimizer.step()``.
 
@@ -66,7 +66,7 @@ def gossip(
         raise ValueError("elastic=True opens connections of its own; leave link and process_group out")
     if elastic and across is not None:
         raise ValueError("elastic=True has nodes of one rank, which may come and go; leave across out")
-    place = place_of(elastic, rank, world, meeting, timeout, host)
+    place = elastic_place_of(elastic, rank, world, meeting, timeout, host)
     if place is not None:
         return ElasticGossip(model, options, place)
     link = find_backend(link, process_group, across)

@@ -179,9 +179,8 @@ class SimulatedGossip(BatchedGossip):
             raise ValueError("there are no models to gossip; pass a list of models, one for each rank")
         super().__init__(models[0], len(models), spec, codec, stacked=False, **options)
         self.models, self.flats = list(models), [FlatParams(model) for model in models]
-        with torch.no_grad():
-            for model in models[1:]:
-                model.load_state_dict(models[0].state_dict())
+        for model in models[1:]:
+            model.load_state_dict(models[0].state_dict())
 
     def __call__(self) -> None:
         """One round of gossip of all models."""

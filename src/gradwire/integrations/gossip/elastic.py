@@ -16,7 +16,7 @@ from gradwire.comm.rendezvous import rendezvous
 from gradwire.core.payload import CorruptMessageError, Payload, byte_tensor, raw_bytes
 from gradwire.core.requests import Request, SendRecv
 from gradwire.engine.drive import execute, interleave
-from gradwire.integrations.elastic_place import Place
+from gradwire.integrations.elastic_place import ElasticPlace
 from gradwire.integrations.gossip.checkpoint import check_state, save_state
 from gradwire.integrations.gossip.flat_params import FlatParams, GossipOptions
 from gradwire.integrations.gossip.handle import RankHandle
@@ -46,7 +46,7 @@ class ElasticGossip(RankHandle):
     elastic = True
     resyncs = delegated("_membership", "resyncs")
 
-    def __init__(self, model: nn.Module, options: GossipOptions, place: Place) -> None:
+    def __init__(self, model: nn.Module, options: GossipOptions, place: ElasticPlace) -> None:
         flat, rank, world = FlatParams(model), place.rank, place.world
         node = options.node(flat.tensors, rank, world, elastic=True)
         super().__init__(flat, node, tuple((rank,) for rank in range(world)), options.describe(node), rank)

@@ -24,9 +24,7 @@ class FlatParams:
         self.parameters = trainable(model.named_parameters())
         self.device = next(iter(self.parameters.values())).device
         self.tensors = Segments(tuple(self.parameters), tuple(tuple(p.shape) for p in self.parameters.values()))
-        self.buffers = {
-            name: buffer for name, buffer in model.named_buffers() if buffer is not None and buffer.is_floating_point()
-        }
+        self.buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
 
     def read(self) -> Tensor:
         return _flatten(list(self.parameters.values()), self.device)
@@ -46,8 +44,7 @@ class FlatParams:
         _unflatten_([*self.parameters.values(), *self.buffers.values()], x)
 
     def fingerprint(self) -> Tensor:
-        shapes = list(zip(self.tensors.names, self.tensors.shapes, strict=True))
-        return fingerprint_of(shapes)
+        return fingerprint_of(list(zip(self.tensors.names, self.tensors.shapes, strict=True)))
 
 
 def _flatten(tensors: list[Tensor], device: torch.device) -> Tensor:

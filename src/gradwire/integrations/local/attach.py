@@ -1,7 +1,7 @@
 """`local`: one call after which a model takes local steps."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,12 @@ from gradwire.feedback import Feedback
 from gradwire.integrations.compress import connect_model
 from gradwire.integrations.consistency import errors_on_all_ranks
 from gradwire.integrations.ddp import find_ddp
-from gradwire.integrations.elastic_place import HERE, Place, place_of
+from gradwire.integrations.elastic_place import LOOPBACK, ElasticPlace, elastic_place_of
 from gradwire.integrations.local.elastic import ElasticGroup, elastic_method
 from gradwire.integrations.local.handle import LocalSync
 from gradwire.integrations.model import is_plain, refuse_sparse, refuse_wrapped, trainable
 from gradwire.integrations.optimizer_warning import OptimizerWarning
-from gradwire.integrations.ownership import refuse_wires, take_local
+from gradwire.integrations.ownership import refuse_wires, register_local
 from gradwire.integrations.setup import Options, Setup
 from gradwire.local.method import LocalMethod, OuterFactory, local_method
 
@@ -63,7 +63,7 @@ def local(
     meeting: str | Path | None = None,
     rank: int | None = None,
     world: int | None = None,
-    host: str = HERE,
+    host: str = LOOPBACK,
 ) -> LocalSync:
     """Take local steps, and agree on weights every H steps; call the returned handle after ``optimizer.step()``.
 
@@ -106,7 +106,7 @@ def local(
     Returns:
         A handle: ``report()``, ``averaged()``, ``state_dict()``, ``set(...)``, ``off()``.
     """
-    place = place_of(elastic, rank, world, meeting, timeout, host)
+    place = elastic_place_of(elastic, rank, world, meeting, timeout, host)
     if place is not None:
         options = Options(None, None, granularity, rules, bundle, None, seed, bucket_mb, rollback)
         if link is not None or process_group is not None or across is not None or uneven or auto:
@@ -137,7 +137,7 @@ def local(
         replicas.take_over(backend)
     handle = LocalSync(inner, setup, chosen, outer, outer_device, uneven, measured=auto)
     watch(handle, optimizers, handle.average_gradients)
-    take_local(handle, setup.parameters, backend.world)
+    register_local(handle, setup.parameters, backend.world)
     return handle
 
 
@@ -146,7 +146,7 @@ def _local_elastic(
     optimizer: Optimizers,
     chosen: LocalMethod,
     options: Options,
-    place: Place,
+    place: ElasticPlace,
     outer: OuterFactory | None,
     outer_device: torch.device | str | None,
 ) -> LocalSync:
@@ -156,7 +156,8 @@ def _local_elastic(
     optimizers = as_list(optimizer, chosen)
     refuse_wires(parameters, place.world)
     numbers = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
-    group = ElasticGroup(place, f"{chosen}; {replace(options, scaler=None)}; {_shapes(parameters)}", numbers)
+    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+    group = ElasticGroup(place, f"{chosen}; {replace(options, scaler=None)}; {shapes}", numbers)
     try:
         handle = LocalSync(model, Setup(parameters, group.link, options), chosen, outer, outer_device, group=group)
         group.begin(handle)
@@ -164,12 +165,8 @@ def _local_elastic(
         group.close()
         raise
     watch(handle, optimizers, handle.average_gradients)
-    take_local(handle, parameters, place.world)
+    register_local(handle, parameters, place.world)
     return handle
-
-
-def _shapes(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(p.shape) for name, p in parameters.items()}
 
 
 def as_list(given: Optimizers, chosen: LocalMethod) -> list[Optimizer]:

@@ -34,17 +34,17 @@ def save(handle: "LocalSync") -> dict[str, Tensor]:
     """This rank's state."""
     first, *others = handle.wires
     state = {"steps": torch.tensor(handle.steps), "inside": torch.tensor(handle.inside)}
-    state |= {f"own/{name}": x.cpu().contiguous() for name, x in handle.outer.own().items()}
+    state |= {f"own/{name}": x.cpu().contiguous() for name, x in handle.outer.model_tensors().items()}
     state |= {f"kept/{name}": x.cpu().clone().contiguous() for name, x in handle.outer.kept.items()}
     for fragment in handle.fragments:
-        if fragment.flight is not None:
-            state[_skipped_key(fragment.number)] = torch.tensor(fragment.flight.result().skipped)
+        if fragment.pending_result is not None:
+            state[_skipped_key(fragment.number)] = torch.tensor(fragment.pending_result.result().skipped)
         state |= {f"flight/{name}": x for name, x in fragment.state().items()}
     state |= handle.outer.state_dict()
     if handle.measured is not None and handle.measured.chosen is not None:
         state["H"] = torch.tensor(handle.measured.chosen)
-    if handle.pace is not None:
-        state["pace"] = torch.tensor(handle.pace.steps)
+    if handle.uneven_steps is not None:
+        state["pace"] = torch.tensor(handle.uneven_steps.steps)
     state |= {} if handle.group is None else handle.group.state()
     for number, wire in enumerate(others, 1):
         state |= {f"fragment/{number}/{name}": x for name, x in wire.state_dict().items()}
@@ -74,13 +74,13 @@ def load(handle: "LocalSync", states: Sequence[Saved]) -> None:
     if handle.measured is not None and "H" in local:
         handle.measured.chosen = int(local["H"])
         handle.method = replace(handle.method, H=handle.measured.chosen)
-    _load_flights(handle, local)
+    _load_pending_results(handle, local)
     if mine is not None:
-        handle.outer.load_own(_below(mine, f"{_KEY}own/"))
+        handle.outer.load_model_tensors(_below(mine, f"{_KEY}own/"))
         handle.outer.kept = {name: x.to(handle.wire.device) for name, x in _below(local, "kept/").items()}
-        if handle.pace is not None and "pace" in local:
-            handle.pace.steps = local["pace"].tolist()
-            handle.pace.restart()
+        if handle.uneven_steps is not None and "pace" in local:
+            handle.uneven_steps.steps = local["pace"].tolist()
+            handle.uneven_steps.restart()
         for number, optimizer in enumerate(handle.inner_optimizers):
             _load_tensors(optimizer, _below(local, f"inner/{number}/"))
         if handle.group is not None:
@@ -90,21 +90,21 @@ def load(handle: "LocalSync", states: Sequence[Saved]) -> None:
     handle.outer.restart()
     handle.outer.restart_buffers()
     handle.inside = 0
-    if handle.pace is not None:
-        handle.pace.restart()
+    if handle.uneven_steps is not None:
+        handle.uneven_steps.restart()
     for fragment in handle.fragments:
         fragment.age = 0
 
 
-def _load_flights(handle: "LocalSync", local: Saved) -> None:
-    flights, count = _below(local, "flight/"), len(handle.fragments)
+def _load_pending_results(handle: "LocalSync", local: Saved) -> None:
+    results, count = _below(local, "flight/"), len(handle.fragments)
     for fragment in handle.fragments:
-        fragment.flight, number = None, fragment.number
+        fragment.pending_result, number = None, fragment.number
         offset = handle.method.offset(number, count)
         fragment.age = (handle.inside - offset) % handle.method.H if offset else handle.inside
         if _skipped_key(number) in local:
-            updates = {name: flights[name].to(fragment.wire.device) for name in fragment.names if name in flights}
-            fragment.flight = CompletedFuture([StepResult(updates, bool(local[_skipped_key(number)]))])
+            updates = {name: results[name].to(fragment.wire.device) for name in fragment.names if name in results}
+            fragment.pending_result = CompletedFuture([StepResult(updates, bool(local[_skipped_key(number)]))])
 
 
 def _tensors(optimizer: Optimizer) -> dict[str, Tensor]:

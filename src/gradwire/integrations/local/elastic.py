@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from gradwire.comm.backend import Backend, delegated
+from gradwire.comm.backend import UncountedBackend, delegated
 from gradwire.comm.collectives import AllGatherOp, Collective
 from gradwire.comm.elastic_rounds import ElasticRounds
 from gradwire.comm.peer_mesh import PeerMesh
@@ -20,7 +20,7 @@ from gradwire.comm.rendezvous import rendezvous
 from gradwire.core.payload import byte_tensor, raw_bytes
 from gradwire.engine.step import StepResult
 from gradwire.exchanges import AllGather, AllReduce, Auto
-from gradwire.integrations.elastic_place import Place
+from gradwire.integrations.elastic_place import ElasticPlace
 from gradwire.integrations.local.elastic_message import RoundMessage
 from gradwire.integrations.setup import Options
 from gradwire.integrations.wire import Wire
@@ -36,19 +36,13 @@ _PAUSE_SECONDS = 0.05
 _log = logging.getLogger("gradwire.local")
 
 
-class ElasticLink(Backend):
+class ElasticLink(UncountedBackend):
     """The link of a worker outside of rounds, where it agrees with itself. Its bytes are those of the mesh."""
 
     traffic = delegated("edges", "traffic")
 
     def __init__(self, mesh: PeerMesh, world: int) -> None:
         self.edges, self.rank, self.world = mesh.edges, mesh.rank, world
-
-    def run(self, collective: Collective) -> Tensor:
-        return self.move(collective)
-
-    def run_into(self, collective: Collective, out: Tensor) -> None:
-        out.copy_(self.move(collective))
 
     def move(self, collective: Collective) -> Tensor:
         return collective.tensor[None] if isinstance(collective, AllGatherOp) else collective.tensor
@@ -68,7 +62,7 @@ class ElasticGroup:
         resyncs: How often it has taken over another worker's outer weights.
     """
 
-    def __init__(self, place: Place, training: str, numbers: int) -> None:
+    def __init__(self, place: ElasticPlace, training: str, numbers: int) -> None:
         self.mesh = PeerMesh(
             place.rank,
             [rank for rank in range(place.world) if rank != place.rank],
@@ -173,7 +167,7 @@ class ElasticGroup:
         handle = self._handle
         with self.lock:
             handle.outer.load_state_dict(state)
-            handle.outer.load_rest(state)
+            handle.outer.load_remaining_tensors(state)
             self.rounds.take(int(state["round"]), raw_bytes(state["history"]).decode())
             self.rounds.members = (*state["members"].tolist(), self.rounds.rank)
             handle.steps = self._base = int(state["steps"])
@@ -187,7 +181,7 @@ class ElasticGroup:
             numbers = {"round": rounds.step, "steps": self._base, "members": rounds.members}
             about = {name: torch.tensor(value) for name, value in numbers.items()}
             history = byte_tensor(rounds.history.encode())
-            return save({**outer.state_dict(), **outer.rest(), **about, "history": history})
+            return save({**outer.state_dict(), **outer.remaining_tensors(), **about, "history": history})
 
     def _restate(self) -> None:
         """A history that begins with the weights as they are."""

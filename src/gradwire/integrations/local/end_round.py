@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradwire.engine.drive import Rounds, execute
+from gradwire.engine.drive import RoundGenerator, execute
 from gradwire.engine.hosts import among_hosts
 from gradwire.engine.step import StepResult
 from gradwire.integrations.wire import Wire
@@ -27,8 +27,8 @@ def end_round(handle: "LocalSync", wire: Wire, differences: dict[str, Tensor], b
     is_skipped = wire.skipped > skipped  # reads what a GPU may know alone
     if buffers is not None and not is_skipped:
         execute(handle.outer.average_buffers(buffers, handle.link.world), handle.link, wire.clock)
-    if handle.pace is not None:
-        execute(handle.pace.agree(wire.device), handle.link, wire.clock)
+    if handle.uneven_steps is not None:
+        execute(handle.uneven_steps.agree(wire.device), handle.link, wire.clock)
     if measured is not None:
         execute(measured.agree(wire.device, handle.method.H), handle.link, wire.clock)
         handle.method = replace(handle.method, H=measured.chosen or handle.method.H)
@@ -37,9 +37,9 @@ def end_round(handle: "LocalSync", wire: Wire, differences: dict[str, Tensor], b
     return StepResult(updates, is_skipped)
 
 
-def compare_weights(handle: "LocalSync") -> Rounds[int]:
+def compare_weights(handle: "LocalSync") -> RoundGenerator[int]:
     """Replicas compare their weights; of sharded ones, each rank with those that hold the same shards."""
     setup = handle.fragments[0].wire.setup
     if setup.sharded:
-        return among_hosts(handle.outer.settle(setup.plan_world))
-    return handle.outer.settle(handle.link.world)
+        return among_hosts(handle.outer.average_if_different(setup.plan_world))
+    return handle.outer.average_if_different(handle.link.world)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from gradwire.engine.gradients import by_name
 from gradwire.engine.step import StepResult
 from gradwire.integrations.comm_worker import AnyFuture
 from gradwire.integrations.local.outer import OuterWeights
@@ -20,14 +21,14 @@ class Fragment:
     Attributes:
         number: Which one.
         wire: Compresses its differences, and keeps their errors.
-        flight: What its last message leads to, until that is applied.
+        pending_result: What its last message leads to, until that is applied.
         age: Inner steps since that was sent.
         steps: Inner steps whose differences were sent.
     """
 
     def __init__(self, number: int, wire: Wire) -> None:
         self.number, self.wire = number, wire
-        self.flight: AnyFuture[StepResult] | None = None
+        self.pending_result: AnyFuture[StepResult] | None = None
         self.age = self.steps = 0
 
     @property
@@ -40,13 +41,13 @@ class Fragment:
 
     def wait(self) -> None:
         """Wait for a message under way."""
-        if self.flight is not None:
-            self.flight.result()
+        if self.pending_result is not None:
+            self.pending_result.result()
 
     def apply(self, outer: OuterWeights, method: LocalMethod) -> None:
         """Step the outer weights by the message under way, and start from them; a dropped one leaves them alone."""
-        assert self.flight is not None
-        result, self.flight = self.flight.result(), None
+        assert self.pending_result is not None
+        result, self.pending_result = self.pending_result.result(), None
         if not result.skipped:
             outer.step(result.updates)
         kept = {name: method.keep * error for name, error in self.errors().items()} if method.keep else {}
@@ -58,17 +59,13 @@ class Fragment:
         """What this rank has not sent, by name, of parameters that have error feedback."""
         inner = self.wire.engine.unwrapped
         lanes = [pair for pair in zip(inner.plan.lanes, inner.states, strict=True) if "residual" in pair[1].tensors]
-        return {
-            name: state.tensors["residual"][place].view(shape)
-            for lane, state in lanes
-            for (name, place), shape in zip(lane.slices.items(), lane.tensors.shapes, strict=True)
-        }
+        return by_name([lane for lane, _ in lanes], [state.tensors["residual"] for _, state in lanes])
 
     def state(self) -> dict[str, Tensor]:
         """What the message under way led to."""
-        if self.flight is None:
+        if self.pending_result is None:
             return {}
-        result = self.flight.result()
+        result = self.pending_result.result()
         return {name: x.detach().cpu().clone().contiguous() for name, x in result.updates.items()}
 
     @property

@@ -25,9 +25,9 @@ from gradwire.integrations.local.end_round import compare_weights, end_round
 from gradwire.integrations.local.fragment import Fragment, fragments_of
 from gradwire.integrations.local.measured_rounds import MeasuredRounds
 from gradwire.integrations.local.outer import OuterWeights
-from gradwire.integrations.local.pace import Pace
 from gradwire.integrations.local.report import LocalReport, summarize
 from gradwire.integrations.local.start import Start
+from gradwire.integrations.local.uneven_steps import UnevenSteps
 from gradwire.integrations.setup import Setup
 from gradwire.integrations.spec_change import feedback_after
 from gradwire.integrations.wire import Wire
@@ -47,7 +47,7 @@ class LocalSync:
         steps: Inner steps taken so far.
         inside: How many of them since the last message was sent.
         fragments: The parts of the model that are sent by themselves; one, unless the method has more.
-        pace: The steps of each rank in a round, where they differ.
+        uneven_steps: The steps of each rank in a round, where they differ.
         group: Of workers that come and go, where it is elastic.
         measured: Chooses H by the time that rounds take, if it is to be chosen.
     """
@@ -82,7 +82,7 @@ class LocalSync:
         self.outer = OuterWeights(model, setup.parameters, make or chosen.outer, outer_device)
         self.optimizer = self.outer.optimizer
         self.steps = self.inside = 0
-        self.pace = Pace(chosen.H, self.link.rank, self.link.world) if uneven else None
+        self.uneven_steps = UnevenSteps(chosen.H, self.link.rank, self.link.world) if uneven else None
         self.unfinished: set[int] = set()  # inner optimizers that have stepped since the last call
         self.inner_optimizers: list[Optimizer] = []  # those that are saved with the rest
 
@@ -124,10 +124,12 @@ class LocalSync:
         for fragment in self.advance():
             buffers = None if fragment.number else self.outer.flat_buffers()
             differences = self.outer.differences(fragment.names)
-            if self.pace is not None:
-                torch._foreach_mul_(list(differences.values()), self.pace.weight)
+            if self.uneven_steps is not None:
+                torch._foreach_mul_(list(differences.values()), self.uneven_steps.weight)
             work = partial(end_round, self, fragment.wire, differences, buffers)
-            fragment.flight = fragment.wire.worker.submit(work) if self.method.delay else CompletedFuture([work()])
+            fragment.pending_result = (
+                fragment.wire.worker.submit(work) if self.method.delay else CompletedFuture([work()])
+            )
         if self.start.compares(self.steps):
             self.start.count_comparison(execute(compare_weights(self), self.link, self.wire.clock))
         self.arrive()
@@ -138,15 +140,15 @@ class LocalSync:
         self.unfinished.clear()
         self.steps += 1
         if self.steps <= self.method.start:
-            self.outer.take()
+            self.outer.copy_from_model()
             self.start.count_step()
-            if self.pace is not None:
-                self.pace.restart()
+            if self.uneven_steps is not None:
+                self.uneven_steps.restart()
             return []
         self.inside += 1
         for fragment in self.fragments:
             fragment.age += 1
-        count, H = len(self.fragments), self.method.H if self.pace is None else self.pace.own
+        count, H = len(self.fragments), self.method.H if self.uneven_steps is None else self.uneven_steps.own
         due = [one for one in self.fragments if (self.inside - self.method.offset(one.number, count)) % H == 0]
         self.inside %= H
         for fragment in due:
@@ -163,7 +165,7 @@ class LocalSync:
         """
         with nullcontext() if self.group is None else self.group.lock:
             for fragment in self.fragments:
-                if fragment.flight is not None and (early or fragment.age >= self.method.delay):
+                if fragment.pending_result is not None and (early or fragment.age >= self.method.delay):
                     fragment.apply(self.outer, self.method)
             if self.group is not None:
                 self.group.arrive()
@@ -206,14 +208,16 @@ class LocalSync:
                 message=method(message, feedback, exchange),
                 **{name: getattr(self.method, name) for name in ("start", "first", "fragments")},
             )
-            _check_uneven(chosen, self.pace is not None)
+            _check_uneven(chosen, self.uneven_steps is not None)
             _check_keep(chosen, self.link)
         for wire in self.wires:
-            wire.setup.note = f"; {chosen}{', uneven' * (self.pace is not None)}"
+            wire.setup.note = f"; {chosen}{', uneven' * (self.uneven_steps is not None)}"
             wire.set(chosen.message)
         self.arrive(early=True)  # the next message must not meet this one
         self.method, self.inside = chosen, min(self.inside, chosen.H - 1)
-        self.pace = None if self.pace is None else Pace(chosen.H, self.link.rank, self.link.world)
+        self.uneven_steps = (
+            None if self.uneven_steps is None else UnevenSteps(chosen.H, self.link.rank, self.link.world)
+        )
         if rounds and not self._given:
             self.outer.configure(chosen)
 
@@ -252,7 +256,7 @@ class LocalSync:
         return summarize(self.wires, self.fragments, self.start)
 
     def __str__(self) -> str:
-        H = self.method.H if self.pace is None else self.pace.own
+        H = self.method.H if self.uneven_steps is None else self.uneven_steps.own
         head = f"{self.method}\nstep {self.steps}, {self.inside} of {H} in the round"
         return "\n".join((head, *map(str, self.wires)))
 

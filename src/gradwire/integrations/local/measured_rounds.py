@@ -7,7 +7,7 @@ import torch
 
 from gradwire.core.payload import Payload, as_bytes, from_bytes
 from gradwire.core.requests import Gather
-from gradwire.engine.drive import Rounds
+from gradwire.engine.drive import RoundGenerator
 
 WAITING = 0.1  # of its computing: what a step may take beside it, for its share of a round
 LONGEST = 500  # steps
@@ -32,7 +32,7 @@ class MeasuredRounds:
             torch.cuda.synchronize(device)
         self._began = time.perf_counter()
 
-    def agree(self, device: torch.device, steps: int) -> Rounds[None]:
+    def agree(self, device: torch.device, steps: int) -> RoundGenerator[None]:
         """A round of so many steps is over. After the second one, all ranks choose H, by the slowest one's computing.
 
         Ranks that come early to a round wait for the others, so that the shortest round is what it takes.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradwire.core.payload import Payload, byte_tensor, raw_bytes
 from gradwire.core.requests import Gather, Sum
-from gradwire.engine.drive import Rounds
+from gradwire.engine.drive import RoundGenerator
 from gradwire.integrations.model import local_part, reshard
 from gradwire.local.method import LocalMethod, OuterFactory
 
@@ -82,13 +82,13 @@ class OuterWeights:
             x.copy_(self.buffers[name])
 
     @torch.no_grad()
-    def take(self) -> None:
+    def copy_from_model(self) -> None:
         """Set the outer weights to those of the model, which are the same on all ranks."""
         for name in self._local:
             self.weights[name].copy_(self._part(name))
 
     @torch.no_grad()
-    def settle(self, world: int) -> Rounds[int]:
+    def average_if_different(self, world: int) -> RoundGenerator[int]:
         """After a start on the same batches: where ranks differ, by rounding, all take the mean. Returns bytes sent."""
         parts = {name: self._part(name) for name in self._local}
         own = torch.cat([p.flatten().float() for p in parts.values()])
@@ -110,7 +110,7 @@ class OuterWeights:
         return torch.cat([x.flatten().float() for x in self._local_buffers.values()] or [torch.zeros(0)])
 
     @torch.no_grad()
-    def average_buffers(self, own: Tensor, world: int) -> Rounds[None]:
+    def average_buffers(self, own: Tensor, world: int) -> RoundGenerator[None]:
         """Average the buffers of all ranks. Where the mean is not finite, the last one stays."""
         if not self.buffers:
             return
@@ -122,13 +122,13 @@ class OuterWeights:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """A context in which the model has the outer weights and buffers."""
-        own, kept = self.own(), self.kept
+        own, kept = self.model_tensors(), self.kept
         self.restart()
         self.restart_buffers()
         try:
             yield
         finally:
-            self.load_own(own)
+            self.load_model_tensors(own)
             self.kept = kept
 
     def configure(self, method: LocalMethod) -> None:
@@ -139,25 +139,25 @@ class OuterWeights:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    def own(self) -> dict[str, Tensor]:
+    def model_tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers of the model itself, by name; of sharded ones, this rank's part."""
         return {name: local_part(x.detach()).clone() for name, x in self._own.items()}
 
     @torch.no_grad()
-    def load_own(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_model_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Set the model's own parameters and buffers."""
         reshard(self._model)
         for name, x in self._own.items():
             local_part(x).copy_(tensors[name])
 
-    def rest(self) -> dict[str, Tensor]:
+    def remaining_tensors(self) -> dict[str, Tensor]:
         """What is neither trained nor averaged: frozen parameters, counters of batch norm."""
         held = {name: x for name, x in self._own.items() if name not in self.weights and name not in self.buffers}
         return {f"rest/{name}": x.detach().cpu().clone().contiguous() for name, x in held.items()}
 
     @torch.no_grad()
-    def load_rest(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `rest` has."""
+    def load_remaining_tensors(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `remaining_tensors` has."""
         for name, x in self._own.items():
             if f"rest/{name}" in state:
                 x.copy_(state[f"rest/{name}"])

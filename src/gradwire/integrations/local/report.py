@@ -80,6 +80,8 @@ class LocalReport:
         return self.dense + (0 if self.start is None else self.start.dense)
 
     def __str__(self) -> str:
+        if not self.rounds.steps and self.start is None:
+            return "no round has ended yet: nothing was sent, and the weights of workers differ"
         lines = [
             f"{self.start_steps} steps of the start, {self.local_steps} local steps in {self.rounds.steps} rounds",
             f"against float32 in every step: payload {self.payload_ratio:.1f}x smaller, wire {self.wire_ratio:.1f}x; "

@@ -63,7 +63,7 @@ class SimulatedLocal:
         starters = [rank.start.wire for rank in self.ranks if rank.start.wire is not None]
         self._start = SimulatedGroup(starters, self.group)
         for rank, own in zip(self.ranks, inner, strict=True):
-            watch(rank, own, partial(_require_averaged, rank))
+            watch(rank, own, partial(lambda one: one.start.require_averaged(one.steps), rank))
 
     def average_gradients(self) -> None:
         """In the start: average ``p.grad`` over all replicas; later it has no effect. Call it before the steps."""
@@ -79,7 +79,9 @@ class SimulatedLocal:
         if self.ranks[0].start.compares(self.ranks[0].steps):
             world = len(self.ranks)
             for rank, sent in zip(
-                self.ranks, self.group.drive([rank.outer.settle(world) for rank in self.ranks]), strict=True
+                self.ranks,
+                self.group.drive([rank.outer.average_if_different(world) for rank in self.ranks]),
+                strict=True,
             ):
                 rank.start.count_comparison(sent)
         for rank in self.ranks:
@@ -100,11 +102,7 @@ class SimulatedLocal:
         for fragment, result in zip(fragments, results, strict=True):
             # Optimizers may write to gradients, and these may belong to all ranks.
             updates = {name: x.clone() for name, x in result.updates.items()}
-            fragment.flight = CompletedFuture([StepResult(updates, result.skipped)])
-
-
-def _require_averaged(rank: LocalSync) -> None:
-    rank.start.require_averaged(rank.steps)
+            fragment.pending_result = CompletedFuture([StepResult(updates, result.skipped)])
 
 
 def local_lockstep(

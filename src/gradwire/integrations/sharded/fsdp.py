@@ -18,15 +18,25 @@ _COLLECTIVE_METHODS = ("unshard", "wait_for_unshard", "post_backward", "finalize
 def param_groups(model: nn.Module) -> list[Any]:
     """The groups in which FSDP gathers and reduces parameters."""
     states = {id(state): state for module in model.modules() if (state := _state(module)) is not None}
-    found: list[Any] = []
-    for state in states.values():
-        several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
-        found += [state._fsdp_param_group] if several is None else several
-    return [group for group in found if group is not None]
+    return [group for state in states.values() for group in _groups_of(state)]
+
+
+def late_names(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters that FSDP reduces when backward is over: those that no inner module is sharded with."""
+    inner = getattr(model, "_orig_mod", model)
+    state = _state(inner)
+    groups = [] if state is None else _groups_of(state)
+    mine = {id(x.sharded_param) for group in groups for x in group.fsdp_params}
+    return frozenset(name.replace("_orig_mod.", "") for name, p in inner.named_parameters() if id(p) in mine)
 
 
 def _state(module: nn.Module) -> Any:
     return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+
+
+def _groups_of(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
+    return [group for group in ([state._fsdp_param_group] if several is None else several) if group is not None]
 
 
 def native_group(groups: Iterable[Any]) -> dist.ProcessGroup | None:

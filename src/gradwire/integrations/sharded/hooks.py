@@ -5,7 +5,8 @@ its last gradient has arrived, and travels while backward goes on. The step ends
 optimizer sees the gradients.
 
 Where gradients stay on a GPU (NCCL), the host waits for nothing but the step before: a captured step has all gradients
-of this rank, and leaves its status on the device.
+of this rank, and leaves its status on the device. FSDP allocates new gradients in every step. So captured steps read
+them in a buffer, and this module makes `p.grad` a view of it, which holds the update when backward ends.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from gradwire.engine.plan import Plan
 from gradwire.engine.sharded import commits_alone
 from gradwire.engine.step import BucketResult, StepResult
 from gradwire.integrations.comm_worker import AnyFuture
-from gradwire.integrations.ddp import at_the_end
+from gradwire.integrations.ddp import after_backward
 from gradwire.integrations.model import local_part
 from gradwire.integrations.wire import Wire, write_missing
 
@@ -33,6 +34,8 @@ class ShardPass:
         missing: How many gradients each bucket still awaits.
         arrived: How often each gradient has come.
         grads: This rank's part of each of them.
+        replaced: The parts as FSDP allocated them, where `p.grad` has become a view of a buffer. Streams may still
+            read them until the pass ends.
         results: Of buckets that have left.
     """
 
@@ -40,6 +43,7 @@ class ShardPass:
         self.early, self.missing = early, list(missing)
         self.arrived: dict[str, int] = {}
         self.grads: dict[str, Tensor] = {}
+        self.replaced: list[Tensor] = []
         self.results: list[AnyFuture[BucketResult]] = []
 
     @property
@@ -109,16 +113,30 @@ class ShardHooks:
         now = ShardPass(self._once and not waits, [len(names) for names in self._names])
         if now.early:
             wire.before_step()
-        at_the_end(lambda: at_the_end(self._finish))  # FSDP's own last callback may bring more gradients
+        after_backward(lambda: after_backward(self._finish))  # FSDP's own last callback may bring more gradients
         return now
 
     def _send(self, now: ShardPass) -> None:
         """Start the exchange of the next bucket."""
         wire, i = self.wire, len(now.results)
-        work = partial(wire.executor.run_bucket, i, now.grads)
-        # A thread would start collectives between FSDP's own, in another order on each rank, where NCCL may deadlock.
-        started = wire.worker.enqueue(work) if wire.setup.stays_on_device else wire.worker.submit(work)
-        now.results.append(started)
+        if wire.setup.stays_on_device:
+            # A thread would start collectives between FSDP's own, in another order on each rank: NCCL may deadlock.
+            now.results.append(wire.worker.enqueue(partial(self._run_bucket, now, i)))
+        else:
+            now.results.append(wire.worker.submit(partial(wire.executor.run_bucket, i, now.grads)))
+
+    def _run_bucket(self, now: ShardPass, i: int) -> BucketResult:
+        """Compress and exchange a bucket. Its gradients become views of a buffer, if captured work reads them there."""
+        names, executor = self._names[i], self.wire.executor
+        grads = [self.wire.parameters[name].grad for name in names]
+        if all(
+            getattr(grad, "_local_tensor", None) is now.grads[name] for name, grad in zip(names, grads, strict=True)
+        ):
+            views = executor.take_in(i, now.grads)
+            for name, grad, view in zip(names, grads, views or (), strict=views is not None):
+                now.replaced.append(now.grads[name])
+                now.grads[name] = grad._local_tensor = view  # type: ignore[union-attr]
+        return executor.run_bucket(i, now.grads)
 
     def _refuse_sent(self, now: ShardPass, name: str, bucket: int) -> None:
         """Refuse a gradient that comes again after it was sent."""
@@ -141,6 +159,7 @@ class ShardHooks:
             result = wire.sync(grads)
         if any(grad is None for grad in grads.values()):
             write_missing(wire.parameters, result)
+        now.replaced.clear()  # the current stream has waited for all that reads them
 
     def _rest(self, sent: Sequence[AnyFuture[BucketResult]], grads: Grads) -> StepResult:
         executor = self.wire.executor

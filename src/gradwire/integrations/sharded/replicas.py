@@ -13,7 +13,13 @@ from gradwire.comm.backend import Backend
 from gradwire.comm.host_backend import subdivide
 from gradwire.comm.host_layout import HostLayout
 from gradwire.comm.torch_backend import backend_of, subgroup
-from gradwire.integrations.sharded.fsdp import explain_errors, native_group, param_groups, take_over_averaging
+from gradwire.integrations.sharded.fsdp import (
+    explain_errors,
+    late_names,
+    native_group,
+    param_groups,
+    take_over_averaging,
+)
 from gradwire.integrations.sharded.hooks import ShardHooks
 from gradwire.integrations.wire import Wire
 
@@ -26,11 +32,13 @@ class Replicas:
         group: The ranks that hold the same shards as this one.
         own: The ranks that hold this replica.
         param_groups: FSDP's.
+        late: Names of parameters that FSDP reduces when backward is over.
     """
 
     group: dist.ProcessGroup
     own: tuple[int, ...]
     param_groups: Sequence[Any]
+    late: frozenset[str]
 
     def connect(self) -> Backend:
         """A backend of our own to all ranks of all replicas, whose hosts are the replicas."""
@@ -74,7 +82,7 @@ def find_replicas(model: nn.Module, across: object) -> Replicas | None:
         group = native
     else:
         return None
-    return Replicas(group, _own_ranks(model, group), groups)
+    return Replicas(group, _own_ranks(model, group), groups, late_names(model))
 
 
 def _own_ranks(model: nn.Module, group: dist.ProcessGroup) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from gradwire.kernels.cpu.draw import permute
 from gradwire.kernels.cpu.feedback import accumulate_, feedback_integer_, feedback_sign_
 from gradwire.kernels.cpu.merge import merge_integer, merge_sign
 from gradwire.kernels.cpu.momentum import next_momentum_
+from gradwire.kernels.cpu.places import places
 from gradwire.kernels.cpu.quantize import (
     integer_decode,
     integer_encode,

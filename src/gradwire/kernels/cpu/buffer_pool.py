@@ -1,37 +1,57 @@
-"""Large outputs, lent from a shelf: fresh pages from the system cost more than the kernel that fills them."""
+"""Large outputs, from a pool of buffers: fresh pages from the system cost more than the kernel that fills them."""
 
 import weakref
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
 
-_LARGE = 1 << 22  # below that, malloc has a shelf of its own
+from gradwire.core.payload import with_spare_byte
+
+_LARGE = 1 << 22  # below that, malloc has a pool of its own
 _ROUND = 1 << 21  # the size of a large page
-_MOST = 1 << 27  # bytes that may lie idle
+_MOST = 1 << 28  # bytes that may lie idle: all that a choice of half of 25.6 million entries takes
 
-_idle: dict[int, list[NDArray[np.uint8]]] = {}  # by size; touched in single steps, since any thread may free
+_idle: dict[int, NDArray[np.uint8]] = {}  # by identity, oldest first; touched in single steps: any thread may free
 
 
-def lend(count: int, dtype: DTypeLike) -> NDArray[Any]:
+def pooled_empty(count: int, dtype: DTypeLike) -> NDArray[Any]:
     """An array with anything in it. Its memory comes back by itself when nothing refers to the array any more."""
     size = count * np.dtype(dtype).itemsize
     if size < _LARGE:
         return np.empty(count, dtype)
     memory = _take(-(-size // _ROUND) * _ROUND)
-    lent = np.frombuffer(memory.data, dtype, count)
-    weakref.finalize(lent, _bring_back, memory).atexit = False
-    return lent
+    array = np.frombuffer(memory.data, dtype, count)
+    weakref.finalize(array, _return_to_pool, memory).atexit = False
+    return array
+
+
+def pooled_message(scales: int, body: int) -> tuple[Tensor, NDArray[np.float32], NDArray[np.uint8]]:
+    """A message of so many scales and other bytes, with a spare byte for the status; and its two parts."""
+    raw = pooled_empty(4 * scales + body + 1, np.uint8)
+    message = with_spare_byte(torch.from_numpy(raw), raw.size - 1)
+    return message, raw[: 4 * scales].view(np.float32), raw[4 * scales : -1]
 
 
 def _take(size: int) -> NDArray[np.uint8]:
-    try:
-        return _idle[size].pop()
-    except LookupError:
-        return np.empty(size, np.uint8)
+    for memory in reversed(_held()):
+        if memory.size == size and _idle.pop(id(memory), None) is not None:
+            return memory
+    return np.empty(size, np.uint8)
 
 
-def _bring_back(memory: NDArray[np.uint8]) -> None:
-    if memory.size + sum(size * len(held) for size, held in tuple(_idle.items())) > _MOST:
-        _idle.clear()
-    _idle.setdefault(memory.size, []).append(memory)
+def _return_to_pool(memory: NDArray[np.uint8]) -> None:
+    """Keep memory for later. If that is too much, free the oldest; the last one may be larger than the limit."""
+    _idle[id(memory)] = memory
+    held = _held()
+    total = sum(idle.size for idle in held)
+    for idle in held[:-1]:
+        if total > _MOST and _idle.pop(id(idle), None) is not None:
+            total -= idle.size
+
+
+def _held() -> list[NDArray[np.uint8]]:
+    """What lies idle. To list keys makes no objects, so no garbage is collected meanwhile, which may return more."""
+    return [memory for key in list(_idle) if (memory := _idle.get(key)) is not None]

@@ -5,7 +5,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from gradwire.kernels.cpu.buffer_pool import lend
+from gradwire.kernels.cpu.buffer_pool import pooled_empty
 from gradwire.kernels.cpu.pieces import TILE
 from gradwire.kernels.cpu.threads import compiled, in_turn, inlined, serial
 from gradwire.kernels.cpu.vectors import as_bits, as_float
@@ -62,7 +62,7 @@ def _cast(raw, half, out):
 @in_turn
 def cast_encode(values: Tensor, dtype: torch.dtype) -> Tensor:
     raw = values.detach().float().contiguous().numpy().view(np.uint32)
-    out = lend(raw.size, np.uint16)
+    out = pooled_empty(raw.size, np.uint16)
     _cast(raw, dtype == torch.float16, out)
     return torch.from_numpy(out.view(np.int16)).view(dtype).view(values.shape)
 
@@ -70,4 +70,4 @@ def cast_encode(values: Tensor, dtype: torch.dtype) -> Tensor:
 @in_turn
 def cast_decode(values: Tensor) -> Tensor:
     # torch's own loop is as fast as memory; only its output would be of fresh pages.
-    return torch.from_numpy(lend(values.numel(), np.float32)).copy_(values.flatten()).view(values.shape)
+    return torch.from_numpy(pooled_empty(values.numel(), np.float32)).copy_(values.flatten()).view(values.shape)

@@ -5,6 +5,7 @@ from numba import prange
 
 from gradwire.kernels.cpu import scales
 from gradwire.kernels.cpu.packing import pack, unpack
+from gradwire.kernels.cpu.places import leave, stretch
 from gradwire.kernels.cpu.random import uniform
 from gradwire.kernels.cpu.threads import compiled, serial
 from gradwire.kernels.cpu.vectors import as_float
@@ -53,7 +54,7 @@ def encode(x, pieces, block, what, known, group_scales, keys, step, levels, bits
     """Codes of all groups, whose scales are made on the way unless they are known."""
     for t in prange(pieces.start.size):
         a, b = pieces.start[t], pieces.stop[t]
-        piece = x[a:b]
+        piece = stretch(x, a, b)
         codes = np.empty(b - a, dtype=np.uint32)
         k = keys[pieces.segment[t] if chance else 0]
         u = uniform(pieces.offset[t], b - a if chance else 0, step, k[0], k[1])
@@ -75,9 +76,11 @@ def decode(data, pieces, block, group_scales, levels, bits, out):
         a, b = pieces.start[t], pieces.stop[t]
         codes = np.empty(b - a, dtype=np.uint32)
         unpack(data, a, bits, codes)
+        piece = stretch(out, a, b)
         for i in range((b - a + block - 1) // block):
             lo, hi = i * block, min(b - a, (i + 1) * block)
-            levels_of(codes[lo:hi], group_scales[pieces.group[t] + i], levels, out[a + lo : a + hi])
+            levels_of(codes[lo:hi], group_scales[pieces.group[t] + i], levels, piece[lo:hi])
+        leave(out, a, b, piece)
 
 
 @serial

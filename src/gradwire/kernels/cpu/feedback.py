@@ -6,24 +6,20 @@ from numba import prange
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradwire.core.layout import Flat
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.cpu import scales
-from gradwire.kernels.cpu.buffer_pool import lend
+from gradwire.kernels.cpu.buffer_pool import pooled_message
 from gradwire.kernels.cpu.codes import LARGEST, levels_of, nearest, scale_of
 from gradwire.kernels.cpu.halves import gradient, stretch
 from gradwire.kernels.cpu.packing import join, pack
 from gradwire.kernels.cpu.pieces import blocked, groups_of, whole
+from gradwire.kernels.cpu.places import carry
 from gradwire.kernels.cpu.signs import subtract_signs
 from gradwire.kernels.cpu.threads import compiled, in_turn, inlined, serial
 from gradwire.kernels.fused import Accumulation
 
 _EXPONENT = np.int32(0x7F800000)
-
-
-@serial
-def carry(old, new):
-    for j in range(new.size):  # an assignment of slices would look for an overlap, and is not a plain copy
-        new[j] = old[j]
 
 
 @inlined
@@ -103,7 +99,7 @@ def _integers(grad, old, v, decay, pieces, block, levels, bits, nonfinite, group
 
 @in_turn
 def accumulate_(
-    grad: Tensor, residual: Tensor, momentum: Tensor | None, rule: Accumulation, before: Tensor | None = None
+    grad: Flat, residual: Tensor, momentum: Tensor | None, rule: Accumulation, before: Tensor | None = None
 ) -> Tensor:
     v = residual.numpy() if before is None else residual.copy_(before).numpy()
     u = v if momentum is None else momentum.numpy()
@@ -116,7 +112,7 @@ def accumulate_(
 
 @in_turn
 def feedback_sign_(
-    grad: Tensor, residual: Tensor, decay: float, lengths: tuple[int, ...], norm: bool, before: Tensor | None = None
+    grad: Flat, residual: Tensor, decay: float, lengths: tuple[int, ...], norm: bool, before: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     v, pieces = residual.numpy(), whole(lengths)
     what = scales.SQUARES if norm else scales.MAGNITUDES
@@ -124,17 +120,16 @@ def feedback_sign_(
     nonfinite, sums, heads = np.zeros(count, dtype=np.bool_), np.empty(count), np.empty(count, dtype=np.uint8)
     _accumulate_and_sum(gradient(grad), _old(before), v, np.float32(decay), pieces, what, nonfinite, sums)
     sizes = scales.mean(scales.summed(sums, pieces.segment, len(lengths)), lengths, what)
-    message = lend(4 * sizes.size + packed_bytes(v.size, 1), np.uint8)
-    message[: 4 * sizes.size] = sizes.view(np.uint8)
-    body = message[4 * sizes.size :]
+    message, head, body = pooled_message(sizes.size, packed_bytes(v.size, 1))
+    head[:] = sizes
     subtract_signs(v, pieces, sizes, heads, body)
     join(pieces.start, 1, heads, body)
-    return torch.from_numpy(message), torch.tensor(bool(nonfinite.any()))
+    return message, torch.tensor(bool(nonfinite.any()))
 
 
 @in_turn
 def feedback_integer_(
-    grad: Tensor,
+    grad: Flat,
     residual: Tensor,
     decay: float,
     lengths: tuple[int, ...],
@@ -145,14 +140,13 @@ def feedback_integer_(
     v, pieces, groups = residual.numpy(), blocked(lengths, block), groups_of(lengths, block)
     count = pieces.start.size
     nonfinite, heads = np.zeros(count, dtype=np.bool_), np.empty(count, dtype=np.uint8)
-    message = lend(4 * groups + packed_bytes(v.size, bits), np.uint8)
-    head, body = message[: 4 * groups].view(np.float32), message[4 * groups :]
+    message, head, body = pooled_message(groups, packed_bytes(v.size, bits))
     levels = (1 << bits - 1) - 1
     _integers(
         gradient(grad), _old(before), v, np.float32(decay), pieces, block, levels, bits, nonfinite, head, heads, body
     )
     join(pieces.start, bits, heads, body)
-    return torch.from_numpy(message), torch.tensor(bool(nonfinite.any()))
+    return message, torch.tensor(bool(nonfinite.any()))
 
 
 def _old(before: Tensor | None) -> NDArray[np.float32]:

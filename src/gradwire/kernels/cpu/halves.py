@@ -1,6 +1,7 @@
 """Gradients of 16 bits: read as they lie, and widened a tile at a time, while the tile is in cache.
 
-Kernels take a gradient of either width in the same types, so that nothing is compiled twice.
+Kernels take a gradient of either width, in one place or in several, in the same types, so that nothing is compiled
+twice. One of 16 bits lies in one place.
 """
 
 from typing import NamedTuple
@@ -10,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradwire.core.layout import Flat
+from gradwire.kernels.cpu import places
 from gradwire.kernels.cpu.threads import inlined, serial
 from gradwire.kernels.cpu.vectors import as_bits, as_float
 
@@ -22,21 +25,26 @@ _LAST = np.float32(2.0**-24)  # the last place of float16's subnormals
 class Gradient(NamedTuple):
     """A gradient in one of two widths; the other is empty."""
 
-    floats: NDArray[np.float32]
+    memory: NDArray[np.float32]  # these three are `places.Places`
+    starts: NDArray[np.int64]
+    offsets: NDArray[np.int64]
     halves: NDArray[np.uint16]
     is_float16: bool  # else bfloat16
 
 
-def gradient(grad: Tensor) -> Gradient:
-    """A gradient as it lies, if it lies end to end and kernels know its type; else a copy in float32."""
+def gradient(grad: Flat) -> Gradient:
+    """A gradient as it lies, if its parts have no gaps and kernels know its type; else a copy in float32."""
+    if not isinstance(grad, Tensor):
+        return plain(grad)
     grad = grad.detach().contiguous()
     if grad.dtype in (torch.float16, torch.bfloat16):
-        return Gradient(_NO_FLOATS, grad.view(torch.int16).numpy().view(np.uint16), grad.dtype == torch.float16)
-    return Gradient(grad.float().numpy(), _NO_HALVES, False)
+        halves = grad.view(torch.int16).numpy().view(np.uint16)
+        return Gradient(*places.places(_NO_FLOATS), halves, grad.dtype == torch.float16)
+    return plain(grad.float())
 
 
-def plain(x: NDArray[np.float32]) -> Gradient:
-    return Gradient(x, _NO_HALVES, False)
+def plain(x: Flat | NDArray[np.float32]) -> Gradient:
+    return Gradient(*places.places(x), _NO_HALVES, False)
 
 
 @inlined
@@ -67,7 +75,7 @@ def _widen(halves, is_float16, out):
 def stretch(grad, a, b):
     """The entries ``[a, b)`` in float32."""
     if grad.halves.size == 0:
-        return grad.floats[a:b]
+        return places.stretch(grad, a, b)
     out = np.empty(b - a, dtype=np.float32)
     _widen(grad.halves[a:b], grad.is_float16, out)
     return out

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.cpu import scales
-from gradwire.kernels.cpu.buffer_pool import lend
+from gradwire.kernels.cpu.buffer_pool import pooled_empty
 from gradwire.kernels.cpu.codes import LARGEST, levels_of, nearest, scale_of
 from gradwire.kernels.cpu.packing import join, pack, unpack
 from gradwire.kernels.cpu.pieces import blocked, groups_of, whole
@@ -83,12 +83,12 @@ def merge_sign(
 ) -> tuple[Tensor, Tensor | None]:
     heads, rows = _parts(messages, len(lengths))
     pieces, what = whole(lengths), scales.SQUARES if norm else scales.MAGNITUDES
-    mean = lend(sum(lengths), np.float32)
+    mean = pooled_empty(sum(lengths), np.float32)
     sums, loose = np.empty(pieces.start.size), np.empty(pieces.start.size, dtype=np.uint8)
     old = mean if error is None else error.numpy()
     _mean_of_signs(rows, heads, pieces, old, error is not None, what, mean, sums)
     sizes = scales.mean(scales.summed(sums, pieces.segment, len(lengths)), lengths, what)
-    message = lend(4 * sizes.size + packed_bytes(mean.size, 1), np.uint8)
+    message = pooled_empty(4 * sizes.size + packed_bytes(mean.size, 1), np.uint8)
     message[: 4 * sizes.size] = sizes.view(np.uint8)
     subtract_signs(mean, pieces, sizes, loose, message[4 * sizes.size :])
     join(pieces.start, 1, loose, message[4 * sizes.size :])
@@ -101,8 +101,8 @@ def merge_integer(
 ) -> tuple[Tensor, Tensor | None]:
     groups, pieces = groups_of(lengths, block), blocked(lengths, block)
     tops, rows = _parts(messages, groups)
-    mean = lend(sum(lengths), np.float32)
-    message = lend(4 * groups + packed_bytes(mean.size, bits), np.uint8)
+    mean = pooled_empty(sum(lengths), np.float32)
+    message = pooled_empty(4 * groups + packed_bytes(mean.size, bits), np.uint8)
     head, body = message[: 4 * groups].view(np.float32), message[4 * groups :]
     loose = np.empty(pieces.start.size, dtype=np.uint8)
     about = block, (1 << bits - 1) - 1, bits, mean if error is None else error.numpy(), error is not None

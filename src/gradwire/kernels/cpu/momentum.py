@@ -5,6 +5,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
+from gradwire.core.layout import Flat
 from gradwire.kernels.cpu.halves import gradient, stretch
 from gradwire.kernels.cpu.pieces import whole
 from gradwire.kernels.cpu.threads import compiled, in_turn, serial
@@ -48,7 +49,7 @@ def _advance(grad, last, denominator, beta, rest, out, pieces, nonfinite):
 
 
 @in_turn
-def next_momentum_(grad: Tensor, momentum: Momentum, out: Tensor) -> Tensor:
+def next_momentum_(grad: Flat, momentum: Momentum, out: Tensor) -> Tensor:
     pieces = whole((grad.numel(),))
     nonfinite = np.zeros(pieces.start.size, dtype=np.bool_)
     denominator = np.empty(0, dtype=np.float32) if momentum.denominator is None else momentum.denominator.numpy()

@@ -6,23 +6,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwire.core.keys import Key
+from gradwire.core.layout import Flat, in_one_place
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.cpu import codes, scales
-from gradwire.kernels.cpu.buffer_pool import lend
+from gradwire.kernels.cpu.buffer_pool import pooled_empty, pooled_message
 from gradwire.kernels.cpu.packing import join
 from gradwire.kernels.cpu.pieces import Pieces, blocked, groups_of, whole
+from gradwire.kernels.cpu.places import places
 from gradwire.kernels.cpu.random import streams
 from gradwire.kernels.cpu.threads import in_turn
 
 _NO_KEYS: NDArray[np.uint32] = np.zeros((1, 2), dtype=np.uint32)
 _LARGEST = np.finfo(np.float32).max
 _LONG = 1 << 62  # a block that no piece exceeds
-
-
-def _message(scales_: int, body_bytes: int) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.uint8]]:
-    """A message, and its two parts that are to be filled."""
-    message = lend(4 * scales_ + body_bytes, np.uint8)
-    return message, message[: 4 * scales_].view(np.float32), message[4 * scales_ :]
 
 
 def _head(data: Tensor, count: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
@@ -49,42 +45,43 @@ def ternary_encode(values: Tensor, lengths: Tensor, names: tuple[str, ...], key:
         sigma = np.sqrt(squares / np.maximum(groups, 1))
         limits = np.where(sigma != 0, clip * sigma, np.inf).astype(np.float32)
         tops = np.minimum(tops, limits)
-    message, head, body = _message(groups.size, (x.size + 4) // 5)
+    message, head, body = pooled_message(groups.size, (x.size + 4) // 5)
     head[:] = tops
     codes.encode_trits(x, groups.cumsum(), limits, tops, streams(key, names), np.uint64(key.step), body)
-    return torch.from_numpy(message)
+    return message
 
 
 @in_turn
 def ternary_decode(data: Tensor, lengths: Tensor) -> Tensor:
     head, body = _head(data, lengths.numel())
     ends = lengths.numpy().cumsum()
-    out = lend(int(ends[-1]) if ends.size else 0, np.float32)
+    out = pooled_empty(int(ends[-1]) if ends.size else 0, np.float32)
     codes.decode_trits(body, ends, head, out)
     return torch.from_numpy(out)
 
 
 @in_turn
 def qsgd_encode(
-    values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key, levels: int, bucket: int | None
+    values: Flat, lengths: Tensor, names: tuple[str, ...], key: Key, levels: int, bucket: int | None
 ) -> Tensor:
-    x, (table, pieces, block) = _flat(values), _cut(lengths, bucket)
+    values = in_one_place(values).contiguous() if bucket is None or isinstance(values, Tensor) else values
+    x, (table, pieces, block) = places(values), _cut(lengths, bucket)
     bits = (2 * levels).bit_length()
-    message, head, body = _message(groups_of(table, bucket), packed_bytes(x.size, bits))
+    message, head, body = pooled_message(groups_of(table, bucket), packed_bytes(values.numel(), bits))
     if bucket is None:
-        norms = np.sqrt(scales.tops_and_squares(x, table)[1])
+        norms = np.sqrt(scales.tops_and_squares(x.memory, table)[1])
         head[:] = np.where(np.isfinite(norms), np.minimum(norms, _LARGEST), norms)
     heads = np.empty(pieces.start.size, dtype=np.uint8)
     random = streams(key, names), np.uint64(key.step)
     codes.encode(x, pieces, block, codes.NORM, bucket is None, head, *random, levels, bits, True, heads, body)
     join(pieces.start, bits, heads, body)
-    return torch.from_numpy(message)
+    return message
 
 
 @in_turn
 def qsgd_decode(
-    data: Tensor, lengths: Tensor, levels: int, bucket: int | None, biased: bool, out: Tensor | None = None
-) -> Tensor:
+    data: Tensor, lengths: Tensor, levels: int, bucket: int | None, biased: bool, out: Flat | None = None
+) -> Flat:
     table = tuple(lengths.tolist())
     head, body = _head(data, groups_of(table, bucket))
     if biased:
@@ -97,17 +94,17 @@ def qsgd_decode(
 @in_turn
 def integer_encode(values: Tensor, lengths: Tensor, bits: int, block: int) -> Tensor:
     x, (table, pieces, _) = _flat(values), _cut(lengths, block)
-    message, head, body = _message(groups_of(table, block), packed_bytes(x.size, bits))
+    message, head, body = pooled_message(groups_of(table, block), packed_bytes(x.size, bits))
     heads = np.empty(pieces.start.size, dtype=np.uint8)
     random = _NO_KEYS, np.uint64(0)
     levels = (1 << bits - 1) - 1
-    codes.encode(x, pieces, block, codes.LARGEST, False, head, *random, levels, bits, False, heads, body)
+    codes.encode(places(x), pieces, block, codes.LARGEST, False, head, *random, levels, bits, False, heads, body)
     join(pieces.start, bits, heads, body)
-    return torch.from_numpy(message)
+    return message
 
 
 @in_turn
-def integer_decode(data: Tensor, lengths: Tensor, bits: int, block: int, out: Tensor | None = None) -> Tensor:
+def integer_decode(data: Tensor, lengths: Tensor, bits: int, block: int, out: Flat | None = None) -> Flat:
     head, body = _head(data, groups_of(tuple(lengths.tolist()), block))
     return _levels(body, lengths, block, head, (1 << bits - 1) - 1, bits, out)
 
@@ -119,26 +116,26 @@ def _levels(
     head: NDArray[np.float32],
     levels: int,
     bits: int,
-    out: Tensor | None,
-) -> Tensor:
+    out: Flat | None,
+) -> Flat:
     table, pieces, size = _cut(lengths, block)
-    out = torch.from_numpy(lend(sum(table), np.float32)) if out is None else out
-    codes.decode(body, pieces, size, head, levels, bits, out.numpy())
+    out = torch.from_numpy(pooled_empty(sum(table), np.float32)) if out is None else out
+    codes.decode(body, pieces, size, head, levels, bits, places(out))
     return out
 
 
 @in_turn
 def natural_encode(values: Tensor, lengths: Tensor, names: tuple[str, ...], key: Key) -> Tensor:
     raw, (_, pieces, _) = _flat(values).view(np.int32), _cut(lengths, None)
-    message = lend(packed_bytes(raw.size, 9), np.uint8)
+    message, _, body = pooled_message(0, packed_bytes(raw.size, 9))
     heads = np.empty(pieces.start.size, dtype=np.uint8)
-    codes.encode_powers(raw, pieces, streams(key, names), np.uint64(key.step), heads, message)
-    join(pieces.start, 9, heads, message)
-    return torch.from_numpy(message)
+    codes.encode_powers(raw, pieces, streams(key, names), np.uint64(key.step), heads, body)
+    join(pieces.start, 9, heads, body)
+    return message
 
 
 @in_turn
 def natural_decode(data: Tensor, count: int) -> Tensor:
-    out = lend(count, np.int32)
+    out = pooled_empty(count, np.int32)
     codes.decode_powers(data.numpy(), whole((count,)), out)
     return torch.from_numpy(out.view(np.float32))

@@ -5,7 +5,9 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from gradwire.kernels.cpu.buffer_pool import lend
+from gradwire.core.layout import Flat
+from gradwire.kernels.cpu.buffer_pool import pooled_empty
+from gradwire.kernels.cpu.places import leave, places, stretch
 from gradwire.kernels.cpu.threads import compiled, in_turn, serial
 
 _TILE = 1 << 16
@@ -35,7 +37,7 @@ def _add(values, indices, world, out):
 
 @in_turn
 def scatter_mean(values: Tensor, indices: Tensor, bounds: tuple[int, ...], n: int, world: int) -> Tensor:
-    out = lend(n, np.float32)
+    out = pooled_empty(n, np.float32)
     _clear(out)
     stretch = slice(bounds[0], bounds[-1])
     _add(values[stretch].numpy(), indices[stretch].numpy(), world, out)
@@ -45,7 +47,7 @@ def scatter_mean(values: Tensor, indices: Tensor, bounds: tuple[int, ...], n: in
 @compiled
 def _write(values, indices, bounds, start, world, out):
     """The same, of messages whose positions rise, into what is there: memory is touched once."""
-    n, ranks = out.size, bounds.size - 1
+    n, ranks = out.starts[-1], bounds.size - 1
     for s in prange((n + _STRETCH - 1) // _STRETCH):
         begin, end = s * _STRETCH, min(n, (s + 1) * _STRETCH)
         at, stop = np.empty(ranks, dtype=np.int64), np.empty(ranks, dtype=np.int64)
@@ -54,12 +56,13 @@ def _write(values, indices, bounds, start, world, out):
         divided = np.empty(_LINES // 64, dtype=np.uint64)  # places that are not to be divided again
         for a in range(begin, end, _LINES):
             b = min(end, a + _LINES)
-            out[a:b] = np.float32(0.0)
+            piece = stretch(out, a, b)
+            piece[:] = np.float32(0.0)
             divided[:] = np.uint64(0)
             for r in range(ranks):
                 i = at[r]
                 while i < bounds[r + 1] and indices[i] < start + b:
-                    out[indices[i] - start] += values[i]
+                    piece[indices[i] - start - a] += values[i]
                     i += 1
                 stop[r] = i
             for r in range(ranks):
@@ -68,12 +71,11 @@ def _write(values, indices, bounds, start, world, out):
                     bit = np.uint64(1) << np.uint64(j & 63)
                     if not divided[j >> 6] & bit:
                         divided[j >> 6] |= bit
-                        out[a + j] /= np.float32(world)
+                        piece[j] /= np.float32(world)
                 at[r] = stop[r]
+            leave(out, a, b, piece)
 
 
 @in_turn
-def scatter_mean_(
-    out: Tensor, values: Tensor, indices: Tensor, bounds: tuple[int, ...], start: int, world: int
-) -> None:
-    _write(values.numpy(), indices.numpy(), np.array(bounds), start, world, out.numpy())
+def scatter_mean_(out: Flat, values: Tensor, indices: Tensor, bounds: tuple[int, ...], start: int, world: int) -> None:
+    _write(values.numpy(), indices.numpy(), np.array(bounds), start, world, places(out))

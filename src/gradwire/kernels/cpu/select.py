@@ -13,11 +13,13 @@ from numba import prange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwire.kernels.cpu.buffer_pool import lend
+from gradwire.core.layout import Flat
+from gradwire.kernels.cpu.buffer_pool import pooled_empty
 from gradwire.kernels.cpu.candidates import choose, collect, gather, kth, range_of
-from gradwire.kernels.cpu.feedback import accumulate_tile, carry
+from gradwire.kernels.cpu.feedback import accumulate_tile
 from gradwire.kernels.cpu.halves import Gradient, gradient, plain, stretch
 from gradwire.kernels.cpu.pieces import whole
+from gradwire.kernels.cpu.places import carry
 from gradwire.kernels.cpu.threads import compiled, in_turn, serial
 from gradwire.kernels.cpu.threshold import Work, select_by_key
 from gradwire.kernels.fused import Accumulation, Selected
@@ -37,7 +39,7 @@ def _work(lengths: tuple[int, ...], counts: tuple[int, ...]) -> Work:
     tiles = whole(lengths, _TILE)
     first = np.searchsorted(tiles.segment, np.arange(n.size + 1))
     dense = _MANY * k > n
-    room = np.minimum(n, np.where(dense, n // 8, 8 * k) + 512)
+    room = np.minimum(n, np.where(dense, n // 8, 16 * k) + 512)
     return Work(*tiles[:3], _running(n), first, k, _running(k), dense, _running(room))
 
 
@@ -142,13 +144,13 @@ def _select(
     low, high, keys = (np.full(segments, 0x7F7FFFFF, dtype=np.int32) for _ in range(3))
     old = [new if old.size == 0 else old for old, new in zip(before, (residual, momentum), strict=True)]
     _find_ranges(grad, *old, *numbers, low, high, keys)
-    candidates = lend(room, np.uint16), lend(room, np.int32)
+    candidates = pooled_empty(room, np.uint16), pooled_empty(room, np.int32)
     first, counts, over = (np.zeros(tiles, dtype=np.int64) for _ in range(3))
     nonfinite, taken = np.zeros(tiles, dtype=np.bool_), np.zeros(segments, dtype=np.int64)
     _sweep(
         grad, before, residual, momentum, *numbers, low, high, taken, *candidates, first, counts, over, nonfinite
     )  # fmt: skip
-    indices, values = lend(int(work.ends[-1]), np.int64), lend(int(work.ends[-1]), np.int32)
+    indices, values = pooled_empty(int(work.ends[-1]), np.int64), pooled_empty(int(work.ends[-1]), np.int32)
     left = np.zeros(segments, dtype=np.bool_)
     _choose_all(work, low, *candidates, first, counts, over, indices, values, keys, left)
     if left.any():
@@ -165,7 +167,7 @@ def topk(x: Tensor, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Tensor
 
 @in_turn
 def accumulate_topk_(
-    grad: Tensor,
+    grad: Flat,
     residual: Tensor,
     momentum: Tensor | None,
     rule: Accumulation,
@@ -177,7 +179,7 @@ def accumulate_topk_(
 
 @in_turn
 def carry_topk_(
-    grad: Tensor,
+    grad: Flat,
     before: tuple[Tensor, Tensor | None],
     after: tuple[Tensor, Tensor | None],
     rule: Accumulation,
@@ -192,7 +194,7 @@ def carry_topk_(
 
 
 def _accumulate_topk(
-    grad: Tensor,
+    grad: Flat,
     before: tuple[NDArray[np.float32], NDArray[np.float32]],
     after: tuple[Tensor, Tensor | None],
     rule: Accumulation,

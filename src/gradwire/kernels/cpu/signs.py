@@ -6,11 +6,13 @@ from numba import prange
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradwire.core.layout import Flat
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.cpu import scales
-from gradwire.kernels.cpu.buffer_pool import lend
+from gradwire.kernels.cpu.buffer_pool import pooled_empty, pooled_message
 from gradwire.kernels.cpu.packing import join, pack_signs, sign_at, signs_at
 from gradwire.kernels.cpu.pieces import whole
+from gradwire.kernels.cpu.places import leave, places, stretch
 from gradwire.kernels.cpu.threads import compiled, in_turn, serial
 from gradwire.kernels.cpu.vectors import choose
 
@@ -56,7 +58,9 @@ def choose_signs(data, first, up, down, out):
 def _decode(data, pieces, above, below, out):
     for t in prange(pieces.start.size):
         a, b = pieces.start[t], pieces.stop[t]
-        choose_signs(data, a, above[pieces.segment[t]], below[pieces.segment[t]], out[a:b])
+        piece = stretch(out, a, b)
+        choose_signs(data, a, above[pieces.segment[t]], below[pieces.segment[t]], piece)
+        leave(out, a, b, piece)
 
 
 @compiled
@@ -75,26 +79,20 @@ def _table(lengths: Tensor) -> tuple[int, ...]:
     return tuple(lengths.tolist())
 
 
-def _message(head: int, bits: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    message = lend(4 * head + packed_bytes(bits, 1), np.uint8)
-    return message, message[4 * head :]
-
-
 @in_turn
 def sign_encode(values: Tensor, lengths: Tensor, norm: bool) -> Tensor:
     x, table = values.detach().contiguous().numpy(), _table(lengths)
     pieces, what = whole(table), scales.SQUARES if norm else scales.MAGNITUDES
-    message, body = _message(len(table), x.size)
+    message, head, body = pooled_message(len(table), packed_bytes(x.size, 1))
     sums, heads = np.empty(pieces.start.size), np.empty(pieces.start.size, dtype=np.uint8)
     _encode(x, pieces, what, sums, heads, body)
     join(pieces.start, 1, heads, body)
-    sizes = scales.mean(scales.summed(sums, pieces.segment, len(table)), table, what)
-    message[: 4 * sizes.size] = sizes.view(np.uint8)
-    return torch.from_numpy(message)
+    head[:] = scales.mean(scales.summed(sums, pieces.segment, len(table)), table, what)
+    return message
 
 
 @in_turn
-def sign_decode(data: Tensor, lengths: Tensor, out: Tensor | None = None) -> Tensor:
+def sign_decode(data: Tensor, lengths: Tensor, out: Flat | None = None) -> Flat:
     head, body = _parts(data, lengths.numel())
     return _decoded(body, lengths, head, -head, out)
 
@@ -103,19 +101,19 @@ def sign_decode(data: Tensor, lengths: Tensor, out: Tensor | None = None) -> Ten
 def onebit_encode(values: Tensor, lengths: Tensor) -> Tensor:
     x, table = values.detach().contiguous().numpy(), _table(lengths)
     pieces = whole(table)
-    message, body = _message(2 * len(table), x.size)
+    message, head, body = pooled_message(2 * len(table), packed_bytes(x.size, 1))
     above, below, counts = (np.empty(pieces.start.size) for _ in range(3))
     heads = np.empty(pieces.start.size, dtype=np.uint8)
     _encode_sides(x, pieces, above, below, counts, heads, body)
     join(pieces.start, 1, heads, body)
     up, down, held = (scales.summed(part, pieces.segment, len(table)) for part in (above, below, counts))
     means = up / np.maximum(held, 1), down / np.maximum(np.array(table) - held, 1)
-    message[: 8 * len(table)] = np.concatenate(means).astype(np.float32).view(np.uint8)
-    return torch.from_numpy(message)
+    head[:] = np.concatenate(means).astype(np.float32)
+    return message
 
 
 @in_turn
-def onebit_decode(data: Tensor, lengths: Tensor) -> Tensor:
+def onebit_decode(data: Tensor, lengths: Tensor) -> Flat:
     head, body = _parts(data, 2 * lengths.numel())
     above, below = np.split(head, 2)
     return _decoded(body, lengths, above, below)
@@ -131,9 +129,9 @@ def _decoded(
     lengths: Tensor,
     above: NDArray[np.float32],
     below: NDArray[np.float32],
-    out: Tensor | None = None,
-) -> Tensor:
+    out: Flat | None = None,
+) -> Flat:
     table = _table(lengths)
-    out = torch.from_numpy(lend(sum(table), np.float32)) if out is None else out
-    _decode(body, whole(table), above, below, out.numpy())
+    out = torch.from_numpy(pooled_empty(sum(table), np.float32)) if out is None else out
+    _decode(body, whole(table), above, below, places(out))
     return out

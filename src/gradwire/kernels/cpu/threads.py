@@ -18,6 +18,8 @@ import numba
 import numpy as np
 import torch
 
+from gradwire.core.layout import Scattered
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -52,7 +54,7 @@ def in_turn(function: Callable[P, R]) -> Callable[P, R]:
 
 def _threads(first: object, most: int) -> int:
     # Waking a second thread costs more than a small tensor does.
-    if isinstance(first, torch.Tensor) and first.numel() < _SMALL:
+    if isinstance(first, torch.Tensor | Scattered) and first.numel() < _SMALL:
         return 1
     available: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
     return max(1, min(most, available))

@@ -26,6 +26,6 @@ from gradwire.kernels.cuda.quantize import (
 )
 from gradwire.kernels.cuda.rice_reader import decode_blocks, rice_decode
 from gradwire.kernels.cuda.rice_writer import encode_blocks, rice_encode
-from gradwire.kernels.cuda.scatter import scatter_mean, scatter_mean_
+from gradwire.kernels.cuda.scatter import scatter_mean, scatter_mean_, scatter_product_
 from gradwire.kernels.cuda.sign import feedback_sign_, onebit_decode, onebit_encode, sign_decode, sign_encode
-from gradwire.kernels.cuda.topk import accumulate_topk_, carry_topk_, send_topk_, topk
+from gradwire.kernels.cuda.topk import accumulate_topk_, carry_topk_, momentum_topk_, send_topk_, topk

@@ -9,11 +9,19 @@ from gradwire.kernels import momentum as definitions
 from gradwire.kernels.cuda import merge
 from gradwire.kernels.cuda.accumulate import fetch, put
 from gradwire.kernels.cuda.block_signs import EACH, REGISTERS, are_blocks, scale_of
-from gradwire.kernels.cuda.codes import message, store_codes
+from gradwire.kernels.cuda.codes import load_float, message, store_codes
 from gradwire.kernels.cuda.launch import form, launch
 from gradwire.kernels.cuda.merge import _fit, _mean, _sum_signs, _together, _wide
 from gradwire.kernels.cuda.segment_stats import MEAN, ROOT
 from gradwire.kernels.cuda.tables import definition, grid, placed
+
+
+@triton.jit
+def _signed(bits, scale, row, live, MASKED: tl.constexpr):
+    """One rank's values. They are laid out as the error is, so that no thread waits for another's."""
+    byte = tl.load(bits + row, mask=tl.max(live.to(tl.int32), 1) > 0, other=0) if MASKED else tl.load(bits + row)
+    x = tl.where(byte.to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :] & 1 == 1, scale, -scale)
+    return x + 0.0  # a sum begins with zero, and so has no negative one
 
 
 @triton.jit
@@ -25,12 +33,14 @@ def _block(
     row = tl.arange(0, WIDTH // 8)
     at = row[:, None] * 8 + tl.arange(0, 8)[None, :]
     live = at < size
-    # As a tile of its own, the first of its segment.
-    total = _sum_signs(
-        messages, head + start // 8, stride, size, 0, 0, 1, block, starts, starts,
-        True, RANKS, TOGETHER, WIDE, MASKED, WIDTH,
-    )  # fmt: skip
-    x = _mean(total, share, RANKS)
+    if RANKS == 1:
+        x = _signed(messages + head + start // 8, load_float(messages, block * 4, True, WIDE), row, live, MASKED)
+    else:  # as a tile of its own, the first of its segment
+        total = _sum_signs(
+            messages, head + start // 8, stride, size, 0, 0, 1, block, starts, starts,
+            True, RANKS, TOGETHER, WIDE, MASKED, WIDTH,
+        )  # fmt: skip
+        x = _mean(total, share, RANKS)
     if HAS_ERROR:
         x = x + fetch(error + start, at, live, MASKED)
     if MASKED:

@@ -9,16 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradwire.core.layout import Flat
 from gradwire.kernels import momentum as definitions
-from gradwire.kernels.cuda.accumulate import PLAIN, READ, fetch, memory_of, put, readable, report, target_of
+from gradwire.kernels.cuda.accumulate import PLAIN, READ, memory_of, put, readable, report, target_of
 from gradwire.kernels.cuda.codes import message, store_codes
-from gradwire.kernels.cuda.momentum import advanced
+from gradwire.kernels.cuda.momentum import AVERAGE, averaged, rule_of
+from gradwire.kernels.cuda.places import TOGETHER, by_block, end_to_end, place_of, vector_of
 from gradwire.kernels.cuda.segment_stats import MEAN, ROOT
 from gradwire.kernels.cuda.tables import Grid, definition, grid, placed
 from gradwire.kernels.momentum import Momentum
-
-AVERAGE = tl.constexpr(4)  # beside the rules of `accumulate`: the next momentum enters the residual
-DIVIDED = tl.constexpr(5)  # the same, of the gradient over the denominator
 
 _NARROWEST, _WIDEST = 512, 8192  # entries of the longest block
 EACH = 256  # entries of a warp
@@ -32,11 +31,10 @@ def _target(
 ):  # fmt: skip
     """The target at these places, and where the gradient is not finite. KEEP: the next momentum goes to ``out``."""
     if RULE >= AVERAGE:
-        v = fetch(residual, at, live, MASKED)
-        u, bad = advanced(grad, last, denominator, at, live, beta, rest, RULE == DIVIDED, MASKED)
+        v, u, bad = averaged(grad, residual, last, denominator, at, live, beta, rest, decay, RULE, MASKED)
         if KEEP:
             put(out, at, u, live, MASKED)
-        return u + decay * v, bad
+        return v, bad
     else:
         v, _, bad = target_of(grad, residual, residual, at, live, 0.0, decay, RULE, MASKED)
         return v, bad
@@ -72,21 +70,21 @@ def _block(
 @triton.jit
 def _blocks(
     grad, last, denominator, out, residual, fresh, nonfinite, scales, bits, starts, beta, rest, decay,
-    STAT: tl.constexpr, RULE: tl.constexpr, KEEP: tl.constexpr, WIDTH: tl.constexpr,
+    STAT: tl.constexpr, RULE: tl.constexpr, KEEP: tl.constexpr, HOW: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Each program has one block, which starts at a multiple of eight."""
+    """Each program has one block, which starts at a multiple of eight. HOW: how the gradient lies, see `places`."""
     block = tl.program_id(0)
     start = tl.multiple_of(tl.load(starts + block), 8)
     size = (tl.load(starts + block + 1) - start).to(tl.int32)
-    scale, byte = scales + block, bits + start // 8
+    scale, byte, grad = scales + block, bits + start // 8, place_of(grad, block, start, HOW)
     if size == WIDTH:
         _block(
-            grad + start, last + start, denominator + start, out + start, residual + start, fresh + start, nonfinite,
+            grad, last + start, denominator + start, out + start, residual + start, fresh + start, nonfinite,
             scale, byte, size, beta, rest, decay, STAT, RULE, KEEP, False, WIDTH,
         )  # fmt: skip
     elif size > 0:
         _block(
-            grad + start, last + start, denominator + start, out + start, residual + start, fresh + start, nonfinite,
+            grad, last + start, denominator + start, out + start, residual + start, fresh + start, nonfinite,
             scale, byte, size, beta, rest, decay, STAT, RULE, KEEP, True, WIDTH,
         )  # fmt: skip
     else:
@@ -108,18 +106,19 @@ def encode_blocks(
     decay: float = 1.0,
     before: Tensor | None = None,
     out: Tensor | None = None,
+    how: int = int(TOGETHER.value),
 ) -> tuple[Tensor, Tensor]:
     """The message of ``x``, or, with ``grad``, of what feedback makes of both; ``x`` then keeps the rest.
 
     What ``x`` was may lie in ``before``. With ``momentum``, the gradient enters it first; what that makes enters ``x``,
-    and goes to ``out``. Also returns whether the gradient was nonfinite.
+    and goes to ``out``. ``how`` the gradient lies, see `places`. Also returns whether the gradient was nonfinite.
     """
     blocks = where.starts.numel() - 1
     data, scales, bits = message(blocks, where.n, 1, x.device)
     nonfinite = (torch.empty if grad is None else torch.zeros)((), dtype=torch.uint8, device=x.device)
-    rule, last, denominator, beta = PLAIN if grad is not None else READ, x, x, 0.0
+    rule, last, denominator, beta = int((PLAIN if grad is not None else READ).value), x, x, 0.0
     if momentum is not None:
-        rule, last, beta = AVERAGE if momentum.denominator is None else DIVIDED, momentum.last, momentum.beta
+        rule, last, beta = rule_of(momentum), momentum.last, momentum.beta
         denominator = last if momentum.denominator is None else momentum.denominator
     width = triton.next_power_of_2(where.widest)
     _blocks[(blocks,)](
@@ -137,8 +136,9 @@ def encode_blocks(
         1.0 - beta,
         decay,
         (ROOT if norm else MEAN).value,
-        rule.value,
+        rule,
         out is not None,
+        how,
         width,
         num_warps=max(1, width // EACH),
         maxnreg=REGISTERS,
@@ -149,7 +149,7 @@ def encode_blocks(
 
 @placed
 def momentum_sign_(
-    grad: Tensor,
+    grad: Flat,
     residual: Tensor,
     momentum: Momentum,
     decay: float,
@@ -158,7 +158,9 @@ def momentum_sign_(
     before: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    where = grid(lengths, grad.device)
-    if not are_blocks(where) or not readable(grad, residual, momentum.last, momentum.denominator, out):
+    where, place = grid(lengths, residual.device), by_block(grad, lengths) or end_to_end(grad)
+    fits = readable(vector_of(place), residual, momentum.last, momentum.denominator, out)
+    if not (fits and are_blocks(where)):
         return definition(definitions.momentum_sign_)(grad, residual, momentum, decay, lengths, norm, before, out)
-    return encode_blocks(residual, where, norm, grad, momentum, decay, memory_of(residual, before), out)
+    source, how = place
+    return encode_blocks(residual, where, norm, source, momentum, decay, memory_of(residual, before), out, how)

@@ -10,6 +10,9 @@ from gradwire.kernels.cuda.accumulate import fetch, put, readable, report
 from gradwire.kernels.cuda.tables import BLOCK, definition, placed
 from gradwire.kernels.momentum import Momentum
 
+AVERAGE = tl.constexpr(4)  # beside the rules of `accumulate`: the next momentum enters the residual
+DIVIDED = tl.constexpr(5)  # the same, of the gradient over the denominator
+
 
 @triton.jit
 def advanced(
@@ -23,6 +26,21 @@ def advanced(
         x = tl.div_rn(x, tl.where(d > 0, d, 1.0))
     finite = tl.abs(x) < float("inf")
     return beta * m + rest * tl.where(finite, x, 0.0), ~finite
+
+
+@triton.jit
+def averaged(
+    grad, residual, last, denominator, at, live, beta, rest, decay, RULE: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """The target at these places, the next momentum, and where the gradient is not finite; nothing is written."""
+    v = fetch(residual, at, live, MASKED)
+    u, bad = advanced(grad, last, denominator, at, live, beta, rest, RULE == DIVIDED, MASKED)
+    return tl.where(tl.abs(u) < float("inf"), u, 0.0) + decay * v, u, bad
+
+
+def rule_of(momentum: Momentum) -> int:
+    """Which of the rules above this is."""
+    return int((AVERAGE if momentum.denominator is None else DIVIDED).value)
 
 
 @triton.jit

@@ -13,8 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.core.graph_refs import cached_on_device
-from gradwire.kernels import fused
+from gradwire.core.layout import Flat
+from gradwire.kernels import fused, momentum
 from gradwire.kernels.cuda.launch import form, launch
+from gradwire.kernels.cuda.places import by_tile, place_of
 from gradwire.kernels.cuda.tables import definition, placed
 
 _TILES = 256  # that are looked for together
@@ -45,9 +47,15 @@ def _cut(indices, cuts, bounds, first, n, tiles, blocks, steps, TILE: tl.constex
 
 
 @triton.jit
-def _part(total, world, WHOLE: tl.constexpr):
-    """WHOLE: nothing is divided."""
-    return total if WHOLE else tl.div_rn(total, tl.zeros_like(total) + world)
+def _finish(out, at, live, factor, world, WHOLE: tl.constexpr, TIMES: tl.constexpr):
+    """Make means of sums. WHOLE: nothing is divided. TIMES: means are multiplied by a factor."""
+    total = tl.load(out + at, mask=live, other=0.0)
+    if not WHOLE:
+        total = tl.div_rn(total, tl.zeros_like(total) + world)
+    if TIMES:
+        total = total * tl.load(factor + at, mask=live, other=0.0)
+    tl.debug_barrier()  # of several entries for one place, all must find the sum
+    tl.store(out + at, total, mask=live)
 
 
 @triton.jit
@@ -58,7 +66,10 @@ def _place(indices, j, live, first, room):
 
 
 @triton.jit
-def _add_held(values, indices, out, start, stop, rank, slot, first, room, ranks, world, WHOLE: tl.constexpr):
+def _add_held(
+    values, indices, out, factor, start, stop, rank, slot, first, room, ranks, world,
+    WHOLE: tl.constexpr, TIMES: tl.constexpr,
+):  # fmt: skip
     """Entry ``start + slot`` of each rank, if that is before ``stop``."""
     j = start + slot
     at, some = _place(indices, j, j < stop, first, room)
@@ -70,16 +81,14 @@ def _add_held(values, indices, out, start, stop, rank, slot, first, room, ranks,
         total = tl.load(to, mask=mine, other=0.0) + value
         tl.store(to, total, mask=mine)
         tl.debug_barrier()
-    if not WHOLE:
-        total = tl.load(to, mask=some, other=0.0)
-        tl.debug_barrier()  # of several entries for one place, all must find the sum
-        tl.store(to, _part(total, world, WHOLE), mask=some)
+    if TIMES or not WHOLE:
+        _finish(out, at, some, factor, world, WHOLE, TIMES)
 
 
 @triton.jit
 def _add_in_turn(
-    values, indices, out, cuts, tiles, first, room, ranks, world,
-    WHOLE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+    values, indices, out, factor, cuts, tiles, first, room, ranks, world,
+    WHOLE: tl.constexpr, TIMES: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     tl.debug_barrier()
     for turn in range(ranks):
@@ -90,17 +99,19 @@ def _add_in_turn(
             total = tl.load(out + at, mask=some, other=0.0) + tl.load(values + j, mask=some, other=0.0)
             tl.store(out + at, total, mask=some)
         tl.debug_barrier()
-    if not WHOLE:
+    if TIMES or not WHOLE:
         for i in range(0, TILE, CHUNK):
             at = i + tl.arange(0, CHUNK)
-            tl.store(out + at, _part(tl.load(out + at, mask=at < room, other=0.0), world, WHOLE), mask=at < room)
+            _finish(out, at, at < room, factor, world, WHOLE, TIMES)
 
 
 @triton.jit
 def _scatter(
-    values, indices, cuts, out, first, n, ranks, tiles, world,
-    WHOLE: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr, ENTRIES: tl.constexpr, CHUNK: tl.constexpr,
+    values, indices, cuts, out, factor, first, n, ranks, tiles, world,
+    WHOLE: tl.constexpr, TIMES: tl.constexpr, HOW: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr,
+    ENTRIES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """HOW: how the mean lies, see `places`."""
     tile = tl.program_id(0)
     base = tile.to(tl.int64) * TILE
     cuts += tile
@@ -108,7 +119,8 @@ def _scatter(
     start = tl.load(cuts + rank * (tiles + 1), mask=rank < ranks, other=0)
     stop = tl.load(cuts + rank * (tiles + 1) + 1, mask=rank < ranks, other=0)
     at = tl.arange(0, TILE)
-    out += base
+    out = place_of(out, tile, base, HOW)
+    factor += base
     first += base
     room = tl.minimum(n - base, TILE).to(tl.int32)
     if room == TILE:
@@ -118,9 +130,13 @@ def _scatter(
     most = tl.max(stop - start, 0)
     if (most <= ENTRIES) & (ranks <= RANKS):
         if most > 0:
-            _add_held(values, indices, out, start, stop, rank, slot, first, room, ranks, world, WHOLE)
+            _add_held(
+                values, indices, out, factor, start, stop, rank, slot, first, room, ranks, world, WHOLE, TIMES
+            )  # fmt: skip
     else:
-        _add_in_turn(values, indices, out, cuts, tiles, first, room, ranks, world, WHOLE, TILE, CHUNK)
+        _add_in_turn(
+            values, indices, out, factor, cuts, tiles, first, room, ranks, world, WHOLE, TIMES, TILE, CHUNK
+        )  # fmt: skip
 
 
 @placed
@@ -144,26 +160,55 @@ def scatter_mean_(
         _write(out, values, indices, bounds, start, world)
 
 
+@placed
+def scatter_product_(
+    out: Flat, values: Tensor, indices: Tensor, bounds: tuple[int, ...], world: int, factor: Tensor
+) -> None:
+    """Likewise, in one pass."""
+    fits = len(bounds) > 1 and factor.numel() > 0 and _walkable(values, indices) and _walkable(factor, indices)
+    if isinstance(out, Tensor):
+        fits = fits and _walkable(out, indices)
+    if not fits:
+        definition(momentum.scatter_product_)(out, values, indices, bounds, world, factor)
+    elif not _write(out, values, indices, bounds, 0, world, factor):
+        dense = torch.empty_like(factor)
+        _write(dense, values, indices, bounds, 0, world, factor)
+        out.copy_(dense)
+
+
 def _walkable(numbers: Tensor, indices: Tensor) -> bool:
     return numbers.dtype == torch.float32 and numbers.is_contiguous() and indices.is_contiguous()
 
 
-def _write(out: Tensor, values: Tensor, indices: Tensor, bounds: tuple[int, ...], start: int, world: int) -> None:
+def _write(
+    out: Flat,
+    values: Tensor,
+    indices: Tensor,
+    bounds: tuple[int, ...],
+    start: int,
+    world: int,
+    factor: Tensor | None = None,
+) -> bool:
+    """Write the mean, times a factor, if that can be done where it lies."""
     n, ranks = out.numel(), len(bounds) - 1
     most = max(b - a for a, b in pairwise(bounds))
     together = min(_RANKS, triton.next_power_of_2(ranks))
     entries = max(_ENTRIES, _HELD // together)
     tile = _tile(n, most, entries)
+    place = by_tile(out, tile)
+    if place is None:
+        return False
     tiles = -(-n // tile)
     blocks = -(-(tiles + 1) // _TILES)
     cuts = torch.empty(ranks, tiles + 1, dtype=torch.int64, device=values.device)
-    facts = (start, n, bounds, world, *form(values, indices, out))  # a gradient may lie anywhere
+    fresh = (values, indices, cuts, place[0], values if factor is None else factor)
+    facts = (start, n, bounds, world, factor is None, place[1], *form(*fresh))  # a gradient may lie anywhere
     rest = (_table(bounds, values.device), start, n, tiles, blocks, most.bit_length(), tile, _TILES)
     launch(_cut, ranks * blocks, facts, (indices, cuts), rest, num_warps=4)
-    about = (start, n, ranks, tiles, float(world), world == 1, tile, together, entries, _CHUNK)
-    launch(
-        _scatter, tiles, facts, (values, indices, cuts, out), about, num_warps=8, maxnreg=32 if together <= 16 else 64
-    )
+    how = world == 1, factor is not None, place[1]
+    about = (start, n, ranks, tiles, float(world), *how, tile, together, entries, _CHUNK)
+    launch(_scatter, tiles, facts, fresh, about, num_warps=8, maxnreg=32 if together <= 16 else 64)
+    return True
 
 
 def _tile(n: int, most: int, entries: int) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.graph_refs import cached_on_device
+from gradwire.core.layout import Scattered
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,7 +53,7 @@ class Grid(NamedTuple):
     widest: int
 
 
-@cached_on_device(64)
+@cached_on_device(1024)  # buckets of many layers, and each rank's slice of them
 def grid(lengths: tuple[int, ...], device: torch.device) -> Grid:
     """The tiles of segments of these lengths."""
     size = torch.tensor(lengths, dtype=torch.int64)
@@ -87,10 +88,11 @@ def placed(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def on_device(*args: P.args, **named: P.kwargs) -> R:
         first = args[0]
-        assert isinstance(first, Tensor)
-        if not first.is_cuda or first.get_device() == torch.cuda.current_device():
+        assert isinstance(first, Tensor | Scattered)
+        device = first.device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
             return function(*args, **named)
-        with torch.cuda.device(first.device):
+        with torch.cuda.device(device):
             return function(*args, **named)
 
     return on_device

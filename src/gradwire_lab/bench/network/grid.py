@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from gradwire.comm.alphabeta import seconds
 from gradwire.comm.rates import LinkSpec
-from gradwire_lab.train.record import json_lines
+from gradwire_lab.train.run_folder import json_lines
 
 _FEWEST_STEPS, _SPARE = 4, 1.5  # of a turn; and for what a step is besides its wire
 

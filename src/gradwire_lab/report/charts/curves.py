@@ -4,7 +4,19 @@ from collections.abc import Callable, Sequence
 
 import altair as alt
 
-from gradwire_lab.report.charts.figure import Chart, Figure, Row, chart, color, dash, finish, left_out, seeds, tooltips
+from gradwire_lab.report.charts.figure import (
+    BOUND,
+    Chart,
+    Figure,
+    Row,
+    chart,
+    color,
+    dash,
+    finish,
+    left_out,
+    seeds,
+    tooltips,
+)
 from gradwire_lab.report.load import RunRecord
 from gradwire_lab.report.machine_load import sentence
 from gradwire_lab.report.numbers import rounded
@@ -77,7 +89,9 @@ def _figure(
 
 
 def _lines(task: Task, rows: Sequence[Row], across: str, up: str, scale: alt.Scale) -> Chart:
-    x = alt.X("x:Q", title=across, scale=alt.Scale(nice=False), axis=alt.Axis(grid=False, tickMinStep=1))
+    x = alt.X(
+        "x:Q", title=across, scale=alt.Scale(nice=False), axis=alt.Axis(grid=False, tickMinStep=1, labelBound=BOUND)
+    )
     y = alt.Y("value:Q", title=up, scale=scale)
     chosen = alt.selection_point(fields=["group"], bind="legend")
     tips = tooltips({"group:N": "spec", "x:Q": across, "value:Q": up})

@@ -20,6 +20,8 @@ DASHES: tuple[tuple[int, ...], ...] = ((1, 0), (6, 3), (2, 2), (8, 2, 2, 2))
 
 HEIGHT = 280
 ROW_HEIGHT = 26
+BOUND = 10  # pixels that a label may reach beyond its axis: less than the padding of a file, which would cut it
+_LETTER, _SYMBOL = 6.2, 30  # pixels of a letter in a legend, and of the symbol before a name and the gap behind it
 
 Row = Mapping[str, Any]
 Chart = alt.Chart | alt.LayerChart | alt.FacetChart  # as Altair types the sum of layers
@@ -51,7 +53,8 @@ def tooltips(titles: Mapping[str, str]) -> list[alt.Tooltip]:
 
 def bytes_axis(field: str, title: str) -> alt.X:
     """Bytes on a log scale, written as kB, MB and so on."""
-    axis = alt.Axis(format="~s", labelExpr="datum.label ? datum.label + 'B' : ''", tickCount=6, grid=False)
+    text = "datum.label ? datum.label + 'B' : ''"
+    axis = alt.Axis(format="~s", labelExpr=text, tickCount=6, grid=False, labelBound=BOUND)
     return alt.X(f"{field}:Q", title=f"{title} (log)", scale=alt.Scale(type="log", nice=False, padding=24), axis=axis)
 
 
@@ -60,9 +63,9 @@ def finish(made: Chart, height: int = HEIGHT) -> Chart:
 
 
 def legend(names: Sequence[str]) -> alt.Legend:
-    """Below the chart, in as many columns as the names leave room for."""
-    longest = max(map(len, names))
-    columns = 4 if longest <= 14 else 3 if longest <= 20 else 2 if longest <= 34 else 1
+    """Below the chart, in as many columns as the names leave room for: on a narrow page in one."""
+    entry = max(map(len, names)) * _LETTER + _SYMBOL
+    columns = alt.expr(f"clamp(floor(width / {entry:.0f}), 1, 4)")
     return alt.Legend(title=None, orient="bottom", columns=columns, labelLimit=400, symbolOpacity=1)
 
 

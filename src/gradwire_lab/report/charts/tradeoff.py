@@ -10,11 +10,12 @@ from gradwire_lab.report.charts import figure
 from gradwire_lab.report.charts.figure import Chart, Figure, Row
 from gradwire_lab.report.numbers import in_bytes, mean_and_spread, ratio, rounded
 from gradwire_lab.report.run_groups import Group, Task, front
-from gradwire_lab.report.summary import headline
+from gradwire_lab.report.summary import best, headline
 
 Spot = tuple[Literal["left", "right", "center"], float, float]
 CHARACTER, LINE = 6.2, 14  # pixels of a name's letters, and of its height
 PLOT_WIDTH, PLOT_HEIGHT = 480, 250  # of a page, about
+SIDE, BEYOND = 24, 36  # pixels between the plot's sides and its outermost points, and from these to the file's edge
 # Where a name may stand beside its point: alignment, and pixels to the right and down.
 SPOTS: tuple[Spot, ...] = (
     ("left", 9, -8),
@@ -35,14 +36,14 @@ def metric_over_bytes(task: Task, width: int = PLOT_WIDTH) -> Figure | None:
     if not drawn:
         return None
     rows = [row for row, _ in drawn]
-    best = front([(row["sent"], value) for row, value in drawn], task.metric)
-    best = best if len(best) > 1 else []  # one point is no front
-    line = [{**rows[i], "order": order} for order, i in enumerate(best)]
+    edge = front([(row["sent"], value) for row, value in drawn], task.metric)
+    edge = edge if len(edge) > 1 else []  # one point is no front
+    line = [{**rows[i], "order": order} for order, i in enumerate(edge)]
     return Figure(
         "metric-over-bytes",
         f"{task.metric.title.capitalize()} against bytes sent by each rank",
         f"{headline(task)} At the end of training, {figure.seeds(task)}; bars are 95 % t-intervals of the means. "
-        f"{_FRONT if best else _NO_FRONT} Bytes are all that a rank sent, agreements and padding included."
+        f"{_FRONT if edge else _NO_FRONT} Bytes are all that a rank sent, agreements and padding included."
         + figure.left_out({group.label: len(group.runs) * bool(group.diverged) for group in task.groups}, "diverged"),
         figure.finish(_chart(task, rows, line, width)),
     )
@@ -69,6 +70,7 @@ def _chart(task: Task, rows: Sequence[Row], line: Sequence[Row], width: int) -> 
     chosen = alt.selection_point(fields=["group"], bind="legend")
     visible = alt.when(chosen).then(alt.value(1)).otherwise(alt.value(0.15))
     stairs = figure.chart(line).mark_line(style="front", strokeDash=[2, 3], interpolate="step-after", strokeWidth=1.5)
+    fronts = [stairs.encode(x, y, alt.Order("order:Q"))] if line else []  # a browser warns of a layer without data
     hue = figure.color(task)
     spans = figure.chart(rows).mark_rule(strokeWidth=1.5).encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), hue)
     titles = {"group": "spec", "text": task.metric.axis, "bytes": "sent by each rank"}
@@ -78,14 +80,22 @@ def _chart(task: Task, rows: Sequence[Row], line: Sequence[Row], width: int) -> 
     roomy = alt.expr(f"width < {NARROWEST * width:.0f} ? 0 : 1")  # on a narrower page the legend has the names
     names = [
         figure.chart([row]).mark_text(align=align, dx=dx, dy=dy, opacity=roomy).encode(x, y, alt.Text("group:N"))
-        for row, (align, dx, dy) in placed(rows, width)
+        for row, (align, dx, dy) in _named(task, rows, line, width)
     ]
     return alt.layer(
-        stairs.encode(x, y, alt.Order("order:Q")),
+        *fronts,
         spans.encode(opacity=visible),
         points.encode(opacity=visible).add_params(chosen),
         *names,
     )
+
+
+def _named(task: Task, rows: Sequence[Row], line: Sequence[Row], width: int) -> list[tuple[Row, Spot]]:
+    """The places of names: the best spec chooses first, then the front. Without room for the best there are none."""
+    chosen, edge = best(task), [row["group"] for row in line]
+    wanted = chosen.label if chosen else ""
+    found = placed(sorted(rows, key=lambda row: (row["group"] != wanted, row["group"] not in edge)), width - 2 * SIDE)
+    return found if not wanted or any(row["group"] == wanted for row, _ in found) else []
 
 
 def placed(rows: Sequence[Row], width: int = PLOT_WIDTH) -> list[tuple[Row, Spot]]:
@@ -102,7 +112,7 @@ def placed(rows: Sequence[Row], width: int = PLOT_WIDTH) -> list[tuple[Row, Spot
         for align, dx, dy in (*SPOTS, ("center", 0, high - y - 10), ("center", 0, low - y + 12)):
             left = x + dx - {"left": 0.0, "right": length, "center": length / 2}[align]
             box = left, y + dy - LINE / 2, left + length, y + dy + LINE / 2
-            inside = box[0] >= -30 and x + (box[2] - x) / NARROWEST <= width + 60
+            inside = box[0] >= -30 and x + (box[2] - x) / NARROWEST <= width + BEYOND
             if inside and not any(_overlap(box, other) for other in taken):
                 taken.append(box)
                 found.append((row, (align, dx, dy)))

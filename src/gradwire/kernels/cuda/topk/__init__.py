@@ -2,7 +2,8 @@
 
 1. `sample` and `refine`: a sample of the target says in which range of keys each segment's last winner lies. A key is
    the bits of a magnitude, which order as magnitudes do.
-2. `mark`: the pass over memory. It accumulates the gradient and marks candidates, the entries in that range.
+2. `mark`: the pass over memory. It accumulates the gradient, or the momentum that this makes, and marks candidates,
+   the entries in that range.
 3. `compact`: candidates are put aside, chunk by chunk, and counted in fine bins.
 4. `narrow` and `threshold`: the last winner is searched among the few candidates of one bin (`binary_search`). Where
    they are many, the bin is cut into finer ones first.
@@ -15,6 +16,6 @@ number of candidates, so that the time hardly depends on the values. Nothing wai
 beforehand, so all of it can be captured in a graph. `workspace` holds the tables and the memory; `selection` launches.
 """
 
-from gradwire.kernels.cuda.topk.selection import accumulate_topk_, carry_topk_, send_topk_, topk
+from gradwire.kernels.cuda.topk.selection import accumulate_topk_, carry_topk_, momentum_topk_, send_topk_, topk
 
-__all__ = ["accumulate_topk_", "carry_topk_", "send_topk_", "topk"]
+__all__ = ["accumulate_topk_", "carry_topk_", "momentum_topk_", "send_topk_", "topk"]

@@ -37,7 +37,7 @@ from gradwire.kernels.cuda.topk.workspace import (
 )
 
 _WIDE = tl.constexpr(256)  # groups that are looked at together
-_FEW = tl.constexpr(256)  # candidates that are counted one by one
+_FEW = tl.constexpr(256)  # candidates that are counted together; no more than these, one by one
 _MARKS = tl.constexpr((1 << COUNTED.value) - 1)
 _NUMBER = tl.constexpr((1 << BAD.value - COUNTED.value) - 1)
 
@@ -101,8 +101,28 @@ def _unfold(word, groups, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _look(x, place, length, low, last, bits, number, groups, keys, places, fine):
-    """Keep the candidates among marked groups of entries; the first entry, ``x``, has this place in the segment."""
+def _count_bins(keys, number, low, bits, fine):
+    """Count the keys of candidates in fine bins. Many may fall into one, where they would wait for each other."""
+    if number > _FEW:
+        counts = tl.zeros([BINS], tl.int32)
+        for i in range(0, number, _FEW):
+            at = i + tl.arange(0, _FEW)
+            key = tl.load(keys + at, mask=at < number, other=0)
+            counts += tl.histogram(fine_bin(tl.maximum(key, low), low, bits, BINS - 1), BINS, mask=at < number)
+        tl.atomic_add(fine + tl.arange(0, BINS) * APART, counts, mask=counts > 0, sem="relaxed")
+    else:
+        at = tl.arange(0, _FEW)
+        key = tl.load(keys + at, mask=at < number, other=0)
+        bin = fine_bin(tl.maximum(key, low), low, bits, BINS - 1)
+        tl.atomic_add(fine + bin * APART, 1, mask=at < number, sem="relaxed")
+
+
+@triton.jit
+def _keep_candidates(x, place, length, low, last, number, groups, keys, places):
+    """Keep the candidates among marked groups of entries, and count them.
+
+    The first entry, ``x``, has this place in the segment.
+    """
     done = tl.zeros([], tl.int32)
     for i in range(0, number, _WIDE):
         j = i + tl.arange(0, _WIDE)
@@ -115,14 +135,8 @@ def _look(x, place, length, low, last, bits, number, groups, keys, places, fine)
         rank = (done + tl.cumsum(several, 0) - several)[:, None] + tl.cumsum(one, 1) - one
         tl.store(keys + rank, key, mask=hit)
         tl.store(places + rank, (place + at).to(places.dtype.element_ty), mask=hit)
-        bin = fine_bin(tl.where(hit, key, low), low, bits, BINS - 1)
-        here = tl.sum(several, 0)
-        if here > _FEW:  # many may fall into one bin, where they would wait for each other
-            counts = tl.histogram(tl.reshape(bin, [_WIDE * GROUP]), BINS, mask=tl.reshape(hit, [_WIDE * GROUP]))
-            tl.atomic_add(fine + tl.arange(0, BINS) * APART, counts, mask=counts > 0, sem="relaxed")
-        else:
-            tl.atomic_add(fine + bin * APART, 1, mask=hit, sem="relaxed")
-        done += here
+        done += tl.sum(several, 0)
+    return done
 
 
 @triton.jit
@@ -159,10 +173,12 @@ def compact(
         tile = start // BLOCK + row - tl.load(entry + ROW)
         low, high, bits = tl.load(line + LOW).to(tl.int32), tl.load(line + HIGH), tl.load(line + BITS).to(tl.int32)
         last = tl.where(high == NEVER, high, high - 1).to(tl.int32)
-        _look(
-            x + tile * BLOCK, tile * BLOCK - start, tl.load(entry + LENGTH), low, last, bits, number,
-            groups + slot + first, keys + slot + first, places + slot + first, fine,
+        number = _keep_candidates(
+            x + tile * BLOCK, tile * BLOCK - start, tl.load(entry + LENGTH), low, last, number,
+            groups + slot + first, keys + slot + first, places + slot + first,
         )  # fmt: skip
+        tl.debug_barrier()
+        _count_bins(keys + slot + first, number, low, bits, fine)
     tl.store(base + chunk, first)
     tl.store(count + chunk, total)
     tl.store(sure + chunk, above)

@@ -9,7 +9,9 @@ says how many entries lie above the range. `compact` reads the words, and of the
 import triton
 import triton.language as tl
 
-from gradwire.kernels.cuda.accumulate import enter, report
+from gradwire.kernels.cuda.accumulate import enter, put, report
+from gradwire.kernels.cuda.momentum import AVERAGE, averaged
+from gradwire.kernels.cuda.places import place_of
 from gradwire.kernels.cuda.topk.workspace import COLUMNS, COUNT, HIGH, LENGTH, LOW, SPAN, START
 
 GROUP = tl.constexpr(4)  # entries behind one bit
@@ -21,6 +23,21 @@ NEVER = tl.constexpr(0x7FFFFFFF)
 @triton.jit
 def key_of(x):
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _enter(
+    grad, residual, momentum, denominator, new_residual, new_momentum, at, live, m, rest, decay,
+    RULE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Write new memories at these places. Gives the target there, and where the gradient is not finite."""
+    if RULE >= AVERAGE:
+        v, u, bad = averaged(grad, residual, momentum, denominator, at, live, m, rest, decay, RULE, MASKED)
+        put(new_momentum, at, u, live, MASKED)
+        put(new_residual, at, v, live, MASKED)
+        return v, bad
+    else:
+        return enter(grad, residual, momentum, new_residual, new_momentum, at, live, m, decay, RULE, True, MASKED)
 
 
 @triton.jit
@@ -50,9 +67,10 @@ def _line(row, base, row_segment, table, state, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tile(
-    grad, residual, momentum, new_residual, new_momentum, nonfinite, n, m, decay, tile_row, row_segment, table, state,
-    words, over,
-    RULE: tl.constexpr, REPORT: tl.constexpr, DENSE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    grad, residual, momentum, denominator, new_residual, new_momentum, nonfinite, n, m, rest, decay, tile_row,
+    row_segment, table, state, words, over,
+    RULE: tl.constexpr, HOW: tl.constexpr, REPORT: tl.constexpr, DENSE: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0).to(tl.int64)
     base = tile * BLOCK
@@ -60,9 +78,9 @@ def _tile(
     row, stop = tl.load(tile_row + tile), tl.load(tile_row + tile + 1)
     # Ask for the row before waiting for the data: one wait instead of four.
     low, high, first, end = _line(row, base, row_segment, table, state, BLOCK)
-    v, bad = enter(
-        grad + base, residual + base, momentum + base, new_residual + base, new_momentum + base,
-        at, at < n - base, m, decay, RULE, True, MASKED,
+    v, bad = _enter(
+        place_of(grad, tile, base, HOW), residual + base, momentum + base, denominator + base, new_residual + base,
+        new_momentum + base, at, at < n - base, m, rest, decay, RULE, MASKED,
     )  # fmt: skip
     if REPORT:
         report(bad, nonfinite)
@@ -83,18 +101,21 @@ def _tile(
 
 @triton.jit
 def mark(
-    grad, residual, momentum, new_residual, new_momentum, nonfinite, n, m, decay, tile_row, row_segment, table, state,
-    words, over,
-    RULE: tl.constexpr, REPORT: tl.constexpr, DENSE: tl.constexpr, BLOCK: tl.constexpr,
+    grad, residual, momentum, denominator, new_residual, new_momentum, nonfinite, n, m, rest, decay, tile_row,
+    row_segment, table, state, words, over,
+    RULE: tl.constexpr, HOW: tl.constexpr, REPORT: tl.constexpr, DENSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """REPORT: some segment has no other program, so this one must report an entry that is not finite."""
+    """REPORT: some segment has no other program, so this one must report an entry that is not finite.
+
+    HOW: how the gradient lies, see `places`.
+    """
     if (tl.program_id(0).to(tl.int64) + 1) * BLOCK <= n:
         _tile(
-            grad, residual, momentum, new_residual, new_momentum, nonfinite, n, m, decay, tile_row, row_segment, table,
-            state, words, over, RULE, REPORT, DENSE, False, BLOCK,
+            grad, residual, momentum, denominator, new_residual, new_momentum, nonfinite, n, m, rest, decay, tile_row,
+            row_segment, table, state, words, over, RULE, HOW, REPORT, DENSE, False, BLOCK,
         )  # fmt: skip
     else:
         _tile(
-            grad, residual, momentum, new_residual, new_momentum, nonfinite, n, m, decay, tile_row, row_segment, table,
-            state, words, over, RULE, REPORT, DENSE, True, BLOCK,
+            grad, residual, momentum, denominator, new_residual, new_momentum, nonfinite, n, m, rest, decay, tile_row,
+            row_segment, table, state, words, over, RULE, HOW, REPORT, DENSE, True, BLOCK,
         )  # fmt: skip

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 from gradwire.kernels.cuda.accumulate import target_of
+from gradwire.kernels.cuda.momentum import AVERAGE, averaged
+from gradwire.kernels.cuda.places import origin_of
 from gradwire.kernels.cuda.topk.mark import NEVER, key_of
 from gradwire.kernels.cuda.topk.workspace import (
     ARRIVED,
@@ -99,12 +101,19 @@ def _set_range(entry, line, bins):
 
 
 @triton.jit
-def _sampled(grad, residual, momentum, entry, mine, chunks, m, decay, RULE: tl.constexpr):
+def _sampled(
+    grad, residual, momentum, denominator, entry, mine, chunks, m, rest, decay,
+    RULE: tl.constexpr, HOW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The keys of a chunk's sample."""
     run = mine * ROWS + tl.arange(0, ROWS)
     at = tl.load(entry + START) + run[:, None] * (tl.load(entry + LENGTH) // (chunks * ROWS))
     at = tl.reshape(at + tl.arange(0, _RUN)[None, :], [ROWS * _RUN])
-    v, _, _ = target_of(grad, residual, momentum, at, at >= 0, m, decay, RULE, False)
+    grad = origin_of(grad, at, HOW, BLOCK)
+    if RULE >= AVERAGE:
+        v, _, _ = averaged(grad, residual, momentum, denominator, at, at >= 0, m, rest, decay, RULE, False)
+    else:
+        v, _, _ = target_of(grad, residual, momentum, at, at >= 0, m, decay, RULE, False)
     return key_of(v)
 
 
@@ -116,7 +125,8 @@ def _count(bins, bin, live):
 
 @triton.jit
 def sample(
-    grad, residual, momentum, table, chunk_segment, state, coarse, m, decay, RULE: tl.constexpr
+    grad, residual, momentum, denominator, table, chunk_segment, state, coarse, m, rest, decay,
+    RULE: tl.constexpr, HOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     segment = tl.load(chunk_segment + chunk)
@@ -128,7 +138,9 @@ def sample(
         tl.store(line + HIGH, NEVER)
         tl.store(line + BITS, _ALL_BITS)
     elif mine % every == 0:
-        key = _sampled(grad, residual, momentum, entry, mine, chunks, m, decay, RULE)
+        key = _sampled(
+            grad, residual, momentum, denominator, entry, mine, chunks, m, rest, decay, RULE, HOW, BLOCK
+        )  # fmt: skip
         _count(bins, tl.minimum(tl.maximum((key >> _SHIFT) - _LOWEST, 0), BINS - 1), key >= 0)
         if is_last(line, (chunks + every - 1) // every):
             _set_range(entry, line, bins)
@@ -136,7 +148,8 @@ def sample(
 
 @triton.jit
 def refine(
-    grad, residual, momentum, table, chunk_segment, state, coarse, m, decay, RULE: tl.constexpr
+    grad, residual, momentum, denominator, table, chunk_segment, state, coarse, m, rest, decay,
+    RULE: tl.constexpr, HOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Count the bin at the lower end of the range in fine bins, where few are selected."""
     chunk = tl.program_id(0)
@@ -145,7 +158,9 @@ def refine(
     mine, chunks = chunk - tl.load(entry + CHUNK), tl.load(entry + CHUNKS)
     every, begin = chunks // _CHUNKS + 1, tl.load(line + KEY).to(tl.int32)
     if (tl.load(entry + KIND) == SPARSE) & (mine % every == 0) & (tl.load(line + BITS) == _SPARSE_BITS):
-        key = _sampled(grad, residual, momentum, entry, mine, chunks, m, decay, RULE)
+        key = _sampled(
+            grad, residual, momentum, denominator, entry, mine, chunks, m, rest, decay, RULE, HOW, BLOCK
+        )  # fmt: skip
         fine = tl.minimum(tl.maximum((key - begin) >> _FINE, 0), BINS - 1)
         _count(bins, fine, (key >= begin) & (key - begin < _WIDTH))
         if is_last(line, (chunks + every - 1) // every):

@@ -1,13 +1,18 @@
 """Exact top-k, as it is launched; the package's docstring explains the passes."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gradwire.core.layout import Flat
 from gradwire.kernels import fused
+from gradwire.kernels import momentum as definitions
 from gradwire.kernels.cuda.accumulate import READ, readable, rule_of
 from gradwire.kernels.cuda.launch import form, launch
+from gradwire.kernels.cuda.momentum import AVERAGE
+from gradwire.kernels.cuda.momentum import rule_of as averaging_of
+from gradwire.kernels.cuda.places import TOGETHER, by_tile, end_to_end, vector_of
 from gradwire.kernels.cuda.tables import BLOCK, definition, placed
 from gradwire.kernels.cuda.topk.compact import compact
 from gradwire.kernels.cuda.topk.mark import mark
@@ -17,9 +22,11 @@ from gradwire.kernels.cuda.topk.threshold import narrow, threshold
 from gradwire.kernels.cuda.topk.workspace import Scratch, SelectionPlan, plan, stream_of
 from gradwire.kernels.cuda.topk.write import write
 from gradwire.kernels.fused import Accumulation, Selected
+from gradwire.kernels.momentum import Momentum
 
 # Fewer registers than the compiler would take, so that more programs wait for memory side by side.
 _MARK = {"num_warps": 8, "maxnreg": 48, "enable_fp_fusion": False}
+_AVERAGE = {"num_warps": 8, "maxnreg": 64, "enable_fp_fusion": False}  # of one more vector
 _COMPACT = {"num_warps": 4, "maxnreg": 80}
 _THRESHOLD = {"num_warps": 4, "maxnreg": 96}
 _RADIX = {"num_warps": 8, "maxnreg": 80}
@@ -33,7 +40,7 @@ def topk(x: Tensor, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Tensor
     chosen = plan(lengths, counts, x.device)
     if chosen.total == 0 or not readable(x):
         return definition(fused.topk)(x, lengths, counts)
-    return _Selection((x, None), (x, None), chosen).run(None, Accumulation(), values=False).indices
+    return _Selection((x, None), chosen).run(_read(None, (x, None), Accumulation()), values=False).indices
 
 
 @placed
@@ -49,7 +56,7 @@ def accumulate_topk_(
     if chosen.total == 0 or not readable(grad, residual, momentum):
         return definition(fused.accumulate_topk_)(grad, residual, momentum, rule, lengths, counts)
     memories = residual, momentum
-    return _Selection(memories, memories, chosen).run(grad, rule)
+    return _Selection(memories, chosen).run(_read(grad, memories, rule))
 
 
 @placed
@@ -64,7 +71,7 @@ def carry_topk_(
     chosen = plan(lengths, counts, grad.device)
     if chosen.total == 0 or not readable(grad, *before, *after):
         return definition(fused.carry_topk_)(grad, before, after, rule, lengths, counts)
-    return _Selection(before, after, chosen).run(grad, rule)
+    return _Selection(after, chosen).run(_read(grad, before, rule))
 
 
 @placed
@@ -81,44 +88,85 @@ def send_topk_(
     if chosen.total == 0 or not readable(grad, *before, *after):
         return definition(fused.send_topk_)(grad, before, after, mask, rule, lengths, counts)
     subtract = 2 if mask and after[1] is not None else 1
-    return _Selection(before, after, chosen).run(grad, rule, subtract=subtract)
+    return _Selection(after, chosen).run(_read(grad, before, rule), subtract=subtract)
+
+
+@placed
+def momentum_topk_(
+    grad: Flat,
+    residuals: tuple[Tensor, Tensor],
+    momentum: Momentum,
+    out: Tensor | None,
+    subtract: int,
+    decay: float,
+    lengths: tuple[int, ...],
+    counts: tuple[int, ...],
+) -> Selected:
+    last, denominator, beta = momentum
+    chosen, place = plan(lengths, counts, last.device), by_tile(grad, BLOCK) or end_to_end(grad)
+    if chosen.total == 0 or not readable(vector_of(place), *residuals, last, denominator, out):
+        defined = definition(definitions.momentum_topk_)
+        return defined(grad, residuals, momentum, out, subtract, decay, lengths, counts)
+    following = torch.empty_like(residuals[1]) if out is None else out
+    vectors = place[0], residuals[0], last, last if denominator is None else denominator
+    read = Read(vectors, averaging_of(momentum), (beta, 1.0 - beta, decay), place[1])
+    return _Selection((residuals[1], following), chosen).run(read, subtract=subtract)
+
+
+class Read(NamedTuple):
+    """What a selection is made of.
+
+    Attributes:
+        vectors: Gradient, residual, momentum and denominators; another of them for one that is not read.
+        rule: How a gradient enters the others.
+        numbers: Momentum's factor, the gradient's, and the decay of the residual.
+        how: How the gradient lies, see `places`.
+    """
+
+    vectors: tuple[Tensor, Tensor, Tensor, Tensor]
+    rule: int
+    numbers: tuple[float, float, float] = (0.0, 0.0, 1.0)
+    how: int = int(TOGETHER.value)
+
+
+def _read(grad: Tensor | None, before: Memories, rule: Accumulation) -> Read:
+    residual, last = before
+    spare = residual if last is None else last
+    kind = int(READ.value) if grad is None else rule_of(last, rule)
+    return Read((residual if grad is None else grad, residual, spare, spare), kind, (rule.momentum, 0.0, rule.decay))
 
 
 class _Selection:
-    """One selection in flight: the memories that it reads, and those that it writes and selects from."""
+    """One selection in flight, and the memories that it writes and selects from."""
 
-    def __init__(self, before: Memories, after: Memories, chosen: SelectionPlan) -> None:
-        self.before, self.x = before, after[0]
+    def __init__(self, after: Memories, chosen: SelectionPlan) -> None:
+        self.x = after[0]
         self.spare = self.x if after[1] is None else after[1]
         self.plan = chosen
         self.facts: tuple[Any, ...] = (chosen.serial, *form(self.x, self.spare))
 
-    def run(self, grad: Tensor | None, rule: Accumulation, values: bool = True, subtract: int = 0) -> Selected:
+    def run(self, read: Read, values: bool = True, subtract: int = 0) -> Selected:
         stream = stream_of(self.x.device)
         scratch = self.plan.pool.take(self.plan, stream)
         self.facts = (*self.facts, scratch.serial)
-        self._mark(scratch, grad, rule)
+        self._mark(scratch, read)
         selected = self._finish(scratch, values, subtract)
         self.plan.pool.give(scratch, stream)
         return selected
 
-    def _mark(self, scratch: Scratch, grad: Tensor | None, rule: Accumulation) -> None:
+    def _mark(self, scratch: Scratch, read: Read) -> None:
         """Find ranges; then accumulate and mark."""
-        p, tiles = self.plan, self.plan.grid
-        residual, momentum = self.before
-        spare = residual if momentum is None else momentum
-        kind = int(READ.value) if grad is None else rule_of(momentum, rule)
-        read = (residual if grad is None else grad, residual, spare)
-        facts = (self.facts, rule, kind, *form(*read))
-        numbers = rule.momentum, rule.decay
-        sampled = (p.table, p.chunk_segment, scratch.state, scratch.coarse, *numbers, kind)
-        launch(sample, p.chunks, facts, read, sampled, num_warps=8)
-        launch(refine, p.chunks, facts, read, sampled, num_warps=8)
+        p, tiles, (vectors, rule, numbers, how) = self.plan, self.plan.grid, read
+        facts = (self.facts, rule, numbers, how, *form(*vectors))
+        sampled = (p.table, p.chunk_segment, scratch.state, scratch.coarse, *numbers, rule, how, BLOCK)
+        launch(sample, p.chunks, facts, vectors, sampled, num_warps=8)
+        launch(refine, p.chunks, facts, vectors, sampled, num_warps=8)
         marked = (
             scratch.nonfinite, tiles.n, *numbers, tiles.tile_row, tiles.row_segment, p.table, scratch.state,
-            scratch.words, scratch.over, kind, p.unselected, p.dense, BLOCK,
+            scratch.words, scratch.over, rule, how, p.unselected, p.dense, BLOCK,
         )  # fmt: skip
-        launch(mark, tiles.tiles, facts, (*read, self.x, self.spare), marked, **_MARK)
+        options = _AVERAGE if rule >= AVERAGE.value else _MARK
+        launch(mark, tiles.tiles, facts, (*vectors, self.x, self.spare), marked, **options)
 
     def _finish(self, scratch: Scratch, values: bool, subtract: int) -> Selected:
         p, x, facts, n = self.plan, self.x, self.facts, self.plan.grid.n

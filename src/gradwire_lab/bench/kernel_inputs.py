@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Scene:
+class KernelInputs:
     """Buffers that cases share, made when the first asks for them.
 
     Attributes:
@@ -84,4 +84,4 @@ class Scene:
         return indices[: bounds[1]]
 
 
-Make = Callable[[Scene], Case]
+Make = Callable[[KernelInputs], Case]

@@ -1,4 +1,4 @@
-"""Pace: how many inner steps each rank takes in a round, so that all of them end it at about the same time."""
+"""Uneven steps: how many inner steps each rank takes in a round, so that all of them end it at about the same time."""
 
 import time
 
@@ -6,10 +6,10 @@ import torch
 
 from gradwire.core.payload import Payload, as_bytes, from_bytes
 from gradwire.core.requests import Gather
-from gradwire.engine.drive import Rounds
+from gradwire.engine.drive import RoundGenerator
 
 
-class Pace:
+class UnevenSteps:
     """The steps of each rank in a round, by the speed that was measured in the round before.
 
     Attributes:
@@ -39,7 +39,7 @@ class Pace:
         """Of this rank, in the round that ends."""
         return (time.perf_counter() - self._began) / self.own
 
-    def agree(self, device: torch.device) -> Rounds[None]:
+    def agree(self, device: torch.device) -> RoundGenerator[None]:
         """Compare speeds with all ranks, and choose the steps of the next round."""
         mine = torch.tensor([self.seconds_per_step()], dtype=torch.float64, device=device)
         (payloads,) = yield [Gather(Payload(as_bytes(mine)))]
