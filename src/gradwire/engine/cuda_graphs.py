@@ -193,7 +193,7 @@ class StepExecutor:
         return tuple([id(lane.encoder(inner.step)) for lane in inner.plan.buckets[i]])
 
     def _leave_kept_views(self, bucket: BucketCaptures, grads: Grads) -> None:
-        """If somebody keeps gradients of an earlier step that are views of a buffer, stage in another from now on."""
+        """Stage in another buffer from now on, if the loop has kept views of this one beyond their step."""
         if bucket.staging is not None and not bucket.staging.is_free(grads):
             self._forget(bucket)
             bucket.staging, bucket.allows_views = None, False

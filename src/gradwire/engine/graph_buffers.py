@@ -71,7 +71,7 @@ class BucketCaptures:
         captures: By what a capture depends on: generations of state, addresses.
         encoders: What all captures are of, by identity.
         staging: A buffer of the bucket's own, where gradients come to moving addresses.
-        allows_views: Whether gradients may become views of that buffer: nobody keeps them from step to step.
+        allows_views: Whether gradients may become views of that buffer: the loop has kept none beyond its step.
         taken_in: Those of the current step, if they are.
         memory_layout: Where the gradients of the last step lay.
         fixed: The gradients of the last step, if they stay there.

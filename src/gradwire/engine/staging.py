@@ -4,8 +4,9 @@ Captured work reads gradients in the buffer, and leaves their updates there. Tho
 lie; or, where an integration can replace the memory of a gradient, the gradients become views of the buffer before the
 step, as DDP's `gradient_as_bucket_view` makes them, and nothing is copied back.
 
-Such views live as long as somebody keeps them. They have a storage of their own over the same memory, so that the next
-step sees whether anybody but the gradients still keeps one, or a view of one. If so, that memory is left to them.
+A training loop may keep such a view beyond its step. Views have a storage of their own over the same memory. Its count
+of references tells the next step whether anything besides the gradients still refers to it. If so, the bucket takes
+another buffer. Where torch does not tell the count, updates are copied back.
 """
 
 from collections.abc import Sequence
@@ -60,7 +61,8 @@ class Staging:
         for part, some, lane in zip(flat.split(sizes), lengths, lanes, strict=True):
             parts = part[: sum(some)].split(some)
             views.append(GradViews([y.view(x.shape) for x, y in zip(lane.grads, parts, strict=True)], device))
-        return cls(tuple(names), views, all(lane.in_place for lane in lanes), flat)
+        counted = hasattr(torch._C, "_storage_Use_Count")
+        return cls(tuple(names), views, counted and all(lane.in_place for lane in lanes), flat)
 
     def fill(self, grads: Grads) -> None:
         """Copy gradients to the buffer, but for those that are views of it."""
@@ -78,7 +80,7 @@ class Staging:
             updates |= {name: into[name] for name in away}
 
     def is_free(self, grads: Grads) -> bool:
-        """Whether nobody keeps views of the buffer but these gradients themselves, which then all are such views."""
+        """Whether nothing refers to the last views but these gradients, which then all are such views."""
         if self._handed_out is None or self._handed_out.expired():
             return True
         alone = bool(torch._C._storage_Use_Count(self._handed_out.cdata) == self._references)
@@ -87,7 +89,7 @@ class Staging:
     def take_in(self, grads: Grads) -> list[Tensor] | None:
         """Fill the buffer, and return views of it that are to take the places of the gradients, in order of names.
 
-        None: the gradients are such views already. Nobody else may keep any, which `is_free` tells.
+        None: the gradients are such views already. Nothing else may refer to views, which `is_free` tells.
         """
         places, sources = self._elsewhere(grads)
         if not places:
