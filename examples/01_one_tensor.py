@@ -6,9 +6,7 @@ Run it with `python examples/01_one_tensor.py`. No network is involved.
 import torch
 
 import gradwire
-from gradwire.codecs.stage import EncodeInput
-from gradwire.core.keys import Key
-from gradwire.core.segments import Segments
+from gradwire.extend import EncodeInput, Key, Segments
 
 n = 100_000
 gradient = torch.randn(n, generator=torch.Generator().manual_seed(0)) ** 3  # a few large entries, many small ones

@@ -5,21 +5,22 @@ one of those that torchrun started.
 """
 
 import os
+import tempfile
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import multiprocessing, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire_lab.launch import launch
 
 STEPS = 50
 
 
-def train(rank: int, world: int) -> str:
+def train() -> None:
     """Train in a process group that is there already."""
+    rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     teacher = nn.Linear(64, 10)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
@@ -35,13 +36,22 @@ def train(rank: int, world: int) -> str:
         loss = F.cross_entropy(model(images), labels)
         loss.backward()  # DDP calls the wire here, bucket by bucket
         optimizer.step()
-    return f"rank {rank} of {world}: loss {loss.item():.4f}\n{wire.report()}"
+    if rank == 0:
+        print(f"rank {rank} of {world}: loss {loss.item():.4f}\n{wire.report()}")
+
+
+def start(rank: int, world: int, meeting: str) -> None:
+    """One of the processes that this script starts; they meet in a file."""
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    train()
+    dist.destroy_process_group()  # when the model that uses it is gone
 
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-        print(train(dist.get_rank(), dist.get_world_size()))
+        train()
         dist.destroy_process_group()
     else:
-        print(launch(train, 2)[0])
+        with tempfile.TemporaryDirectory() as folder:
+            multiprocessing.spawn(start, (2, f"{folder}/meeting"), nprocs=2)

@@ -1,26 +1,31 @@
 """A quantizer of your own, in forty lines, that composes with all the others.
 
-Run it with `python examples/04_your_own_codec.py`. To make it part of gradwire, give it a module with a card:
-CONTRIBUTING.md shows how.
+Run it with `python examples/04_your_own_codec.py`. `gradwire new codec NAME` writes such a file with a card, which
+commands read with `--import`; CONTRIBUTING.md has more of them.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 import gradwire
-from gradwire.codecs.stage import Quantizer
-from gradwire.core.keys import Key
-from gradwire.core.payload import as_bytes, from_bytes
-from gradwire.core.traits import Traits
-from gradwire.kernels.bits import pack, packed_bytes, unpack
-from gradwire.kernels.groups import largest, spread
+from gradwire.extend import (
+    Key,
+    Quantizer,
+    Traits,
+    as_bytes,
+    from_bytes,
+    largest,
+    pack,
+    packed_bytes,
+    register,
+    spread,
+    unpack,
+)
 
 
-@gradwire.register("crowd", kind="quantizer")
-@dataclass(frozen=True)
+@register("crowd", kind="quantizer")
 class Crowd(Quantizer):
     """Four bits a value: fifteen levels, closer to each other the closer they are to zero."""
 

@@ -22,20 +22,20 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-COMPLAINTS = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
+CONSOLE_EVENTS = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
 
 
 class Tab:
     """A tab of a browser that runs.
 
     Attributes:
-        complaints: What the console of the tab has received, of every page that it has shown.
+        console: What the console of the tab has received, of every page that it has shown.
     """
 
     def __init__(self, commands: int, answers: int) -> None:
         self._commands, self._answers = commands, answers
         self._rest, self._count, self._session = b"", 0, ""
-        self.complaints: list[Any] = []
+        self.console: list[Any] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -80,8 +80,8 @@ class Tab:
             self._rest += received
         text, _, self._rest = self._rest.partition(b"\0")
         message = json.loads(text)
-        if message.get("method") in COMPLAINTS:
-            self.complaints.append(message["params"])
+        if message.get("method") in CONSOLE_EVENTS:
+            self.console.append(message["params"])
         return message
 
 

@@ -121,7 +121,7 @@ def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def largest(size: Tensor, k: int) -> Tensor:
-    """`fused._largest` without a look at the data, for numbers that all differ."""
+    """`select.top` without a look at the data, for numbers that all differ."""
     return size.topk(k).indices.sort().values
 
 
@@ -135,7 +135,7 @@ def eager_and_captured(train: Callable[..., T], *args: Any) -> tuple[T, T]:
     """What a training leaves whose steps run eagerly, and one whose steps are captured, in a process of a test."""
     Setup.stays_on_device = property(lambda setup: True)
     dispatch.faster = lambda device: {}
-    fused._largest, encoders.zero_nonfinite = largest, zero_nonfinite
+    fused.top, encoders.zero_nonfinite = largest, zero_nonfinite
     wires.graphs_on = lambda device: None
     eager = train(*args)
     wires.graphs_on = lambda device: FakeCudaGraphs()

@@ -53,7 +53,7 @@ def write_run(
         lines.append({"event": "epoch", **record})
     if ended:
         dense = 4 * PARAMETERS * epochs * STEPS
-        rules = {"weights": [round(0.9 * dense * share), round(0.99 * dense)], "1-D": [dense // 200, dense // 100]}
+        rules = {"*": [round(0.9 * dense * share), round(0.99 * dense)], "dim<=1": [dense // 200, dense // 100]}
         layers = {f"conv{i}.weight": round(4 * share * 9 * 16**2 * (i + 1)) for i in range(6)} | {"fc.bias": 20}
         lines.append({"event": "final", **record, "best": record["value"], "rules": rules, "layers": layers})
     (folder / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -31,13 +31,15 @@ EXCHANGES = examples("exchange")
 
 def _chains() -> list[str]:
     quantizers, coders = examples("quantizer"), examples("indices")
-    selectors = [made.examples for made in gradwire.registered("selector").values()]
+    # Of one's own, a selector may have a single example.
+    selectors = [(*made.examples, made.examples[0])[:2] for made in gradwire.registered("selector").values()]
     return [
         *quantizers,
         *examples("selector"),
         *(f"{s[0]} | {q}" for s in selectors for q in ("sign", "terngrad", "qsgd", "fp16", "int4")),
         *(f"{s[1]} | {i}" for s in selectors for i in coders if not s[1].startswith("randomk")),  # redrawn, not sent
         *(f"hadamard | {q}" for q in quantizers),
+        *(f"{t} | {s}" for t in examples("transform") for s in ("sign", "topk(0.3)")),
         *(f"hadamard(block=256) | {s[1]}" for s in selectors if not s[1].startswith("variance")),
         # Hybrids of the literature: signs, trits or a few bits for the selected, by every index coder.
         *(f"topk(0.3) | {q} | {i}" for q in ("sign", "terngrad") for i in coders),

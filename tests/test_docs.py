@@ -27,7 +27,8 @@ GUIDES = [
     for page in PAGES
     if page.parent != ROOT / "docs" or page.stem in {"tour", "glossary", "stability", "capabilities"}
 ]
-EXAMPLES = {"src/gradwire/codecs/quantizers/crowd.py", "crowd.py", "median.py"}  # of Contributing
+CONTRIBUTED = ("crowd", "dither", "peaks", "shuffle", "fade", "median")  # what Contributing shows
+EXAMPLES = {"src/gradwire/codecs/quantizers/crowd.py", *(f"{name}.py" for name in CONTRIBUTED)}
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -1,5 +1,6 @@
 """Every example runs, and prints what it should."""
 
+import ast
 import importlib.util
 import io
 import os
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import gradwire
+import gradwire.extend
 from fixtures import free_port
 from gradwire_lab.launch import launch
 
@@ -52,6 +55,44 @@ def needs(name: str) -> None:
 
 def test_no_example_is_forgotten():
     assert {path.name for path in FOLDER.glob("*.py")} == set(PRINTS)
+
+
+# Of docs/stability.md: modules whose names are public, and which names; None: all that have no leading underscore.
+PUBLIC = {"gradwire": gradwire.__all__, "gradwire.extend": gradwire.extend.__all__} | {
+    f"gradwire.integrations.{name}": None for name in ("accelerate", "lightning", "transformers", "sharded", "dcp")
+}
+
+
+def used(tree: ast.Module) -> list[tuple[str, str]]:
+    """Modules of ours, and the names of each that a script uses."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, "__version__") for alias in node.names if alias.name.startswith("gradwire")]
+        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("gradwire"):
+            found += [(str(node.module), alias.name) for alias in node.names]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "gradwire":
+            found.append(("gradwire", node.attr))
+    return found
+
+
+def private(tree: ast.Module) -> list[tuple[str, str]]:
+    def is_public(module: str, name: str) -> bool:
+        names = PUBLIC.get(module, ())
+        return not name.startswith("_") if names is None else name in names
+
+    return [pair for pair in used(tree) if not is_public(*pair)]
+
+
+@pytest.mark.parametrize("name", PRINTS)
+def test_examples_use_public_names_alone(name):
+    tree = ast.parse((FOLDER / name).read_text())
+    assert used(tree) and not private(tree)
+
+
+def test_private_names_would_be_found():
+    wrong = ("import gradwire.core", "from gradwire.extend import Wire", "from gradwire_lab.launch import launch")
+    assert all(len(private(ast.parse(line))) == 1 for line in (*wrong, "gradwire.engine"))
 
 
 @pytest.mark.parametrize("name", HERE)

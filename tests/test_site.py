@@ -17,6 +17,7 @@ import pytest
 
 import gradwire
 from chromium import CHROMIUM
+from gradwire import extend
 
 ROOT = Path(__file__).parent.parent
 BUILD_SECONDS = 30  # of processors, which CI may spend on a strict build
@@ -76,6 +77,9 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
 def test_the_reference_documents_every_export(site: Path) -> None:
     headings = re.findall(r'<h3 id="(?:gradwire\.)?([^"]+)"', (site / "api.html").read_text())
     assert not set(gradwire.__all__) - {heading.rpartition(".")[2] for heading in headings}
+    of_authors = {heading.removeprefix("extend.") for heading in headings if heading.startswith("extend.")}
+    named = set(re.findall(r"<td><code>(\w+)</code></td>", (site / "api.html").read_text()))
+    assert "roundtrip" in of_authors and not set(extend.__all__) - of_authors - named
 
 
 def test_search_knows_every_page(site: Path) -> None:

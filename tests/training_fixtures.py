@@ -15,7 +15,7 @@ from gradwire_lab.train import checkpoint, recipe_files
 from gradwire_lab.train.rank_info import simulated_ranks
 from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.record import open_folder
-from gradwire_lab.train.run_recipe import run_recipe
+from gradwire_lab.train.run_recipe import TrainJob, run_recipe
 
 DIGITS = ("train.batch=240", "train.epochs=2", "model.options={width=4}", "train.log_every=2")  # five steps an epoch
 LSTM = (
@@ -44,7 +44,11 @@ def recipe_of(name: str, *overrides: str) -> Recipe:
 def train(recipe: Recipe, world: int, folder: Path, resume: bool = False, heard: list[Any] | None = None) -> Any:
     """Virtual workers; the final record."""
     open_folder(folder, recipe)
-    return run_recipe(recipe, simulated_ranks(world), folder, (heard if heard is not None else []).append, resume)
+    return run_recipe(
+        TrainJob(recipe, folder, resume=resume),
+        simulated_ranks(world),
+        (heard if heard is not None else []).append,
+    )
 
 
 def saved(folder: Path, file: str = "model.safetensors") -> dict[str, Tensor]:

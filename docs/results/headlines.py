@@ -2,8 +2,7 @@
 
     python docs/results/headlines.py
 
-It reads the rows of docs/results-tables.md and of adamw-h200.jsonl, local-h200.jsonl and warm-up-h200.jsonl beside this
-file, and needs gradwire[report].
+It reads the rows of docs/results-tables.md and of warm-up-h200.jsonl beside this file, and needs gradwire[report].
 """
 
 import json
@@ -17,17 +16,15 @@ import vl_convert
 from scipy.stats import t
 
 DOCS = Path(__file__).parent.parent
-SHORT = {  # runs of local steps with a warm-up of 75 steps, and what the figure calls them
-    "center": "sparseloco(H=5, start=225)",
-    "H 15": "sparseloco(H=15, start=225)",
-}
-LONG = {  # the same of longer warm-ups: name, rate, warm-up
+BEST = 0.004, 450  # rate and warm-up of dense training
+TUNED = {  # runs of AdamW, each at the best rate and warm-up that were tried, and what the figure calls them
+    ("int4", *BEST): "int4",
+    ("zero one", *BEST): "zero_one_adam(start=215)",
+    ("onebit", *BEST): "onebit_adam(start=250)",
     ("keep", 0.002, 450): "sparseloco(H=1, keep=1.0, start=55)",
     ("keep, no start", 0.002, 450): "sparseloco(H=1, keep=1.0)",
-    ("H 5, rate 0.7", 0.0028, 450): "sparseloco(H=5, rate=0.7, start=225)",
-    ("onebit", 0.002, 225): "onebit_adam(start=225)",
+    ("H 5, rate 0.7", *BEST): "sparseloco(H=5, rate=0.7, start=225)",
 }
-BEST = 0.003, 225  # rate and warm-up of dense training
 WANTED = {  # rows of ResNet-9, and what the figure calls them
     "dgc(0.0042, values=sign), batch 256, granularity model, lr 0.2": "dgc(0.0042, values=sign)",
     "dgc(0.0022, values=sign), granularity model": "dgc(0.0022, values=sign)",
@@ -52,51 +49,27 @@ def sgd() -> list[dict[str, object]]:
     return rows
 
 
-def read(name: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (DOCS / "results" / name).read_text().splitlines()]
-    return [line for line in lines if line["lr"] == 0.002 and "note" not in line]
-
-
 def adamw() -> list[dict[str, object]]:
-    lines = read("adamw-h200.jsonl")
-    same = [line for line in read("local-h200.jsonl") if line["spec"] == "dense" or line["name"] == "int4"]
-    # Dense runs of the same script come last, so that they are what its runs are compared with.
-    lines = [{**line, "spec": line["name"], "payload_ratio": line["payload_ratio_all_in"]} for line in same] + lines
-    dense = {(line["seed"], line["compiled"]): line["test_loss"] for line in lines if line["spec"] == "dense"}
-    specs = dict.fromkeys(line["spec"] for line in lines if line["spec"] != "dense")
-    return [_lost(spec, [line for line in lines if line["spec"] == spec], dense, "payload_ratio") for spec in specs]
-
-
-def local() -> list[dict[str, object]]:
-    lines = read("local-h200.jsonl")
-    dense = {(line["seed"], line["compiled"]): line["test_loss"] for line in lines if line["spec"] == "dense"}
-    runs = {title: [line for line in lines if line["name"] == name] for name, title in SHORT.items()}
-    return [_lost(title, found, dense, "payload_ratio_all_in") for title, found in runs.items()]
-
-
-def long() -> list[dict[str, object]]:
-    """Runs with a long warm-up, against dense training at its best."""
+    """Runs against dense training, both as well as they were tuned."""
     lines = [json.loads(line) for line in (DOCS / "results" / "warm-up-h200.jsonl").read_text().splitlines()]
-    lines = [
-        line | {"payload_ratio_all_in": line.get("payload_ratio_all_in") or line["payload_ratio"]} for line in lines
-    ]
     small = [line for line in lines if line["parameters"] < 2e7 and line.get("inner", "adamw") == "adamw"]
     best = [line for line in small if (line["spec"], line["lr"], line["warm_up"]) == ("dense", *BEST)]
-    dense = {(line["seed"], line["compiled"]): line["test_loss"] for line in best}
+    dense = {line["seed"]: line["test_loss"] for line in best}
     rows = []
-    for (name, rate, warm_up), title in LONG.items():
+    for (name, rate, warm_up), title in TUNED.items():
         wanted = {"keep": {"keep", "keep, 2e-3"}}.get(name, {name})
         found = [line for line in small if line["name"] in wanted and (line["lr"], line["warm_up"]) == (rate, warm_up)]
-        rows.append(_lost(f"{title}, long warm-up", found, dense, "payload_ratio_all_in"))
+        rows.append(_lost(title, [line for line in found if line.get("start") in (None, 0, 55, 225)], dense))
     return rows
 
 
-def _lost(spec: str, runs: list[dict[str, Any]], dense: dict[Any, float], ratio: str) -> dict[str, object]:
+def _lost(spec: str, runs: list[dict[str, Any]], dense: dict[int, float]) -> dict[str, object]:
     """A row of the figure: percent of loss above dense runs of the same seeds."""
-    lost = [100 * (run["test_loss"] / dense[run["seed"], run["compiled"]] - 1) for run in runs]
+    lost = [100 * (run["test_loss"] / dense[run["seed"]] - 1) for run in runs]
     half = t.ppf(0.975, len(lost) - 1) * stdev(lost) / len(lost) ** 0.5 if len(lost) > 2 else 0.0
     mean, name = sum(lost) / len(lost), f"{spec}: {len(lost)} seed{'s' * (len(lost) > 1)}"
-    return {"spec": name, "ratio": runs[0][ratio], "mean": mean, "low": mean - half, "high": mean + half}
+    ratio = runs[0].get("payload_ratio_all_in") or runs[0]["payload_ratio"]
+    return {"spec": name, "ratio": ratio, "mean": mean, "low": mean - half, "high": mean + half}
 
 
 def figure(rows: list[dict[str, object]], title: str, caption: list[str], axis: str) -> altair.LayerChart:
@@ -133,11 +106,11 @@ def main() -> None:
         "points of accuracy against dense; right is better",
     )
     second = figure(
-        adamw() + local() + long(),
-        f"A GPT of 10.9 M parameters, AdamW: messages {headline(long())} %",
+        adamw(),
+        f"A GPT of 10.9 M parameters, AdamW: messages {headline(adamw())} %",
         [
             "Test loss on WikiText-2 against dense, 8 workers, 1,500 steps; 95 % intervals. Starts are counted.",
-            "A long warm-up is compared with dense at its best, the others with dense of the same short warm-up.",
+            "Dense and each spec have the best rate and warm-up that were tried for it.",
         ],
         "test loss above dense, percent; left is better",
     )

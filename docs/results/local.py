@@ -12,10 +12,10 @@ it has already are skipped.
 The folder of --text has train.txt and test.txt. The spec "dense" averages float32 gradients in every step. Other keys
 of a run, with their defaults: "lr_after" (1.0, a factor of the learning rate after the start), "codec", "feedback" and
 "exchange" (those of the spec), "inner" ("adamw", or "muon" for the matrices of the blocks), "workers" (8), "batch" (16
-sequences a worker), "warm_up" (steps in which the learning rate rises; null: 5 % of all). Where a start sends nothing
-(first=None, or a phase of it as in first={0: None, 75: int4}), all workers take the same batches. A run ends with a
-whole round, so that it may be up to H - 1 steps shorter. A spec of gossip, as in "local_gossip(choco(ring), H={H})",
-has no start, and the mean of all models is evaluated.
+sequences a worker), "warm_up" (steps in which the learning rate rises; null: 5 % of all), "beta2" (0.95, AdamW's
+second). Where a start sends nothing (first=None, or a phase of it as in first={0: None, 75: int4}), all workers take
+the same batches. A run ends with a whole round, so that it may be up to H - 1 steps shorter. A spec of gossip, as in
+"local_gossip(choco(ring), H={H})", has no start, and the mean of all models is evaluated.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from torch.nn import functional as F
 import gradwire
 from gradwire.gossip import GossipMethod
 
-VOCAB, WARM_UP, CLIP, DECAY, BETAS = 256, 0.05, 1.0, 0.1, (0.9, 0.95)
+VOCAB, WARM_UP, CLIP, DECAY, BETA = 256, 0.05, 1.0, 0.1, 0.9
 RUN = {
     "spec": "dense",
     "H": 5,
@@ -49,6 +49,7 @@ RUN = {
     "workers": 8,
     "batch": 16,
     "warm_up": None,
+    "beta2": 0.95,
 }
 
 Train: TypeAlias = Callable[[dict[str, Any], Path, "Shape", int, torch.device, int], dict[str, Any]]
@@ -145,22 +146,54 @@ def register(model: nn.Module, name: str, p: nn.Parameter) -> None:
 
 
 class Inner:
-    """The optimizers of one worker: AdamW, and Muon for the matrices of the blocks where that is wanted."""
+    """The optimizers of all workers: AdamW, and Muon for the matrices of the blocks where that is wanted.
 
-    def __init__(self, model: nn.Module, kind: str, lr: float) -> None:
-        named = dict(model.named_parameters())
-        hidden = [p for name, p in named.items() if kind == "muon" and p.dim() == 2 and name.startswith("blocks.")]
-        rest = [p for p in named.values() if not any(p is one for one in hidden)]
-        fused = rest[0].is_cuda
-        self.parts: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr, BETAS, weight_decay=DECAY, fused=fused)]
-        if hidden:  # with steps as long as AdamW's, so that one learning rate suits both
-            self.parts.append(torch.optim.Muon(hidden, lr, DECAY, adjust_lr_fn="match_rms_adamw"))
+    Attributes:
+        parts: By worker. Muon's steps are not its own, see `muon_`, but their momentum is in its state.
+    """
+
+    def __init__(self, replicas: Replicas, run: dict[str, Any]) -> None:
+        self.replicas = replicas
+        self.parts: list[list[torch.optim.Optimizer]] = []
+        hidden = [name for name in replicas.leaves if name.startswith("blocks.") and "norm" not in name]
+        self.momenta = {name: torch.zeros_like(replicas.leaves[name]) for name in hidden if run["inner"] == "muon"}
+        for row, model in enumerate(replicas.models):
+            named = dict(model.named_parameters())
+            rest = [p for name, p in named.items() if name not in self.momenta]
+            flags: dict[str, Any] = {"betas": (BETA, run["beta2"]), "weight_decay": DECAY, "fused": rest[0].is_cuda}
+            self.parts.append([torch.optim.AdamW(rest, run["lr"], **flags)])
+            if self.momenta:
+                muon = torch.optim.Muon([named[name] for name in self.momenta], run["lr"], DECAY)
+                for name, rows in self.momenta.items():
+                    muon.state[named[name]]["momentum_buffer"] = rows[row]
+                self.parts[-1].append(muon)
 
     def step(self, lr: float) -> None:
-        for part in self.parts:
-            for group in part.param_groups:
+        for adamw, *_ in self.parts:
+            for group in adamw.param_groups:
                 group["lr"] = lr
-            part.step()
+            adamw.step()
+        for name, momenta in self.momenta.items():
+            leaf = self.replicas.leaves[name]
+            assert leaf.grad is not None  # it is made with the leaf
+            muon_(leaf.detach(), leaf.grad, momenta, lr)
+
+
+def muon_(rows: Tensor, grads: Tensor, momenta: Tensor, lr: float) -> None:
+    """A step of torch.optim.Muon for the matrices of all workers at once: one at a time, they are too small for a GPU.
+
+    Steps are as long as AdamW's (adjust_lr_fn="match_rms_adamw"), so that one learning rate suits both.
+    """
+    momenta.lerp_(grads, 0.05)
+    x = grads.lerp(momenta, 0.95).bfloat16()
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
+    for _ in range(5):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
+    size = 0.2 * lr * math.sqrt(max(rows.shape[1:]))
+    rows.mul_(1 - lr * DECAY).add_(x.mT if tall else x, alpha=-size)
 
 
 def rate_at(step: int, steps: int, lr: float, warm_up: int | None = None) -> float:
@@ -263,20 +296,19 @@ def train(
     chosen, start, steps = method(run, steps)
     torch.manual_seed(run["seed"])
     replicas = Replicas(shape, run["workers"], run["seed"], device)
-    inner = [Inner(model, run["inner"], run["lr"]) for model in replicas.models]
+    inner = Inner(replicas, run)
     outer: Averaged | Gossip
     if isinstance(chosen, GossipMethod):
         outer = Gossip(replicas, chosen, run["codec"])
     else:
         parts = {name: run[name] for name in ("codec", "feedback", "exchange")}
-        outer = Averaged(replicas, chosen, [one.parts for one in inner], parts)
+        outer = Averaged(replicas, chosen, inner.parts, parts)
     began, curve = time.perf_counter(), []
     feed = batches(data, run, shape.context, 0, outer.same_batches)
     for step in range(steps):
         loss_now = replicas.backward(next(feed))
         outer.starts()
-        for one in inner:
-            one.step(rate_at(step, steps, run["lr"] * (run["lr_after"] if step >= start else 1.0), run["warm_up"]))
+        inner.step(rate_at(step, steps, run["lr"] * (run["lr_after"] if step >= start else 1.0), run["warm_up"]))
         outer.rounds()
         if (step + 1) % 100 == 0:
             curve.append(round(loss_now.item(), 4))

@@ -63,9 +63,9 @@ def test_a_small_floor_is_that_of_the_fastest_copy(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(kernels, "time", clock)
     monkeypatch.setattr(torch.Tensor, "copy_", clock.takes(4e-3))
     monkeypatch.setattr(kernels, "np", SimpleNamespace(copyto=clock.takes(1e-3)))
-    (row,) = kernels.measure(CPU, [100_000], only="sign_decode", repeats=3)
+    (row,) = kernels.measure(CPU, [(100_000,)], only="sign_decode", repeats=3)
     assert row["floor_ms"] == pytest.approx(1, abs=0.01), "by one thread"
-    (row,) = kernels.measure(CPU, [kernels.TURN // 4], only="sign_decode", repeats=3)
+    (row,) = kernels.measure(CPU, [(kernels.TURN // 4,)], only="sign_decode", repeats=3)
     assert row["floor_ms"] == pytest.approx(4, abs=0.01), "a long copy is made once in a turn, by all threads"
 
 

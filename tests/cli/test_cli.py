@@ -104,6 +104,15 @@ def test_show_spells_a_codec_out():
     assert f"{size:,} bytes" in done.stdout
 
 
+@pytest.mark.parametrize(("workers", "both"), [(4, "6.0x"), (16, "7.1x")])
+def test_show_counts_the_second_leg(workers: int, both: str):
+    done = run("show", "int4", "--exchange", "two_way", "--workers", str(workers))
+    words = " ".join(done.stdout.split())
+    assert "531,252 bytes for a million parameters, 7.5x smaller than float32" in words
+    assert f"and 1/{workers} of it for the second leg of two_way, {both} smaller with both" in words
+    assert "second leg" not in run("show", "int4", "--exchange", "allgather").stdout
+
+
 def test_show_expands_a_preset_by_step():
     done = run("show", "dgc(0.001, ramp=400)")
     assert done.exit_code == 0
@@ -118,6 +127,15 @@ def test_show_counts_low_rank_factors():
     assert "16,000 bytes for a million parameters, 250.0x" in done.stdout  # 2 * (1000 + 1000) float32
 
 
+def test_show_takes_local_steps():
+    done = run("show", "diloco(H=5)", "--exchange", "allreduce")
+    assert done.exit_code == 0, done.output
+    text = " ".join(done.stdout.split())
+    assert "diloco(H=5) = H=5, fp32" in text and "5 local steps, then one message" in text
+    assert "4,000,000 bytes for a million parameters, 5.0x smaller than float32 in each step" in text
+    assert "6,000,000 bytes by each of 4 ranks in a round, 5.0x less" in text
+
+
 def test_show_takes_feedback_and_exchange():
     done = run("show", "sign", "--feedback", "ef21", "--exchange", "two_way")
     assert done.exit_code == 0
@@ -129,6 +147,7 @@ def test_show_takes_feedback_and_exchange():
     ("words", "sentence"),
     [
         (["tokp(0.01)"], "there is nothing called 'tokp'; did you mean topk?"),
+        (["int5"], "import the module that registers it, or --import FILE.py"),
         (["sign | topk(0.01)"], "a selector cannot follow the quantizer"),
         (["topk(3)"], "must be in (0, 1]"),
         (["dense("], "it opens and closes different numbers of parentheses"),

@@ -151,3 +151,34 @@ def test_semicolons_separate_specs() -> None:
     assert split_specs("topk(0.1, exact=True); sign; feedback=none;int8 ;") == expected
     with pytest.warns(FutureWarning, match="semicolons"):
         assert split_specs("topk(0.1, exact=True), int8", commas=True) == [expected[0], expected[2]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown"),
+    [
+        ("codec", ["topk(0.01) | mine"]),
+        ("selector", ["mine(16) | sign"]),
+        ("transform", ["mine | sign(per=64)"]),
+        ("exchange", ["int4", "--exchange", "mine"]),
+        ("feedback", ["topk(0.01)", "--feedback", "mine"]),
+    ],
+)
+def test_new_writes_a_file_that_commands_import(home: Path, kind: str, shown: list[str]) -> None:
+    written = run("new", kind, "mine", "--folder", "own")
+    assert written.exit_code == 0, written.output
+    assert "own/mine.py\n" in written.output and "gradwire show" in written.output and "--own" in written.output
+    done = run("show", *shown, "--import", "own/mine.py")
+    assert done.exit_code == 0 and "mine" in done.output, done.output
+    again, taken, odd = (run("new", kind, name, "--folder", "own") for name in ("mine", "residual", "My"))
+    assert all(one.exit_code == 2 for one in (again, taken, odd))
+    assert "'mine'" in again.stderr and "'residual'" in taken.stderr and "'My'" in odd.stderr
+
+
+def test_an_exchange_and_a_feedback_of_ones_own_are_trained(home: Path) -> None:
+    for kind, name in (("exchange", "middle"), ("feedback", "fading")):
+        assert run("new", kind, name).exit_code == 0
+    words = ["train", "digits", "--spec", "int4", "--set", "sync.exchange=middle", "--set", "sync.feedback=fading"]
+    files = ["--import", "middle.py", "--import", "fading.py"]
+    done = run(*words, *files, "--in-process", "3", "--set", "train.iterations=2", "--folder", "run")
+    assert done.exit_code == 0, done.output
+    assert "middle" in (home / "run" / "run.jsonl").read_text()

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from gradwire_lab.cli import watch
 from gradwire_lab.cli.main import app
 from gradwire_lab.cli.watch import BARS, curve
-from gradwire_lab.train.run_lock import locked
+from gradwire_lab.train.run_folder import locked
 from run_folders import write_run
 
 

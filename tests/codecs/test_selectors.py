@@ -230,7 +230,7 @@ def test_drawing_more_only_appends() -> None:
 
 
 def test_units_draw_from_their_own_philox_streams() -> None:
-    words, starts = select._words(KEY, ("a", "b"), (5, 6), CPU)
+    words, starts = philox.words_of_all(KEY, ("a", "b"), torch.tensor([5, 6]))
     for name, start, m in zip("ab", starts.tolist(), (5, 6), strict=True):
         assert torch.equal(words[start : start + m], philox.words(KEY, name, m, CPU))
     together = select.draw(KEY, ("a", "b"), (50, 90), (5, 9), CPU)

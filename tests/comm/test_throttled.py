@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from gradwire.comm.alphabeta import Cost
+from gradwire.comm.backend import SingleBackend
 from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, BroadcastOp, Collective
 from gradwire.comm.emulated import VARIABLE, EmulatedBackend, SharedLink, maybe_emulated
-from gradwire.comm.single import SingleBackend
 from spawn import run_ranks
 
 

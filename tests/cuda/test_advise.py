@@ -46,6 +46,7 @@ def test_a_calibration_is_measured_on_the_gpu(dtype: str) -> None:
         assert torch.cuda.get_device_name() in found.note and "1 at a time" in found.note and found.cores == 1.0
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("device", "sharing"), [("cuda", "2"), ("cuda:0", "1")])
 def test_the_command(device: str, sharing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -14,7 +14,7 @@ from torch.distributed._composable.replicate import replicate
 
 import fixtures
 import gradwire
-from gradwire.comm.single import SingleBackend
+from gradwire.comm.backend import SingleBackend
 from spawn import Answers, cases_fixture, run_ranks
 
 SPEC = "topk(0.1)"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from numba.core import event
 
-from gradwire.integrations.compile_notice import compile_notice
+from gradwire.engine.precompile import compile_notice
 
 
 @pytest.mark.parametrize(("kind", "first", "lines"), [("cpu", True, 1), ("cpu", False, 0), ("cuda", True, 0)])

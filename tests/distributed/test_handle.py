@@ -59,6 +59,7 @@ def test_a_report_as_text():
     text = str(wire.report())
     assert "2 steps (0 skipped), world of 1" in text
     assert "rule dim<=1" in text and "rule *" in text and "encode" in text
+    assert "less sent than by a float32 ring" in text
     assert "inf" not in text, "a world of one sends nothing, and has no ratio"
 
 

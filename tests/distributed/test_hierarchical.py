@@ -19,6 +19,8 @@ import fixtures
 import gradwire
 from gradwire.comm.emulated import EmulatedBackend
 from gradwire.comm.host_layout import HostLayout
+from gradwire.engine.gradients import Grads
+from gradwire.engine.step import Engine
 from spawn import Answers, cases_fixture
 
 HOSTS = [[0, 1], [2, 3]]
@@ -86,7 +88,7 @@ def test_hosts_are_ranks_with_mean_gradients(options: dict[str, Any]):
         assert 0 <= sum(report.sent for report in sent) - single.report().sent <= 40 * fixtures.STEPS
 
 
-@pytest.mark.parametrize("options", SPECS[2::2], ids=lambda options: str(options["spec"]))
+@pytest.mark.parametrize("options", [SPECS[3], *SPECS[2::2]], ids=lambda options: str(options["spec"]))
 def test_one_rank_a_host_is_flat(options: dict[str, Any]):
     nets, workers = fixtures.replicas(3, across=[[0], [1], [2]], **short(options))
     others, flat = fixtures.replicas(3, **short(options))
@@ -97,6 +99,24 @@ def test_one_rank_a_host_is_flat(options: dict[str, Any]):
         assert astuple(wire.link.traffic) == pytest.approx(astuple(other.link.traffic))
         assert wire.report().sent_inside == 0
     assert fixtures.same(fixtures.tensors(nets[0]), fixtures.tensors(others[0]))
+
+
+def test_one_rank_a_host_clips_as_plain_ranks_do(monkeypatch: pytest.MonkeyPatch):
+    """By the norm of the same gradients, to the last bit of a double, which float32 weights do not show."""
+    names, found = dict(fixtures.model().named_parameters()).keys(), list[float]()
+    of_engine = Engine.gradient_factor
+
+    def recorded(engine: Engine, grads: Grads, unscale: float = 1.0) -> float:
+        factor = of_engine(engine, grads, unscale)
+        if grads.keys() == names:  # not of kernels that are compiled ahead
+            found.append(factor)
+        return factor
+
+    monkeypatch.setattr(Engine, "gradient_factor", recorded)
+    for across in ([[0], [1]], None):
+        nets, workers = fixtures.replicas(2, "dgc(0.1, clip=0.01)", across=across)
+        fixtures.train_steps(nets, workers, range(2))
+    assert len(found) == 8 and found[:4] == found[4:] and all(0 < factor < 1 for factor in found)
 
 
 @pytest.mark.parametrize("spec", ["topk(0.1)", "int4", "powersgd(2)", "sign"])

@@ -189,16 +189,17 @@ def no_optimizer(rank: int) -> str:
 
 
 MOMENTUM = ("momentum=0", "gradwire.SGD")
+FOR_SGD = ("'dgc(0.1)', which is for SGD", "'int4' with Adam", "gradwire.SGD")  # which has no momentum=0
 FINE = (fixtures.NO_ERROR,)
 OPTIMIZERS: dict[str, tuple[Callable[[int], str], tuple[str, ...]]] = {
     "SGD": (lambda rank: wrapping(rank, sgd_with_momentum, "dgc(0.1)"), ("SGD", *MOMENTUM)),
-    "Adam": (lambda rank: wrapping(rank, adam, "dgc(0.1)"), ("Adam", *MOMENTUM)),
+    "Adam": (lambda rank: wrapping(rank, adam, "dgc(0.1)"), ("Adam", *FOR_SGD)),
     "SGD on rank 1": (lambda rank: wrapping(rank, sgd_with_momentum, "dgc(0.1)", only=1), MOMENTUM),
     "SGD, then set": (wrapping_then_set, MOMENTUM),
     "SGD at its first step": (lambda rank: first_step(rank, sgd_with_momentum, "dgc(0.1)"), ("SGD", *MOMENTUM)),
     "gradwire.SGD at its first step": (lambda rank: first_step(rank, gradwire_sgd, "dgc(0.1)"), FINE),
     "SGD at its first step under topk": (lambda rank: first_step(rank, sgd_with_momentum, "topk(0.1)"), FINE),
-    "Adam after another optimizer": (second_optimizer, ("Adam", *MOMENTUM)),
+    "Adam after another optimizer": (second_optimizer, ("Adam", *FOR_SGD)),
     "a step after set": (lambda rank: step_after_set(rank, "topk(0.1)"), ("SGD", *MOMENTUM)),
     "a step after auto and set": (lambda rank: step_after_set(rank, "auto"), ("SGD", *MOMENTUM)),
     "SGD without momentum": (lambda rank: wrapping(rank, fixtures.sgd, "dgc(0.1)"), FINE),

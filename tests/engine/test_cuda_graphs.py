@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fake_cuda_graph import FakeCudaGraph, FakeCudaGraphs, largest, zero_nonfinite
-from gradwire.comm.single import SingleBackend
+from gradwire.comm.backend import SingleBackend
 from gradwire.core.graph_refs import pin, pin_tables
 from gradwire.core.keys import Key, RandomnessInGraph
 from gradwire.core.layout import Scattered
@@ -59,7 +59,7 @@ STEPS = 14
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused encoders by their definitions, and nothing reads data: what is captured must not depend on it."""
     monkeypatch.setattr(dispatch, "faster", lambda device: {})
-    monkeypatch.setattr(fused, "_largest", largest)
+    monkeypatch.setattr(fused, "top", largest)
     monkeypatch.setattr(encoders, "zero_nonfinite", zero_nonfinite)
 
 

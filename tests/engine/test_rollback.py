@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fixtures
 import gradwire
-from gradwire.comm.single import SingleBackend
+from gradwire.comm.backend import SingleBackend
 from gradwire.engine import Engine, Lockstep, Plan, Rule, build, checkpoint, default_rules
 from gradwire.engine.batched import Batched
 from gradwire.engine.drive import Clock, RoundGenerator, execute

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 import fixtures
 import gradwire
 from fake_cuda_graph import FakeCudaGraphs, largest, zero_nonfinite
-from gradwire.comm.single import SingleBackend
+from gradwire.comm.backend import SingleBackend
 from gradwire.engine import encoders
 from gradwire.engine.batched import Batched
 from gradwire.engine.cuda_graphs import EAGER_STEPS, StepExecutor
 from gradwire.engine.encoders import ComposedEncoder, Encoder, FusedDenseEncoder, FusedSumEncoder, FusedTopKEncoder
 from gradwire.engine.hosts import HostEngine
+from gradwire.engine.sharded import ShardEngine
 from gradwire.engine.step import Engine
 from gradwire.integrations import wire as wires
 from gradwire.integrations.setup import Options, Setup
@@ -110,7 +111,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs on the CPU: fused encoders by their definitions, and nothing reads data."""
 
     monkeypatch.setattr(dispatch, "faster", lambda device: {})
-    monkeypatch.setattr(fused, "_largest", largest)
+    monkeypatch.setattr(fused, "top", largest)
     monkeypatch.setattr(encoders, "zero_nonfinite", zero_nonfinite)
     monkeypatch.setattr(wires, "graphs_on", lambda device: FakeCudaGraphs())
 
@@ -272,4 +273,4 @@ def test_every_entry_point_has_the_same_executor() -> None:
     _, workers = fixtures.replicas(2, "topk(0.1)", across=[[0], [1]])
     for sync in (loop, optimizer.wire, *workers.wires):
         assert type(sync.executor) is StepExecutor
-        assert isinstance(sync.executor.engine, Engine | HostEngine)
+        assert isinstance(sync.executor.engine, Engine | ShardEngine)

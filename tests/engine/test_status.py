@@ -12,9 +12,8 @@ from torch import Tensor
 
 from fake_cuda_graph import FakeCudaGraph, FakeCudaGraphs, largest, zero_nonfinite
 from gradwire.codecs import decoding
-from gradwire.comm.backend import CountingBackend
+from gradwire.comm.backend import CountingBackend, SingleBackend
 from gradwire.comm.collectives import Collective
-from gradwire.comm.single import SingleBackend
 from gradwire.core import deferred_checks
 from gradwire.core.deferred_checks import check, defer_checks
 from gradwire.core.payload import CorruptMessageError, Payload
@@ -54,7 +53,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused encoders by their definitions, and nothing reads data: what is captured must not depend on it."""
 
     monkeypatch.setattr(dispatch, "faster", lambda device: {})
-    monkeypatch.setattr(fused, "_largest", largest)
+    monkeypatch.setattr(fused, "top", largest)
     monkeypatch.setattr(encoders, "zero_nonfinite", zero_nonfinite)
 
 

@@ -7,7 +7,7 @@ import torch
 
 import gradwire
 from gossip_fixtures import LENGTH, Vector, vectors
-from gradwire.comm.single import SingleBackend
+from gradwire.comm.backend import SingleBackend
 from gradwire.integrations.gossip import BatchedGossip, ElasticGossip, GossipHandle, GossipSync
 
 HOSTS = ((0, 2), (1, 3))

@@ -56,7 +56,7 @@ def join(mesh: PeerMesh, step: int = 0) -> None:
 def exchange(mesh: PeerMesh, step: int) -> tuple[dict[int, bool], dict[int, bytes]]:
     live = mesh.begin(step)
     received = mesh.exchange(step, 0, {peer: f"{mesh.rank} at {step}".encode() for peer in live})
-    mesh.finish(step, lambda: f"model after {step}".encode())
+    mesh.publish(step + 1, lambda: f"model after {step}".encode())
     return live, received
 
 

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import resource
+import select
 import socket
 import struct
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,12 +193,54 @@ def test_a_crowd_of_idle_strangers_leaves_room_for_a_neighbor(tmp_path: Path) ->
         with contextlib.ExitStack() as crowd:
             for _ in range(200):
                 crowd.enter_context(socket.create_connection(address(tmp_path, 0)))
-            second.mesh.drop(0, "shall dial anew")
-            deadline = time.monotonic() + 5.0
+            second.mesh.drop(0, "must dial again")
+            deadline = time.monotonic() + 30.0  # of a busy machine
             while not (first._last_live and first.step > 1) and time.monotonic() < deadline:
                 together(first, second)
             assert first._last_live == (1,)
             assert falls_below(threads + 80, threading.active_count)
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        dialed = socket.create_connection(server.getsockname())
+        return dialed, server.accept()[0]
+
+
+class LatePoll:
+    """`select.poll` of a thread that the machine lets run only after `resume`."""
+
+    def __init__(self, entered: threading.Event, resume: threading.Event) -> None:
+        self._poll, self._entered, self._resume = select.poll(), entered, resume
+
+    def register(self, line: socket.socket, events: int) -> None:
+        self._poll.register(line, events)
+
+    def poll(self, milliseconds: float | None) -> list[tuple[int, int]]:
+        self._entered.set()
+        self._resume.wait()
+        return self._poll.poll(milliseconds)
+
+
+def test_a_thread_that_reads_ends_with_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of the closed socket became that of the next one, which the thread then waited for without end."""
+    entered, resume = threading.Event(), threading.Event()
+    fake = SimpleNamespace(poll=lambda: LatePoll(entered, resume), POLLIN=select.POLLIN, POLLOUT=select.POLLOUT)
+    monkeypatch.setattr(secure_channel, "select", fake)
+    line, other = tcp_pair()
+    with contextlib.ExitStack() as opened, other:
+        channel = SecureChannel(line, 100, 1.0)
+        with ThreadPoolExecutor(1) as pool:
+            frame_read = pool.submit(channel.receive)
+            entered.wait()
+            channel.close()
+            for _ in range(20):
+                for end in socket.socketpair():
+                    opened.enter_context(end)
+            resume.set()
+            with pytest.raises(OSError):
+                frame_read.result(5)
+        assert line.fileno() < 0
 
 
 def test_a_damaged_frame_ends_its_edge_and_not_the_rank(tmp_path: Path) -> None:
@@ -230,7 +274,7 @@ def test_a_neighbor_that_sends_nonsense_is_dropped_and_the_rank_goes_on(
 
 def test_parameters_and_models_of_a_wrong_length_are_refused(tmp_path: Path) -> None:
     with group(tmp_path) as (first, second):
-        first.mesh.finish(0, lambda: b"123")
+        first.mesh.publish(1, lambda: b"123")
         assert not second._membership._copy(0) and second.mesh.edges.lost == [0]
         assert _rejoins(first, second)
         assert second._unpack(0, b"12345", torch.zeros(1)) == {} and second.mesh.edges.lost == [0, 0]

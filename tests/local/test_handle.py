@@ -10,7 +10,7 @@ import gradwire
 import local_fixtures
 from gradwire.core.payload import Payload, as_bytes
 from gradwire.core.requests import run
-from gradwire.integrations.local import measured_rounds
+from gradwire.integrations.local import round_length
 from local_fixtures import train
 
 SPARSE = "sparseloco(H=2, k=4, chunk=32)"
@@ -102,7 +102,8 @@ def test_ratios_count_inner_steps() -> None:
     assert report.payload == 2 * n
     assert report.payload_ratio == report.payload_ratio_all_in == pytest.approx(4.0)
     assert report.wire_ratio == pytest.approx(4.0, rel=0.02)  # less a byte of status
-    assert "8 local steps in 2 rounds" in str(report)
+    assert "8 local steps in 2 rounds" in str(report) and "2 rounds (0 skipped)" in str(report)
+    assert "per round" in str(report) and "per step" not in str(report)
 
 
 def test_the_start_has_an_account_of_its_own() -> None:
@@ -113,7 +114,26 @@ def test_the_start_has_an_account_of_its_own() -> None:
     assert report.sent == report.start.sent + report.rounds.sent == outer.ranks[0].link.traffic.sent
     assert report.payload_ratio == pytest.approx(4.0)
     assert report.payload_ratio_all_in == pytest.approx(12 / (4 + 2))
-    assert "the start" in str(report)
+    assert "the start" in str(report) and "in the start" not in str(report)
+
+
+def test_a_report_says_where_in_the_start_it_is() -> None:
+    nets, optimizers, outer = local_replicas("post_local_sgd(H=4, start=4)")
+    train(nets, optimizers, outer, range(1))
+    text = str(outer.ranks[0].report())
+    assert "1 step of the start" in text and "in the start: 1 of 4 steps" in text
+    assert "payload - smaller" in text and "inf" not in text
+
+
+def test_a_codec_is_told_where_it_belongs() -> None:
+    net = torch.nn.Linear(4, 4)
+    adam = torch.optim.AdamW(net.parameters())
+    with pytest.raises(ValueError, match=r"gradwire\.local takes .* use gradwire\.compress\(model, 'int4'\)") as wrong:
+        gradwire.local(net, adam, "int4")
+    assert wrong.value.__suppress_context__, "the error is printed once"
+    assert any(frame.name == "rounds" for frame in wrong.traceback), "and where it arose"
+    with pytest.raises(ValueError, match=r"local_lockstep takes .* use gradwire\.lockstep\(models, 'int4'\)"):
+        gradwire.local_lockstep([net], [adam], "int4")
 
 
 def test_messages_of_a_chunk_have_the_size_that_their_card_says() -> None:
@@ -158,7 +178,7 @@ def test_uneven_rounds_take_no_delay_later() -> None:
 def test_the_first_rounds_tell_how_long_others_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes a second, and a message 0.55: six steps share it."""
     clock = [0.0]
-    monkeypatch.setattr(measured_rounds.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(round_length.time, "perf_counter", lambda: clock[0])
     net, again = fixtures.model(), fixtures.model()
     optimizer = fixtures.sgd(net)
     outer = gradwire.local(net, optimizer, "local_sgd(H=2)", auto=True)
@@ -184,7 +204,7 @@ def test_the_first_rounds_tell_how_long_others_should_be(monkeypatch: pytest.Mon
 
 
 def test_the_slowest_rank_tells_what_computing_takes_and_the_last_one_what_a_message_takes() -> None:
-    rounds = measured_rounds.MeasuredRounds()
+    rounds = round_length.MeasuredRounds()
     run(rounds.agree(torch.device("cpu"), 5), lambda _: pytest.fail("one round is not enough"))
     pairs = [[0.1, 3.0], [0.2, 1.0], [0.05, 4.0]]
     payloads = [Payload(as_bytes(torch.tensor(pair, dtype=torch.float64))) for pair in pairs]

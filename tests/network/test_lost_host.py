@@ -9,7 +9,7 @@ import pytest
 from gradwire_lab.network import Hosts, LinkSpec, namespaces
 from gradwire_lab.train import checkpoint
 from gradwire_lab.train.rank_info import simulated_ranks
-from gradwire_lab.train.run_recipe import run_recipe
+from gradwire_lab.train.run_recipe import TrainJob, run_recipe
 from training_fixtures import recipe_of, saved, train
 
 real = pytest.mark.skipif(bool(namespaces.lacking()), reason=namespaces.lacking() or "hosts can be made")
@@ -61,7 +61,7 @@ def goes_on(run: Path, other: Path) -> None:
     assert found is not None
     steps = int(found.name.removeprefix("step-")) + 3
     recipe = recipe_of("digits", *OVERRIDES, f"train.iterations={steps}", "sync.across=[[0, 1], [2, 3]]")
-    final = run_recipe(recipe, simulated_ranks(4), run, lambda record: None, resume=True)
+    final = run_recipe(TrainJob(recipe, run, resume=True), simulated_ranks(4), lambda record: None)
     assert final["step"] == steps
     train(recipe, 4, other)
     for name, value in saved(other).items():

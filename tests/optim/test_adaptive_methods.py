@@ -421,3 +421,67 @@ def test_others_are_not_warned_of(spec: str, make: Any) -> None:
         warnings.simplefilter("always")
         step_once(spec, make)
     assert not [one for one in seen if one.category is gradwire.OptimizerWarning]
+
+
+def test_the_warning_is_given_once_whatever_changes_the_filters_of_warnings() -> None:
+    """A wrapped optimizer is checked when it is wrapped, and again when the one inside steps first."""
+    model = Net()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        optimizer = gradwire.DistributedOptimizer(
+            torch.optim.AdamW(model.parameters(), 0.01), model.named_parameters(), "topk(0.01) | sign"
+        )
+        for spec in ("int4", "topk(0.01) | sign"):
+            loss(model, 0, 0).backward()
+            optimizer.step()
+            optimizer.wire.set(spec)
+        loss(model, 0, 1).backward()
+        optimizer.step()
+    assert len([one for one in seen if one.category is gradwire.OptimizerWarning]) == 1
+
+
+def wrapped(spec: str, optimizer: Any, model: nn.Module) -> object:
+    return gradwire.DistributedOptimizer(optimizer, model.named_parameters(), spec)
+
+
+ATTACH = {
+    "compress": (lambda spec, opt, model: gradwire.compress(model, spec), ("no optimizer", "pass optimizer=opt")),
+    "lockstep": (lambda spec, opt, model: gradwire.lockstep([model], spec), ("no optimizer", "optimizers=[")),
+    "wrapped": (wrapped, ("torch.optim.SGD was given", "DistributedOptimizer(opt, ")),
+}
+
+
+@pytest.mark.parametrize("how", ATTACH)
+def test_a_method_that_lacks_its_adamw_is_named_as_it_was_written_with_the_remedy_of_the_call(how: str) -> None:
+    attach, words = ATTACH[how]
+    model = Net()
+    for spec in ("onebit_adam(start=2)", "zero_one_adam"):
+        with pytest.raises(ValueError, match=r"gradwire\.AdamW") as wrong:
+            attach(spec, torch.optim.SGD(model.parameters(), 0.1), model)
+        assert str(wrong.value).startswith(f"{spec!r} ") and "common_momentum" not in str(wrong.value)
+        assert all(word in str(wrong.value) for word in words), wrong.value
+
+
+def test_a_spec_that_is_set_later_is_named_and_so_is_that_of_a_rule() -> None:
+    model = Net()
+    wire = gradwire.compress(model, "int4")
+    with pytest.raises(ValueError, match=r"^'onebit_adam' compresses .* no optimizer was given; build"):
+        wire.set("onebit_adam")
+    rule = gradwire.Rule("zero_one_adam", name="first.*")
+    with pytest.raises(ValueError, match=r"^'zero_one_adam' compresses"):
+        gradwire.compress(Net(), "int4", rules=[rule])
+    with pytest.raises(ValueError, match=r"^feedback='common_momentum' compresses"):
+        gradwire.compress(Net(), "sign", feedback="common_momentum")
+
+
+@pytest.mark.parametrize(
+    ("how", "remedy"), [("compress", "local("), ("lockstep", "local_lockstep("), ("wrapped", "local(")]
+)
+def test_local_steps_are_refused_with_the_call_that_takes_them(how: str, remedy: str) -> None:
+    model = Net()
+    with pytest.raises(ValueError, match="every step") as wrong:
+        ATTACH[how][0]("sparseloco(H=5)", torch.optim.SGD(model.parameters(), 0.1), model)
+    text = str(wrong.value)
+    assert (
+        text.startswith("'sparseloco(H=5)' ") and f"gradwire.{remedy}" in text and text.count("'sparseloco(H=5)'") == 2
+    )

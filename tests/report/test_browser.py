@@ -49,7 +49,7 @@ READER = """
 </script>
 """
 
-# What does not fit into a narrow page: the page itself, and names in legends.
+# What does not fit into a narrow page: the page itself, names in legends, and titles of axes.
 NARROW = """
 <script>
 (async () => {
@@ -57,10 +57,13 @@ NARROW = """
   while (!plots().every((plot) => plot.querySelector("svg.marks path"))) await new Promise((go) => setTimeout(go, 50));
   const told = { overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth, names: [] };
   told.cut = plots().flatMap((plot) => {
-    const edge = plot.querySelector("svg").getBoundingClientRect().right + 1;
+    const edge = plot.querySelector("svg").getBoundingClientRect();
+    const inside = (box) =>
+      box.left > edge.left - 1 && box.right < edge.right + 1 && box.bottom < edge.bottom + 1;
     const names = [...plot.querySelectorAll(".role-legend-label text")];
     told.names.push(...names.map((name) => name.textContent));
-    return names.filter((name) => name.getBoundingClientRect().right > edge).map((name) => name.textContent);
+    const texts = [...names, ...plot.querySelectorAll(".role-axis-title text")];
+    return texts.filter((text) => !inside(text.getBoundingClientRect())).map((text) => text.textContent);
   });
   told.first = getComputedStyle(document.querySelector("tbody td")).position;
   const note = document.createElement("pre");
@@ -75,7 +78,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def opened(folder: Path, reader: str, width: int) -> dict[str, Any]:
-    """What a script finds on the page of a grid; ``console`` is what the browser complained about."""
+    """What a script finds on the page of a grid; ``console`` has the messages of the browser."""
     write_grid(folder / "runs")
     text = page(tasks([load(run) for run in find([folder / "runs"])]))
     copy = folder / "page.html"

@@ -122,6 +122,14 @@ def test_finished_cells_are_skipped_and_broken_ones_go_on(tmp_path: Path) -> Non
     assert run_grid(made, Runner(), log=quiet).skipped == made
 
 
+def test_the_time_left_warns_of_kernels_until_every_spec_was_trained(tmp_path: Path) -> None:
+    said: list[str] = []
+    run_grid(grid(["digits"], arms(SPECS), range(2), runs=tmp_path), Runner(), log=said.append)
+    assert "left" not in said[0], "nothing is known yet"
+    assert ["kernels are compiled" in line for line in said] == [False, True, False, False]
+    assert all("left in all" in line for line in said[1:])
+
+
 def test_the_budget_stops_before_the_next_cell(tmp_path: Path) -> None:
     made = grid(["digits"], arms(SPECS), range(3), runs=tmp_path)
     hours = iter(range(100))

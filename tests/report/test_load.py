@@ -225,6 +225,12 @@ def test_an_interval_that_is_far_wider_than_others_shows_no_loss_nor_its_absence
     assert headline(alone) == first
 
 
+def test_a_spec_that_sends_more_than_the_baseline_has_no_headline(tmp_path: Path) -> None:
+    task = write_specs(tmp_path / "a", {"topk(0.5)|bitmap": (0.0, 2e7), "sign": (0.2, 1e5)})
+    assert headline(task) == "Every spec that sends fewer bytes loses against fp32."
+    assert headline(write_specs(tmp_path / "b", {"topk(0.5)|bitmap": (0.0, 2e7)})) == ""
+
+
 def test_what_diverged_has_lost(tmp_path: Path) -> None:
     assert headline(write_specs(tmp_path, {"sign": (math.nan, 1e5)})) == "Every spec loses against fp32."
 

@@ -191,12 +191,35 @@ def test_names_do_not_lie_on_bars(width: int) -> None:
         assert not [bar for bar, top in bars if left < bar < left + length and top < y < top + bar_height], row["group"]
 
 
+EDGE = ("sign", "fp32")
+
+
+def test_names_do_not_lie_on_the_line() -> None:
+    """It rises to the right of a spec that it does not join."""
+    rows = [spot("sign", 1e5, 80.0), spot("fp32", 1e6, 90.0), spot("beside", 8e5, 85.0), spot("far", 9e6, 80.0)]
+    places = [dict((row["group"], place) for row, place in tradeoff.placed(rows, edge=edge)) for edge in ((), EDGE)]
+    assert [place["beside"][0] for place in places] == ["left", "right"]
+
+
 def test_bars_are_intervals(tmp_path: Path) -> None:
     for seed, value in enumerate((0.90, 0.92, 0.91)):
         write_run(tmp_path, "fp32", seed, epochs=1, values=[value])
     (task,) = tasks([load(folder) for folder in tmp_path.iterdir()])
     row = tradeoff._row(task, task.groups[0])
     assert row["high"] - row["value"] == pytest.approx(4.302653 * 1.0 / 3**0.5, abs=1e-3)
+
+
+def test_legends_have_no_labels_of_logs(text: str) -> None:
+    figure = _embedded(text, "figures")["digits-cnn-bytes-by-rule"]
+    shown = {row["rule"] for rows in figure["datasets"].values() for row in rows}
+    assert shown == {"all other tensors", "1-D tensors (biases, norms)"}
+
+
+def test_every_table_says_what_its_ratios_count(runs: Path, text: str, tmp_path: Path) -> None:
+    files = ["--markdown", str(tmp_path / "table.md"), "--latex", str(tmp_path / "table.tex")]
+    assert CliRunner().invoke(app, [str(runs), *files]).exit_code == 0
+    for table in (text, *(path.read_text() for path in (tmp_path / "table.md", tmp_path / "table.tex"))):
+        assert "bytes a rank sends and receives in a float32 ring all-reduce" in table
 
 
 def test_tables_name_what_made_them(runs: Path, tmp_path: Path) -> None:

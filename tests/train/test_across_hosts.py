@@ -9,8 +9,8 @@ from gradwire_lab.train import checkpoint
 from gradwire_lab.train.loop import Training
 from gradwire_lab.train.rank_info import simulated_ranks
 from gradwire_lab.train.record import open_folder
-from gradwire_lab.train.run_modes import TrainJob, train_spawned
-from gradwire_lab.train.run_recipe import restore, run_recipe
+from gradwire_lab.train.run_modes import train_spawned
+from gradwire_lab.train.run_recipe import TrainJob, restore, run_recipe
 from training_fixtures import recipe_of, saved, train
 
 OVERRIDES = ("sync.spec=topk(0.05)", "train.batch=60", "train.iterations=4", "train.save_every=2", "train.log_every=1")
@@ -47,7 +47,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path):
     through = train(recipe, 4, tmp_path / "whole")
     open_folder(tmp_path / "broken", recipe)
     with pytest.raises(Stop):
-        run_recipe(recipe, simulated_ranks(4), tmp_path / "broken", interrupt)
+        run_recipe(TrainJob(recipe, tmp_path / "broken"), simulated_ranks(4), interrupt)
     resumed = train(recipe, 4, tmp_path / "broken", resume=True)
     for file in ("model.safetensors", *(f"rank-{rank}.safetensors" for rank in range(4))):
         ours, theirs = saved(tmp_path / "whole", file), saved(tmp_path / "broken", file)

@@ -12,7 +12,7 @@ from gradwire_lab.train.loop import Training
 from gradwire_lab.train.rank_info import simulated_ranks
 from gradwire_lab.train.record import open_folder
 from gradwire_lab.train.run_folder import read
-from gradwire_lab.train.run_recipe import restore, run_recipe, save
+from gradwire_lab.train.run_recipe import TrainJob, restore, run_recipe, save
 from training_fixtures import recipe_of, saved, train
 
 KINDS = [
@@ -49,7 +49,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path, name, overrides
     through = train(recipe, 2, whole)
     open_folder(broken, recipe)
     with pytest.raises(Stop):
-        run_recipe(recipe, simulated_ranks(2), broken, stop_at(4))
+        run_recipe(TrainJob(recipe, broken), simulated_ranks(2), stop_at(4))
     assert saved(broken).keys() == saved(whole).keys()
     resumed = train(recipe, 2, broken, resume=True)
     for file in ("model.safetensors", "optimizer.safetensors", "rank-0.safetensors", "rank-1.safetensors"):

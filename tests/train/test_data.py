@@ -18,11 +18,10 @@ from torch import Tensor
 from gradwire_lab.train import data
 from gradwire_lab.train.data.augment import Augment
 from gradwire_lab.train.data.imagefolder import FolderLoader, crop, folder_evaluation
-from gradwire_lab.train.data.images import ImageLoader, ImageTask, Resolution, evaluation
+from gradwire_lab.train.data.images import ImageLoader, ImageTask, evaluation
 from gradwire_lab.train.data.partition import columns, shards
-from gradwire_lab.train.data.pydoc import paragraphs
 from gradwire_lab.train.data.sequences import IGNORED, ColumnLoader, WindowLoader, reading
-from gradwire_lab.train.data.text import TextTask, thirds
+from gradwire_lab.train.data.text import TextTask, paragraphs, thirds
 
 LOOSE = {"strict": False}
 
@@ -387,7 +386,7 @@ def test_ranks_see_different_images() -> None:
 
 
 def test_images_grow_by_epoch() -> None:
-    growing = loader(2, (0,), resolution=Resolution(((0, 4), (2, 6), (3, 8))))
+    growing = loader(2, (0,), sizes=((0, 4), (2, 6), (3, 8)))
     sides = [next(growing.epoch(epoch)).inputs.shape[2:] for epoch in range(5)]
     assert sides == [(4, 4), (4, 4), (6, 6), (8, 8), (8, 8)]
     small, full = next(growing.epoch(0)), next(loader(2, (0,)).epoch(0))
@@ -480,7 +479,7 @@ def test_folders_of_images(tmp_path: Path) -> None:
     alone = list(FolderLoader(task, 2, 2, (1,), size=16, threads=2).epoch(1))
     assert len(both) == 2 and both[0].inputs.shape == (4, 3, 16, 16)
     assert torch.equal(both[1].inputs[2:], alone[1].inputs)
-    growing = FolderLoader(task, 2, 2, (0,), size=16, threads=2, resolution=Resolution(((0, 8), (1, 12))))
+    growing = FolderLoader(task, 2, 2, (0,), size=16, threads=2, sizes=((0, 8), (1, 12)))
     assert [next(growing.epoch(epoch)).inputs.shape[-1] for epoch in (0, 1)] == [8, 12]
     red = torch.cat([batch.inputs[:, 0, 0, 0] for batch in both])
     assert torch.equal(red > 0, torch.cat([batch.targets for batch in both]) == 1)

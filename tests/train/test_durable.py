@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from gradwire.integrations import checksums
 from gradwire_lab.cli.main import app
 from gradwire_lab.train import checkpoint
-from gradwire_lab.train.run_lock import locked
+from gradwire_lab.train.run_folder import locked
 from training_fixtures import recipe_of, train
 
 
@@ -112,7 +112,7 @@ def test_a_damaged_checksum_of_tensors_is_noticed(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from gradwire_lab.train.run_lock import locked
+from gradwire_lab.train.run_folder import locked
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)
     time.sleep(1000)

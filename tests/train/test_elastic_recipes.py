@@ -17,7 +17,7 @@ from gradwire_lab.train.display import Display
 from gradwire_lab.train.rank_info import RankInfo
 from gradwire_lab.train.record import open_folder
 from gradwire_lab.train.run_folder import read
-from gradwire_lab.train.run_recipe import run_recipe
+from gradwire_lab.train.run_recipe import TrainJob, run_recipe
 from training_fixtures import LeavesOnce, LeftTheGroup, recipe_of, saved
 
 RING = ("gossip.method=choco", "gossip.graph=ring", "gossip.codec=sign", "schedule.scale=graph")
@@ -39,7 +39,7 @@ def test_a_worker_leaves_and_goes_on_at_the_steps_of_the_others(tmp_path: Path) 
     def run(rank: int) -> None:
         place = RankInfo(2, (rank,), torch.device("cpu"), tmp_path / "meeting")
         try:
-            finals[rank] = run_recipe(recipe, place, tmp_path, heard.append)
+            finals[rank] = run_recipe(TrainJob(recipe, tmp_path), place, heard.append)
         except LeftTheGroup:
             while not any(len(record["workers"]) == 1 for record in epochs()):
                 time.sleep(0.01)
@@ -84,7 +84,7 @@ def test_a_worker_dies_and_comes_back(tmp_path: Path) -> None:
     recipe, run = recipe_of("digits", *ELASTIC, *mortal, "train.epochs=8"), tmp_path / "run"
     open_folder(run, recipe)
     heard: list[Any] = []
-    final = run_modes.train_spawned(run_modes.TrainJob(recipe, run), 3, heard.append)
+    final = run_modes.train_spawned(TrainJob(recipe, run), 3, heard.append)
     assert [(record["event"], record["worker"]) for record in heard if "worker" in record] == [
         ("restarted", 1),
         ("back", 1),
@@ -107,12 +107,12 @@ def test_a_group_resumes_bit_for_bit(tmp_path: Path, overlap: bool) -> None:
     )
     recipe, (whole, broken) = recipe_of("digits", *common), (tmp_path / "whole", tmp_path / "broken")
     open_folder(whole, recipe)
-    through = run_modes.train_spawned(run_modes.TrainJob(recipe, whole), 3, lambda record: None)
+    through = run_modes.train_spawned(TrainJob(recipe, whole), 3, lambda record: None)
     short = recipe_of("digits", *common, "train.iterations=4")
     open_folder(broken, short)
-    run_modes.train_spawned(run_modes.TrainJob(short, broken), 3, lambda record: None)
+    run_modes.train_spawned(TrainJob(short, broken), 3, lambda record: None)
     open_folder(broken, recipe)
-    resumed = run_modes.train_spawned(run_modes.TrainJob(recipe, broken, resume=True), 3, lambda record: None)
+    resumed = run_modes.train_spawned(TrainJob(recipe, broken, resume=True), 3, lambda record: None)
     for rank in range(3):
         one, other = saved(whole, f"rank-{rank}.safetensors"), saved(broken, f"rank-{rank}.safetensors")
         assert one.keys() == other.keys()

@@ -20,7 +20,7 @@ from gradwire_lab.train.models import build
 from gradwire_lab.train.rank_info import simulated_ranks
 from gradwire_lab.train.record import open_folder
 from gradwire_lab.train.run_folder import read
-from gradwire_lab.train.run_recipe import evaluate, run_recipe
+from gradwire_lab.train.run_recipe import TrainJob, evaluate, run_recipe
 from gradwire_lab.train.schedule import scale_of
 from training_fixtures import DIGITS, recipe_of, saved, train
 
@@ -59,7 +59,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path: Path, name: str
     through = train(recipe, 4, whole)
     open_folder(broken, recipe)
     with pytest.raises(Stop):
-        run_recipe(recipe, simulated_ranks(4), broken, stop_at(4))
+        run_recipe(TrainJob(recipe, broken), simulated_ranks(4), stop_at(4))
     resumed = train(recipe, 4, broken, resume=True)
     for file in ("model.safetensors", "rank-0.safetensors", "rank-3.safetensors"):
         one, other = saved(whole, file), saved(broken, file)
@@ -81,7 +81,7 @@ def test_processes_do_as_virtual_workers_do(tmp_path: Path) -> None:
     finally:
         torch.set_num_threads(threads)
     open_folder(there, recipe)
-    other = run_modes.train_spawned(run_modes.TrainJob(recipe, there, resume=True), 3, lambda record: None)
+    other = run_modes.train_spawned(TrainJob(recipe, there, resume=True), 3, lambda record: None)
     for rank in range(3):
         mine, theirs = saved(here, f"rank-{rank}.safetensors"), saved(there, f"rank-{rank}.safetensors")
         assert mine.keys() == theirs.keys()
@@ -108,9 +108,9 @@ def test_workers_of_a_node_are_one(tmp_path: Path, stopped: bool) -> None:
     if stopped:
         broken = recipe_of("digits", *common, "train.iterations=5")
         open_folder(there, broken)
-        run_modes.train_spawned(run_modes.TrainJob(broken, there), 4, lambda record: None)
+        run_modes.train_spawned(TrainJob(broken, there), 4, lambda record: None)
     open_folder(there, recipe)
-    other = run_modes.train_spawned(run_modes.TrainJob(recipe, there, resume=stopped), 4, lambda record: None)
+    other = run_modes.train_spawned(TrainJob(recipe, there, resume=stopped), 4, lambda record: None)
     for rank in range(4):
         mine, theirs = saved(here, f"rank-{rank}.safetensors"), saved(there, f"rank-{rank}.safetensors")
         own = [key for key in mine if key not in ("loss", "traffic") and not key.startswith("gossip/")]
@@ -136,7 +136,9 @@ def test_every_worker_and_the_mean_model_are_judged(tmp_path: Path) -> None:
     assert len(final["workers"]) == 4 and min(final["workers"]) > 0.8
     assert final["value"] == pytest.approx(sum(final["workers"]) / 4)
     assert final["mean_model"] > 0.8 and final["consensus"] > 0
-    score = evaluate(tmp_path, "last", "test", "cpu")  # what is saved is the mean model
+    score = evaluate(
+        tmp_path, recipe_files.load(tmp_path / "recipe.toml"), "last", "test", "cpu"
+    )  # what is saved is the mean model
     assert score.value == pytest.approx(final["mean_model"])
     start = read(tmp_path)[0]
     assert start["spec"] == "choco(ring) with sign" and "ring on 4 ranks" in start["method"]

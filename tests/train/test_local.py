@@ -8,9 +8,10 @@ from typer.testing import CliRunner
 
 from gradwire_lab.cli.main import app
 from gradwire_lab.train import run_modes
+from gradwire_lab.train.recipe_files import load
 from gradwire_lab.train.record import open_folder
 from gradwire_lab.train.run_folder import read
-from gradwire_lab.train.run_recipe import evaluate
+from gradwire_lab.train.run_recipe import TrainJob, evaluate
 from training_fixtures import recipe_of, saved, train
 
 SPEC = "local.spec=sparseloco(H=3, k=4, chunk=64, start=2)"
@@ -28,7 +29,7 @@ def test_processes_go_on_inside_a_round_where_virtual_workers_stopped_bit_for_bi
     finally:
         torch.set_num_threads(threads)
     open_folder(there, recipe)
-    other = run_modes.train_spawned(run_modes.TrainJob(recipe, there, resume=True), 2, lambda record: None)
+    other = run_modes.train_spawned(TrainJob(recipe, there, resume=True), 2, lambda record: None)
     for rank in range(2):
         mine, theirs = saved(here, f"rank-{rank}.safetensors"), saved(there, f"rank-{rank}.safetensors")
         assert mine.keys() == theirs.keys()
@@ -47,7 +48,8 @@ def test_local_steps_learn_digits(tmp_path: Path) -> None:
     )
     final = train(recipe, 4, tmp_path)
     assert final["value"] > 0.8 and final["payload_ratio"] > 15
-    assert evaluate(tmp_path, "last", "test", "cpu").value == pytest.approx(final["value"])  # of outer weights
+    score = evaluate(tmp_path, load(tmp_path / "recipe.toml"), "last", "test", "cpu")
+    assert score.value == pytest.approx(final["value"])  # of outer weights
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import torch
 from gradwire_lab.train import run_modes
 from gradwire_lab.train.loop import Training
 from gradwire_lab.train.rank_info import simulated_ranks
+from gradwire_lab.train.recipe_files import load
 from gradwire_lab.train.record import open_folder
 from gradwire_lab.train.run_folder import read
-from gradwire_lab.train.run_recipe import evaluate
+from gradwire_lab.train.run_recipe import TrainJob, evaluate
 from training_fixtures import recipe_of, saved, train
 
 
@@ -156,11 +157,12 @@ def test_virtual_workers_equal_real_ones(tmp_path, name, overrides):
     recipe = own_recipe(*overrides) if name == "own" else recipe_of(name, *overrides)
     real, virtual = tmp_path / "real", tmp_path / "virtual"
     open_folder(real, recipe)
-    theirs = run_modes.train_spawned(run_modes.TrainJob(recipe, real), 4, lambda record: None)
+    theirs = run_modes.train_spawned(TrainJob(recipe, real), 4, lambda record: None)
     ours = train(recipe, 4, virtual)
     assert (ours["sent"], ours["payload"]) == (theirs["sent"], theirs["payload"])
     assert ours["value"] == pytest.approx(theirs["value"], rel=1e-3)
     for key, weight in saved(real).items():
         torch.testing.assert_close(saved(virtual)[key], weight, rtol=1e-4, atol=1e-5, msg=key)
-    score = evaluate(real, "last", "test", "cpu", model="training_fixtures:Normed" if name == "own" else "")
+    read_back = load(real / "recipe.toml", "training_fixtures:Normed" if name == "own" else "")
+    score = evaluate(real, read_back, "last", "test", "cpu")
     assert score.loss == pytest.approx(theirs["test_loss"], rel=1e-6)

@@ -12,6 +12,7 @@ from gradwire_lab.launcher_env import PORT, LauncherRank, first_node, launcher_r
 from gradwire_lab.train import checkpoint, run_modes
 from gradwire_lab.train.record import open_folder
 from gradwire_lab.train.run_folder import read
+from gradwire_lab.train.run_recipe import TrainJob
 from training_fixtures import DIGITS, recipe_of
 
 TESTS = Path(__file__).parent.parent
@@ -102,7 +103,7 @@ def test_a_killed_worker_is_named_and_the_last_checkpoint_is_whole(tmp_path):
     recipe = recipe_of("digits", "model.name=training_fixtures:KillsRank1")
     open_folder(tmp_path, recipe)
     with pytest.raises(RankError, match=r"rank 1 of 2 .*SIGKILL"):
-        run_modes.train_spawned(run_modes.TrainJob(recipe, tmp_path), 2, lambda record: None)
+        run_modes.train_spawned(TrainJob(recipe, tmp_path), 2, lambda record: None)
     found = checkpoint.find(tmp_path, "last")
     assert found is not None
     assert found.name == "step-5"
@@ -113,7 +114,7 @@ def test_what_is_refused_on_a_rank_is_a_sentence_here(tmp_path):
     recipe = recipe_of("digits", "data.name=ptb", "model.name=lstm")
     open_folder(tmp_path, recipe)
     with pytest.raises(run_modes.TrainingRefused, match="pass --data DIR"):
-        run_modes.train_spawned(run_modes.TrainJob(recipe, tmp_path), 2, lambda record: None)
+        run_modes.train_spawned(TrainJob(recipe, tmp_path), 2, lambda record: None)
 
 
 @pytest.mark.study  # three starts of torchrun take half a minute

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,34 @@ def one_rank(rank: int, world: int, folder: Path) -> None:
     assert wire.report().steps == 2  # nothing is accumulated
 
 
+def remedies(rank: int, world: int, folder: Path) -> None:
+    """Errors name what Accelerate's users call."""
+    from gradwire.integrations.accelerate import attach, attach_local
+
+    accelerator, _, model, _ = prepared(rank, world)
+    gradients = fixtures.error_text(lambda: attach_local(accelerator, model, "int4"))
+    assert "attach_local takes" in gradients and "attach(accelerator, model, 'int4')" in gradients, gradients
+    rounds = fixtures.error_text(lambda: attach(accelerator, model, "sparseloco(H=5)"))
+    assert "'sparseloco(H=5)'" in rounds and "attach_local(accelerator, model, 'sparseloco(H=5)')" in rounds, rounds
+    onebit = fixtures.error_text(lambda: attach(accelerator, model, "onebit_adam"))
+    assert "'onebit_adam'" in onebit and "accelerator.prepare(model, opt)" in onebit, onebit
+    assert "torch.optim.SGD was given" in onebit and "common_momentum" not in onebit, onebit
+
+
+def warned_once(rank: int, world: int, folder: Path) -> None:
+    """Though every change of the filters makes Python forget which warnings it has shown."""
+    from gradwire.integrations.accelerate import attach
+
+    accelerator = accelerator_of(rank, world)
+    net = fixtures.model()
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        attach(accelerator, model, "topk(0.01)")
+        train_steps(accelerator, model, optimizer, range(2), rank)
+    assert sum(one.category is gradwire.OptimizerWarning for one in seen) == (rank == 0)
+
+
 def local_steps(rank: int, world: int, folder: Path) -> None:
     """Saved inside a round, and loaded into another model, with the optimizer of each rank."""
     from gradwire.integrations.accelerate import attach_local
@@ -182,9 +211,23 @@ def local_steps(rank: int, world: int, folder: Path) -> None:
         if not start:
             accelerator.save_state(str(folder / "local"))
     assert handle.steps == 7 and fixtures.same(fixtures.tensors(net), fixtures.tensors(plain))
+    accelerator.state.destroy_process_group = lambda group=None: None  # which serves the next case
+    with warnings.catch_warnings(record=True) as none:
+        warnings.simplefilter("always")
+        accelerator.end_training()  # one step of the start, three rounds
+    accelerator.backward(fixtures.loss(model, rank, 7))
+    optimizer.step()
+    with warnings.catch_warnings(record=True) as one:
+        warnings.simplefilter("always")
+        accelerator.end_training()
+    found = [[str(each.message) for each in seen if "round" in str(each.message)] for seen in (none, one)]
+    assert [len(texts) for texts in found] == [0, int(rank == 0)]
+    assert rank or ("1 step " in found[1][0] and "7 or 9 steps" in found[1][0] and "outer.averaged()" in found[1][0])
 
 
 TWO_RANKS = {
+    "remedies": remedies,
+    "warned once": warned_once,
     "local steps": local_steps,
     "one line": one_line,
     "resumed": resumed,

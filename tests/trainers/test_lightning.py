@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,37 @@ def from_dense(rank: int, world: int, folder: Path) -> None:
     assert compression.wire.report().steps == STEPS
 
 
+def remedies(rank: int, world: int, folder: Path) -> None:
+    """Errors name what Lightning's users call."""
+    rounds = fixtures.error_text(lambda: fit(rank, world, spec="sparseloco(H=5)"))
+    assert "'sparseloco(H=5)'" in rounds and "LightningLocalSteps('sparseloco(H=5)')" in rounds, rounds
+    onebit = fixtures.error_text(lambda: fit(rank, world, spec="onebit_adam"))
+    assert "'onebit_adam'" in onebit and "configure_optimizers" in onebit, onebit
+    assert "torch.optim.SGD was given" in onebit and "common_momentum" not in onebit, onebit
+    gradients = fixtures.error_text(lambda: local_fit("int4"))
+    assert "LightningLocalSteps takes" in gradients and "LightningCompression('int4')" in gradients, gradients
+
+
+def in_the_start(rank: int, world: int, folder: Path) -> None:
+    """A fit that never leaves its start is warned of when it begins."""
+    with pytest.warns(UserWarning, match=rf"'diloco\(H=2, start=9\)' takes 9 of {STEPS} steps.*start=1"):
+        callback = local_fit("diloco(H=2, start=9)")
+    assert callback.outer is not None and f"in the start: {STEPS} of 9 steps" in str(callback.outer.report())
+
+
+def local_fit(spec: str) -> Any:
+    """The callback of local steps, after an epoch in one process."""
+    from lightning.pytorch import Trainer
+
+    from gradwire.integrations.lightning import LightningLocalSteps
+
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    callback = LightningLocalSteps(spec)
+    trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[callback], **quiet)
+    trainer.fit(module(0.9), DataLoader(TensorDataset(examples(0)), BATCH))
+    return callback
+
+
 def local_steps(rank: int, world: int, folder: Path) -> None:
     """A fit of two epochs, the second one resumed inside a round, computes what a plain loop computes."""
     from lightning.pytorch import Trainer
@@ -201,7 +233,14 @@ def local_steps(rank: int, world: int, folder: Path) -> None:
         where: dict[str, Any] = {"accelerator": "cpu", "devices": world, "strategy": "ddp"}
         options = {"use_distributed_sampler": False, **where, **quiet}
         trainer = Trainer(max_epochs=epochs, callbacks=[callback], **options)
-        trainer.fit(fitted, DataLoader(TensorDataset(examples(rank)), BATCH), ckpt_path=start)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            trainer.fit(fitted, DataLoader(TensorDataset(examples(rank)), BATCH), ckpt_path=start)
+        first, *texts = [str(one.message) for one in seen if "inside a round" in str(one.message)] or [""]
+        assert len(texts) == (rank == 0), "6 and 12 steps, of which 3 are the start, leave 3 and 1 of a round"
+        assert rank or first.endswith("set max_steps=3 or 7" if start is None else "set max_steps=11 or 15"), first
+        k, ends = ("3 steps", "3 or 7 steps") if start is None else ("1 step", "11 or 15 steps")
+        assert rank or (f"whose {k} " in texts[0] and ends in texts[0] and "callback.outer.averaged()" in texts[0])
         if start is None:
             trainer.save_checkpoint(folder / "local.ckpt")
     assert callback.outer is not None and callback.outer.steps == 2 * STEPS
@@ -216,7 +255,14 @@ TWO_RANKS = {
     "scaled": scaled,
     "resumed": resumed,
 }
-ONE_RANK = {"one device": one_device, "refused": refused, "from two ranks": from_two_ranks, "from dense": from_dense}
+ONE_RANK = {
+    "one device": one_device,
+    "refused": refused,
+    "remedies": remedies,
+    "in the start": in_the_start,
+    "from two ranks": from_two_ranks,
+    "from dense": from_dense,
+}
 
 
 @pytest.fixture(scope="module")

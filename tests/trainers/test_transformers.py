@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +52,16 @@ def train(
     from gradwire.integrations.transformers import TrainerCompression, TrainerLocalSteps
 
     AcceleratorState._reset_state()
+    kind = options.pop("kind", TrainerLocalSteps if "H=" in spec else TrainerCompression)
     resume, model, optimizer = options.pop("resume", None), options.pop("model", None), options.pop("optimizer", None)
+    given = {"bucket_mb": fixtures.BUCKET_MB, **options.pop("given", {})}
     quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no"}
     quiet |= {"use_cpu": True, "dataloader_pin_memory": False, "optim": "sgd", "learning_rate": 0.1}
     quiet |= {"lr_scheduler_type": "constant"}
     options = {"max_steps": steps, "per_device_train_batch_size": BATCH, **quiet, **options}
     settings = TrainingArguments(str(folder), **options)
     trainer = Trainer(model or gpt(), settings, train_dataset=texts(), optimizers=(optimizer, None))
-    kind = TrainerLocalSteps if "H=" in spec else TrainerCompression
-    compression = kind(trainer, spec, resume=resume, bucket_mb=fixtures.BUCKET_MB)
+    compression = kind(trainer, spec, resume=resume, **given)
     trainer.add_callback(compression)
     trainer.train(resume_from_checkpoint=start)
     return compression, trainer.model
@@ -141,11 +143,68 @@ def checkpoint(folder: Path) -> str:
 def local_steps(rank: int, world: int, folder: Path) -> None:
     """Replicas differ inside a round, and a run that was stopped there ends as one that was not."""
     spec, adam = "diloco(H=4)", {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 3}
-    through, model = train(rank, world, folder / "local", 7, spec=spec, **adam)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        through, model = train(rank, world, folder / "local", 7, spec=spec, **adam)
+    found = [one for one in seen if "inside a round" in str(one.message)]
+    texts = [str(one.message) for one in found]
+    assert len(texts) == 2 * (rank == 0) and {one.filename for one in found} <= {__file__}
+    assert rank or texts[0] == "max_steps=7 ends inside a round of H=4; set max_steps=4 or 8"
+    assert rank or ("3 steps" in texts[1] and "4 or 8 steps" in texts[1] and "callback.outer.averaged()" in texts[1])
     again, other = train(rank, world, folder / "local", 7, str(folder / "local" / "checkpoint-6"), spec=spec, **adam)
     assert through.outer.steps == again.outer.steps == 7 and through.outer.inside == 3
     assert not equal_on_ranks(model) and fixtures.same(fixtures.tensors(model), fixtures.tensors(other))
     assert fixtures.same(through.outer.state_dict(), again.outer.state_dict())
+
+
+def in_the_start(rank: int, world: int, folder: Path) -> None:
+    """A training that never leaves its start, or has no round, is warned of when it begins."""
+    onebit = "onebit_adam"
+    for spec, words in (
+        (onebit, ("'onebit_adam' takes 256 of 2 steps", "start=1")),
+        ("diloco(H=2, start=30)", ("takes 30 of 2 steps", "start=1")),
+        ("diloco(H=5)", ("max_steps=2 ends inside a round of H=5; set max_steps=5",)),
+    ):
+        net = gpt()
+        adam = gradwire.AdamW(net.parameters(), 0.01) if spec == onebit else None
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            callback, _ = train(rank, world, folder / "start", 2, spec=spec, model=net, optimizer=adam)
+        texts = [
+            str(one.message) for one in seen if "of 2 steps" in str(one.message) or "max_steps=2" in str(one.message)
+        ]
+        assert len(texts) == (rank == 0) and (rank or all(word in texts[0] for word in words)), (spec, texts)
+        report = str((callback.wire if spec == onebit else callback.outer).report())
+        assert "H=5" in spec or f"in the start: 2 of {256 if spec == onebit else 30} steps" in report, report
+        assert "inf" not in report, report
+
+
+def remedies(rank: int, world: int, folder: Path) -> None:
+    """Errors name what the Trainer's users call."""
+    from gradwire.integrations.transformers import TrainerCompression, TrainerLocalSteps
+
+    rounds = fixtures.error_text(
+        lambda: train(rank, world, folder / "rounds", 1, spec="sparseloco(H=5)", kind=TrainerCompression)
+    )
+    assert "'sparseloco(H=5)'" in rounds and "TrainerLocalSteps(trainer, 'sparseloco(H=5)')" in rounds, rounds
+    adam = {"optim": "adamw_torch", "spec": "onebit_adam"}
+    onebit = fixtures.error_text(lambda: train(rank, world, folder / "onebit-wrong", 1, **adam))
+    assert "'onebit_adam'" in onebit and "optimizers=(opt, None)" in onebit, onebit
+    assert "torch.optim.AdamW was given" in onebit and "common_momentum" not in onebit, onebit
+    gradients = fixtures.error_text(lambda: train(rank, world, folder / "int4", 1, spec="int4", kind=TrainerLocalSteps))
+    assert "TrainerLocalSteps takes" in gradients and "TrainerCompression(trainer, 'int4')" in gradients, gradients
+    option = fixtures.error_text(lambda: train(rank, world, folder / "option", 1, given={"ratio": 0.1}))
+    assert option.startswith("TypeError: TrainerCompression has no option ratio"), option
+
+
+def warned_once(rank: int, world: int, folder: Path) -> None:
+    """Though the Trainer has the optimizer checked when it begins, and the wire checks it when it steps."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        train(rank, world, folder / "starved", 2, spec="topk(0.01)", optim="adamw_torch")
+    found = [one for one in seen if one.category is gradwire.OptimizerWarning]
+    assert len(found) == (rank == 0) and all("optimizers=(opt, None)" in str(one.message) for one in found), found
+    assert {one.filename for one in found} <= {__file__}
 
 
 def onebit_adam_as_in_a_loop(rank: int, world: int, folder: Path) -> None:
@@ -170,6 +229,9 @@ def onebit_adam_as_in_a_loop(rank: int, world: int, folder: Path) -> None:
 TWO_RANKS = {
     "onebit_adam as in a loop": onebit_adam_as_in_a_loop,
     "local steps": local_steps,
+    "remedies": remedies,
+    "in the start": in_the_start,
+    "warned once": warned_once,
     "uninterrupted": uninterrupted,
     "resumed in its folder": resumed_here,
     "resumed by name": resumed_by_name,

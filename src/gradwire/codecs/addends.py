@@ -14,8 +14,17 @@ if TYPE_CHECKING:
 
 
 def dtype_of(codec: "Codec") -> torch.dtype:
-    """The format that a linear codec's values are sent in."""
-    dtype: torch.dtype = codec.quantizer.dtype  # type: ignore[attr-defined]
+    """The format that a linear codec's values are sent in.
+
+    Raises:
+        ValueError: A stage of one's own promises to be linear, but does not say of which numbers its messages are.
+    """
+    dtype = getattr(codec.quantizer, "dtype", None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(
+            f"{codec.quantizer} promises linear, but has no dtype; leave linear out of its traits, "
+            "or set dtype = torch.float16 where a message is such numbers, which may be added"
+        )
     return dtype
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.chain import resolve_stages
+from gradwire.codecs.checks import check_capacity
 from gradwire.codecs.decoding import Decoder
 from gradwire.codecs.encoding import Encoded, encode
 from gradwire.codecs.indices import Rice
@@ -178,4 +179,4 @@ def join(left: Stage, right: "Stage | Codec") -> Codec:
 
 @lru_cache(maxsize=256)
 def _capacities(selector: Selector, lengths: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(map(selector.capacity, lengths))
+    return tuple(check_capacity(selector, n) for n in lengths)

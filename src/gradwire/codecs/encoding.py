@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gradwire.codecs.checks import check_body, check_positions
 from gradwire.codecs.stage import Decoded, EncodeInput, Memory
 from gradwire.core.graph_refs import cached_on_device
 from gradwire.core.keys import Key
@@ -80,7 +81,9 @@ def encode(codec: "Codec", signal: EncodeInput, key: Key) -> Encoded:
     if selector is None:
         encoded = encode_selected(codec, None, x.target, x.segments, key, x.memory)
         return encoded if codec.transform is None else replace(encoded, segments=signal.segments)
+    capacities = codec.capacities(x.segments)  # which refuses wrong ones before anything is selected by them
     indices = selector.select(x, key)
+    check_positions(selector, indices, x.segments, capacities)
     values = _scaled(codec, x.target[indices], indices, x.segments)
     encoded = encode_selected(codec, indices, values, x.segments, key, x.memory)
     assert encoded.indices is not None
@@ -98,6 +101,7 @@ def encode_selected(
             indices, values = fitting, values[torch.isin(indices, fitting)]
     counts = codec.counts(indices, table)
     body = codec.quantizer.encode(values, on(counts, values.device), table.names, key)
+    check_body(codec.quantizer, body, counts)
     exact = values if indices is not None and codec.quantizer.traits.lossless else None  # selected values are a copy
     return Encoded(codec, key, table, indices, counts, body, memory, exact)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.agreement_barrier import AgreementBarrier
-from gradwire.comm.collectives import BroadcastOp, Collective, Traffic, fuse, traffic
+from gradwire.comm.collectives import AllGatherOp, BroadcastOp, Collective, Traffic, fuse, traffic
 from gradwire.comm.host_layout import HostLayout
 from gradwire.core.payload import Payload, byte_tensor
 from gradwire.core.requests import Gather, Request, Scope, run
@@ -102,3 +102,15 @@ class CountingBackend(Backend):
         else:
             self.traffic += traffic(collective, self.rank, self.world)
             self.move_into(collective, out)
+
+
+class SingleBackend(CountingBackend):
+    """A world of one: every collective is that rank's own tensor. The maths is the same; there is no network."""
+
+    rank = 0
+    world = 1
+    stream_ordered = True
+
+    def move(self, collective: Collective) -> Tensor:
+        x = collective.tensor
+        return x[None] if isinstance(collective, AllGatherOp) else x

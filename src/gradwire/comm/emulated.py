@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.alphabeta import AlphaBeta, Cost, Kind, cost
-from gradwire.comm.backend import Backend, CountingBackend
+from gradwire.comm.backend import Backend, CountingBackend, SingleBackend
 from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, BroadcastOp, Collective
 from gradwire.comm.rates import LinkSpec
-from gradwire.comm.single import SingleBackend
 
 VARIABLE = "GRADWIRE_LINK"  # the link that all backends emulate, where it is set
 _LONG_BYTES = 2**16

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm.backend import Backend, CountingBackend, delegated
+from gradwire.comm.backend import Backend, CountingBackend, SingleBackend, delegated
 from gradwire.comm.collectives import Collective
 from gradwire.comm.emulated import EmulatedBackend
 from gradwire.comm.host_layout import HostLayout
-from gradwire.comm.single import SingleBackend
 from gradwire.comm.torch_backend import TorchBackend, subgroup
 
 
@@ -30,15 +29,15 @@ class HostBackend(Backend):
     inside = delegated("inside_host", "traffic")
 
     def __init__(
-        self, host_layout: HostLayout, whole: CountingBackend, inside_host: CountingBackend, between: CountingBackend
+        self, host_layout: HostLayout, whole: Backend, inside_host: CountingBackend, between: CountingBackend
     ) -> None:
         self.host_layout: HostLayout | None = host_layout
         self.whole, self.inside_host, self.between = whole, inside_host, between
         self.rank, self.world, self.device, self.barrier = whole.rank, whole.world, whole.device, whole.barrier
         self.stream_ordered = inside_host.stream_ordered and between.stream_ordered
 
-    def _backend(self, collective: Collective) -> CountingBackend:
-        return {"host": self.inside_host, "across": self.between}.get(collective.scope, self.whole)
+    def _backend(self, collective: Collective) -> Backend:
+        return {"host": self.inside_host, "across": self.between, "world": self.whole}[collective.scope]
 
     def move(self, collective: Collective) -> Tensor:
         return self.whole.move(collective)
@@ -52,8 +51,6 @@ class HostBackend(Backend):
 
 def subdivide(whole: Backend, host_layout: HostLayout) -> HostBackend:
     """The same ranks, with groups for every host and between hosts. All ranks must call it."""
-    if not isinstance(whole, CountingBackend):
-        raise ValueError(f"a {type(whole).__name__} has no groups inside and between hosts; leave link= out")
     fast = whole.inner if isinstance(whole, EmulatedBackend) else whole
     inside_host, between = (
         _group(fast, ranks) for ranks in (host_layout.local_ranks(whole.rank), host_layout.counterparts(whole.rank))
@@ -63,7 +60,7 @@ def subdivide(whole: Backend, host_layout: HostLayout) -> HostBackend:
     return HostBackend(host_layout, whole, inside_host, between)
 
 
-def _group(whole: CountingBackend, ranks: Sequence[int]) -> CountingBackend:
+def _group(whole: Backend, ranks: Sequence[int]) -> CountingBackend:
     if len(ranks) == 1:
         return SingleBackend()
     if not isinstance(whole, TorchBackend):

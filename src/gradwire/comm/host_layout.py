@@ -10,7 +10,7 @@ The layout is found from what the launcher sets for each rank: its number on its
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 Across: TypeAlias = str | Sequence[Sequence[int]]
 
@@ -24,13 +24,6 @@ _VARIABLES = (
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 )
-
-
-class HostPlace(NamedTuple):
-    """Where a rank is: the number of its host, and its own number there."""
-
-    host: int
-    local_rank: int
 
 
 @dataclass(frozen=True)
@@ -87,9 +80,10 @@ class HostLayout:
     def ranks_per_host(self) -> int:
         return len(self.hosts[0])
 
-    def place_of(self, rank: int) -> HostPlace:
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """The number of a rank's host, and its own number there."""
         ranks = self.local_ranks(rank)
-        return HostPlace(self.hosts.index(ranks), ranks.index(rank))
+        return self.hosts.index(ranks), ranks.index(rank)
 
     def local_ranks(self, rank: int) -> tuple[int, ...]:
         """The ranks of a rank's host."""
@@ -101,6 +95,17 @@ class HostLayout:
 
     def __str__(self) -> str:
         return str([list(host) for host in self.hosts])
+
+
+def given_hosts(across: Across) -> list[list[int]] | None:
+    """The ranks of each host; None for ``"hosts"``: they are to be found.
+
+    Raises:
+        ValueError: It is another text.
+    """
+    if isinstance(across, str) and across != "hosts":
+        raise ValueError(f"across={across!r} is unknown; write 'hosts', or the ranks of each, as in [[0, 1], [2, 3]]")
+    return None if isinstance(across, str) else [[int(rank) for rank in host] for host in across]
 
 
 def launcher_place(environment: Mapping[str, str]) -> tuple[int, int] | None:

@@ -5,8 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from gradwire.comm.framing import MOST_MESSAGES, Edge, FrameKind
-from gradwire.comm.peer_edges import EdgeTable
+from gradwire.comm.peer_edges import MOST_MESSAGES, Edge, EdgeTable, FrameKind
 
 Snapshot = Callable[[], bytes]
 

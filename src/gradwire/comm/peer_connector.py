@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gradwire.comm.collectives import Traffic
-from gradwire.comm.framing import Edge, FrameKind
 from gradwire.comm.job_secret import job_secret
 from gradwire.comm.peer_agreement import EdgeAgreement
-from gradwire.comm.peer_edges import BROKEN_CONNECTION
+from gradwire.comm.peer_edges import BROKEN_CONNECTION, Edge, FrameKind
 from gradwire.comm.rendezvous import Address, Rendezvous
 from gradwire.comm.secure_channel import (
     DIALER_BYTES,

@@ -17,24 +17,22 @@ Offers carry a digest of an end's copies of the edge, after a checkpoint was loa
 on as it was. While a rank waits for one neighbor, it sends WAIT to the others; a neighbor that sends nothing for
 `timeout` seconds is dropped. Its threads connect again, but agree to nothing before its caller is active again.
 
-`secure_channel` has the wire format, which keeps strangers out; `framing` the kinds of frames, `peer_connector` the
-connections, `peer_edges` the table of edges, `peer_agreement` the answers to frames, `peer_inquiry` the questions of a
-rank that was cut off. This module has what the caller does.
+`secure_channel` has the wire format, which keeps strangers out; `peer_connector` the connections, `peer_edges` the
+table of edges and the kinds of frames, `peer_agreement` the answers to frames. This module has what the caller does.
 """
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 
-from gradwire.comm.framing import UNCOUNTED, Edge, FrameKind
 from gradwire.comm.peer_agreement import EdgeAgreement, Snapshot, is_pending
 from gradwire.comm.peer_connector import Connector
-from gradwire.comm.peer_edges import EdgeTable
-from gradwire.comm.peer_inquiry import ask_steps
+from gradwire.comm.peer_edges import UNCOUNTED, Edge, EdgeTable, FrameKind
 from gradwire.comm.rendezvous import Rendezvous
 
 _LEAVE_SECONDS = 0.3
+_TRIES = 5  # to find a peer that lives long enough to be copied
 _log = logging.getLogger("gradwire.gossip")
 
 
@@ -83,6 +81,19 @@ class PeerMesh:
             self.edges.wait_until(all_there)
             return self.edges.furthest(step)
 
+    def catch_up(self, step: int, copy: Callable[[int], bool]) -> int | None:
+        """Take over what a peer holds that is further than ``step``. Returns that peer, if there is one.
+
+        Args:
+            step: The next one of this rank.
+            copy: Takes over what a peer holds. Returns False where it did not live long enough; then another is tried.
+        """
+        for _ in range(_TRIES):
+            ahead = self.discover(step)
+            if ahead is None or copy(ahead):
+                return ahead
+        return None
+
     def await_peer(self, peer: int) -> bool:
         """Wait until a neighbor is there, at most `timeout`."""
         with self.edges.changed:
@@ -128,7 +139,7 @@ class PeerMesh:
             return list(starts().values())
 
     def publish(self, step: int, snapshot: Snapshot) -> None:
-        """Let neighbors have these parameters, before this rank joins."""
+        """Let neighbors that come back, or wait, have these parameters; ``step`` is the next one."""
         with self.edges.changed:
             self._agreement.snapshot = step, snapshot
         self._agreement.send_state(self.edges.snapshot())
@@ -234,11 +245,6 @@ class PeerMesh:
                 _log.warning("rank %d drops neighbor %d, which %s", self.rank, peer, why)
                 self.edges.drop(edge)
 
-    def finish(self, step: int, snapshot: Snapshot) -> None:
-        """The step is over; a rank that comes back may start from these parameters."""
-        with self.edges.changed:
-            self._agreement.snapshot = (step + 1, snapshot)
-
     def is_left_behind(self, step: int, slack: int) -> bool:
         """Whether some peer is more than ``slack`` steps ahead, and no edge begins sooner."""
         with self.edges.changed:
@@ -256,7 +262,7 @@ class PeerMesh:
             step: Of this rank.
             awaited: Peers that are waited for, there or not, unless another one is further or takes part in the step.
         """
-        return ask_steps(self.edges, step, {*awaited} - {self.rank})
+        return self.edges.ask_steps(step, {*awaited} - {self.rank})
 
     # -- with the edges' lock held -------------------------------------------------------------------------------------
 

@@ -58,7 +58,8 @@ class SecureChannel:
         line.setblocking(False)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.line, self.most_bytes, self.seconds = line, most_bytes, seconds
-        self._access, self._sending = threading.Lock(), threading.Lock()  # to a TLS state; while a frame is sent
+        self._access, self._sending = threading.Lock(), threading.Lock()  # to the socket; while a frame is sent
+        self._waiting, self._closed = 0, False  # threads that wait for the socket
         self._keys: tuple[bytes, bytes] = b"", b""  # for sending, for receiving
         self._sent = self._received = 0  # frames
 
@@ -119,8 +120,20 @@ class SecureChannel:
             socket.socket.shutdown(self.line, socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close it, and wake the threads that wait for it."""
-        shut(self.line)
+        """Close it, and wake the threads that wait for it.
+
+        The last of them closes the socket: before that, its number could become another socket's, and they would wait
+        for that one.
+        """
+        with self._access:
+            self._closed = True
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(self.line, socket.SHUT_RDWR)
+            self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        if self._closed and not self._waiting:
+            self.line.close()
 
     def _read(self, n: int, deadline: float) -> bytes:
         parts, left = [], n
@@ -151,12 +164,18 @@ class SecureChannel:
                     raise TimeoutError("the other end is late") from None
 
     def _is_ready(self, events: int, seconds: float) -> bool:
-        poll = select.poll()
+        with self._access:
+            if self._closed:
+                raise ConnectionError("the connection was closed")
+            self._waiting += 1
         try:
+            poll = select.poll()
             poll.register(self.line, events)
-        except ValueError:
-            raise ConnectionError("the connection was closed") from None
-        return bool(poll.poll(None if seconds == math.inf else 1000 * seconds))
+            return bool(poll.poll(None if seconds == math.inf else 1000 * seconds))
+        finally:
+            with self._access:
+                self._waiting -= 1
+                self._close_if_unused()
 
 
 def pack_head(kind: int, step: int, index: int, length: int) -> bytes:
@@ -193,7 +212,7 @@ def frame_bytes(step: int, index: int, body: bytes) -> int:
 
 def listen(host: str) -> socket.socket:
     """A listening socket at a port that is free."""
-    return socket.create_server((host, 0), backlog=128)
+    return socket.create_server((host, 0), backlog=1024)  # a neighbor behind many strangers is not turned away
 
 
 def accept_all(listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:

@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from gradwire.comm.agreement_barrier import AgreementBarrier, CollectiveProgress
-from gradwire.comm.backend import Backend, CountingBackend
+from gradwire.comm.backend import Backend, CountingBackend, SingleBackend
 from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, Collective
 from gradwire.comm.emulated import maybe_emulated
 from gradwire.comm.liveness import ProbeAddress, ProbeAddresses, probe_address
-from gradwire.comm.single import SingleBackend
 
 _OUR_COUNT = 2**32  # beyond all counts of torch's own
 _made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()  # groups by ranks, of each world

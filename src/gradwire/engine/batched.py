@@ -2,32 +2,39 @@
 
 Ranks that live in one process do the same thing to buffers of the same shape. Laid end to end these are one buffer, in
 which each rank's units have names of their own, so that a step takes as many kernels for all ranks as for one. Messages
-are not written; their bytes are counted. The outcome is that of `lockstep`, bit for bit: updates, state and accounts.
-Where not all lanes `can_batch`, ranks run one by one instead.
+are not written; their bytes are counted: requests whose tensors have a shape but no content are fused like any other,
+and the resulting collectives are counted instead of carried out. The outcome is that of `lockstep`, bit for bit:
+updates, state and accounts. Where not all lanes `can_batch`, ranks run one by one instead.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
 
+from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, Collective, Traffic, fuse, traffic
 from gradwire.core.keys import PER_RANK, Key
 from gradwire.core.layout import joined, same_memory
-from gradwire.core.requests import Request
-from gradwire.engine.accounting import nbytes
-from gradwire.engine.drive import Clock
+from gradwire.core.requests import Gather, Request, SendRecv, Sum, run
+from gradwire.engine.drive import Clock, nbytes
 from gradwire.engine.encoders import Encoder
 from gradwire.engine.gradients import Grads, by_name, views_of
 from gradwire.engine.lane import Lane
 from gradwire.engine.lockstep import Lockstep
 from gradwire.engine.state import LaneMemory, LaneState
+from gradwire.engine.status import request_for
 from gradwire.engine.step import Engine, StepResult
-from gradwire.engine.traffic_model import AgreedGather, costs
 from gradwire.engine.views import GradViews
-from gradwire.exchanges.batch import RankBatch, Simulated, Sizes, blank, stacked
+from gradwire.exchanges.batch import META, RankBatch, Simulated, Sizes, blank, stacked
 from gradwire.exchanges.servers import SERVER_ERROR, server_slice
+
+
+class AgreedGather(Gather):
+    """A gather whose length the group had to agree on; ``size`` is what it agreed on."""
 
 
 @dataclass
@@ -56,11 +63,10 @@ class Batched:
         steps = {(engine.step, engine.shard) for engine in self.engines}
         plain = self.group.host_layout is None and len(steps) == 1
         dense = all(x is not None and x.layout == torch.strided for own in grads for x in own.values())
-        lanes = zip(first.plan.lanes, first.states, strict=True)
         intact = not any(engine.skipped_steps.corrupt_error for engine in self.engines)  # else a status has to travel
         # Moments were observed on all ranks or on none.
         alike = len({tuple(state.observed is None for state in engine.states) for engine in self.engines}) == 1
-        runnable = all(self._can_run_lane(*pair) for pair in lanes)
+        runnable = all(self._can_run_lane(lane, state) for lane, state in first.lanes)
         return plain and dense and intact and alike and runnable and not first.clips
 
     def _can_run_lane(self, lane: Lane, state: LaneState) -> bool:
@@ -204,3 +210,45 @@ def _unstack(new: LaneMemory, n: int, world: int) -> list[LaneMemory]:
             start, stop = server_slice(n, world, rank) if name == SERVER_ERROR else (rank * n, (rank + 1) * n)
             parts[rank].tensors[name] = x[start:stop]
     return parts
+
+
+def costs(rounds: Sequence[Sequence[Request]], world: int, first: bool) -> list[Traffic]:
+    """What a round costs each rank, given the requests by lane and rank. The status travels with a bucket's first."""
+    lanes = list(rounds)
+    if first:
+        lanes.append([_status_beside(rounds[0][0], world)] * world)
+    alike = [lane[0] for lane in lanes if not isinstance(lane[0], SendRecv)]  # sums and gathers cost all the same
+    cost = _cost(alike, world) if alike else Traffic()
+    shards = [[request for request in lane if isinstance(request, SendRecv)] for lane in lanes]
+    by_rank = list(zip(*filter(None, shards), strict=True))
+    if not by_rank:
+        return [cost] * world
+    return [cost + traffic(_all_to_all(own, world), rank, world) for rank, own in enumerate(by_rank)]
+
+
+def _status_beside(other: Request, world: int) -> Request:
+    """The status as `request_for` makes it; arithmetic without content would take longer than all the rest."""
+    if isinstance(other, Sum):
+        return Sum(torch.empty(1, dtype=other.tensor.dtype, device=META))
+    return request_for(torch.empty(1, dtype=torch.uint8, device=META), other, world)
+
+
+def _cost(requests: Sequence[Request], world: int) -> Traffic:
+    collectives: list[Collective] = []
+
+    def record(collective: Collective) -> Tensor:
+        collectives.append(collective)
+        x = collective.tensor
+        return x.new_empty(world, x.numel()) if isinstance(collective, AllGatherOp) else x
+
+    if agreed := sum(isinstance(request, AgreedGather) for request in requests):
+        record(AllReduceOp(torch.empty(agreed, dtype=torch.int64, device=META), "max"))
+    run(fuse(requests, world), record)
+    return reduce(add, (traffic(collective, 0, world) for collective in collectives), Traffic())
+
+
+def _all_to_all(requests: Sequence[SendRecv], world: int) -> AllToAllOp:
+    """What `fuse` makes of these, without its copies."""
+    out = tuple(sum(request.out[rank].nbytes for request in requests) for rank in range(world))
+    into = tuple(sum(request.into[rank] for request in requests) for rank in range(world))
+    return AllToAllOp(torch.empty(0, device=META), out, into)

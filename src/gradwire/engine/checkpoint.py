@@ -18,7 +18,7 @@ from torch import Tensor
 from gradwire.codecs.stage import StateSpec
 from gradwire.core.payload import byte_tensor, raw_bytes
 from gradwire.engine.lane import Lane
-from gradwire.engine.sharded import AnyEngine, ShardEngine
+from gradwire.engine.sharded import AnyEngine
 from gradwire.engine.state import LaneState, spans, zeros
 from gradwire.engine.step import Engine
 from gradwire.exchanges.servers import SERVER_ERROR
@@ -43,7 +43,7 @@ def save(engine: AnyEngine, spec: str) -> dict[str, Tensor]:
     inner.skipped_steps.synchronize()
     numbers = {name: getattr(inner, name) for name in ("rank", "seed", "skipped", "step", "world")}
     saved = facts_of(spec, _fingerprint(engine), numbers)
-    for lane, state in zip(inner.plan.lanes, inner.states, strict=True):
+    for lane, state in inner.lanes:
         held = _tensors(state)
         for memory, spec_ in _specs(lane, held, inner.world).items():
             for name, span in spans(spec_, lane.tensors, inner.rank, inner.world).items():
@@ -95,7 +95,7 @@ def num_savers(saved: Saved) -> int:
 
 def of_shard(engine: AnyEngine, states: Sequence[Saved]) -> list[Saved]:
     """Of several states, those of this rank's shard."""
-    if len(states) == 1 or not isinstance(engine, ShardEngine):
+    if len(states) == 1 or engine.shards == 1:
         return list(states)
     return [state for state in states if saver_of(state).shard == engine.shard] or list(states)
 
@@ -106,7 +106,7 @@ def same_shape(engine: AnyEngine, saved: Saved) -> bool:
     return (saver.world, saver.ranks_per_host) == (engine.unwrapped.world, engine.ranks_per_host)
 
 
-def _is_own(engine: AnyEngine, saved: Saved) -> bool:
+def is_own(engine: AnyEngine, saved: Saved) -> bool:
     """Whether a state is of this very rank, in a world of the same shape."""
     saver = saver_of(saved)
     place = saver.rank, saver.local_rank
@@ -120,7 +120,7 @@ def _by_host(engine: AnyEngine, states: Sequence[Saved]) -> list[Saved]:
         ValueError: Some of a host's ranks are missing.
     """
     savers = list(map(saver_of, states))
-    if all(saver.ranks_per_host == 1 for saver in savers) or (len(states) == 1 and _is_own(engine, states[0])):
+    if all(saver.ranks_per_host == 1 for saver in savers) or (len(states) == 1 and is_own(engine, states[0])):
         return list(states)
     world, per_host = savers[0].world, savers[0].ranks_per_host
     by_place = {(saver.rank, saver.local_rank): state for saver, state in zip(savers, states, strict=True)}
@@ -146,7 +146,7 @@ def load(engine: AnyEngine, states: Sequence[Saved]) -> None:
     mine = states
     if saver_of(states[0]).world == inner.world:
         mine = [state for state in states if saver_of(state).rank == inner.rank]
-    for lane, state in zip(inner.plan.lanes, inner.states, strict=True):
+    for lane, state in inner.lanes:
         _load_lane(inner, lane, state, mine, states)
     if not isinstance(engine, Engine):
         engine.load_extra_state(mine[0])
@@ -239,7 +239,7 @@ def check(engine: AnyEngine, states: Sequence[Saved], spec: str) -> None:
             "load, and then change it with wire.set(...)"
         )
     hosts = _by_host(engine, states)
-    if len(states) > 1 or not _is_own(engine, states[0]):
+    if len(states) > 1 or not is_own(engine, states[0]):
         _check_ranks(engine.unwrapped, hosts)
     steps = sorted({int(state["gradwire/step"]) for state in states})
     if len(steps) > 1:
@@ -259,10 +259,10 @@ def _check_numbers(state: Saved, needed: Sequence[str]) -> None:
 
 def _check_shard(engine: AnyEngine, state: Saved) -> None:
     saver = saver_of(state)
-    mine = (engine.shard, engine.shards) if isinstance(engine, ShardEngine) else (0, 1)
-    if (saver.shard, saver.shards) != mine:
+    if (saver.shard, saver.shards) != (engine.shard, engine.shards):
         raise ValueError(
-            f"the state is of shard {saver.shard} of {saver.shards}, and this rank holds shard {mine[0]} of {mine[1]}; "
+            f"the state is of shard {saver.shard} of {saver.shards}, and this rank holds shard {engine.shard} of "
+            f"{engine.shards}; "
             "save and load through torch.distributed.checkpoint to change the number of shards"
         )
 

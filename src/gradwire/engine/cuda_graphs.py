@@ -162,7 +162,7 @@ class StepExecutor:
     def _inspect_layout(self, i: int, grads: Grads) -> MemoryLayout | None:
         """The same, from the gradients themselves."""
         bucket, inner, lanes = self._buckets[i], self.engine.unwrapped, self.engine.full_plan.buckets[i]
-        names = [name for lane in lanes for name in lane.tensors.names]
+        names = self.engine.full_plan.bucket_names[i]
         dense = [grad for name in names if (grad := grads[name]) is not None and grad.layout == torch.strided]
         if len(dense) < len(names):
             return None

@@ -15,7 +15,7 @@ The law: a fused encoder makes the same messages and memories as the composed on
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,6 @@ from gradwire.codecs.stage import Decoded, EncodeInput
 from gradwire.core.layout import Flat, takes_scattered
 from gradwire.core.payload import Payload, as_bytes
 from gradwire.core.segments import Segments, on
-from gradwire.engine.kernel_memories import enter_momentum, kernel_outputs
-from gradwire.engine.kernel_memories import residual_and_momentum as _pair
 from gradwire.engine.state import LaneMemory, LaneState
 from gradwire.engine.views import GradViews, zero_nonfinite
 from gradwire.exchanges.exchange import CommContext, Exchange, Message
@@ -38,7 +36,7 @@ from gradwire.feedback import Feedback
 from gradwire.feedback.feedback import divisor
 from gradwire.kernels import fused
 from gradwire.kernels.dispatch import accelerated
-from gradwire.kernels.momentum import momentum_topk_
+from gradwire.kernels.momentum import momentum_topk_, next_momentum_
 
 
 class EncodedLane(NamedTuple):
@@ -60,7 +58,6 @@ class Encoder(ABC):
     feedback: Feedback
     codec: Codec
     exchange: Exchange
-    reuses_memories: ClassVar[bool] = False  # on a CPU, the old memories' storage is worth keeping for the next step
 
     @abstractmethod
     def encode(
@@ -153,12 +150,10 @@ class ComposedEncoder(Encoder):
 class FusedTopKEncoder(Encoder):
     """Exact top-k, where the gradients lie."""
 
-    reuses_memories: ClassVar[bool] = True
-
     def encode(
         self, views: GradViews, state: LaneState, storage: LaneMemory, context: CommContext, nonfinite: list[Tensor]
     ) -> EncodedLane:
-        memory = {**state.tensors, **kernel_outputs(self.feedback.written, state, storage)}
+        memory = {**state.tensors, **_kernel_outputs(self.feedback.written, state, storage)}
         grads = views.vector(self.feedback.averaging is not None)
 
         def encode_slice(start: int, stop: int) -> Message:
@@ -200,12 +195,10 @@ class FusedTopKEncoder(Encoder):
 class FusedDenseEncoder(Encoder):
     """Every entry, by a quantizer that keeps the error as it encodes."""
 
-    reuses_memories: ClassVar[bool] = True
-
     def encode(
         self, views: GradViews, state: LaneState, storage: LaneMemory, context: CommContext, nonfinite: list[Tensor]
     ) -> EncodedLane:
-        memory = {**state.tensors, **kernel_outputs(self.feedback.written, state, storage)}
+        memory = {**state.tensors, **_kernel_outputs(self.feedback.written, state, storage)}
         in_several = self.feedback.averaging is not None and self.codec.quantizer.momentum_kernel is not None
         grads = views.vector(in_several) if takes_scattered(self.codec.quantizer) else views.flat()
 
@@ -226,28 +219,25 @@ class FusedDenseEncoder(Encoder):
         after, old = memory["residual"], state.tensors["residual"]
         before = None if after is old else old[part]
         assert quantizer.feedback_kernel is not None and rule is not None
-        if averaging is not None and quantizer.momentum_kernel is not None:
-            momentum, out = (
-                averaging.momentum(state.tensors, part),
-                memory["momentum"][part] if averaging.keeps else None,
-            )
+        if averaging is None:
+            return quantizer.feedback_kernel(grad, after[part], rule.decay, lengths, before=before)
+        momentum, out = averaging.momentum(state.tensors, part), memory["momentum"][part] if averaging.keeps else None
+        if quantizer.momentum_kernel is not None:
             return quantizer.momentum_kernel(grad, after[part], momentum, rule.decay, lengths, before, out)
-        signal, flag = enter_momentum(self.feedback, grad, part, state, memory)
-        data, nonfinite = quantizer.feedback_kernel(signal, after[part], rule.decay, lengths, before=before)
-        return data, nonfinite if flag is None else flag
+        signal = torch.empty_like(after[part]) if out is None else out  # the momentum, which enters the residual
+        flag = next_momentum_(grad, momentum, signal)
+        return quantizer.feedback_kernel(signal, after[part], rule.decay, lengths, before=before)[0], flag
 
 
 class FusedSumEncoder(Encoder):
     """Every entry as it is, to be added up."""
-
-    reuses_memories: ClassVar[bool] = True
 
     def encode(
         self, views: GradViews, state: LaneState, storage: LaneMemory, context: CommContext, nonfinite: list[Tensor]
     ) -> EncodedLane:
         rule, everything = self.feedback.accumulation, slice(None)
         assert rule is not None
-        memory = {**state.tensors, **kernel_outputs(self.feedback.written, state, storage)}
+        memory = {**state.tensors, **_kernel_outputs(self.feedback.written, state, storage)}
         after = _pair(memory, everything)
         before = after if memory["residual"] is state.tensors["residual"] else _pair(state.tensors, everything)
         limit = max_addend(torch.float32, context.world)
@@ -280,3 +270,15 @@ def encoder_for(feedback: Feedback, codec: Codec, exchange: Exchange, others: Se
 
 def _window(units: Segments, start: int, stop: int) -> Segments:
     return units if (start, stop) == (0, units.total) else units.window(start, stop)
+
+
+def _kernel_outputs(names: Sequence[str], state: LaneState, storage: LaneMemory) -> dict[str, Tensor]:
+    """Where new memories go that kernels write."""
+    there = storage.tensors
+    return {name: there[name] if name in there else torch.empty_like(state.tensors[name]) for name in names}
+
+
+def _pair(memory: dict[str, Tensor], part: slice) -> tuple[Tensor, Tensor | None]:
+    """Residual, and momentum, if there is one."""
+    momentum = memory.get("momentum")
+    return memory["residual"][part], None if momentum is None else momentum[part]

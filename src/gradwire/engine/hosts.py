@@ -10,23 +10,21 @@ that of single ranks with the hosts' mean gradients. The status of a share is pa
 ranks of all hosts come to the same decision.
 """
 
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradwire.comm.host_layout import HostLayout
 from gradwire.core.keys import Key
-from gradwire.core.payload import Payload
-from gradwire.core.requests import Max, Request, Scope, SendRecv, Sum, T, intercept
+from gradwire.core.payload import Payload, as_bytes, from_bytes
+from gradwire.core.requests import Max, Scope, SendRecv, Sum
 from gradwire.core.segments import on
 from gradwire.engine import status
-from gradwire.engine.drive import RoundGenerator
+from gradwire.engine.drive import RoundGenerator, among_hosts
 from gradwire.engine.gradients import Grads, by_name, check_moments, views_and_status
-from gradwire.engine.host_messages import HostMean, host_message, read_message
 from gradwire.engine.lane import Lane
 from gradwire.engine.partition import Owners, share
 from gradwire.engine.plan import Plan
@@ -38,6 +36,25 @@ from gradwire.engine.views import GradViews
 HOST: Scope = "host"
 
 
+class HostMean(NamedTuple):
+    """The host's mean gradients of one bucket, for the share of one of its ranks.
+
+    Attributes:
+        grads: By name. They are zeros where no rank of the host has a gradient.
+        has_grad: uint8 on the device, in the same order: whether any rank has one.
+        status: uint8[1] on the device: what the ranks of the host report.
+    """
+
+    grads: dict[str, Tensor]
+    has_grad: Tensor
+    status: Tensor
+
+    def known(self) -> dict[str, Tensor | None]:
+        """The gradients that there are. This waits for the device."""
+        pairs = zip(self.grads.items(), self.has_grad.tolist(), strict=True)
+        return {name: x if here else None for (name, x), here in pairs}
+
+
 class HostBucket(NamedTuple):
     """What a rank knows of a bucket: the mean gradients of its share, and, of delayed lanes, the next updates."""
 
@@ -47,13 +64,15 @@ class HostBucket(NamedTuple):
 
 
 class HostEngine:
-    """One rank's share of what its host compresses. It wraps an engine whose ranks are hosts.
+    """One rank's share of what its host, which has several, compresses. It wraps an engine whose ranks are hosts.
 
     Attributes:
         unwrapped: The engine of this rank's share.
         full_plan: The plan of all parameters.
         shares: What each rank of the host serves.
     """
+
+    shard, shards = 0, 1  # each rank has whole parameters
 
     def __init__(
         self,
@@ -86,7 +105,8 @@ class HostEngine:
         views = [views_and_status(bucket, grads, inner.device) for bucket in self.full_plan.buckets]
         for i, (rank_views, own_status) in enumerate(views):
             means.append((yield from self._reduce_scatter(i, rank_views, own_status)))
-        factor = yield from self._gradient_factor(means, unscale)
+        mine = {name: grad for mean in means for name, grad in mean.grads.items()}
+        factor = yield from factor_inside(inner, mine, unscale)
         for i, mean in enumerate(means):
             given = mean, views[i][0], factor, inner.storage_of(i), inner.key
             results.append((yield from self._exchange_and_gather(i, *given)))
@@ -132,9 +152,6 @@ class HostEngine:
         lanes = list(zip(self.full_plan.buckets[i], views, strict=True))
         grads = {name: x for lane, view in lanes for name, x in zip(lane.tensors.names, view.grads, strict=True)}
         has_grad = {name: x for lane, view in lanes for name, x in zip(lane.tensors.names, view.has_grad, strict=True)}
-        if self.ranks_per_host == 1:
-            flags = None if all(has_grad.values()) else on(tuple(map(int, has_grad.values())), self.unwrapped.device)
-            return HostMean(grads, flags, own_status)
         messages = {
             peer: self._gradients(self.shares[peer].buckets[i], grads, has_grad, own_status & UNSUPPORTED)
             for peer in range(self.ranks_per_host)
@@ -172,18 +189,8 @@ class HostEngine:
         grads = by_name(lanes, [part / self.ranks_per_host for part in parts[: len(lanes)]])
         return HostMean(grads, has_grad, status_of_host | ((has_grad == 0).any() * MISSING).to(torch.uint8))
 
-    def _gradient_factor(self, means: Sequence[HostMean], unscale: float) -> RoundGenerator[float]:
-        mine: dict[str, Tensor | None] = {name: grad for mean in means for name, grad in mean.grads.items()}
-        if self.ranks_per_host == 1 or not self.unwrapped.clips:
-            return self.unwrapped.gradient_factor(mine, unscale)
-        norm = yield from norm_inside(mine, self.unwrapped.device)
-        return self.unwrapped.gradient_factor({"": norm}, unscale)
-
     def observe(self, moments: Mapping[str, Tensor]) -> None:
         """Keep measured second moments until the next step sends them to the ranks that need them."""
-        if self.ranks_per_host == 1:
-            self.unwrapped.observe(moments)
-            return
         check_moments(moments, self.full_plan)
         for name, moment in moments.items():
             flat = moment.detach().flatten().to(self.unwrapped.device).float()
@@ -197,20 +204,12 @@ class HostEngine:
     # -- exchange, all-gather -----------------------------------------------------------------------------------------
 
     def _exchange_and_gather(
-        self,
-        i: int,
-        mean: HostMean,
-        views: list[GradViews],
-        factor: float,
-        storage: Sequence[LaneMemory],
-        key: Key,
+        self, i: int, mean: HostMean, views: list[GradViews], factor: float, storage: Sequence[LaneMemory], key: Key
     ) -> RoundGenerator[BucketResult]:
         """Exchange this rank's share with other hosts, and the updates of all shares inside the host."""
         lanes, device = self.unwrapped.plan.buckets[i], self.unwrapped.device
         shares = [GradViews([mean.grads[name] for name in lane.tensors.names], device, factor) for lane in lanes]
         result = yield from among_hosts(self.unwrapped.bucket_rounds(i, shares, mean.status, storage, key))
-        if self.ranks_per_host == 1:
-            return result._replace(views=views, extra=HostBucket(mean, shares, {}))
         agreed = [
             [one.new.tensors["pending"]] if self._is_delayed(lane) else [x.reshape(-1) for x in view.grads]
             for lane, one, view in zip(lanes, result.lanes, shares, strict=True)
@@ -256,8 +255,6 @@ class HostEngine:
     @property
     def extra_state(self) -> dict[str, Tensor]:
         """What a checkpoint must hold besides the memories."""
-        if self.ranks_per_host == 1:
-            return {}
         place = {"gradwire/local": torch.tensor(self.local_rank), "gradwire/beside": torch.tensor(self.ranks_per_host)}
         return {**place, **{f"pending/{name}": x.clone().cpu() for name, x in self._delayed.items()}}
 
@@ -274,19 +271,20 @@ class HostEngine:
         return "second_moment" in lane.at(self.unwrapped.step)[0].memories
 
 
-def norm_inside(grads: Grads, device: torch.device) -> RoundGenerator[Tensor]:
-    """The norm of gradients of which each rank of a host has a part."""
+def factor_inside(engine: Engine, grads: Grads, unscale: float) -> RoundGenerator[float]:
+    """As `Engine.gradient_factor`, of gradients of which each rank of a host has a part."""
+    if not engine.clips:
+        return unscale
     squares = [grad.detach().double().square().sum() for grad in grads.values() if grad is not None]
-    own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+    own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=engine.device)
     (square,) = yield [Sum(own[None], HOST)]
-    norm: Tensor = square.sqrt()
-    return norm
+    return engine.gradient_factor({"": square.sqrt()}, unscale)
 
 
-def among_hosts(rounds: RoundGenerator[T]) -> RoundGenerator[T]:
-    """The same rounds, among counterparts."""
+def host_message(numbers: Sequence[Tensor], notes: Sequence[Tensor]) -> Payload:
+    """Float32 numbers, then bytes."""
+    return Payload(torch.cat([*(as_bytes(x.float()) for x in numbers), *notes]))
 
-    def serve(requests: list[Request]) -> Generator[list[Request], list[Any], list[Any]]:
-        return (yield [replace(request, scope="across") for request in requests])
 
-    return intercept(rounds, serve)
+def read_message(message: Payload, n: int) -> tuple[Tensor, Tensor]:
+    return from_bytes(message.data[: 4 * n], torch.float32), message.data[4 * n :]

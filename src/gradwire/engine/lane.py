@@ -164,7 +164,7 @@ class Lane:
 
     def _spare(self, encoder: Encoder, views: GradViews, state: LaneState, memory: Memory) -> LaneMemory | None:
         """Old memories that kernels have replaced. On a CPU, fresh pages would cost more than the step itself."""
-        if not encoder.reuses_memories or views.device.type != "cpu" or not views.in_place:
+        if isinstance(encoder, ComposedEncoder) or views.device.type != "cpu" or not views.in_place:
             return None
         old = {name: state.tensors[name] for name in encoder.feedback.written}
         return None if any(memory[name] is x for name, x in old.items()) else LaneMemory(old)

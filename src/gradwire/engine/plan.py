@@ -83,6 +83,21 @@ class Plan:
     def lanes(self) -> tuple[Lane, ...]:
         return tuple(lane for bucket in self.buckets for lane in bucket)
 
+    @cached_property
+    def bucket_names(self) -> tuple[tuple[str, ...], ...]:
+        """The parameters of each bucket."""
+        return tuple(tuple(name for lane in bucket for name in lane.tensors.names) for bucket in self.buckets)
+
+    @cached_property
+    def bucket_of(self) -> dict[str, int]:
+        """The number of each parameter's bucket."""
+        return {name: i for i, names in enumerate(self.bucket_names) for name in names}
+
+    @property
+    def start(self) -> int:
+        """How many first steps send gradients without feedback."""
+        return max((lane.gradient_steps for lane in self.lanes), default=0)
+
     def with_fixed_length(self) -> "Plan":
         """The same plan with messages of known length wherever possible; the updates are the same."""
         return Plan(tuple(tuple(lane.with_fixed_length() for lane in bucket) for bucket in self.buckets), self.world)

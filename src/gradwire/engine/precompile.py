@@ -1,8 +1,14 @@
 """Precompile: the kernels that a plan needs are compiled or loaded before the first step.
 
 Every kind of lane takes two steps of its own, on tensors of a few elements. What is compiled depends on types alone,
-and is cached on disk: only the first attachment on a machine takes long.
+and is cached on disk: only the first attachment on a machine takes long. Then a warning says why.
 """
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -20,18 +26,31 @@ Kind = tuple[Feedback, Codec, Exchange]
 
 _TINY = Segments(("a", "b"), ((12, 8), (5, 3)))
 _compiled: set[Kind] = set()
+_log = logging.getLogger("gradwire")
 
 
-def precompile(plan: Plan, device: torch.device) -> None:
-    """Have the kernels of all lanes ready. Kernels of a GPU are made for their sizes, so those wait."""
-    if device.type != "cpu" or not accelerated() or versions("cpu") is None:
+def precompile(plan: Plan, device: torch.device, first: bool = False) -> None:
+    """Have the kernels of all lanes ready. Kernels of a GPU are made for their sizes, so those wait.
+
+    Args:
+        plan: Which has the lanes.
+        device: Where they compute.
+        first: Whether this is the first rank, which says that kernels are being compiled.
+    """
+    if not _compiles(device):
         return
-    for lane in plan.lanes:
-        for start, codec, exchange in lane.step_table:
-            kind = (lane.encoder(start).feedback, codec, exchange)
-            if kind not in _compiled:
-                _compiled.add(kind)
-                _take_steps(lane, kind, min(plan.world, 2))
+    with compile_notice(device, first):
+        for lane in plan.lanes:
+            for start, codec, exchange in lane.step_table:
+                kind = (lane.encoder(start).feedback, codec, exchange)
+                if kind not in _compiled:
+                    _compiled.add(kind)
+                    _take_steps(lane, kind, min(plan.world, 2))
+
+
+def _compiles(device: torch.device) -> bool:
+    """Whether kernels are compiled when they are first used."""
+    return device.type == "cpu" and accelerated() and versions("cpu") is not None
 
 
 def _take_steps(lane: Lane, kind: Kind, world: int) -> None:
@@ -48,3 +67,32 @@ def _take_steps(lane: Lane, kind: Kind, world: int) -> None:
         Lockstep(world).drive([engine.run(grads) for engine, grads in zip(engines, own, strict=True)])
     if codec.indices is not None and codec.indices.warm_up is not None:
         codec.indices.warm_up()
+
+
+@contextmanager
+def compile_notice(device: torch.device, first: bool) -> Iterator[None]:
+    """On the first rank, say once that Numba compiles kernels that it does not find on disk, and how long it took."""
+    if not first or not _compiles(device):
+        yield
+        return
+    from numba.core import event
+
+    class Notice(event.Listener):
+        shown = False
+
+        def on_start(self, event: Any) -> None:
+            if not self.shown:
+                self.shown = True
+                _log.warning(
+                    "gradwire: compiling CPU kernels, which takes up to a minute, or longer on a busy machine; it "
+                    "happens once for each kind of kernel, since they are kept on disk"
+                )
+
+        def on_end(self, event: Any) -> None:
+            """The end of a single kernel is not logged."""
+
+    notice, began = Notice(), time.perf_counter()
+    with event.install_listener("numba:compile", notice):
+        yield
+    if notice.shown:
+        _log.warning("gradwire: CPU kernels were compiled in %.0f s", time.perf_counter() - began)

@@ -1,7 +1,8 @@
 """Shards: compression between replicas whose parameters are sharded (FSDP2).
 
 Each rank holds some rows of every parameter, and exchanges them with the ranks that hold the same rows of other
-replicas. What concerns the whole model is decided over all shards: a skipped step, and a norm to clip by.
+replicas. What concerns the whole model is decided over all shards: a skipped step, and a norm to clip by. A host of one
+rank is a replica of one shard.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,9 @@ from gradwire.comm.host_layout import HostLayout
 from gradwire.core.keys import Key
 from gradwire.core.requests import Max
 from gradwire.engine import status
-from gradwire.engine.drive import RoundGenerator
+from gradwire.engine.drive import RoundGenerator, among_hosts
 from gradwire.engine.gradients import Grads
-from gradwire.engine.hosts import HOST, HostEngine, among_hosts, norm_inside
+from gradwire.engine.hosts import HOST, HostEngine, factor_inside
 from gradwire.engine.plan import Plan
 from gradwire.engine.state import LaneMemory
 from gradwire.engine.step import BucketResult, Engine, StepResult
@@ -46,10 +47,11 @@ class ShardEngine:
 
     def run(self, grads: Grads, unscale: float = 1.0) -> RoundGenerator[StepResult]:
         """A whole step."""
-        factor, results = unscale, list[BucketResult]()
-        if self.unwrapped.clips:
-            norm = yield from norm_inside(grads, self.unwrapped.device)
-            factor = self.unwrapped.gradient_factor({"": norm}, unscale)
+        if self.shards == 1:
+            factor = self.unwrapped.gradient_factor(grads, unscale)
+        else:
+            factor = yield from factor_inside(self.unwrapped, grads, unscale)
+        results = []
         for i in range(len(self.full_plan.buckets)):
             results.append((yield from self.run_bucket(i, grads, factor)))
         return (yield from self.finish(results, grads))
@@ -98,7 +100,8 @@ class ShardEngine:
     @property
     def extra_state(self) -> dict[str, Tensor]:
         """What a checkpoint must hold besides the memories."""
-        return {"gradwire/shard": torch.tensor(self.shard), "gradwire/shards": torch.tensor(self.shards)}
+        place = {"gradwire/shard": torch.tensor(self.shard), "gradwire/shards": torch.tensor(self.shards)}
+        return place if self.shards > 1 else {}
 
     def load_extra_state(self, saved: Mapping[str, Tensor]) -> None:
         """There is nothing more to take over."""

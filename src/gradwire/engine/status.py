@@ -76,12 +76,7 @@ def merged(own_status: Tensor, nonfinite: Sequence[Tensor]) -> Tensor:
 def gather(own: Tensor) -> RoundGenerator[Tensor]:
     """A round of its own for the status of a bucket that has no other."""
     (answer,) = yield [Gather(Payload(own), 1)]
-    return _of_all([payload.data[:1] for payload in answer])
-
-
-def of_one_rank(own: Tensor) -> Tensor:
-    """The status of a bucket of which nothing is sent."""
-    return _of_all([own])
+    return of_all([payload.data[:1] for payload in answer])
 
 
 def request_for(own: Tensor, other: Request, world: int) -> Request:
@@ -110,10 +105,10 @@ def status_in(answer: Any, world: int) -> Tensor:
         worst = torch.where(answer == torch.inf, NONFINITE, worst)
         return torch.where(answer.isnan(), UNSUPPORTED, worst).to(torch.uint8).view(())
     payloads = answer.values() if isinstance(answer, Mapping) else answer
-    return _of_all([payload.data[:1] for payload in payloads if payload is not None])
+    return of_all([payload.data[:1] for payload in payloads if payload is not None])
 
 
-def _of_all(parts: Sequence[Tensor]) -> Tensor:
+def of_all(parts: Sequence[Tensor]) -> Tensor:
     """The status of all ranks, of that of each."""
     lacking = reduce(torch.bitwise_and, parts) & MISSING
     status = reduce(torch.bitwise_or, parts) | lacking * (ALL_MISSING // MISSING)

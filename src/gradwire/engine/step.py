@@ -4,7 +4,7 @@ A step is one protocol per bucket, then the commit. State changes only in the co
 rank leaves the state of every rank as it was. Every update is written to where its gradient lay.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -16,8 +16,7 @@ from gradwire.core.keys import Key
 from gradwire.core.payload import CorruptMessageError
 from gradwire.core.requests import Max
 from gradwire.engine import status
-from gradwire.engine.accounting import Accounting
-from gradwire.engine.drive import RoundGenerator, interleave
+from gradwire.engine.drive import Accounting, RoundGenerator, interleave
 from gradwire.engine.gradients import Grads, check_moments, unsupported_message, views_and_status
 from gradwire.engine.lane import Lane, LaneResult
 from gradwire.engine.overflow import SkippedSteps
@@ -77,6 +76,7 @@ class Engine:
     shard: int = 0
 
     local_rank, ranks_per_host = 0, 1  # where several ranks of a host share the work: which of how many this is
+    shards = 1
 
     def __post_init__(self) -> None:
         self.unwrapped = self  # the engine that holds this rank's state
@@ -90,6 +90,11 @@ class Engine:
         self._starts = [0, *accumulate(map(len, self.plan.buckets))]  # of each bucket's states
         self.accounting = Accounting()
         self.skipped_steps = SkippedSteps(self.device, self.rollback)
+
+    @property
+    def lanes(self) -> Iterator[tuple[Lane, LaneState]]:
+        """The lanes of this rank, and what they remember."""
+        return zip(self.plan.lanes, self.states, strict=True)
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -140,11 +145,12 @@ class Engine:
         lanes = []
         for lane, view, state, new in parts:
             context = lane.context(key, self.world, True, view.lying())
-            lanes.append(self.accounting.counted(lane, lane.run(view, state, new, context, nonfinite, corrupt)))
+            rounds = lane.run(view, state, new, context, nonfinite, corrupt)
+            lanes.append(self.accounting.counted(lane.label, lane.units.total, rounds))
         results, shared = yield from status.with_status(interleave(lanes), own_status, nonfinite, self.world)
         if shared is None:
             own = status.merged(own_status, nonfinite)
-            shared = status.of_one_rank(own) if self.sends_nothing else (yield from status.gather(own))
+            shared = status.of_all([own]) if self.sends_nothing else (yield from status.gather(own))
         if corrupt:
             self.skipped_steps.report_corrupt(corrupt[0])
         for view, result in zip(views, results, strict=True):
@@ -253,7 +259,7 @@ class Engine:
     def observe(self, moments: Mapping[str, Tensor]) -> None:
         """Add measured second moments, sum over samples of (g / batch)^2, for the variance test of the next step."""
         check_moments(moments, self.full_plan)
-        for lane, state in zip(self.plan.lanes, self.states, strict=True):
+        for lane, state in self.lanes:
             if "second_moment" in state.tensors:
                 if state.observed is None:
                     state.observed = torch.zeros_like(state.tensors["second_moment"])
@@ -264,8 +270,8 @@ class Engine:
     @property
     def delayed_updates(self) -> dict[str, Tensor]:
         """By name: what the last step agreed on, to be handed back one step late. These are the memories themselves."""
-        lanes = [pair for pair in zip(self.plan.lanes, self.states, strict=True) if "pending" in pair[1].tensors]
-        return {name: state.tensors["pending"][place] for lane, state in lanes for name, place in lane.slices.items()}
+        lanes = [(lane, state.tensors["pending"]) for lane, state in self.lanes if "pending" in state.tensors]
+        return {name: pending[place] for lane, pending in lanes for name, place in lane.slices.items()}
 
 
 def named_updates(lanes: Sequence[Lane], results: Sequence[BucketResult]) -> dict[str, Tensor]:

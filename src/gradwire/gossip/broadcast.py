@@ -13,15 +13,8 @@ from torch import Tensor
 from gradwire.codecs.codec import Codec
 from gradwire.codecs.stage import Memory
 from gradwire.core.requests import CommGenerator
-from gradwire.gossip.gossip import (
-    GossipMethod,
-    MixResult,
-    VectorMemory,
-    decode_message,
-    encode_message,
-    send_to_all,
-)
-from gradwire.gossip.message import GossipContext, GossipMessage
+from gradwire.gossip.gossip import GossipMethod, MixResult, VectorMemory, decode_message, encode_message, send_to_all
+from gradwire.gossip.message import GossipContext, Received
 
 Weight: TypeAlias = float | Tensor  # of one rank, or float64 [ranks, 1]
 
@@ -73,7 +66,7 @@ class BroadcastRules(GossipMethod):
 
     def broadcast(
         self, x: Tensor, memory: Memory, codec: Codec, context: GossipContext, metadata: tuple[float, ...] = ()
-    ) -> CommGenerator[tuple[MixResult, NeighborMessages, dict[int, GossipMessage]]]:
+    ) -> CommGenerator[tuple[MixResult, NeighborMessages, Received]]:
         """The two rules and the exchange between them; also the messages, decoded and as received."""
         own = encode_message(self.message(x, memory, context.key.step), codec, context)
         received = yield from send_to_all(own.payload, codec, context, metadata)

@@ -27,9 +27,10 @@ from gradwire.codecs.stage import Memory, StateSpec
 from gradwire.core.registry import register
 from gradwire.core.requests import CommGenerator
 from gradwire.gossip import auto_gamma
+from gradwire.gossip.auto_gamma import Measurement
 from gradwire.gossip.broadcast import BroadcastRules, NeighborMessages
 from gradwire.gossip.gossip import MixResult, OutgoingMessage, decode_message, encode_message
-from gradwire.gossip.message import GossipContext, GossipMessage, exchange_messages
+from gradwire.gossip.message import GossipContext, Received, exchange_messages
 from gradwire.gossip.requirements import require_consensus_step, require_contraction, require_doubly_stochastic
 from gradwire.topology import Topology
 
@@ -91,9 +92,9 @@ class Choco(BroadcastRules):
         x_hat, mixed = memory["x_hat"] + messages.own, messages.added_to(memory["mixed"])
         return MixResult(x + gamma * (mixed - x_hat), {**memory, "x_hat": x_hat, "mixed": mixed}, gamma)
 
-    def measurement(self, x: Tensor, memory: Memory, messages: NeighborMessages) -> auto_gamma.Measurement:
+    def measurement(self, x: Tensor, memory: Memory, messages: NeighborMessages) -> Measurement:
         """The vectors that show a step's lag and response, with the memory as it was before."""
-        return auto_gamma.Measurement(self.message(x, memory, 0), messages.own, memory["mixed"] - memory["x_hat"])
+        return Measurement(self.message(x, memory, 0), messages.own, memory["mixed"] - memory["x_hat"])
 
     def _mix_by_node(self, x: Tensor, memory: Memory, codec: Codec, context: GossipContext) -> CommGenerator[MixResult]:
         metadata = self._metadata(memory, context)
@@ -128,13 +129,7 @@ class Choco(BroadcastRules):
         return MixResult(_mix_all(x, memory, gamma, context), memory, gamma)
 
     def _mix_live(
-        self,
-        x: Tensor,
-        memory: Memory,
-        gamma: float,
-        received: Mapping[int, GossipMessage],
-        new: Collection[int],
-        context: GossipContext,
+        self, x: Tensor, memory: Memory, gamma: float, received: Received, new: Collection[int], context: GossipContext
     ) -> MixResult:
         """Mix with the peers that are there. A lost peer's weight returns to its owner: nothing flows over its edge.
 
@@ -162,12 +157,7 @@ class Choco(BroadcastRules):
         return (self._gamma(memory),) if context.elastic else auto_gamma.metadata(memory["gauge"])
 
     def _adapt_gamma(
-        self,
-        memory: Memory,
-        measurement: auto_gamma.Measurement | None,
-        received: Mapping[int, GossipMessage],
-        codec: Codec,
-        context: GossipContext,
+        self, memory: Memory, measurement: Measurement | None, received: Received, codec: Codec, context: GossipContext
     ) -> Memory:
         if self.gamma != AUTO:
             return memory
@@ -205,7 +195,7 @@ def _measure(
     memory: Memory,
     new: Collection[int],
     context: GossipContext,
-) -> auto_gamma.Measurement | None:
+) -> Measurement | None:
     """The mean over the edges of this step, new ones left out; None where there is none."""
     out_weights = {peer: weight for peer, weight in context.out_weights.items() if peer not in new}
     if not out_weights:
@@ -214,4 +204,4 @@ def _measure(
     flows += [-weight * memory[f"to_{peer}"] for peer, weight in out_weights.items()]
     d = torch.stack([differences[peer] for peer in out_weights]).mean(0)
     q = torch.stack([sent[peer].decoded for peer in out_weights]).mean(0)
-    return auto_gamma.Measurement(d, q, torch.stack(flows).sum(0))
+    return Measurement(d, q, torch.stack(flows).sum(0))

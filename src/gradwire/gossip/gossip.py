@@ -19,7 +19,7 @@ from gradwire.core.payload import Payload
 from gradwire.core.registry import registered
 from gradwire.core.requests import CommGenerator
 from gradwire.core.spec import Named, parse
-from gradwire.gossip.message import GossipContext, GossipMessage, exchange_messages
+from gradwire.gossip.message import GossipContext, GossipMessage, Received, exchange_messages
 from gradwire.topology import Graph, Topology, graph
 
 
@@ -134,7 +134,7 @@ def decode_message(message: GossipMessage, codec: Codec, context: GossipContext,
 
 def send_to_all(
     payload: Payload, codec: Codec, context: GossipContext, metadata: tuple[float, ...] = ()
-) -> CommGenerator[dict[int, GossipMessage]]:
+) -> CommGenerator[Received]:
     """Send one message to all neighbors, and receive theirs."""
     sizes = dict.fromkeys(context.in_weights, codec.fixed_size(context.units))
     return (yield from exchange_messages(context, dict.fromkeys(context.out_weights, payload), sizes, metadata))

@@ -11,7 +11,7 @@ All integers are little-endian. Bodies of unknown length travel after their head
 
 import struct
 from collections.abc import Mapping, MutableMapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ class GossipMessage(NamedTuple):
 
     body: Payload
     metadata: tuple[float, ...]
+
+
+Received: TypeAlias = dict[int, GossipMessage]  # by sender
 
 
 class GossipContext(NamedTuple):
@@ -92,7 +95,7 @@ def exchange_messages(
     into: Mapping[int, int | None],
     metadata: tuple[float, ...] = (),
     iteration: int = 0,
-) -> CommGenerator[dict[int, GossipMessage]]:
+) -> CommGenerator[Received]:
     """Send each peer its message, and receive theirs. A peer that was lost meanwhile is absent from the result.
 
     Args:

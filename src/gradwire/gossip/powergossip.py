@@ -70,19 +70,13 @@ class PowerGossip(GossipMethod):
         memory = dict(memory)
         table = _matrices(context.tensors)
         for iteration in range(self.iterations):
-            onto_right = (context.key.step * self.iterations + iteration) % 2 == 0
-            x = yield from self._iterate(x, memory, table, onto_right, context, iteration)
+            x = yield from self._iterate(x, memory, table, context, iteration)
         return MixResult(x, memory)
 
     def _iterate(
-        self,
-        x: Tensor,
-        memory: dict[str, Tensor],
-        table: list["MatrixShape"],
-        onto_right: bool,
-        context: GossipContext,
-        iteration: int,
+        self, x: Tensor, memory: dict[str, Tensor], table: list["MatrixShape"], context: GossipContext, iteration: int
     ) -> CommGenerator[Tensor]:
+        onto_right = (context.key.step * self.iterations + iteration) % 2 == 0
         used, updated = ("right", "left") if onto_right else ("left", "right")
         bases = {
             peer: _nonzero(memory[f"{used}_{peer}"], table, onto_right, context, peer) for peer in context.in_weights

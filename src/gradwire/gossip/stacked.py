@@ -3,10 +3,15 @@
 There are no messages: what ranks would decode is computed for all of them together, by the rules of the method and by
 the codec's own code over one long buffer. Rows equal those of ranks that exchange messages, bit for bit; the host never
 waits for the device within a step. Bytes are counted as messages would have had them.
+
+With ``gamma=auto``, the sums of a window are pooled in the next one and used in the one after that. So they may be
+copied to the host while the next window runs, and pooling, which only averages a few numbers, is done for all its steps
+at the window's end. States equal those of `auto_gamma` for each rank, bit for bit.
 """
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import lru_cache, reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +22,11 @@ from gradwire.codecs.stage import EncodeInput
 from gradwire.core.keys import PER_RANK, Key
 from gradwire.core.segments import by_rank
 from gradwire.gossip import auto_gamma
-from gradwire.gossip.auto_gamma_batched import BatchedAutoGamma
 from gradwire.gossip.broadcast import BroadcastRules, NeighborMessages
 from gradwire.gossip.centralized import Centralized
 from gradwire.gossip.choco import Choco
 from gradwire.gossip.gossip import GossipMethod, MixResult, densify
-from gradwire.gossip.message import HEADER, Diverged
-from gradwire.gossip.neighbor_table import neighbor_columns, own_weights
+from gradwire.gossip.message import CPU, HEADER, Diverged
 from gradwire.gossip.node import Node
 from gradwire.topology import Topology
 
@@ -131,7 +134,7 @@ class StackedNodes:
         self.first_nonfinite_step = torch.full((), -1, device=self.device)
         if "gauge" in first.memory:
             states = [node.memory["gauge"] for node in nodes]
-            self.auto_gamma = BatchedAutoGamma.of(states, self.topology, self.codec, self.device, self.step)
+            self.auto_gamma = BatchedAutoGamma(states, self.topology, self.codec, self.device, self.step)
             self.memory["gauge"] = self.auto_gamma.state
 
     def scatter_(self) -> None:
@@ -142,3 +145,96 @@ class StackedNodes:
             if states is not None:
                 node.memory["gauge"] = states[rank]
             node.moved = self.moved[rank]
+
+
+class BatchedAutoGamma:
+    """The automatic gamma of all ranks, from their states after so many steps.
+
+    Attributes:
+        state: float64 [ranks, auto_gamma.LENGTH], on the host.
+        sums: float64 [ranks, 5], on the device: this window's, so far.
+        step: Steps so far.
+        unpooled: How many of them ``state`` has not pooled yet; all are of this window.
+    """
+
+    def __init__(
+        self, states: Sequence[Tensor], topology: Topology, codec: Codec, device: torch.device, step: int
+    ) -> None:
+        self.topology, self.codec, self.step, self.unpooled = topology, codec, step, 0
+        self.state = torch.stack(list(states))
+        self.sums = self.state[:, auto_gamma.SUMS].to(device, copy=True)
+        self.state[:, auto_gamma.SUMS] = 0.0
+        self._copying: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    def after_step(self, measurement: auto_gamma.Measurement) -> None:
+        """Add a step's measurement; at the end of a window, change gamma."""
+        self.sums += auto_gamma.inner_products(measurement)
+        self.step, self.unpooled = self.step + 1, self.unpooled + 1
+        if self.step % auto_gamma.window(self.topology) == 0:
+            self._pool_steps()
+            for row in self.state:
+                auto_gamma.close_window_(row, self.topology, self.codec, self.step)
+            self._copying, self.sums = _copy_to_host(self.sums), torch.zeros_like(self.sums)
+
+    def states(self) -> list[Tensor]:
+        """Each rank's own, as `auto_gamma` would have it."""
+        self._pool_steps()
+        rows = self.state.clone()
+        rows[:, auto_gamma.SUMS] = self.sums.cpu()
+        return list(rows)
+
+    def _pool_steps(self) -> None:
+        """Pool once for each step of this window that was not pooled yet."""
+        if self._copying is not None:
+            sums, arrived = self._copying
+            if arrived is not None:
+                arrived.synchronize()
+            self.state[:, auto_gamma.METADATA][:, :-1] = sums.float().double()
+            self._copying = None
+        for _ in range(self.unpooled):
+            own = self.state[:, auto_gamma.METADATA]
+            received = [(column.weights, own[column.peers]) for column in neighbor_columns(self.topology)]
+            self.state[:, auto_gamma.METADATA] = auto_gamma.pool(own, received)
+        self.unpooled = 0
+
+
+def _copy_to_host(sums: Tensor) -> "tuple[Tensor, torch.cuda.Event | None]":
+    if sums.device.type != "cuda":
+        return sums, None
+    host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+    host.copy_(sums, non_blocking=True)
+    return host, torch.cuda.current_stream(sums.device).record_event()
+
+
+class NeighborColumn(NamedTuple):
+    """One neighbor of every rank.
+
+    Attributes:
+        peers: int64 [ranks].
+        weights: float64 [ranks, 1].
+    """
+
+    peers: Tensor
+    weights: Tensor
+
+
+@lru_cache(maxsize=64)
+def neighbor_columns(topology: Topology, phase: int = 0, device: torch.device = CPU) -> tuple[NeighborColumn, ...]:
+    """Neighbors in one round of a period, by rising rank, filled up with the rank itself at weight zero."""
+    peers = [sorted(topology.peers(rank, phase).items()) for rank in range(topology.size)]
+    most = max(map(len, peers))
+    padded = [row + [(rank, 0.0)] * (most - len(row)) for rank, row in enumerate(peers)]
+    return tuple(
+        NeighborColumn(
+            torch.tensor([peer for peer, _ in column], device=device),
+            torch.tensor([[weight] for _, weight in column], dtype=torch.float64, device=device),
+        )
+        for column in zip(*padded, strict=True)
+    )
+
+
+@lru_cache(maxsize=64)
+def own_weights(topology: Topology, phase: int, device: torch.device) -> Tensor:
+    """The weight that every rank gives itself. -> float64 [ranks, 1]."""
+    own = [[1.0 - sum(dict(sorted(topology.peers(r, phase).items())).values())] for r in range(topology.size)]
+    return torch.tensor(own, dtype=torch.float64, device=device)

@@ -7,9 +7,10 @@ simulated                `gradwire.lockstep`: replicas of one process
 gossip, local            `gradwire.gossip`, `gradwire.local`
 sharded, dcp             models under FSDP2, and their checkpoints
 grad_scaler              overflow under a GradScaler; else see `engine/overflow.py`
-accelerate, lightning, transformers   trainers
+accelerate, lightning, transformers   trainers; trainer_warnings: of what they will do
 setup, consistency       from options to a plan that all ranks agree on
-checkpoint, spec_change  saved states, and what a wire keeps when its spec changes
+entry_point              what the user called, for errors that name its remedies
+checkpoint, checksums    saved states
 """
 
 from gradwire.integrations.checkpoint import load as load

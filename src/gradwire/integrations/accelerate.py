@@ -1,6 +1,6 @@
 """Accelerate: `gradwire.compress` with the Accelerator's scaler and checkpoints."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -8,10 +8,11 @@ from torch.optim import Optimizer
 
 from gradwire.engine.method import Spec
 from gradwire.integrations.checkpoint import load, save
-from gradwire.integrations.compress import compress
+from gradwire.integrations.compress import compress_from
 from gradwire.integrations.ddp import find_ddp
+from gradwire.integrations.entry_point import ACCELERATE, EntryPoint
 from gradwire.integrations.local.handle import LocalSync
-from gradwire.integrations.local.trainers import local_prepared
+from gradwire.integrations.local.trainers import local_prepared, warn_inside_round
 from gradwire.integrations.model import is_plain
 from gradwire.integrations.optimizer import check_wire
 from gradwire.integrations.wire import Wire
@@ -34,7 +35,7 @@ def attach(accelerator: Any, model: nn.Module, spec: Spec, **options: Any) -> Wi
         ValueError: Among others: an optimizer that was prepared for the model has momentum, and so has the spec.
     """
     optimizers = [prepared.optimizer for prepared in accelerator._optimizers]
-    wire = compress_prepared(accelerator, model, spec, options, optimizers)
+    wire = compress_prepared(ACCELERATE, accelerator, model, spec, options, optimizers)
     for optimizer in optimizers:
         check_wire(optimizer, wire)
 
@@ -49,6 +50,7 @@ def attach_local(accelerator: Any, model: nn.Module, spec: str, **options: Any) 
 
     The loop stays as it is: the handle is called after each step of the last optimizer. ``accelerator.save_state``
     writes the state of every rank into the same folder, and ``accelerator.load_state`` reads it back.
+    ``accelerator.end_training()`` warns where the training ends inside a round, whose steps are not averaged.
 
     Args:
         accelerator: An `accelerate.Accelerator`.
@@ -57,12 +59,24 @@ def attach_local(accelerator: Any, model: nn.Module, spec: str, **options: Any) 
         options: All of `gradwire.local`.
     """
     optimizers = [prepared.optimizer for prepared in accelerator._optimizers]
-    outer = local_prepared(model, optimizers, spec, **options)
+    outer = local_prepared(ACCELERATE, model, optimizers, spec, **options)
     last = _LoadedLast(outer)
     accelerator.register_save_state_pre_hook(lambda models, weights, folder: save(outer, folder))
     accelerator.register_load_state_pre_hook(lambda models, folder: last.note(folder))
     accelerator.register_for_checkpointing(last)
+    _before_end(accelerator, lambda: warn_inside_round(outer, "outer"))
     return outer
+
+
+def _before_end(accelerator: Any, work: Callable[[], None]) -> None:
+    """Do something when a loop calls ``accelerator.end_training()``, for which Accelerate has no hook."""
+    end_training = accelerator.end_training
+
+    def end() -> None:
+        work()
+        end_training()
+
+    accelerator.end_training = end
 
 
 class _LoadedLast:
@@ -82,7 +96,12 @@ class _LoadedLast:
 
 
 def compress_prepared(
-    accelerator: Any, model: nn.Module, spec: Spec, options: Mapping[str, Any], optimizers: Sequence[Optimizer]
+    entry: EntryPoint,
+    accelerator: Any,
+    model: nn.Module,
+    spec: Spec,
+    options: Mapping[str, Any],
+    optimizers: Sequence[Optimizer],
 ) -> Wire:
     """`gradwire.compress`, for a model that an Accelerator has wrapped in DDP or sharded, or has to itself."""
     if accelerator.num_processes > 1 and find_ddp(model) is None and all(map(is_plain, model.parameters())):
@@ -92,7 +111,7 @@ def compress_prepared(
             "DeepSpeed and the like"
         )
     optimizer = next(iter(optimizers), None)
-    wire = compress(model, spec, scaler=accelerator.scaler, **{"optimizer": optimizer, **options})
+    wire = compress_from(entry, model, spec, scaler=accelerator.scaler, **{"optimizer": optimizer, **options})
     if accelerator.num_processes != wire.link.world:
         raise ValueError(
             f"the Accelerator counts {accelerator.num_processes} processes, and the process group {wire.link.world}, "

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,14 @@ from gradwire.engine.plan import BUCKET_BYTES, Rule
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.auto import described_link
-from gradwire.integrations.consistency import errors_on_all_ranks
+from gradwire.integrations.consistency import errors_on_all_ranks, find_backend
 from gradwire.integrations.ddp import find_ddp, find_replicated, make_wire, refuse_replicated
-from gradwire.integrations.host_discovery import find_backend
+from gradwire.integrations.entry_point import COMPRESS, EntryPoint
 from gradwire.integrations.model import is_plain, is_whole, refuse_later, refuse_sparse, refuse_wrapped, trainable
 from gradwire.integrations.optimizer import check_at_first_step
 from gradwire.integrations.ownership import refuse_averaged, refuse_local
 from gradwire.integrations.preconditioning import attach_optimizer, check_optimizer
-from gradwire.integrations.setup import Options, Setup
+from gradwire.integrations.setup import Options, Setup, check_options
 from gradwire.integrations.wire import Wire
 
 if TYPE_CHECKING:
@@ -87,6 +87,51 @@ def compress(
     Returns:
         A handle: ``report()``, ``state_dict()``, ``set(...)``, ``off()``; callable in plain loops.
     """
+    return compress_from(
+        COMPRESS,
+        model,
+        spec,
+        optimizer=optimizer,
+        process_group=process_group,
+        across=across,
+        link=link,
+        feedback=feedback,
+        exchange=exchange,
+        granularity=granularity,
+        rules=rules,
+        bundle=bundle,
+        scaler=scaler,
+        seed=seed,
+        bucket_mb=bucket_mb,
+        rollback=rollback,
+    )
+
+
+@renamed_argument("launch_mb", "bucket_mb")
+def compress_from(
+    entry: EntryPoint,
+    model: nn.Module,
+    spec: Spec,
+    *,
+    optimizer: Optimizer | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    across: Across | DeviceMesh | None = None,
+    link: Backend | str | None = None,
+    **others: Any,
+) -> Wire:
+    """`compress`, for users who called something else, whose remedies errors are to name.
+
+    Args:
+        entry: What the user called.
+        model: As for `compress`; so are the arguments below.
+        spec: See there.
+        optimizer: See there.
+        process_group: See there.
+        across: See there.
+        link: See there.
+        others: The options of `Options`.
+    """
+    check_options(entry, others)
     wrapper, replicated = find_ddp(model), find_replicated(model)
     ddp, inner = wrapper or replicated, model if wrapper is None else wrapper.module
     replicas, backend = connect_model(model, link, process_group if ddp is None else ddp.process_group, across)
@@ -94,7 +139,8 @@ def compress(
     with errors_on_all_ranks(backend):
         if not isinstance(model, nn.Module):
             raise TypeError(f"compress takes the model itself, not {type(model).__name__}; pass an nn.Module")
-        options = Options(feedback, exchange, granularity, rules, bundle, scaler, seed, bucket_mb, rollback)
+        options = Options(**others)
+        entry.refuse_local_steps(spec)
         refuse_wrapped(inner)
         if replicas is not None and (process_group is not None or isinstance(link, Backend)):
             raise ValueError("a sharded model is averaged over its own mesh; leave process_group= and link= out")
@@ -108,12 +154,13 @@ def compress(
         refuse_local(parameters, backend.world)
         described = described_link(spec, link, options)
     shared = {} if ddp is not None else dict((*inner.named_parameters(), *inner.named_buffers()))
-    fits_optimizer = partial(check_optimizer, optimizer, parameters)
+    fits_optimizer = partial(check_optimizer, optimizer, parameters, entry)
     known = {id(p) for name, p in inner.named_parameters() if p.requires_grad or name in ignored}
     sharded = replicas is not None
     check_model = partial(refuse_later, inner, known, sharded=sharded)
     hooked = ddp is not None or sharded
     setup = Setup(parameters, backend, options, hooked, shared, fits_optimizer, check_model, sharded=sharded)
+    setup.entry = entry
     if replicas is not None:
         setup.late = replicas.late
     wire = make_wire(setup, spec, described, ddp)
@@ -131,28 +178,19 @@ def _ignored(ddp: DistributedDataParallel, model: nn.Module) -> set[str]:
 
 
 def connect_model(
-    model: nn.Module,
-    link: Backend | str | None,
-    group: dist.ProcessGroup | None,
-    across: Across | DeviceMesh | None,
+    model: nn.Module, link: Backend | str | None, group: dist.ProcessGroup | None, across: Across | DeviceMesh | None
 ) -> "tuple[Replicas | None, Backend]":
     """The replicas of a model, if it is sharded, and what carries messages. All ranks must ask for it."""
-    replicas = _find_replicas(model, across)
-    if replicas is not None:
-        return replicas, replicas.connect()
-    assert not isinstance(across, DeviceMesh)
-    return None, find_backend(link, group, across)
-
-
-def _find_replicas(model: nn.Module, across: Across | DeviceMesh | None) -> "Replicas | None":
-    """The replicas of a model that is sharded; None where each rank has a replica of its own."""
     if isinstance(model, nn.Module) and not all(map(is_plain, model.parameters())):
         from gradwire.integrations.sharded.replicas import find_replicas  # which imports FSDP, and that takes long
 
-        return find_replicas(model, across)
-    if isinstance(across, DeviceMesh):
+        replicas = find_replicas(model, across)
+        if replicas is not None:
+            return replicas, replicas.connect()
+    elif isinstance(across, DeviceMesh):
         raise ValueError(
             f"across={across} is for models under fully_shard, and no parameter is sharded; pass "
             "process_group=mesh['replicate'].get_group() instead"
         )
-    return None
+    assert not isinstance(across, DeviceMesh)  # of which there are replicas
+    return None, find_backend(link, group, across)

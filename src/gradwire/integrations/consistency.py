@@ -1,16 +1,22 @@
 """Consistency: before anything is sent, all ranks must have the same configuration.
 
 Every rank sends what it attached: package and wire-format version, spec, model. What is wrong on one rank, be it only a
-typing error in a spec, is raised on all of them.
+typing error in a spec, is raised on all of them. Which ranks share a host is found before that.
 """
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from gradwire.comm.backend import Backend
+from gradwire.comm.host_backend import HostBackend, subdivide
+from gradwire.comm.host_layout import Across, HostLayout, given_hosts, launcher_place
+from gradwire.comm.torch_backend import connect
 from gradwire.version import VERSION, WIRE_FORMAT
 
 _REMEDY = {
@@ -86,4 +92,29 @@ def errors_on_all_ranks(link: Backend) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OSError) as wrong:
-        agree(link, "", {}, error=str(wrong))
+        try:
+            agree(link, "", {}, error=str(wrong))
+        except ValueError as agreed:
+            if str(agreed) != str(wrong):  # that of another rank came first
+                raise
+            raise agreed.with_traceback(wrong.__traceback__) from None
+
+
+def find_backend(
+    link: Backend | str | None, group: "torch.distributed.ProcessGroup | None", across: Across | None
+) -> Backend:
+    """What carries messages: ``link``, or a process group. With ``across`` it knows hosts; all ranks must ask for that.
+
+    Raises:
+        ValueError: Ranks ask for different things, or the hosts are not known, or not alike.
+    """
+    backend = link if isinstance(link, Backend) else connect(group)
+    if across is None or isinstance(backend, HostBackend):
+        return backend
+    with errors_on_all_ranks(backend):
+        given = given_hosts(across)
+    notes = compare(backend, {"spec": f"across={given or across}", "place": launcher_place(os.environ)})
+    places = [None if note["place"] is None else tuple(note["place"]) for note in notes]
+    layout = HostLayout.from_launcher(places) if given is None else HostLayout.of(given)
+    layout.check(backend.world)
+    return subdivide(backend, layout)

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_into
 from torch.distributed.checkpoint.storage import StorageReader
 
 from gradwire.engine.hosts import HostEngine
-from gradwire.engine.sharded import ShardEngine
 from gradwire.integrations.checkpoint import agreed_state
 from gradwire.integrations.model import distributed_as, local_part
 from gradwire.integrations.wire import Wire
@@ -77,7 +76,7 @@ class ShardPlace:
             raise ValueError("with across='hosts' ranks share the state; use gradwire.save and gradwire.load")
         inner = engine.unwrapped
         self.replica, self.replicas, self._lanes = inner.rank, inner.world, inner.plan.lanes
-        self.shard, self.shards = (engine.shard, engine.shards) if isinstance(engine, ShardEngine) else (0, 1)
+        self.shard, self.shards = engine.shard, engine.shards
         # Memories with an entry for each of the parameter's.
         self._elementwise = {"owed", "observed", "pending", "served"}
         for lane in self._lanes:

@@ -6,7 +6,7 @@ its last gradient has arrived, and travels while backward goes on. All futures c
 only then is it known that no rank had a bad gradient; DDP waits for all of them there anyway.
 
 Where gradients stay on a GPU (NCCL), the host waits for nothing but the step before: every rank has all its gradients,
-or DDP would have complained, so captured steps leave their status on the device.
+or DDP would have raised an error, so captured steps leave their status on the device.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
@@ -82,20 +82,38 @@ class BackwardPass:
     Attributes:
         early: Whether buckets leave as soon as they are complete. Some things need the whole gradient first: its norm,
             an overflow, the mean of the step before.
+        missing: How many gradients each bucket still awaits.
+        results: Of buckets that have left.
+    """
+
+    def __init__(self, wire: Wire, early: bool = True) -> None:
+        engine = wire.executor.engine
+        self.early = early and not (wire.scaler is not None or engine.unwrapped.clips or wire.delays)
+        self.missing = list(map(len, engine.full_plan.bucket_names))
+        self.results: list[AnyFuture[BucketResult]] = []
+
+    @property
+    def is_next_complete(self) -> bool:
+        """Whether the next bucket may leave. Buckets leave in order, which is the same on all ranks."""
+        sent = len(self.results)
+        return self.early and sent < len(self.missing) and not self.missing[sent]
+
+
+class DDPPass(BackwardPass):
+    """One of DistributedDataParallel.
+
+    Attributes:
         complete: Whether all ranks have all their gradients.
         threaded: Whether the work is done by the worker's thread: it waits for messages, or is replayed, where the
             host's part of it would delay the launches of backward.
     """
 
-    def __init__(self, wire: Wire, awaited: list[int], may_lack: bool) -> None:
-        waits = wire.scaler is not None or wire.executor.engine.unwrapped.clips or wire.delays
-        self.early = not waits
+    def __init__(self, wire: Wire, may_lack: bool) -> None:
+        super().__init__(wire)
         self.complete = not may_lack and wire.scaler is None
-        self.missing = list(awaited)
         self.threaded = wire.executor.replayed or not wire.setup.stays_on_device
         self.checked: AnyFuture[None] | None = None
         self.futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
-        self.results: list[AnyFuture[BucketResult]] = []
 
 
 class DDPHookState:
@@ -115,7 +133,7 @@ class DDPHookState:
         self._known: dict[int, BucketInfo] = {}  # by number of a bucket
         self._views = FixedGrads(dict.fromkeys(wire.parameters))  # where gradients lie in DDP's buckets
         self._plan: Plan | None = None
-        self._pass: BackwardPass | None = None
+        self._pass: DDPPass | None = None
         if self._may_lack:
             for name, p in wire.parameters.items():
                 p.register_post_accumulate_grad_hook(lambda _, name=name: self._touched.add(name))
@@ -131,24 +149,21 @@ class DDPHookState:
         now.futures.append((future, info.buffer))
         for i, number in info.gradient_counts.items():
             now.missing[i] -= number
-        while now.early and len(now.results) < len(now.missing) and not now.missing[len(now.results)]:
+        while now.is_next_complete:
             bucket_step = partial(self.wire.executor.run_bucket, len(now.results), self._grads())
             now.results.append(self._start(now, bucket_step))
         if bucket.is_last():
             self._finish(now)
         return future
 
-    def _begin(self) -> BackwardPass:
+    def _begin(self) -> DDPPass:
         """The first bucket of a step is here."""
         self.wire.before_step()
         plan = self.wire.executor.engine.full_plan
         if plan is not self._plan:
             self._plan = plan
             self._known.clear()
-            names = [[name for lane in bucket for name in lane.tensors.names] for bucket in plan.buckets]
-            self._bucket_of = {name: i for i, mine in enumerate(names) for name in mine}
-            self._awaited = [len(mine) for mine in names]
-        now = BackwardPass(self.wire, self._awaited, self._may_lack)
+        now = DDPPass(self.wire, self._may_lack)
         now.checked = self._start(now, self.wire.setup.check_model)
         return now
 
@@ -161,12 +176,13 @@ class DDPHookState:
                 self._known.clear()
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
             views = {self._names[id(p)]: _as_laid_out(view, p) for p, view in pairs}
-            gradient_counts = Counter(self._bucket_of[name] for name in views)
-            known = self._known[number] = BucketInfo(buffer, dict(gradient_counts))
+            assert self._plan is not None
+            gradient_counts = Counter(map(self._plan.bucket_of.__getitem__, views))
+            known = self._known[number] = BucketInfo(buffer, gradient_counts)
             self._views = FixedGrads({**self._views, **views})
         return known
 
-    def _start(self, now: BackwardPass, work: Callable[[], T]) -> AnyFuture[T]:
+    def _start(self, now: DDPPass, work: Callable[[], T]) -> AnyFuture[T]:
         """Do some work while backward goes on, in order."""
         return self.wire.worker.submit(work) if now.threaded else self.wire.worker.enqueue(work)
 
@@ -176,7 +192,7 @@ class DDPHookState:
             return self._views
         return {name: view if name in self._touched else None for name, view in self._views.items()}
 
-    def _finish(self, now: BackwardPass) -> None:
+    def _finish(self, now: DDPPass) -> None:
         grads = self._grads()
         self._pass = None
         self._touched.clear()
@@ -212,7 +228,7 @@ class DDPHookState:
     def _commit(self, results: list[AnyFuture[BucketResult]], grads: Grads, complete: bool) -> StepResult:
         return self.wire.executor.finish([result.result() for result in results], grads, complete)
 
-    def _complete(self, now: BackwardPass, views: FixedGrads, work: Callable[[], StepResult]) -> None:
+    def _complete(self, now: DDPPass, views: FixedGrads, work: Callable[[], StepResult]) -> None:
         try:
             assert now.checked is not None
             now.checked.result()

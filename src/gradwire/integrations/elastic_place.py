@@ -1,8 +1,13 @@
 """Place: where one rank of an elastic group is, and where it meets the others."""
 
+import hashlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
+
+from gradwire.comm.peer_mesh import PeerMesh
+from gradwire.comm.rendezvous import rendezvous
 
 LOOPBACK = "127.0.0.1"
 
@@ -23,6 +28,13 @@ class ElasticPlace(NamedTuple):
     meeting: str | Path
     timeout: float
     host: str
+
+    def connect(self, neighbors: Iterable[int], training: str, most_bytes: int) -> PeerMesh:
+        """Connections to neighbors, which must train the same; messages have so many bytes at most."""
+        digest, table = hashlib.sha256(training.encode()).digest(), rendezvous(self.meeting)
+        return PeerMesh(
+            self.rank, neighbors, table, digest, most_bytes=most_bytes, timeout=self.timeout, host=self.host
+        )
 
 
 def elastic_place_of(

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 from gradwire.core.renamed import renamed
 from gradwire.engine.method import Spec
 from gradwire.integrations.checkpoint import gather_states
-from gradwire.integrations.compress import compress
+from gradwire.integrations.compress import compress_from
 from gradwire.integrations.ddp import find_ddp
+from gradwire.integrations.entry_point import LIGHTNING
 from gradwire.integrations.local.handle import LocalSync
-from gradwire.integrations.local.trainers import local_prepared
+from gradwire.integrations.local.trainers import local_prepared, warn_inside_round, warn_of_last_steps
 from gradwire.integrations.model import is_plain
 from gradwire.integrations.optimizer import check_wire
+from gradwire.integrations.trainer_warnings import warn_long_start
 from gradwire.integrations.wire import Wire
 
 if TYPE_CHECKING:
@@ -55,12 +57,17 @@ class LightningCompression(Callback):
         scaler = None if self._called else getattr(trainer.precision_plugin, "scaler", None)
         optimizer = next(iter(trainer.optimizers), None)
         self.wire = None  # of an earlier fit
-        self.wire = compress(model, self.spec, scaler=scaler, **{"optimizer": optimizer, **self.options})
+        options = {"scaler": scaler, "optimizer": optimizer, **self.options}
+        self.wire = compress_from(LIGHTNING, model, self.spec, **options)
         for optimizer in trainer.optimizers:
             check_wire(optimizer, self.wire)
         if self._saved:
             self.wire.load_state_dict(self._saved)
             self._saved = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.wire is not None and self.wire.link.rank == 0:
+            warn_long_start(self.wire.engine.full_plan.start, _max_steps(trainer), self.spec)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         if self.wire is not None and self.wire.setup.sharded:
@@ -94,7 +101,8 @@ class LightningCompression(Callback):
 class LightningLocalSteps(Callback):
     """Local steps while a Trainer fits; pass it in ``Trainer(strategy="ddp", callbacks=[...])``.
 
-    A checkpoint holds the state of all ranks, and ``fit(ckpt_path=...)`` continues with it.
+    A checkpoint holds the state of all ranks, and ``fit(ckpt_path=...)`` continues with it. A fit that ends inside a
+    round is warned of: its last steps are not averaged.
 
     Attributes:
         outer: The handle, from the start of a fit on; ``outer.report()`` and the rest.
@@ -108,12 +116,18 @@ class LightningLocalSteps(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         optimizers = [getattr(one, "optimizer", one) for one in trainer.optimizers]
-        self.outer = local_prepared(trainer.strategy.model, optimizers, self.spec, **self.options)
+        self.outer = local_prepared(LIGHTNING, trainer.strategy.model, optimizers, self.spec, **self.options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._saved and self.outer is not None:  # after Lightning has loaded the optimizers of one rank
+        assert self.outer is not None
+        if self._saved:  # after Lightning has loaded the optimizers of one rank
             self.outer.load_state_dict(self._saved)
             self._saved = []
+        warn_of_last_steps(self.outer, self.spec, _max_steps(trainer))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.outer is not None:
+            warn_inside_round(self.outer, "callback.outer")
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         assert self.outer is not None
@@ -127,6 +141,12 @@ class LightningLocalSteps(Callback):
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if trainer.training:
             self._saved = checkpoint.get(KEY, [])
+
+
+def _max_steps(trainer: Any) -> float:
+    """After how many steps of an optimizer a fit ends; -1 or infinite, if that is not known."""
+    # Of several optimizers, Lightning counts all steps.
+    return -1 if len(trainer.optimizers) > 1 else trainer.estimated_stepping_batches
 
 
 def _log(trainer: Any, sent: float, ratio: float, **more: float) -> None:

@@ -18,14 +18,14 @@ from gradwire.engine.method import Spec
 from gradwire.engine.plan import Plan
 from gradwire.integrations import grad_scaler
 from gradwire.integrations.auto import described_link
-from gradwire.integrations.consistency import errors_on_all_ranks
+from gradwire.integrations.consistency import errors_on_all_ranks, find_backend
 from gradwire.integrations.ddp import make_wire
-from gradwire.integrations.host_discovery import find_backend
+from gradwire.integrations.entry_point import WRAPPED_OPTIMIZER, EntryPoint
 from gradwire.integrations.model import refuse_unfrozen, trainable
 from gradwire.integrations.optimizer_warning import is_adaptive, warn_if_starved
 from gradwire.integrations.ownership import check_order, refuse_averaged, refuse_local, register_wire
 from gradwire.integrations.preconditioning import attach_optimizer, check_optimizer
-from gradwire.integrations.setup import Options, Setup, check_scaler
+from gradwire.integrations.setup import Options, Setup, check_options, check_scaler
 from gradwire.integrations.wire import Wire
 
 
@@ -58,8 +58,10 @@ class DistributedOptimizer(Optimizer):
     ) -> None:
         backend, named = find_backend(link, process_group, across), list(named_parameters)
         with errors_on_all_ranks(backend):
+            check_options(WRAPPED_OPTIMIZER, options)
             chosen = Options(**options)
             check_scaler(scaler)
+            WRAPPED_OPTIMIZER.refuse_local_steps(spec)
             _check_named(optimizer, named)
             parameters = trainable(named)
             _check_covered(optimizer, parameters)
@@ -70,9 +72,11 @@ class DistributedOptimizer(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups
         self.state = optimizer.state
-        fits_optimizer, shared = partial(check_plan, optimizer, parameters), dict((*named, *named_buffers))
+        fits_optimizer = partial(check_plan, optimizer, parameters, WRAPPED_OPTIMIZER)
+        shared = dict((*named, *named_buffers))
         check_model = partial(_check_still_covered, optimizer, named, parameters)
         setup = Setup(parameters, backend, chosen, shared=shared, check_plan=fits_optimizer, check_model=check_model)
+        setup.entry = WRAPPED_OPTIMIZER
         self.wire = make_wire(setup, spec, described)
         attach_optimizer(self.wire, optimizer)
         check_at_first_step(self.wire)
@@ -133,23 +137,36 @@ class DistributedOptimizer(Optimizer):
         super().add_param_group(param_group)
 
 
-def refuse_second_momentum(optimizer: Optimizer, plan: Plan) -> None:
-    """Refuse an optimizer that applies momentum once more, after the feedback."""
-    corrects = any(getattr(lane.feedback, "momentum", 0.0) > 0 for lane in plan.lanes)
+def refuse_second_momentum(optimizer: Optimizer, plan: Plan, written: Mapping[str, str]) -> None:
+    """Refuse an optimizer that applies momentum once more, after the feedback of a spec that is written so."""
+    corrects = [lane for lane in plan.lanes if getattr(lane.feedback, "momentum", 0.0) > 0]
     if isinstance(optimizer, SGD) or not corrects:
         return
+    name = type(optimizer).__name__
+    spec = next((written[one.label] for one in corrects if one.label in written), corrects[0].feedback)
     for group in optimizer.param_groups:
-        if group.get("momentum") or "betas" in group:
+        if "betas" in group:
             raise ValueError(
-                f"{type(optimizer).__name__} has momentum of its own, and the feedback applies it before compression; "
-                "build the optimizer with momentum=0, or use gradwire.SGD"
+                f"{name} has momentum of its own, and {spec}, which is for SGD, applies it before compression; use "
+                f"'int4' with {name}, or step by gradwire.SGD"
+            )
+        if group.get("momentum"):
+            raise ValueError(
+                f"{name} has momentum of its own, and {spec} applies it before compression; build the optimizer with "
+                "momentum=0, or use gradwire.SGD"
             )
 
 
-def check_plan(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], plan: Plan) -> None:
-    """Refuse an optimizer that a plan does not go with."""
-    refuse_second_momentum(optimizer, plan)
-    check_optimizer(optimizer, parameters, plan)
+def check_plan(
+    optimizer: Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    entry: EntryPoint,
+    plan: Plan,
+    written: Mapping[str, str],
+) -> None:
+    """Refuse an optimizer that a plan does not go with; arguments as for `check_optimizer`."""
+    refuse_second_momentum(optimizer, plan, written)
+    check_optimizer(optimizer, parameters, entry, plan, written)
 
 
 def check_wire(optimizer: Optimizer, wire: Wire) -> None:
@@ -158,10 +175,10 @@ def check_wire(optimizer: Optimizer, wire: Wire) -> None:
     if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         if not wire.setup.hooked:
             refuse_averaged(wire.parameters, wire)
-        check_plan(optimizer, wire.parameters, wire.engine.full_plan)
+        check_plan(optimizer, wire.parameters, wire.setup.entry, wire.engine.full_plan, wire.setup.written)
         wire.adaptive = wire.adaptive or is_adaptive(optimizer)
         if wire.link.rank == 0:
-            warn_if_starved(optimizer, wire.engine.full_plan)
+            warn_if_starved(optimizer, wire.engine.full_plan, wire, wire.setup.entry)
 
 
 def check_at_first_step(wire: Wire) -> None:
@@ -243,12 +260,7 @@ class SGD(Optimizer):
     """
 
     def __init__(
-        self,
-        params: Any,
-        lr: float,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
+        self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 0.0, nesterov: bool = False
     ) -> None:
         for name, rate in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             if not rate >= 0:

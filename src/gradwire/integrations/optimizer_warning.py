@@ -5,14 +5,17 @@ takes that for one step's gradient: its second moment holds a spike, and its fir
 Training is then far slower than dense training, though nothing fails.
 """
 
-import warnings
+from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
 from gradwire.engine.method import starves_adaptive
 from gradwire.engine.plan import Plan
+from gradwire.integrations.entry_point import EntryPoint
+from gradwire.integrations.trainer_warnings import warn_user
 
 _ADAPTIVE_OPTIONS = {"betas", "alpha", "lr_decay"}  # Adam's kind and Lion, RMSprop, Adagrad
+_told: "WeakKeyDictionary[object, set[str]]" = WeakKeyDictionary()  # what was said of a wire or an optimizer
 _STATES = {"exp_avg_sq", "square_avg", "exp_avg_sq_row"}
 
 
@@ -29,8 +32,18 @@ def is_adaptive(optimizer: Optimizer) -> bool:
     return by_option or by_state or type(optimizer).__name__ == "Muon"
 
 
-def warn_if_starved(optimizer: Optimizer, plan: Plan) -> None:
-    """Warn of a spec that an adaptive optimizer should not follow."""
+def warn_if_starved(optimizer: Optimizer, plan: Plan, wire: object, entry: EntryPoint) -> None:
+    """Warn of a spec that an adaptive optimizer should not follow, once.
+
+    Trainers have an optimizer checked when they attach, and it is checked again when it first steps. Python shows a
+    warning twice if the filters of warnings change between the two checks.
+
+    Args:
+        optimizer: That is about to step.
+        plan: Of the wire.
+        wire: That compresses.
+        entry: What the user called.
+    """
     lanes = [
         lane for lane in plan.lanes if starves_adaptive(lane.step_table[-1][1], lane.feedback, lane.step_table[-1][2])
     ]
@@ -39,10 +52,13 @@ def warn_if_starved(optimizer: Optimizer, plan: Plan) -> None:
     lane = lanes[0]
     _, codec, exchange = lane.step_table[-1]
     spec = exchange if exchange.compresses_in_protocol else codec
-    warnings.warn(
+    text = (
         f"{spec} under {lane.feedback} sends entries rarely, and {type(optimizer).__name__} normalizes them as if they "
         "were one step's gradient: expect a far worse loss than that of dense training. Use 'int8' or 'int4', "
-        "or 'onebit_adam' with gradwire.AdamW",
-        OptimizerWarning,
-        stacklevel=2,
+        f"or 'onebit_adam': {entry.adamw}"
     )
+    told = [_told.setdefault(one, set()) for one in (wire, optimizer)]
+    if not any(text in texts for texts in told):
+        warn_user(text, OptimizerWarning)
+    for texts in told:
+        texts.add(text)

@@ -18,6 +18,7 @@ from gradwire.engine.plan import Plan
 from gradwire.engine.state import LaneState
 from gradwire.engine.step import Engine
 from gradwire.exchanges.servers import SERVER_ERROR, server_slice
+from gradwire.integrations.entry_point import EntryPoint
 from gradwire.integrations.wire import Wire
 from gradwire.optim import AdamW
 
@@ -175,31 +176,58 @@ def _frozen(inner: Engine) -> list[tuple[Lane, LaneState]]:
     return [(lane, state) for lane, state in lanes if _needs(lane, inner.step - 1)]
 
 
-def check_optimizer(optimizer: Optimizer | None, parameters: Mapping[str, nn.Parameter], plan: Plan) -> None:
-    """Refuse a plan that compresses momentum where no `gradwire.AdamW` with the same betas applies it."""
+def check_optimizer(
+    optimizer: Optimizer | None,
+    parameters: Mapping[str, nn.Parameter],
+    entry: EntryPoint,
+    plan: Plan,
+    written: Mapping[str, str],
+) -> None:
+    """Refuse a plan that compresses momentum where no `gradwire.AdamW` with the same betas applies it.
+
+    Args:
+        optimizer: That steps the parameters, if it is known.
+        parameters: By name.
+        entry: What the user called.
+        plan: Of the specs.
+        written: The specs as the user wrote them, by the label of their rule.
+    """
     for lane in plan.lanes:
         if lane.feedback.needs_denominator:
-            _check_lane(optimizer, parameters, lane)
+            if not isinstance(optimizer, AdamW):
+                raise ValueError(
+                    f"{_spec(lane, written)} compresses the momentum of gradwire.AdamW, but {_described(optimizer)}; "
+                    f"{entry.adamw}"
+                )
+            _check_lane(optimizer, parameters, lane, _spec(lane, written))
 
 
-def _check_lane(optimizer: Optimizer | None, parameters: Mapping[str, nn.Parameter], lane: Lane) -> None:
-    if not isinstance(optimizer, AdamW):
-        kind = "no optimizer was given" if optimizer is None else f"{type(optimizer).__name__} was given"
-        raise ValueError(
-            f"{lane.feedback} compresses the momentum of gradwire.AdamW, but {kind}; build "
-            "opt = gradwire.AdamW(model.parameters(), ...), and pass optimizer=opt"
-        )
+def _spec(lane: Lane, written: Mapping[str, str]) -> str:
+    """What the user wrote for a lane."""
+    return written.get(lane.label, str(lane.feedback))
+
+
+def _described(optimizer: Optimizer | None) -> str:
+    if optimizer is None:
+        return "no optimizer was given"
+    kind = type(optimizer)  # whose name alone may be AdamW, too
+    return f"{kind.__module__.removesuffix(f'.{kind.__name__.lower()}')}.{kind.__name__} was given"
+
+
+def _check_lane(optimizer: AdamW, parameters: Mapping[str, nn.Parameter], lane: Lane, spec: str) -> None:
     beta = getattr(lane.feedback, "beta", None)
     betas = {id(p): group["betas"] for group in optimizer.param_groups for p in group["params"]}
     for name in lane.tensors.names:
         found = betas.get(id(parameters[name]))
         if found is None or float(found[0]) != beta:
             raise ValueError(
-                f"{lane.feedback} has beta={beta}, but AdamW has betas={found} for {name!r}; give both the same, and "
-                "groups with other betas a rule of their own, gradwire.Rule('onebit_adam(beta=0.8)', name='head.*')"
+                f"{spec} has beta={beta}, but AdamW has betas={found} for {name!r}; give both the same, and groups "
+                "with other betas a rule of their own, gradwire.Rule('onebit_adam(beta=0.8)', name='head.*')"
             )
     if any(exchange.delays for _, _, exchange in lane.step_table):
-        raise ValueError(f"{lane.feedback} needs the momentum of the same step; use an exchange that is not delayed")
+        raise ValueError(
+            f"{spec} needs the momentum of the same step, as {lane.feedback} does; use an exchange that is not delayed"
+        )
 
 
 def attach_optimizer(wire: Wire, optimizer: Optimizer | None) -> Preconditioning | None:
@@ -221,13 +249,16 @@ def steps_alone(plan: Plan) -> int:
 def _refuse_hosts(wire: Wire) -> None:
     """Ranks of a host share out the lanes, so none of them has the denominators of all parameters."""
     lane = next((lane for lane in wire.engine.full_plan.lanes if lane.feedback.needs_denominator), None)
-    if lane is not None and wire.setup.sharded:
+    if lane is None:
+        return
+    spec = _spec(lane, wire.setup.written)
+    if wire.setup.sharded:
         raise ValueError(
-            f"{lane.feedback} needs the moments of whole parameters, and those of a sharded model lie on several "
+            f"{spec} needs the moments of whole parameters, and those of a sharded model lie on several "
             "ranks; use 'int4', or local steps (gradwire.local)"
         )
-    if lane is not None and wire.link.host_layout is not None:
-        raise ValueError(f"{lane.feedback} does not work with across='hosts'; leave across out, or use 'int4'")
+    if wire.link.host_layout is not None:
+        raise ValueError(f"{spec} does not work with across='hosts'; leave across out, or use 'int4'")
 
 
 def _divides(lane: Lane) -> bool:

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradwire.comm.collectives import Traffic
-from gradwire.engine.accounting import Accounting
-from gradwire.engine.drive import Clock
+from gradwire.engine.drive import Accounting, Clock
 from gradwire.engine.lane import Lane
 from gradwire.engine.sharded import AnyEngine
 from gradwire.engine.state import LaneState
@@ -36,7 +35,7 @@ class Report:
         hosts: Number of hosts, where only messages between them are compressed; else that of ranks.
         sent_inside: Bytes that this rank sent to others on its host: dense gradients, and what was agreed on them.
         received_inside: Bytes that it got from them.
-        note: What this account leaves out, if anything.
+        note: What this account leaves out, or where in its start the training is, if anything.
         sharded: Whether hosts stand for replicas, each of which several ranks hold together. What FSDP sends inside a
             replica is not counted.
     """
@@ -104,33 +103,38 @@ class Report:
         return self.wire_ratio / 2
 
     def __str__(self) -> str:
+        return self.text("step")
+
+    def text(self, unit: str) -> str:
+        """The account for people, where a step is called so."""
         kind = "replicas" if self.sharded else "hosts"
         where = "" if self.hosts is None else f" {'in' if self.sharded else 'on'} {self.hosts} {kind}"
         lines = [
-            f"{self.steps} steps ({self.skipped} skipped), world of {self.world}{where}",
-            *self._inside(),
-            f"sent      {_bytes(self.sent)} ({_bytes(self.sent_per_step)} per step) in {self.collectives} collectives",
-            f"received  {_bytes(self.received)} ({_bytes(self.received_per_step)} per step)",
-            f"payload   {_bytes(self.payload)}, {_times(self.payload_ratio)} smaller than float32",
-            f"wire      {_times(self.wire_ratio)} less than a float32 ring all-reduce, "
-            f"{_times(self.wire_ratio_bf16)} less than a bfloat16 one",
+            f"{count(self.steps, unit)} ({self.skipped} skipped), world of {self.world}{where}",
+            *self._inside(unit),
+            f"sent      {_bytes(self.sent)} ({_bytes(self.sent_per_step)} per {unit}) in "
+            f"{count(self.collectives, 'collective')}",
+            f"received  {_bytes(self.received)} ({_bytes(self.received_per_step)} per {unit})",
+            f"payload   {_bytes(self.payload)}, {times(self.payload_ratio)} smaller than float32",
+            f"wire      {times(self.wire_ratio)} less sent than by a float32 ring all-reduce, "
+            f"{times(self.wire_ratio_bf16)} less than by a bfloat16 one",
             f"seconds   encode {self.encode_seconds:.3f}, wire {self.wire_seconds:.3f}, "
             f"decode {self.decode_seconds:.3f}",
         ]
         for label, (payload, dense) in self.rules.items():
             encode, decode = self.rule_seconds.get(label, (0.0, 0.0))
-            ratio = _times(dense / payload if payload else math.inf)
+            ratio = times(dense / payload if payload else math.inf)
             lines.append(
                 f"  rule {label:12} {_bytes(payload)}, {ratio}; seconds: encode {encode:.3f}, decode {decode:.3f}"
             )
         return "\n".join((*lines, *filter(None, [self.note])))
 
-    def _inside(self) -> list[str]:
+    def _inside(self, unit: str) -> list[str]:
         if self.hosts is None:
             return []
         each = self.sent_inside / max(1, self.steps)
         what = "to ranks of this replica, besides FSDP" if self.sharded else "to ranks of this host, in float32"
-        sent = f"inside    {_bytes(self.sent_inside)} sent ({_bytes(each)} per step) {what}"
+        sent = f"inside    {_bytes(self.sent_inside)} sent ({_bytes(each)} per {unit}) {what}"
         return [sent, "between replicas:" if self.sharded else "between hosts:"]
 
 
@@ -141,8 +145,7 @@ def show(engine: AnyEngine, rank: int, world: int) -> str:
     if engine.ranks_per_host > 1:
         title += f", {engine.local_rank + 1} of {engine.ranks_per_host} on host {inner.rank + 1} of {inner.world}"
         title += ": its share"
-    lanes = zip(inner.plan.lanes, inner.states, strict=True)
-    rows = [_COLUMNS, *(_row(lane, state, inner.step) for lane, state in lanes)]
+    rows = [_COLUMNS, *(_row(lane, state, inner.step) for lane, state in inner.lanes)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(_aligned, _COLUMNS, row, widths)) for row in rows]
     rule = "  ".join("-" * n for n in widths)
@@ -167,7 +170,16 @@ def _row(lane: Lane, state: LaneState, step: int) -> tuple[str, ...]:
     return (lane.label, *numbers, codecs, str(lane.feedback), str(exchange), size, f"{floats:.2f}")
 
 
-def _times(ratio: float) -> str:
+def in_start(step: int, start: int) -> str:
+    """Says that a training is in its start still, if it is."""
+    return f"in the start: {step} of {start} steps" if step < start else ""
+
+
+def count(n: int, unit: str) -> str:
+    return f"{n} {unit}{'s' * (n != 1)}"
+
+
+def times(ratio: float) -> str:
     return f"{ratio:.1f}x" if ratio < math.inf else "-"  # nothing was sent: there is no ratio
 
 

@@ -1,16 +1,16 @@
 """Setup: from a spec and options to a plan that all ranks agree on, and to this rank's engine."""
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gradwire.comm.backend import Backend
+from gradwire.core.spec import parse
 from gradwire.engine.hosts import HostEngine
-from gradwire.engine.method import Spec, method
+from gradwire.engine.method import Method, Spec, method
 from gradwire.engine.partition import assign_owners
 from gradwire.engine.plan import BUCKET_BYTES, Plan, Rule, build, default_rules, uncompressed
 from gradwire.engine.precompile import precompile
@@ -18,10 +18,9 @@ from gradwire.engine.sharded import AnyEngine, ShardEngine
 from gradwire.engine.step import Engine
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
-from gradwire.integrations.compile_notice import compile_notice
 from gradwire.integrations.consistency import agree, errors_on_all_ranks
+from gradwire.integrations.entry_point import COMPRESS, EntryPoint
 from gradwire.integrations.model import local_part
-from gradwire.integrations.spec_change import feedback_after
 
 
 def check_scaler(scaler: object) -> None:
@@ -62,12 +61,10 @@ class Options:
         return int(self.bucket_mb * 2**20)
 
 
-class AgreedPlan(NamedTuple):
-    """What all ranks agreed on: the plan, the main rule's feedback, and the rules as text."""
-
-    plan: Plan
-    feedback: Feedback
-    text: str
+def check_options(entry: EntryPoint, given: Iterable[str]) -> None:
+    """Refuse options that there are not."""
+    if unknown := sorted(set(given) - Options.__dataclass_fields__.keys()):
+        raise TypeError(f"{entry.name} has no option {', '.join(unknown)}; help(gradwire.compress) has all of them")
 
 
 @dataclass
@@ -80,11 +77,13 @@ class Setup:
         options: As given.
         hooked: Whether DDP, or hooks of sharded parameters, call the wire.
         shared: Tensors that start as rank 0's, by name.
-        check_plan: Raises where a plan does not go with the rest of the training.
+        check_plan: Raises where a plan, of specs that are written so, does not go with the rest of the training.
         check_model: Raises where the model has come to train other parameters.
         note: What else must be the same on all ranks.
         sharded: Whether each rank has a part of every parameter; hosts are replicas then.
         late: Names of parameters whose gradients come when backward is over.
+        entry: What the user called.
+        written: The specs as the user wrote them, by the label of their rule; for errors.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -92,11 +91,13 @@ class Setup:
     options: Options
     hooked: bool = False
     shared: Mapping[str, Tensor] = field(default_factory=dict)
-    check_plan: Callable[[Plan], None] = lambda plan: None
+    check_plan: Callable[[Plan, Mapping[str, str]], None] = lambda plan, written: None
     check_model: Callable[[], None] = lambda: None
     note: str = ""
     sharded: bool = False
     late: Container[str] = frozenset()
+    entry: EntryPoint = COMPRESS
+    written: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -114,13 +115,16 @@ class Setup:
         """Whether gradients and messages stay on a GPU, so that the host need not wait for any."""
         return self.device.type == "cuda" and self.backend.stream_ordered
 
-    def agree(self, spec: Spec, options: Options, current: Feedback | None = None) -> AgreedPlan:
+    def agree(self, spec: Spec, options: Options, current: Feedback | None = None) -> tuple[Plan, Feedback, str]:
         """Make a plan of the spec, and make sure that all ranks made the same.
 
         Args:
             spec: To compress by.
             options: Which may differ from those at the start in feedback, exchange, rules and seed.
             current: The feedback until now.
+
+        Returns:
+            The plan, the main rule's feedback, and the rules as text.
         """
         with errors_on_all_ranks(self.backend):
             feedback = feedback_after(spec, options.feedback, current)
@@ -130,21 +134,22 @@ class Setup:
             if self.plan_world == 1 and self.backend.host_layout is not None:
                 rules = uncompressed(rules)
             plan = self._build(rules)
-            self.check_plan(plan)
+            written = _written(spec, options)
+            self.check_plan(plan, written)
             if self.stays_on_device:
                 plan = plan.with_fixed_length()
         call = "" if current is None else "set() or off()"
         agree(self.backend, f"{text}; {self._circumstances(options)}", self.tensors(), call=call)
-        return AgreedPlan(plan, main, text)
+        self.written = written
+        return plan, main, text
 
     def engine(self, plan: Plan, seed: int) -> AnyEngine:
         """This rank's side of a plan."""
         backend, options = self.backend, self.options
-        with compile_notice(self.device, first=backend.rank == 0):
-            precompile(plan, self.device)
+        precompile(plan, self.device, first=backend.rank == 0)
         if backend.host_layout is None:
             return Engine(plan, backend.rank, backend.world, seed, self.device, options.rollback)
-        if self.sharded:
+        if self.sharded or backend.host_layout.ranks_per_host == 1:
             return ShardEngine(plan, backend.host_layout, backend.rank, seed, self.device, options.rollback)
         # Owners follow from rules, not from specs: then nothing changes hands when the spec changes.
         lossy = build(self._shapes, (*options.rules, *self._defaults("sign")), plan.world, options.bucket_bytes)
@@ -207,8 +212,25 @@ class Setup:
         return f"seed {options.seed}; {buckets}; {scaler}; {hook}; {undo}{hosts}{self.note}"
 
 
+def _written(spec: Spec, options: Options) -> dict[str, str]:
+    """What the user wrote, by the label of the rule; the feedback, where that was given beside the spec."""
+    given = {"*": (spec, options.feedback)} | {rule.label: (rule.spec, rule.feedback) for rule in options.rules}
+    return {
+        label: f"{str(spec)!r}" if feedback is None else f"feedback={str(feedback)!r}"
+        for label, (spec, feedback) in given.items()
+    }
+
+
 def describe(rules: Sequence[Rule]) -> str:
     """The rules as text that two ranks, or a run and its checkpoint, can compare."""
     return "; ".join(
         f"{rule.label}: {method(rule.spec, rule.feedback, rule.exchange)}, {rule.granularity}" for rule in rules
     )
+
+
+def feedback_after(spec: Spec, feedback: str | Feedback | None, current: Feedback | None) -> str | Feedback | None:
+    """The feedback to take: a codec alone keeps the current one, if that keeps errors."""
+    made = parse(spec) if isinstance(spec, str) else spec
+    if feedback is not None or isinstance(made, Method) or current is None or not current.keeps_error:
+        return feedback
+    return current

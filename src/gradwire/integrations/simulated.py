@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from gradwire.comm.backend import UncountedBackend
 from gradwire.comm.collectives import Collective
-from gradwire.comm.host_layout import Across, HostLayout
+from gradwire.comm.host_layout import Across, HostLayout, given_hosts
 from gradwire.core.layout import same_memory
 from gradwire.core.renamed import renamed_argument
 from gradwire.engine.batched import Batched
@@ -21,6 +21,7 @@ from gradwire.engine.gradients import Grads
 from gradwire.engine.lockstep import Lockstep, move
 from gradwire.engine.method import Spec
 from gradwire.engine.step import StepResult
+from gradwire.integrations.entry_point import LOCKSTEP
 from gradwire.integrations.model import refuse_later, refuse_sparse, trainable
 from gradwire.integrations.preconditioning import attach_optimizer, check_optimizer
 from gradwire.integrations.setup import Options, Setup
@@ -107,7 +108,7 @@ class SimulatedGroup:
         return sum(wire.clock.encode + wire.clock.decode for wire in self.wires)
 
 
-class SimulatedWorkers:
+class SimulatedWorkers(SimulatedGroup):
     """Wires of N replicas. Call it after all of them have run ``backward()``."""
 
     @renamed_argument("launch_mb", "bucket_mb")
@@ -123,36 +124,31 @@ class SimulatedWorkers:
             raise ValueError("lockstep got no replica to train; pass a list of models of the same shape")
         if options.get("scaler") is not None:
             raise ValueError("lockstep takes no GradScaler; unscale the gradients of all replicas before the call")
-        self.group = assemble(len(models), across)
-        self.wires = []
+        LOCKSTEP.refuse_local_steps(spec)
+        group, wires = assemble(len(models), across), list[Wire]()
         leader = None
         for rank, (model, optimizer) in enumerate(zip_longest(models, optimizers)):
             refuse_sparse(model)
-            parameters, backend = trainable(model.named_parameters()), SimulatedBackend(self.group, rank)
-            fits_optimizer = partial(check_optimizer, optimizer, parameters)
-            setup = Setup(parameters, backend, Options(**options), check_plan=fits_optimizer)
+            parameters, backend = trainable(model.named_parameters()), SimulatedBackend(group, rank)
+            fits_optimizer = partial(check_optimizer, optimizer, parameters, LOCKSTEP)
+            setup = Setup(parameters, backend, Options(**options), check_plan=fits_optimizer, entry=LOCKSTEP)
             setup.check_model = partial(refuse_later, model, {id(p) for p in parameters.values()})
             wire = Wire(setup, spec)
             shared = attach_optimizer(wire, optimizer)
             if shared is not None:
                 leader = shared.leader = leader or shared
-            self.wires.append(wire)
-        self._ranks = SimulatedGroup(self.wires, self.group)
+            wires.append(wire)
+        super().__init__(wires, group)
         for model in models[1:]:
             model.load_state_dict(models[0].state_dict())
-
-    def __call__(self) -> None:
-        """One synchronization of all replicas."""
-        self._ranks()
 
 
 def assemble(world: int, across: Across | None) -> Lockstep:
     """The group of so many ranks in this process; ``across="hosts"`` has all of them on one host."""
     if across is None:
         return Lockstep(world)
-    if isinstance(across, str) and across != "hosts":
-        raise ValueError(f"across={across!r} is unknown; write 'hosts', or the ranks of each, [[0, 1], [2, 3]]")
-    layout = HostLayout.of([range(world)] if isinstance(across, str) else across)
+    given = given_hosts(across)
+    layout = HostLayout.of([range(world)] if given is None else given)
     layout.check(world)
     return Lockstep(world, layout)
 

@@ -13,10 +13,12 @@ from gradwire.integrations.accelerate import compress_prepared
 from gradwire.integrations.checkpoint import load, save
 from gradwire.integrations.checksums import checksum
 from gradwire.integrations.ddp import find_ddp
+from gradwire.integrations.entry_point import TRANSFORMERS
 from gradwire.integrations.local.handle import LocalSync
-from gradwire.integrations.local.trainers import local_prepared
+from gradwire.integrations.local.trainers import local_prepared, warn_inside_round, warn_of_last_steps
 from gradwire.integrations.model import local_part
 from gradwire.integrations.optimizer import check_wire
+from gradwire.integrations.trainer_warnings import warn_long_start
 from gradwire.integrations.wire import Wire
 
 if TYPE_CHECKING:
@@ -60,6 +62,9 @@ class TrainerCompression(TrainerCallback):
             self._attach(model)
         if state.global_step:
             self._load(args, state)
+        assert self.wire is not None
+        if self.wire.link.rank == 0:
+            warn_long_start(self.wire.engine.full_plan.start, state.max_steps, self.spec)
 
     def _attach(self, model: Any) -> None:
         accelerator = self.trainer.accelerator
@@ -70,7 +75,8 @@ class TrainerCompression(TrainerCallback):
             )
         optimizer = self.trainer.optimizer
         optimizer = getattr(optimizer, "optimizer", optimizer)
-        self._model, self.wire = model, compress_prepared(accelerator, model, self.spec, self.options, [optimizer])
+        self._model = model
+        self.wire = compress_prepared(TRANSFORMERS, accelerator, model, self.spec, self.options, [optimizer])
         check_wire(optimizer, self.wire)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -109,8 +115,9 @@ class TrainerCompression(TrainerCallback):
 class TrainerLocalSteps(TrainerCallback):
     """Local steps while a Trainer trains.
 
-    Add it by ``trainer.add_callback(TrainerLocalSteps(trainer, "diloco(H=30)"))``. Every checkpoint folder gets the
-    state of all ranks, and ``train(resume_from_checkpoint=...)`` continues with it.
+    Add it by ``trainer.add_callback(TrainerLocalSteps(trainer, "sparseloco(H=5)"))``. Every checkpoint folder gets the
+    state of all ranks, and ``train(resume_from_checkpoint=...)`` continues with it. A training that ends inside a round
+    is warned of: its last steps are not averaged.
 
     Attributes:
         outer: The handle, from the start of a training on; ``outer.report()`` and the rest.
@@ -124,14 +131,19 @@ class TrainerLocalSteps(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         optimizer = self.trainer.optimizer
         optimizer = getattr(optimizer, "optimizer", optimizer)
-        self.outer = local_prepared(self.trainer.model_wrapped, [optimizer], self.spec, **self.options)
+        self.outer = local_prepared(TRANSFORMERS, self.trainer.model_wrapped, [optimizer], self.spec, **self.options)
         if state.global_step:
             given = args.resume_from_checkpoint
             load(self.outer, self.resume or (given if isinstance(given, str) else None) or _checkpoint(args, state))
+        warn_of_last_steps(self.outer, self.spec, state.max_steps)
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if self.outer is not None and not args.save_only_model:
             save(self.outer, _checkpoint(args, state))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self.outer is not None:
+            warn_inside_round(self.outer, "callback.outer")
 
 
 def _checksum(wire: Wire) -> str:

@@ -16,7 +16,8 @@ from gradwire.engine.drive import Clock
 from gradwire.engine.gradients import Grads, by_name
 from gradwire.engine.method import Spec
 from gradwire.engine.sharded import AnyEngine, commits_alone
-from gradwire.engine.step import StepResult
+from gradwire.engine.state import spans
+from gradwire.engine.step import Engine, StepResult
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations import grad_scaler
@@ -24,9 +25,8 @@ from gradwire.integrations.auto import Tuner
 from gradwire.integrations.comm_worker import CommWorker
 from gradwire.integrations.consistency import agree, errors_on_all_ranks
 from gradwire.integrations.model import like, local_part
-from gradwire.integrations.report import Report, show
+from gradwire.integrations.report import Report, in_start, show
 from gradwire.integrations.setup import Setup
-from gradwire.integrations.spec_change import migrate_state
 
 
 class Wire:
@@ -65,9 +65,8 @@ class Wire:
             options = replace(options, seed=old.unwrapped.seed, **changed)
             with errors_on_all_ranks(self.link):  # one rank alone may know of a corrupt message
                 old.unwrapped.skipped_steps.synchronize()
-        agreed = self.setup.agree(spec, options, self._feedback)
-        self._feedback, self.spec = agreed.feedback, agreed.text
-        self._engine = self.setup.engine(agreed.plan, options.seed)
+        plan, self._feedback, self.spec = self.setup.agree(spec, options, self._feedback)
+        self._engine = self.setup.engine(plan, options.seed)
         self.executor = StepExecutor(self._engine, self.link, self.clock, graphs_on(self.device))
         if old is not None:
             migrate_state(old, self._engine)
@@ -213,11 +212,9 @@ class Wire:
     def debts(self) -> dict[str, Tensor]:
         """This rank's debt by name: its mean over ranks is still to be applied."""
         engine = self.engine
-        inner = engine.unwrapped
         debts = {name: torch.zeros(local_part(p).shape, device=self.device) for name, p in self.parameters.items()}
-        lanes = zip(inner.plan.lanes, inner.states, strict=True)
-        mine = [lane.pending_error(state, inner.rank, inner.world).to(self.device) for lane, state in lanes]
-        return debts | by_name(inner.plan.lanes, [debt * engine.ranks_per_host for debt in mine])  # for all of its host
+        mine = _pending_errors(engine.unwrapped).items()
+        return debts | {name: debt * engine.ranks_per_host for name, debt in mine}  # for all of its host
 
     # -- reports ---------------------------------------------------------------------------------------------------
 
@@ -229,7 +226,7 @@ class Wire:
         if link.host_layout is not None:
             counts |= {"hosts": self.setup.plan_world, "sent_inside": link.inside.sent}
             counts |= {"received_inside": link.inside.received, "sharded": self.setup.sharded}
-        note = "" if self.tuner is None else self.tuner.note()
+        note = in_start(inner.step, inner.plan.start) if self.tuner is None else self.tuner.note()
         return Report.of(link.traffic, self.clock, inner.accounting, world=link.world, note=note, **counts)
 
     @property
@@ -248,3 +245,32 @@ def write_missing(parameters: Mapping[str, nn.Parameter], result: StepResult) ->
         p = parameters[name]
         if p.grad is None:
             p.grad = like(p, update)
+
+
+def migrate_state(old: AnyEngine, new: AnyEngine) -> None:
+    """Carry state over by parameter name; an error that has no memory of its own is carried into the next step."""
+    before, after = old.unwrapped, new.unwrapped
+    after.step, after.accounting = before.step, before.accounting
+    after.skipped_steps.restart(before.skipped)
+    saved = checkpoint.save(old, "")
+    if not isinstance(new, Engine):
+        new.load_extra_state(saved)
+    debts = _pending_errors(before)
+    divided = {name: lane.feedback.divides for lane in before.plan.lanes for name in lane.tensors.names}
+    for lane, state in after.lanes:
+        for memory, spec in lane.state_specs(after.world).items():
+            for name, span in spans(spec, lane.tensors, after.rank, after.world).items():
+                whole = saved.get(f"{memory}/{name}")
+                same_units = memory == "denominator" or divided[name] == lane.feedback.divides
+                if whole is not None and whole.numel() == span.length and same_units:
+                    state.tensors[memory][span.live] = whole[span.own].to(after.device)
+        in_memory = lane.pending_error(state, after.rank, after.world).to(after.device)
+        left = torch.cat([debts[name].flatten() for name in lane.tensors.names]) - in_memory
+        if bool((left != 0).any()):
+            state.carried_error = left
+
+
+def _pending_errors(engine: Engine) -> dict[str, Tensor]:
+    """By name: what this rank has not sent. Its mean over ranks is still to be applied."""
+    errors = [lane.pending_error(state, engine.rank, engine.world).to(engine.device) for lane, state in engine.lanes]
+    return by_name(engine.plan.lanes, errors)

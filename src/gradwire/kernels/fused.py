@@ -5,7 +5,7 @@ place. A gradient entry that is not finite counts as zero, and is reported: noth
 """
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,8 +14,12 @@ from gradwire.core.layout import Flat, in_one_place
 from gradwire.kernels import quantize
 from gradwire.kernels.dispatch import kernel
 from gradwire.kernels.groups import over
+from gradwire.kernels.select import top
 
 _MAGNITUDE = 0x7FFFFFFF  # all bits of a float but its sign
+
+Memories: TypeAlias = tuple[Tensor, Tensor | None]  # the residual, and the momentum if there is one
+PerSegment: TypeAlias = tuple[int, ...]  # a number for each segment
 
 
 class Accumulation(NamedTuple):
@@ -45,14 +49,14 @@ class Selected(NamedTuple):
 
 
 @kernel
-def topk(x: Tensor, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Tensor:
+def topk(x: Tensor, lengths: PerSegment, counts: PerSegment) -> Tensor:
     """Rising flat positions of the ``counts[s]`` largest magnitudes of each segment; of equals the first win.
 
     Magnitudes are compared by their bits, so that NaN is larger than infinity.
     """
     size, found, start = x.float().view(torch.int32) & _MAGNITUDE, [], 0
     for n, k in zip(lengths, counts, strict=True):
-        found.append(_largest(size[start : start + n], k) + start)
+        found.append(top(size[start : start + n], k) + start)
         start += n
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64, device=x.device)
 
@@ -83,44 +87,35 @@ def accumulate_(
 
 @kernel
 def accumulate_topk_(
-    grad: Flat,
-    residual: Tensor,
-    momentum: Tensor | None,
-    rule: Accumulation,
-    lengths: tuple[int, ...],
-    counts: tuple[int, ...],
+    grad: Flat, residual: Tensor, momentum: Tensor | None, rule: Accumulation, lengths: PerSegment, counts: PerSegment
 ) -> Selected:
     """`accumulate_`, then `topk` of the target."""
-    nonfinite = accumulate_(grad, residual, momentum, rule)
-    indices = topk(residual, lengths, counts)
-    return Selected(indices, residual[indices], nonfinite)
+    both = residual, momentum
+    return carry_topk_(grad, both, both, rule, lengths, counts)
 
 
 @kernel
 def carry_topk_(
-    grad: Flat,
-    before: tuple[Tensor, Tensor | None],
-    after: tuple[Tensor, Tensor | None],
-    rule: Accumulation,
-    lengths: tuple[int, ...],
-    counts: tuple[int, ...],
+    grad: Flat, before: Memories, after: Memories, rule: Accumulation, lengths: PerSegment, counts: PerSegment
 ) -> Selected:
     """`accumulate_topk_` with memories that are read, residual and momentum, and others, or the same, to be written."""
     for old, new in zip(before, after, strict=True):
         if old is not None and new is not None and old is not new:
             new.copy_(old)
-    return accumulate_topk_(grad, *after, rule, lengths, counts)
+    nonfinite = accumulate_(grad, *after, rule)
+    indices = topk(after[0], lengths, counts)
+    return Selected(indices, after[0][indices], nonfinite)
 
 
 @kernel
 def send_topk_(
     grad: Flat,
-    before: tuple[Tensor, Tensor | None],
-    after: tuple[Tensor, Tensor | None],
+    before: Memories,
+    after: Memories,
     mask: bool,
     rule: Accumulation,
-    lengths: tuple[int, ...],
-    counts: tuple[int, ...],
+    lengths: PerSegment,
+    counts: PerSegment,
 ) -> Selected:
     """`carry_topk_`, then `subtract_sent_` of values that are sent as they are; ``mask``: the momentum, too."""
     found = carry_topk_(grad, before, after, rule, lengths, counts)
@@ -138,11 +133,7 @@ def subtract_sent_(residual: Tensor, momentum: Tensor | None, indices: Tensor, s
 
 @kernel
 def feedback_sum_(
-    grad: Flat,
-    before: tuple[Tensor, Tensor | None],
-    after: tuple[Tensor, Tensor | None],
-    rule: Accumulation,
-    limit: float,
+    grad: Flat, before: Memories, after: Memories, rule: Accumulation, limit: float
 ) -> tuple[Tensor, Tensor]:
     """Error feedback of values that are sent as they are, but for those beyond a limit, because they are added up.
 
@@ -159,15 +150,13 @@ def feedback_sum_(
 
 @kernel
 def feedback_sign_(
-    grad: Flat, residual: Tensor, decay: float, lengths: tuple[int, ...], norm: bool, before: Tensor | None = None
+    grad: Flat, residual: Tensor, decay: float, lengths: PerSegment, norm: bool, before: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Error feedback with `sign`: the message of ``grad + decay * residual``, and whether the gradient was nonfinite.
 
     What the residual was may lie in ``before``, which stays as it is.
     """
-    if before is not None:
-        residual.copy_(before)
-    nonfinite = accumulate_(grad, residual, None, Accumulation(decay=decay))
+    nonfinite = accumulate_(grad, residual, None, Accumulation(decay=decay), before)
     counts = torch.tensor(lengths, dtype=torch.int64, device=residual.device)
     data = quantize.sign_encode(residual, counts, norm)
     residual.sub_(quantize.sign_decode(data, counts))
@@ -176,18 +165,10 @@ def feedback_sign_(
 
 @kernel
 def feedback_integer_(
-    grad: Flat,
-    residual: Tensor,
-    decay: float,
-    lengths: tuple[int, ...],
-    bits: int,
-    block: int,
-    before: Tensor | None = None,
+    grad: Flat, residual: Tensor, decay: float, lengths: PerSegment, bits: int, block: int, before: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`feedback_sign_` of `int8`, `int4` or `int2`."""
-    if before is not None:
-        residual.copy_(before)
-    nonfinite = accumulate_(grad, residual, None, Accumulation(decay=decay))
+    nonfinite = accumulate_(grad, residual, None, Accumulation(decay=decay), before)
     counts = torch.tensor(lengths, dtype=torch.int64, device=residual.device)
     data = quantize.integer_encode(residual, counts, bits, block)
     residual.sub_(quantize.integer_decode(data, counts, bits, block))
@@ -195,9 +176,7 @@ def feedback_integer_(
 
 
 @kernel
-def merge_sign(
-    messages: Tensor, error: Tensor | None, lengths: tuple[int, ...], norm: bool
-) -> tuple[Tensor, Tensor | None]:
+def merge_sign(messages: Tensor, error: Tensor | None, lengths: PerSegment, norm: bool) -> tuple[Tensor, Tensor | None]:
     """The server's part between two legs of `sign`: the mean of messages, uint8[ranks, bytes], plus an error, encoded.
 
     Returns the message and, if there was an error, the new one.
@@ -210,7 +189,7 @@ def merge_sign(
 
 @kernel
 def merge_integer(
-    messages: Tensor, error: Tensor | None, lengths: tuple[int, ...], bits: int, block: int
+    messages: Tensor, error: Tensor | None, lengths: PerSegment, bits: int, block: int
 ) -> tuple[Tensor, Tensor | None]:
     """`merge_sign` of `int8`, `int4` or `int2`."""
     counts = torch.tensor(lengths, dtype=torch.int64, device=messages.device)
@@ -249,14 +228,3 @@ def _mean(parts: list[Tensor], error: Tensor | None) -> Tensor:
         total += part
     mean = over(total, len(parts))
     return mean if error is None else mean + error
-
-
-def _largest(size: Tensor, k: int) -> Tensor:
-    if k >= size.numel():
-        return torch.arange(size.numel(), device=size.device)
-    if k == 0:
-        return torch.zeros(0, dtype=torch.int64, device=size.device)
-    edge = size.topk(k, sorted=False).values.min()
-    above = (size > edge).nonzero().flatten()
-    tied = (size == edge).nonzero().flatten()[: k - above.numel()]
-    return torch.cat((above, tied)).sort().values

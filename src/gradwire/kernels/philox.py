@@ -54,17 +54,21 @@ def words(key: Key, unit: str, n: int, device: torch.device) -> Tensor:
 
 def uniform(key: Key, names: tuple[str, ...], lengths: Tensor) -> Tensor:
     """One float32 in [0, 1) per element of a buffer that holds ``lengths[i]`` elements of unit ``names[i]``."""
-    device = lengths.device
-    blocks = (lengths + 3) // 4
-    first = 4 * (blocks.cumsum(0) - blocks)  # where a unit's words begin, rounded up to whole blocks
-    keys = _keys(tuple(map(key.words, names)), device).repeat_interleave(blocks, dim=0)
-    block = _ragged(blocks)
-    drawn = philox((block & _MASK, block >> 32, *step_like(key, block)), (keys[:, 0], keys[:, 1])).T.reshape(-1)
+    drawn, first = words_of_all(key, names, lengths)
     # 24 bits: every value is a float32, and 1.0 is never reached.
-    return (drawn[first.repeat_interleave(lengths) + _ragged(lengths)] >> 8).float() * 2.0**-24
+    return (drawn[first.repeat_interleave(lengths) + ragged(lengths)] >> 8).float() * 2.0**-24
 
 
-def _ragged(counts: Tensor) -> Tensor:
+def words_of_all(key: Key, names: tuple[str, ...], counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Every unit's first words, rounded up to whole Philox blocks, and where each unit's begin."""
+    blocks = (counts + 3) // 4
+    keys = _keys(tuple(map(key.words, names)), counts.device).repeat_interleave(blocks, dim=0)
+    block = ragged(blocks)
+    drawn = philox((block & _MASK, block >> 32, *step_like(key, block)), (keys[:, 0], keys[:, 1]))
+    return drawn.T.reshape(-1), 4 * (blocks.cumsum(0) - blocks)
+
+
+def ragged(counts: Tensor) -> Tensor:
     """0, 1, ..., counts[0] - 1, 0, 1, ..., counts[1] - 1, and so on."""
     before = (counts.cumsum(0) - counts).repeat_interleave(counts)
     return torch.arange(before.numel(), device=counts.device) - before

@@ -38,8 +38,8 @@ from gradwire.kernels.dispatch import kernel
 BLOCK = 512
 CAP = 8
 LIMIT = 2**41  # gaps of one message must sum to less
-_MOST_BITS = 31
-_MOST_EXCESS = 1023
+MOST_BITS = 31
+MOST_EXCESS = 1023
 _LOW = 0xFFFFFFFF
 
 
@@ -110,7 +110,7 @@ def most_bytes(count: int, total: int) -> int:
     """
     if count == 0:
         return 0
-    streams = min(count * (b + 1) + (total >> b) for b in range(_MOST_BITS + 1))
+    streams = min(count * (b + 1) + (total >> b) for b in range(MOST_BITS + 1))
     return 2 * num_blocks(count) + (streams + 14) // 8
 
 
@@ -203,7 +203,7 @@ def _choose(rows: Tensor, counts: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _about(center: Tensor, steps: tuple[int, ...]) -> list[Tensor]:
-    return [(center + step).clamp(0, _MOST_BITS) for step in steps]
+    return [(center + step).clamp(0, MOST_BITS) for step in steps]
 
 
 def _bit_length(x: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ def _capped_cost(rows: Tensor, counts: Tensor, bits: Tensor, width: int) -> Tens
     quotients = rows >> bits[:, None]
     excess = quotients.clamp(max=CAP).sum(1)
     cost = excess + counts * bits + 8 * width * (quotients >= CAP).sum(1)
-    return torch.where(excess <= _MOST_EXCESS, cost, LIMIT)
+    return torch.where(excess <= MOST_EXCESS, cost, LIMIT)
 
 
 def _quotients(data: Tensor, counts: Tensor, excess: Tensor) -> Tensor:

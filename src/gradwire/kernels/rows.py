@@ -29,6 +29,7 @@ from gradwire.kernels.rice import (
     encode_blocks,
     find_bits,
     gaps_of,
+    num_blocks,
     pack_ragged,
     set_bits,
     unpack_ragged,
@@ -91,7 +92,7 @@ def encode_in_rows(indices: Tensor, runs: Runs) -> Tensor:
     ones = ((gaps >> bits) + 1).cumsum(0) - 1
     return torch.cat(
         (
-            _write_counts(counts, count),
+            *write_counts(counts, count),
             set_bits(ones, int(ones[-1]) + 1),
             pack_ragged(gaps & ((torch.ones_like(bits) << bits) - 1), bits),
         )
@@ -108,7 +109,7 @@ def decode_in_rows(data: Tensor, count: int, runs: Runs) -> tuple[Tensor, int]:
     if count == 0:
         return data.new_zeros(0, dtype=torch.int64), 0
     rows = table(joined(runs, count), data.device)
-    counts, start = _read_counts(data, rows.widths.numel(), count)
+    counts, start = read_counts(data, rows.widths.numel(), count)
     if bool(((counts < 0) | (counts > rows.widths)).any()) or int(counts.sum()) != count:
         raise CorruptMessageError(f"the rows do not have {count} positions together; the message was damaged")
     bits = _parameters(counts, rows.widths)
@@ -125,20 +126,22 @@ def decode_in_rows(data: Tensor, count: int, runs: Runs) -> tuple[Tensor, int]:
     return _positions(gaps, counts, rows), stop
 
 
-def _write_counts(counts: Tensor, count: int) -> Tensor:
-    """How many positions each row has, all rows or only some being named."""
-    rows, some = counts.numel(), counts.nonzero().flatten()
-    whole = encode_blocks(counts, width_of(count + 1))
+def write_counts(counts: Tensor, count: int) -> tuple[Tensor, ...]:
+    """How many positions each row has, all rows or only some being named, whichever is shorter."""
+    rows, some, width = counts.numel(), counts.nonzero().flatten(), width_of(count + 1)
     if some.numel() == rows:
-        return torch.cat((_number(rows, counts.device), whole))
-    named = encode_blocks(gaps_of(some), width_of(rows)), encode_blocks(counts[some] - 1, width_of(count + 1))
-    if sum(part.numel() for part in named) < whole.numel():
-        return torch.cat((_number(some.numel(), counts.device), *named))
-    return torch.cat((_number(rows, counts.device), whole))
+        return _number(rows, counts.device), encode_blocks(counts, width)
+    named = encode_blocks(gaps_of(some), width_of(rows)), encode_blocks(counts.index_select(0, some) - 1, width)
+    taken = sum(part.numel() for part in named)
+    if taken >= 2 * num_blocks(rows) + rows // 8:  # headers and a bit each: all rows take no less
+        whole = encode_blocks(counts, width)
+        if whole.numel() <= taken:
+            return _number(rows, counts.device), whole
+    return _number(some.numel(), counts.device), *named
 
 
-def _read_counts(data: Tensor, rows: int, count: int) -> tuple[Tensor, int]:
-    """The numbers that `_write_counts` wrote, and how many bytes they took."""
+def read_counts(data: Tensor, rows: int, count: int) -> tuple[Tensor, int]:
+    """The numbers that `write_counts` wrote, and how many bytes they took."""
     if data.numel() < _NUMBER:
         raise CorruptMessageError(f"a message of {data.numel()} bytes is too short for its number of rows")
     named, start = int.from_bytes(bytes(data[:_NUMBER].tolist()), "little"), _NUMBER

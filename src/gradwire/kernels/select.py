@@ -19,11 +19,10 @@ from torch import Tensor
 from gradwire.core.keys import Key
 from gradwire.core.segments import Segments, on
 from gradwire.kernels.dispatch import kernel
-from gradwire.kernels.philox import philox, step_like
+from gradwire.kernels.philox import ragged, words_of_all
 
 ROUNDS = 8
 HEAD = 2  # words before a unit's tables; they make the rotation
-_MASK = 0xFFFFFFFF
 
 
 def share(ratio: float, n: int) -> int:
@@ -97,11 +96,7 @@ class _Network(NamedTuple):
 
 
 def draw(
-    key: Key,
-    names: tuple[str, ...],
-    lengths: tuple[int, ...],
-    counts: tuple[int, ...],
-    device: torch.device,
+    key: Key, names: tuple[str, ...], lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.device
 ) -> Tensor:
     """``counts[i]`` distinct numbers below ``lengths[i]`` from ``names[i]``'s stream, for all i.
 
@@ -124,12 +119,13 @@ def permute(
     """The first ``counts[i]`` numbers of ``names[i]``'s permutation. ``sizes`` is ``lengths`` on the device."""
     device = sizes.device
     sides = [sides_of(n) for n in lengths]
-    words, start = _words(key, names, tuple(words_of(a) for a, _ in sides), device)
+    needed = torch.tensor([words_of(a) for a, _ in sides], dtype=torch.int64, device=device)
+    words, start = words_of_all(key, names, needed)
     a, b = torch.tensor(sides, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
     taken = torch.tensor(counts, dtype=torch.int64, device=device)
     unit = torch.arange(len(names), device=device).repeat_interleave(taken)
     net = _Network(sizes, a, b, start).at(unit)
-    return (_walk(_ragged(taken), net, words) + _rotation(words, net)) % net.n
+    return (_walk(ragged(taken), net, words) + _rotation(words, net)) % net.n
 
 
 @kernel
@@ -151,23 +147,6 @@ def sides_of(n: int) -> tuple[int, int]:
 def words_of(a: int) -> int:
     """How many random words the network of a unit takes whose left half has ``a`` members."""
     return HEAD + ROUNDS * a
-
-
-def _words(key: Key, names: tuple[str, ...], counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Every unit's first words, rounded up to whole Philox blocks, and where each unit's begin."""
-    blocks = torch.tensor([(m + 3) // 4 for m in counts], dtype=torch.int64, device=device)
-    pairs = [key.words(name) for name in names]
-    keys = torch.tensor(pairs, dtype=torch.int64, device=device).view(-1, 2)
-    k0, k1 = keys.repeat_interleave(blocks, dim=0).unbind(1)
-    block = _ragged(blocks)
-    drawn = philox((block & _MASK, block >> 32, *step_like(key, block)), (k0, k1))
-    return drawn.T.reshape(-1), 4 * (blocks.cumsum(0) - blocks)
-
-
-def _ragged(counts: Tensor) -> Tensor:
-    """0, 1, ..., counts[0] - 1, 0, 1, ..., counts[1] - 1, and so on."""
-    first = (counts.cumsum(0) - counts).repeat_interleave(counts)
-    return torch.arange(first.numel(), device=counts.device) - first
 
 
 def _rotation(words: Tensor, net: _Network) -> Tensor:

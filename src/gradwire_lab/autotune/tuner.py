@@ -171,7 +171,7 @@ class AutoTuner:
         costs = self._costs()
         self._halves = dense.exposed > 2 * (1 - ENOUGH) * dense.period and len(costs.model.dense) > 1
         calibration, cluster = costs.free_coding(dense), costs.cluster(dense)
-        self._rounds = local_steps(calibration, cluster, predictor=costs.predict)
+        self._rounds = local_steps(calibration, cluster, costs.predict, "AdamW" if self.wire.adaptive else "SGD")
         promising = costs.promising(calibration, cluster, ENOUGH * dense.period)
         if not promising:
             self._halve(f"no way to compress would beat {_ms(dense.period)} a step, even if it cost nothing")

@@ -17,6 +17,7 @@ from gradwire_lab.perf_model.calibration import Calibration, CodingCost
 from gradwire_lab.perf_model.candidates import automatic
 from gradwire_lab.perf_model.cluster import Cluster
 from gradwire_lab.perf_model.costs import Prediction, predict
+from gradwire_lab.perf_model.local_steps import MESSAGES
 from gradwire_lab.perf_model.microbenchmark import time_coding
 from gradwire_lab.perf_model.model import DENSE, ModelProfile
 from gradwire_lab.perf_model.probe import delay_of, fitting
@@ -58,12 +59,12 @@ class WireCosts:
     @property
     def specs(self) -> tuple[str, ...]:
         """What may be tried: nothing that lost accuracy, or that the optimizer would suffer from."""
-        return free_of_losses(automatic(adaptive=self.wire.adaptive), self.wire.adaptive)
+        return free_of_losses(automatic(self.wire.adaptive), "adamw" if self.wire.adaptive else "sgd")
 
     def free_coding(self, dense: StepTimes) -> Calibration:
         """A calibration by dense steps, as if coding cost nothing."""
         forward = max(0.0, dense.period - dense.backward - dense.exposed)
-        costs = {spec: CodingCost(0.0, 0.0) for spec in (*DENSE[:2], *self.specs)}
+        costs = {spec: CodingCost(0.0, 0.0) for spec in (*DENSE[:2], *self.specs, *MESSAGES)}
         place = launcher_place(os.environ)
         cores_here = cores_per_thread(self.wire.device, 1 if place is None else place[1])
         (cores,) = slowest(self.wire.link, [-cores_here])

@@ -9,14 +9,13 @@ measured too, in calls of their own.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.engine import method
@@ -24,7 +23,9 @@ from gradwire.integrations import DistributedOptimizer, compress
 from gradwire.kernels.dispatch import faster
 from gradwire_lab.bench import plain
 from gradwire_lab.bench.fixed_gradients import MODELS, Weights, shapes_of
+from gradwire_lab.bench.network.devices import of_rank
 from gradwire_lab.launch import launch
+from gradwire_lab.perf_model.timing import Stopwatch, now
 
 SPECS = (
     "dgc(0.001)",
@@ -71,9 +72,7 @@ class CallBench:
     repeats: int = 20
 
 
-def measure(
-    bench: CallBench, ranks: int = 1, report: Callable[[dict[str, Any]], object] = lambda row: None
-) -> list[dict[str, Any]]:
+def measure(bench: CallBench, ranks: int = 1) -> Iterator[dict[str, Any]]:
     """Time every spec, in this process or in several ranks; of those, the slowest counts.
 
     Raises:
@@ -81,13 +80,12 @@ def measure(
     """
     check(bench, ranks)
     if ranks == 1 and bench.entry_point != "ddp":  # which needs a process group even for one
-        return list(_rows(bench, 0, 1, report))
+        yield from _rows(bench, 0, 1)
+        return
     alone = bench.device == "cuda" and torch.cuda.device_count() >= ranks
     by_rank = launch(_run_rank, ranks, bench, backend="nccl" if alone else "gloo")
-    rows = [max(same, key=lambda row: row["ms"]) for same in zip(*by_rank, strict=True)]
-    for row in rows:
-        report(row)
-    return rows
+    for same in zip(*by_rank, strict=True):
+        yield max(same, key=lambda row: row["ms"])
 
 
 def check(bench: CallBench, ranks: int) -> None:
@@ -105,15 +103,12 @@ def check(bench: CallBench, ranks: int) -> None:
 
 
 def _run_rank(rank: int, world: int, bench: CallBench) -> list[dict[str, Any]]:
-    return list(_rows(bench, rank, world, lambda row: None))
+    return list(_rows(bench, rank, world))
 
 
-def _rows(
-    bench: CallBench, rank: int, world: int, report: Callable[[dict[str, Any]], object]
-) -> Iterator[dict[str, Any]]:
-    device = torch.device(bench.device)
+def _rows(bench: CallBench, rank: int, world: int) -> Iterator[dict[str, Any]]:
+    device = of_rank(bench.device, rank)
     if device.type == "cuda":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     torch.manual_seed(rank)
     weights = Weights(shapes_of(bench.model, bench.size), device)
@@ -133,9 +128,7 @@ def _rows(
         floor = row["bytes_per_param"] * weights.total / speed * 1e3
         plain = plain or row["call_ms"]  # comes first
         ratios = {"to_floor": row["call_ms"] / floor, "to_plain": row["call_ms"] / plain}
-        whole = about | row | {"floor_ms": floor, **ratios, "gb_per_s": speed / 1e9}
-        report(whole)
-        yield whole
+        yield about | row | {"floor_ms": floor, **ratios, "gb_per_s": speed / 1e9}
 
 
 def _timed(bench: CallBench, weights: Weights, world: int) -> Iterator[dict[str, Any]]:
@@ -198,14 +191,8 @@ def _bytes_per_param(spec: str, wire: Any, params: int) -> float:
     """What a call must read and write: by the memories in the checkpoint and by the bytes of a message."""
     account = wire.report()
     message: float = account.payload / max(1, account.steps)
-    return 8 + (2 * _float_bytes(wire.state_dict()) + 2 * message) / params + _SECOND_PASS.get(spec, 0.0)
-
-
-def _float_bytes(state: object) -> int:
-    if isinstance(state, Tensor):
-        return state.nbytes if state.is_floating_point() else 0
-    children = state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
-    return sum(map(_float_bytes, children))
+    memories: int = sum(x.nbytes for x in wire.state_dict().values() if x.is_floating_point())
+    return 8 + (2 * memories + 2 * message) / params + _SECOND_PASS.get(spec, 0.0)
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -213,14 +200,12 @@ def _float_bytes(state: object) -> int:
 
 def _time(bench: CallBench, weights: Weights, call: Callable[[], object]) -> Timing:
     """Milliseconds of a call: the median, the slowest, and the median until it returns to the host."""
-    fill = _preparation(bench, weights)
-    cuda = weights.fixed[0].is_cuda
-    pairs = []
+    fill, pairs = _preparation(bench, weights), []
     for number in range(WARM_CALLS + bench.repeats):
         fill()
-        took = _clock_cuda(call) if cuda else _clock(call)
+        took = _clock(call, weights.fixed[0].device)
         pairs += [took] if number >= WARM_CALLS else []
-    weights.clear(True)
+    weights.zero_grad()
     times, host = zip(*pairs, strict=True)
     return {"ms": statistics.median(times), "worst_ms": max(times), "host_ms": statistics.median(host)}
 
@@ -233,9 +218,9 @@ def _to_kernels(bench: CallBench, weights: Weights, call: Callable[[], object]) 
     for _ in range(bench.repeats):
         fill()
         with _kernel_clock() as inside:
-            took, _ = _clock(call)
+            took, _ = _clock(call, weights.fixed[0].device)
         ratios += [took / (1e3 * inside[0])] if inside[0] else []  # what torch does is in none
-    weights.clear(True)
+    weights.zero_grad()
     return statistics.median(ratios) if ratios else None
 
 
@@ -266,28 +251,18 @@ def _kernel_clock() -> Iterator[list[float]]:
 def _preparation(bench: CallBench, weights: Weights) -> Callable[[], None]:
     moving = bench.addresses == "moving"
     if bench.entry_point == "ddp":
-        return partial(weights.clear, moving)
+        return partial(weights.zero_grad, moving)
     return weights.fill_elsewhere if moving else weights.fill_in_place
 
 
-def _clock(call: Callable[[], object]) -> tuple[float, float]:
-    start = time.perf_counter()
+def _clock(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Milliseconds of a call on the device, and until it returns to the host."""
+    watch = Stopwatch(device)
+    now(device)  # which waits until the device is idle, so that the time of launches counts
+    start, began = watch(), time.perf_counter()
     call()
-    took = 1e3 * (time.perf_counter() - start)
-    return took, took
-
-
-def _clock_cuda(call: Callable[[], object]) -> tuple[float, float]:
-    """By events on an idle device, so that the time of launches counts."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    start.record()
-    call()
-    host = 1e3 * (time.perf_counter() - began)
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end), host
+    host, end = time.perf_counter() - began, watch()
+    return 1e3 * watch.seconds(start, end), 1e3 * host
 
 
 def _bandwidth(params: int, device: torch.device) -> float:
@@ -295,6 +270,5 @@ def _bandwidth(params: int, device: torch.device) -> float:
     n = max(params, _COPY_BYTES // 4 if device.type == "cuda" else 1)
     source = torch.ones(n, device=device)
     target = torch.empty_like(source)
-    clock = _clock_cuda if device.type == "cuda" else _clock
-    times = [clock(lambda: target.copy_(source))[0] for _ in range(13)]
+    times = [_clock(lambda: target.copy_(source), device)[0] for _ in range(13)]
     return 8 * n / min(times[3:]) * 1e3

@@ -47,14 +47,6 @@ class Weights(nn.Module):
             p.grad = grad.clone()
         del self._previous[: -random.randint(1, 3)]
 
-    def clear(self, set_to_none: bool) -> None:
-        """Prepare a backward pass."""
-        for p in self.weights:
-            if set_to_none or p.grad is None:
-                p.grad = None
-            else:
-                p.grad.zero_()
-
 
 class _FixedGradients(torch.autograd.Function):
     @staticmethod

@@ -55,12 +55,6 @@ class Outcome(NamedTuple):
     gamma: float
 
 
-class _Vector(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.x = nn.Parameter(torch.zeros(ENTRIES))
-
-
 def drive(problem: NoisyQuadratic, codec: str, gamma: float | None, seed: int) -> Outcome:
     """One run; with no gamma, ``auto``. One that diverges is infinitely bad."""
     try:
@@ -75,7 +69,8 @@ def _drive(problem: NoisyQuadratic, codec: str, gamma: float | None, seed: int) 
     common = torch.randn(ENTRIES, generator=draw)
     centers = common + problem.apart * torch.randn(problem.workers, ENTRIES, generator=draw)
     step = "auto" if gamma is None else repr(gamma)
-    net = BatchedGossip(_Vector(), problem.workers, f"choco({problem.graph}, gamma={step})", codec, seed=seed)
+    model = nn.ParameterDict({"x": torch.zeros(ENTRIES)})
+    net = BatchedGossip(model, problem.workers, f"choco({problem.graph}, gamma={step})", codec, seed=seed)
     x, sums, gammas = torch.zeros(problem.workers, ENTRIES), torch.zeros(2, dtype=torch.float64), []
     for turn in range(problem.steps):
         noise = problem.noise * torch.randn(x.shape, generator=draw)

@@ -84,4 +84,18 @@ class KernelInputs:
         return indices[: bounds[1]]
 
 
+def on_memory(needed: float, encode: Callable[..., object], memory: Tensor, lane: bool) -> Case:
+    """A kernel ``encode(memory)`` in place; or ``encode(new, old)``, as a lane keeps memories until it commits."""
+    if not lane:
+        return Case(needed, lambda: encode(memory))
+    spare = torch.empty_like(memory)
+
+    def commit() -> None:
+        nonlocal memory, spare
+        encode(spare, memory)
+        memory, spare = spare, memory
+
+    return Case(needed, commit, False)
+
+
 Make = Callable[[KernelInputs], Case]

@@ -8,7 +8,7 @@ that wakes up late makes all wait a hundred times as long as such a copy takes.
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from gradwire_lab.bench import cases
 from gradwire_lab.bench.kernel_inputs import Case, KernelInputs
 from gradwire_lab.bench.selections import GAUSSIAN
 from gradwire_lab.perf_model.timing import Stopwatch
+from gradwire_lab.train import models
 
 # The same work as a person would write it, timed before the kernel.
 COMPOSED = {
@@ -38,14 +39,8 @@ TURN, COPIES = 2**24, 40
 
 def resnet50() -> tuple[int, ...]:
     """The sizes of ResNet-50's 161 tensors: each convolution is followed by the two of its norm."""
-    sizes, inputs = [64 * 3 * 49, 64, 64], 64
-    for width, depth in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for i in range(depth):
-            sizes += [inputs * width, width, width, width * width * 9, width, width]
-            sizes += [width * width * 4, 4 * width, 4 * width]
-            sizes += [inputs * width * 4, 4 * width, 4 * width] if i == 0 else []
-            inputs = 4 * width
-    return (*sizes, 2048 * 1000, 1000)
+    with torch.device("meta"):
+        return tuple(p.numel() for p in models.build("resnet50").parameters())
 
 
 def chosen(only: str, lengths: tuple[int, ...]) -> list[str]:
@@ -61,34 +56,21 @@ def chosen(only: str, lengths: tuple[int, ...]) -> list[str]:
 
 
 def measure(
-    device: torch.device | str,
-    sizes: Iterable[int | tuple[int, ...]],
-    only: str = "",
-    repeats: int = 30,
-    report: Callable[[dict[str, Any]], object] = lambda row: None,
-) -> list[dict[str, Any]]:
-    """Time every kernel whose name contains ``only``, on buffers of these sizes, or of segments of these lengths.
-
-    ``report`` is called with each row as soon as it is measured.
+    device: torch.device | str, tables: Iterable[tuple[int, ...]], only: str = "", repeats: int = 30
+) -> Iterator[dict[str, Any]]:
+    """Time every kernel whose name contains ``only``, on buffers of segments of these lengths.
 
     Raises:
-        ValueError: A size is none, or no kernel has such a name.
+        ValueError: No kernel has such a name.
     """
-    tables = [size if isinstance(size, tuple) else (size,) for size in sizes]
-    if any(sum(lengths) < 1 for lengths in tables):
-        raise ValueError("a kernel needs at least one element; give --size 25600000")
-    wanted = [(lengths, chosen(only, lengths)) for lengths in tables]
-    rows: list[dict[str, Any]] = []
-    for lengths, names in wanted:
+    for lengths, names in [(lengths, chosen(only, lengths)) for lengths in tables]:
         inputs, took = KernelInputs(lengths, torch.device(device)), dict[str, float]()
         for name in names:
             row = _row(name, cases.CASES[name](inputs), inputs, repeats)
             took[name] = row["ms"]
             row["to_torch"] = took[COMPOSED[name]] / row["ms"] if COMPOSED.get(name) in took else None
             row["to_gaussian"] = row["ms"] / took[GAUSSIAN[name]] if GAUSSIAN.get(name) in took else None
-            rows.append(row)
-            report(row)
-    return rows
+            yield row
 
 
 def _row(name: str, case: Case, inputs: KernelInputs, repeats: int) -> dict[str, Any]:

@@ -26,47 +26,22 @@ from gradwire_lab.bench.network.methods import parse
 
 LOCAL = "local:"
 _LEAN = "; rollback=false"
-SPECS = (
-    *("dgc(0.001)", f"dgc(0.001){_LEAN}"),
-    *("topk(0.001)", f"topk(0.001){_LEAN}"),
-    *("ef_signsgd", f"ef_signsgd{_LEAN}"),
-    *("int4; feedback=residual", f"int4; feedback=residual{_LEAN}"),
-    "sign; feedback=none",
-    "int4; feedback=none",
-    "fp16",
-)
 # Floats per parameter of the memories that must be, and two percent of one for scratch.
-DUE = {
+DUE: dict[str, float | None] = {
     "dgc(0.001)": 2.02,
     "topk(0.001)": 1.02,
     "ef_signsgd": 1.02,
     "int4; feedback=residual": 1.02,
     "sign; feedback=none": 0.02,
     "int4; feedback=none": 0.02,
+    "fp16": None,
 }
+# What keeps memories is also measured without the second copy that a rollback needs.
+SPECS = tuple(spec + lean for spec, due in DUE.items() for lean in ("", _LEAN) if not lean or (due and due > 1))
 _LAYERS = 10
 _WIDE = 400
 _libc = ctypes.CDLL(None)
 _STEPS = 4
-
-
-class Meter:
-    """Bytes since it was made: what is kept now, and the most that were held while something ran."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._begun = self._held()
-
-    def read(self, run: Callable[[], object]) -> tuple[int | None, int | None]:
-        """Run something, and return both; None on a CPU, where other memory of the process would count."""
-        if self._device.type != "cuda":
-            return None, None
-        _set_back(self._device)
-        run()
-        return self._held() - self._begun, _highest(self._device) - self._begun
-
-    def _held(self) -> int:
-        return _resident(self._device) if self._device.type == "cuda" else 0
 
 
 def check(spec: str) -> None:
@@ -108,7 +83,7 @@ def weigh(spec: str, device: torch.device, size: int) -> dict[str, Any]:
         _train(spec, _layers(narrow, device))
     model = _layers(width, device)
     n = sum(p.numel() for p in model.parameters())
-    begun = _resident(device)
+    begun = resident(device)
     kept, peak = _train(spec, model)
     return {
         "spec": spec,
@@ -137,9 +112,9 @@ def _train(spec: str, model: nn.Module) -> tuple[int, int]:
             p.grad.normal_()
             p.data.add_(p.grad, alpha=1e-3)
         if step == 2:
-            _set_back(device)
+            set_back(device)
         synchronize()
-    return _resident(device), _highest(device)
+    return resident(device), highest(device)
 
 
 def _attached(spec: str, model: nn.Module) -> Callable[[], object]:
@@ -151,7 +126,8 @@ def _attached(spec: str, model: nn.Module) -> Callable[[], object]:
     return compress(model, text, **options)
 
 
-def _resident(device: torch.device) -> int:
+def resident(device: torch.device) -> int:
+    """Bytes that are held now."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -160,11 +136,13 @@ def _resident(device: torch.device) -> int:
     return _status("VmRSS")
 
 
-def _highest(device: torch.device) -> int:
+def highest(device: torch.device) -> int:
+    """The most bytes that were held since `set_back`."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")
 
 
-def _set_back(device: torch.device) -> None:
+def set_back(device: torch.device) -> None:
+    """Count the most from here on."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:

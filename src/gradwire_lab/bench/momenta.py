@@ -15,7 +15,7 @@ from gradwire.kernels import fused, quantize
 from gradwire.kernels.apply_momentum import Applied, apply_momentum_
 from gradwire.kernels.groups import block_lengths
 from gradwire.kernels.momentum import Momentum, momentum_sign_, momentum_topk_, next_momentum_
-from gradwire_lab.bench.kernel_inputs import Case, KernelInputs, Make
+from gradwire_lab.bench.kernel_inputs import Case, KernelInputs, Make, on_memory
 
 _PER = 4096
 _BETA = 0.9
@@ -29,18 +29,12 @@ def _momentum(inputs: KernelInputs) -> Momentum:
 
 def _onebit_adam(inputs: KernelInputs, lane: bool) -> Case:
     """All that happens to a gradient before the first leg."""
-    momentum, residual = _momentum(inputs), inputs.normal()
-    spare, lengths = torch.empty_like(residual) if lane else residual, block_lengths(inputs.lengths, _PER)
+    momentum, lengths = _momentum(inputs), block_lengths(inputs.lengths, _PER)
 
     def encode(memory: Tensor, before: Tensor | None = None) -> None:
         momentum_sign_(inputs.x, memory, momentum, 1.0, lengths, False, before)
 
-    def commit() -> None:
-        nonlocal residual, spare
-        encode(spare, residual)
-        residual, spare = spare, residual
-
-    return Case(20 + _CODES, commit, False) if lane else Case(20 + _CODES, lambda: encode(residual))
+    return on_memory(20 + _CODES, encode, inputs.normal(), lane)
 
 
 def _torch_onebit_adam(inputs: KernelInputs) -> Case:

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.optim import AdamW
-from gradwire_lab.bench.memory import Meter
+from gradwire_lab.bench import memory
 from gradwire_lab.bench.network import methods
+from gradwire_lab.bench.network.devices import of_rank
 from gradwire_lab.bench.network.methods import NO_COMM, POWERSGD, build_method
 from gradwire_lab.bench.network.rank_main import quartiles
 from gradwire_lab.bench.network.workloads import SMALL_GPT, Workload, images, text
@@ -91,18 +92,23 @@ WORKLOADS: dict[str, tuple[Callable[[int, torch.device], Workload], int]] = {
 class Runner:
     """One method with a model of its own."""
 
-    def __init__(
-        self, method: str, workload: Workload, device: torch.device, optimizer: str = "sgd", warm: int = WARM
-    ) -> None:
+    def __init__(self, method: str, job: StepBench, workload: Workload, device: torch.device) -> None:
         self.method, self._device = method, device
-        meter = Meter(device)
+        counted = device.type == "cuda"  # on a CPU, other memory of the process would count
+        begun = memory.resident(device) if counted else 0
         model = copy.deepcopy(workload.model)
-        made = _optimizer(optimizer, method, model)
+        made = _optimizer(job.optimizer, method, model)
         built = build_method(method, Workload(model, workload.loss), made)
         self.step = partial(built.step, workload.loss, made)
-        for _ in range(warm):
+        for _ in range(job.warm):
             self.step()
-        self.kept, self.peak = meter.read(self.step)
+        self.held = self._held(begun) if counted else (None, None)
+
+    def _held(self, begun: int) -> tuple[int, int]:
+        """Bytes beyond so many: what is kept after a step, and the most that are held within it."""
+        memory.set_back(self._device)
+        self.step()
+        return memory.resident(self._device) - begun, memory.highest(self._device) - begun
 
     def block(self, steps: int) -> dict[str, float]:
         """Seconds of a step, by the clock and of this process's processors."""
@@ -125,10 +131,9 @@ def _optimizer(name: str, method: str, model: nn.Module) -> torch.optim.Optimize
 
 def run_rank(rank: int, world: int, job: StepBench) -> None:
     """Build every method, and give each its blocks."""
-    device = torch.device(job.device)
+    device = of_rank(job.device, rank)
     if device.type == "cuda":
-        torch.cuda.set_device(rank)
-        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     torch.manual_seed(rank)
     make, usual = WORKLOADS[job.workload]
     workload = make(job.batch or usual, device)
@@ -143,11 +148,12 @@ def _runners(job: StepBench, workload: Workload, device: torch.device) -> Iterat
     params = sum(p.numel() for p in workload.model.parameters() if p.requires_grad)
     for method in job.methods:
         try:
-            runner = Runner(method, workload, device, job.optimizer, job.warm)
+            runner = Runner(method, job, workload, device)
         except (TypeError, ValueError, RuntimeError) as wrong:
             send_message({"method": method, "refused": f"{type(wrong).__name__}: {wrong}"})
             continue
-        send_message({"method": method, "params": params, "kept": runner.kept, "peak": runner.peak})
+        kept, peak = runner.held
+        send_message({"method": method, "params": params, "kept": kept, "peak": peak})
         yield runner
 
 

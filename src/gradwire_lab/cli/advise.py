@@ -14,25 +14,45 @@ import typer
 from rich.text import Text
 
 from gradwire.comm.rates import LinkSpec
+from gradwire.core.plugins import load_file
 from gradwire.engine import method
 from gradwire_lab.bench.network import calibrate, calibration_cache, devices, workloads
 from gradwire_lab.bench.network.workloads import Workload
-from gradwire_lab.cli.advice_text import advice_table, as_object, verdict
+from gradwire_lab.cli.advice_text import (
+    advice_table,
+    as_object,
+    call,
+    local_table,
+    not_trained,
+    start_text,
+    verdict,
+    why_local,
+)
 from gradwire_lab.cli.options import AsJson
 from gradwire_lab.cli.output import refusing, show
 from gradwire_lab.cli.plan import facts_and_steps
 from gradwire_lab.launch import RankError, join_group
 from gradwire_lab.launcher_env import LauncherRank, launcher_rank
-from gradwire_lab.perf_model.accuracy_records import free_of_losses, is_adaptive
+from gradwire_lab.perf_model.accuracy_records import free_of_losses, is_adaptive, optimizer_name
+from gradwire_lab.perf_model.advice import Advice, break_even
 from gradwire_lab.perf_model.advice import advise as weigh
-from gradwire_lab.perf_model.advice import break_even
 from gradwire_lab.perf_model.calibration import Calibration, load
 from gradwire_lab.perf_model.calibration import save as write
-from gradwire_lab.perf_model.candidates import CANDIDATES, PRESETS, arguments, suits_adaptive
+from gradwire_lab.perf_model.candidates import CANDIDATES, PRESETS, arguments, suits_adaptive, weighed
 from gradwire_lab.perf_model.cluster import Cluster
-from gradwire_lab.perf_model.costs import predict
+from gradwire_lab.perf_model.costs import Prediction, predict
+from gradwire_lab.perf_model.local_steps import (
+    MESSAGES,
+    START,
+    TOO_SLOW,
+    LocalAdvice,
+    local_choices,
+    trained_with,
+)
 from gradwire_lab.perf_model.model import ModelProfile
 from gradwire_lab.perf_model.probe import probe, timeout_message
+from gradwire_lab.train.data import load as load_data
+from gradwire_lab.train.data.images import ImageTask
 from gradwire_lab.train.loading import batch_of
 from gradwire_lab.train.models import build
 from gradwire_lab.train.recipe import Recipe
@@ -79,6 +99,9 @@ def advise(
     device: Annotated[
         str, typer.Option(help="The device: cpu, cuda (the GPUs in turn), cuda:1; by default the model's.")
     ] = "",
+    max_loss: Annotated[
+        float, typer.Option(min=0, help="Percent by which local steps may lose more than dense training.")
+    ] = 2.0,
     overlap: Annotated[
         bool, typer.Option(help="Whether messages leave during the backward pass, as under DDP.")
     ] = True,
@@ -98,41 +121,71 @@ def advise(
         warnings.warn("advise --patience is now --probe-timeout", FutureWarning, stacklevel=2)
         probe_timeout = patience
     with refusing("advise", ValueError, TypeError), refusing("advise", RankError, code=1):
-        chosen = tuple(split_specs(specs, commas=True)) or (*CANDIDATES, *PRESETS)
-        for spec in chosen:
+        asked = tuple(split_specs(specs, commas=True))
+        for spec in asked:
             method(arguments(spec)[0])
         where = launcher_rank(os.environ)
         cluster = _cluster(workers, hosts, per_host, _link(link, where, probe_timeout), inside, where)
         if where is not None and where.rank:  # rank 0 prints
             return
         sharers = sharing or (cluster.per_host if where is None else where.local_world)
-        wanted = Wanted(recipes, model, chosen, device, dtype)
+        measured = tuple(dict.fromkeys((*asked, *MESSAGES) if asked else (*CANDIDATES, *PRESETS)))
+        wanted = Wanted(recipes, model, measured, device, dtype)
         if dtype:
             ModelProfile({}, dtype=dtype)  # or an error that names those there are
         found = _figures(wanted, cluster, sharers, fresh) if calibration is None else load(calibration)
         found = replace(found, model=replace(found.model, dtype=dtype or found.model.dtype))
-        for spec in chosen if specs else ():
+        for spec in asked:
             found.cost(spec, cluster.workers)  # or an error that names what was calibrated
         if save is not None:
             write(found, save)
         predictor = partial(predict, overlaps=overlap, across=cluster.per_host > 1)
         named = resolve(recipes or ["digits"]).optimizer.name if recipes or not model else "sgd"
-        adaptive = is_adaptive(optimizer or named)
-        fitting = [spec for spec in CANDIDATES if suits_adaptive(spec) or not adaptive]
-        barred = () if specs else tuple({*chosen} - {*free_of_losses(fitting, adaptive)})
-        advice = replace(weigh(found, cluster, chosen, predictor, barred=barred), adaptive=adaptive)
+        stepped_by = optimizer_name(optimizer or named)
+        chosen = asked or weighed(stepped_by, across=cluster.per_host > 1)
+        fitting = [spec for spec in CANDIDATES if suits_adaptive(spec) or not is_adaptive(stepped_by)]
+        barred = () if asked else tuple({*chosen} - {*free_of_losses(fitting, stepped_by)})
+        advice = replace(weigh(found, cluster, chosen, predictor, barred=barred), optimizer=stepped_by)
+        rounds = local_choices(found, cluster, predictor, max_loss / 100, stepped_by)
     way = advice.choice if advice.compresses else advice.runner_up or advice.fastest
     limit = way.spec, break_even(found, cluster, way.spec, predictor)
     if as_json:
-        typer.echo(json.dumps(as_object(found, cluster, advice, limit)))
+        typer.echo(json.dumps(as_object(found, cluster, advice, limit, rounds)))
         return
-    assumed = (
-        ""
-        if optimizer or recipes or not model
-        else "\n\nThe optimizer is taken to be SGD. Give --optimizer if it is not."
+    too_slow = advice.choice.split.exposed > TOO_SLOW * found.compute
+    better = too_slow and rounds is not None and rounds[1] is not None
+    show(advice_table(found, cluster, advice, barred), Text(verdict(found, advice, limit, better)), width=160)
+    if advice.compresses:
+        typer.echo(call(advice.choice, cluster))
+    if too_slow and not trained_with(stepped_by):
+        show(*map(Text, filter(None, [not_trained(advice, found.compute)])), width=160)
+    elif too_slow and rounds is not None:
+        first = predictor(found, START, cluster) if START in found.costs else None
+        _show_local(advice, found.compute, rounds, first, max_loss / 100)
+    if calibration_cache.NOT_KEPT in found.note:
+        show(Text(calibration_cache.REPEAT), width=160)
+    if not (optimizer or recipes) and model:
+        typer.echo("\nThe optimizer is taken to be SGD. Give --optimizer if it is not.")
+
+
+def _show_local(
+    advice: Advice,
+    compute: float,
+    rounds: tuple[list[LocalAdvice], LocalAdvice | None],
+    first: Prediction | None,
+    max_loss: float,
+) -> None:
+    """Local steps: why, which there are, and what to write; ``first`` is a step of the start."""
+    taken = rounds[1]
+    show(
+        Text(why_local(advice, compute, *rounds, max_loss)),
+        local_table(compute, advice.optimizer, *rounds),
+        width=160,
     )
-    words = Text(verdict(found, cluster, advice, limit) + assumed)
-    show(advice_table(found, cluster, advice, barred), words, width=160)
+    if taken is not None:
+        if first is not None:
+            show(Text(start_text(first, taken)), width=160)
+        typer.echo(f"outer = {taken.call}")
 
 
 def _cluster(
@@ -200,7 +253,8 @@ def _figures(wanted: Wanted, cluster: Cluster, sharers: int, fresh: bool) -> Cal
     if found is None:
         job = calibrate.CalibrationJob(make, wanted.specs, parties, seconds=_SECONDS, device=device, dtype=wanted.dtype)
         job = calibrate.checked(job)  # what is wrong with it is an error here, and not of a rank
-        typer.echo(f"measuring here; about {_SECONDS:.0f} s left, and as long as the kernels need to start", err=True)
+        more = "up to a minute more where kernels are compiled for the first time"
+        typer.echo(f"measuring here; about {1.5 * _SECONDS:.0f} s left, and {more}", err=True)
         busy = calibration_cache.disturbance()
         found = calibrate.calibrate(job, sharers)
         if busy:
@@ -215,9 +269,20 @@ def _subject(recipes: list[str] | None, model: str, workers: int) -> tuple[Calla
         if recipes:
             raise ValueError(f"{model} brings its own batches; leave the recipe {' '.join(recipes)} or --model out")
         return partial(workloads.load, model), {"model": model, "source": workloads.source(model)}
-    recipe = resolve(recipes or ["digits"], [f"model.name={model}"] if model else [])
+    names = [f"model.name={model}"] if model else []
+    if not recipes and (data := _data_beside(model)):
+        names.append(f"data.name={data}")
+    recipe = resolve(recipes or ["digits"], names)
     facts = {"recipe": recipe.model_dump_json(), "workers": str(workers), "files": str(hashes(named_files(recipe)))}
     return partial(recipe_workload, recipe, workers), facts
+
+
+def _data_beside(model: str) -> str:
+    """The function ``data`` in the file of a model, if there is one."""
+    place = model.rpartition(":")[0]
+    if not (place.endswith(".py") and hasattr(load_file(Path(place)), "data")):
+        return ""
+    return f"{place}:data"
 
 
 def recipe_workload(recipe: Recipe, world: int) -> Workload:
@@ -226,4 +291,9 @@ def recipe_workload(recipe: Recipe, world: int) -> Workload:
     model, batch = build(recipe.model.name, recipe.model.options, facts, seed=0), batch_of(recipe, world)
     side = facts.get("size", recipe.data.size)
     shape = (batch, recipe.data.length) if "vocab" in facts else (batch, facts.get("channels", 3), side, side)
+    own = (
+        load_data(recipe.data.name, recipe.data.root or None, recipe.data.options) if ":" in recipe.data.name else None
+    )
+    if isinstance(own, ImageTask):  # which need not be square
+        shape = (batch, *own.train.pixels.shape[1:])
     return workloads.on_random_batch(model, facts, shape)

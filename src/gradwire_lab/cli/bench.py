@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,22 +41,18 @@ def kernels(
     as_json: AsJson = False,
 ) -> None:
     """Time every kernel against the memory it must touch, its definition, and what a person would write in torch."""
-    sizes: list[int | tuple[int, ...]] = list(size or [25_600_000])
-    sizes += [bench_kernels.resnet50()] if resnet50 else []
+    tables = [*((n,) for n in size or [25_600_000]), *([bench_kernels.resnet50()] if resnet50 else [])]
     title = f"kernels on {device}: the floor is a copy of as many bytes, in the same run"
     with refusing("bench kernels", ValueError):
-        count = sum(len(bench_kernels.chosen(only, each if isinstance(each, tuple) else (each,))) for each in sizes)
-    results = ResultRows(as_json, make_table(title, COLUMNS, ("kernel",), no_wrap=True), count)
-
-    def report(row: dict[str, Any]) -> None:
-        what = f"{row['kernel']}, {row['n']:,} elements, segments: {row['segments']}"
-        results.add(row, _cells(row), f"{what}: {row['ms']:.3f} ms, {row['to_floor']:.2f} x floor")
-
-    with refusing("bench kernels", ValueError):
+        count = sum(len(bench_kernels.chosen(only, lengths)) for lengths in tables)
         check_picture(picture)
         check_ranks(device)
+        results, rows = ResultRows(as_json, make_table(title, COLUMNS, ("kernel",), no_wrap=True), count), []
         try:
-            rows = bench_kernels.measure(device, sizes, only, repeats, report)
+            for row in bench_kernels.measure(device, tables, only, repeats):
+                what = f"{row['kernel']}, {row['n']:,} elements, segments: {row['segments']}"
+                results.add(row, _cells(row), f"{what}: {row['ms']:.3f} ms, {row['to_floor']:.2f} x floor")
+                rows.append(row)
         except (MemoryError, RuntimeError) as wrong:
             if isinstance(wrong, RuntimeError) and not re.search("out of memory|can't allocate", str(wrong)):
                 raise
@@ -184,12 +181,6 @@ def calls(
     models, entries, specs = model or ("one", "resnet50"), entry_point or door or ("loop",), spec or bench_calls.SPECS
     count = len(models) * len(entries) * len(specs)
     results = ResultRows(printed, make_table(title, CALL_COLUMNS, CALL_COLUMNS[:3], no_wrap=True), count)
-
-    def report(row: dict[str, Any]) -> None:
-        append_line(None if printed else jsonl, row)
-        case = f"{row['model']}, {row['entry_point']}, {row['spec']}"
-        results.add(row, _call_cells(row), f"{case}: {row['call_ms']:.3f} ms, {row['to_floor']:.2f} x floor")
-
     with refusing("bench calls", ValueError, TypeError, RuntimeError, OSError):
         check_ranks(device)
         benches = [
@@ -197,8 +188,10 @@ def calls(
         ]
         for bench in benches:
             bench_calls.check(bench, ranks)
-        for bench in benches:
-            bench_calls.measure(bench, ranks, report)
+        for row in chain.from_iterable(bench_calls.measure(bench, ranks) for bench in benches):
+            append_line(None if printed else jsonl, row)
+            case = f"{row['model']}, {row['entry_point']}, {row['spec']}"
+            results.add(row, _call_cells(row), f"{case}: {row['call_ms']:.3f} ms, {row['to_floor']:.2f} x floor")
     results.show()
 
 

@@ -2,23 +2,22 @@
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from torch import Tensor
 
+from gradwire.comm.backend import SingleBackend
 from gradwire.comm.emulated import EmulatedBackend
 from gradwire.comm.rates import LinkSpec
-from gradwire.comm.single import SingleBackend
 from gradwire_lab.bench.network import grid, methods, prediction_error, results_table, runner, workloads
 from gradwire_lab.bench.network.emulation_error import EXCHANGES, compare
 from gradwire_lab.cli.options import AsJson
 from gradwire_lab.cli.output import ResultRows, check_picture, make_table, refusing, show
-from gradwire_lab.network.namespaces import HostsUnavailableError, lacking
+from gradwire_lab.network.namespaces import HostsUnavailableError, lacking, need
 from gradwire_lab.train.record import append_line
 from gradwire_lab.train.time_left import TimeLeft
 
@@ -68,7 +67,8 @@ def network(
             methods.check(name)
         named = [_named(text, where) for text in link or ("unshaped", "1gbit", "100mbit", "10mbit")]
         # What is wrong with a workload is an error here, and not of every rank.
-        weights = {name: _nbytes(workloads.load(name).model.parameters()) for name in model or ["lstm"]}
+        loaded = {name: workloads.load(name).model.parameters() for name in model or ["lstm"]}
+        weights = {name: sum(p.nbytes for p in made if p.requires_grad) for name, made in loaded.items()}
         chosen = [grid.Scenario(*place, where) for place in product(weights, named, workers or [2, 4, 8])]
         budgets = {
             scenario: grid.with_timeout(usual, scenario, weights[scenario.model])
@@ -79,7 +79,10 @@ def network(
         missing = {scenario: grid.missing(scenario, names, rows, budget, retry) for scenario, budget in budgets.items()}
         left = TimeLeft(sum(runner.turns(missing[scenario], budgets[scenario]) for scenario in chosen))
         for scenario in chosen:
-            rows += _measured(scenario, missing[scenario], budgets[scenario], out, left)
+            progress = _progress(scenario, left)
+            for row in runner.measure(scenario, missing[scenario], budgets[scenario], progress):
+                append_line(out, row)
+                rows.append(row)
     wanted = {scenario.key(name) for scenario in chosen for name in names}
     found = results_table.results([row for row in grid.latest(rows) if grid.key_of(row) in wanted])
     if picture:
@@ -87,38 +90,23 @@ def network(
     _show(found, as_json, markdown)
 
 
-def _show(found: Sequence[results_table.MeasuredMethod], as_json: bool, markdown: bool) -> None:
+def _show(found: Sequence[grid.Row], as_json: bool, markdown: bool) -> None:
     """Print what was found, in one of three forms."""
     if as_json:
-        for one in found:
-            typer.echo(json.dumps(one.row | {"multiple": one.multiple, "speedup": one.speedup, "honest": one.honest}))
+        for row in found:
+            typer.echo(json.dumps(row))
         return
     if markdown:
         typer.echo(results_table.markdown(found))
         return
     title = "silent: the same step without communication; dense: the better of torch's fp32 and 16 bits"
     table = make_table(title, results_table.COLUMNS, ("model", "link", "method"))
-    for one in found:
-        table.add_row(*results_table.words(one))
+    for row in found:
+        table.add_row(*results_table.words(row))
     show(table)
-    for one in found:
-        if "failed" in one.row:
-            typer.echo(f"{one.row['link']}, {one.row['world']} ranks, {one.row['method']}: {one.row['failed']}")
-
-
-def _measured(
-    scenario: grid.Scenario, names: Sequence[str], budget: grid.Budget, out: Path | None, left: TimeLeft
-) -> list[grid.Row]:
-    """The rows of some methods, which are appended to the file as they come."""
-    rows = []
-    for row in runner.measure(scenario, names, budget, _progress(scenario, left)):
-        append_line(out, row)
-        rows.append(row)
-    return rows
-
-
-def _nbytes(parameters: Iterable[Tensor]) -> int:
-    return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+    for row in found:
+        if "failed" in row:
+            typer.echo(f"{row['link']}, {row['world']} ranks, {row['method']}: {row['failed']}")
 
 
 def _where(throttled: bool) -> grid.Where:
@@ -161,8 +149,7 @@ def emulation_error(
     columns = ("link", "exchange", "method", "shaped", "emulated", "ratio")
     results = ResultRows(as_json, make_table(f"{workers} ranks, milliseconds of a step", columns, columns[:3]))
     with refusing("bench link", ValueError, HostsUnavailableError):
-        if missing := lacking():
-            raise HostsUnavailableError(missing)
+        need()
         chosen = exchange or list(EXCHANGES)
         for name in chosen:
             if name not in EXCHANGES:

@@ -20,8 +20,8 @@ from gradwire_lab.report.load import finished
 from gradwire_lab.report.run_groups import Group, Task
 from gradwire_lab.report.slug import run_title
 from gradwire_lab.report.statistics import Estimate
-from gradwire_lab.report.summary import cells, columns, headline
-from gradwire_lab.report.table import markdown
+from gradwire_lab.report.summary import RATIOS, cells, columns, headline
+from gradwire_lab.report.table import markdown_with_note
 from gradwire_lab.report.versions import fingerprint
 from gradwire_lab.signals import sigterm_interrupts
 from gradwire_lab.train.compare import Arm, CellFailed, GridCell, Progress, arms, grid, outcome, run_grid
@@ -154,7 +154,7 @@ def _words(task: Task) -> list[Text]:
 def _table(task: Task) -> FittedTable:
     caption = (
         "After the last epoch: mean +- sample standard deviation over seeds. [low, high] is a 95 % t-interval, where "
-        "seeds differ. Differences are seed by seed."
+        f"seeds differ. Differences are seed by seed. {RATIOS}"
     )
     if any(group.diverged for group in task.groups):
         caption += "\nDiverged: the loss is not finite, or most steps were skipped."
@@ -169,7 +169,7 @@ def _write(task: Task, made: list[GridCell], progress: Progress, path: Path) -> 
     counts = {"cells": len(made), "left": len(progress.left), "failed": len(progress.failed)}
     asked = {"grid": [{**cell.asked, "seed": cell.seed} for cell in made]}
     _keep_older(page, data, asked["grid"])
-    page.write_text(markdown([task], path.parent), encoding="utf-8")
+    page.write_text(markdown_with_note([task], path.parent), encoding="utf-8")
     data.write_text(json.dumps(summary(task) | counts | asked, indent=2) + "\n", encoding="utf-8")
     typer.echo(f"{page}, {data}")
 

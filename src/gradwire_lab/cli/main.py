@@ -37,7 +37,7 @@ class BenchGroup(LazyGroup):
 class NewGroup(LazyGroup):
     """`gradwire new`."""
 
-    table: ClassVar = {"codec": "new:codec"}
+    table: ClassVar = {name: f"new:{name}" for name in ("codec", "selector", "transform", "exchange", "feedback")}
 
 
 class HostsGroup(LazyGroup):

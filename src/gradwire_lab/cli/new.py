@@ -1,22 +1,44 @@
-"""``gradwire new codec NAME``: a file to begin with."""
+"""``gradwire new codec NAME``, and the same for other kinds of names: a file to begin with."""
 
 import re
 from importlib import resources
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from gradwire.core.registry import registered
+from gradwire_lab.cli.options import NewFolder, NewName
 from gradwire_lab.cli.output import refusing
 
 
-def codec(
-    name: Annotated[str, typer.Argument(help="Its name in specs: letters, digits and underscores.")],
-    folder: Annotated[Path, typer.Option(help="Where the file goes.")] = Path("."),
-) -> None:
+def codec(name: NewName, folder: NewFolder = Path(".")) -> None:
     """Write NAME.py: a quantizer that works, with its card, to be changed into your own."""
-    with refusing("new codec", ValueError, OSError):
+    _write("codec", name, folder, f"'topk(0.01) | {name}'")
+
+
+def selector(name: NewName, folder: NewFolder = Path(".")) -> None:
+    """Write NAME.py: a selector that works, with its card, to be changed into your own."""
+    _write("selector", name, folder, f"'{name}(16) | sign'")
+
+
+def transform(name: NewName, folder: NewFolder = Path(".")) -> None:
+    """Write NAME.py: a transform that works, with its card, to be changed into your own."""
+    _write("transform", name, folder, f"'{name} | sign(per=64)'")
+
+
+def exchange(name: NewName, folder: NewFolder = Path(".")) -> None:
+    """Write NAME.py: an exchange that works, with its card, to be changed into your own."""
+    _write("exchange", name, folder, f"int4 --exchange {name}")
+
+
+def feedback(name: NewName, folder: NewFolder = Path(".")) -> None:
+    """Write NAME.py: a feedback that works, with its card, to be changed into your own."""
+    _write("feedback", name, folder, f"'topk(0.01)' --feedback {name}")
+
+
+def _write(kind: str, name: str, folder: Path, shown: str) -> None:
+    """Write the file, and print the commands that show it and run its laws."""
+    with refusing(f"new {kind}", ValueError, OSError):
         path = folder / f"{name}.py"
         if not re.fullmatch(r"[a-z]\w*", name):
             raise ValueError(f"{name!r} is no name of a spec; write small letters, digits and underscores")
@@ -25,15 +47,15 @@ def codec(
         if path.exists():
             raise ValueError(f"{path} is there already; pick another name or --folder")
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(codec_text(name), encoding="utf-8")
+        path.write_text(file_text(kind, name), encoding="utf-8")
     typer.echo(str(path))
-    typer.echo(f"what it costs:  gradwire show 'topk(0.01) | {name}' --import {path}")
-    typer.echo(f"its laws:       GRADWIRE_IMPORT={path.resolve()} pytest tests/laws -k {name}   # in a checkout")
+    typer.echo(f"what it costs:  gradwire show {shown} --import {path}")
+    typer.echo(f"its laws:       GRADWIRE_IMPORT={path.resolve()} pytest tests/laws --own   # in a checkout")
 
 
-def codec_text(name: str) -> str:
-    """The file of a quantizer of this name."""
-    text = (resources.files("gradwire_lab.cli") / "new_codec.txt").read_text(encoding="utf-8")
+def file_text(kind: str, name: str) -> str:
+    """The file of a codec, selector, transform, exchange or feedback of this name."""
+    text = (resources.files("gradwire_lab.cli") / f"new_{kind}.txt").read_text(encoding="utf-8")
     words = {"@name@": name, "@Title@": name.capitalize(), "@Class@": name.title().replace("_", "")}
     for mark, word in words.items():
         text = text.replace(mark, word)

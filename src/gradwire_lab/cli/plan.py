@@ -27,7 +27,6 @@ from gradwire_lab.train.data import Task, TextTask, load
 from gradwire_lab.train.gossip_workers import method_of as gossip_method_of
 from gradwire_lab.train.gossip_workers import nodes
 from gradwire_lab.train.loading import batch_of, check_sizes, loader_of
-from gradwire_lab.train.local_rows import parts_of
 from gradwire_lab.train.models import build as build_model
 from gradwire_lab.train.models.regime import regime_of
 from gradwire_lab.train.optimizers import apply_regime
@@ -93,7 +92,7 @@ def _local(
     recipe: Recipe, shapes: dict[str, tuple[int, ...]], world: int, last: int
 ) -> Iterator[RenderableType | FittedTable]:
     """The message of a round, and how many of them there are."""
-    rounds = local_method(recipe.local.spec, **parts_of(recipe))
+    rounds = local_method(recipe.local.spec, **recipe.local.message)
     rules = default_rules(rounds.message, **recipe.local.layout)
     count = max(0, last - rounds.start) // rounds.H
     yield Text(f"{rounds}: {min(last, rounds.start):,} steps of the start, then {count:,} rounds, each of which sends")

@@ -49,7 +49,7 @@ def report(
         found = _chosen(every if all_versions else _latest(every), split_specs(specs))
         if not found:
             raise ValueError("no run has finished an epoch yet, so there is nothing to report")
-        for path, write in ((markdown, table.markdown), (latex, table.latex)):
+        for path, write in ((markdown, table.markdown_with_note), (latex, table.latex)):
             if path is not None:
                 _write_tables(found, path, write)
         wanted = [(png, "png"), (svg, "svg"), *((figures, one.value) for one in kind or ())]

@@ -8,7 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gradwire.codecs import Codec
+from gradwire.core.spec import parse
 from gradwire.engine import Method, Rule, build, method
+from gradwire.local.method import LocalMethod, local_method
 from gradwire_lab.cli.docstring_cards import ALONE, HEADINGS, Card, card_named, cards, size_of
 from gradwire_lab.cli.options import Exchange, Feedback, Ranks, Spec
 from gradwire_lab.cli.output import refusing
@@ -49,8 +51,15 @@ def codecs(
 
 def show(spec: Spec, feedback: Feedback = None, exchange: Exchange = None, workers: Ranks = 4) -> None:
     """Print what a spec stands for, and what it costs."""
-    whole = checked_method("show", spec, feedback, exchange)
     console = Console()
+    with refusing("show", ValueError, TypeError):
+        rounds = None if spec == "auto" else parse(spec)
+        if isinstance(rounds, LocalMethod):
+            rounds = local_method(rounds, None, feedback, exchange)
+            console.print(Text(f"{spec} = {rounds}", style="bold"))
+            console.print(_facts(rounds.message, workers, rounds.H))
+            return
+    whole = checked_method("show", spec, feedback, exchange)
     console.print(Text(f"{spec} = {whole}", style="bold"))
     console.print(_facts(whole, workers))
 
@@ -98,11 +107,19 @@ def _card_table(card: Card) -> Table:
 # -- show --------------------------------------------------------------------------------------------------------------
 
 
-def _facts(whole: Method, workers: int) -> Table:
-    """What travels for one matrix of a million parameters, at each stage of the training."""
+def _facts(whole: Method, workers: int, H: int = 0) -> Table:
+    """What travels for one matrix of a million parameters, at each stage of the training; of local steps, in a round.
+
+    Args:
+        whole: The method.
+        workers: How many ranks.
+        H: Local steps of a round, in each of which float32 would be sent; 0 without rounds.
+    """
     (lane,) = build({"weight": (1000, 1000)}, (Rule(whole),), workers).lanes
     floats = sum(sum(slot.lengths) for slot in lane.state_specs(workers).values()) / lane.units.total
     table = Table.grid(padding=(0, 2))
+    if H:
+        table.add_row("round", f"{H} local step{'s' * (H > 1)}, then one message:")
     table.add_row("feedback", f"{whole.feedback}; all memory together is {4 * floats:.3g} bytes per parameter")
     for step, codec, exchange in lane.step_table:
         if len(lane.step_table) > 1:
@@ -113,16 +130,29 @@ def _facts(whole: Method, workers: int) -> Table:
             table.add_row("promises", str(codec.traits))
         table.add_row("exchange", str(exchange))
         payload, sent, dense, varies = traffic(lane, workers, step)
+        dense *= max(1, H)
         ring = 2 * (workers - 1) / workers * dense
-        ranks = f"by each of {workers} ranks in a step"
-        table.add_row("payload", _cost(payload, dense, varies, "for a million parameters", "smaller than float32"))
-        table.add_row("sent", _cost(sent, ring, varies, ranks, "less than a float32 ring all-reduce"))
+        ranks, in_each = f"by each of {workers} ranks in a {'round' if H else 'step'}", " in each step" if H else ""
+        smaller, less = f"smaller than float32{in_each}", f"less than a float32 ring all-reduce{in_each}"
+        table.add_row("payload", _cost(payload, dense, varies, "for a million parameters", smaller))
+        if exchange.keeps_server_error and workers > 1:
+            table.add_row("", _second_leg(str(exchange), payload, dense, workers))
+        table.add_row("sent", _cost(sent, ring, varies, ranks, less))
     return table
 
 
 def _cost(cost: float, dense: float, varies: bool, per: str, than: str) -> str:
     size = f"{'at most ' if varies else ''}{cost:,.0f} bytes {per}"
     return f"{size}, {'at least ' if varies else ''}{dense / cost:,.1f}x {than}" if cost else size
+
+
+def _second_leg(exchange: str, payload: float, dense: float, workers: int) -> str:
+    """What a rank encodes beyond its payload, where each rank is the server of a slice."""
+    both = payload * (1 + 1 / workers)
+    return (
+        f"and 1/{workers} of it for the second leg of {exchange}, {dense / both:,.1f}x smaller with both: "
+        "the payload ratio of a training"
+    )
 
 
 def _spelled_out(codec: Codec) -> str:

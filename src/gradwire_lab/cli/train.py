@@ -35,15 +35,14 @@ from gradwire_lab.report.slug import run_title
 from gradwire_lab.signals import sigterm_interrupts
 from gradwire_lab.train import checkpoint, run_modes
 from gradwire_lab.train.display import Display
-from gradwire_lab.train.failure_note import noting_failure
 from gradwire_lab.train.gossip_workers import check_graph
 from gradwire_lab.train.loading import batch_of
 from gradwire_lab.train.recipe import Recipe
-from gradwire_lab.train.recipe_files import dumps, registered, resolve
+from gradwire_lab.train.recipe_files import dumps, load, registered, resolve
 from gradwire_lab.train.record import open_folder
 from gradwire_lab.train.resume_check import check_resume
-from gradwire_lab.train.run_folder import begun
-from gradwire_lab.train.run_lock import locked
+from gradwire_lab.train.run_folder import begun, locked, noting_failure
+from gradwire_lab.train.run_recipe import TrainJob
 from gradwire_lab.train.run_recipe import evaluate as examine
 from gradwire_lab.train.user_files import hashes, named_files
 
@@ -86,11 +85,10 @@ def train(
         if link and recipe.gossip.elastic:
             raise ValueError("connections of gossip.elastic are not emulated; leave --link or gossip.elastic out")
         if not in_process:
-            set_emulated_link(
-                link or os.environ.get(VARIABLE, "")
-            )  # a bad link is an error here, and not of every rank
+            # A bad link is an error here, and not of every rank.
+            set_emulated_link(link or os.environ.get(VARIABLE, ""))
         place = folder or runs / "-".join(filter(None, (run_title(names), suffix, str(recipe.train.seed))))
-        job = run_modes.TrainJob(recipe, place, (), resume, run_title(names))
+        job = TrainJob(recipe, place, (), resume, run_title(names))
         _start(job, workers, in_process, devices, overwrite)
 
 
@@ -108,7 +106,8 @@ def evaluate(
         if not (run / "recipe.toml").is_file():
             raise ValueError(f"{run} is no run folder: it has no recipe.toml; name one such as runs/digits-0")
         where = run_modes.device_of(0, run_modes.devices_of(device, 1))
-        score = examine(run, "last" if last else "best", split, where, data, model, allow_code)
+        recipe = load(run / "recipe.toml", model, data, allow_code)
+        score = examine(run, recipe, "last" if last else "best", split, where)
         value = f"{score.value:.2%}" if score.metric == "top1" else f"{score.value:.3f}"
         top5 = "" if score.top5 is None else f", top5 {score.top5:.2%}"
         typer.echo(f"{split} loss {score.loss:.4f}, {score.metric} {value}{top5}")
@@ -161,7 +160,7 @@ def _resolve(names: list[str], overrides: list[str] | None, keys: dict[str, Any]
     return recipe
 
 
-def _start(job: run_modes.TrainJob, workers: int | None, in_process: int | None, devices: str, overwrite: bool) -> None:
+def _start(job: TrainJob, workers: int | None, in_process: int | None, devices: str, overwrite: bool) -> None:
     where, recipe, folder = launcher_rank(os.environ), job.recipe, job.folder
     if sum(x is not None for x in (workers, in_process, where)) > 1:
         raise ValueError(
@@ -207,7 +206,7 @@ def _note_changed(folder: Path, recipe: Recipe) -> None:
 
 
 def _train(
-    job: run_modes.TrainJob, where: Any, workers: int, in_process: int | None, display: Callable[[dict[str, Any]], None]
+    job: TrainJob, where: Any, workers: int, in_process: int | None, display: Callable[[dict[str, Any]], None]
 ) -> None:
     first = where is None or where.rank == 0
     opened = not first  # only the first rank gets records

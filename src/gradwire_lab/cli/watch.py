@@ -15,7 +15,7 @@ from gradwire_lab.cli.output import needing_charts, refusing
 from gradwire_lab.report.load import LOG, RunRecord, load
 from gradwire_lab.report.progress import progress
 from gradwire_lab.signals import sigterm_interrupts
-from gradwire_lab.train.run_lock import in_use
+from gradwire_lab.train.run_folder import in_use
 
 if TYPE_CHECKING:
     from gradwire_lab.report.live_page import LivePage
@@ -32,7 +32,7 @@ def watch(
     page: Annotated[
         Path | None,
         typer.Option(
-            help="Keep the run's report in this file: live.html. It loads itself again until the run has ended. "
+            help="Keep the run's report in this file: live.html. It updates itself until the run has ended. "
             "Needs gradwire[report]."
         ),
     ] = None,

@@ -20,7 +20,7 @@ from typing import Literal, Self
 
 from gradwire.comm.job_secret import secret_variable
 from gradwire.comm.rates import LinkSpec
-from gradwire_lab.network import cleanup_watchdog, namespaces, shaping, userspace_switch
+from gradwire_lab.network import namespaces, shaping, userspace_switch
 from gradwire_lab.network.addresses import mac, private, unused
 from gradwire_lab.network.launch import DEFAULTS, FIRST_PORT, Ended, RankProcesses, Sink, place
 from gradwire_lab.network.namespaces import HostsUnavailableError, ip, listed
@@ -58,18 +58,18 @@ class Hosts:
         """
         if not 1 <= count <= MOST_HOSTS:
             raise ValueError(f"cannot make {count} hosts; give 1 to {MOST_HOSTS}")
-        self.count = count
+        self.count, self._numbers = count, range(1, count + 1)
         self.link = link if link is not None else LinkSpec()
         self.network = None if subnet is None else private(subnet, count)
         self.addresses: tuple[str, ...] = ()
         stem = namespaces.family()
-        self.names = [f"{stem}h{host}" for host in self._numbers()]
+        self.names = [f"{stem}h{host}" for host in self._numbers]
         self.hub = f"{stem}hub"
         self.shaper: Shaper = "bridge"
         self.mtu = 1500
         self._made: list[str] = []
         self._switch: subprocess.Popen[str] | None = None
-        self._watchdog: cleanup_watchdog.Watchdog | None = None
+        self._watchdog: namespaces.Watchdog | None = None
         self._ports = itertools.count(FIRST_PORT)
         self._owner = os.getpid()
         self._signals = ExitStack()
@@ -80,7 +80,7 @@ class Hosts:
         self._signals.enter_context(signals_raise(lambda n: SystemExit(128 + n), signal.SIGTERM, signal.SIGHUP))
         atexit.register(self.close)
         try:
-            self._watchdog = cleanup_watchdog.start([*self.names, self.hub])
+            self._watchdog = namespaces.start_watchdog([*self.names, self.hub])
             self._build()
         except BaseException:
             self.close()
@@ -104,7 +104,7 @@ class Hosts:
                 namespaces.remove(made)
         finally:
             if self._watchdog is not None:
-                cleanup_watchdog.stop(self._watchdog)
+                namespaces.stop_watchdog(self._watchdog)
                 self._watchdog = None
             self._signals.close()
 
@@ -174,7 +174,7 @@ class Hosts:
 
     def down(self) -> list[int]:
         """The hosts whose link is down."""
-        shown = {host: listed("-n", self._name(host), "link", "show", "dev", DEVICE) for host in self._numbers()}
+        shown = {host: listed("-n", self._name(host), "link", "show", "dev", DEVICE) for host in self._numbers}
         return [host for host, (device,) in shown.items() if "UP" not in device["flags"]]
 
     def _build(self) -> None:
@@ -190,7 +190,7 @@ class Hosts:
             self.shaper = "netem" if shaping.has_netem(self.hub, "br0") else "switch"
         if self.shaper == "switch":
             self._plug_switch()
-        for host in self._numbers():
+        for host in self._numbers:
             if self.shaper != "switch":
                 self._plug_bridge(host)
             self._address(host, network.prefixlen)
@@ -206,7 +206,7 @@ class Hosts:
         self.mtu = 1500 if rate is not None and rate <= _JUMBO_BITS else 9000
         queue = 0.0 if rate is None else shaping.queue_seconds(rate)
         way = (rate, queue, self.link.delay_seconds, self.link.jitter_seconds, self.link.loss)
-        ports = [userspace_switch.Port(self._name(host), DEVICE, mac(host), *way) for host in self._numbers()]
+        ports = [userspace_switch.Port(self._name(host), DEVICE, mac(host), *way) for host in self._numbers]
         try:
             self._switch = userspace_switch.start(ports, self.hub)
         except OSError as wrong:
@@ -242,10 +242,7 @@ class Hosts:
 
         return show
 
-    def _numbers(self) -> range:
-        return range(1, self.count + 1)
-
     def _name(self, host: int) -> str:
-        if host not in self._numbers():
+        if host not in self._numbers:
             raise ValueError(f"there is no host {host}; they are numbered 1 to {self.count}")
         return self.names[host - 1]

@@ -2,6 +2,10 @@
 
 A name holds the process that made it and the moment that process started, so that leftovers of a dead owner can be
 distinguished from the namespaces of a living one, even after its process id has been given to another.
+
+A watchdog, which is a shell that outlives its owner by a moment, takes down the namespaces that are left: SIGKILL
+leaves an owner no time to clean up, and what its children have started does not die with them. The watchdog reads a
+pipe that only the owner holds: a line means that all is well, its end without one that the owner is dead.
 """
 
 import itertools
@@ -24,6 +28,14 @@ SBIN = "/usr/sbin:/sbin"  # root's tools, not on every user's path
 _NEEDED = {12: "CAP_NET_ADMIN", 21: "CAP_SYS_ADMIN"}  # by the kernel's numbers
 _KILL_SECONDS = 5.0  # with those that do not die at once
 _serial = itertools.count(1)
+
+# Twice, since what is about to be killed may be starting something.
+_WATCH = """
+read -r word && exit
+for again in 1 2; do for name; do ip netns pids "$name" | xargs -r kill -9; done; done
+for name; do ip netns delete "$name"; done
+"""
+Watchdog = subprocess.Popen[bytes]
 
 
 class HostsUnavailableError(RuntimeError):
@@ -108,17 +120,14 @@ def remove(names: list[str]) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-    stuck = [str(wrong) for name in names if (wrong := _delete(name)) and exists(name)]
+    stuck = []
+    for name in names:
+        try:
+            ip("netns", "del", name)
+        except HostsUnavailableError as wrong:
+            stuck += [str(wrong)] if exists(name) else []
     if stuck:
         raise HostsUnavailableError("; ".join(stuck))
-
-
-def _delete(name: str) -> HostsUnavailableError | None:
-    try:
-        ip("netns", "del", name)
-    except HostsUnavailableError as wrong:
-        return wrong
-    return None
 
 
 def residents(names: list[str]) -> list[int]:
@@ -143,6 +152,24 @@ def sweep() -> list[str]:
     if names:
         remove(names)
     return names
+
+
+def start_watchdog(names: Sequence[str]) -> Watchdog:
+    """Have namespaces watched over, in a session that no Ctrl-C reaches."""
+    return subprocess.Popen(
+        ["sh", "-c", _WATCH, "watchdog", *names],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PATH": f"{os.environ.get('PATH', '')}:{SBIN}"},
+        start_new_session=True,
+    )
+
+
+def stop_watchdog(watchdog: Watchdog) -> None:
+    """All is taken down already."""
+    with suppress(BrokenPipeError):
+        watchdog.communicate(b"well\n")
 
 
 def _started(pid: int) -> int | None:

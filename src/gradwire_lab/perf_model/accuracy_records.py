@@ -1,17 +1,18 @@
 """Accuracy records: what the project's own trainings say of the accuracy under a spec.
 
-`accuracy_records.jsonl` holds a line for each task and spec that was compared with dense training over several seeds.
-``python -m gradwire_lab.cli.accuracy_records RUNS...`` makes it from run folders.
+`accuracy_records.jsonl` holds a line for each task, optimizer and spec that was compared with dense training. Lines of
+run folders are made by ``python -m gradwire_lab.cli.accuracy_records RUNS...``; those of a GPT are the means of rows
+under ``docs/results``, which a test compares them with.
 """
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
-from gradwire.engine.method import Method, method
-from gradwire_lab.perf_model.candidates import arguments
+from gradwire.engine.method import method
+from gradwire_lab.perf_model.candidates import arguments, local_rounds
 
 LOST = 0.01  # share of the metric
 
@@ -33,6 +34,7 @@ class AccuracyRecord:
         payload_ratio: Float32 bytes over bytes encoded.
         larger_is_better: Of the metric.
         optimizer: That stepped in both.
+        note: What else one should know.
     """
 
     spec: str
@@ -47,6 +49,7 @@ class AccuracyRecord:
     payload_ratio: float | None = None
     larger_is_better: bool = True
     optimizer: str = "SGD"
+    note: str = ""
 
     @property
     def gain(self) -> float:
@@ -63,14 +66,14 @@ class AccuracyRecord:
         return difference / self.dense * (1 if self.larger_is_better else -1)
 
     def __str__(self) -> str:
-        span = "" if self.low is None or self.high is None else f" [{_signed(self.low)}, {_signed(self.high)}]"
+        in_percent, metric = "%" in self.metric, self.metric.removesuffix(" (%)")
+        numbers = [self.difference, *(end for end in (self.low, self.high) if end is not None)]
+        mean, *ends = (f"{one if in_percent else 100 * one / self.dense:+.2g}" for one in numbers)
+        span = f" [{', '.join(ends)}]" if ends else ""
+        unit = "points" if in_percent else "%"
         seeds = f"{self.seeds} seed{'s' * (self.seeds != 1)}"
-        what = "" if self.larger_is_better else f" {self.metric} (less is better)"
-        return f"{_signed(self.difference)}{span}{what} on {self.task}, {self.optimizer}, {seeds}"
-
-
-def _signed(number: float) -> str:
-    return f"{number:+.2f}" if abs(number) >= 0.1 or not number else f"{number:+.2g}"
+        where = ", ".join(filter(None, (self.task, self.optimizer, seeds, self.note)))
+        return f"{metric} {mean} {unit}{span} ({where})"
 
 
 @cache
@@ -80,31 +83,50 @@ def accuracy_records() -> tuple[AccuracyRecord, ...]:
     return tuple(AccuracyRecord(**json.loads(line)) for line in text.splitlines())
 
 
+def optimizer_name(text: str) -> str:
+    """An optimizer as its records spell it."""
+    return next((one.optimizer for one in accuracy_records() if one.optimizer.lower() == text.lower()), text)
+
+
 def is_adaptive(optimizer: str) -> bool:
     """Whether an optimizer of this name divides its steps by a second moment."""
     return optimizer.lower() not in ("sgd", "asgd", "rprop", "lbfgs")
 
 
-def records_of(spec: str, adaptive: bool = False) -> list[AccuracyRecord]:
-    """What is known of a spec, whatever it was called in the run.
+def records_of(spec: str, optimizer: str = "sgd") -> list[AccuracyRecord]:
+    """What is known of a spec, whatever it was called in the run, and however long its start was.
 
-    Trainings with an ``adaptive`` optimizer, or with another one, where there are any; else those there are.
+    Trainings with this optimizer, where there are any; else with one that is adaptive if this is, Muon aside, which
+    steps matrices as a whole; else those there are.
     """
     found = [one for one in accuracy_records() if _same(one.spec) == _same(spec)]
-    return [one for one in found if is_adaptive(one.optimizer) == adaptive] or found
+    own = [one for one in found if one.optimizer.lower() == optimizer.lower()]
+    others = [one for one in found if one.optimizer != "Muon" and is_adaptive(one.optimizer) == is_adaptive(optimizer)]
+    return own or others or found
 
 
-def free_of_losses(specs: Iterable[str], adaptive: bool = False) -> tuple[str, ...]:
-    """Those without known losses: trainings lost less than a percent on average, none more for certain."""
-    return tuple(spec for spec in specs if _bearable(records_of(spec, adaptive)))
+def free_of_losses(specs: Iterable[str], optimizer: str = "sgd") -> tuple[str, ...]:
+    """Those without known losses: trainings lost less than a percent on average, no task more for certain."""
+    return tuple(spec for spec in specs if _bearable(records_of(spec, optimizer)))
 
 
 def _bearable(found: Sequence[AccuracyRecord]) -> bool:
-    mean = sum(one.gain for one in found) / len(found) if found else 0.0
+    mean = sum(one.seeds * one.gain for one in found) / max(1, sum(one.seeds for one in found))
     return mean > -LOST and all(one.best is None or one.best > -LOST for one in found)
 
 
 @cache
-def _same(spec: str) -> Method:
+def _same(spec: str) -> Hashable:
+    """What two specs share that are the same but for their start."""
     text, options = arguments(spec)
-    return method(text, options.get("feedback"), options.get("exchange"))
+    made = method(text, options.get("feedback"), options.get("exchange"))
+    rounds = local_rounds(spec.partition(";")[0])
+    outer = None if rounds is None else replace(rounds, start=0, first=None)
+    return (
+        outer,
+        made.last if made.gradient_steps else made.table,
+        made.feedback,
+        made.exchange,
+        made.alone,
+        made.refresh,
+    )

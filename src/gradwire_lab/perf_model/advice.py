@@ -44,14 +44,14 @@ class Advice:
         dense: The better of float32 and bfloat16 DDP.
         choice: What to take; ``dense`` where compression does not pay, or might not.
         runner_up: The fastest that compresses and may be taken.
-        adaptive: Whether the optimizer divides by a second moment: then accuracy is that of trainings with such a one.
+        optimizer: Its name. Accuracy is that of trainings with it, or with others like it.
     """
 
     ways: tuple[Prediction, ...]
     dense: Prediction
     choice: Prediction
     runner_up: Prediction | None = None
-    adaptive: bool = False
+    optimizer: str = "SGD"
 
     @property
     def compresses(self) -> bool:

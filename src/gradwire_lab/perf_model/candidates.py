@@ -1,17 +1,24 @@
 """Candidates: the ways to synchronize that are weighed against dense training, from the one that loses least.
 
-Momentum correction, as in ``dgc``, needs an optimizer without momentum, which only its owner can arrange: it is
-weighed in advice, but never chosen by ``auto``.
+Some need what only the owner of a training can arrange: momentum correction, as in ``dgc``, an optimizer without
+momentum; ``zero_one_adam`` an optimizer of gradwire's; local steps another call. They are weighed in advice, but never
+chosen by ``auto``.
 """
 
 from collections.abc import Sequence
+from functools import cache
 
+from gradwire.core.spec import parse
 from gradwire.engine.method import method, starves_adaptive
 from gradwire.feedback import MomentumCorrection
+from gradwire.local.method import LocalMethod
 
+SPARSE = "sparseloco(H=1, keep=1.0, start=256, scales='bf16')"  # whose message is that of rounds of all lengths
 CANDIDATES = (
     "int8",
     "int4",
+    "zero_one_adam",
+    SPARSE,
     "powersgd(4)",
     "sign",
     "powersgd(2)",
@@ -29,8 +36,21 @@ PRESETS = ("qsgd", "terngrad", "majority_vote")
 OPTIONS = ("exchange", "feedback", "granularity", "bundle")  # those that decide what is sent
 
 
-def arguments(text: str, known: Sequence[str] = OPTIONS) -> tuple[str, dict[str, str | None]]:
-    """The spec, and the keywords of `gradwire.compress`, of ``int4; exchange=two_way``.
+def arguments(text: str) -> tuple[str, dict[str, str | None]]:
+    """The spec, and the keywords of `gradwire.compress`, of ``int4; exchange=two_way``; of a round, its message's.
+
+    Raises:
+        ValueError: An option is none of `OPTIONS`.
+    """
+    spec, options = read_options(text, OPTIONS)
+    if (rounds := local_rounds(spec)) is None:
+        return spec, options
+    message = rounds.message
+    return str(message.last), {"feedback": str(message.feedback), "exchange": str(message.exchange), **options}
+
+
+def read_options(text: str, known: Sequence[str]) -> tuple[str, dict[str, str | None]]:
+    """The spec and the keywords of ``int4; exchange=two_way``.
 
     Raises:
         ValueError: An option is not ``known``.
@@ -45,14 +65,38 @@ def arguments(text: str, known: Sequence[str] = OPTIONS) -> tuple[str, dict[str,
     return spec, options
 
 
+@cache
+def local_rounds(spec: str) -> LocalMethod | None:
+    """The round of local steps that a spec stands for, if it is one."""
+    made = parse(spec)
+    return made if isinstance(made, LocalMethod) else None
+
+
 def automatic(adaptive: bool = False) -> tuple[str, ...]:
     """Those that leave the user's optimizer as it is, and, where it is ``adaptive``, do not starve it."""
-    ways = [spec for spec in CANDIDATES if not isinstance(method(spec).feedback, MomentumCorrection)]
+    ways = [spec for spec in CANDIDATES if not (_corrects(spec) or made_for_adamw(spec))]
     return tuple(spec for spec in ways if suits_adaptive(spec) or not adaptive)
+
+
+def weighed(optimizer: str, across: bool = False) -> tuple[str, ...]:
+    """What is predicted for an optimizer of this name; ``across``: compressed between hosts of several workers."""
+    adamw = optimizer.lower() == "adamw" and not across
+    return (*(spec for spec in CANDIDATES if adamw or not made_for_adamw(spec)), *PRESETS)
+
+
+def made_for_adamw(spec: str) -> bool:
+    """Whether a spec is for AdamW: it sends AdamW's momentum, or the difference that each worker's own step makes."""
+    return local_rounds(spec) is not None or method(spec).feedback.needs_denominator
 
 
 def suits_adaptive(spec: str) -> bool:
     """Whether an adaptive optimizer can follow a spec."""
+    if made_for_adamw(spec.partition(";")[0]):
+        return True
     whole = method(arguments(spec)[0])
-    corrects = isinstance(whole.feedback, MomentumCorrection)  # and Adam has momentum of its own
-    return not corrects and not starves_adaptive(whole.last, whole.feedback, whole.exchange)
+    return not _corrects(spec) and not starves_adaptive(whole.last, whole.feedback, whole.exchange)
+
+
+def _corrects(spec: str) -> bool:
+    """Whether momentum is applied before compression; Adam has momentum of its own."""
+    return isinstance(method(arguments(spec)[0]).feedback, MomentumCorrection)

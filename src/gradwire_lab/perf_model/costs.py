@@ -5,12 +5,13 @@ elements. `timeline.simulate_step` runs all buckets beside the backward pass.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TypeAlias
 
 from gradwire.engine.plan import BUCKET_BYTES
 from gradwire_lab.perf_model.calibration import Calibration, CodingCost
+from gradwire_lab.perf_model.candidates import local_rounds
 from gradwire_lab.perf_model.cluster import Cluster
 from gradwire_lab.perf_model.comm_schedule import BucketSchedule, sent_by
 from gradwire_lab.perf_model.loopback import CollectiveCall
@@ -46,6 +47,10 @@ class Prediction:
     def seconds(self) -> float:
         return self.split.step
 
+    def shared(self, steps: int) -> "Prediction":
+        """Where all that is sent serves so many steps."""
+        return replace(self, split=self.split.shared(steps), sent=self.sent / steps)
+
 
 def predict(
     calibration: Calibration,
@@ -55,7 +60,7 @@ def predict(
     bucket_sizes: Sequence[int] = BUCKET_SIZES,
     across: bool = False,
 ) -> Prediction:
-    """The step of one way to synchronize.
+    """The step of one way to synchronize; of local steps, with its share of a round.
 
     Args:
         calibration: Of the model and the machine.
@@ -80,12 +85,13 @@ def predict(
         swap = inside(CollectiveCall("all_to_all", 4 * bucket.elements * (1 - share)))
         return swap, *_bucket_work(bucket, cost.share(share), exchange), swap
 
-    sized = partial(_sized, calibration, spec, world, overlaps, work)
+    rounds = None if spec in DENSE else local_rounds(spec.partition(";")[0])  # which begin when a step is over
+    sized = partial(_sized, calibration, spec, world, overlaps and rounds is None, work)
     best = sized(bucket_sizes[0])
     if spec not in DENSE and calibration.model.elements * 4 > bucket_sizes[0]:
         for other in map(sized, bucket_sizes[1:]):
             best = other if other.seconds < CLEARLY * best.seconds else best
-    return best
+    return best if rounds is None else best.shared(rounds.H)
 
 
 predict_across = partial(predict, across=True)

@@ -14,16 +14,17 @@ from typing import Any
 
 from gradwire.codecs.codec import Codec
 from gradwire.engine.lane import Lane
-from gradwire.engine.method import method
 from gradwire.feedback import MomentumCorrection
 from gradwire_lab.perf_model.calibration import CodingCost
+from gradwire_lab.perf_model.comm_schedule import SETTLED
 from gradwire_lab.perf_model.model import DENSE, ModelProfile
 
 # Assumed, since low-rank products were not timed: bytes of memory that every weight costs, read and written, and how
 # far from the speed of a copy they are. Eight reads or writes of four bytes; the slowest timed kernel is at 3.5.
 _LOW_RANK_BYTES, _LOW_RANK_SLOWDOWN = 32, 3.5
 _LOW_RANK_START = 1e-3  # seconds of each bucket: many small kernels
-ASSUMED = ("powersgd", "int8")  # of int8, the fused kernel was not timed: int4's stands in
+# Of int8 and zero_one_adam, the fused kernels were not timed: those of int4 and sign stand in; chunks are as top-k is.
+ASSUMED = ("powersgd", "int8", "onebit_adam", "zero_one_adam", "sparseloco")
 
 
 @cache
@@ -82,27 +83,27 @@ def cost(model: ModelProfile, spec: str, world: int) -> CodingCost:
         return CodingCost(cast, cast)
     plan = model.plan(spec, world, 2**62)  # in one bucket: the cost of starting a bucket is a figure of its own
     (lane,) = [lane for lane in plan.lanes if lane.label == "*"]
-    codec, exchange = lane.at(10**9)
+    codec, exchange = lane.at(SETTLED)
     if exchange.compresses_in_protocol:
         work = _LOW_RANK_BYTES * lane.units.total * copy_seconds() * _LOW_RANK_SLOWDOWN
         return CodingCost(work / 2, work / 2, start=_LOW_RANK_START)
-    return _whole(lane, codec, world) if codec.selector is None else _selected(lane, codec, spec, world)
+    return _whole(lane, codec, world) if codec.selector is None else _selected(lane, codec, world)
 
 
 def _whole(lane: Lane, codec: Codec, world: int) -> CodingCost:
     """Two legs: a rank's slice of every message, whose sum is encoded again; then every rank's slice of that."""
     n = lane.units.total
-    name = str(codec.quantizer)
+    name = codec.quantizer.name
     fused, encode, decode = f"feedback_{'int4' if name == 'int8' else name}", f"{name}_encode", f"{name}_decode"
     seconds = 2 * kernel(decode, n) + kernel(encode, n / world)
     return CodingCost(kernel(fused, n), seconds, start=start(fused, decode, encode, decode))
 
 
-def _selected(lane: Lane, codec: Codec, spec: str, world: int) -> CodingCost:
+def _selected(lane: Lane, codec: Codec, world: int) -> CodingCost:
     assert codec.selector is not None
     n = lane.units.total
     kept = sum(map(codec.selector.capacity, lane.units.lengths))
-    fused = "dgc" if isinstance(method(spec).feedback, MomentumCorrection) else "error_feedback_topk"
+    fused = "dgc" if isinstance(lane.feedback, MomentumCorrection) else "error_feedback_topk"
     # Rice codes were timed on a thousandth of the vector; means, of eight messages.
     each = kernel("rice_decode", 1000 * kept) + kernel("scatter_mean_8", n) / 8
     encode = kernel(fused, n) + kernel("rice_encode", 1000 * kept)

@@ -15,6 +15,7 @@ from torch import Tensor
 from gradwire.engine.drive import Clock, execute
 from gradwire.engine.plan import Plan
 from gradwire.engine.step import Engine
+from gradwire_lab.perf_model.comm_schedule import SETTLED
 from gradwire_lab.perf_model.loopback import CollectiveCall, LoopbackBackend
 from gradwire_lab.perf_model.timing import now
 
@@ -48,13 +49,13 @@ def time_coding(
     """What a plan costs on this machine.
 
     Args:
-        plan: For the world that is meant.
+        plan: For the world that is meant; its start is taken to be over.
         grads: By name; read, never written.
         repeats: Steps that count, after two that warm up; or how many that are, if such a step takes so many seconds.
         meet: Called before each step that counts, so that ranks who measure together start together.
     """
     device = next(iter(grads.values())).device
-    engine = Engine(plan, 0, plan.world, 0, device)
+    engine = _settled(plan, device)
     own = end_to_end(grads)
 
     def step() -> CodingTime:
@@ -69,6 +70,16 @@ def time_coding(
     count = repeats if isinstance(repeats, int) else repeats(now(device) - began)
     found = [step() for _ in range(count)]
     return CodingTime(median(one.encode for one in found), median(one.decode for one in found), found[-1].calls)
+
+
+def _settled(plan: Plan, device: torch.device) -> Engine:
+    """An engine whose start is over, with denominators of one where an optimizer would have given some."""
+    engine = Engine(plan, 0, plan.world, 0, device)
+    engine.step = SETTLED
+    for state in engine.states:
+        if "denominator" in state.tensors:
+            state.tensors["denominator"].fill_(1.0)
+    return engine
 
 
 def end_to_end(grads: Grads) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwire.engine.plan import BUCKET_BYTES, Plan, build, default_rules
 from gradwire_lab.perf_model.candidates import arguments
-from gradwire_lab.perf_model.comm_schedule import BucketSchedule, schedule
+from gradwire_lab.perf_model.comm_schedule import SETTLED, BucketSchedule, schedule
 from gradwire_lab.perf_model.loopback import CollectiveCall
 
 # What everything is measured against: DistributedDataParallel, plain or with one of torch's hooks.
@@ -21,7 +21,6 @@ DTYPES = {"ddp-fp32": torch.float32, "ddp-bf16": torch.bfloat16, "ddp-fp16": tor
 _FORMATS = {str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES.values(), torch.float64)}
 _FIRST_BUCKET = 2**20  # bytes: DDP's first bucket is small, so that something is on the wire early
 _BUCKET = 25 * 2**20
-_SETTLED = 10**9  # a step at which all warm-up is over
 
 
 @dataclass(frozen=True, eq=False)  # one of a kind: looking plans up by hundreds of shapes would cost more than they do
@@ -100,7 +99,7 @@ class ModelProfile:
         key = (spec, world, bucket_bytes)
         if key not in self._known:
             dense = spec in DENSE
-            buckets = self._buckets(spec) if dense else schedule(self.plan(*key), _SETTLED)
+            buckets = self._buckets(spec) if dense else schedule(self.plan(*key), SETTLED)
             self._known[key] = tuple(
                 replace(bucket, ready=max(self.delivered[name] for name in bucket.names)) for bucket in buckets
             )

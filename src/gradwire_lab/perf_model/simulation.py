@@ -19,7 +19,7 @@ from gradwire_lab.perf_model.calibration import Calibration
 from gradwire_lab.perf_model.candidates import CANDIDATES, automatic
 from gradwire_lab.perf_model.cluster import Algorithm, Cluster
 from gradwire_lab.perf_model.costs import predict, predict_across
-from gradwire_lab.perf_model.local_steps import local_steps
+from gradwire_lab.perf_model.local_steps import MESSAGES, local_steps
 from gradwire_lab.perf_model.model import DENSE, ModelProfile
 from gradwire_lab.perf_model.stragglers import Stragglers
 
@@ -102,7 +102,7 @@ def grid(
 def judge(cell: SimulationPoint, stragglers: Stragglers = Stragglers()) -> dict[str, Any]:  # noqa: B008 - a frozen value
     """What `auto` would do in a cell, as a row."""
     uneven = stragglers.together(cell.cluster.workers)
-    calibration = cell.model_run.calibrated(cell.parties, CHOOSABLE).scaled(compute=uneven)
+    calibration = cell.model_run.calibrated(cell.parties, (*CHOOSABLE, *MESSAGES)).scaled(compute=uneven)
     found = advise(calibration, cell.cluster, CHOOSABLE, cell.predictor)
     bf16 = cell.predictor(calibration, "ddp-bf16", cell.cluster)
     best, choice = found.fastest, cell.predictor(calibration, settled_spec(cell, calibration, found), cell.cluster)

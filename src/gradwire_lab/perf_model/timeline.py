@@ -57,6 +57,11 @@ class StepTime:
         """What the worker waits for beyond its own computing."""
         return max(0.0, self.step - self.compute)
 
+    def shared(self, steps: int) -> "StepTime":
+        """Where one exchange, of which nothing is hidden, serves so many steps."""
+        encode, wire, decode = (part / steps for part in (self.encode, self.wire, self.decode))
+        return StepTime(self.compute, encode, wire, decode, self.compute + encode + wire + decode)
+
 
 def simulate_step(
     forward: float, backward: float, timelines: Sequence[BucketTimeline], cores: float, overlaps: bool = True

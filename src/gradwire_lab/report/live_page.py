@@ -1,6 +1,7 @@
 """Live page: the report of a training that runs, written again while its log grows.
 
-The page loads itself again from its file, without a server. The one that is written last does not.
+The page brings itself up to date from its file, without a server. It is not loaded again, unless the browser allows no
+frames. The one that is written last stays as it is.
 """
 
 import os
@@ -25,7 +26,7 @@ class LivePage:
 
     Attributes:
         path: Where it is written.
-        reload: Seconds after which the page loads itself again, and before which it is not written again.
+        reload: Seconds after which the page brings itself up to date, and before which it is not written again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,7 +80,7 @@ def _subtitle(run: RunRecord, reload: int | None) -> str:
         return f"{written}. The training has ended."
     if reload is None:
         return f"{written}, before the training ended. This page is no longer updated."
-    return f"{written}. This page loads itself again every {reload} seconds until the training ends."
+    return f"{written}. This page brings itself up to date every {reload} seconds until the training ends."
 
 
 def _first_steps(run: RunRecord) -> tuple[list[Section], dict[str, dict[str, Any]]]:

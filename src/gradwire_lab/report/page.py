@@ -21,7 +21,7 @@ from gradwire_lab.report.charts.figure import look
 from gradwire_lab.report.progress import ProgressLine
 from gradwire_lab.report.run_groups import Group, Task
 from gradwire_lab.report.slug import slug
-from gradwire_lab.report.summary import TableCell, TableColumn, against, cells, columns, ranks
+from gradwire_lab.report.summary import RATIOS, TableCell, TableColumn, against, cells, columns, ranks
 
 WIDTH = 560  # of a picture
 MARGIN = 84  # of a picture's width, about: the vertical axis, its title and the padding
@@ -76,7 +76,7 @@ def bound(
         sections: In order.
         specs: The charts, by the keys that sections have for them.
         progress: Of a training that runs, shown at the top.
-        reload: Seconds after which the page loads itself again; None for one that stays as it is.
+        reload: Seconds after which the page brings itself up to date; None for one that stays as it is.
     """
     # The look is filled in by the browser: the style sheet has colors for light and for dark.
     placeholders = look("--ink", "--soft", "--faint", "transparent")
@@ -125,8 +125,7 @@ def _section(task: Task, drawn: Sequence[Figure]) -> Section:
 def _note(task: Task) -> str:
     text = (
         f"{task.metric.title.capitalize()} after the last epoch: mean \u00b1 sample standard deviation over seeds, and "
-        "the 95 % t-interval of the mean. Payload ratio: float32 gradient bytes / bytes a rank encodes. Wire ratio: "
-        "bytes a rank sends and receives in a float32 ring all-reduce / in ours."
+        f"the 95 % t-interval of the mean. {RATIOS}"
     )
     if task.baseline is not None and len(task.groups) > 1:
         text += f" Against {against(task)}: the mean of the differences seed by seed, with its 95 % t-interval."
@@ -213,5 +212,5 @@ def _whole(figure: Figure, width: int, titled: bool) -> dict[str, Any]:
     head = {"title": title} if titled else {}
     size = {"width": width, "padding": PADDING, "autosize": {"type": "fit-x", "contains": "padding"}}
     # The plot is fitted into the width only after the legend has its columns, so these cannot follow the plot.
-    fixed = json.loads(json.dumps(spec(figure)).replace("floor(width /", f"floor({width - MARGIN} /"))
+    fixed = json.loads(json.dumps(spec(figure)).replace(": width) /", f": {width - MARGIN}) /"))
     return {**fixed, **head, **size, "config": look()}

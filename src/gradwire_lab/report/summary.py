@@ -10,6 +10,11 @@ from gradwire_lab.report.numbers import difference, ends, in_bytes, in_seconds, 
 from gradwire_lab.report.run_groups import Group, Task
 from gradwire_lab.report.statistics import ALIKE, Estimate
 
+# What two columns are. `report()` of a handle has a wire ratio of sent bytes alone.
+RATIOS = (
+    "Payload ratio: float32 gradient bytes / bytes a rank encodes. Wire ratio: bytes a rank sends and receives in a "
+    "float32 ring all-reduce / in ours."
+)
 _FEWEST_SEEDS = 3  # the interval of two is so wide that nearly every loss lies inside it
 _WIDEST = 5  # times the median of the other intervals: what is wider says nothing about a loss that others would show
 
@@ -80,7 +85,8 @@ def headline(task: Task) -> str:
     if not known:
         return ""
     if not ranked:
-        return f"Every spec loses against {against(task)}."
+        alike = sum(_fewer(task, group) <= 1 for group in task.groups) > len(task.baselines)
+        return f"Every spec{' that sends fewer bytes' * alike} loses against {against(task)}."
     told = [pair for pair in ranked if not _vague(task, pair, known)]
     unclear = ranked[: ranked.index(told[0])] if told else ranked
     words = [f"{group.label}: too few seeds to tell ({difference(lead)})." for group, lead in unclear]
@@ -94,8 +100,9 @@ def best(task: Task) -> Group | None:
 
 
 def _known_leads(task: Task) -> list[tuple[Group, Estimate]]:
-    """Of every spec with enough seeds, the difference to its baseline."""
-    leads = [(group, lead) for group in task.groups if (lead := task.difference(group)) is not None]
+    """Of every spec with enough seeds that sends less than its baseline, the difference to that."""
+    smaller = [group for group in task.groups if _fewer(task, group) > 1]
+    leads = [(group, lead) for group in smaller if (lead := task.difference(group)) is not None]
     return [(group, lead) for group, lead in leads if lead.n >= _FEWEST_SEEDS and _comparable(task, group)]
 
 
@@ -109,7 +116,7 @@ def _unharmed(task: Task, known: list[tuple[Group, Estimate]]) -> list[tuple[Gro
 def _best(task: Task, ranked: list[tuple[Group, Estimate]]) -> str:
     group, lead = ranked[0]
     same = [other.label for other, its in ranked if _sent(other) == _sent(group) and abs(its.mean - lead.mean) < ALIKE]
-    return f"{_listed(same)}: {_outcome(lead)}{_fewer_bytes(task, group)}."
+    return f"{_listed(same)}: {_outcome(lead)}, {ratio(_fewer(task, group)).removesuffix('x')} times fewer bytes."
 
 
 def _vague(task: Task, pair: tuple[Group, Estimate], known: list[tuple[Group, Estimate]]) -> bool:
@@ -145,10 +152,10 @@ def _outcome(lead: Estimate) -> str:
     return f"no significant loss over {lead.n} seeds ({difference(lead)})"
 
 
-def _fewer_bytes(task: Task, group: Group) -> str:
+def _fewer(task: Task, group: Group) -> float:
+    """How many times fewer bytes a rank sends than with the baseline."""
     baseline, sent = task.baseline_of(group), group.mean("sent")
-    fewer = (baseline.mean("sent") or 0.0) / sent if baseline and sent else 0.0
-    return f", {ratio(fewer).removesuffix('x')} times fewer bytes" if fewer > 1 else ""
+    return (baseline.mean("sent") or 0.0) / sent if baseline and sent else 0.0
 
 
 def _loses(task: Task, lead: Estimate) -> bool:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradwire_lab.report.run_groups import Task
-from gradwire_lab.report.summary import cells, columns
+from gradwire_lab.report.summary import RATIOS, cells, columns
 
 _LEGEND = (
     r"% Needs \usepackage{booktabs}. After \pm: the sample standard deviation over seeds. [low, high]: the 95 % "
-    "t-interval of the mean difference, seed by seed."
+    "t-interval of the mean difference, seed by seed.\n"
+    f"% {RATIOS}"
 )
 
 
@@ -22,6 +23,11 @@ def markdown(tasks: Sequence[Task], base: Path | None = None) -> str:
         base: The folder that links to the logs start from: the one that the text will lie in.
     """
     return "\n".join(_section(task, base or Path()) for task in tasks)
+
+
+def markdown_with_note(tasks: Sequence[Task], base: Path | None = None) -> str:
+    """The same, and below what the ratios are of."""
+    return f"{markdown(tasks, base)}\n{RATIOS}\n"
 
 
 def latex(tasks: Sequence[Task], base: Path | None = None) -> str:

@@ -3,7 +3,7 @@
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -13,8 +13,9 @@ from gradwire.core.plugins import load_file
 T = TypeVar("T")
 
 
-def nearest(word: str, words: Mapping[str, object]) -> str:
+def nearest(word: str, words: Iterable[str]) -> str:
     """The end of an error about an unknown word: the nearest known word, or all of them."""
+    words = list(words)
     near = difflib.get_close_matches(word, words, n=1)
     return f"did you mean {near[0]!r}?" if near else f"choose among {', '.join(words) or 'none at all'}"
 

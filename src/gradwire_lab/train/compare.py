@@ -169,7 +169,10 @@ def run_grid(
             progress.left.append(cell)
         else:
             verb, since = "continues" if began(cell.folder) else "starts", time.monotonic()
-            log(", ".join(filter(None, (f"{place}: {verb}", left.text and f"{left.text} in all"))))
+            trained = {other.arm for other in (*progress.skipped, *progress.ran)}
+            log(
+                ", ".join(filter(None, (f"{place}: {verb}", _estimate(left, all(one.arm in trained for one in cells)))))
+            )
             cell.folder.mkdir(parents=True, exist_ok=True)
             (cell.folder / CELL).write_text(json.dumps(cell.asked | {"command": command}, indent=2) + "\n")
             try:
@@ -189,6 +192,12 @@ def run_grid(
             run_cell.stop()
             raise
     return progress
+
+
+def _estimate(left: TimeLeft, compiled: bool) -> str:
+    """The time that is left; the first training with a spec may take longer than others did."""
+    more = "" if compiled else "; where kernels are compiled for the first time, up to a minute more for a spec"
+    return left.text and f"{left.text} in all{more}"
 
 
 def _run(cell: GridCell, run_cell: RunCell, progress: Progress, log: Callable[[str], None], halted: Event) -> None:
@@ -221,17 +230,17 @@ def _check(cell: GridCell) -> None:
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """``train.epochs=4, now 9`` for each setting that differs between what was asked before and what is asked now."""
-    was, now = ({"recipe": " ".join(asked["recipes"]), **_settings(asked["overrides"])} for asked in (old, new))
-    was |= {f"hash of {name}": value for name, value in old["files"].items()}
-    now |= {f"hash of {name}": value for name, value in new["files"].items()}
+    was, now = _settings(old), _settings(new)
     keys = [key for key in dict.fromkeys((*was, *now)) if was.get(key) != now.get(key)]
     changes = [f"{key}={was[key]}, now {now.get(key, 'not set')}" for key in keys if key in was]
     changes += [f"{key} not set, now {now[key]}" for key in keys if key not in was]
     return changes or ["the same keys in another order"]
 
 
-def _settings(overrides: Iterable[str]) -> dict[str, str]:
-    return {key: value for key, _, value in (override.partition("=") for override in overrides)}
+def _settings(asked: Mapping[str, Any]) -> dict[str, str]:
+    settings = (override.partition("=")[::2] for override in asked["overrides"])
+    files = ((f"hash of {name}", value) for name, value in asked["files"].items())
+    return {"recipe": " ".join(asked["recipes"]), **dict(settings), **dict(files)}
 
 
 def outcome(cells: Sequence[GridCell]) -> Task | None:

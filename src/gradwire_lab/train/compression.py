@@ -1,6 +1,6 @@
 """Compression: the arguments of `gradwire.compress` that a recipe stands for."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from gradwire.codecs import Codec, codec
@@ -20,7 +20,11 @@ def method_of(recipe: Recipe, ramp_steps: int = 0) -> Method:
     """
     sync = recipe.sync
     if sync.spec == AUTO:
-        return _undecided(recipe)
+        if sync.ramp or any(sync.parts.values()):
+            raise ValueError(
+                "sync.spec = 'auto' chooses by itself; leave sync.feedback, sync.exchange and sync.ramp out"
+            )
+        return method("fp32")
     whole = method(sync.spec, **sync.parts)
     if isinstance(whole.feedback, MomentumCorrection):
         momentum, nesterov = recipe.optimizer.momentum, recipe.optimizer.nesterov
@@ -54,13 +58,6 @@ def uses_variance(recipe: Recipe) -> bool:
     return isinstance(method_of(recipe).last.selector, Variance)
 
 
-def _undecided(recipe: Recipe) -> Method:
-    sync = recipe.sync
-    if sync.ramp or any(sync.parts.values()):
-        raise ValueError("sync.spec = 'auto' chooses by itself; leave sync.feedback, sync.exchange and sync.ramp out")
-    return method("fp32")
-
-
 def _ramped(whole: Method, densities: list[float], steps: int) -> Method:
     table: dict[int, Codec] = {steps * i // len(densities): _dense(whole.last, d) for i, d in enumerate(densities)}
     table[steps] = whole.last
@@ -71,9 +68,7 @@ def _dense(chain: Codec, density: float) -> Codec:
     """The same codec at another density, not below its own; at 1, plain float32."""
     if density == 1.0:
         return codec("fp32")
-    selector = chain.selector
-    facts = asdict(selector)  # type: ignore[call-overload]
-    if "ratio" not in facts:
+    selector: Any = chain.selector
+    if not hasattr(selector, "ratio"):
         raise ValueError(f"sync.ramp needs a selector with a ratio, such as topk(0.001), and {chain} has none")
-    changed: Any = replace(selector, ratio=max(density, facts["ratio"]))  # type: ignore[type-var]
-    return replace(chain, selector=changed)
+    return replace(chain, selector=replace(selector, ratio=max(density, selector.ratio)))

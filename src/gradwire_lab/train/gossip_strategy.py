@@ -12,6 +12,7 @@ rank-0.safetensors   a worker's own model, statistics, momentum, and the gossip'
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -128,9 +129,9 @@ class GossipStrategy:
 
     def _losses(self, handle: GossipHandle) -> dict[str, Any]:
         """How often all workers that can be reached have lost and regained a neighbor."""
-        report = handle.report()
-        counts = torch.tensor([getattr(report, name) for name in LOSSES], dtype=torch.float64)
-        dropped, rejoined, drift = self.workers.total(counts.to(self.rank_info.device)).tolist()
+        counts = [getattr(handle.report(), name) for name in LOSSES]
+        total = self.workers.total(torch.tensor(counts, dtype=torch.float64, device=self.rank_info.device))
+        dropped, rejoined, drift = total.tolist()
         return {"dropped": int(dropped), "rejoined": int(rejoined), "drift": drift}
 
     def common_seconds(self, seconds: float) -> float:
@@ -226,8 +227,7 @@ def pass_mode(recipe: Recipe, workers: GossipWorkers) -> str:
 
 
 def _mean(scores: list[Score]) -> Score:
-    n = len(scores)
-    return Score(sum(s.loss for s in scores) / n, scores[0].metric, sum(s.value for s in scores) / n, None)
+    return Score(fmean(s.loss for s in scores), scores[0].metric, fmean(s.value for s in scores), None)
 
 
 def _decay(recipe: Recipe, shapes: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gradwire_lab.report.load import LOG
 from gradwire_lab.train.compare import OutOfTime
-from gradwire_lab.train.failure_note import NOTE, noted_failure
+from gradwire_lab.train.run_folder import NOTE, noted_failure
 
 PATIENCE_SECONDS = 60.0  # for an orderly end, once asked to stop
 REFUSED = 2  # the exit code of a command that cannot be

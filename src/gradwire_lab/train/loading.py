@@ -11,7 +11,7 @@ from torch.func import functional_call
 from gradwire_lab.train.data import Task, load
 from gradwire_lab.train.data.augment import Augment
 from gradwire_lab.train.data.imagefolder import FolderLoader, FolderTask, folder_evaluation
-from gradwire_lab.train.data.images import Batch, ImageLoader, ImageTask, Resolution, evaluation
+from gradwire_lab.train.data.images import Batch, ImageLoader, ImageTask, evaluation
 from gradwire_lab.train.data.sequences import ColumnLoader, WindowLoader, reading
 from gradwire_lab.train.models.regime import transform_of
 from gradwire_lab.train.rank_info import RankInfo
@@ -70,8 +70,7 @@ def loader_of(recipe: Recipe, task: Task, model: nn.Module, rank_info: RankInfo)
     batch = batch_of(recipe, rank_info.world) * recipe.train.accumulate
     world, ranks = rank_info.world, rank_info.ranks
     check_sizes(recipe, model, task.facts)
-    growing = Resolution(tuple((epoch, side) for epoch, side in plan.sizes))
-    common = (batch, world, ranks, seed, plan.partition, plan.reshuffle, growing)
+    common = (batch, world, ranks, seed, plan.partition, plan.reshuffle, plan.sizes)
     if isinstance(task, ImageTask):
         return ImageLoader(task, *common, Augment(plan.crop, plan.border, plan.flip, plan.cutout))
     if isinstance(task, FolderTask):

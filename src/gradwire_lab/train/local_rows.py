@@ -19,11 +19,6 @@ from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.workers import account, views
 
 
-def parts_of(recipe: Recipe) -> dict[str, Any]:
-    """Codec, feedback and exchange, where the recipe names any."""
-    return {"codec": recipe.local.codec or None, **recipe.local.parts}
-
-
 class LocalRows:
     """The workers of this process, whose parameters are rows [workers here, N]; see `GossipHandle`.
 
@@ -37,7 +32,7 @@ class LocalRows:
 
     def __init__(self, model: nn.Module, recipe: Recipe, rank_info: RankInfo) -> None:
         plan = recipe.local
-        options: dict[str, Any] = {"seed": recipe.train.seed, **plan.layout, **parts_of(recipe)}
+        options: dict[str, Any] = {"seed": recipe.train.seed, **plan.layout, **plan.message}
         self.outer: LocalSync | SimulatedLocal
         if rank_info.virtual:
             self._models = [deepcopy(model) for _ in rank_info.ranks]

@@ -30,6 +30,7 @@ from gradwire_lab.train.sync_strategy import SyncStrategy
 Strategy = SyncStrategy | GossipStrategy
 Listener = Callable[[dict[str, Any]], None]
 Save = Callable[["Training", bool], None]
+STEP_FIELDS = ("gamma", "rounds", "sent", "payload_ratio", "seconds")  # of the account, where it has them
 
 
 class Training:
@@ -223,11 +224,7 @@ class Training:
             "epoch": round(self.position, 4),
             "loss": loss,
             "lr": self.strategy.optimizer.param_groups[0]["lr"],
-            **{
-                name: account[name]
-                for name in ("gamma", "rounds", "sent", "payload_ratio", "seconds")
-                if name in account
-            },
+            **{name: account[name] for name in STEP_FIELDS if name in account},
         }
 
     def _diverged_record(self, why: str) -> dict[str, Any]:

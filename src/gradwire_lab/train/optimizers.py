@@ -13,7 +13,7 @@ from gradwire_lab.train.compression import corrects_momentum
 from gradwire_lab.train.models.regime import Regime, stages
 from gradwire_lab.train.recipe import OptimizerTable, Recipe, read
 
-REGIME = dict.fromkeys(("optimizer", "lr", "momentum", "nesterov", "weight_decay", "eps"))  # what a regime may set
+REGIME = ("optimizer", "lr", "momentum", "nesterov", "weight_decay", "eps")  # what a regime may set
 
 
 def apply_regime(recipe: Recipe, regime: Regime | None) -> Recipe:

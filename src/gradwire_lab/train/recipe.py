@@ -166,6 +166,11 @@ class LocalTable(CompressionTable):
     codec: str = ""  # how differences are encoded; empty: as the spec says
     passes: PassMode = "auto"  # of virtual workers, through the model
 
+    @property
+    def message(self) -> dict[str, str | None]:
+        """Codec, feedback and exchange, None where the spec decides."""
+        return {"codec": self.codec or None, **self.parts}
+
 
 class OptimizerTable(Table):
     name: Literal["sgd", "adamw"] = "sgd"
@@ -220,11 +225,7 @@ class Recipe(Table):
         return bool(self.gossip.method or self.local.spec)
 
 
-TABLES: dict[str, type[Table]] = {
-    name: field.annotation
-    for name, field in Recipe.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, Table)
-}
+TABLES: dict[str, type[Table]] = {name: type(field.default) for name, field in Recipe.model_fields.items()}
 
 
 def read(tables: dict[str, Any]) -> Recipe:
@@ -255,7 +256,7 @@ def _sentence(error: Any) -> str:
         return _unknown(error["loc"])
     given = f"{path} = {error['input']!r}"
     if error["type"] == "literal_error":
-        words = {word.strip(" '"): None for word in error["ctx"]["expected"].replace(" or ", ",").split(",")}
+        words = (word.strip(" '") for word in error["ctx"]["expected"].replace(" or ", ",").split(","))
         return f"{given} is refused; {nearest(str(error['input']), words)}"
     if error["type"] == "value_error":
         return f"{path}: {error['ctx']['error']}"

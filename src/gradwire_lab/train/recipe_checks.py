@@ -77,9 +77,8 @@ def _check_gossip(recipe: Recipe) -> None:
 
 def _check_local(recipe: Recipe) -> None:
     from gradwire.local import local_method
-    from gradwire_lab.train.local_rows import parts_of
 
-    method = local_method(recipe.local.spec, **parts_of(recipe))
+    method = local_method(recipe.local.spec, **recipe.local.message)
     if recipe.gossip.method:
         raise ValueError("workers gossip, or agree on weights by [local]; for both, write gossip.H, the local steps")
     if method.start and any(chosen is None for _, chosen in method.phases):

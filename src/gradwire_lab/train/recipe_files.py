@@ -9,10 +9,9 @@ A file may have ``about`` (one line), ``fragment = true`` (it adds to a recipe, 
 import difflib
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, reduce
 from importlib import resources
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -22,18 +21,6 @@ from gradwire_lab.train.recipe import TABLES, Recipe, read, validate
 Tables = dict[str, Any]
 CODE_TABLES = ("model", "data")  # whose names may be Python files
 WORDS = ("about", "fragment", "extends")
-
-# Recipes that are nothing but products of fragments: cifar10-NET-CODEC-UNIT.
-_NETS = {"alexnet": "AlexNet", "resnet9": "ResNet-9"}
-_CODECS = {
-    "qsgd": "QSGD",
-    "randomk": "random half",
-    "terngrad": "TernGrad",
-    "threshold": "threshold",
-    "topk": "top half",
-}
-_UNITS = {"layer": "layer by layer", "model": "the model as one"}
-_LONGER = {"randomk": ("epochs40",), "threshold": ("epochs40",)}
 
 
 class Entry(NamedTuple):
@@ -51,15 +38,7 @@ def registered() -> dict[str, Entry]:
     """All recipes and fragments of the package, by name."""
     folder = resources.files("gradwire_lab.train") / "recipes"
     files = {file.name[:-5]: file for file in folder.iterdir() if file.name.endswith(".toml")}
-    entries = [*(_entry(name, file.read_text(encoding="utf-8")) for name, file in files.items()), *_products()]
-    return {entry.name: entry for entry in sorted(entries, key=lambda entry: entry.name)}
-
-
-def _products() -> Iterator[Entry]:
-    for net, codec, unit in product(_NETS, _CODECS, _UNITS):
-        about = f"{_NETS[net]} on CIFAR-10, {_CODECS[codec]}, {_UNITS[unit]}"
-        extends = (f"cifar10-{net}", codec, unit, *_LONGER.get(codec, ()))
-        yield Entry(f"cifar10-{net}-{codec}-{unit}", about, False, extends, {})
+    return {name: _entry(name, file.read_text(encoding="utf-8")) for name, file in sorted(files.items())}
 
 
 def find(name: str) -> Entry:
@@ -104,15 +83,16 @@ def dumps(recipe: Recipe) -> str:
     return "\n".join(lines)
 
 
-def load(path: Path, model: str = "", allow_code: bool = False) -> Recipe:
+def load(path: Path, model: str = "", root: str = "", allow_code: bool = False) -> Recipe:
     """A recipe that `dumps` wrote into the folder of a run.
 
-    A Python file that it names is run only if ``allow_code``; a ``model`` that is given takes its place.
+    A Python file that it names is run only if ``allow_code``; a ``model``, or a ``root`` of data, that is given takes
+    the place of the recipe's.
     """
     tables = _parsed(path)
-    typed: Tables = {"model": {"name": model}} if model else {}
+    typed: Tables = ({"model": {"name": model}} if model else {}) | ({"data": {"root": root}} if root else {})
     _refuse_code(tables, f"the run {path.parent}", allow_code, typed)
-    for own in (tables.get(table) for table in CODE_TABLES if table not in typed):
+    for own in (tables.get(table) for table in CODE_TABLES if "name" not in typed.get(table, {})):
         if isinstance(own, dict) and ".py:" in str(own.get("name")):
             own["name"] = _reached(str(own["name"]), path.parent)
     return _named(path, read, _merge(tables, typed))
@@ -178,7 +158,7 @@ def _entry(name: str, text: str) -> Entry:
         raise ValueError(f"the recipe {name} is no TOML: {error}") from None
     for word in raw:
         if word not in (*WORDS, *TABLES):
-            raise ValueError(f"the recipe {name} has no {word!r}; {nearest(word, dict.fromkeys((*WORDS, *TABLES)))}")
+            raise ValueError(f"the recipe {name} has no {word!r}; {nearest(word, (*WORDS, *TABLES))}")
     tables = {word: raw[word] for word in raw if word in TABLES}
     about, fragment, extends = raw.get("about", ""), raw.get("fragment", False), raw.get("extends", [])
     listed = isinstance(extends, list) and all(isinstance(each, str) for each in extends)

@@ -1,10 +1,10 @@
 """Run modes: all workers in this process, one rank of a launcher's, or one process started here for each worker."""
 
 import os
+import re
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,8 +14,7 @@ from gradwire_lab.launcher_env import LauncherRank
 from gradwire_lab.parent_watch import end_with_parent
 from gradwire_lab.train.loop import Listener
 from gradwire_lab.train.rank_info import RankInfo, simulated_ranks
-from gradwire_lab.train.recipe import Recipe
-from gradwire_lab.train.run_recipe import run_recipe
+from gradwire_lab.train.run_recipe import TrainJob, run_recipe
 
 RESTARTS = 3  # of a worker that may die and come back
 
@@ -24,22 +23,11 @@ class TrainingRefused(ValueError):
     """A rank refused the recipe; the message has the reason."""
 
 
-class TrainJob(NamedTuple):
-    """What to train, and where."""
-
-    recipe: Recipe
-    folder: Path
-    devices: tuple[str, ...] = ()
-    resume: bool = False
-    title: str = ""
-
-
 def train_in_process(job: TrainJob, world: int, listen: Listener) -> dict[str, Any]:
     """All workers in this process, in lockstep, on one device."""
     if job.recipe.sync.spec == AUTO:
         raise ValueError("sync.spec = 'auto' measures a network, and virtual workers have none; give --workers instead")
-    ranks = simulated_ranks(world, device_of(0, job.devices))
-    return run_recipe(job.recipe, ranks, job.folder, listen, job.resume, job.title)
+    return run_recipe(job, simulated_ranks(world, device_of(0, job.devices)), listen)
 
 
 def train_as_rank(job: TrainJob, where: LauncherRank, listen: Listener) -> dict[str, Any]:
@@ -94,8 +82,7 @@ def _rank(rank: int, world: int, job: TrainJob) -> dict[str, Any]:
 
 def _train_rank(job: TrainJob, world: int, rank: int, device: torch.device, listen: Listener) -> dict[str, Any]:
     rendezvous = job.folder / "meeting" if job.recipe.gossip.elastic else None
-    own = RankInfo(world, (rank,), device, rendezvous)
-    return run_recipe(job.recipe, own, job.folder, listen, job.resume, job.title)
+    return run_recipe(job, RankInfo(world, (rank,), device, rendezvous), listen)
 
 
 def _timeout(job: TrainJob) -> timedelta:
@@ -120,15 +107,11 @@ def devices_of(text: str, workers: int | None = None) -> tuple[str, ...]:
 
 
 def _check_device(name: str) -> None:
-    try:
-        device = torch.device(f"cuda:{name}" if name.isdigit() else name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
+    known = re.fullmatch(r"cpu|cuda|(?:cuda:)?(\d+)", name)
+    if known is None:
         raise ValueError(f"there is no device {name!r}; write cpu, or the number of a GPU")
-    number = int(name) if name.isdigit() else device.index or 0  # torch keeps eight bits of it
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and number >= count:
+    number, count = int(known[1] or 0), torch.cuda.device_count()
+    if name != "cpu" and number >= count:
         here = f"{count}, numbered from 0" if count else "none"
         raise ValueError(f"there is no GPU {number}: of those that torch can use, this host has {here}")
 

@@ -5,12 +5,11 @@ The way of a recipe: `recipe_files.resolve` reads it, the command (`cli/train.py
 end.
 """
 
-import math
 import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,24 +23,38 @@ from gradwire_lab.train.evaluation import Score
 from gradwire_lab.train.loop import Listener, Training
 from gradwire_lab.train.rank_info import RankInfo, simulated_ranks
 from gradwire_lab.train.recipe import GossipTable, LocalTable, Recipe
-from gradwire_lab.train.recipe_files import load as load_recipe
 from gradwire_lab.train.record import Records
 from gradwire_lab.train.run_folder import read
 
 COUNTERS = ("epoch", "at", "step", "seconds", "best", "kept", "ramp_steps")
 
 
-def run_recipe(
-    recipe: Recipe, rank_info: RankInfo, folder: Path, listen: Listener, resume: bool = False, title: str = ""
-) -> dict[str, Any]:
+class TrainJob(NamedTuple):
+    """What to train, and where.
+
+    Attributes:
+        devices: Those of this host's workers, in order; none: its GPUs in turn, else the CPU.
+        resume: Whether to go on from the last checkpoint of the folder.
+        title: What records call the recipe; by default as the folder.
+    """
+
+    recipe: Recipe
+    folder: Path
+    devices: tuple[str, ...] = ()
+    resume: bool = False
+    title: str = ""
+
+
+def run_recipe(job: TrainJob, rank_info: RankInfo, listen: Listener) -> dict[str, Any]:
     """Train in this process, from the start or from the last checkpoint of the folder, to the end.
 
     Returns:
         The final record.
     """
+    folder, resume = job.folder, job.resume
     saved = checkpoint.find(folder, "last") if resume else None
     progress = checkpoint.progress_of(saved) if saved else {}
-    training = Training(recipe, rank_info, progress.get("ramp_steps"))
+    training = Training(job.recipe, rank_info, progress.get("ramp_steps"))
     if saved is not None:
         restore(training, saved, progress)
     if training.step > training.last_step:
@@ -58,7 +71,7 @@ def run_recipe(
         def write(record: dict[str, Any]) -> None:
             if rank_info.first:
                 if record["event"] == "start":
-                    record = {**record, "recipe": title or folder.name, "command": sys.argv}
+                    record = {**record, "recipe": job.title or folder.name, "command": sys.argv}
                 if record["event"] in ("start", "epoch") and (load := machine_load.measured(usable_cores(), threads)):
                     record = {**record, **load._asdict()}
                 records.write(record)
@@ -80,20 +93,9 @@ def _ranks_here(rank_info: RankInfo) -> int:
     return rank_info.world if where is None else where.local_world
 
 
-def evaluate(
-    folder: Path,
-    which: str,
-    split: str,
-    device: torch.device | str,
-    root: str = "",
-    model: str = "",
-    allow_code: bool = False,
-) -> Score:
-    """The score of a run's ``last`` or ``best`` checkpoint. For ``model``, ``allow_code``: see `recipe_files.load`."""
-    recipe = load_recipe(folder / "recipe.toml", model, allow_code)
+def evaluate(folder: Path, recipe: Recipe, which: str, split: str, device: torch.device | str) -> Score:
+    """The score of a run's ``last`` or ``best`` checkpoint."""
     recipe = recipe.model_copy(update={"gossip": GossipTable(), "local": LocalTable()})  # one model, one worker
-    if root:
-        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"root": root})})
     saved = checkpoint.find(folder, which)
     if saved is None:
         raise ValueError(f"{folder} has no {which} checkpoint; give the folder of a run, such as runs/digits-0")
@@ -125,7 +127,7 @@ def _write_common(training: Training, model: dict[str, Tensor], folder: Path) ->
     progress = {
         **{name: getattr(training, name) for name in COUNTERS},
         "world": training.rank_info.world,
-        "schedule": {k: None if v == math.inf else v for k, v in training.schedule.state_dict().items()},
+        "schedule": training.schedule.state_dict(),
         **training.strategy.progress(folder),
     }
     checkpoint.write_json(folder / checkpoint.PROGRESS, progress)
@@ -136,8 +138,7 @@ def restore(training: Training, folder: Path, progress: dict[str, Any]) -> None:
     states = training.strategy.load(folder, progress)
     if states is None:
         return
-    saved = {name: math.inf if value is None else value for name, value in progress["schedule"].items()}
-    training.schedule.load_state_dict(saved)
+    training.schedule.load_state_dict(progress["schedule"])
     for name in COUNTERS:
         setattr(training, name, progress[name])
     if not states:  # epochs of this world have another number of steps

@@ -10,7 +10,9 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from gradwire_lab.train.models.regime import Regime, settings_at
 from gradwire_lab.train.recipe import Recipe
@@ -26,7 +28,7 @@ class Schedule:
         regime: What a user's own model sets instead.
         steps: Of an epoch, where a run may end by iterations; 0 where it does not.
         stalls: How often the rate was cut because the metric had stalled.
-        best: The best loss so far.
+        best: The best loss so far; None before the first that is finite.
         waited: Evaluations since then.
     """
 
@@ -35,7 +37,7 @@ class Schedule:
     regime: Regime | None = None
     steps: int = 0
     stalls: int = 0
-    best: float = math.inf
+    best: float | None = None
     waited: int = 0
 
     def settings(self, epoch: float) -> dict[str, float]:
@@ -52,8 +54,9 @@ class Schedule:
 
     def rate(self, epoch: float) -> float:
         plan, lr = self.recipe.schedule, self.recipe.optimizer.lr
-        epoch = self._nominal_epoch(epoch)
         top = lr * self.scale
+        if plan.epochs:  # what the recipe's numbers are written for, in a run of another length
+            epoch = epoch * plan.epochs / self.length
         if epoch < plan.warmup:
             low = lr * plan.warmup_from
             return low + (top - low) * epoch / plan.warmup
@@ -62,27 +65,22 @@ class Schedule:
     def record_loss(self, loss: float) -> None:
         """Take note of an evaluation."""
         self.waited += 1
-        if loss < self.best:
+        if loss < (math.inf if self.best is None else self.best):
             self.best, self.waited = loss, 0
         elif self.recipe.schedule.kind == "plateau" and self.waited > self.recipe.schedule.patience:
             self.stalls, self.waited = self.stalls + 1, 0
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         return {"stalls": self.stalls, "best": self.best, "waited": self.waited}
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.stalls, self.best, self.waited = int(state["stalls"]), float(state["best"]), int(state["waited"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.stalls, self.best, self.waited = state["stalls"], state["best"], state["waited"]
 
     @property
     def length(self) -> float:
         """How many epochs the schedule spans: all, also where iterations end it earlier, and more where they go on."""
         plan = self.recipe.train
         return max(plan.epochs, plan.iterations / self.steps) if self.steps else plan.epochs
-
-    def _nominal_epoch(self, epoch: float) -> float:
-        """The epoch that the recipe's numbers mean, in a run of another length."""
-        written = self.recipe.schedule.epochs
-        return epoch * written / self.length if written else epoch
 
     def _shape(self, epoch: float) -> float:
         plan = self.recipe.schedule
@@ -93,7 +91,8 @@ class Schedule:
             done = min(1.0, (epoch - plan.warmup) / max(1e-9, end - plan.warmup))
             return plan.floor + (1 - plan.floor) * (1 + math.cos(math.pi * done)) / 2
         if plan.kind == "linear":
-            return _interpolate(plan.points, epoch)
+            epochs, shares = zip(*plan.points, strict=True)
+            return float(np.interp(epoch, epochs, shares))
         if plan.kind == "exponential":
             return math.pow(plan.factor, epoch - plan.warmup)
         return math.pow(plan.factor, self.stalls) if plan.kind == "plateau" else 1.0
@@ -118,11 +117,3 @@ def _averaged(recipe: Recipe, world: int) -> float:
     from gradwire_lab.train.gossip_workers import method_of
 
     return rate_scale(method_of(recipe).graph.on(world))
-
-
-def _interpolate(points: list[list[float]], place: float) -> float:
-    """On the line through the points; level before the first and after the last."""
-    for (a, low), (b, high) in pairwise(points):
-        if place < b:
-            return low + (high - low) * max(0.0, place - a) / (b - a)
-    return points[-1][1]

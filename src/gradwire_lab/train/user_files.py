@@ -13,9 +13,7 @@ from gradwire_lab.train.recipe import Recipe
 
 def hashes(paths: Iterable[Path]) -> dict[str, str]:
     """What some files hold, by name; of a Python file, also what it imports from its own folder."""
-    named = {str(path): path.resolve() for path in paths}
-    every = {name: sources(path) for name, path in named.items()}
-    return {name: _digest(files) for name, files in sorted(every.items())}
+    return {str(path): _digest(sources(path.resolve())) for path in sorted(paths, key=str)}
 
 
 def named_files(recipe: Recipe) -> list[Path]:

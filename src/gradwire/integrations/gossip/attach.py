@@ -8,12 +8,12 @@ from torch import nn
 from gradwire.comm.backend import Backend
 from gradwire.comm.host_layout import Across
 from gradwire.gossip import GossipMethod
+from gradwire.integrations.consistency import find_backend
 from gradwire.integrations.ddp import find_ddp
 from gradwire.integrations.elastic_place import LOOPBACK, elastic_place_of
 from gradwire.integrations.gossip.elastic import ElasticGossip
 from gradwire.integrations.gossip.flat_params import CodecSpec, GossipOptions
 from gradwire.integrations.gossip.gossip_sync import GossipSync
-from gradwire.integrations.host_discovery import find_backend
 
 
 def gossip(
@@ -70,16 +70,11 @@ def gossip(
     if place is not None:
         return ElasticGossip(model, options, place)
     link = find_backend(link, process_group, across)
-    if link.host_layout is None or link.host_layout.ranks_per_host == 1:
-        _refuse_ddp(model)
-    return GossipSync(model, link, options)
-
-
-def _refuse_ddp(model: nn.Module) -> None:
-    """Replicas that step by the same mean gradient never differ, and messages between them are wasted."""
-    ddp = find_ddp(model)
+    ddp = find_ddp(model) if link.host_layout is None or link.host_layout.ranks_per_host == 1 else None
     if ddp is not None and ddp.process_group.size() > 1:
+        # Replicas that step by the same mean gradient never differ, and messages between them are wasted.
         raise ValueError(
             f"DistributedDataParallel averages gradients over {ddp.process_group.size()} ranks, so their replicas are "
             "equal and need no gossip; pass the module inside, or with across= the ranks that are one node"
         )
+    return GossipSync(model, link, options)

@@ -14,7 +14,6 @@ from gradwire.engine.lockstep import Lockstep
 from gradwire.gossip import GossipMethod
 from gradwire.gossip.centralized import Centralized
 from gradwire.gossip.stacked import StackedNodes, stackable
-from gradwire.integrations.gossip.checkpoint import check_state, load_state, save_state
 from gradwire.integrations.gossip.flat_params import CodecSpec, FlatParams, GossipOptions
 from gradwire.integrations.gossip.handle import GossipHandle
 from gradwire.integrations.gossip.report import GossipReport, summarize
@@ -131,15 +130,15 @@ class BatchedGossip(GossipHandle):
     def state_dict(self) -> list[dict[str, Tensor]]:
         """One state for each node, as real ranks would save them."""
         self._scatter()
-        return [save_state(node, self.flat, self.description) for node in self.nodes]
+        return [self.save_node(node) for node in self.nodes]
 
     def load_state_dict(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         if len(states) != len(self.nodes):
             raise ValueError(f"there are {len(states)} states for {len(self.nodes)} replicas; pass one for each")
         for node, state in zip(self.nodes, states, strict=True):
-            check_state(state, node, self.flat, self.description)
+            self.check_state(state, node)
         for node, state in zip(self.nodes, states, strict=True):
-            load_state(node, state)
+            self.load_node(node, state)
         if self._stack is not None:
             self._stack.gather()
 

@@ -1,6 +1,5 @@
 """The handle of one rank of an elastic group, which continues when neighbors die or stall, and takes them back."""
 
-import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -10,14 +9,12 @@ from torch import Tensor, nn
 
 from gradwire.comm.backend import delegated
 from gradwire.comm.collectives import Traffic
-from gradwire.comm.framing import UNCOUNTED
+from gradwire.comm.peer_edges import UNCOUNTED
 from gradwire.comm.peer_mesh import PeerMesh
-from gradwire.comm.rendezvous import rendezvous
 from gradwire.core.payload import CorruptMessageError, Payload, byte_tensor, raw_bytes
 from gradwire.core.requests import Request, SendRecv
 from gradwire.engine.drive import execute, interleave
 from gradwire.integrations.elastic_place import ElasticPlace
-from gradwire.integrations.gossip.checkpoint import check_state, save_state
 from gradwire.integrations.gossip.flat_params import FlatParams, GossipOptions
 from gradwire.integrations.gossip.handle import RankHandle
 from gradwire.integrations.gossip.membership import Membership, snapshot_of
@@ -57,10 +54,8 @@ class ElasticGossip(RankHandle):
         self._last_live: tuple[int, ...] = ()  # those that took part in the last round
         self._gathers = (-1, 0)  # a step, and how many times `gather_reachable` was called in it
         whole = f"{self.description}; seed {options.seed}; world {world}; {flat.fingerprint().tolist()}"
-        digest = hashlib.sha256(whole.encode()).digest()
         most_bytes = _SMALL_BYTES + world * (4 + 4 * flat.read_all().numel())  # what `gather_models` sends at its end
-        where = node.topology.peers(rank), rendezvous(place.meeting), digest
-        self.mesh = PeerMesh(rank, *where, timeout=place.timeout, most_bytes=most_bytes, host=place.host)
+        self.mesh = place.connect(node.topology.peers(rank), whole, most_bytes)
         self._membership = Membership(flat, node, self.mesh)
         try:
             self._membership.join()
@@ -91,7 +86,7 @@ class ElasticGossip(RankHandle):
         self._last_live = tuple(live)
         self.rounds_made += 1
         self.messages_sent += len(live)
-        self.mesh.finish(step, snapshot_of(mixed, buffers))
+        self.mesh.publish(step + 1, snapshot_of(mixed, buffers))
         return mixed
 
     def _mix_without_corrupt(self, x: Tensor, live: Mapping[int, bool]) -> Tensor:
@@ -180,7 +175,7 @@ class ElasticGossip(RankHandle):
     def state_dict(self) -> dict[str, Tensor]:
         """Copies, gamma and step."""
         self.wait()
-        return save_state(self.node, self.flat, self.description)
+        return self.save_node(self.node)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from this rank's own state, and join the group at its step, or at the group's if that is further.
@@ -189,7 +184,7 @@ class ElasticGossip(RankHandle):
         other; any other starts again, with whole parameters.
         """
         self.wait()
-        check_state(state, self.node, self.flat, self.description)
+        self.check_state(state, self.node)
         self.node.load(state)
         self.node.step = self.node.number = int(state["gradwire/step"])
         self.mesh.leave()

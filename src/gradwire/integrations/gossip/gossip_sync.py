@@ -7,10 +7,8 @@ from torch import Tensor, nn
 
 from gradwire.comm.backend import Backend
 from gradwire.comm.collectives import AllReduceOp, Traffic
-from gradwire.engine.drive import execute, interleave
-from gradwire.engine.hosts import among_hosts
+from gradwire.engine.drive import among_hosts, execute, interleave
 from gradwire.integrations.consistency import agree, errors_on_all_ranks
-from gradwire.integrations.gossip.checkpoint import check_state, load_state, save_state
 from gradwire.integrations.gossip.flat_params import FlatParams, GossipOptions
 from gradwire.integrations.gossip.handle import RankHandle
 from gradwire.integrations.gossip.hosts import HostShare
@@ -77,7 +75,7 @@ class GossipSync(RankHandle):
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's memories and step: plain tensors, keyed by parameter name."""
         self.wait()
-        return {**save_state(self.node, self.flat, self.description), **self.share.state()}
+        return {**self.save_node(self.node), **self.share.state()}
 
     def load_state_dict(self, state: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> None:
         """Continue from this rank's own state. All ranks must call it; a state that one cannot load, none loads."""
@@ -85,13 +83,10 @@ class GossipSync(RankHandle):
         states = [state] if isinstance(state, Mapping) else list(state)
         with errors_on_all_ranks(self.link):
             for one in states:
-                check_state(one, self.node, self.flat, self.description)
+                self.check_state(one, self.node)
                 self.share.check_state(one)
         agree(self.link, self.description, {}, int(states[0]["gradwire/step"]), call="load_state_dict()")
-        if self.share.serves:
-            load_state(self.node, states[0])
-        else:
-            self.node.step, self.node.seed = int(states[0]["gradwire/step"]), int(states[0]["gradwire/seed"])
+        self.load_node(self.node, states[0])
 
     def fits(self, state: Mapping[str, Tensor]) -> bool:
         """Whether a state was saved in a world like this one."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.core.renamed import renamed_attributes
+from gradwire.engine.checkpoint import facts_of, saved_spec
 from gradwire.engine.drive import Clock
 from gradwire.gossip import Node
 from gradwire.integrations.comm_worker import CommWorker
@@ -59,6 +60,40 @@ class GossipHandle(ABC):
         """In one line, as print shows it; it waits for nothing."""
         node = self.nodes[0]
         return f"<{type(self).__name__}: {self.description}; {node.topology}; {self._where}step {node.step}>"
+
+    def save_node(self, node: Node) -> dict[str, Tensor]:
+        """The state of a node: copies, residuals and step, as plain tensors by parameter name."""
+        numbers = {name: getattr(node, name) for name in ("number", "rank", "seed", "step")}
+        numbers["world"] = node.topology.size
+        return {**facts_of(self.description, self.flat.fingerprint(), numbers), **node.save()}
+
+    def check_state(self, state: Mapping[str, Tensor], node: Node) -> None:
+        """Refuse a state of another run.
+
+        Raises:
+            ValueError: It is one.
+        """
+        saved = saved_spec(state, ("format", "number", "rank", "seed", "step", "world"))
+        if saved != self.description:
+            raise ValueError(
+                f"the state was saved under [{saved}], but this run has [{self.description}]; attach with the saved "
+                "spec"
+            )
+        rank, size, world = int(state["gradwire/rank"]), int(state["gradwire/world"]), node.topology.size
+        if (rank, size) != (node.rank, world):
+            raise ValueError(
+                f"the state is of rank {rank} of {size}, and this is rank {node.rank} of {world}; copies of neighbors "
+                "belong to one place in one graph, so load each rank's own"
+            )
+        if not torch.equal(state["gradwire/model"], self.flat.fingerprint()):
+            raise ValueError("the state was saved for another model: its parameters differ in name, number or shape")
+
+    @staticmethod
+    def load_node(node: Node, state: Mapping[str, Tensor]) -> None:
+        """Continue from a state. A node that serves no parameter has no memories."""
+        if len(node.tensors):
+            node.load(state)
+        node.step, node.number, node.seed = (int(state[f"gradwire/{name}"]) for name in ("step", "number", "seed"))
 
     @property
     @abstractmethod

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.comm.backend import Backend
+from gradwire.comm.host_layout import HostLayout
 from gradwire.core.payload import Payload, as_bytes, from_bytes
 from gradwire.core.requests import SendRecv, Sum
 from gradwire.core.segments import Segments
@@ -33,12 +34,9 @@ class HostShare:
 
     def __init__(self, model: nn.Module, flat: FlatParams, link: Backend, options: GossipOptions) -> None:
         self._model, self._flat, self._link = model, flat, link
-        self.size, self.local_rank = 1, 0
-        self.host = link.rank
-        self.hosts: tuple[tuple[int, ...], ...] = tuple((rank,) for rank in range(link.world))
-        if link.host_layout is not None:
-            self.size, self.hosts = link.host_layout.ranks_per_host, link.host_layout.hosts
-            self.host, self.local_rank = link.host_layout.place_of(link.rank)
+        layout = link.host_layout or HostLayout(tuple((rank,) for rank in range(link.world)))
+        self.size, self.hosts = layout.ranks_per_host, layout.hosts
+        self.host, self.local_rank = layout.place_of(link.rank)
         if options.overlap and self.size > 1:
             require_one_thread(link)
         self.shares = _divide(flat.tensors, self.size, options.granularity)

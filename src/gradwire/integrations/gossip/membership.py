@@ -12,7 +12,6 @@ from gradwire.core.payload import byte_tensor, raw_bytes
 from gradwire.gossip import Node
 from gradwire.integrations.gossip.flat_params import FlatParams
 
-_TRIES = 5  # to find a neighbor that lives long enough to be copied
 _log = logging.getLogger("gradwire.gossip")
 
 
@@ -34,17 +33,11 @@ class Membership:
         Args:
             resumes: Whether copies are those of this step, so that edges may continue where both ends have the same.
         """
-        for _ in range(_TRIES):
-            ahead = self._mesh.discover(self._node.step)
-            if ahead is None:
-                break
-            if self._copy(ahead):
-                resumes = False
-                break
+        copied = self._mesh.catch_up(self._node.step, self._copy) is not None
         if self._node.step == 0:
             self._copy_root()
-            resumes = False
-        digests = self._digests() if resumes else {}
+            copied = True
+        digests = self._digests() if resumes and not copied else {}
         self._mesh.join(self._node.step, snapshot_of(self._flat.read_all()), digests)
 
     def _digests(self) -> dict[int, bytes]:

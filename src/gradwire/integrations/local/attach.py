@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,13 +23,14 @@ from gradwire.integrations.compress import connect_model
 from gradwire.integrations.consistency import errors_on_all_ranks
 from gradwire.integrations.ddp import find_ddp
 from gradwire.integrations.elastic_place import LOOPBACK, ElasticPlace, elastic_place_of
+from gradwire.integrations.entry_point import COMPRESS
 from gradwire.integrations.local.elastic import ElasticGroup, elastic_method
 from gradwire.integrations.local.handle import LocalSync
 from gradwire.integrations.model import is_plain, refuse_sparse, refuse_wrapped, trainable
 from gradwire.integrations.optimizer_warning import OptimizerWarning
 from gradwire.integrations.ownership import refuse_wires, register_local
 from gradwire.integrations.setup import Options, Setup
-from gradwire.local.method import LocalMethod, OuterFactory, local_method
+from gradwire.local.method import LocalMethod, OuterFactory
 
 Optimizers: TypeAlias = "Optimizer | Sequence[Optimizer]"
 _hooks: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
@@ -115,7 +115,7 @@ def local(
                 "process_group, across, uneven and auto out"
             )
         return _local_elastic(
-            model, optimizer, local_method(spec, codec, feedback, exchange), options, place, outer, outer_device
+            model, optimizer, COMPRESS.rounds(spec, codec, feedback, exchange), options, place, outer, outer_device
         )
     replicas, backend = connect_model(model, link, process_group, across)
     ddp = find_ddp(model)
@@ -127,12 +127,12 @@ def local(
             )
         if ddp is not None and 1 < ddp.process_group.size() == backend.world:
             raise ValueError("DistributedDataParallel averages gradients over all ranks; pass the module inside of it")
-        chosen = local_method(spec, codec, feedback, exchange)
+        chosen = COMPRESS.rounds(spec, codec, feedback, exchange)
         inner = model if ddp is None else ddp.module
         options = Options(None, None, granularity, rules, bundle, None, seed, bucket_mb, rollback)
         setup = set_up(inner, backend, options, sharded=replicas is not None)
         refuse_wires(setup.parameters, backend.world)
-        optimizers = as_list(optimizer, chosen)
+        optimizers = as_list(optimizer, chosen, warn=backend.rank == 0)
     if replicas is not None:
         replicas.take_over(backend)
     handle = LocalSync(inner, setup, chosen, outer, outer_device, uneven, measured=auto)
@@ -153,30 +153,30 @@ def _local_elastic(
     refuse_wrapped(model)
     refuse_sparse(model)
     chosen, parameters = elastic_method(chosen, options), trainable(model.named_parameters())
-    optimizers = as_list(optimizer, chosen)
+    optimizers = as_list(optimizer, chosen, warn=place.rank == 0)
     refuse_wires(parameters, place.world)
     numbers = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
     shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-    group = ElasticGroup(place, f"{chosen}; {replace(options, scaler=None)}; {shapes}", numbers)
+    group = ElasticGroup(place, f"{chosen}; {options}; {shapes}", numbers)
     try:
         handle = LocalSync(model, Setup(parameters, group.link, options), chosen, outer, outer_device, group=group)
         group.begin(handle)
     except BaseException:
-        group.close()
+        group.mesh.close()
         raise
     watch(handle, optimizers, handle.average_gradients)
     register_local(handle, parameters, place.world)
     return handle
 
 
-def as_list(given: Optimizers, chosen: LocalMethod) -> list[Optimizer]:
-    """The optimizers of one worker; warns where the method is meant for others."""
+def as_list(given: Optimizers, chosen: LocalMethod, warn: bool = True) -> list[Optimizer]:
+    """The optimizers of one worker; warns, if it is to, where the method is meant for others."""
     optimizers = [given] if isinstance(given, Optimizer) else list(given)
     for one in optimizers:
         if not isinstance(one, Optimizer):
             raise TypeError(f"{type(one).__name__} is no optimizer of torch; pass the one that steps the model")
     kinds = [type(one).__name__ for one in optimizers]
-    if chosen.inner and not any(chosen.inner.lower() in kind.lower() for kind in kinds):
+    if warn and chosen.inner and not any(chosen.inner.lower() in kind.lower() for kind in kinds):
         warnings.warn(
             f"this method is meant for inner steps of {chosen.inner}, not of {', '.join(kinds)}; pass "
             f"[torch.optim.{chosen.inner}(matrices), torch.optim.AdamW(others)], or use diloco",

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwire.engine.checkpoint import Saved, of_shard
-from gradwire.engine.sharded import ShardEngine
+from gradwire.engine.checkpoint import Saved, is_own, of_shard
 from gradwire.engine.step import StepResult
 from gradwire.integrations.comm_worker import CompletedFuture
 from gradwire.integrations.consistency import errors_on_all_ranks
+from gradwire.integrations.local.outer import on_host
 from gradwire.integrations.model import distributed_as, local_part
 
 if TYPE_CHECKING:
@@ -35,17 +35,19 @@ def save(handle: "LocalSync") -> dict[str, Tensor]:
     first, *others = handle.wires
     state = {"steps": torch.tensor(handle.steps), "inside": torch.tensor(handle.inside)}
     state |= {f"own/{name}": x.cpu().contiguous() for name, x in handle.outer.model_tensors().items()}
-    state |= {f"kept/{name}": x.cpu().clone().contiguous() for name, x in handle.outer.kept.items()}
+    state |= {f"kept/{name}": on_host(x) for name, x in handle.outer.kept.items()}
     for fragment in handle.fragments:
         if fragment.pending_result is not None:
-            state[_skipped_key(fragment.number)] = torch.tensor(fragment.pending_result.result().skipped)
-        state |= {f"flight/{name}": x for name, x in fragment.state().items()}
+            result = fragment.pending_result.result()
+            state[_skipped_key(fragment.number)] = torch.tensor(result.skipped)
+            state |= {f"flight/{name}": on_host(x) for name, x in result.updates.items()}
     state |= handle.outer.state_dict()
     if handle.measured is not None and handle.measured.chosen is not None:
         state["H"] = torch.tensor(handle.measured.chosen)
     if handle.uneven_steps is not None:
         state["pace"] = torch.tensor(handle.uneven_steps.steps)
-    state |= {} if handle.group is None else handle.group.state()
+    if handle.group is not None:
+        state["round"] = torch.tensor(handle.group.rounds.step)
     for number, wire in enumerate(others, 1):
         state |= {f"fragment/{number}/{name}": x for name, x in wire.state_dict().items()}
     if handle.start.wire is not None:
@@ -66,7 +68,7 @@ def load(handle: "LocalSync", states: Sequence[Saved]) -> None:
         wire.load_state_dict([_below(one, f"{_KEY}fragment/{number}/") for one in states])
     if handle.start.wire is not None:
         handle.start.wire.load_state_dict([_below(one, f"{_KEY}start/") for one in states])
-    mine = _own_state(handle, states)
+    mine = next((one for one in states if is_own(handle.wire.engine, one)), None)
     local = _below(states[0] if mine is None else mine, _KEY)
     handle.outer.load_state_dict(local)
     handle.steps, handle.inside, handle.start.averaged = int(local["steps"]), int(local["inside"]), False
@@ -111,7 +113,7 @@ def _tensors(optimizer: Optimizer) -> dict[str, Tensor]:
     """The tensors of an optimizer's state, by the number of the parameter and their name."""
     slots = optimizer.state_dict()["state"].items()
     tensors = {f"{i}/{key}": x for i, slot in slots for key, x in slot.items() if isinstance(x, Tensor)}
-    return {name: local_part(x.detach()).cpu().clone().contiguous() for name, x in tensors.items()}
+    return {name: on_host(local_part(x)) for name, x in tensors.items()}
 
 
 def _load_tensors(optimizer: Optimizer, tensors: Saved) -> None:
@@ -145,11 +147,3 @@ def _check(handle: "LocalSync", states: Sequence[Saved]) -> None:
     saved = 1 + len({key.split("/")[2] for key in states[0] if key.startswith(f"{_KEY}fragment/")})
     if saved != len(handle.fragments):
         raise ValueError(f"the state has {saved} fragments, and this model {len(handle.fragments)}; take as many")
-
-
-def _own_state(handle: "LocalSync", states: Sequence[Saved]) -> Saved | None:
-    """The state that this very rank has saved, if the world is still the same."""
-    engine = handle.wire.engine
-    rank = engine.unwrapped.rank if isinstance(engine, ShardEngine) else handle.link.rank
-    own = [one for one in states if len(states) == 1 or int(one["gradwire/rank"]) == rank]
-    return own[0] if len(own) == 1 and handle.fits(own[0]) else None

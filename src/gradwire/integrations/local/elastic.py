@@ -16,7 +16,6 @@ from gradwire.comm.backend import UncountedBackend, delegated
 from gradwire.comm.collectives import AllGatherOp, Collective
 from gradwire.comm.elastic_rounds import ElasticRounds
 from gradwire.comm.peer_mesh import PeerMesh
-from gradwire.comm.rendezvous import rendezvous
 from gradwire.core.payload import byte_tensor, raw_bytes
 from gradwire.engine.step import StepResult
 from gradwire.exchanges import AllGather, AllReduce, Auto
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 _SMALL_BYTES = 2**20  # ballots, names and headers
 _STATES = 6  # float32 vectors of a state at most: weights, and slots of their optimizer
-_TRIES = 5  # to find a worker that lives long enough to be copied
 _PAUSE_SECONDS = 0.05
 _log = logging.getLogger("gradwire.local")
 
@@ -63,15 +61,8 @@ class ElasticGroup:
     """
 
     def __init__(self, place: ElasticPlace, training: str, numbers: int) -> None:
-        self.mesh = PeerMesh(
-            place.rank,
-            [rank for rank in range(place.world) if rank != place.rank],
-            rendezvous(place.meeting),
-            hashlib.sha256(f"local steps; {training}; world {place.world}".encode()).digest(),
-            timeout=place.timeout,
-            most_bytes=_SMALL_BYTES + 4 * _STATES * numbers,
-            host=place.host,
-        )
+        others, training = {*range(place.world)} - {place.rank}, f"local steps; {training}; world {place.world}"
+        self.mesh = place.connect(sorted(others), training, _SMALL_BYTES + 4 * _STATES * numbers)
         self.link, self.rounds = ElasticLink(self.mesh, place.world), ElasticRounds(self.mesh)
         self.missed = self.resyncs = self._base = 0
         self.lock = threading.Lock()
@@ -91,7 +82,8 @@ class ElasticGroup:
             if messages is not None:
                 return mine.finish(messages, self._handle.outer)
             self.missed += 1
-            if self._follow(self.rounds.leader):
+            leader = self.rounds.leader  # who may be gone
+            if leader is not None and leader != self.rounds.rank and self._copy(leader, at_least=self.rounds.step):
                 break
         return StepResult({}, skipped=True)
 
@@ -129,28 +121,17 @@ class ElasticGroup:
 
     def _join(self) -> bool:
         """Join the group where it is further than this worker. Returns whether it was."""
-        for _ in range(_TRIES):
-            ahead = self.mesh.discover(self.rounds.step)
-            if ahead is None:
-                return False
-            if self._copy(ahead, at_least=self.rounds.step + 1):
-                self.mesh.leave()  # edges that were agreed on for an earlier round are of no use
-                self.mesh.join(self.rounds.step, self._snapshot)
-                return self._catch_up(ahead)
-        return False
-
-    def _catch_up(self, peer: int) -> bool:
-        """Others may have begun the round of the state meanwhile; then this worker is awaited in the next one."""
+        step = self.rounds.step
+        ahead = self.mesh.catch_up(step, lambda peer: self._copy(peer, at_least=step + 1))
+        if ahead is None:
+            return False
+        self.mesh.leave()  # edges that were agreed on for an earlier round are of no use
+        self.mesh.join(self.rounds.step, self._snapshot)
+        # Others may have begun the round of the state meanwhile; then this worker is awaited in the next one.
         starts = self.mesh.await_edges(self.rounds.members, self.mesh.timeout / 10)
         if starts and min(starts) > self.rounds.step:
-            self._copy(peer, at_least=min(starts))
+            self._copy(ahead, at_least=min(starts))
         return True
-
-    def _follow(self, leader: int | None) -> bool:
-        """Take over the state that a round has led to. Returns False where its leader is gone."""
-        if leader is None or leader == self.rounds.rank:
-            return False
-        return self._copy(leader, at_least=self.rounds.step)
 
     def _copy(self, peer: int, at_least: int) -> bool:
         """Take over a worker's outer weights, once it has come to some round, if it lives long enough."""
@@ -193,12 +174,6 @@ class ElasticGroup:
         self._handle.outer.restart()
         self._handle.outer.restart_buffers()
 
-    # -- state ---------------------------------------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Tensor]:
-        """What a checkpoint needs beside the rest."""
-        return {"round": torch.tensor(self.rounds.step)}
-
     def resume(self, state: Mapping[str, Tensor]) -> None:
         """The handle has a state of its own: go on from there, or where the group is, if that is further.
 
@@ -214,10 +189,6 @@ class ElasticGroup:
             self._restart()
         else:
             self.mesh.join(self.rounds.step, self._snapshot)
-
-    def close(self) -> None:
-        """Leave the group."""
-        self.mesh.close()
 
 
 def _renumber(wire: Wire, step: int) -> None:

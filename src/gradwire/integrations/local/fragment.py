@@ -58,15 +58,8 @@ class Fragment:
     def errors(self) -> dict[str, Tensor]:
         """What this rank has not sent, by name, of parameters that have error feedback."""
         inner = self.wire.engine.unwrapped
-        lanes = [pair for pair in zip(inner.plan.lanes, inner.states, strict=True) if "residual" in pair[1].tensors]
-        return by_name([lane for lane, _ in lanes], [state.tensors["residual"] for _, state in lanes])
-
-    def state(self) -> dict[str, Tensor]:
-        """What the message under way led to."""
-        if self.pending_result is None:
-            return {}
-        result = self.pending_result.result()
-        return {name: x.detach().cpu().clone().contiguous() for name, x in result.updates.items()}
+        lanes = [(lane, state.tensors["residual"]) for lane, state in inner.lanes if "residual" in state.tensors]
+        return by_name([lane for lane, _ in lanes], [residual for _, residual in lanes])
 
     @property
     def dense(self) -> float:

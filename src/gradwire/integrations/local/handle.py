@@ -13,23 +13,21 @@ from torch.optim import Optimizer
 from gradwire.comm.backend import Backend
 from gradwire.core.spec import parse
 from gradwire.engine.checkpoint import Saved
-from gradwire.engine.drive import execute
+from gradwire.engine.drive import among_hosts, execute
 from gradwire.engine.method import Spec, method
+from gradwire.engine.step import StepResult
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.comm_worker import CompletedFuture
 from gradwire.integrations.consistency import errors_on_all_ranks
 from gradwire.integrations.local import checkpoint
 from gradwire.integrations.local.elastic import ElasticGroup
-from gradwire.integrations.local.end_round import compare_weights, end_round
 from gradwire.integrations.local.fragment import Fragment, fragments_of
-from gradwire.integrations.local.measured_rounds import MeasuredRounds
 from gradwire.integrations.local.outer import OuterWeights
 from gradwire.integrations.local.report import LocalReport, summarize
+from gradwire.integrations.local.round_length import MeasuredRounds, UnevenSteps
 from gradwire.integrations.local.start import Start
-from gradwire.integrations.local.uneven_steps import UnevenSteps
-from gradwire.integrations.setup import Setup
-from gradwire.integrations.spec_change import feedback_after
+from gradwire.integrations.setup import Setup, feedback_after
 from gradwire.integrations.wire import Wire
 from gradwire.local.fragments import split_names
 from gradwire.local.method import LocalMethod, OuterFactory
@@ -68,8 +66,7 @@ class LocalSync:
         setup.note = f"; {chosen}{', uneven' * uneven}"
         with errors_on_all_ranks(self.link):
             split_names(setup.parameters, chosen.fragments)
-            _check_uneven(chosen, uneven)
-            _check_keep(chosen, self.link)
+            _check(chosen, self.link, uneven)
             if measured and (uneven or chosen.delay or chosen.fragments != 1):
                 raise ValueError(
                     "auto=True measures rounds of the whole model that end at once, on all ranks after equally many "
@@ -126,13 +123,38 @@ class LocalSync:
             differences = self.outer.differences(fragment.names)
             if self.uneven_steps is not None:
                 torch._foreach_mul_(list(differences.values()), self.uneven_steps.weight)
-            work = partial(end_round, self, fragment.wire, differences, buffers)
+            work = partial(self._end_round, fragment.wire, differences, buffers)
             fragment.pending_result = (
                 fragment.wire.worker.submit(work) if self.method.delay else CompletedFuture([work()])
             )
         if self.start.compares(self.steps):
-            self.start.count_comparison(execute(compare_weights(self), self.link, self.wire.clock))
+            setup = self.wire.setup
+            rounds = self.outer.average_if_different(setup.plan_world if setup.sharded else self.link.world)
+            # Of a sharded replica, each rank compares with those that hold the same shards.
+            rounds = among_hosts(rounds) if setup.sharded else rounds
+            self.start.count_comparison(execute(rounds, self.link, self.wire.clock))
         self.arrive()
+
+    def _end_round(self, wire: Wire, differences: dict[str, Tensor], buffers: Tensor | None) -> StepResult:
+        """The mean difference of a fragment; then ranks agree on the next round, where that is measured."""
+        if self.group is not None:
+            return self.group.exchange(wire, differences, buffers)
+        measured = None if self.measured is None or self.measured.chosen is not None else self.measured
+        if measured is not None:
+            measured.begin(wire.device)
+        skipped = wire.skipped
+        updates = wire.sync(differences).updates
+        is_skipped = wire.skipped > skipped  # reads what a GPU may know alone
+        if buffers is not None and not is_skipped:
+            execute(self.outer.average_buffers(buffers, self.link.world), self.link, wire.clock)
+        if self.uneven_steps is not None:
+            execute(self.uneven_steps.agree(wire.device), self.link, wire.clock)
+        if measured is not None:
+            execute(measured.agree(wire.device, self.method.H), self.link, wire.clock)
+            self.method = replace(self.method, H=measured.chosen or self.method.H)
+        if self.method.delay and wire.device.type == "cuda":
+            torch.cuda.current_stream(wire.device).synchronize()  # this thread's, which the training does not wait for
+        return StepResult(updates, is_skipped)
 
     def advance(self) -> list[Fragment]:
         """Count an inner step. Returns the fragments whose messages are due."""
@@ -184,10 +206,7 @@ class LocalSync:
     # -- changing the method ---------------------------------------------------------------------------------------
 
     def set(
-        self,
-        spec: "Spec | LocalMethod",
-        feedback: str | Feedback | None = None,
-        exchange: str | Exchange | None = None,
+        self, spec: "Spec | LocalMethod", feedback: str | Feedback | None = None, exchange: str | Exchange | None = None
     ) -> None:
         """Take other rounds, or send other messages, from now on. All ranks must call it; errors and momentum stay.
 
@@ -203,21 +222,16 @@ class LocalSync:
             rounds = isinstance(made, LocalMethod)
             base, message = (made, made.message) if rounds else (self.method, made)
             feedback = feedback_after(message, feedback, self.method.message.feedback)
-            chosen = replace(
-                base,
-                message=method(message, feedback, exchange),
-                **{name: getattr(self.method, name) for name in ("start", "first", "fragments")},
-            )
-            _check_uneven(chosen, self.uneven_steps is not None)
-            _check_keep(chosen, self.link)
+            kept = {name: getattr(self.method, name) for name in ("start", "first", "fragments")}
+            chosen = replace(base, message=method(message, feedback, exchange), **kept)
+            _check(chosen, self.link, self.uneven_steps is not None)
         for wire in self.wires:
             wire.setup.note = f"; {chosen}{', uneven' * (self.uneven_steps is not None)}"
             wire.set(chosen.message)
         self.arrive(early=True)  # the next message must not meet this one
         self.method, self.inside = chosen, min(self.inside, chosen.H - 1)
-        self.uneven_steps = (
-            None if self.uneven_steps is None else UnevenSteps(chosen.H, self.link.rank, self.link.world)
-        )
+        if self.uneven_steps is not None:
+            self.uneven_steps = UnevenSteps(chosen.H, self.link.rank, self.link.world)
         if rounds and not self._given:
             self.outer.configure(chosen)
 
@@ -253,7 +267,7 @@ class LocalSync:
 
     def report(self) -> LocalReport:
         """Bytes, ratios and seconds so far, of the start and of the rounds."""
-        return summarize(self.wires, self.fragments, self.start)
+        return summarize(self.wires, self.fragments, self.start, self.steps)
 
     def __str__(self) -> str:
         H = self.method.H if self.uneven_steps is None else self.uneven_steps.own
@@ -263,7 +277,7 @@ class LocalSync:
     def close(self) -> None:
         """Leave an elastic group. A process group is the caller's."""
         if self.group is not None:
-            self.group.close()
+            self.group.mesh.close()
 
 
 def _refuse_change(group: ElasticGroup | None, spec: object) -> None:
@@ -271,12 +285,9 @@ def _refuse_change(group: ElasticGroup | None, spec: object) -> None:
         raise ValueError(f"an elastic group keeps its rounds; start all workers again to take {str(spec)!r}")
 
 
-def _check_keep(chosen: LocalMethod, link: Backend) -> None:
+def _check(chosen: LocalMethod, link: Backend, uneven: bool) -> None:
     if chosen.keep and link.host_layout is not None:
         raise ValueError(f"keep={chosen.keep} needs errors of each rank's own; write keep=0, or leave across out")
-
-
-def _check_uneven(chosen: LocalMethod, uneven: bool) -> None:
     if uneven and (chosen.delay or chosen.fragments != 1):
         raise ValueError(
             f"uneven=True ends a round at once and for the whole model, and this one has delay={chosen.delay} and "

@@ -153,7 +153,7 @@ class OuterWeights:
     def remaining_tensors(self) -> dict[str, Tensor]:
         """What is neither trained nor averaged: frozen parameters, counters of batch norm."""
         held = {name: x for name, x in self._own.items() if name not in self.weights and name not in self.buffers}
-        return {f"rest/{name}": x.detach().cpu().clone().contiguous() for name, x in held.items()}
+        return {f"rest/{name}": on_host(x) for name, x in held.items()}
 
     @torch.no_grad()
     def load_remaining_tensors(self, state: Mapping[str, Tensor]) -> None:
@@ -171,7 +171,7 @@ class OuterWeights:
         for name, x in self.weights.items():
             held = self.optimizer.state.get(x, {}).items()
             state |= {f"optimizer/{key}/{name}": value for key, value in held if isinstance(value, Tensor)}
-        return {name: x.detach().cpu().clone().contiguous() for name, x in state.items()}
+        return {name: on_host(x) for name, x in state.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -190,6 +190,11 @@ class OuterWeights:
                 slot, _, name = rest.partition("/")
                 saved["state"].setdefault(places[name], {})[slot] = value.clone()
         self.optimizer.load_state_dict(saved)  # it knows which of them belong on the device
+
+
+def on_host(x: Tensor) -> Tensor:
+    """A copy to save."""
+    return x.detach().cpu().clone().contiguous()
 
 
 def _copy(x: Tensor, place: torch.device | str | None) -> Tensor:

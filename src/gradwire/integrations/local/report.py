@@ -7,7 +7,7 @@ from typing import Any
 
 from gradwire.integrations.local.fragment import Fragment
 from gradwire.integrations.local.start import Start
-from gradwire.integrations.report import Report
+from gradwire.integrations.report import Report, count, in_start, times
 from gradwire.integrations.wire import Wire
 
 _SUMMED = ("payload", "dense", "encode_seconds", "wire_seconds", "decode_seconds")
@@ -23,6 +23,7 @@ class LocalReport:
         start: Bytes and seconds of those gradients; None without a start.
         rounds: Bytes and seconds of the rounds; buffers are in what was sent, not in the payload.
         dense: Float32 bytes of the inner steps of those rounds, as this rank would have encoded them.
+        note: Where in its start the training is, if it is.
     """
 
     start_steps: int
@@ -30,6 +31,7 @@ class LocalReport:
     start: Report | None
     rounds: Report
     dense: float
+    note: str = ""
 
     @property
     def skipped(self) -> int:
@@ -83,30 +85,33 @@ class LocalReport:
         if not self.rounds.steps and self.start is None:
             return "no round has ended yet: nothing was sent, and the weights of workers differ"
         lines = [
-            f"{self.start_steps} steps of the start, {self.local_steps} local steps in {self.rounds.steps} rounds",
-            f"against float32 in every step: payload {self.payload_ratio:.1f}x smaller, wire {self.wire_ratio:.1f}x; "
-            f"with the start {self.payload_ratio_all_in:.1f}x and {self.wire_ratio_all_in:.1f}x",
+            f"{count(self.start_steps, 'step')} of the start, {count(self.local_steps, 'local step')} in "
+            f"{count(self.rounds.steps, 'round')}",
+            *filter(None, [self.note]),
+            f"against float32 in every step: payload {times(self.payload_ratio)} smaller, "
+            f"{times(self.wire_ratio)} less sent; "
+            f"with the start {times(self.payload_ratio_all_in)} and {times(self.wire_ratio_all_in)}",
             *([] if self.start is None else ["", "the start:", str(self.start)]),
             "",
-            "the rounds, by themselves (a step is a round):",
-            str(self.rounds),
+            "the rounds, by themselves:",
+            self.rounds.text("round"),
         ]
         return "\n".join(lines)
 
 
-def summarize(wires: Sequence[Wire], fragments: Sequence[Fragment], start: Start) -> LocalReport:
-    """The report of the start and of the rounds. Both share a link."""
+def summarize(wires: Sequence[Wire], fragments: Sequence[Fragment], start: Start, steps: int) -> LocalReport:
+    """The report of the start and of the rounds after so many inner steps. Both share a link."""
     reports = [wire.report() for wire in wires]
     before = {name: getattr(start.traffic, name) for name in ("sent", "received", "collectives")}
     rounds = replace(_merged(reports), **{name: getattr(reports[0], name) - n for name, n in before.items()})
-    steps, dense = max(one.steps for one in fragments), sum(one.dense for one in fragments)
+    taken, dense = max(one.steps for one in fragments), sum(one.dense for one in fragments)
     first = None
     if start.wire is not None:
         first = replace(_with_unsent(start.wire.report(), wires, start), **before)
     elif start.steps:
         none: dict[str, Any] = {**dict.fromkeys(("steps", "skipped", *_SUMMED), 0), "rules": {}, "rule_seconds": {}}
         first = replace(_with_unsent(replace(rounds, **none), wires, start), **before)
-    return LocalReport(start.steps, steps, first, rounds, dense)
+    return LocalReport(start.steps, taken, first, rounds, dense, in_start(steps, start.method.start))
 
 
 def _with_unsent(sent: Report, wires: Sequence[Wire], start: Start) -> Report:

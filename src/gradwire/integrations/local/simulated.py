@@ -14,12 +14,13 @@ from gradwire.engine.step import StepResult
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.comm_worker import CompletedFuture
+from gradwire.integrations.entry_point import LOCKSTEP
 from gradwire.integrations.local.attach import Optimizers, as_list, set_up, watch
 from gradwire.integrations.local.fragment import Fragment
 from gradwire.integrations.local.handle import LocalSync
 from gradwire.integrations.setup import Options
 from gradwire.integrations.simulated import SimulatedBackend, SimulatedGroup, assemble
-from gradwire.local.method import LocalMethod, OuterFactory, local_method
+from gradwire.local.method import LocalMethod, OuterFactory
 
 
 class SimulatedLocal:
@@ -44,7 +45,7 @@ class SimulatedLocal:
             raise ValueError(
                 f"local_lockstep got {len(models)} models and {len(optimizers)} optimizers; pass one of each per worker"
             )
-        inner = [as_list(given, chosen) for given in optimizers]
+        inner = [as_list(given, chosen, warn=rank == 0) for rank, given in enumerate(optimizers)]
         for model in models[1:]:
             model.load_state_dict(models[0].state_dict())
         self.group = assemble(len(models), across)
@@ -119,4 +120,4 @@ def local_lockstep(
 
     In the start of a method that has one, call ``average_gradients()`` before the optimizers step.
     """
-    return SimulatedLocal(models, optimizers, local_method(spec, codec, feedback, exchange), **options)
+    return SimulatedLocal(models, optimizers, LOCKSTEP.rounds(spec, codec, feedback, exchange), **options)

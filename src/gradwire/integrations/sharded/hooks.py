@@ -21,36 +21,26 @@ from gradwire.engine.plan import Plan
 from gradwire.engine.sharded import commits_alone
 from gradwire.engine.step import BucketResult, StepResult
 from gradwire.integrations.comm_worker import AnyFuture
-from gradwire.integrations.ddp import after_backward
+from gradwire.integrations.ddp import BackwardPass, after_backward
 from gradwire.integrations.model import local_part
 from gradwire.integrations.wire import Wire, write_missing
 
 
-class ShardPass:
+class ShardPass(BackwardPass):
     """One backward pass.
 
     Attributes:
-        early: Whether buckets leave as soon as they are complete.
-        missing: How many gradients each bucket still awaits.
         arrived: How often each gradient has come.
         grads: This rank's part of each of them.
         replaced: The parts as FSDP allocated them, where `p.grad` has become a view of a buffer. Streams may still
             read them until the pass ends.
-        results: Of buckets that have left.
     """
 
-    def __init__(self, early: bool, missing: Sequence[int]) -> None:
-        self.early, self.missing = early, list(missing)
+    def __init__(self, wire: Wire, once: bool) -> None:
+        super().__init__(wire, early=once and wire.tuner is None)
         self.arrived: dict[str, int] = {}
         self.grads: dict[str, Tensor] = {}
         self.replaced: list[Tensor] = []
-        self.results: list[AnyFuture[BucketResult]] = []
-
-    @property
-    def is_next_complete(self) -> bool:
-        """Whether the next bucket may leave. Buckets leave in order, which is the same on all ranks."""
-        sent = len(self.results)
-        return self.early and sent < len(self.missing) and not self.missing[sent]
 
 
 class ShardHooks:
@@ -65,12 +55,15 @@ class ShardHooks:
     def __init__(self, wire: Wire, model: nn.Module, param_groups: Sequence[Any]) -> None:
         self.wire = wire
         self._group_of = {id(x.sharded_param): group for group in param_groups for x in group.fsdp_params}
-        self._plan: Plan | None = None
         self._pass: ShardPass | None = None
         self._once = False  # whether each gradient came once in the last pass; a module may run several times
         for name, p in wire.parameters.items():
             p.register_post_accumulate_grad_hook(partial(self._arrive, name))
         model.register_forward_pre_hook(lambda *_: self._refuse_failed_pass())
+
+    @property
+    def _plan(self) -> Plan:
+        return self.wire.executor.engine.full_plan
 
     def _refuse_failed_pass(self) -> None:
         """Refuse a forward pass after a backward pass that raised an error midway.
@@ -90,7 +83,7 @@ class ShardHooks:
             return  # set_requires_all_reduce(False): gradients add up until a later pass
         now = self._pass = self._pass or self._begin()
         times = now.arrived[name] = now.arrived.get(name, 0) + 1
-        bucket = self._bucket_of.get(name)
+        bucket = self._plan.bucket_of.get(name)
         if bucket is None or p.grad is None:  # this rank's shard is empty, or has no gradient
             return
         if times > 1:
@@ -103,16 +96,9 @@ class ShardHooks:
 
     def _begin(self) -> ShardPass:
         """The first gradient of a backward pass is here."""
-        wire, inner = self.wire, self.wire.executor.engine.unwrapped
-        if wire.executor.engine.full_plan is not self._plan:
-            self._plan = wire.executor.engine.full_plan
-            self._names = [[name for lane in lanes for name in lane.tensors.names] for lanes in self._plan.buckets]
-            self._bucket_of = {name: i for i, names in enumerate(self._names) for name in names}
-        # Some things need the whole gradient first: its norm, an overflow, the mean of the step before.
-        waits = wire.scaler is not None or wire.tuner is not None or inner.clips or wire.delays
-        now = ShardPass(self._once and not waits, [len(names) for names in self._names])
+        now = ShardPass(self.wire, self._once)
         if now.early:
-            wire.before_step()
+            self.wire.before_step()
         after_backward(lambda: after_backward(self._finish))  # FSDP's own last callback may bring more gradients
         return now
 
@@ -127,7 +113,7 @@ class ShardHooks:
 
     def _run_bucket(self, now: ShardPass, i: int) -> BucketResult:
         """Compress and exchange a bucket. Its gradients become views of a buffer, if captured work reads them there."""
-        names, executor = self._names[i], self.wire.executor
+        names, executor = self._plan.bucket_names[i], self.wire.executor
         grads = [self.wire.parameters[name].grad for name in names]
         if all(
             getattr(grad, "_local_tensor", None) is now.grads[name] for name, grad in zip(names, grads, strict=True)
@@ -164,7 +150,7 @@ class ShardHooks:
     def _rest(self, sent: Sequence[AnyFuture[BucketResult]], grads: Grads) -> StepResult:
         executor = self.wire.executor
         results = [pending.result() for pending in sent]
-        results += [executor.run_bucket(i, grads) for i in range(len(results), len(self._names))]
+        results += [executor.run_bucket(i, grads) for i in range(len(results), len(self._plan.buckets))]
         return executor.finish(results, grads, complete=commits_alone(executor.engine))
 
 

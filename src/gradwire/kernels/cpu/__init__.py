@@ -22,5 +22,5 @@ from gradwire.kernels.cpu.quantize import (
 from gradwire.kernels.cpu.rice import decode_blocks, encode_blocks
 from gradwire.kernels.cpu.rows import decode_in_rows, encode_in_rows
 from gradwire.kernels.cpu.scatter import scatter_mean, scatter_mean_
-from gradwire.kernels.cpu.select import accumulate_topk_, carry_topk_, subtract_sent_, topk
+from gradwire.kernels.cpu.select import carry_topk_, subtract_sent_, topk
 from gradwire.kernels.cpu.signs import onebit_decode, onebit_encode, sign_decode, sign_encode

@@ -35,6 +35,12 @@ def pooled_message(scales: int, body: int) -> tuple[Tensor, NDArray[np.float32],
     return message, raw[: 4 * scales].view(np.float32), raw[4 * scales : -1]
 
 
+def scales_and_rest(message: Tensor, scales: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+    """The two parts of a message that was received."""
+    raw = message.numpy()
+    return raw[: 4 * scales].copy().view(np.float32), raw[4 * scales :]
+
+
 def _take(size: int) -> NDArray[np.uint8]:
     for memory in reversed(_held()):
         if memory.size == size and _idle.pop(id(memory), None) is not None:

@@ -49,6 +49,30 @@ def levels_of(codes, scale, levels, out):
         out[i] = scale * (np.float32(np.int32(codes[i]) - levels) / most)
 
 
+@serial
+def leave_rounding(x, a, group, block, levels, bits, group_scales, codes, out):
+    """Round a piece that begins at entry ``a`` and at a block, pack its codes, and leave what they do not say."""
+    decoded = np.empty(min(block, x.size), dtype=np.float32)
+    for i in range((x.size + block - 1) // block):
+        part, own = x[i * block : (i + 1) * block], codes[i * block : (i + 1) * block]
+        scale = scale_of(part, LARGEST)
+        group_scales[group + i] = scale
+        nearest(part, scale, levels, own)
+        levels_of(own, scale, levels, decoded)
+        for j in range(part.size):
+            part[j] = part[j] - decoded[j]
+    return pack(codes, a, bits, out)
+
+
+@serial
+def decode_piece(data, a, group, block, levels, bits, group_scales, codes, out):
+    """The entries from ``a`` on, where a block begins, by way of their codes."""
+    unpack(data, a, bits, codes)
+    for i in range((out.size + block - 1) // block):
+        own = slice(i * block, (i + 1) * block)
+        levels_of(codes[own], group_scales[group + i], levels, out[own])
+
+
 @compiled
 def encode(x, pieces, block, what, known, group_scales, keys, step, levels, bits, chance, heads, out):
     """Codes of all groups, whose scales are made on the way unless they are known."""
@@ -74,12 +98,8 @@ def encode(x, pieces, block, what, known, group_scales, keys, step, levels, bits
 def decode(data, pieces, block, group_scales, levels, bits, out):
     for t in prange(pieces.start.size):
         a, b = pieces.start[t], pieces.stop[t]
-        codes = np.empty(b - a, dtype=np.uint32)
-        unpack(data, a, bits, codes)
-        piece = stretch(out, a, b)
-        for i in range((b - a + block - 1) // block):
-            lo, hi = i * block, min(b - a, (i + 1) * block)
-            levels_of(codes[lo:hi], group_scales[pieces.group[t] + i], levels, piece[lo:hi])
+        piece, codes = stretch(out, a, b), np.empty(b - a, dtype=np.uint32)
+        decode_piece(data, a, pieces.group[t], block, levels, bits, group_scales, codes, piece)
         leave(out, a, b, piece)
 
 

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.cpu import scales
-from gradwire.kernels.cpu.buffer_pool import pooled_empty
-from gradwire.kernels.cpu.codes import LARGEST, levels_of, nearest, scale_of
-from gradwire.kernels.cpu.packing import join, pack, unpack
-from gradwire.kernels.cpu.pieces import blocked, groups_of, whole
-from gradwire.kernels.cpu.signs import choose_signs, subtract_signs
+from gradwire.kernels.cpu.buffer_pool import pooled_empty, pooled_message
+from gradwire.kernels.cpu.codes import decode_piece, leave_rounding
+from gradwire.kernels.cpu.packing import join
+from gradwire.kernels.cpu.pieces import blocked, whole
+from gradwire.kernels.cpu.signs import choose_signs, message_of_signs
 from gradwire.kernels.cpu.threads import compiled, in_turn, serial
+from gradwire.kernels.groups import num_blocks
 
 
 @serial
@@ -54,21 +55,10 @@ def _merge_integers(rows, tops, pieces, block, levels, bits, error, has_error, m
         total, part = mean[a:b], np.empty(b - a, dtype=np.float32)
         codes = np.empty(b - a, dtype=np.uint32)
         for r in range(world):
-            unpack(rows[r][body:], a, bits, codes)
-            for i in range((b - a + block - 1) // block):
-                own = slice(i * block, (i + 1) * block)
-                levels_of(codes[own], tops[r, pieces.group[t] + i], levels, part[own])
+            decode_piece(rows[r][body:], a, pieces.group[t], block, levels, bits, tops[r], codes, part)
             _add(total, part, r == 0)
         _over(total, np.float32(world), error[a:b] if has_error else total, has_error)
-        for i in range((b - a + block - 1) // block):
-            own = slice(i * block, (i + 1) * block)
-            scale = scale_of(total[own], LARGEST)
-            group_scales[pieces.group[t] + i] = scale
-            nearest(total[own], scale, levels, codes[own])
-            levels_of(codes[own], scale, levels, part[own])
-        for i in range(b - a):
-            total[i] = total[i] - part[i]
-        heads[t] = pack(codes, a, bits, out)
+        heads[t] = leave_rounding(total, a, pieces.group[t], block, levels, bits, group_scales, codes, out)
 
 
 def _parts(messages: Tensor, count: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
@@ -84,28 +74,23 @@ def merge_sign(
     heads, rows = _parts(messages, len(lengths))
     pieces, what = whole(lengths), scales.SQUARES if norm else scales.MAGNITUDES
     mean = pooled_empty(sum(lengths), np.float32)
-    sums, loose = np.empty(pieces.start.size), np.empty(pieces.start.size, dtype=np.uint8)
+    sums = np.empty(pieces.start.size)
     old = mean if error is None else error.numpy()
     _mean_of_signs(rows, heads, pieces, old, error is not None, what, mean, sums)
-    sizes = scales.mean(scales.summed(sums, pieces.segment, len(lengths)), lengths, what)
-    message = pooled_empty(4 * sizes.size + packed_bytes(mean.size, 1), np.uint8)
-    message[: 4 * sizes.size] = sizes.view(np.uint8)
-    subtract_signs(mean, pieces, sizes, loose, message[4 * sizes.size :])
-    join(pieces.start, 1, loose, message[4 * sizes.size :])
-    return torch.from_numpy(message), None if error is None else torch.from_numpy(mean)
+    message = message_of_signs(mean, lengths, what, sums)
+    return message, None if error is None else torch.from_numpy(mean)
 
 
 @in_turn
 def merge_integer(
     messages: Tensor, error: Tensor | None, lengths: tuple[int, ...], bits: int, block: int
 ) -> tuple[Tensor, Tensor | None]:
-    groups, pieces = groups_of(lengths, block), blocked(lengths, block)
+    groups, pieces = num_blocks(lengths, block), blocked(lengths, block)
     tops, rows = _parts(messages, groups)
     mean = pooled_empty(sum(lengths), np.float32)
-    message = pooled_empty(4 * groups + packed_bytes(mean.size, bits), np.uint8)
-    head, body = message[: 4 * groups].view(np.float32), message[4 * groups :]
+    message, head, body = pooled_message(groups, packed_bytes(mean.size, bits))
     loose = np.empty(pieces.start.size, dtype=np.uint8)
     about = block, (1 << bits - 1) - 1, bits, mean if error is None else error.numpy(), error is not None
     _merge_integers(rows, tops, pieces, *about, mean, head, loose, body)
     join(pieces.start, bits, loose, body)
-    return torch.from_numpy(message), None if error is None else torch.from_numpy(mean)
+    return message, None if error is None else torch.from_numpy(mean)

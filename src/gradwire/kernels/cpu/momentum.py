@@ -15,25 +15,16 @@ _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 
 
 @serial
-def _divided(g, last, denominator, beta, rest, out):
-    """Returns whether all quotients were finite."""
+def _enter(g, last, denominator, beta, rest, out):
+    """Returns whether all quotients were finite. Without denominators, they are the gradient."""
     fine = True
     for j in range(g.size):
-        d = denominator[j]
-        x = g[j] / (d if d > _ZERO else _ONE)
+        x = g[j]
+        if denominator.size:
+            x = x / (denominator[j] if denominator[j] > _ZERO else _ONE)
         finite = abs(x) < np.inf
         fine &= finite
         out[j] = beta * last[j] + rest * (x if finite else _ZERO)
-    return fine
-
-
-@serial
-def _plain(g, last, beta, rest, out):
-    fine = True
-    for j in range(g.size):
-        finite = abs(g[j]) < np.inf
-        fine &= finite
-        out[j] = beta * last[j] + rest * (g[j] if finite else _ZERO)
     return fine
 
 
@@ -41,11 +32,8 @@ def _plain(g, last, beta, rest, out):
 def _advance(grad, last, denominator, beta, rest, out, pieces, nonfinite):
     for t in prange(nonfinite.size):
         a, b = pieces.start[t], pieces.stop[t]
-        g = stretch(grad, a, b)
-        if denominator.size:
-            nonfinite[t] = not _divided(g, last[a:b], denominator[a:b], beta, rest, out[a:b])
-        else:
-            nonfinite[t] = not _plain(g, last[a:b], beta, rest, out[a:b])
+        fine = _enter(stretch(grad, a, b), last[a:b], denominator[a:b], beta, rest, out[a:b])
+        nonfinite[t] = not fine
 
 
 @in_turn

@@ -7,8 +7,9 @@ head, and `join` puts heads in when all pieces are written.
 import numpy as np
 
 from gradwire.kernels.cpu.threads import inlined, serial
-from gradwire.kernels.cpu.vectors import get, not_negative, put
+from gradwire.kernels.cpu.vectors import first_set, get, not_negative, put
 
+WORD = 8  # bytes that are read and written at once
 _BYTE = np.uint64(255)
 
 
@@ -132,6 +133,29 @@ def _code(data, begin, bits):
     for i in range(min(3, data.size - (begin >> 3))):
         word |= np.uint64(data[(begin >> 3) + i]) << np.uint64(8 * i)
     return word >> np.uint64(begin & 7) & np.uint64((1 << bits) - 1)
+
+
+@inlined
+def write_bits(data, bit, code):
+    """Put a code of at most 57 bits where there are zeros. `WORD` bytes must be there from its first one on."""
+    put(data, bit >> 3, get(data, bit >> 3) | np.uint64(code) << np.uint64(bit & 7))
+
+
+@inlined
+def read_bits(data, bit, bits):
+    """The reverse."""
+    return np.int64(get(data, bit >> 3) >> np.uint64(bit & 7)) & ((1 << bits) - 1)
+
+
+@serial
+def next_one(data, at, end):
+    """The first set bit from ``at`` on; the end, if there is none before it. `WORD` bytes must follow."""
+    while at < end:
+        word = get(data, at >> 3) >> np.uint64(at & 7)
+        if word:
+            return min(end, at + first_set(word))
+        at = (at & -8) + 64
+    return end
 
 
 @serial

@@ -42,8 +42,3 @@ def _cut(lengths: tuple[int, ...], most: int) -> Pieces:
     offset = (np.arange(segment.size) - (counts.cumsum() - counts)[segment]) * most
     start = (n.cumsum() - n)[segment] + offset
     return Pieces(start, np.minimum(start + most, n.cumsum()[segment]), segment, offset, segment)
-
-
-def groups_of(lengths: tuple[int, ...], block: int | None) -> int:
-    """How many groups there are: segments, or blocks of segments."""
-    return len(lengths) if block is None else sum(-(-n // block) for n in lengths)

@@ -1,5 +1,7 @@
 """Quantizers for the CPU: one pass where a scale belongs to a block, two where it belongs to a whole segment."""
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,21 +11,18 @@ from gradwire.core.keys import Key
 from gradwire.core.layout import Flat, in_one_place
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.cpu import codes, scales
-from gradwire.kernels.cpu.buffer_pool import pooled_empty, pooled_message
+from gradwire.kernels.cpu.buffer_pool import pooled_empty, pooled_message, scales_and_rest
 from gradwire.kernels.cpu.packing import join
-from gradwire.kernels.cpu.pieces import Pieces, blocked, groups_of, whole
+from gradwire.kernels.cpu.pieces import Pieces, blocked, whole
 from gradwire.kernels.cpu.places import places
 from gradwire.kernels.cpu.random import streams
 from gradwire.kernels.cpu.threads import in_turn
+from gradwire.kernels.groups import blocks, num_blocks
+from gradwire.kernels.quantize import omega
 
 _NO_KEYS: NDArray[np.uint32] = np.zeros((1, 2), dtype=np.uint32)
 _LARGEST = np.finfo(np.float32).max
 _LONG = 1 << 62  # a block that no piece exceeds
-
-
-def _head(data: Tensor, count: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-    raw = data.numpy()
-    return raw[: 4 * count].copy().view(np.float32), raw[4 * count :]
 
 
 def _flat(values: Tensor) -> NDArray[np.float32]:
@@ -53,7 +52,7 @@ def ternary_encode(values: Tensor, lengths: Tensor, names: tuple[str, ...], key:
 
 @in_turn
 def ternary_decode(data: Tensor, lengths: Tensor) -> Tensor:
-    head, body = _head(data, lengths.numel())
+    head, body = scales_and_rest(data, lengths.numel())
     ends = lengths.numpy().cumsum()
     out = pooled_empty(int(ends[-1]) if ends.size else 0, np.float32)
     codes.decode_trits(body, ends, head, out)
@@ -67,7 +66,7 @@ def qsgd_encode(
     values = in_one_place(values).contiguous() if bucket is None or isinstance(values, Tensor) else values
     x, (table, pieces, block) = places(values), _cut(lengths, bucket)
     bits = (2 * levels).bit_length()
-    message, head, body = pooled_message(groups_of(table, bucket), packed_bytes(values.numel(), bits))
+    message, head, body = pooled_message(num_blocks(table, bucket), packed_bytes(values.numel(), bits))
     if bucket is None:
         norms = np.sqrt(scales.tops_and_squares(x.memory, table)[1])
         head[:] = np.where(np.isfinite(norms), np.minimum(norms, _LARGEST), norms)
@@ -82,19 +81,21 @@ def qsgd_encode(
 def qsgd_decode(
     data: Tensor, lengths: Tensor, levels: int, bucket: int | None, biased: bool, out: Flat | None = None
 ) -> Flat:
-    table = tuple(lengths.tolist())
-    head, body = _head(data, groups_of(table, bucket))
+    head, body = scales_and_rest(data, num_blocks(tuple(lengths.tolist()), bucket))
     if biased:
-        sizes = scales.sizes_of(table, bucket)
-        omega = np.minimum(sizes / levels**2, np.sqrt(sizes) / levels)
-        head = (head.astype(np.float64) / (1 + omega)).astype(np.float32)
+        head = (head.astype(np.float64) / _divisors(tuple(lengths.tolist()), bucket, levels)).astype(np.float32)
     return _levels(body, lengths, bucket, head, levels, (2 * levels).bit_length(), out)
+
+
+@lru_cache(maxsize=16)
+def _divisors(lengths: tuple[int, ...], bucket: int | None, levels: int) -> NDArray[np.float64]:
+    return (1 + omega(blocks(torch.tensor(lengths, dtype=torch.int64), bucket), levels)).numpy()
 
 
 @in_turn
 def integer_encode(values: Tensor, lengths: Tensor, bits: int, block: int) -> Tensor:
     x, (table, pieces, _) = _flat(values), _cut(lengths, block)
-    message, head, body = pooled_message(groups_of(table, block), packed_bytes(x.size, bits))
+    message, head, body = pooled_message(num_blocks(table, block), packed_bytes(x.size, bits))
     heads = np.empty(pieces.start.size, dtype=np.uint8)
     random = _NO_KEYS, np.uint64(0)
     levels = (1 << bits - 1) - 1
@@ -105,7 +106,7 @@ def integer_encode(values: Tensor, lengths: Tensor, bits: int, block: int) -> Te
 
 @in_turn
 def integer_decode(data: Tensor, lengths: Tensor, bits: int, block: int, out: Flat | None = None) -> Flat:
-    head, body = _head(data, groups_of(tuple(lengths.tolist()), block))
+    head, body = scales_and_rest(data, num_blocks(tuple(lengths.tolist()), block))
     return _levels(body, lengths, block, head, (1 << bits - 1) - 1, bits, out)
 
 

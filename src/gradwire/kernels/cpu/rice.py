@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels import rice
+from gradwire.kernels.cpu.packing import WORD, next_one, read_bits, write_bits
 from gradwire.kernels.cpu.threads import serial
 
 _BLOCK = rice.BLOCK
 _CAP = rice.CAP
-_MOST_BITS = 31
-_MOST_EXCESS = 1023
+_MOST_BITS = rice.MOST_BITS
+_MOST_EXCESS = rice.MOST_EXCESS
 
 
 @serial
@@ -75,13 +76,8 @@ def _write(gaps, width, headers, ones, rest, jumps):
         at += q
         ones[at >> 3] |= 1 << (at & 7)
         at += 1
-        code, left = gaps[i] & ((1 << bits) - 1), bits
-        while left > 0:
-            rest[low >> 3] |= (code << (low & 7)) & 0xFF
-            taken = min(left, 8 - (low & 7))
-            code >>= taken
-            low += taken
-            left -= taken
+        write_bits(rest, low, gaps[i] & ((1 << bits) - 1))
+        low += bits
 
 
 @serial
@@ -96,8 +92,7 @@ def _read(headers, ones, rest, jumps, width, gaps):
         due = at + stop - block * _BLOCK + (head >> 6)
         for i in range(block * _BLOCK, stop):
             begun = at
-            while at < end and not (ones[at >> 3] >> (at & 7)) & 1:
-                at += 1
+            at = next_one(ones, at, end)
             q = at - begun
             at += 1
             if at > end:
@@ -108,20 +103,11 @@ def _read(headers, ones, rest, jumps, width, gaps):
                 for k in range(width):
                     q += np.int64(jumps[far + k]) << (8 * k)
                 far += width
-            code, have = np.int64(0), 0
-            while have < bits:
-                taken = min(bits - have, 8 - (low & 7))
-                code |= np.int64((rest[low >> 3] >> (low & 7)) & ((1 << taken) - 1)) << have
-                low += taken
-                have += taken
-            gaps[i] = (q << bits) + code
+            gaps[i] = (q << bits) + read_bits(rest, low, bits)
+            low += bits
         if at != due:
             return -1
-    while at < end:
-        if (ones[at >> 3] >> (at & 7)) & 1:
-            return -1
-        at += 1
-    return far
+    return far if next_one(ones, at, end) == end else -1
 
 
 def encode_blocks(gaps: Tensor, width: int) -> Tensor:
@@ -132,11 +118,11 @@ def encode_blocks(gaps: Tensor, width: int) -> Tensor:
     headers = np.empty(-(-count // _BLOCK), dtype=np.int64)
     quotients, remainders, escapes = _plan(numbers, width, headers)
     sizes = (2 * headers.size, (quotients + 7) // 8, (remainders + 7) // 8, width * escapes)
-    message = np.zeros(sum(sizes), dtype=np.uint8)
-    head, ones, rest, jumps = np.split(message, np.cumsum(sizes)[:-1])
+    message = np.zeros(sum(sizes) + WORD, dtype=np.uint8)
+    head, ones, rest, jumps, _ = np.split(message, np.cumsum(sizes))
     head[:] = headers.astype("<u2").view(np.uint8)
     _write(numbers, width, headers, ones, rest, jumps)
-    return torch.from_numpy(message)
+    return torch.from_numpy(message[:-WORD])
 
 
 def decode_blocks(data: Tensor, count: int, width: int) -> tuple[Tensor, int]:
@@ -149,7 +135,11 @@ def decode_blocks(data: Tensor, count: int, width: int) -> tuple[Tensor, int]:
     middle = start + (int((sizes + (headers >> 6)).sum()) + 7) // 8
     stop = middle + (int((sizes * (headers & 31)).sum()) + 7) // 8
     whole = count > 0 and 2 * headers.size == start and message.size >= stop
-    far = _read(headers, message[start:middle], message[middle:stop], message[stop:], width, gaps) if whole else -1
+    far = -1
+    if whole:
+        streams = np.zeros(stop - start + WORD, dtype=np.uint8)
+        streams[:-WORD] = message[start:stop]
+        far = _read(headers, streams[: middle - start], streams[middle - start :], message[stop:], width, gaps)
     if far < 0:
         plainly: tuple[Tensor, int] = unwrap(rice.decode_blocks)(data, count, width)  # knows what to say of it
         return plainly

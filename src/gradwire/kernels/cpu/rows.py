@@ -8,13 +8,8 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels import rows
-from gradwire.kernels.cpu.rice import decode_blocks, encode_blocks
+from gradwire.kernels.cpu.packing import WORD, next_one, read_bits, write_bits
 from gradwire.kernels.cpu.threads import serial
-from gradwire.kernels.cpu.vectors import first_set, get, put
-from gradwire.kernels.rice import num_blocks, width_of
-
-_NUMBER = 4  # bytes
-_WORD = 8  # bytes that are read and written at once: so many must follow what they are read from
 
 
 @serial
@@ -45,8 +40,7 @@ def _write(indices, starts, widths, counts, ones, rest):
             at += gap >> bits
             ones[at >> 3] |= 1 << (at & 7)
             at += 1
-            code = np.uint64(gap & ((1 << bits) - 1))
-            put(rest, low >> 3, get(rest, low >> 3) | code << np.uint64(low & 7))
+            write_bits(rest, low, gap & ((1 << bits) - 1))
             low += bits
         begin = end
     return at, low
@@ -71,15 +65,11 @@ def _expect(counts, widths, count):
 @serial
 def _find(ones, places):
     """Where the first bits are set. Returns how many bits that took; -1 where so many are not set."""
-    at, end = 0, 8 * (ones.size - _WORD)
+    at, end = 0, 8 * (ones.size - WORD)
     for i in range(places.size):
-        word = get(ones, at >> 3) >> np.uint64(at & 7)
-        while not word:
-            at = (at & -8) + 64
-            if at >= end:
-                return -1
-            word = get(ones, at >> 3)
-        at += first_set(word)
+        at = next_one(ones, at, end)
+        if at == end:
+            return -1
         places[i] = at
         at += 1
     return at
@@ -96,9 +86,8 @@ def _place(places, rest, counts, starts, widths):
         for _ in range(counts[row]):
             quotient = places[i] - before - 1
             before = places[i]
-            code = np.int64(get(rest, low >> 3) >> np.uint64(low & 7)) & ((1 << bits) - 1)
+            within += (quotient << bits) + read_bits(rest, low, bits) + 1
             low += bits
-            within += (quotient << bits) + code + 1
             places[i] = starts[row] + within
             i += 1
         if within >= widths[row]:
@@ -114,10 +103,10 @@ def encode_in_rows(indices: Tensor, runs: rows.Runs) -> Tensor:
     counts = np.empty(starts.size, dtype=np.int64)
     ones = np.zeros(count // 2 + 1, dtype=np.uint8)  # 3c + 1 bits of a row at most
     each = (int(starts[-1] + widths[-1]) // count).bit_length()  # log2(n / k) bits at most, in the mean of all rows
-    rest = np.zeros((count * each + 7) // 8 + _WORD, dtype=np.uint8)
+    rest = np.zeros((count * each + 7) // 8 + WORD, dtype=np.uint8)
     quotients, remainders = _write(indices.contiguous().numpy(), starts, widths, counts, ones, rest)
     streams = ones[: (quotients + 7) // 8], rest[: (remainders + 7) // 8]
-    return torch.cat((*_write_counts(counts, count), *map(torch.from_numpy, streams)))
+    return torch.cat((*rows.write_counts(torch.from_numpy(counts), count), *map(torch.from_numpy, streams)))
 
 
 def decode_in_rows(data: Tensor, count: int, runs: rows.Runs) -> tuple[Tensor, int]:
@@ -128,48 +117,15 @@ def decode_in_rows(data: Tensor, count: int, runs: rows.Runs) -> tuple[Tensor, i
     return found
 
 
-def _write_counts(counts: np.ndarray, count: int) -> tuple[Tensor, ...]:
-    """How many positions each row has, all rows or only some being named, whichever is shorter."""
-    some = np.flatnonzero(counts)
-    empty = encode_blocks(torch.from_numpy(np.diff(some, prepend=-1) - 1), width_of(counts.size))
-    own = encode_blocks(torch.from_numpy(counts[some] - 1), width_of(count + 1))
-    named = _number(some.size), empty, own
-    taken = empty.numel() + own.numel()
-    if taken < 2 * num_blocks(counts.size) + counts.size // 8:  # headers and a bit each: all rows take no less
-        return named
-    whole = encode_blocks(torch.from_numpy(counts), width_of(count + 1))
-    return named if some.size < counts.size and taken < whole.numel() else (_number(counts.size), whole)
-
-
-def _read_counts(data: Tensor, num_rows: int, count: int) -> tuple[np.ndarray, int] | None:
-    """The reverse, and how many bytes it took; None where such rows cannot be."""
-    named = int.from_bytes(data[:_NUMBER].contiguous().numpy().tobytes(), "little")
-    if data.numel() < _NUMBER or named > num_rows:
-        return None
-    if named == num_rows:
-        whole, used = decode_blocks(data[_NUMBER:], num_rows, width_of(count + 1))
-        return whole.numpy(), _NUMBER + used
-    empty, passed = decode_blocks(data[_NUMBER:], named, width_of(num_rows))
-    own, used = decode_blocks(data[_NUMBER + passed :], named, width_of(count + 1))
-    at = np.cumsum(empty.numpy() + 1) - 1
-    if at.min(initial=0) < 0 or at.max(initial=-1) >= num_rows:
-        return None
-    counts = np.zeros(num_rows, dtype=np.int64)
-    counts[at] = own.numpy() + 1
-    return counts, _NUMBER + passed + used
-
-
 def _read(data: Tensor, count: int, starts: np.ndarray, widths: np.ndarray) -> tuple[Tensor, int] | None:
     """Positions, and how many bytes they took; None where the bytes are not what a sender writes."""
-    rows_read = _read_counts(data, starts.size, count)
-    if rows_read is None:
-        return None
-    counts, start = rows_read
+    table, start = rows.read_counts(data, starts.size, count)
+    counts = table.numpy()
     most, remainders = _expect(counts, widths, count)
     if most < 0:
         return None
-    streams = np.zeros((most + 7) // 8 + (remainders + 7) // 8 + _WORD, dtype=np.uint8)
-    own = data[start : start + streams.size - _WORD].numpy()
+    streams = np.zeros((most + 7) // 8 + (remainders + 7) // 8 + WORD, dtype=np.uint8)
+    own = data[start : start + streams.size - WORD].numpy()
     streams[: own.size] = own
     places = np.empty(count, dtype=np.int64)
     ending = _find(streams, places)
@@ -178,10 +134,6 @@ def _read(data: Tensor, count: int, starts: np.ndarray, widths: np.ndarray) -> t
     if ending < 0 or stop > own.size or not _place(places, streams[middle:], counts, starts, widths):
         return None
     return torch.from_numpy(places), start + stop
-
-
-def _number(named: int) -> Tensor:
-    return torch.from_numpy(np.frombuffer(named.to_bytes(_NUMBER, "little"), dtype=np.uint8).copy())
 
 
 @lru_cache(maxsize=64)

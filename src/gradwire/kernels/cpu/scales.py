@@ -94,15 +94,3 @@ def mean(sums: NDArray[np.float64], lengths: tuple[int, ...], what: int) -> NDAr
     """The mean magnitude, or the root of the mean square."""
     means: NDArray[np.float64] = sums / np.maximum(np.array(lengths), 1)
     return (np.sqrt(means) if what == SQUARES else means).astype(np.float32)
-
-
-def sizes_of(lengths: tuple[int, ...], block: int | None) -> NDArray[np.int64]:
-    """How many values each group has: a segment, or a block of one."""
-    n = np.array(lengths, dtype=np.int64)
-    if block is None:
-        return n
-    counts = -(-n // block)
-    sizes = np.full(int(counts.sum()), block, dtype=np.int64)
-    used = counts > 0
-    sizes[counts.cumsum()[used] - 1] = n[used] - (counts[used] - 1) * block
-    return sizes

@@ -14,26 +14,34 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwire.core.layout import Flat
+from gradwire.kernels import fused
 from gradwire.kernels.cpu.buffer_pool import pooled_empty
 from gradwire.kernels.cpu.candidates import choose, collect, gather, kth, range_of
-from gradwire.kernels.cpu.feedback import accumulate_tile
+from gradwire.kernels.cpu.feedback import (
+    AS_IT_IS,
+    NOWHERE,
+    CompiledRule,
+    Memories,
+    accumulate_tile,
+    add_gradient,
+    memories,
+    rule_of,
+)
 from gradwire.kernels.cpu.halves import Gradient, gradient, plain, stretch
 from gradwire.kernels.cpu.pieces import whole
 from gradwire.kernels.cpu.places import carry
 from gradwire.kernels.cpu.threads import compiled, in_turn, serial
 from gradwire.kernels.cpu.threshold import Work, select_by_key
-from gradwire.kernels.fused import Accumulation, Selected
+from gradwire.kernels.fused import Accumulation, PerSegment, Selected
 
-_TILE = 1024  # a tile of five vectors fits into the first-level cache
+_TILE = 8192  # of five vectors, such a tile fits into the second-level cache
 _LINE = 16  # neighbors that come into the cache together
 _SMALL = 2048  # entries of a segment that is sampled as a whole
 _MANY = 8  # of so many entries one or more: the segment is dense
-_RESIDUAL, _MOMENTUM, _AS_IT_IS = range(3)
-_NONE = np.zeros(0, dtype=np.float32)
 
 
 @lru_cache(maxsize=64)
-def _work(lengths: tuple[int, ...], counts: tuple[int, ...]) -> Work:
+def _work(lengths: PerSegment, counts: PerSegment) -> Work:
     n = np.array(lengths, dtype=np.int64)
     k = np.minimum(np.array(counts, dtype=np.int64), n)
     tiles = whole(lengths, _TILE)
@@ -48,63 +56,44 @@ def _running(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 @serial
-def _sample(grad, start, residual, momentum, m, nesterov, decay, kind):
+def _sample(grad, start, residual, momentum, rule):
     """Keys of a target that is not there yet: of a small segment all, else lines of neighbors."""
     n = residual.size
-    lines = min(max(_SMALL // _LINE, n // 8192), 1024)
-    width, apart = (_LINE, n // lines) if n > _SMALL else (n, 0)
-    if n <= _SMALL:
-        lines = 1
-    keys = np.empty(lines * width, dtype=np.float32)
+    lines, width = (min(max(_SMALL // _LINE, n // 8192), 1024), _LINE) if n > _SMALL else (1, n)
+    keys, unused = np.empty(lines * width, dtype=np.float32), np.empty(width, dtype=np.float32)
     for i in range(lines):
-        line = stretch(grad, start + i * apart, start + i * apart + width)
-        for j in range(width):
-            at = i * apart + j
-            target = residual[at]
-            if kind != _AS_IT_IS:
-                g = line[j] if np.isfinite(line[j]) else np.float32(0.0)
-                if kind == _RESIDUAL:
-                    target = g + decay * target
-                elif nesterov:
-                    target = target + m * (momentum[at] + g) + g
-                else:
-                    target = target + (m * momentum[at] + g)
-            keys[i * width + j] = target
+        a = i * n // lines // _LINE * _LINE
+        v, u, target = residual[a : a + width], momentum[a : a + width], keys[i * width : (i + 1) * width]
+        if rule.kind == AS_IT_IS:
+            carry(v, target)
+        else:
+            add_gradient(stretch(grad, start + a, start + a + width), v, u, target, unused, rule)
     return keys.view(np.int32)
 
 
 @compiled
-def _find_ranges(grad, residual, momentum, m, nesterov, decay, kind, work, low, high, keys):
+def _find_ranges(grad, old, rule, work, low, high, keys):
+    residual, momentum = old
     for s in prange(work.ks.size):
         a, b = work.offsets[s], work.offsets[s + 1]
         if work.ks[s]:
-            sample = _sample(grad, a, residual[a:b], momentum[a:b], m, nesterov, decay, kind)
+            sample = _sample(grad, a, residual[a:b], momentum[a:b], rule)
             low[s], high[s], keys[s] = range_of(sample, work.ks[s], b - a, work.dense[s])
 
 
 @compiled
 def _sweep(
-    grad, before, residual, momentum, m, nesterov, decay, kind, work, low, high, taken, places, found, first, counts,
-    over, nonfinite,
+    grad, before, after, rule, work, low, high, taken, places, found, first, counts, over, nonfinite
 ):  # fmt: skip
-    """Accumulate tile by tile, and collect while the tile is still in cache.
-
-    What lies in ``before``, a residual and a momentum, is carried over first, where it holds anything.
-    """
-    old_residual, old_momentum = before
+    """Accumulate tile by tile, and collect while the tile is still in cache."""
     for t in prange(counts.size):
         a, b, s = work.start[t], work.stop[t], work.segment[t]
-        v = residual[a:b]
-        if old_residual.size:
-            carry(old_residual[a:b], v)
-        if old_momentum.size:
-            carry(old_momentum[a:b], momentum[a:b])
-        if kind != _AS_IT_IS:
-            nonfinite[t] = accumulate_tile(stretch(grad, a, b), v, momentum[a:b], m, nesterov, decay, kind)
+        if rule.kind != AS_IT_IS:
+            nonfinite[t] = accumulate_tile(grad, a, b, before, after, rule)
         if work.ks[s]:
             mine = slice(work.room[s], work.room[s + 1])
             first[t], counts[t], over[t] = collect(
-                v.view(np.int32), low[s], high[s], taken[s : s + 1], places[mine], found[mine]
+                after[0][a:b].view(np.int32), low[s], high[s], taken[s : s + 1], places[mine], found[mine]
             )
 
 
@@ -130,80 +119,40 @@ def _choose_all(work, low, places, found, first, counts, over, indices, values, 
                 left[s] = False
 
 
-def _select(
-    grad: Gradient,
-    before: tuple[NDArray[np.float32], NDArray[np.float32]],
-    residual: NDArray[np.float32],
-    momentum: NDArray[np.float32],
-    rule: Accumulation,
-    kind: int,
-    work: Work,
-) -> Selected:
+def _select(grad: Gradient, before: Memories, after: Memories, rule: CompiledRule, work: Work) -> Selected:
     tiles, segments, room = work.start.size, work.ks.size, int(work.room[-1])
-    numbers = np.float32(rule.momentum), rule.nesterov, np.float32(rule.decay), kind, work
     low, high, keys = (np.full(segments, 0x7F7FFFFF, dtype=np.int32) for _ in range(3))
-    old = [new if old.size == 0 else old for old, new in zip(before, (residual, momentum), strict=True)]
-    _find_ranges(grad, *old, *numbers, low, high, keys)
+    _find_ranges(grad, after if before is NOWHERE else before, rule, work, low, high, keys)
     candidates = pooled_empty(room, np.uint16), pooled_empty(room, np.int32)
     first, counts, over = (np.zeros(tiles, dtype=np.int64) for _ in range(3))
     nonfinite, taken = np.zeros(tiles, dtype=np.bool_), np.zeros(segments, dtype=np.int64)
-    _sweep(
-        grad, before, residual, momentum, *numbers, low, high, taken, *candidates, first, counts, over, nonfinite
-    )  # fmt: skip
+    _sweep(grad, before, after, rule, work, low, high, taken, *candidates, first, counts, over, nonfinite)
     indices, values = pooled_empty(int(work.ends[-1]), np.int64), pooled_empty(int(work.ends[-1]), np.int32)
     left = np.zeros(segments, dtype=np.bool_)
     _choose_all(work, low, *candidates, first, counts, over, indices, values, keys, left)
     if left.any():
-        select_by_key(residual, work, left, keys, indices, values)
+        select_by_key(after[0], work, left, keys, indices, values)
     return Selected(*map(torch.from_numpy, (indices, values.view(np.float32), np.array(nonfinite.any()))))
 
 
 @in_turn
-def topk(x: Tensor, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Tensor:
+def topk(x: Tensor, lengths: PerSegment, counts: PerSegment) -> Tensor:
     values = x.detach().float().contiguous().numpy()
-    unused = _NONE, _NONE
-    return _select(plain(values), unused, values, values, Accumulation(), _AS_IT_IS, _work(lengths, counts)).indices
-
-
-@in_turn
-def accumulate_topk_(
-    grad: Flat,
-    residual: Tensor,
-    momentum: Tensor | None,
-    rule: Accumulation,
-    lengths: tuple[int, ...],
-    counts: tuple[int, ...],
-) -> Selected:
-    return _accumulate_topk(grad, (_NONE, _NONE), (residual, momentum), rule, lengths, counts)
+    rule = CompiledRule(AS_IT_IS, np.float32(0.0), np.float32(1.0))
+    return _select(plain(values), NOWHERE, (values, values), rule, _work(lengths, counts)).indices
 
 
 @in_turn
 def carry_topk_(
     grad: Flat,
-    before: tuple[Tensor, Tensor | None],
-    after: tuple[Tensor, Tensor | None],
+    before: fused.Memories,
+    after: fused.Memories,
     rule: Accumulation,
-    lengths: tuple[int, ...],
-    counts: tuple[int, ...],
+    lengths: PerSegment,
+    counts: PerSegment,
 ) -> Selected:
-    residual, momentum = before
-    old = residual.numpy(), _NONE if momentum is None else momentum.numpy()
-    if residual is after[0]:
-        old = _NONE, _NONE
-    return _accumulate_topk(grad, old, after, rule, lengths, counts)
-
-
-def _accumulate_topk(
-    grad: Flat,
-    before: tuple[NDArray[np.float32], NDArray[np.float32]],
-    after: tuple[Tensor, Tensor | None],
-    rule: Accumulation,
-    lengths: tuple[int, ...],
-    counts: tuple[int, ...],
-) -> Selected:
-    v, momentum = after[0].numpy(), after[1]
-    u, kind = (v, _RESIDUAL) if momentum is None else (momentum.numpy(), _MOMENTUM)
-    return _select(gradient(grad), before, v, u, rule, kind, _work(lengths, counts))
+    old = NOWHERE if before[0] is after[0] else memories(*before)
+    return _select(gradient(grad), old, memories(*after), rule_of(rule, after[1]), _work(lengths, counts))
 
 
 @compiled

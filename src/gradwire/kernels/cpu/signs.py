@@ -9,7 +9,7 @@ from torch import Tensor
 from gradwire.core.layout import Flat
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.cpu import scales
-from gradwire.kernels.cpu.buffer_pool import pooled_empty, pooled_message
+from gradwire.kernels.cpu.buffer_pool import pooled_empty, pooled_message, scales_and_rest
 from gradwire.kernels.cpu.packing import join, pack_signs, sign_at, signs_at
 from gradwire.kernels.cpu.pieces import whole
 from gradwire.kernels.cpu.places import leave, places, stretch
@@ -64,7 +64,7 @@ def _decode(data, pieces, above, below, out):
 
 
 @compiled
-def subtract_signs(v, pieces, sizes, heads, out):
+def _subtract_signs(v, pieces, sizes, heads, out):
     """Pack the signs of the target, and leave what they do not say."""
     for t in prange(heads.size):
         a, b = pieces.start[t], pieces.stop[t]
@@ -73,6 +73,17 @@ def subtract_signs(v, pieces, sizes, heads, out):
         size = sizes[pieces.segment[t]]
         for i in range(target.size):
             target[i] = target[i] - (size if target[i] >= 0.0 else -size)
+
+
+def message_of_signs(v: NDArray[np.float32], lengths: tuple[int, ...], what: int, sums: NDArray[np.float64]) -> Tensor:
+    """The signs of a target and their sizes, given the sums of pieces. What they do not say is left in the target."""
+    pieces = whole(lengths)
+    message, head, body = pooled_message(len(lengths), packed_bytes(v.size, 1))
+    head[:] = scales.mean(scales.summed(sums, pieces.segment, len(lengths)), lengths, what)
+    heads = np.empty(sums.size, dtype=np.uint8)
+    _subtract_signs(v, pieces, head, heads, body)
+    join(pieces.start, 1, heads, body)
+    return message
 
 
 def _table(lengths: Tensor) -> tuple[int, ...]:
@@ -93,7 +104,7 @@ def sign_encode(values: Tensor, lengths: Tensor, norm: bool) -> Tensor:
 
 @in_turn
 def sign_decode(data: Tensor, lengths: Tensor, out: Flat | None = None) -> Flat:
-    head, body = _parts(data, lengths.numel())
+    head, body = scales_and_rest(data, lengths.numel())
     return _decoded(body, lengths, head, -head, out)
 
 
@@ -114,14 +125,9 @@ def onebit_encode(values: Tensor, lengths: Tensor) -> Tensor:
 
 @in_turn
 def onebit_decode(data: Tensor, lengths: Tensor) -> Flat:
-    head, body = _parts(data, 2 * lengths.numel())
+    head, body = scales_and_rest(data, 2 * lengths.numel())
     above, below = np.split(head, 2)
     return _decoded(body, lengths, above, below)
-
-
-def _parts(data: Tensor, count: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-    raw = data.numpy()
-    return raw[: 4 * count].copy().view(np.float32), raw[4 * count :]
 
 
 def _decoded(

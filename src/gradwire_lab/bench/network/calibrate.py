@@ -11,7 +11,7 @@ import gc
 import math
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,11 +29,11 @@ from gradwire.comm.emulated import EmulatedBackend
 from gradwire.comm.torch_backend import connect
 from gradwire.engine.plan import BUCKET_BYTES
 from gradwire_lab.bench.network import devices
-from gradwire_lab.bench.network.rank_main import while_all_run
+from gradwire_lab.bench.network.rank_main import slowest, while_all_run
 from gradwire_lab.bench.network.workloads import CPU, Workload, load
 from gradwire_lab.launch import launch
 from gradwire_lab.perf_model.calibration import Calibration, CodingCost, save
-from gradwire_lab.perf_model.comm_schedule import schedule, sent, sent_by
+from gradwire_lab.perf_model.comm_schedule import SETTLED, schedule, sent, sent_by
 from gradwire_lab.perf_model.microbenchmark import WARMUP, time_coding
 from gradwire_lab.perf_model.model import DENSE, ModelProfile
 from gradwire_lab.perf_model.software import FREE, Software, measure
@@ -75,8 +75,8 @@ class CalibrationJob:
 
     def affordable(self, wanted: int, share: float, fewest: int, took: float) -> int:
         """How many steps to count, when one of those that warm up took so long on the slowest rank. All ranks ask."""
-        (slowest,) = _slowest([took])
-        spare = min(self.seconds * share / max(slowest, 1e-9), WARMUP + wanted) - WARMUP
+        (longest,) = slowest([took])
+        spare = min(self.seconds * share / max(longest, 1e-9), WARMUP + wanted) - WARMUP
         return max(fewest, int(spare))
 
 
@@ -134,9 +134,9 @@ def _rank(rank: int, world: int, job: CalibrationJob) -> Calibration:
     bouts = first, *(_compute(workload, job) for _ in range(BOUTS - 1))
     passes = fmean(one.forward for one in bouts), fmean(one.backward for one in bouts)
     numbers = [*passes, *(x for c in costs.values() for x in (c.encode, c.decode, c.per_peer))]
-    slowest = iter(_slowest(numbers))
-    forward, backward = next(slowest), next(slowest)
-    agreed = {spec: CodingCost(next(slowest), next(slowest), next(slowest), cost.fill) for spec, cost in costs.items()}
+    largest = iter(slowest(numbers))
+    forward, backward = next(largest), next(largest)
+    agreed = {spec: CodingCost(next(largest), next(largest), next(largest), cost.fill) for spec, cost in costs.items()}
     cores = cores_per_thread(device, world)
     return Calibration(model, forward, backward, agreed, cores, software, decoded, _note(device, world))
 
@@ -146,13 +146,6 @@ def _note(device: torch.device, world: int) -> str:
         gpus = f"{min(world, torch.cuda.device_count())} x {torch.cuda.get_device_name(device)}"
         return f"measured on {gpus}, {world} at a time, without what collectives cost beyond the link"
     return f"measured on the CPU of this machine, {world} at a time, {torch.get_num_threads()} threads each"
-
-
-def _slowest(seconds: Sequence[float]) -> list[float]:
-    """The largest of all ranks' figures."""
-    figures = torch.tensor(list(seconds), dtype=torch.float64)
-    dist.all_reduce(figures, dist.ReduceOp.MAX)
-    return [float(figure) for figure in figures]
 
 
 def _compute(workload: Workload, job: CalibrationJob) -> Pass:
@@ -258,7 +251,7 @@ def _coding_cost(
         few = decoded // 4
         less = time_coding(model.plan(spec, few), grads, repeats=repeats, meet=dist.barrier)
         per_peer = max(0.0, whole.decode - less.decode) / (decoded - few)
-    most = sent(schedule(plan, 0), decoded)
+    most = sent(schedule(plan, SETTLED), decoded)
     really = sum(sent_by(call, decoded) for call in whole.calls)
     return CodingCost(whole.encode, whole.decode, per_peer, min(1.0, really / most) if most else 1.0)
 

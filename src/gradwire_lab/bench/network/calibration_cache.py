@@ -17,6 +17,12 @@ from gradwire.version import VERSION
 from gradwire_lab.launch import usable_cores
 from gradwire_lab.perf_model.calibration import Calibration, load, save
 
+NOT_KEPT = "so not kept"  # stands in the note of figures that were measured on a busy machine
+REPEAT = (
+    "\nThis machine was busy when the figures were measured. They, and H, may be far off. Repeat this when it is "
+    "idle, or measure once with --save FILE while it is, and read that with --calibration FILE."
+)
+
 
 def folder() -> Path:
     """Where caches of this user are."""
@@ -36,7 +42,7 @@ def disturbance() -> str:
     """What makes figures of now not worth keeping: others at work on this machine. Empty where there is nothing."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     return (
-        f"next to other work (load {load:.0f} on {usable_cores()} cores), so not kept" if load > usable_cores() else ""
+        f"next to other work (load {load:.0f} on {usable_cores()} cores), {NOT_KEPT}" if load > usable_cores() else ""
     )
 
 

@@ -7,6 +7,11 @@ import torch
 from gradwire_lab.bench.network.workloads import CPU, Workload
 from gradwire_lab.perf_model.model import ModelProfile
 
+BATCHES = (
+    "a model alone is fed the recipe's data, those of the function data in its own file, or else the built-in digits "
+    "(1 x 8 x 8); add such a function, or let make return (model, loss), as in docs/training.md#models"
+)
+
 
 def parse(text: str) -> str:
     """What a person says: ``cpu``, ``cuda`` or ``cuda:1``; nothing for where the model is.
@@ -77,16 +82,16 @@ def check(workload: Workload) -> torch.device:
     """Where a workload computes.
 
     Raises:
-        ValueError: That is nowhere, or in several places.
+        ValueError: That is nowhere, or in several places; or its batch does not fit the model.
     """
     places = {p.device: name for name, p in workload.model.named_parameters()}
     for device, name in places.items():
         if device.type not in ("cpu", "cuda") or len(places) > 1:
             raise ValueError(f"{name} is on {device}; only a model that is on processors, or on one GPU, is measured")
     device = next(iter(places), CPU)
-    if device.type == "cuda":
-        try:
-            workload.loss(workload.model)
-        except RuntimeError as wrong:
-            raise ValueError(f"no step on {device}: {wrong}; make the batch there, too") from None
+    try:
+        workload.loss(workload.model)
+    except (RuntimeError, ValueError, TypeError, IndexError) as wrong:
+        there = "make the batch there, too. " if device.type == "cuda" else ""
+        raise ValueError(f"no step on {device}: {wrong}; {there}{BATCHES}") from None
     return device

@@ -32,8 +32,8 @@ from gradwire.comm.emulated import SHARED_LINK, VARIABLE
 from gradwire.comm.rates import LinkSpec
 from gradwire.engine import method
 from gradwire.integrations import compress
+from gradwire.integrations.consistency import find_backend
 from gradwire.integrations.gossip import GossipSync, gossip
-from gradwire.integrations.host_discovery import find_backend
 from gradwire.integrations.local.attach import set_up
 from gradwire.integrations.local.handle import LocalSync
 from gradwire.integrations.setup import Options
@@ -41,7 +41,7 @@ from gradwire.integrations.wire import Wire
 from gradwire.local import LocalMethod, local_method
 from gradwire_lab.autotune.tuner import AutoTuner
 from gradwire_lab.bench.network.workloads import Loss, Workload
-from gradwire_lab.perf_model.candidates import OPTIONS, arguments
+from gradwire_lab.perf_model.candidates import OPTIONS, read_options
 
 DENSE = ("ddp-fp32", "ddp-fp16", "ddp-bf16")
 NO_COMM = "ddp-none"
@@ -74,7 +74,7 @@ def parse(name: str) -> tuple[str, dict[str, Any]]:
     """
     if "launch_mb=" in name:
         warnings.warn(f"launch_mb= of {name!r} is now bucket_mb=", FutureWarning, stacklevel=2)
-    spec, texts = arguments(name.replace("launch_mb=", "bucket_mb="), (*OPTIONS, *_READERS, "codec"))
+    spec, texts = read_options(name.replace("launch_mb=", "bucket_mb="), (*OPTIONS, *_READERS, "codec"))
     return spec, {key: _read(key, value or "", name) if key in _READERS else value for key, value in texts.items()}
 
 
@@ -208,7 +208,7 @@ def _torch(name: str, model: nn.Module) -> BuiltMethod:
     hook, state, nbytes = _hook(name, n)
     thin = os.environ.get(VARIABLE)
     if thin and name not in (NO_COMM, "ddp-bf16"):  # of which the latter is DDP's to refuse
-        hook, state = _emulated_hook, EmulatedHook(hook, state, LinkSpec.parse(thin), {"ddp-fp32": 1.0}.get(name, 0.5))
+        hook = _emulated(hook, LinkSpec.parse(thin), 1.0 if name == "ddp-fp32" else 0.5)
     ddp.register_comm_hook(state, hook)
     built = BuiltMethod(ddp, lambda: None, lambda: None if nbytes is None else _dense_traffic(nbytes, built.steps))
     return built
@@ -241,24 +241,18 @@ def _dense_traffic(nbytes: int, steps: int) -> Traffic:
     return Traffic(steps * each.sent, steps * each.received, steps, steps * each.messages)
 
 
-@dataclass
-class EmulatedHook:
-    """A hook of torch's, on an emulated link."""
+def _emulated(inner: Hook, link: LinkSpec, share: float) -> Hook:
+    """A hook of torch's on an emulated link, over which a share of the buffer travels."""
 
-    inner: Hook
-    state: Any
-    link: LinkSpec
-    share: float  # of the buffer that travels
+    def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        took = cost("all_reduce", share * bucket.buffer().nbytes, dist.get_world_size(), AlphaBeta.of(link))
+        called = time.monotonic()
 
+        def arrive(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            due = SHARED_LINK.reserve(called, took)
+            time.sleep(max(0.0, due - time.monotonic()))
+            return done.value()[0] if isinstance(done.value(), list) else done.value()
 
-def _emulated_hook(state: EmulatedHook, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    nbytes = state.share * bucket.buffer().numel() * bucket.buffer().element_size()
-    took = cost("all_reduce", nbytes, dist.get_world_size(), AlphaBeta.of(state.link))
-    called = time.monotonic()
+        return inner(state, bucket).then(arrive)
 
-    def arrive(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        due = SHARED_LINK.reserve(called, took)
-        time.sleep(max(0.0, due - time.monotonic()))
-        return done.value()[0] if isinstance(done.value(), list) else done.value()
-
-    return state.inner(state.state, bucket).then(arrive)
+    return hook

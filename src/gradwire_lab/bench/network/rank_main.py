@@ -13,9 +13,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -111,9 +113,15 @@ def _timed_step(built: BuiltMethod, workload: Workload, optimizer: torch.optim.O
 
 def _agree_on_steps(seconds: float, budget: Budget) -> int:
     """As many steps as fit, the same on all ranks."""
-    slowest = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return max(2, min(budget.steps, int(budget.turn_seconds / float(slowest))))
+    return max(2, min(budget.steps, int(budget.turn_seconds / slowest([seconds])[0])))
+
+
+def slowest(seconds: Sequence[float]) -> list[float]:
+    """The largest of all ranks' figures, one by one."""
+    figures = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(figures, dist.ReduceOp.MAX)
+    largest: list[float] = figures.tolist()
+    return largest
 
 
 def _accounts(built: BuiltMethod) -> tuple[Traffic | None, int | None]:
@@ -175,17 +183,9 @@ def _unsynchronized_step(turns: list[dict[str, Any]]) -> float:
 def while_all_run(ranks: list[list[float]]) -> float:
     """Seconds of a rank's step until the first rank is done: the time over the steps that all have taken by then."""
     end = min(map(sum, ranks))
-    return len(ranks) * end / sum(_taken(seconds, end) for seconds in ranks)
-
-
-def _taken(seconds: list[float], end: float) -> float:
-    """How many steps were taken at a moment, the one under way by its share."""
-    begun = 0.0
-    for number, one in enumerate(seconds):
-        if begun + one >= end:
-            return number + (end - begun) / one
-        begun += one
-    return float(len(seconds))
+    # Of the step under way at the end, its share.
+    taken = (np.interp(end, (0.0, *accumulate(seconds)), range(len(seconds) + 1)) for seconds in ranks)
+    return float(len(ranks) * end / sum(taken))
 
 
 if __name__ == "__main__":

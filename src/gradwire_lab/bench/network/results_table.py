@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from gradwire_lab.bench.network.grid import Row, key_of
 from gradwire_lab.bench.network.methods import DENSE
@@ -10,30 +9,20 @@ from gradwire_lab.bench.network.methods import DENSE
 COLUMNS = ("model", "link", "ranks", "method", "ms", "x silent", "x dense", "sent/step", "NIC/step", "NIC/framed")
 
 
-class MeasuredMethod(NamedTuple):
-    """One measured cell, compared with the others.
+def results(rows: Sequence[Row]) -> list[Row]:
+    """Every row, compared with the others. Multiples compare within one run, at one load.
 
-    Attributes:
-        row: As measured.
+    What is added to a row, None where it is not known:
         multiple: Of the step that does not communicate, in the same run.
-        speedup: Over the better of torch's dense ways in the same field, if one was measured.
-        honest: NIC bytes over reported bytes after the framing model, where both are known.
+        speedup: Over the better of torch's dense ways in the same field.
+        honest: NIC bytes over reported bytes after the framing model.
     """
-
-    row: Row
-    multiple: float | None
-    speedup: float | None
-    honest: float | None
+    return [row | _compared(row, rows) for row in rows]
 
 
-def results(rows: Sequence[Row]) -> list[MeasuredMethod]:
-    """Every row, compared with the others. Multiples compare within one run, at one load."""
-    return [_measured(row, rows) for row in rows]
-
-
-def _measured(row: Row, rows: Iterable[Row]) -> MeasuredMethod:
+def _compared(row: Row, rows: Iterable[Row]) -> dict[str, float | None]:
     if "failed" in row:
-        return MeasuredMethod(row, None, None, None)
+        return {"multiple": None, "speedup": None, "honest": None}
     multiple = row["step_ms"] / row["silent_ms"]
     dense = [
         other["step_ms"] / other["silent_ms"]
@@ -41,27 +30,26 @@ def _measured(row: Row, rows: Iterable[Row]) -> MeasuredMethod:
         if key_of(other)[:-1] == key_of(row)[:-1] and other["method"] in DENSE and "failed" not in other
     ]
     honest = row["nic"] / row["framed"] if row["nic"] and row["framed"] else None
-    return MeasuredMethod(row, multiple, min(dense) / multiple if dense else None, honest)
+    return {"multiple": multiple, "speedup": min(dense) / multiple if dense else None, "honest": honest}
 
 
-def words(one: MeasuredMethod) -> tuple[str, ...]:
+def words(row: Row) -> tuple[str, ...]:
     """The cells of a table's row."""
-    row = one.row
     start = (row["model"], row["link"], str(row["world"]), row["method"])
     if "failed" in row:
         return (*start, row["failed"].partition(":")[0], "", "", "", "", "")
     return (
         *start,
         f"{row['step_ms']:.1f}",
-        f"{one.multiple:.2f}",
-        "" if one.speedup is None else f"{one.speedup:.2f}",
+        f"{row['multiple']:.2f}",
+        "" if row["speedup"] is None else f"{row['speedup']:.2f}",
         _bytes(row["reported"]),
         _bytes(row["nic"]),
-        "" if one.honest is None else f"{one.honest:.3f}",
+        "" if row["honest"] is None else f"{row['honest']:.3f}",
     )
 
 
-def markdown(found: Sequence[MeasuredMethod]) -> str:
+def markdown(found: Sequence[Row]) -> str:
     """The table for a page."""
     rows = [
         COLUMNS,
@@ -77,17 +65,12 @@ def _bytes(n: float | None) -> str:
     return f"{n / 1e6:.2f} MB" if n >= 1e6 else f"{n / 1e3:.1f} kB"
 
 
-def picture(found: Sequence[MeasuredMethod], path: Path) -> None:
+def picture(found: Sequence[Row], path: Path) -> None:
     """Multiples of the silent step by link and method, as PNG or SVG by the file's name."""
     import altair as alt
 
-    values = [
-        {"field": f"{one.row['model']}, {one.row['world']} ranks", **one.row, "multiple": one.multiple}
-        for one in found
-        if one.multiple is not None
-    ]
-    for value in values:
-        value.pop("pace", None)
+    shown = [{name: row[name] for name in row if name != "pace"} for row in found if "failed" not in row]
+    values = [{"field": f"{row['model']}, {row['world']} ranks", **row} for row in shown]
     links = alt.Scale(domain=list(dict.fromkeys(value["link"] for value in values)))  # a sort would part the legends
     points = (
         alt.Chart(alt.InlineData(values=values))

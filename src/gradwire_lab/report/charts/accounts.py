@@ -8,6 +8,7 @@ from gradwire_lab.report.charts import figure
 from gradwire_lab.report.charts.figure import Figure, Row
 from gradwire_lab.report.machine_load import sentence
 from gradwire_lab.report.numbers import in_bytes, ratio, rounded
+from gradwire_lab.report.rule_names import in_words
 from gradwire_lab.report.run_groups import Group, Task
 
 PARTS = ("encode", "wire", "decode")
@@ -21,13 +22,15 @@ def bytes_by_rule(task: Task) -> Figure | None:
     rows = [row for group in task.groups for row in _rule_rows(group)]
     if not rows:
         return None
+    alone = len({row["rule"] for row in rows}) == 1
+    rows = [{**row, "rule": in_words(str(row["rule"]), alone)} for row in rows]
     rules = list(dict.fromkeys(str(row["rule"]) for row in rows))
     palette = alt.Scale(domain=rules, range=[HUES[i % len(HUES)] for i in range(len(rules))])
     y = alt.Y("group:N", title=None, sort=figure.labels(task.groups), axis=alt.Axis(labelLimit=260))
     title = "bytes in a step"
     x = figure.bytes_axis("bytes", title)
     base = figure.chart(rows).encode(y, yOffset=alt.YOffset("rule:N", sort=rules))
-    hue = alt.Color("rule:N", scale=palette, legend=figure.legend(rules))
+    hue = alt.Color("rule:N", scale=palette, legend=figure.legend(rules, figure.labels(task.groups)))
     tips = figure.tooltips(_RULE_TIPS)
     drawn = alt.layer(
         base.mark_rule(strokeWidth=1.5, opacity=0.5).encode(x, alt.X2("dense:Q"), hue),
@@ -38,7 +41,8 @@ def bytes_by_rule(task: Task) -> Figure | None:
     return Figure(
         "bytes-by-rule",
         "Bytes that a rank encodes in a step, by rule",
-        "Filled: encoded; hollow: the same gradients in float32. The longer the line, the higher the ratio.",
+        "A rule says how some tensors are compressed. Filled: encoded; hollow: the same gradients in float32. The "
+        "longer the line, the higher the ratio.",
         figure.finish(drawn, 40 + round(figure.ROW_HEIGHT * lanes)),
     )
 
@@ -57,7 +61,7 @@ def _rule_rows(group: Group) -> list[dict[str, float | str | None]]:
     ranked = sorted(totals.items(), key=lambda item: -item[1][1])
     if len(ranked) > MOST_RULES:
         rest = [sizes for _, sizes in ranked[MOST_RULES - 1 :]]
-        ranked[MOST_RULES - 1 :] = [(f"{len(rest)} smaller", (sum(p for p, _ in rest), sum(d for _, d in rest)))]
+        ranked[MOST_RULES - 1 :] = [(f"{len(rest)} smaller rules", (sum(p for p, _ in rest), sum(d for _, d in rest)))]
     count = steps * len(group.runs)
     return [_rule_row(group, rule, payload / count, dense / count) for rule, (payload, dense) in ranked if payload]
 
@@ -81,12 +85,15 @@ def bytes_by_layer(task: Task) -> Figure | None:
     names = list(dict.fromkeys(str(row["layer"]) for row in rows))
     axis = alt.Axis(labels=len(names) <= MOST_LABELS, ticks=False, labelAngle=-45, labelLimit=90)
     scale = alt.Scale(type="log", nice=False, padding=12)
-    heights = alt.Axis(format="~s", labelExpr="datum.label ? datum.label + 'B' : ''", tickCount=5)
+    text = "datum.label ? datum.label + 'B' : ''"
+    between = "abs(log(datum.value) / LN10 - round(log(datum.value) / LN10)) > 0.001"
+    lines = {"condition": {"test": between, "value": 0}, "value": 1}  # of the grid, at powers of ten alone
+    heights = alt.Axis(format="~s", labelExpr=text, tickCount=5, gridOpacity=lines)
     drawn = (
         figure.chart(rows)
         .mark_point(filled=True, size=45, opacity=0.9)
         .encode(
-            alt.X("layer:N", title="layer, in the order of sending: about the last first", sort=names, axis=axis),
+            alt.X("layer:N", title="layer, about the last first", sort=names, axis=axis),
             alt.Y("bytes:Q", title="bytes in a step (log)", scale=scale, axis=heights),
             figure.color(task),
             figure.shape(task),
@@ -96,8 +103,8 @@ def bytes_by_layer(task: Task) -> Figure | None:
     return Figure(
         "bytes-by-layer",
         "Bytes that a rank encodes in a step, by layer",
-        "At the end of the run: what each tensor takes, at most where the data decide; tensors compressed as one share "
-        "by length.",
+        "At the end of the run, in the order of sending: what each tensor takes, at most where the data decide; "
+        "tensors compressed as one share by length.",
         figure.finish(drawn),
     )
 
@@ -125,7 +132,7 @@ def step_time(task: Task) -> Figure | None:
             alt.Color(
                 "part:N",
                 scale=alt.Scale(domain=order, range=[figure.COLORS[0], figure.COLORS[1], figure.COLORS[2], "#B8BCC2"]),
-                legend=figure.legend(order),
+                legend=figure.legend(order, figure.labels(task.groups)),
             ),
             alt.Order("order:Q"),
             tooltip=figure.tooltips({"group": "spec", "part": "part", "ms:Q .3~g": "ms in a step"}),

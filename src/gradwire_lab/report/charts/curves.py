@@ -96,7 +96,10 @@ def _lines(task: Task, rows: Sequence[Row], across: str, up: str, scale: alt.Sca
     chosen = alt.selection_point(fields=["group"], bind="legend")
     tips = tooltips({"group:N": "spec", "x:Q": across, "value:Q": up})
     shade = alt.when(chosen).then(alt.value(1)).otherwise(alt.value(0.12))
-    lines = chart(rows).mark_line(strokeWidth=2).encode(x, y, color(task), dash(task), opacity=shade)
+    # A dense line is wider, and lies below the others: one that follows it exactly does not hide it.
+    dense = alt.FieldOneOfPredicate("group", [group.label for group in task.groups if group.dense])
+    width = alt.when(dense).then(alt.value(4)).otherwise(alt.value(2))
+    lines = chart(rows).mark_line().encode(x, y, color(task), dash(task), strokeWidth=width, opacity=shade)
     layers = [lines.add_params(chosen)]
     if len(rows) <= FEW_POINTS * len(task.groups):
         layers.append(chart(rows).mark_point(filled=True, size=28).encode(x, y, color(task), opacity=shade))

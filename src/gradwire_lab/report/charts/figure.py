@@ -22,6 +22,7 @@ HEIGHT = 280
 ROW_HEIGHT = 26
 BOUND = 10  # pixels that a label may reach beyond its axis: less than the padding of a file, which would cut it
 _LETTER, _SYMBOL = 6.2, 30  # pixels of a letter in a legend, and of the symbol before a name and the gap behind it
+_AXIS = 60  # pixels of an axis of numbers, with its title
 
 Row = Mapping[str, Any]
 Chart = alt.Chart | alt.LayerChart | alt.FacetChart  # as Altair types the sum of layers
@@ -62,10 +63,16 @@ def finish(made: Chart, height: int = HEIGHT) -> Chart:
     return made.properties(width="container", height=height)
 
 
-def legend(names: Sequence[str]) -> alt.Legend:
-    """Below the chart, in as many columns as the names leave room for: on a narrow page in one."""
+def legend(names: Sequence[str], beside: Sequence[str] = ()) -> alt.Legend:
+    """Below the chart, in as many columns as the names leave room for: on a narrow page in one.
+
+    ``beside`` are the names left of the plot, if it has some. A page's own width decides, since that of the plot
+    changes after the height for the legend is fixed.
+    """
     entry = max(map(len, names)) * _LETTER + _SYMBOL
-    columns = alt.expr(f"clamp(floor(width / {entry:.0f}), 1, 4)")
+    axis = max([_AXIS, *(len(name) * _LETTER for name in beside)])
+    room = f"(isValid(containerSize()[0]) ? containerSize()[0] - {axis:.0f} : width)"
+    columns = alt.expr(f"clamp(floor({room} / {entry:.0f}), 1, 4)")
     return alt.Legend(title=None, orient="bottom", columns=columns, labelLimit=400, symbolOpacity=1)
 
 

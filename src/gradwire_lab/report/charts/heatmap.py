@@ -10,7 +10,7 @@ from gradwire_lab.report.slug import slug
 
 # Slower, even, and ever faster: distinct in lightness too.
 _STEPS = (0.98, 1.02, 1.2, 2, 5, 20, 100)
-_SHADES = ("#D55E00", "#C9CDD2", "#D6E8F5", "#A6CFEA", "#6BAFDB", "#3389C4", "#1465A0", "#08406E")
+_SHADES = ("#D55E00", "#C9CDD2", "#D6E8F5", "#A6CFEA", "#6BAFDB", "#2A79B2", "#1465A0", "#08406E")
 _DARK = 5  # from this speed-up on, figures are white
 _ROW_HEIGHT = 34
 _TIPS = {

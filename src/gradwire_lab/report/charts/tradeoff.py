@@ -1,7 +1,8 @@
-"""Accuracy against bytes, and the Pareto front."""
+"""Accuracy against bytes, and the specs of which none is both smaller and better: the Pareto front."""
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 import altair as alt
@@ -10,6 +11,7 @@ from gradwire_lab.report.charts import figure
 from gradwire_lab.report.charts.figure import Chart, Figure, Row
 from gradwire_lab.report.numbers import in_bytes, mean_and_spread, ratio, rounded
 from gradwire_lab.report.run_groups import Group, Task, front
+from gradwire_lab.report.statistics import Estimate
 from gradwire_lab.report.summary import best, headline
 
 Spot = tuple[Literal["left", "right", "center"], float, float]
@@ -23,8 +25,15 @@ SPOTS: tuple[Spot, ...] = (
     ("right", -9, -8),
     ("right", -9, 10),
 )
-_FRONT = "Dotted: the Pareto front; each next point sends more, and is better by more than the intervals."
-_NO_FRONT = "There is no Pareto front: no two intervals are apart."
+_FRONT = (
+    "The dotted line joins the specs worth choosing from (the Pareto front): each next one sends more bytes, and is "
+    "better by more than the intervals."
+)
+_NO_FRONT = (
+    "There is no dotted line of specs worth choosing from (a Pareto front): no spec that sends more bytes is better by "
+    "more than the intervals."
+)
+_ONE_SEED = "There is no dotted line of specs worth choosing from (a Pareto front): it takes two seeds or more of each."
 NARROWEST = 0.8  # of the width that names are placed for
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
@@ -43,10 +52,17 @@ def metric_over_bytes(task: Task, width: int = PLOT_WIDTH) -> Figure | None:
         "metric-over-bytes",
         f"{task.metric.title.capitalize()} against bytes sent by each rank",
         f"{headline(task)} At the end of training, {figure.seeds(task)}; bars are 95 % t-intervals of the means. "
-        f"{_FRONT if edge else _NO_FRONT} Bytes are all that a rank sent, agreements and padding included."
+        f"{_front_note(edge, drawn)} Bytes are all that a rank sent, agreements and padding included."
         + figure.left_out({group.label: len(group.runs) * bool(group.diverged) for group in task.groups}, "diverged"),
         figure.finish(_chart(task, rows, line, width)),
     )
+
+
+def _front_note(edge: Sequence[int], drawn: Sequence[tuple[Row, Estimate]]) -> str:
+    """What the dotted line is, or why there is none."""
+    if edge:
+        return _FRONT
+    return _NO_FRONT if sum(value.low is not None for _, value in drawn) > 1 else _ONE_SEED
 
 
 def _row(task: Task, group: Group) -> Row:
@@ -66,7 +82,7 @@ def _row(task: Task, group: Group) -> Row:
 
 def _chart(task: Task, rows: Sequence[Row], line: Sequence[Row], width: int) -> Chart:
     x = figure.bytes_axis("sent", "bytes sent by each rank")
-    y = alt.Y("value:Q", title=task.metric.axis, scale=alt.Scale(zero=False, padding=16))
+    y = alt.Y("value:Q", title=task.metric.axis, scale=alt.Scale(zero=False, nice=False, padding=16))
     chosen = alt.selection_point(fields=["group"], bind="legend")
     visible = alt.when(chosen).then(alt.value(1)).otherwise(alt.value(0.15))
     stairs = figure.chart(line).mark_line(style="front", strokeDash=[2, 3], interpolate="step-after", strokeWidth=1.5)
@@ -74,7 +90,7 @@ def _chart(task: Task, rows: Sequence[Row], line: Sequence[Row], width: int) -> 
     hue = figure.color(task)
     spans = figure.chart(rows).mark_rule(strokeWidth=1.5).encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), hue)
     titles = {"group": "spec", "text": task.metric.axis, "bytes": "sent by each rank"}
-    titles |= {"payload": "payload ratio", "wire": "wire ratio"}
+    titles |= {"payload": "payload ratio", "wire": "wire ratio, sent and received"}
     points = figure.chart(rows).mark_point(filled=True, size=110, opacity=1)
     points = points.encode(x, y, hue, figure.shape(task), tooltip=figure.tooltips(titles))
     roomy = alt.expr(f"width < {NARROWEST * width:.0f} ? 0 : 1")  # on a narrower page the legend has the names
@@ -94,18 +110,22 @@ def _named(task: Task, rows: Sequence[Row], line: Sequence[Row], width: int) -> 
     """The places of names: the best spec chooses first, then the front. Without room for the best there are none."""
     chosen, edge = best(task), [row["group"] for row in line]
     wanted = chosen.label if chosen else ""
-    found = placed(sorted(rows, key=lambda row: (row["group"] != wanted, row["group"] not in edge)), width - 2 * SIDE)
+    ranked = sorted(rows, key=lambda row: (row["group"] != wanted, row["group"] not in edge))
+    found = placed(ranked, width - 2 * SIDE, edge)
     return found if not wanted or any(row["group"] == wanted for row, _ in found) else []
 
 
-def placed(rows: Sequence[Row], width: int = PLOT_WIDTH) -> list[tuple[Row, Spot]]:
-    """The names that can stand beside their points, and where, so that none lies on another, a point or a bar.
+def placed(rows: Sequence[Row], width: int = PLOT_WIDTH, edge: Sequence[str] = ()) -> list[tuple[Row, Spot]]:
+    """The names that can stand beside their points, and where, so that none lies on another, a point, a bar or a line.
 
-    The first rows choose first. A name without room is left to the legend.
+    The first rows choose first. A name without room is left to the legend. ``edge`` are the specs that the line joins.
     """
     points = _pixels(rows, width)
+    by_name = {row["group"]: point[:2] for row, point in zip(rows, points, strict=True)}
     taken: list[Box] = [(x - 6, y - 6, x + 6, y + 6) for x, y, _, _ in points]
     taken += [(x - 2, high, x + 2, low) for x, _, high, low in points]
+    for (x, y), (right, up) in pairwise(by_name[name] for name in edge):
+        taken += [(x, y - 1, right, y + 1), (right - 1, min(y, up), right + 1, max(y, up))]
     found = []
     for row, (x, y, high, low) in zip(rows, points, strict=True):
         length = CHARACTER * len(row["group"])

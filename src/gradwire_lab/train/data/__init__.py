@@ -13,16 +13,16 @@ The readers and models are our own, since torchvision has no CPU build that inst
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from gradwire_lab.train.call_with_options import call_with_options, load_function, nearest
 from gradwire_lab.train.data.cifar import cifar10, cifar100
 from gradwire_lab.train.data.digits import digits
-from gradwire_lab.train.data.idx import fashion_mnist, kmnist, mnist
+from gradwire_lab.train.data.idx import idx_task
 from gradwire_lab.train.data.imagefolder import FolderTask, imagenet
 from gradwire_lab.train.data.images import Batch, ImageTask, image_task
-from gradwire_lab.train.data.pydoc import pydoc
-from gradwire_lab.train.data.text import TextTask, ptb, text, wikitext2
+from gradwire_lab.train.data.text import TextTask, ptb, pydoc, text, wikitext2
 
 __all__ = ["TASKS", "TEXTS", "Batch", "Task", "TextTask", "known", "load", "maker_of"]
 
@@ -31,9 +31,9 @@ Task = ImageTask | FolderTask | TextTask
 TASKS: dict[str, Callable[..., Task]] = {
     "cifar10": cifar10,
     "cifar100": cifar100,
-    "mnist": mnist,
-    "fashion-mnist": fashion_mnist,
-    "kmnist": kmnist,
+    "mnist": partial(idx_task, "MNIST", 0.1307, 0.3081),
+    "fashion-mnist": partial(idx_task, "FashionMNIST", 0.2860, 0.3530),
+    "kmnist": partial(idx_task, "KMNIST", 0.1918, 0.3483),
     "imagenet": imagenet,
     "ptb": ptb,
     "wikitext-2": wikitext2,

@@ -8,6 +8,7 @@ files and their checksums are listed in cifar.md5, as `md5sum` writes it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from gradwire_lab.train.data.folder import find, verify
 from gradwire_lab.train.data.images import Images, ImageTask
 
 ROW = 3 * 32 * 32
+Color = tuple[float, float, float]
 Rows = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # pixels [n, ROW] and labels [n]
 
 
@@ -37,18 +39,6 @@ class Layout:
         entries = [(digest, *place.split("/")) for digest, place in map(str.split, lines)]
         wanted = [(file, digest) for digest, folder, file in entries if folder == self.folder]
         return {file: digest for file, digest in wanted if file.startswith("test") == test}
-
-
-def cifar10(root: Path | None, strict: bool = True) -> ImageTask:
-    """With ``strict``, only the official files will do; without, any copy in one of their layouts."""
-    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-    return _task(root, "CIFAR-10", TEN, 10, mean, std, strict)
-
-
-def cifar100(root: Path | None, strict: bool = True) -> ImageTask:
-    """The 100 fine classes; ``strict`` as in `cifar10`."""
-    mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
-    return _task(root, "CIFAR-100", HUNDRED, 100, mean, std, strict)
 
 
 def read_pickle(path: Path) -> Rows:
@@ -70,15 +60,11 @@ def read_binary(path: Path) -> Rows:
     return rows[:, 1:], rows[:, 0]
 
 
-def _task(
-    root: Path | None,
-    name: str,
-    layouts: tuple[Layout, ...],
-    classes: int,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
-    strict: bool,
+def cifar_task(
+    classes: int, layouts: tuple[Layout, ...], mean: Color, std: Color, /, root: Path | None, strict: bool = True
 ) -> ImageTask:
+    """With ``strict``, only the official files will do; without, any copy in one of their layouts."""
+    name = f"CIFAR-{classes}"
     folder = find(root, name, [each.folder for each in layouts], layouts[0].archive)
     layout = next(each for each in layouts if each.folder == folder.name)
     train, test = (_split(folder, layout, layout.files(test), strict) for test in (False, True))
@@ -112,4 +98,6 @@ TEN = (
     Layout("cifar-10-python.tar.gz", "cifar-10-batches-py", read_pickle),
     Layout("cifar-10-binary.tar.gz", "cifar-10-batches-bin", read_binary),
 )
-HUNDRED = (Layout("cifar-100-python.tar.gz", "cifar-100-python", read_pickle),)
+HUNDRED = (Layout("cifar-100-python.tar.gz", "cifar-100-python", read_pickle),)  # the fine classes
+cifar10 = partial(cifar_task, 10, TEN, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+cifar100 = partial(cifar_task, 100, HUNDRED, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))

@@ -15,14 +15,7 @@ def digits(standardize: bool = False) -> ImageTask:
     pixels = torch.tensor(raw.data, dtype=torch.uint8).view(-1, 1, 8, 8)
     labels = torch.tensor(raw.target, dtype=torch.int64)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    train, test = order[:TRAIN], order[TRAIN:]
-    values = pixels[train].float()
+    train, test = (Images(pixels[part], labels[part]) for part in (order[:TRAIN], order[TRAIN:]))
+    values = train.pixels.float()
     mean, std = (float(values.mean()), float(values.std())) if standardize else (0.0, 16.0)
-    return ImageTask(
-        name="digits",
-        train=Images(pixels[train], labels[train]),
-        test=Images(pixels[test], labels[test]),
-        classes=10,
-        mean=(mean,),
-        std=(std,),
-    )
+    return ImageTask("digits", train, test, classes=10, mean=(mean,), std=(std,))

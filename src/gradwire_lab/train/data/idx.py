@@ -23,16 +23,11 @@ FILES = (
 COUNTS = {"train": 60_000, "t10k": 10_000}
 
 
-def mnist(root: Path | None, strict: bool = True) -> ImageTask:
-    return _family(root, "MNIST", 0.1307, 0.3081, strict)
-
-
-def fashion_mnist(root: Path | None, strict: bool = True) -> ImageTask:
-    return _family(root, "FashionMNIST", 0.2860, 0.3530, strict)
-
-
-def kmnist(root: Path | None, strict: bool = True) -> ImageTask:
-    return _family(root, "KMNIST", 0.1918, 0.3483, strict)
+def idx_task(name: str, mean: float, std: float, /, root: Path | None, strict: bool = True) -> ImageTask:
+    """The images of ``name/raw``, with the mean and deviation of pixels from 0 to 1; ``strict`` demands all of them."""
+    folder = find(root, name, (f"{name}/raw",), f"the four files {FILES} of {name}")
+    train, test = _split(folder, "train", strict), _split(folder, "t10k", strict)
+    return ImageTask(name, train, test, classes=10, mean=(255 * mean,), std=(255 * std,))
 
 
 def read(path: Path) -> Tensor:
@@ -49,12 +44,6 @@ def read(path: Path) -> Tensor:
     if len(raw) - head != math.prod(shape):
         raise ValueError(f"{path} announces {shape} values but holds {len(raw) - head}. Download it again")
     return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=head).copy()).view(shape)
-
-
-def _family(root: Path | None, name: str, mean: float, std: float, strict: bool) -> ImageTask:
-    folder = find(root, name, (f"{name}/raw",), f"the four files {FILES} of {name}")
-    train, test = _split(folder, "train", strict), _split(folder, "t10k", strict)
-    return ImageTask(name, train, test, classes=10, mean=(255 * mean,), std=(255 * std,))
 
 
 def _split(folder: Path, part: str, strict: bool) -> Images:

@@ -68,7 +68,7 @@ class FolderLoader(ShardedLoader):
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from step ``start`` on."""
-        side = self.resolution.at(epoch, self.size)
+        side = self.side(epoch, self.size)
 
         def work(index: int) -> Tensor:
             dice = random.Random(f"{self.seed}/{epoch}/{index}")  # the same crop in every process, at any time

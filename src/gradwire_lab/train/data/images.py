@@ -1,6 +1,6 @@
 """Images in memory: a task, and batches of it that lie on the device already."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -88,21 +88,6 @@ class Normalizer:
         return (pixels - self.shift) * self.scale
 
 
-@dataclass(frozen=True)
-class Resolution:
-    """Pixels on a side, from an epoch on; small images make early epochs cheap. An empty table leaves them as they are.
-
-    Attributes:
-        table: Pairs of epoch and pixels, by rising epoch from 0.
-    """
-
-    table: tuple[tuple[int, int], ...] = ()
-
-    def at(self, epoch: int, otherwise: int) -> int:
-        """The side in an epoch."""
-        return next((side for start, side in reversed(self.table) if start <= epoch), otherwise)
-
-
 def resized(images: Tensor, side: int) -> Tensor:
     """Square images [b, c, h, h] in another size, averaged over what a pixel now covers."""
     if images.shape[-1] == side:
@@ -117,6 +102,10 @@ class ShardedLoader:
     A batch holds ``len(ranks) * batch`` images, those of the first rank first. What a rank gets depends on (seed,
     epoch, rank, world) only, not on the process or the device; how an image is augmented, on (seed, epoch, image).
     Images that fill no batch are left out of the epoch.
+
+    Attributes:
+        sizes: Pairs of epoch and pixels on a side from that epoch on, by rising epoch from 0: small images make early
+            epochs cheap. Without any, images stay as they are.
     """
 
     task: Any  # an `ImageTask` or a `FolderTask`
@@ -126,7 +115,7 @@ class ShardedLoader:
     seed: int = 0
     partition: str = "shuffled"
     reshuffle: bool = True
-    resolution: Resolution = field(default_factory=Resolution)
+    sizes: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -140,6 +129,10 @@ class ShardedLoader:
     def steps(self) -> int:
         """Batches in an epoch, the same on every rank."""
         return len(self.task.train) // self.world // self.batch
+
+    def side(self, epoch: int, otherwise: int) -> int:
+        """Pixels on a side in an epoch."""
+        return next((side for start, side in reversed(self.sizes) if start <= epoch), otherwise)
 
     def order(self, epoch: int) -> Tensor:
         """Which images the ranks see, in order. -> [ranks, steps * batch]."""
@@ -166,7 +159,7 @@ class ImageLoader(ShardedLoader):
         height, width = pixels.shape[2:]
         moves = self.augment.draw(len(labels), height, width, generator(self.seed, "augment", epoch)).to(pixels.device)
         normalize = Normalizer(self.task.mean, self.task.std, pixels.device)
-        side = self.resolution.at(epoch, width)
+        side = self.side(epoch, width)
         for index in self.indices(epoch, start, pixels.device):
             mine = moves[index]
             images = normalize(self.augment.take(pixels, index, mine))

@@ -7,30 +7,19 @@ The ImageNet one has the parameter names and shapes of torchvision's ``vgg16_bn`
 freely; the small one keeps the convolutions and has one linear layer in place of three.
 """
 
-from torch import Tensor, nn
+from collections import OrderedDict
+
+from torch import nn
 
 WIDTHS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))  # a max pool after each group
 
 
-class VGG(nn.Module):
-    def __init__(self, channels: int, pool: nn.Module, classifier: nn.Module) -> None:
-        super().__init__()
-        self.features = _features(channels)
-        self.avgpool = pool
-        self.classifier = classifier
-        self.apply(_init)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.avgpool(self.features(x)).flatten(1))
-        return logits
-
-
-def vgg16_cifar(classes: int = 10, channels: int = 3) -> VGG:
+def vgg16_cifar(classes: int = 10, channels: int = 3) -> nn.Sequential:
     """14.7 million parameters for 32x32 images."""
-    return VGG(channels, nn.Identity(), nn.Linear(512, classes))
+    return _vgg(channels, nn.Identity(), nn.Linear(512, classes))
 
 
-def vgg16(classes: int = 1000, channels: int = 3, dropout: float = 0.5) -> VGG:
+def vgg16(classes: int = 1000, channels: int = 3, dropout: float = 0.5) -> nn.Sequential:
     """138 million parameters for images of 224x224 pixels, or about that."""
     classifier = nn.Sequential(
         nn.Linear(512 * 7 * 7, 4096),
@@ -41,10 +30,10 @@ def vgg16(classes: int = 1000, channels: int = 3, dropout: float = 0.5) -> VGG:
         nn.Dropout(dropout),
         nn.Linear(4096, classes),
     )
-    return VGG(channels, nn.AdaptiveAvgPool2d((7, 7)), classifier)
+    return _vgg(channels, nn.AdaptiveAvgPool2d((7, 7)), classifier)
 
 
-def _features(channels: int) -> nn.Sequential:
+def _vgg(channels: int, pool: nn.Module, classifier: nn.Module) -> nn.Sequential:
     layers: list[nn.Module] = []
     before = channels
     for group in WIDTHS:
@@ -52,7 +41,9 @@ def _features(channels: int) -> nn.Sequential:
             layers += [nn.Conv2d(before, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
             before = width
         layers.append(nn.MaxPool2d(2))
-    return nn.Sequential(*layers)
+    features = nn.Sequential(*layers)
+    parts = OrderedDict(features=features, avgpool=pool, flatten=nn.Flatten(), classifier=classifier)
+    return nn.Sequential(parts).apply(_init)
 
 
 def _init(module: nn.Module) -> None:

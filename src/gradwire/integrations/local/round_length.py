@@ -1,0 +1,96 @@
+"""Round length: how many inner steps a round has, where that follows from the time that steps and messages take.
+
+It is H as the first rounds show that it should be; or each rank takes so many steps that all of them end a round at
+about the same time.
+"""
+
+import math
+import time
+
+import torch
+
+from gradwire.core.payload import Payload, as_bytes, from_bytes
+from gradwire.core.requests import Gather
+from gradwire.engine.drive import RoundGenerator
+
+WAITING = 0.1  # of its computing: what a step may take beside it, for its share of a round
+LONGEST = 500  # steps
+_ROUNDS = 2  # of which the last one counts: kernels compile in the first
+
+
+class UnevenSteps:
+    """The steps of each rank in a round, by the speed that was measured in the round before.
+
+    Attributes:
+        steps: Of each rank, by rank.
+    """
+
+    def __init__(self, H: int, rank: int, world: int) -> None:
+        self._H, self._rank = H, rank
+        self.steps = [H] * world
+        self.restart()
+
+    @property
+    def own(self) -> int:
+        """The steps of this rank."""
+        return self.steps[self._rank]
+
+    @property
+    def weight(self) -> float:
+        """Of this rank's difference in the mean: its share of all steps, times the number of ranks."""
+        return self.own * len(self.steps) / sum(self.steps)
+
+    def restart(self) -> None:
+        """A round begins."""
+        self._began = time.perf_counter()
+
+    def seconds_per_step(self) -> float:
+        """Of this rank, in the round that ends."""
+        return (time.perf_counter() - self._began) / self.own
+
+    def agree(self, device: torch.device) -> RoundGenerator[None]:
+        """Compare speeds with all ranks, and choose the steps of the next round."""
+        seconds = yield from _gather([self.seconds_per_step()], device)
+        speeds = [1.0 / max(one, 1e-9) for (one,) in seconds]
+        each = self._H * len(speeds) / sum(speeds)
+        self.steps = [max(1, round(each * speed)) for speed in speeds]
+        self.restart()
+
+
+class MeasuredRounds:
+    """Times rounds until H is chosen.
+
+    Attributes:
+        chosen: H, once it is known.
+    """
+
+    def __init__(self) -> None:
+        self.chosen: int | None = None
+        self._rounds = 0
+        self._ended = self._began = time.perf_counter()
+
+    def begin(self, device: torch.device) -> None:
+        """All steps of a round are taken, and its message is about to be made."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._began = time.perf_counter()
+
+    def agree(self, device: torch.device, steps: int) -> RoundGenerator[None]:
+        """A round of so many steps is over. After the second one, all ranks choose H, by the slowest one's computing.
+
+        Ranks that come early to a round wait for the others, so that the shortest round is what it takes.
+        """
+        ended, self._rounds = time.perf_counter(), self._rounds + 1
+        times = [(self._began - self._ended) / steps, ended - self._began]
+        if self._rounds == _ROUNDS:
+            computes, messages = zip(*(yield from _gather(times, device)), strict=True)
+            compute, message = max(computes), min(messages)
+            self.chosen = min(LONGEST, max(1, math.ceil(message / (WAITING * max(compute, 1e-9)))))
+        self._ended = time.perf_counter()
+
+
+def _gather(numbers: list[float], device: torch.device) -> RoundGenerator[list[list[float]]]:
+    """The numbers of all ranks."""
+    mine = torch.tensor(numbers, dtype=torch.float64, device=device)
+    (payloads,) = yield [Gather(Payload(as_bytes(mine)))]
+    return [from_bytes(payload.data[: mine.nbytes], torch.float64).tolist() for payload in payloads]
