@@ -33,7 +33,7 @@ from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Messag
 from gradwire.exchanges.servers import SERVER_ERROR, server_slice
 from gradwire.feedback.feedback import Feedback
 from gradwire.kernels.bits import pack, packed_bytes, unpack
-from gradwire.kernels.groups import largest, spread
+from gradwire.kernels.groups import blocks_of, largest, num_blocks, spread
 from gradwire.kernels.philox import uniform
 
 __all__ = [
@@ -68,9 +68,11 @@ __all__ = [
     "Transform",
     "as_bytes",
     "blank",
+    "blocks_of",
     "codec",
     "from_bytes",
     "largest",
+    "num_blocks",
     "pack",
     "packed_bytes",
     "register",

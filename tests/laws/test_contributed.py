@@ -25,7 +25,7 @@ PROMISED = ("lossless", "linear", "unbiased", "contraction", "fixed", "gpu")
 # The stages of Contributing, and chains that use them.
 STAGES = {
     "crowd": ("crowd", "topk(0.3) | crowd", "hadamard | crowd"),
-    "dither": ("dither", "topk(0.3) | dither", "hadamard | dither"),
+    "dither": ("dither", "dither(per=16)", "topk(0.3) | dither(per=16)", "hadamard | dither"),
     "peaks": ("peaks(4)", "peaks(100) | sign", "hadamard | peaks(4)", "peaks(4) | fp16 | bitmap"),
     "shuffle": ("shuffle | fp32", "shuffle | sign(per=64)", "shuffle | topk(0.3)"),
 }

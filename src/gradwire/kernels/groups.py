@@ -32,14 +32,18 @@ def block_lengths(lengths: tuple[int, ...], block: int | None) -> tuple[int, ...
 
 
 def blocks_of(lengths: Tensor, block: int | None) -> Tensor:
-    """`blocks`, kept: a GPU that was read once for a table of lengths is not read again."""
+    """The lengths of the blocks of all segments, to pass to `largest` and `spread`: a scale for each block.
+
+    A block has ``block`` values, the last of a segment fewer, and None keeps segments whole. It is `blocks`, kept: a
+    GPU that was read once for a table of lengths is not read again.
+    """
     if block is None or lengths.device.type == "cpu":
         return blocks(lengths, block)
     return on(block_lengths(known(lengths), block), lengths.device)
 
 
 def num_blocks(lengths: tuple[int, ...], block: int | None) -> int:
-    """How many groups `blocks` would make of segments of these lengths."""
+    """How many blocks `blocks_of` makes of segments of these lengths: how many scales ``size`` must count."""
     return len(lengths) if block is None else sum(-(-n // block) for n in lengths)
 
 
