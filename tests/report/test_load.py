@@ -225,6 +225,18 @@ def test_an_interval_that_is_far_wider_than_others_shows_no_loss_nor_its_absence
     assert headline(alone) == first
 
 
+def test_a_wide_interval_is_not_taken_beside_a_spec_that_lost_nothing(tmp_path: Path) -> None:
+    """The seeds of the baseline differ as much, which says nothing about differences seed by seed."""
+    losses = {"fp32": (0, 0, 0), "int8": (0, 0, 0), "sign": (-0.002, 0.005, 0.017)}
+    for seed in range(3):
+        for spec, sent in (("fp32", 8e6), ("int8", 2e6), ("sign", 1e5)):
+            value = 0.79 + 0.009 * (seed - 1) - losses[spec][seed]
+            write_run(tmp_path, spec, seed, epochs=1, values=[value], more={"sent": sent})
+    (task,) = tasks([load(folder) for folder in tmp_path.iterdir()])
+    assert headline(task).startswith("sign: too few seeds to tell (-0.67 [")
+    assert headline(task).endswith(" int8: equal to the baseline with each of 3 seeds, 4 times fewer bytes.")
+
+
 def test_a_spec_that_sends_more_than_the_baseline_has_no_headline(tmp_path: Path) -> None:
     task = write_specs(tmp_path / "a", {"topk(0.5)|bitmap": (0.0, 2e7), "sign": (0.2, 1e5)})
     assert headline(task) == "Every spec that sends fewer bytes loses against fp32."

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -29,6 +30,9 @@ def report(
     latex: Annotated[
         Path | None, typer.Option(help="A file for tables in LaTeX, with the package booktabs; - prints them.")
     ] = None,
+    all_columns: Annotated[
+        bool, typer.Option("--all-columns", help="Keep all columns in LaTeX, also those that papers seldom print.")
+    ] = False,
     kind: Annotated[
         list[ChartFormat] | None,
         typer.Option("--format", help="Write charts as pdf, svg or png into --figures. May be repeated."),
@@ -49,7 +53,10 @@ def report(
         found = _chosen(every if all_versions else _latest(every), split_specs(specs))
         if not found:
             raise ValueError("no run has finished an epoch yet, so there is nothing to report")
-        for path, write in ((markdown, table.markdown_with_note), (latex, table.latex)):
+        for path, write in (
+            (markdown, table.markdown_with_note),
+            (latex, partial(table.latex, every_column=all_columns)),
+        ):
             if path is not None:
                 _write_tables(found, path, write)
         wanted = [(png, "png"), (svg, "svg"), *((figures, one.value) for one in kind or ())]

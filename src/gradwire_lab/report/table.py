@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradwire_lab.report.run_groups import Task
-from gradwire_lab.report.summary import RATIOS, cells, columns
+from gradwire_lab.report.summary import RATIOS, TableColumn, cells, columns
 
 _LEGEND = (
     r"% Needs \usepackage{booktabs}. After \pm: the sample standard deviation over seeds. [low, high]: the 95 % "
     "t-interval of the mean difference, seed by seed.\n"
     f"% {RATIOS}"
 )
+
+_SELDOM_PRINTED = ("95 % interval", "sent by a rank", "wall time")  # a table with them is wider than most pages
+_ONCE = ("ranks", "seeds")  # most often the same for all specs
 
 
 def markdown(tasks: Sequence[Task], base: Path | None = None) -> str:
@@ -30,25 +33,38 @@ def markdown_with_note(tasks: Sequence[Task], base: Path | None = None) -> str:
     return f"{markdown(tasks, base)}\n{RATIOS}\n"
 
 
-def latex(tasks: Sequence[Task], base: Path | None = None) -> str:
-    """A table of the package booktabs for each task, with what made it in comments."""
-    del base  # comments have no links
-    return "\n".join(_tabular(task) for task in tasks)
+def latex(tasks: Sequence[Task], base: Path | None = None, *, every_column: bool = False) -> str:
+    """A table of the package booktabs for each task, with what made it in comments.
+
+    Args:
+        tasks: Each has a table.
+        base: Not used: comments have no links.
+        every_column: Whether to keep columns that are seldom printed, and those that say the same of all specs.
+    """
+    del base
+    return "\n".join(_tabular(task, every_column) for task in tasks)
 
 
-def _tabular(task: Task) -> str:
-    shown = columns(task)
-    rows = [[column.title for column in shown], *([cell.text for cell in cells(task, group)] for group in task.groups)]
-    written = [
-        [_figure(text) if column.numeric else _escaped(text) for column, text in zip(shown, row, strict=True)]
-        for row in rows
-    ]
-    head, *body = (" & ".join(row) + r" \\" for row in written)
+def _tabular(task: Task, every_column: bool) -> str:
+    """Each column is a list of its title and its cells, until rows are written."""
+    rows = [[cell.text for cell in cells(task, group)] for group in task.groups]
+    table = {column: [column.title, *texts] for column, *texts in zip(columns(task), *rows, strict=True)}
+    alike = {column.title: texts[1] for column, texts in table.items() if _is_alike(column, texts[1:])}
+    left_out = set() if every_column else {*_SELDOM_PRINTED, *alike}
+    shown = {column: texts for column, texts in table.items() if column.title not in left_out}
+    written = [[(_figure if column.numeric else _escaped)(text) for text in texts] for column, texts in shown.items()]
+    head, *body = (" & ".join(row) + r" \\" for row in zip(*written, strict=True))
     layout = "".join("r" if column.numeric else "l" for column in shown)
     typed = dict.fromkeys(run.command for group in task.groups for run in group.runs)
-    lines = [f"% {task.title}", _LEGEND, *(f"% {line}" for command in typed for line in command.splitlines())]
+    lines = [f"% {task.title}", _LEGEND, *(f"% {title}: {text}" for title, text in alike.items())]
+    lines += [f"% {line}" for command in typed for line in command.splitlines()]
     lines += [rf"\begin{{tabular}}{{{layout}}}", r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
     return "\n".join((*lines, r"\end{tabular}", ""))
+
+
+def _is_alike(column: TableColumn, texts: Sequence[str]) -> bool:
+    """Whether a line above the table can say what the column says."""
+    return column.title in _ONCE and len(set(texts)) == 1
 
 
 def _figure(text: str) -> str:
