@@ -227,8 +227,12 @@ def _literal(text: str) -> Any:
 
 
 def _hint(name: str) -> str:
+    from gradwire_lab.train.models import MODELS  # late: reading recipes needs no models
+
     if any(sign in name for sign in "()|"):
         return f"if it is a spec, write --set 'sync.spec={name}'"
+    if name in MODELS:
+        return f"it is a model: write --model {name}, or `gradwire recipes` lists recipes"
     near = difflib.get_close_matches(name, registered(), n=1)
     return f"did you mean {near[0]!r}?" if near else "see `gradwire recipes`"
 
