@@ -27,7 +27,7 @@ def picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
     color = alt.Color("what:N", sort=SERIES, title=None, scale=alt.Scale(range=["#7F7F7F", "#0072B2", "#E69F00"]))
     dots = base.mark_point(filled=True, size=70, opacity=1).encode(x, y, color)
     drawn = alt.layer(above, dots).properties(width=520, height=alt.Step(17), title=_title(ordered))
-    drawn.configure_legend(orient="bottom").save(str(path), scale_factor=2)
+    drawn.configure_legend(orient="bottom", columnPadding=40).save(str(path), scale_factor=2)
 
 
 def _name(row: dict[str, Any]) -> str:
