@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 SERIES = ("copy of as many bytes", "kernel", "plain torch")
+LETTER = 6.4  # pixels of a letter of a name, in the wide fonts that some readers have
 
 
 def picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -19,13 +20,14 @@ def picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
         for what, ms in zip(SERIES, (row["floor_ms"], row["ms"], row["reference_ms"]), strict=True)
     ]
     base = alt.Chart(alt.InlineData(values=values))
-    y = alt.Y("kernel:N", sort=names, title=None, axis=alt.Axis(grid=True, labelLimit=300))
+    room = LETTER * max(map(len, names))
+    y = alt.Y("kernel:N", sort=names, title=None, axis=alt.Axis(grid=True, labelLimit=room, minExtent=room))
     x = alt.X("ms:Q", title="milliseconds", scale=alt.Scale(type="log"))
     above = base.mark_rule(color="#B0B0B0", strokeWidth=3).encode(y, alt.X("low:Q"), alt.X2("high:Q"))
     color = alt.Color("what:N", sort=SERIES, title=None, scale=alt.Scale(range=["#7F7F7F", "#0072B2", "#E69F00"]))
     dots = base.mark_point(filled=True, size=70, opacity=1).encode(x, y, color)
     drawn = alt.layer(above, dots).properties(width=520, height=alt.Step(17), title=_title(ordered))
-    drawn.configure_legend(orient="bottom").save(str(path), scale_factor=2)
+    drawn.configure_legend(orient="bottom", columnPadding=40).save(str(path), scale_factor=2)
 
 
 def _name(row: dict[str, Any]) -> str:
