@@ -13,7 +13,7 @@ The folder of --text has train.txt and test.txt. The spec "dense" averages float
 of a run, with their defaults: "lr_after" (1.0, a factor of the learning rate after the start), "codec", "feedback" and
 "exchange" (those of the spec), "inner" ("adamw", or "muon" for the matrices of the blocks), "workers" (8), "batch" (16
 sequences a worker), "warm_up" (steps in which the learning rate rises; null: 5 % of all), "beta2" (0.95, AdamW's
-second). Where a start sends nothing (first=None, or a phase of it as in first={0: None, 75: int4}), all workers take
+second), "final" (0.1, the share of the learning rate at the end). Where a start sends nothing (first=None, or a phase of it as in first={0: None, 75: int4}), all workers take
 the same batches. A run ends with a whole round, so that it may be up to H - 1 steps shorter. A spec of gossip, as in
 "local_gossip(choco(ring), H={H})", has no start, and the mean of all models is evaluated.
 """
@@ -50,6 +50,7 @@ RUN = {
     "batch": 16,
     "warm_up": None,
     "beta2": 0.95,
+    "final": 0.1,
 }
 
 Train: TypeAlias = Callable[[dict[str, Any], Path, "Shape", int, torch.device, int], dict[str, Any]]
@@ -196,9 +197,12 @@ def muon_(rows: Tensor, grads: Tensor, momenta: Tensor, lr: float) -> None:
     rows.mul_(1 - lr * DECAY).add_(x.mT if tall else x, alpha=-size)
 
 
-def rate_at(step: int, steps: int, lr: float, warm_up: int | None = None) -> float:
+def rate_at(step: int, steps: int, lr: float, warm_up: int | None = None, final: float = 0.1) -> float:
+    """The learning rate rises to lr, and then falls along a cosine to the share `final` of it."""
     warm = WARM_UP * steps if warm_up is None else warm_up
-    return lr * (step / warm if step < warm else 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm) / (steps - warm))))
+    if step < warm:
+        return lr * step / warm
+    return lr * (final + (1 - final) / 2 * (1 + math.cos(math.pi * (step - warm) / (steps - warm))))
 
 
 def evaluate(replicas: Replicas, data: Tensor, limit: int) -> float:
@@ -308,7 +312,8 @@ def train(
     for step in range(steps):
         loss_now = replicas.backward(next(feed))
         outer.starts()
-        inner.step(rate_at(step, steps, run["lr"] * (run["lr_after"] if step >= start else 1.0), run["warm_up"]))
+        lr = run["lr"] * (run["lr_after"] if step >= start else 1.0)
+        inner.step(rate_at(step, steps, lr, run["warm_up"], run["final"]))
         outer.rounds()
         if (step + 1) % 100 == 0:
             curve.append(round(loss_now.item(), 4))

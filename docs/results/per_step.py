@@ -10,7 +10,8 @@ file that is named with an @; a row of results is appended to the file of --out.
 The folder of --text has train.txt and test.txt. Each worker's gradient is clipped by its own norm before it is sent.
 Other keys of a run, with their defaults: "workers" (8), "batch" (16 sequences a worker), "optimizer" ("adamw", "muon"
 for the matrices of the blocks, or "sgd" without momentum, for specs that have their own), "warm_up" (steps in which the
-learning rate rises; null: 5 % of all), "beta2" (0.95, AdamW's second).
+learning rate rises; null: 5 % of all), "beta2" (0.95, AdamW's second), "final" (0.1, the share of the learning rate at
+the end).
 A spec of local steps, such as sparseloco(H=1), runs as in `local.py`.
 """
 
@@ -35,6 +36,7 @@ RUN = {
     "optimizer": "adamw",
     "warm_up": None,
     "beta2": 0.95,
+    "final": 0.1,
 }
 
 
@@ -52,7 +54,7 @@ def train(
     for step in range(steps):
         loss_now = replicas.backward(next(feed))
         group()
-        take_step(rate_at(step, steps, run["lr"], run["warm_up"]))
+        take_step(rate_at(step, steps, run["lr"], run["warm_up"], run["final"]))
         if (step + 1) % 100 == 0:
             curve.append(round(loss_now.item(), 4))
     report = group.wires[0].report()
