@@ -32,6 +32,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "phases": {"spec": "sparseloco(H=2, k=4, chunk=32, start=3, first={0: None, 1: int8, 2: int4})", "bundle": None},
     "kept errors": {"spec": "sparseloco(H=2, k=4, chunk=32, keep=1.0, start=2)", "bundle": None},
+    "a schedule": {
+        "spec": "local_schedule({0: sparseloco(H=1, k=4, chunk=32, keep=1.0), 3: sparseloco(H=2, k=4, chunk=32)})",
+        "bundle": None,
+    },
     "random bits": {"spec": "local_sgd(H=2)", "codec": "qsgd", "exchange": "allgather", "bundle": None},
 }
 
@@ -100,6 +104,7 @@ def resume(rank: int, world: int, folder: str, spec: str, stop: int) -> tuple[An
         ("sparseloco(H=5, k=4, chunk=32)", 7),
         ("sparseloco(H=5, k=4, chunk=32, keep=0.5)", 7),
         ("diloco(H=5)", 7),
+        ("local_schedule({0: diloco(H=2), 4: diloco(H=3, rate=0.5)})", 6),
         ("diloco(H=3, start=4)", 2),
         ("diloco(H=3, start=4)", 9),
         ("diloco(H=3, start=4, first=None)", 2),

@@ -42,6 +42,7 @@ class LocalMethod:
         inner: The kind of inner optimizer that the method is meant for; any, if empty.
         keep: The share of its error that a worker's weights hold: it starts a round from the outer weights less so much
             of what it has not sent yet.
+        later: Other rounds, by the inner step after which they begin. They have the message and the start of the first.
     """
 
     H: int
@@ -57,6 +58,7 @@ class LocalMethod:
     stagger: bool = True
     inner: str = ""
     keep: float = 0.0
+    later: "tuple[tuple[int, LocalMethod], ...]" = ()
     name: ClassVar[str] = "local steps"
     kind: ClassVar[str] = "local"
 
@@ -90,6 +92,24 @@ class LocalMethod:
             )
         if exchange.delays:
             raise ValueError(f"{exchange} hands back the mean of the round before; use an exchange that is not delayed")
+        if self.later:
+            self._check_later()
+
+    def _check_later(self) -> None:
+        steps = [step for step, _ in self.later]
+        rises = all(is_count(step) for step in steps) and steps == sorted({*steps})
+        if not rises or steps[0] <= self.start:
+            raise ValueError(f"rounds change at steps {steps}; write steps that rise, above start={self.start}")
+        for rounds in (self, *(rounds for _, rounds in self.later)):
+            if rounds.delay or rounds.fragments != 1:
+                raise ValueError(
+                    f"rounds change when one of the whole model has ended, and these have delay={rounds.delay} and "
+                    f"fragments={rounds.fragments}; leave both out"
+                )
+            if rounds.message != self.message:
+                raise ValueError(f"all rounds send one kind of message; write {self.message} for all of them")
+            if rounds is not self and (rounds.start or rounds.later):
+                raise ValueError("only the first rounds have a start, and none has later rounds of its own")
 
     def __str__(self) -> str:
         kind = "Nesterov" if self.nesterov else "SGD"
@@ -97,7 +117,8 @@ class LocalMethod:
         own = "".join(f", {name}={n}" for name in ("alpha", "keep", "delay") if (n := getattr(self, name)))
         if self.fragments != 1:
             own += f", fragments={self.fragments}{'' if self.stagger else ' together'}"
-        return f"H={self.H}, {self.message}, outer={kind}(rate={self.rate}{momentum}){own}{self._start_text()}"
+        whole = f"H={self.H}, {self.message}, outer={kind}(rate={self.rate}{momentum}){own}{self._start_text()}"
+        return "; ".join((whole, *(f"from step {step} {rounds}" for step, rounds in self.later)))
 
     def _start_text(self) -> str:
         how = ["on the same batches" if one is None else f"by gradients as {one}" for _, one in self.phases]
@@ -119,6 +140,33 @@ class LocalMethod:
                 table[sent] = chosen
                 sent += end - begin
         return table
+
+    def after(self, steps: int) -> "LocalMethod":
+        """The rounds that begin after so many inner steps."""
+        begun = [i for i, (first, _) in enumerate(self.later) if first <= steps]
+        if not begun:
+            return self
+        rounds, rest = self.later[begun[-1]][1], self.later[begun[-1] + 1 :]
+        return replace(rounds, start=self.start, first=self.first, later=rest)
+
+    def rounds_within(self, steps: int, begin: int | None = None) -> tuple[int, int]:
+        """How many rounds end within so many inner steps, and after which step the last of them does.
+
+        Args:
+            steps: Of the whole training.
+            begin: After which step the first of these rounds begins; by default after the start.
+        """
+        count, end = 0, self.start if begin is None else begin
+        for bound in (*(first for first, _ in self.later if first < steps), steps):
+            H = self.after(end).H
+            more = min(-(-max(0, bound - end) // H), max(0, steps - end) // H)  # the last one may end after the bound
+            count, end = count + more, end + more * H
+        return count, end
+
+    def with_message(self, message: Method) -> "LocalMethod":
+        """The same rounds with another message."""
+        later = tuple((step, replace(rounds, message=message)) for step, rounds in self.later)
+        return replace(self, message=message, later=later)
 
     def offset(self, fragment: int, count: int) -> int:
         """At which step of a round a fragment of so many is sent; 0 is the end."""
@@ -150,4 +198,4 @@ def local_method(
             f"{spec!r} has no number of local steps; write one of {', '.join(registered('local'))} as in "
             "'sparseloco(H=5)', and pass a codec of your own as codec="
         )
-    return replace(made, message=method(made.message if codec is None else codec, feedback, exchange))
+    return made.with_message(method(made.message if codec is None else codec, feedback, exchange))

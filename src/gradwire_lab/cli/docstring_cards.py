@@ -37,6 +37,7 @@ _PRESETS |= {
     "post_local_sgd": ("post_local_sgd(H=8, start=1000)",),
     "diloco": ("diloco(H=30)", "diloco(H=30, start=256)"),
     "sparseloco": ("sparseloco(H=5)", "sparseloco(H=5, k=64, chunk=4096, start=256)"),
+    "local_schedule": ("local_schedule({0: sparseloco(H=1, keep=1.0), 1000: sparseloco(H=5, rate=0.7)})",),
 }
 # Well-known methods that are one stage or one exchange, and need no other name.
 ALONE = ("terngrad", "qsgd", "powersgd(2)")

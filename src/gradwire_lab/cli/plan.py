@@ -94,7 +94,7 @@ def _local(
     """The message of a round, and how many of them there are."""
     rounds = local_method(recipe.local.spec, **recipe.local.message)
     rules = default_rules(rounds.message, **recipe.local.layout)
-    count = max(0, last - rounds.start) // rounds.H
+    count, _ = rounds.rounds_within(last)
     yield Text(f"{rounds}: {min(last, rounds.start):,} steps of the start, then {count:,} rounds, each of which sends")
     yield from _tables(build(shapes, rules, world, int(recipe.sync.bucket_mb * 2**20)), count)
     yield Text(_local_memory(rounds, sum(map(math.prod, shapes.values()))))
@@ -102,11 +102,11 @@ def _local(
 
 def _local_memory(rounds: LocalMethod, parameters: int) -> str:
     """What a worker holds beside its model and inner optimizer, in float32."""
-    vector = 4 * parameters
+    vector, phases = 4 * parameters, (rounds, *(chosen for _, chosen in rounds.later))
     outer, errors = vector * (1 + (rounds.momentum > 0)), vector * len(rounds.message.feedback.memories)
     momentum = " with momentum" if rounds.momentum else ""
     error = f", errors {in_bytes(errors)}" if errors else ""
-    error += f", what is kept of them {in_bytes(vector)}" if rounds.keep else ""
+    error += f", what is kept of them {in_bytes(vector)}" if any(one.keep for one in phases) else ""
     return (
         f"memory of a worker: outer weights{momentum} {in_bytes(outer)}, on the host with outer_device='cpu'{error}; "
         f"during a round differences {in_bytes(vector)}{', and the errors of before' if errors else ''}"

@@ -22,6 +22,7 @@ from gradwire.engine.step import StepResult
 from gradwire.integrations.comm_worker import CompletedFuture
 from gradwire.integrations.consistency import errors_on_all_ranks
 from gradwire.integrations.local.outer import on_host
+from gradwire.integrations.local.round_length import take_rounds
 from gradwire.integrations.model import distributed_as, local_part
 
 if TYPE_CHECKING:
@@ -70,8 +71,9 @@ def load(handle: "LocalSync", states: Sequence[Saved]) -> None:
         handle.start.wire.load_state_dict([_below(one, f"{_KEY}start/") for one in states])
     mine = next((one for one in states if is_own(handle.wire.engine, one)), None)
     local = _below(states[0] if mine is None else mine, _KEY)
-    handle.outer.load_state_dict(local)
     handle.steps, handle.inside, handle.start.averaged = int(local["steps"]), int(local["inside"]), False
+    take_rounds(handle, handle.steps - handle.inside)
+    handle.outer.load_state_dict(local)
     handle.unfinished.clear()
     if handle.measured is not None and "H" in local:
         handle.measured.chosen = int(local["H"])

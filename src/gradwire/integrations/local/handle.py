@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwire.comm.backend import Backend
 from gradwire.core.spec import parse
 from gradwire.engine.checkpoint import Saved
 from gradwire.engine.drive import among_hosts, execute
@@ -25,7 +24,7 @@ from gradwire.integrations.local.elastic import ElasticGroup
 from gradwire.integrations.local.fragment import Fragment, fragments_of
 from gradwire.integrations.local.outer import OuterWeights
 from gradwire.integrations.local.report import LocalReport, summarize
-from gradwire.integrations.local.round_length import MeasuredRounds, UnevenSteps
+from gradwire.integrations.local.round_length import MeasuredRounds, UnevenSteps, check_rounds, take_rounds
 from gradwire.integrations.local.start import Start
 from gradwire.integrations.setup import Setup, feedback_after
 from gradwire.integrations.wire import Wire
@@ -37,7 +36,8 @@ class LocalSync:
     """Counts the inner steps of one model. Every H-th call is a round.
 
     Attributes:
-        method: The round.
+        schedule: All rounds of the training.
+        method: The round that is under way.
         link: The backend that carries messages.
         start: The first steps.
         outer: The weights that all ranks share, and their optimizer.
@@ -62,21 +62,17 @@ class LocalSync:
         measured: bool = False,
     ) -> None:
         self.group = group
-        self.method, self._given, self.link = chosen, make is not None, setup.backend
+        self.schedule = self.method = chosen
+        self.link = setup.backend
         setup.note = f"; {chosen}{', uneven' * uneven}"
         with errors_on_all_ranks(self.link):
             split_names(setup.parameters, chosen.fragments)
-            _check(chosen, self.link, uneven)
-            if measured and (uneven or chosen.delay or chosen.fragments != 1):
-                raise ValueError(
-                    "auto=True measures rounds of the whole model that end at once, on all ranks after equally many "
-                    "steps; leave uneven, delay and fragments out"
-                )
+            check_rounds(chosen, self.link, uneven, measured)
         self.measured = MeasuredRounds() if measured else None
         table = chosen.gradient_table
         self.start = Start(chosen, Wire(replace(setup), table) if table else None, setup.backend)
         self.fragments = fragments_of(setup, chosen)
-        self.outer = OuterWeights(model, setup.parameters, make or chosen.outer, outer_device)
+        self.outer = OuterWeights(model, setup.parameters, chosen, make, outer_device)
         self.optimizer = self.outer.optimizer
         self.steps = self.inside = 0
         self.uneven_steps = UnevenSteps(chosen.H, self.link.rank, self.link.world) if uneven else None
@@ -167,6 +163,8 @@ class LocalSync:
             if self.uneven_steps is not None:
                 self.uneven_steps.restart()
             return []
+        if not self.inside:
+            take_rounds(self, self.steps - 1)
         self.inside += 1
         for fragment in self.fragments:
             fragment.age += 1
@@ -220,27 +218,29 @@ class LocalSync:
             _refuse_change(self.group, spec)
             made: Any = parse(spec) if isinstance(spec, str) else spec
             rounds = isinstance(made, LocalMethod)
-            base, message = (made, made.message) if rounds else (self.method, made)
+            base, message = (made, made.message) if rounds else (self.schedule, made)
             feedback = feedback_after(message, feedback, self.method.message.feedback)
             kept = {name: getattr(self.method, name) for name in ("start", "first", "fragments")}
-            chosen = replace(base, message=method(message, feedback, exchange), **kept)
-            _check(chosen, self.link, self.uneven_steps is not None)
+            chosen = replace(base, **kept).with_message(method(message, feedback, exchange))
+            check_rounds(chosen, self.link, self.uneven_steps is not None, self.measured is not None)
         for wire in self.wires:
             wire.setup.note = f"; {chosen}{', uneven' * (self.uneven_steps is not None)}"
             wire.set(chosen.message)
         self.arrive(early=True)  # the next message must not meet this one
-        self.method, self.inside = chosen, min(self.inside, chosen.H - 1)
+        self.schedule, self.method = chosen, chosen.after(self.steps)
+        self.inside = min(self.inside, self.method.H - 1)
         if self.uneven_steps is not None:
             self.uneven_steps = UnevenSteps(chosen.H, self.link.rank, self.link.world)
-        if rounds and not self._given:
-            self.outer.configure(chosen)
+        if rounds:
+            self.outer.configure(self.method)
 
     def off(self) -> None:
         """Stop compressing: differences travel as float32 from now on; errors survive, and are sent."""
         _refuse_change(self.group, "fp32")
         for wire in self.wires:
             wire.off()
-        self.method = replace(self.method, message=method("fp32", self.method.message.feedback))
+        message = method("fp32", self.method.message.feedback)
+        self.schedule, self.method = self.schedule.with_message(message), self.method.with_message(message)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -283,13 +283,3 @@ class LocalSync:
 def _refuse_change(group: ElasticGroup | None, spec: object) -> None:
     if group is not None:
         raise ValueError(f"an elastic group keeps its rounds; start all workers again to take {str(spec)!r}")
-
-
-def _check(chosen: LocalMethod, link: Backend, uneven: bool) -> None:
-    if chosen.keep and link.host_layout is not None:
-        raise ValueError(f"keep={chosen.keep} needs errors of each rank's own; write keep=0, or leave across out")
-    if uneven and (chosen.delay or chosen.fragments != 1):
-        raise ValueError(
-            f"uneven=True ends a round at once and for the whole model, and this one has delay={chosen.delay} and "
-            f"fragments={chosen.fragments}; write delay=0 and fragments=1, or leave uneven out"
-        )

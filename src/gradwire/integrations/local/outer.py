@@ -30,7 +30,8 @@ class OuterWeights:
         self,
         model: nn.Module,
         parameters: Mapping[str, nn.Parameter],
-        make: OuterFactory,
+        method: LocalMethod,
+        make: OuterFactory | None = None,
         place: torch.device | str | None = None,
     ) -> None:
         saved = model.state_dict(keep_vars=True).keys()
@@ -39,7 +40,8 @@ class OuterWeights:
         self._own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.weights = {name: nn.Parameter(_copy(local_part(p.detach()), place)) for name, p in parameters.items()}
         self.buffers = {name: x.detach().clone() for name, x in named.items()}
-        self.optimizer = make(list(self.weights.values()))
+        self._given = make is not None
+        self.optimizer = (make or method.outer)(list(self.weights.values()))
         self.kept: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -132,9 +134,9 @@ class OuterWeights:
             self.kept = kept
 
     def configure(self, method: LocalMethod) -> None:
-        """Take over another method's rate and momentum; the state stays."""
+        """Take over another method's rate and momentum, unless the optimizer is the user's own; the state stays."""
         changed = {"lr": method.rate, "momentum": method.momentum, "nesterov": method.nesterov}
-        for group in self.optimizer.param_groups:
+        for group in () if self._given else self.optimizer.param_groups:
             group.update(changed)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------

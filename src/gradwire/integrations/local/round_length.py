@@ -6,12 +6,18 @@ about the same time.
 
 import math
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
+from gradwire.comm.backend import Backend
 from gradwire.core.payload import Payload, as_bytes, from_bytes
 from gradwire.core.requests import Gather
 from gradwire.engine.drive import RoundGenerator
+from gradwire.local.method import LocalMethod
+
+if TYPE_CHECKING:
+    from gradwire.integrations.local.handle import LocalSync
 
 WAITING = 0.1  # of its computing: what a step may take beside it, for its share of a round
 LONGEST = 500  # steps
@@ -94,3 +100,26 @@ def _gather(numbers: list[float], device: torch.device) -> RoundGenerator[list[l
     mine = torch.tensor(numbers, dtype=torch.float64, device=device)
     (payloads,) = yield [Gather(Payload(as_bytes(mine)))]
     return [from_bytes(payload.data[: mine.nbytes], torch.float64).tolist() for payload in payloads]
+
+
+def check_rounds(chosen: LocalMethod, link: Backend, uneven: bool, measured: bool) -> None:
+    """Refuse rounds that do not go with hosts, with steps by speed, or with a measured H."""
+    if chosen.keep and link.host_layout is not None:
+        raise ValueError(f"keep={chosen.keep} needs errors of each rank's own; write keep=0, or leave across out")
+    option = "uneven=True" if uneven else "auto=True"
+    if (uneven or measured) and (chosen.delay or chosen.fragments != 1 or chosen.later):
+        raise ValueError(
+            f"{option} ends a round at once and for the whole model, and chooses its steps; this one has "
+            f"delay={chosen.delay} and fragments={chosen.fragments}; write delay=0, fragments=1 and no local_schedule, "
+            f"or leave {option} out"
+        )
+    if uneven and measured:
+        raise ValueError("auto=True measures one H, and uneven=True gives each rank its own; leave one of them out")
+
+
+def take_rounds(handle: "LocalSync", steps: int) -> None:
+    """Take the rounds that begin after so many inner steps, where the schedule has others."""
+    chosen = handle.schedule.after(steps) if handle.schedule.later else handle.method
+    if chosen != handle.method:
+        handle.method = chosen
+        handle.outer.configure(chosen)

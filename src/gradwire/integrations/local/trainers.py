@@ -41,15 +41,17 @@ def warn_of_last_steps(outer: LocalSync, spec: object, max_steps: float) -> None
         spec: As the user wrote it.
         max_steps: At which the training ends; not above 0, or infinite, if it is not known.
     """
-    start, H = outer.method.start, outer.method.H
+    start = outer.method.start
     if outer.link.rank or not 0 < max_steps < math.inf:
         return
     warn_long_start(start, max_steps, spec)
-    inside = (outer.inside + int(max_steps) - max(outer.steps, start)) % H
-    if max_steps <= max(outer.steps, start) or not inside or not _rounds_are_known(outer):
+    if max_steps <= max(outer.steps, start) or not _rounds_are_known(outer):
         return
-    ends = [max_steps - inside, max_steps - inside + H]
-    texts = [f"{end:.0f}" for end in ends if end > outer.steps]
+    _, last = outer.schedule.rounds_within(int(max_steps), max(outer.steps - outer.inside, start))
+    if last == int(max_steps):
+        return
+    H = outer.schedule.after(last).H
+    texts = [f"{end:.0f}" for end in (last, last + H) if end > outer.steps]
     warn_user(f"max_steps={max_steps:.0f} ends inside a round of H={H}; set max_steps={' or '.join(texts)}")
 
 

@@ -1,0 +1,124 @@
+"""A schedule of rounds: other rounds from given steps on."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import fixtures
+import gradwire
+from gradwire.local import LocalMethod, local_method
+from local_fixtures import local_replicas, train
+
+SHORT, LONG = "sparseloco(H=1, k=4, chunk=32, keep=1.0)", "sparseloco(H=3, k=4, chunk=32, rate=0.5)"
+SPEC = f"local_schedule({{0: {SHORT}, 4: {LONG}}})"
+WORLD = 3
+
+
+def parse(spec: str) -> LocalMethod:
+    made: Any = gradwire.parse(spec)
+    assert isinstance(made, LocalMethod)
+    return made
+
+
+def outer_of(outer: Any) -> list[dict[str, torch.Tensor]]:
+    return [{name: x.detach().clone() for name, x in rank.outer.weights.items()} for rank in outer.ranks]
+
+
+def test_rounds_change_as_when_the_handle_is_set() -> None:
+    nets, optimizers, scheduled = local_replicas(SPEC, WORLD, bundle=None)
+    train(nets, optimizers, scheduled, range(10))
+    nets, optimizers, by_hand = local_replicas(SHORT, WORLD, bundle=None)
+    train(nets, optimizers, by_hand, range(4))
+    for rank in by_hand.ranks:
+        rank.schedule = rank.method = parse(LONG)
+        rank.outer.configure(rank.method)
+    train(nets, optimizers, by_hand, range(4, 10))
+    for mine, theirs in zip(outer_of(scheduled), outer_of(by_hand), strict=True):
+        assert fixtures.same(mine, theirs)
+
+
+def test_a_round_that_has_begun_ends_first() -> None:
+    nets, optimizers, outer = local_replicas("local_schedule({0: local_sgd(H=3), 4: local_sgd(H=2)})", WORLD)
+    lengths = []
+    for step in range(10):
+        train(nets, optimizers, outer, range(step, step + 1))
+        lengths.append((outer.ranks[0].method.H, outer.ranks[0].inside))
+    assert lengths == [(3, 1), (3, 2), (3, 0), (3, 1), (3, 2), (3, 0), (2, 1), (2, 0), (2, 1), (2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"), [(0, (0, 0)), (2, (0, 0)), (6, (2, 6)), (7, (2, 6)), (8, (3, 8)), (11, (4, 10))]
+)
+def test_rounds_within_counts_whole_rounds(steps: int, expected: tuple[int, int]) -> None:
+    assert parse("local_schedule({0: local_sgd(H=3), 4: local_sgd(H=2)})").rounds_within(steps) == expected
+
+
+def test_the_start_comes_before_the_schedule() -> None:
+    spec = "local_schedule({0: diloco(H=2, start=3), 6: diloco(H=4)})"
+    nets, optimizers, outer = local_replicas(spec, WORLD)
+    found = []
+    for step in range(11):
+        found.append((outer.ranks[0].starting, outer.ranks[0].method.H))
+        train(nets, optimizers, outer, range(step, step + 1))
+    assert [starting for starting, _ in found] == [True] * 3 + [False] * 8
+    assert parse(spec).rounds_within(11) == (3, 11)
+    assert outer.ranks[0].report().rounds.steps == 3
+
+
+@pytest.mark.parametrize(("saved", "inside"), [(3, 0), (5, 1), (8, 1)])
+def test_a_saved_state_continues_inside_any_round(saved: int, inside: int) -> None:
+    nets, optimizers, outer = local_replicas(SPEC, WORLD, bundle=None)
+    train(nets, optimizers, outer, range(saved))
+    assert outer.ranks[0].inside == inside
+    states = [rank.state_dict() for rank in outer.ranks]
+    inner = [optimizer.state_dict() for optimizer in optimizers]
+    train(nets, optimizers, outer, range(saved, 11))
+    others, fresh, again = local_replicas(SPEC, WORLD, bundle=None)
+    for rank, state, optimizer, own in zip(again.ranks, states, fresh, inner, strict=True):
+        rank.load_state_dict(state)
+        optimizer.load_state_dict(own)
+    train(others, fresh, again, range(saved, 11))
+    for mine, theirs in zip(outer_of(again), outer_of(outer), strict=True):
+        assert fixtures.same(mine, theirs)
+    assert again.ranks[0].method == outer.ranks[0].method
+
+
+def test_an_earlier_state_brings_the_earlier_rounds_back() -> None:
+    nets, optimizers, outer = local_replicas(SPEC, WORLD, bundle=None)
+    train(nets, optimizers, outer, range(2))
+    states = [rank.state_dict() for rank in outer.ranks]
+    train(nets, optimizers, outer, range(2, 8))
+    assert outer.ranks[0].method.H == 3
+    for rank, state in zip(outer.ranks, states, strict=True):
+        rank.load_state_dict(state)
+    assert outer.ranks[0].method.H == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        ("local_schedule({1: local_sgd(H=2)})", "step 0"),
+        ("local_schedule(int4)", "step 0"),
+        ("local_schedule({0: local_sgd(H=2), 4: local_sgd(H=3), 3: local_sgd(H=4)})", "[4, 3]"),
+        ("local_schedule({0: diloco(H=2, start=5), 4: diloco(H=3)})", "start=5"),
+        ("local_schedule({0: local_sgd(H=2), 4: sparseloco(H=3)})", "message"),
+        ("local_schedule({0: diloco(H=2), 4: diloco(H=3, delay=1)})", "delay=1"),
+        ("local_schedule({0: diloco(H=2), 4: diloco(H=3, start=2)})", "start"),
+    ],
+)
+def test_schedules_that_make_no_sense_are_refused(spec: str, named: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        gradwire.parse(spec)
+    assert named in str(refused.value)
+
+
+def test_the_text_names_all_rounds() -> None:
+    text = str(parse(SPEC))
+    assert text.startswith("H=1") and "; from step 4 H=3" in text
+    assert parse(SPEC) == parse(SPEC) and hash(parse(SPEC)) == hash(parse(SPEC))
+
+
+def test_another_codec_keeps_the_schedule() -> None:
+    chosen = local_method(SPEC.replace(", keep=1.0", ""), "int8")
+    assert chosen.after(4).H == 3 and chosen.after(4).message == chosen.message
