@@ -52,7 +52,7 @@ class Backend(ABC):
     def gather_json(self, note: Any) -> list[Any]:
         """The notes of all ranks, of anything that JSON can hold."""
         mine = byte_tensor(json.dumps(note).encode()).to(self.device)
-        (payloads,) = self.answer([Gather(Payload(mine))])
+        (payloads,) = self.answer([Gather(Payload(mine), scope="world")])
         return [json.loads(bytes(payload.data.tolist()).rstrip(b"\0")) for payload in payloads]
 
     def size_of(self, scope: str) -> int:

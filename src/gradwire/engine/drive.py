@@ -7,7 +7,7 @@ them. Rounds are never chained with callbacks of futures: their order would diff
 import time
 from collections import Counter, defaultdict
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from gradwire.core.requests import CommGenerator, Finished, Gather, R, Request, SendRecv, advance, intercept, run
@@ -81,15 +81,6 @@ def profile(rounds: Generator[Any, Any, T], clock: Clock) -> Generator[Any, Any,
     result = yield from intercept(rounds, serve)
     clock.work(time.perf_counter() - began, decoding=True)
     return result
-
-
-def among_hosts(rounds: RoundGenerator[T]) -> RoundGenerator[T]:
-    """The same rounds, among counterparts."""
-
-    def serve(requests: list[Request]) -> RoundGenerator[list[Any]]:
-        return (yield [replace(request, scope="across") for request in requests])
-
-    return intercept(rounds, serve)
 
 
 @dataclass

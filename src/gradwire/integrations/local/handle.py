@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.comm.backend import Backend
+from gradwire.core.requests import Scope
 from gradwire.core.spec import parse
 from gradwire.engine.checkpoint import Saved
-from gradwire.engine.drive import among_hosts, execute
+from gradwire.engine.drive import execute
 from gradwire.engine.method import Spec, method
 from gradwire.engine.step import StepResult
 from gradwire.exchanges import Exchange
@@ -128,10 +129,9 @@ class LocalSync:
                 fragment.wire.worker.submit(work) if self.method.delay else CompletedFuture([work()])
             )
         if self.start.compares(self.steps):
-            setup = self.wire.setup
-            rounds = self.outer.average_if_different(setup.plan_world if setup.sharded else self.link.world)
             # Of a sharded replica, each rank compares with those that hold the same shards.
-            rounds = among_hosts(rounds) if setup.sharded else rounds
+            scope: Scope = "across" if self.wire.setup.sharded else "world"
+            rounds = self.outer.average_if_different(self.link.size_of(scope), scope)
             self.start.count_comparison(execute(rounds, self.link, self.wire.clock))
         self.arrive()
 

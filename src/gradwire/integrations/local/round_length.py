@@ -92,5 +92,5 @@ class MeasuredRounds:
 def _gather(numbers: list[float], device: torch.device) -> RoundGenerator[list[list[float]]]:
     """The numbers of all ranks."""
     mine = torch.tensor(numbers, dtype=torch.float64, device=device)
-    (payloads,) = yield [Gather(Payload(as_bytes(mine)))]
+    (payloads,) = yield [Gather(Payload(as_bytes(mine)), scope="world")]
     return [from_bytes(payload.data[: mine.nbytes], torch.float64).tolist() for payload in payloads]
