@@ -136,7 +136,7 @@ class Captured(Generic[T]):
             clock.work(done - began, decoding)
             began = done
             if collective is not None and result is not None:
-                backend.run_into(collective, result)
+                backend.run(collective, result)
                 began, decoding = time.perf_counter(), True
                 clock.wire += began - done
         return self.value

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwire.comm.backend import UncountedBackend
+from gradwire.comm.backend import UncountedBackend, written
 from gradwire.comm.collectives import Collective
 from gradwire.comm.host_layout import Across, HostLayout, given_hosts
 from gradwire.core.layout import same_memory
@@ -48,8 +48,8 @@ class SimulatedBackend(UncountedBackend):
         self.group = group
         self.rank, self.world, self.host_layout = rank, group.world, group.host_layout
 
-    def move(self, collective: Collective) -> Tensor:
-        return move([collective] * self.world)[0]
+    def move(self, collective: Collective, out: Tensor | None = None) -> Tensor:
+        return written(move([collective] * self.world)[0], out)
 
 
 class SimulatedGroup:

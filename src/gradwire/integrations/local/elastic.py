@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from gradwire.comm.backend import UncountedBackend, delegated
-from gradwire.comm.collectives import AllGatherOp, Collective
+from gradwire.comm.backend import UncountedBackend, alone, delegated, written
+from gradwire.comm.collectives import Collective
 from gradwire.comm.elastic_rounds import ElasticRounds
 from gradwire.comm.peer_mesh import PeerMesh
 from gradwire.core.payload import byte_tensor, raw_bytes
@@ -42,8 +42,8 @@ class ElasticLink(UncountedBackend):
     def __init__(self, mesh: PeerMesh, world: int) -> None:
         self.edges, self.rank, self.world = mesh.edges, mesh.rank, world
 
-    def move(self, collective: Collective) -> Tensor:
-        return collective.tensor[None] if isinstance(collective, AllGatherOp) else collective.tensor
+    def move(self, collective: Collective, out: Tensor | None = None) -> Tensor:
+        return written(alone(collective), out)
 
 
 class ElasticGroup:
