@@ -17,10 +17,11 @@ from gradwire.comm.collectives import Collective
 from gradwire.comm.elastic_rounds import ElasticRounds
 from gradwire.comm.peer_mesh import PeerMesh
 from gradwire.core.payload import byte_tensor, raw_bytes
+from gradwire.engine.drive import execute
 from gradwire.engine.step import StepResult
 from gradwire.exchanges import AllGather, AllReduce, Auto
 from gradwire.integrations.elastic_place import ElasticPlace
-from gradwire.integrations.local.elastic_message import RoundMessage
+from gradwire.integrations.local.elastic_message import MissedRound, RoundTransport, in_one_message
 from gradwire.integrations.setup import Options
 from gradwire.integrations.wire import Wire
 from gradwire.local.method import LocalMethod
@@ -69,19 +70,18 @@ class ElasticGroup:
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
-    def exchange(self, wire: Wire, differences: dict[str, Tensor], buffers: Tensor | None) -> StepResult:
+    def exchange(self, wire: Wire, differences: dict[str, Tensor], buffers: Tensor) -> StepResult:
         """A round of the workers that are there; one that was missed leads to nothing."""
         for _ in range(self.link.world):
             if self._is_left_behind() and self._join():
                 break
             _renumber(wire, self.rounds.step)
-            mine = RoundMessage(wire, differences, buffers)
-            began = time.perf_counter()
-            messages = self.rounds.exchange(mine.body, mine.fits)
-            wire.clock.wire += time.perf_counter() - began
-            if messages is not None:
-                return mine.finish(messages, self._handle.outer)
-            self.missed += 1
+            wire.setup.check_model()
+            step = in_one_message(wire.engine.unwrapped, differences, buffers, self._handle.outer)
+            try:
+                return execute(step, RoundTransport(self.rounds, self.link.world), wire.clock)
+            except MissedRound:
+                self.missed += 1
             leader = self.rounds.leader  # who may be gone
             if leader is not None and leader != self.rounds.rank and self._copy(leader, at_least=self.rounds.step):
                 break

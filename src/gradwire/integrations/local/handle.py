@@ -137,7 +137,7 @@ class LocalSync:
 
     def _end_round(self, wire: Wire, differences: dict[str, Tensor], buffers: Tensor | None) -> StepResult:
         """The mean difference of a fragment; then ranks agree on the next round, where that is measured."""
-        if self.group is not None:
+        if self.group is not None and buffers is not None:  # it has one fragment
             return self.group.exchange(wire, differences, buffers)
         measured = None if self.measured is None or self.measured.chosen is not None else self.measured
         if measured is not None:
