@@ -87,24 +87,7 @@ def compress(
     Returns:
         A handle: ``report()``, ``state_dict()``, ``set(...)``, ``off()``; callable in plain loops.
     """
-    return compress_from(
-        COMPRESS,
-        model,
-        spec,
-        optimizer=optimizer,
-        process_group=process_group,
-        across=across,
-        link=link,
-        feedback=feedback,
-        exchange=exchange,
-        granularity=granularity,
-        rules=rules,
-        bundle=bundle,
-        scaler=scaler,
-        seed=seed,
-        bucket_mb=bucket_mb,
-        rollback=rollback,
-    )
+    return compress_from(COMPRESS, **locals())  # all of the arguments
 
 
 @renamed_argument("launch_mb", "bucket_mb")
