@@ -11,8 +11,8 @@ from torch import Tensor
 from gradwire.comm.agreement_barrier import AgreementBarrier
 from gradwire.comm.collectives import AllGatherOp, BroadcastOp, Collective, Traffic, fuse, traffic
 from gradwire.comm.host_layout import HostLayout
-from gradwire.core.payload import Payload, byte_tensor
-from gradwire.core.requests import Gather, Request, Scope, run
+from gradwire.core import Gather, Payload, Request, Scope, byte_tensor
+from gradwire.core.requests import run
 
 
 class Backend(ABC):

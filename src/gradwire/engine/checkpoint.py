@@ -15,8 +15,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gradwire.codecs.stage import StateSpec
-from gradwire.core.payload import byte_tensor, raw_bytes
+from gradwire.codecs import StateSpec
+from gradwire.core import byte_tensor, raw_bytes
 from gradwire.engine.hosts import AnyEngine
 from gradwire.engine.lane import Lane
 from gradwire.engine.state import LaneState, spans, zeros

@@ -10,7 +10,8 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from gradwire.core.requests import CommGenerator, Finished, Gather, R, Request, SendRecv, advance, intercept, run
+from gradwire.core import CommGenerator, Gather, Request, SendRecv
+from gradwire.core.requests import Finished, R, advance, intercept, run
 
 T = TypeVar("T")
 RoundGenerator: TypeAlias = Generator[list[Request], list[Any], T]  # yields rounds: lists of requests

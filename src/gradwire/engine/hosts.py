@@ -18,10 +18,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.host_layout import HostLayout
-from gradwire.core.keys import Key
-from gradwire.core.payload import Payload, as_bytes, from_bytes
-from gradwire.core.requests import Max, SendRecv
-from gradwire.core.segments import on
+from gradwire.core import Key, Max, Payload, SendRecv, as_bytes, from_bytes, on
 from gradwire.engine import status
 from gradwire.engine.drive import RoundGenerator
 from gradwire.engine.gradients import Grads, by_name, check_moments, views_and_status

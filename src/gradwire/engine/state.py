@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.codecs.stage import StateSpec
-from gradwire.core.segments import Segments
+from gradwire.codecs import StateSpec
+from gradwire.core import Segments
 from gradwire.exchanges.servers import server_slice
 
 

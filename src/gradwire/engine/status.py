@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.core import Gather, Max, Payload, Request, Scope, SendRecv, Sum
 from gradwire.core.decode_cache import memoized
-from gradwire.core.payload import Payload, spare_byte
-from gradwire.core.requests import Gather, Max, Request, Scope, SendRecv, Sum, intercept
+from gradwire.core.payload import spare_byte
+from gradwire.core.requests import intercept
 from gradwire.engine.drive import RoundGenerator, T
 
 NONFINITE = 1  # a gradient is not finite

@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.core.keys import Key
-from gradwire.core.payload import CorruptMessageError
-from gradwire.core.requests import Max, Sum
+from gradwire.core import CorruptMessageError, Key, Max, Sum
 from gradwire.engine import status
 from gradwire.engine.drive import Accounting, RoundGenerator, interleave
 from gradwire.engine.gradients import Grads, check_moments, unsupported_message, views_and_status

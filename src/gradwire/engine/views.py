@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gradwire.codecs.decoding import Entries
+from gradwire.codecs import Entries
 from gradwire.core.layout import Flat, Scattered, adjacent, end_to_end, joined, laid_out, same_memory
 from gradwire.kernels import fused
 from gradwire.kernels.dispatch import offers

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.comm.backend import Backend
-from gradwire.core.spec import parse
+from gradwire.core import parse
+from gradwire.engine import Engine, Method, Plan, Rule, Spec, method
 from gradwire.engine.hosts import AnyEngine, HostEngine
-from gradwire.engine.method import Method, Spec, method
 from gradwire.engine.partition import assign_owners
-from gradwire.engine.plan import BUCKET_BYTES, Plan, Rule, build, default_rules, uncompressed
+from gradwire.engine.plan import BUCKET_BYTES, build, default_rules, uncompressed
 from gradwire.engine.precompile import precompile
-from gradwire.engine.step import Engine
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.consistency import agree, errors_on_all_ranks
@@ -106,8 +105,7 @@ class Setup:
     @property
     def plan_world(self) -> int:
         """The number of ranks, or of hosts, between which plans compress."""
-        layout = self.backend.host_layout
-        return self.backend.world if layout is None else len(layout.hosts)
+        return self.backend.size_of("across")
 
     @property
     def stays_on_device(self) -> bool:

@@ -15,12 +15,10 @@ from gradwire.comm.collectives import Collective
 from gradwire.comm.host_layout import Across, HostLayout, given_hosts
 from gradwire.core.layout import same_memory
 from gradwire.core.renamed import renamed_argument
+from gradwire.engine import Grads, Spec, StepResult
 from gradwire.engine.batched import Batched
 from gradwire.engine.drive import profile
-from gradwire.engine.gradients import Grads
 from gradwire.engine.lockstep import Lockstep, move
-from gradwire.engine.method import Spec
-from gradwire.engine.step import StepResult
 from gradwire.integrations.entry_point import LOCKSTEP
 from gradwire.integrations.model import refuse_later, refuse_sparse, trainable
 from gradwire.integrations.preconditioning import attach_optimizer, check_optimizer

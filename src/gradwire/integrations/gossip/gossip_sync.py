@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from gradwire.comm.backend import Backend
 from gradwire.comm.collectives import AllReduceOp, Traffic
-from gradwire.engine.drive import execute, interleave
+from gradwire.engine import execute, interleave
 from gradwire.integrations.consistency import agree, errors_on_all_ranks
 from gradwire.integrations.gossip.flat_params import FlatParams, GossipOptions
 from gradwire.integrations.gossip.handle import RankHandle

@@ -16,9 +16,8 @@ from gradwire.comm.backend import UncountedBackend, alone, delegated, written
 from gradwire.comm.collectives import Collective
 from gradwire.comm.elastic_rounds import ElasticRounds
 from gradwire.comm.peer_mesh import PeerMesh
-from gradwire.core.payload import byte_tensor, raw_bytes
-from gradwire.engine.drive import execute
-from gradwire.engine.step import StepResult
+from gradwire.core import byte_tensor, raw_bytes
+from gradwire.engine import StepResult, execute
 from gradwire.exchanges import AllGather, AllReduce, Auto
 from gradwire.integrations.elastic_place import ElasticPlace
 from gradwire.integrations.local.elastic_message import MissedRound, RoundTransport, in_one_message

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.comm.elastic_rounds import ElasticRounds
-from gradwire.core.payload import Payload, byte_tensor, raw_bytes
-from gradwire.core.requests import Gather, Request, Sum, intercept, run
-from gradwire.engine.drive import RoundGenerator, T, interleave
-from gradwire.engine.gradients import Grads
-from gradwire.engine.step import Engine, StepResult
+from gradwire.core import Gather, Payload, Request, Sum, byte_tensor, raw_bytes
+from gradwire.core.requests import intercept, run
+from gradwire.engine import Engine, Grads, RoundGenerator, StepResult, interleave
+from gradwire.engine.drive import T
 from gradwire.integrations.local.outer import OuterWeights
 
 

@@ -11,12 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.comm.backend import Backend
-from gradwire.core.requests import Scope
-from gradwire.core.spec import parse
+from gradwire.core import Scope, parse
+from gradwire.engine import Spec, StepResult, execute, method
 from gradwire.engine.checkpoint import Saved
-from gradwire.engine.drive import execute
-from gradwire.engine.method import Spec, method
-from gradwire.engine.step import StepResult
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.comm_worker import CompletedFuture

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.core.payload import Payload, byte_tensor, raw_bytes
-from gradwire.core.requests import Gather, Scope, Sum
-from gradwire.engine.drive import RoundGenerator
+from gradwire.core import Gather, Payload, Scope, Sum, byte_tensor, raw_bytes
+from gradwire.engine import RoundGenerator
 from gradwire.integrations.model import local_part, reshard
 from gradwire.local.method import LocalMethod, OuterFactory
 

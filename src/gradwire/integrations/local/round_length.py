@@ -9,9 +9,8 @@ import time
 
 import torch
 
-from gradwire.core.payload import Payload, as_bytes, from_bytes
-from gradwire.core.requests import Gather
-from gradwire.engine.drive import RoundGenerator
+from gradwire.core import Gather, Payload, as_bytes, from_bytes
+from gradwire.engine import RoundGenerator
 
 WAITING = 0.1  # of its computing: what a step may take beside it, for its share of a round
 LONGEST = 500  # steps

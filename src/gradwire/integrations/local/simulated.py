@@ -9,8 +9,7 @@ from torch import nn
 
 from gradwire.comm.host_layout import Across
 from gradwire.core.renamed import renamed_argument
-from gradwire.engine.method import Spec
-from gradwire.engine.step import StepResult
+from gradwire.engine import Spec, StepResult
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.comm_worker import CompletedFuture
