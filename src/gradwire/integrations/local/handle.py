@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.comm.backend import Backend
-from gradwire.core import Scope, parse
+from gradwire.core import parse
 from gradwire.engine import Spec, StepResult, execute, method
 from gradwire.engine.checkpoint import Saved
 from gradwire.exchanges import Exchange
@@ -126,10 +126,7 @@ class LocalSync:
                 fragment.wire.worker.submit(work) if self.method.delay else CompletedFuture([work()])
             )
         if self.start.compares(self.steps):
-            # Of a sharded replica, each rank compares with those that hold the same shards.
-            scope: Scope = "across" if self.wire.setup.sharded else "world"
-            rounds = self.outer.average_if_different(self.link.size_of(scope), scope)
-            self.start.count_comparison(execute(rounds, self.link, self.wire.clock))
+            execute(self.start.compare(self.outer, self.wire.setup.sharded), self.link, self.wire.clock)
         self.arrive()
 
     def _end_round(self, wire: Wire, differences: dict[str, Tensor], buffers: Tensor | None) -> StepResult:

@@ -87,7 +87,7 @@ class OuterWeights:
             self.weights[name].copy_(self._part(name))
 
     @torch.no_grad()
-    def average_if_different(self, world: int, scope: Scope = "world") -> RoundGenerator[int]:
+    def average_if_different(self, world: int, scope: Scope) -> RoundGenerator[int]:
         """After a start on the same batches: where ranks differ, by rounding, all take the mean. Returns bytes sent."""
         parts = {name: self._part(name) for name in self._local}
         own = torch.cat([p.flatten().float() for p in parts.values()])
