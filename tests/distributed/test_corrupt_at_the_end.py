@@ -33,8 +33,8 @@ def damage(wire: gradwire.Wire) -> None:
     """Damage the first bytes of all that this rank receives from now on."""
     right = wire.link.move
 
-    def move(collective: Any) -> Tensor:
-        result = right(collective)
+    def move(collective: Any, out: Tensor | None = None) -> Tensor:
+        result = right(collective, out)
         if result.dtype == torch.uint8:
             result.view(-1)[:8] = 255
         return result

@@ -30,7 +30,6 @@ from gradwire.engine.batched import Batched
 from gradwire.engine.cuda_graphs import EAGER_STEPS, StepExecutor
 from gradwire.engine.encoders import ComposedEncoder, Encoder, FusedDenseEncoder, FusedSumEncoder, FusedTopKEncoder
 from gradwire.engine.hosts import HostEngine
-from gradwire.engine.sharded import ShardEngine
 from gradwire.engine.step import Engine
 from gradwire.integrations import wire as wires
 from gradwire.integrations.setup import Options, Setup
@@ -273,4 +272,4 @@ def test_every_entry_point_has_the_same_executor() -> None:
     _, workers = fixtures.replicas(2, "topk(0.1)", across=[[0], [1]])
     for sync in (loop, optimizer.wire, *workers.wires):
         assert type(sync.executor) is StepExecutor
-        assert isinstance(sync.executor.engine, Engine | ShardEngine)
+        assert isinstance(sync.executor.engine, Engine)

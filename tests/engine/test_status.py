@@ -84,15 +84,12 @@ class ThreadedBackend(CountingBackend):
         super().__init__()
         self.group, self.rank = group, rank
 
-    def move(self, collective: Collective) -> Tensor:
+    def move(self, collective: Collective, out: Tensor | None = None) -> Tensor:
         self.group.collectives[self.rank] = collective
         self.group.barrier.wait()
         result = move(self.group.collectives)[self.rank].clone()
         self.group.barrier.wait()
-        return result
-
-    def move_into(self, collective: Collective, out: Tensor) -> None:
-        out.copy_(self.move(collective))
+        return result if out is None else out.copy_(result)
 
 
 def make_engines(plan: Plan) -> list[Engine]:
@@ -365,8 +362,8 @@ class DamagingBackend(ThreadedBackend):
 
     damages = False
 
-    def move(self, collective: Collective) -> Tensor:
-        result = super().move(collective)
+    def move(self, collective: Collective, out: Tensor | None = None) -> Tensor:
+        result = super().move(collective, out)
         if self.damages and result.dtype == torch.uint8:
             result.view(-1)[:8] = 255
         return result

@@ -10,7 +10,7 @@ import gradwire
 from gradwire.comm.host_layout import HostLayout
 from gradwire.engine import Lockstep, build, default_rules
 from gradwire.engine.batched import Batched
-from gradwire.engine.sharded import ShardEngine
+from gradwire.engine.step import Engine
 
 WORLD = 2
 SPECS = ("qsgd", "terngrad", "randomk(0.2)")
@@ -70,7 +70,8 @@ def test_shards_of_a_mesh_send_different_codes_of_equal_gradients() -> None:
     """All four ranks of a mesh have the same rows and the same gradient; replicas agree, and shards differ."""
     layout = HostLayout.of([[0, 1], [2, 3]])
     plan = build({"weight": (30, 40)}, default_rules("qsgd"), 2, held={"weight": (30, 40)})
-    engines = [ShardEngine(plan, layout, rank, 0, torch.device("cpu")) for rank in range(4)]
+    places = [layout.place_of(rank) for rank in range(4)]
+    engines = [Engine(plan, replica, 2, 0, torch.device("cpu"), shard=shard, shards=2) for replica, shard in places]
     grad = torch.randn(30, 40, generator=torch.Generator().manual_seed(0))
     given = [{"weight": grad.clone()} for _ in engines]
     Lockstep(4, layout).drive([engine.run(own) for engine, own in zip(engines, given, strict=True)])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.encoding import Encoded
-from gradwire.core.payload import Payload
+from gradwire.core import Payload
 
 if TYPE_CHECKING:
     from gradwire.codecs.codec import Codec

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import Quantizer, Selector, Stage
-from gradwire.core.segments import Segments
+from gradwire.core import Segments
 
 
 def is_of_package(stage: Stage) -> bool:

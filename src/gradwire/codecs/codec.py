@@ -23,12 +23,9 @@ from gradwire.codecs.encoding import Encoded, encode
 from gradwire.codecs.indices import Rice
 from gradwire.codecs.quantizers import FP32
 from gradwire.codecs.stage import EncodeInput, IndexCoder, Memory, Quantizer, Selector, Stage, Transform
-from gradwire.core.keys import Key
-from gradwire.core.payload import COUNT_BYTES, Payload
+from gradwire.core import Key, Payload, Segments, Traits, parse
+from gradwire.core.payload import COUNT_BYTES
 from gradwire.core.renamed import renamed_attributes
-from gradwire.core.segments import Segments
-from gradwire.core.spec import parse
-from gradwire.core.traits import Traits
 
 # The old names of one release.
 _RENAMED = {name: f"decoder.{name}" for name in ("total", "mean", "entries", "merge", "expand")}

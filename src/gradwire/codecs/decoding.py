@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import Decoded, EncodeInput
+from gradwire.core import CorruptMessageError, Key, Payload, Segments, from_bytes, on
 from gradwire.core.deferred_checks import check
-from gradwire.core.keys import Key
 from gradwire.core.layout import Flat, takes_scattered
-from gradwire.core.payload import COUNT_BYTES, CorruptMessageError, Payload, as_rows, from_bytes
-from gradwire.core.segments import Segments, on
+from gradwire.core.payload import COUNT_BYTES, as_rows
 from gradwire.kernels import groups
 from gradwire.kernels.fused import scatter_mean
 from gradwire.kernels.rice import Found

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from gradwire.codecs.checks import check_body, check_positions
 from gradwire.codecs.stage import Decoded, EncodeInput, Memory
+from gradwire.core import Key, Payload, Segments, as_bytes, on
 from gradwire.core.graph_refs import cached_on_device
-from gradwire.core.keys import Key
-from gradwire.core.payload import COUNT_BYTES, Payload, as_bytes
-from gradwire.core.segments import Segments, on
+from gradwire.core.payload import COUNT_BYTES
 from gradwire.kernels import groups
 
 if TYPE_CHECKING:

@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from gradwire.core.keys import Key
+from gradwire.core import Key, Named, Segments, Traits
 from gradwire.core.layout import Flat
 from gradwire.core.renamed import renamed_attributes
-from gradwire.core.segments import Segments
-from gradwire.core.spec import Named
-from gradwire.core.traits import Traits
 from gradwire.kernels.rice import Found
 
 if TYPE_CHECKING:

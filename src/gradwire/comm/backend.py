@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 from gradwire.comm.agreement_barrier import AgreementBarrier
 from gradwire.comm.collectives import AllGatherOp, BroadcastOp, Collective, Traffic, fuse, traffic
 from gradwire.comm.host_layout import HostLayout
-from gradwire.core.payload import Payload, byte_tensor
-from gradwire.core.requests import Gather, Request, Scope, run
+from gradwire.core import Gather, Payload, Request, Scope, byte_tensor
+from gradwire.core.requests import run
 
 
 class Backend(ABC):
@@ -34,15 +34,14 @@ class Backend(ABC):
     stream_ordered = False  # collectives of CUDA tensors only queue up on the device: the host waits in none
 
     @abstractmethod
-    def run(self, collective: Collective) -> Tensor:
-        """Carry out a collective and count its bytes. All ranks call the same ones in the same order."""
+    def run(self, collective: Collective, out: Tensor | None = None) -> Tensor:
+        """Carry out a collective and count its bytes. All ranks call the same ones in the same order.
+
+        The result lies in ``out``, if that is given.
+        """
 
     @abstractmethod
-    def run_into(self, collective: Collective, out: Tensor) -> None:
-        """The same with the result written to ``out``."""
-
-    @abstractmethod
-    def move(self, collective: Collective) -> Tensor:
+    def move(self, collective: Collective, out: Tensor | None = None) -> Tensor:
         """Carry out a collective that belongs to no step: its bytes are not counted."""
 
     def answer(self, requests: Sequence[Request]) -> list[Any]:
@@ -52,7 +51,7 @@ class Backend(ABC):
     def gather_json(self, note: Any) -> list[Any]:
         """The notes of all ranks, of anything that JSON can hold."""
         mine = byte_tensor(json.dumps(note).encode()).to(self.device)
-        (payloads,) = self.answer([Gather(Payload(mine))])
+        (payloads,) = self.answer([Gather(Payload(mine), scope="world")])
         return [json.loads(bytes(payload.data.tolist()).rstrip(b"\0")) for payload in payloads]
 
     def size_of(self, scope: str) -> int:
@@ -66,6 +65,16 @@ class Backend(ABC):
         tensor.copy_(self.run(BroadcastOp(tensor, scope)))
 
 
+def alone(collective: Collective) -> Tensor:
+    """The result of a collective among one rank."""
+    return collective.tensor[None] if isinstance(collective, AllGatherOp) else collective.tensor
+
+
+def written(result: Tensor, out: Tensor | None) -> Tensor:
+    """A result, in ``out`` if that is given."""
+    return result if out is None else out.copy_(result)
+
+
 def delegated(owner: str, name: str) -> Any:
     """An attribute that is one of another object."""
     return property(
@@ -77,31 +86,19 @@ def delegated(owner: str, name: str) -> Any:
 class UncountedBackend(Backend):
     """A backend whose bytes are counted elsewhere."""
 
-    def run(self, collective: Collective) -> Tensor:
-        return self.move(collective)
-
-    def run_into(self, collective: Collective, out: Tensor) -> None:
-        out.copy_(self.move(collective))
+    def run(self, collective: Collective, out: Tensor | None = None) -> Tensor:
+        return self.move(collective, out)
 
 
 class CountingBackend(Backend):
     """A backend that moves bytes by itself, and counts what it moves."""
 
-    move_into: Callable[[Collective, Tensor], None] | None = None  # optional: `move` that writes to a given tensor
-
     def __init__(self) -> None:
         self.traffic = Traffic()
 
-    def run(self, collective: Collective) -> Tensor:
+    def run(self, collective: Collective, out: Tensor | None = None) -> Tensor:
         self.traffic += traffic(collective, self.rank, self.world)
-        return self.move(collective)
-
-    def run_into(self, collective: Collective, out: Tensor) -> None:
-        if self.move_into is None:
-            out.copy_(self.run(collective))
-        else:
-            self.traffic += traffic(collective, self.rank, self.world)
-            self.move_into(collective, out)
+        return self.move(collective, out)
 
 
 class SingleBackend(CountingBackend):
@@ -111,6 +108,5 @@ class SingleBackend(CountingBackend):
     world = 1
     stream_ordered = True
 
-    def move(self, collective: Collective) -> Tensor:
-        x = collective.tensor
-        return x[None] if isinstance(collective, AllGatherOp) else x
+    def move(self, collective: Collective, out: Tensor | None = None) -> Tensor:
+        return written(alone(collective), out)

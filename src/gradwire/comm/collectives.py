@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.alphabeta import ring_pieces
+from gradwire.core import Gather, Max, Payload, Request, Scope, SendRecv, Sum
 from gradwire.core.layout import joined
-from gradwire.core.payload import Payload
-from gradwire.core.requests import Gather, Max, Request, Scope, SendRecv, Sum
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,9 @@ class EmulatedBackend(CountingBackend):
         self._shared = shared
         self._costs = AlphaBeta.of(self.spec)
 
-    def move(self, collective: Collective) -> Tensor:
+    def move(self, collective: Collective, out: Tensor | None = None) -> Tensor:
         called = self._last_call(collective)
-        out = self.inner.move(collective)
+        out = self.inner.move(collective, out)
         due = self._shared.reserve(called or time.monotonic(), self.cost(collective))
         time.sleep(max(0.0, due - time.monotonic()))
         return out

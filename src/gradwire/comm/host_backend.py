@@ -36,17 +36,12 @@ class HostBackend(Backend):
         self.rank, self.world, self.device, self.barrier = whole.rank, whole.world, whole.device, whole.barrier
         self.stream_ordered = inside_host.stream_ordered and between.stream_ordered
 
-    def _backend(self, collective: Collective) -> Backend:
-        return {"host": self.inside_host, "across": self.between, "world": self.whole}[collective.scope]
+    def move(self, collective: Collective, out: Tensor | None = None) -> Tensor:
+        return self.whole.move(collective, out)
 
-    def move(self, collective: Collective) -> Tensor:
-        return self.whole.move(collective)
-
-    def run(self, collective: Collective) -> Tensor:
-        return self._backend(collective).run(collective)
-
-    def run_into(self, collective: Collective, out: Tensor) -> None:
-        self._backend(collective).run_into(collective, out)
+    def run(self, collective: Collective, out: Tensor | None = None) -> Tensor:
+        backend = {"host": self.inside_host, "across": self.between, "world": self.whole}[collective.scope]
+        return backend.run(collective, out)
 
 
 def subdivide(whole: Backend, host_layout: HostLayout) -> HostBackend:

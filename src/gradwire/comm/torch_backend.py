@@ -110,19 +110,9 @@ class TorchBackend(CountingBackend):
         rows = self.gather_json([dist.get_rank(), *probe_address()])
         self.probe_addresses = {rank: ProbeAddress(*where) for rank, *where in rows}
 
-    def move(self, collective: Collective) -> Tensor:
-        x = collective.tensor
-        shape: Sequence[int] = x.shape
-        if isinstance(collective, AllGatherOp):
-            shape = (self.world, x.numel())
-        elif isinstance(collective, AllToAllOp):
-            shape = (sum(collective.into),)
-        out = x.new_empty(shape)
-        self.move_into(collective, out)
-        return out
-
-    def move_into(self, collective: Collective, out: Tensor) -> None:
+    def move(self, collective: Collective, out: Tensor | None = None) -> Tensor:
         x = collective.tensor.detach().contiguous()
+        out = x.new_empty(self._shape(collective)) if out is None else out
         try:
             with self.progress:
                 if self._via_host and x.is_cuda:
@@ -135,6 +125,14 @@ class TorchBackend(CountingBackend):
             if self.barrier is None:
                 raise
             raise self.barrier.explain(error) from error
+        return out
+
+    def _shape(self, collective: Collective) -> Sequence[int]:
+        """Of the result."""
+        if isinstance(collective, AllToAllOp):
+            return (sum(collective.into),)
+        x = collective.tensor
+        return (self.world, x.numel()) if isinstance(collective, AllGatherOp) else x.shape
 
     def _move_into(self, out: Tensor, collective: Collective, x: Tensor) -> None:
         if isinstance(collective, AllReduceOp):

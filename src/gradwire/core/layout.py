@@ -38,9 +38,14 @@ def in_memory_order(x: Tensor) -> Tensor:
 
 
 def stretches(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Tensors without gaps as flat views; those of one format that lie end to end, in this order, are one."""
+    """Tensors without gaps as flat views; see `joined_neighbors`."""
+    return joined_neighbors(map(in_memory_order, tensors))
+
+
+def joined_neighbors(parts: Iterable[Tensor]) -> list[Tensor]:
+    """Flat tensors; those of one format that lie end to end, in this order, are one."""
     groups: list[list[Tensor]] = []
-    for x in map(in_memory_order, tensors):
+    for x in parts:
         if groups and groups[-1][-1].dtype == x.dtype and adjacent(groups[-1][-1], x):
             groups[-1].append(x)
         else:

@@ -1,8 +1,8 @@
 """Requests: all that an exchange may want from the group, and how generators of requests are driven.
 
 An exchange is a generator. It yields a request and is sent the answer; it never sees the network. The scope of a
-request says which ranks it reaches: all of them, or, where ranks share hosts, those on this host, or the counterparts
-on others.
+request says which ranks it reaches: those between which messages are compressed, which are all ranks, or, where ranks
+share hosts, the counterparts on other hosts; the ranks of this host; or the whole world.
 """
 
 from collections.abc import Callable, Generator, Mapping
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradwire.core.payload import Payload
 
-Scope: TypeAlias = Literal["world", "host", "across"]
+Scope: TypeAlias = Literal["across", "host", "world"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Sum:
     """The elementwise sum over the group, in the tensor's own dtype."""
 
     tensor: Tensor
-    scope: Scope = "world"
+    scope: Scope = "across"
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Max:
     """The elementwise maximum over the group."""
 
     tensor: Tensor
-    scope: Scope = "world"
+    scope: Scope = "across"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Gather:
 
     payload: Payload
     size: int | None = None
-    scope: Scope = "world"
+    scope: Scope = "across"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SendRecv:
 
     out: Mapping[int, Payload]
     into: Mapping[int, int]
-    scope: Scope = "world"
+    scope: Scope = "across"
 
 
 Request: TypeAlias = Sum | Max | Gather | SendRecv

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, Collective, Traffic, fuse, traffic
-from gradwire.core.keys import PER_RANK, Key
+from gradwire.core import PER_RANK, Gather, Key, Request, SendRecv, Sum
 from gradwire.core.layout import joined, same_memory
-from gradwire.core.requests import Gather, Request, SendRecv, Sum, run
+from gradwire.core.requests import run
 from gradwire.engine.drive import Clock, nbytes
 from gradwire.engine.encoders import Encoder
 from gradwire.engine.gradients import Grads, by_name, views_of

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from gradwire.comm.backend import Backend
 from gradwire.comm.collectives import Collective, fuse
+from gradwire.core import Request
 from gradwire.core.graph_refs import pin_tables
 from gradwire.core.keys import RandomnessInGraph
-from gradwire.core.requests import Finished, Request, advance, intercept, run
+from gradwire.core.requests import Finished, advance, intercept, run
 from gradwire.engine.drive import Clock, RoundGenerator
 
 T = TypeVar("T")
@@ -136,7 +137,7 @@ class Captured(Generic[T]):
             clock.work(done - began, decoding)
             began = done
             if collective is not None and result is not None:
-                backend.run_into(collective, result)
+                backend.run(collective, result)
                 began, decoding = time.perf_counter(), True
                 clock.wire += began - done
         return self.value

@@ -15,10 +15,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gradwire.codecs.stage import StateSpec
-from gradwire.core.payload import byte_tensor, raw_bytes
+from gradwire.codecs import StateSpec
+from gradwire.core import byte_tensor, raw_bytes
+from gradwire.engine.hosts import AnyEngine
 from gradwire.engine.lane import Lane
-from gradwire.engine.sharded import AnyEngine
 from gradwire.engine.state import LaneState, spans, zeros
 from gradwire.engine.step import Engine
 from gradwire.exchanges.servers import SERVER_ERROR
@@ -41,7 +41,8 @@ def save(engine: AnyEngine, spec: str) -> dict[str, Tensor]:
     """
     inner = engine.unwrapped
     inner.skipped_steps.synchronize()
-    numbers = {name: getattr(inner, name) for name in ("rank", "seed", "skipped", "step", "world")}
+    place = ("shard", "shards") if inner.shards > 1 else ()
+    numbers = {name: getattr(inner, name) for name in ("rank", "seed", "skipped", "step", "world", *place)}
     saved = facts_of(spec, _fingerprint(engine), numbers)
     for lane, state in inner.lanes:
         held = _tensors(state)

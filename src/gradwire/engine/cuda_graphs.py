@@ -37,7 +37,7 @@ from gradwire.engine.graph_buffers import (
     undo_if_skipped,
     undo_on_failure,
 )
-from gradwire.engine.sharded import AnyEngine
+from gradwire.engine.hosts import AnyEngine
 from gradwire.engine.staging import Staging
 from gradwire.engine.step import BucketResult, StepResult, named_updates
 from gradwire.engine.views import GradViews

@@ -7,10 +7,11 @@ them. Rounds are never chained with callbacks of futures: their order would diff
 import time
 from collections import Counter, defaultdict
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from gradwire.core.requests import CommGenerator, Finished, Gather, R, Request, SendRecv, advance, intercept, run
+from gradwire.core import CommGenerator, Gather, Request, SendRecv
+from gradwire.core.requests import Finished, R, advance, intercept, run
 
 T = TypeVar("T")
 RoundGenerator: TypeAlias = Generator[list[Request], list[Any], T]  # yields rounds: lists of requests
@@ -81,15 +82,6 @@ def profile(rounds: Generator[Any, Any, T], clock: Clock) -> Generator[Any, Any,
     result = yield from intercept(rounds, serve)
     clock.work(time.perf_counter() - began, decoding=True)
     return result
-
-
-def among_hosts(rounds: RoundGenerator[T]) -> RoundGenerator[T]:
-    """The same rounds, among counterparts."""
-
-    def serve(requests: list[Request]) -> RoundGenerator[list[Any]]:
-        return (yield [replace(request, scope="across") for request in requests])
-
-    return intercept(rounds, serve)
 
 
 @dataclass

@@ -20,14 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradwire.codecs import Codec, Decoded, EncodeInput
 from gradwire.codecs.addends import max_addend
-from gradwire.codecs.codec import Codec
 from gradwire.codecs.encoding import Encoded, encode_selected
 from gradwire.codecs.quantizers import FP32
-from gradwire.codecs.stage import Decoded, EncodeInput
+from gradwire.core import Payload, Segments, as_bytes, on
 from gradwire.core.layout import Flat, takes_scattered
-from gradwire.core.payload import Payload, as_bytes
-from gradwire.core.segments import Segments, on
 from gradwire.engine.state import LaneMemory, LaneState
 from gradwire.engine.views import GradViews, zero_nonfinite
 from gradwire.exchanges.exchange import CommContext, Exchange, Message

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from gradwire.comm.backend import Backend
 from gradwire.core.layout import MemoryLayout, stretches
+from gradwire.engine import status
 from gradwire.engine.capture import Captured, CaptureError, Collectives, in_collectives
 from gradwire.engine.drive import RoundGenerator
 from gradwire.engine.gradients import FixedGrads, Grads
+from gradwire.engine.hosts import AnyEngine
 from gradwire.engine.lane import LaneResult
-from gradwire.engine.sharded import AnyEngine, final_status
 from gradwire.engine.staging import Staging
 from gradwire.engine.state import LaneMemory, LaneState
 from gradwire.engine.status import CORRUPT
@@ -175,7 +176,9 @@ def undo_on_failure(states: Sequence[LaneState], rollback: bool, views: Sequence
 def undo_if_skipped(engine: AnyEngine, backend: Backend, results: Sequence[BucketResult]) -> Collectives[None]:
     """Have the device count a step that was skipped, zero its updates, and copy the old state over the new."""
     inner = engine.unwrapped
-    statuses = yield from in_collectives(final_status(engine, results), backend)
+    statuses = [result.status for result in results]
+    if engine.shards > 1:
+        statuses = [(yield from in_collectives(status.of_host(statuses), backend))]
     skipped = inner.skipped_steps.count_on_device_(statuses)
     new = [one.new.tensors for result in results for one in result.lanes]
     pairs = [

@@ -12,28 +12,23 @@ ranks of all hosts come to the same decision.
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from gradwire.comm.host_layout import HostLayout
-from gradwire.core.keys import Key
-from gradwire.core.payload import Payload, as_bytes, from_bytes
-from gradwire.core.requests import Max, Scope, SendRecv, Sum
-from gradwire.core.segments import on
+from gradwire.core import Key, Max, Payload, SendRecv, as_bytes, from_bytes, on
 from gradwire.engine import status
-from gradwire.engine.drive import RoundGenerator, among_hosts
+from gradwire.engine.drive import RoundGenerator
 from gradwire.engine.gradients import Grads, by_name, check_moments, views_and_status
 from gradwire.engine.lane import Lane
 from gradwire.engine.partition import Owners, share
 from gradwire.engine.plan import Plan
 from gradwire.engine.state import LaneMemory
-from gradwire.engine.status import MISSING, UNSUPPORTED
-from gradwire.engine.step import BucketResult, Engine, StepResult, named_updates
+from gradwire.engine.status import HOST, MISSING, UNSUPPORTED
+from gradwire.engine.step import BucketResult, Engine, StepResult, factor_inside, named_updates
 from gradwire.engine.views import GradViews
-
-HOST: Scope = "host"
 
 
 class HostMean(NamedTuple):
@@ -133,7 +128,7 @@ class HostEngine:
         if bits & MISSING and not bits & UNSUPPORTED:
             mine = {name: x for result in results for name, x in result.extra.mean.known().items()}
         alike = [x._replace(status=torch.full_like(x.status, bits), views=x.extra.views) for x in results]
-        outcome = yield from among_hosts(self.unwrapped.finish(alike, mine, check_unused=False))
+        outcome = yield from self.unwrapped.finish(alike, mine, check_unused=False)
         updates = named_updates(self.full_plan.lanes, results)
         if outcome.skipped:
             for view in (view for result in results for view in result.views):
@@ -209,7 +204,7 @@ class HostEngine:
         """Exchange this rank's share with other hosts, and the updates of all shares inside the host."""
         lanes, device = self.unwrapped.plan.buckets[i], self.unwrapped.device
         shares = [GradViews([mean.grads[name] for name in lane.tensors.names], device, factor) for lane in lanes]
-        result = yield from among_hosts(self.unwrapped.bucket_rounds(i, shares, mean.status, storage, key))
+        result = yield from self.unwrapped.bucket_rounds(i, shares, mean.status, storage, key)
         agreed = [
             [one.new.tensors["pending"]] if self._is_delayed(lane) else [x.reshape(-1) for x in view.grads]
             for lane, one, view in zip(lanes, result.lanes, shares, strict=True)
@@ -271,14 +266,15 @@ class HostEngine:
         return "second_moment" in lane.at(self.unwrapped.step)[0].memories
 
 
-def factor_inside(engine: Engine, grads: Grads, unscale: float) -> RoundGenerator[float]:
-    """As `Engine.gradient_factor`, of gradients of which each rank of a host has a part."""
-    if not engine.clips:
-        return unscale
-    squares = [grad.detach().double().square().sum() for grad in grads.values() if grad is not None]
-    own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=engine.device)
-    (square,) = yield [Sum(own[None], HOST)]
-    return engine.gradient_factor({"": square.sqrt()}, unscale)
+AnyEngine: TypeAlias = Engine | HostEngine
+
+
+def commits_alone(engine: AnyEngine) -> bool:
+    """Whether a rank that has all gradients can commit a step without knowing who lacks some (`engine/status.py`).
+
+    The ranks of a host share the work, so they have to know.
+    """
+    return engine.ranks_per_host == 1 and engine.unwrapped.world <= status.MAX_COUNTED_RANKS
 
 
 def host_message(numbers: Sequence[Tensor], notes: Sequence[Tensor]) -> Payload:

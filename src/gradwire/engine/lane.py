@@ -7,14 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec
-from gradwire.codecs.decoding import Entries
-from gradwire.codecs.stage import Memory, StateSpec
-from gradwire.core.keys import Key
+from gradwire.codecs import Codec, Entries, Memory, StateSpec
+from gradwire.core import CommGenerator, CorruptMessageError, Key, Segments
 from gradwire.core.layout import Flat, Scattered, takes_scattered
-from gradwire.core.payload import CorruptMessageError
-from gradwire.core.requests import CommGenerator
-from gradwire.core.segments import Segments
 from gradwire.engine.encoders import ComposedEncoder, Encoder, encoder_for
 from gradwire.engine.state import LaneMemory, LaneState
 from gradwire.engine.views import GradViews

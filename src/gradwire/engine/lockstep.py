@@ -14,8 +14,9 @@ from torch import Tensor
 
 from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, Collective, Traffic, fuse, traffic
 from gradwire.comm.host_layout import HostLayout
+from gradwire.core import Request
 from gradwire.core.decode_cache import cached
-from gradwire.core.requests import Finished, Request, advance, run
+from gradwire.core.requests import Finished, advance, run
 from gradwire.engine.drive import RoundGenerator, T, interleave
 
 

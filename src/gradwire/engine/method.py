@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
-from gradwire.codecs.codec import Codec, codec
-from gradwire.codecs.stage import Stage
+from gradwire.codecs import Codec, Stage, codec
+from gradwire.core import Segments, parse
 from gradwire.core.renamed import renamed_attributes
-from gradwire.core.segments import Segments
-from gradwire.core.spec import parse
 from gradwire.exchanges import Auto, Exchange, Noop
 from gradwire.feedback import Feedback, NoFeedback, Residual
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.core.payload import CorruptMessageError
+from gradwire.core import CorruptMessageError
 from gradwire.engine.status import BAD, CORRUPT
 
 _log = logging.getLogger("gradwire")

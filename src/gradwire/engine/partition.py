@@ -8,7 +8,7 @@ gradients would send.
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from gradwire.core.segments import Segments
+from gradwire.core import Segments
 from gradwire.engine.lane import Lane
 from gradwire.engine.plan import Plan
 

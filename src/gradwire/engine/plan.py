@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import groupby
 
-from gradwire.codecs.codec import Codec, codec
-from gradwire.core.segments import Segments
+from gradwire.codecs import Codec, codec
+from gradwire.core import Segments
 from gradwire.engine.lane import Lane
 from gradwire.engine.method import Method, Spec, method
 from gradwire.exchanges import Auto, Delayed, Exchange, Noop, choose

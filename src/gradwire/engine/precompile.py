@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from gradwire.codecs.codec import Codec
-from gradwire.core.segments import Segments
+from gradwire.codecs import Codec
+from gradwire.core import Segments
 from gradwire.engine.lane import Lane
 from gradwire.engine.lockstep import Lockstep
 from gradwire.engine.plan import Plan

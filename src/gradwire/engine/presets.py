@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from gradwire.codecs.codec import Codec, codec
+from gradwire.codecs import Codec, Quantizer, Stage, codec
 from gradwire.codecs.quantizers import FP32, Int4, Sign
 from gradwire.codecs.selectors import ChunkTopK, TopK
-from gradwire.codecs.stage import IndexCoder, Quantizer, Stage
+from gradwire.codecs.stage import IndexCoder
 from gradwire.codecs.transforms import DCT
-from gradwire.core.registry import register
+from gradwire.core import register
 from gradwire.engine.method import Method, method
 from gradwire.exchanges import Auto, Exchange, Majority, TwoWay
 from gradwire.feedback import (

@@ -5,15 +5,15 @@ the commit turns them over, so a step that is skipped has changed nothing. Witho
 and fused kernels change it in place.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradwire.codecs.stage import StateSpec
-from gradwire.core.segments import Segments
+from gradwire.codecs import StateSpec
+from gradwire.core import Segments
 from gradwire.exchanges.servers import server_slice
 
 
@@ -48,6 +48,22 @@ class LaneState:
         """Turn the generations over; ``spare`` is storage for the next step."""
         self.current, self.spare = new, spare
         self.carried_error = self.observed = None
+
+    def keep_(self, new: LaneMemory, memory: str, parts: Iterable[slice]) -> None:
+        """Let some parts of a memory be as they are, and not as in the new generation."""
+        old, held = self.tensors[memory], new.tensors.get(memory)
+        kept = new.tensors[memory] = torch.zeros_like(old) if held is None else held.clone()
+        for part in parts:
+            kept[part] = old[part]
+
+    def carried_by(self, parts: Sequence[slice]) -> Tensor | None:
+        """The carried error of some parameters alone, if there is any."""
+        if self.carried_error is None or not parts:
+            return None
+        left = torch.zeros_like(self.carried_error)
+        for part in parts:
+            left[part] = self.carried_error[part]
+        return left
 
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over memories from elsewhere."""

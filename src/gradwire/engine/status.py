@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.core import Gather, Max, Payload, Request, Scope, SendRecv, Sum
 from gradwire.core.decode_cache import memoized
-from gradwire.core.payload import Payload, spare_byte
-from gradwire.core.requests import Gather, Request, SendRecv, Sum, intercept
+from gradwire.core.payload import spare_byte
+from gradwire.core.requests import intercept
 from gradwire.engine.drive import RoundGenerator, T
 
 NONFINITE = 1  # a gradient is not finite
@@ -33,6 +34,7 @@ CORRUPT = 8  # a message that was received earlier is corrupt
 ALL_MISSING = 16  # on every rank some parameter of the bucket has no gradient; found in the bits of all ranks
 
 BAD = NONFINITE | UNSUPPORTED | CORRUPT  # no step with one of these changes any state
+HOST: Scope = "host"
 MAX_COUNTED_RANKS = 256  # so many can be counted in a sum of bfloat16
 
 _CORRUPT_ADDEND = -8192.0  # more than all ranks that lack gradients can make up for; in float16 eight of them are -inf
@@ -113,6 +115,18 @@ def of_all(parts: Sequence[Tensor]) -> Tensor:
     lacking = reduce(torch.bitwise_and, parts) & MISSING
     status = reduce(torch.bitwise_or, parts) | lacking * (ALL_MISSING // MISSING)
     return status.view(())
+
+
+def of_host(statuses: Sequence[Tensor]) -> RoundGenerator[Tensor]:
+    """What is bad in any bucket of any rank of the host, uint8: where each of them has a shard of every parameter.
+
+    Which gradients are missing concerns the counterparts of a rank alone, and is in its statuses already.
+    """
+    found = torch.stack([status.view(()) for status in statuses])
+    mine = torch.stack([(found & bit).amax() for bit in (NONFINITE, UNSUPPORTED, CORRUPT)]).to(torch.int32)
+    (bits,) = yield [Max(mine, HOST)]
+    worst: Tensor = bits.sum().to(torch.uint8)
+    return worst
 
 
 def read(statuses: Iterable[Tensor]) -> int:

@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.core.keys import Key
-from gradwire.core.payload import CorruptMessageError
-from gradwire.core.requests import Max
+from gradwire.core import CorruptMessageError, Key, Max, Sum
 from gradwire.engine import status
 from gradwire.engine.drive import Accounting, RoundGenerator, interleave
 from gradwire.engine.gradients import Grads, check_moments, unsupported_message, views_and_status
@@ -64,6 +62,7 @@ class Engine:
         rollback: Whether the state of before a step is kept until the commit. Where no kernel is fused, it is.
         host_plan: What all ranks of a host compress, where they share the work.
         shard: Which part of a sharded replica this is; random bits differ between them.
+        shards: How many parts there are. What is bad in one of them is bad for all.
     """
 
     plan: Plan
@@ -74,9 +73,9 @@ class Engine:
     rollback: bool = True
     host_plan: Plan | None = None
     shard: int = 0
+    shards: int = 1
 
     local_rank, ranks_per_host = 0, 1  # where several ranks of a host share the work: which of how many this is
-    shards = 1
 
     def __post_init__(self) -> None:
         self.unwrapped = self  # the engine that holds this rank's state
@@ -100,7 +99,8 @@ class Engine:
 
     def run(self, grads: Grads, unscale: float = 1.0) -> RoundGenerator[StepResult]:
         """A whole step: all buckets in order, then the commit. Gradients are multiplied by ``unscale`` first."""
-        factor = self.gradient_factor(grads, unscale)
+        shards = factor_inside(self, grads, unscale) if self.shards > 1 else None
+        factor = self.gradient_factor(grads, unscale) if shards is None else (yield from shards)
         results = []
         for i in range(len(self.plan.buckets)):
             results.append((yield from self.run_bucket(i, grads, factor)))
@@ -167,7 +167,10 @@ class Engine:
             grads: By name.
             check_unused: Whether to call `assert_unused_unchanged` here; else the caller does, for all ranks of a host.
         """
-        bits = status.read(result.status for result in results)
+        statuses = [result.status for result in results]
+        if self.shards > 1:
+            statuses.append((yield from status.of_host(statuses)))
+        bits = status.read(statuses)
         if bits & CORRUPT:
             self.skipped_steps.raise_corrupt()
         if bits & UNSUPPORTED:
@@ -209,9 +212,10 @@ class Engine:
         lane_results = [one for result in results for one in result.lanes]
         for lane, state, result in zip(self.plan.lanes, self.states, lane_results, strict=True):
             idle = [name for name in lane.tensors.names if used is not None and not used[name]]
-            left = _left(state.carried_error, [lane.slices[name] for name in idle])
-            for name in idle:
-                _restore_(result.new.tensors, state, lane, name, self.rank, self.world)
+            left = state.carried_by([lane.slices[name] for name in idle])
+            for memory, spec in lane.state_specs(self.world).items() if idle else ():
+                places = spans(spec, lane.tensors, self.rank, self.world)
+                state.keep_(result.new, memory, [places[name].live for name in idle])
             state.commit(result.new, result.spare)
             state.carried_error = left
         self.step += 1
@@ -280,19 +284,11 @@ def named_updates(lanes: Sequence[Lane], results: Sequence[BucketResult]) -> dic
     return {name: x for lane, view in pairs for name, x in zip(lane.tensors.names, view.grads, strict=True)}
 
 
-def _restore_(new: dict[str, Tensor], state: LaneState, lane: Lane, name: str, rank: int, world: int) -> None:
-    """Keep a parameter's old part of all memories."""
-    for memory, spec in lane.state_specs(world).items():
-        span = spans(spec, lane.tensors, rank, world)[name]
-        new[memory] = new[memory].clone() if memory in new else torch.zeros_like(state.tensors[memory])
-        new[memory][span.live] = state.tensors[memory][span.live]
-
-
-def _left(carried: Tensor | None, idle: Sequence[slice]) -> Tensor | None:
-    """What remains of a carried error: that of parameters without a gradient."""
-    if carried is None or not idle:
-        return None
-    left = torch.zeros_like(carried)
-    for place in idle:
-        left[place] = carried[place]
-    return left
+def factor_inside(engine: Engine, grads: Grads, unscale: float) -> RoundGenerator[float]:
+    """As `Engine.gradient_factor`, of gradients of which each rank of a host has a part."""
+    if not engine.clips:
+        return unscale
+    squares = [grad.detach().double().square().sum() for grad in grads.values() if grad is not None]
+    own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=engine.device)
+    (square,) = yield [Sum(own[None], status.HOST)]
+    return engine.gradient_factor({"": square.sqrt()}, unscale)

@@ -6,8 +6,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gradwire.codecs.decoding import Entries
-from gradwire.core.layout import Flat, Scattered, adjacent, end_to_end, joined, laid_out, same_memory
+from gradwire.codecs import Entries
+from gradwire.core.layout import Flat, Scattered, end_to_end, joined_neighbors, laid_out, same_memory
 from gradwire.kernels import fused
 from gradwire.kernels.dispatch import offers
 
@@ -67,7 +67,7 @@ class GradViews:
             return None
         parts = [x.view(-1) for x in self.grads]
         flat = end_to_end(parts)
-        return Scattered(_joined_neighbors(parts)) if flat is None and self._takes_scattered else flat
+        return Scattered(tuple(joined_neighbors(parts))) if flat is None and self._takes_scattered else flat
 
     @property
     def _takes_scattered(self) -> bool:
@@ -124,14 +124,3 @@ def zero_nonfinite(flat: Tensor, ranks: int = 1) -> tuple[Tensor, Tensor]:
     if flat.device.type == "cpu" and not nonfinite:  # on another device, looking would mean waiting
         return flat, nonfinite
     return torch.where(fine[:, None], rows, 0.0).view(-1), nonfinite
-
-
-def _joined_neighbors(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Flat tensors, those that lie end to end as one."""
-    groups: list[list[Tensor]] = []
-    for part in parts:
-        if groups and adjacent(groups[-1][-1], part):
-            groups[-1].append(part)
-        else:
-            groups.append([part])
-    return tuple([joined(group) for group in groups])

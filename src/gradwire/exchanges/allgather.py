@@ -13,15 +13,9 @@ Spec:     allgather, allgather(mean='senders')
 
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec
-from gradwire.codecs.decoding import Entries
-from gradwire.codecs.stage import Decoded, Memory
-from gradwire.core.arguments import check_argument
+from gradwire.codecs import Codec, Decoded, Entries, Memory
+from gradwire.core import CommGenerator, Gather, Payload, Segments, check_argument, register
 from gradwire.core.decode_cache import memoized, shares_decoded
-from gradwire.core.payload import Payload
-from gradwire.core.registry import register
-from gradwire.core.requests import CommGenerator, Gather
-from gradwire.core.segments import Segments
 from gradwire.exchanges.batch import RankBatch, Simulated, blank, sizes_of, stacked, starts_of
 from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
 from gradwire.kernels.rank_mean import rank_mean, senders_mean

@@ -15,13 +15,9 @@ from functools import reduce
 
 import torch
 
+from gradwire.codecs import Codec, Decoded, Memory
 from gradwire.codecs.addends import as_addend, dtype_of
-from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Decoded, Memory
-from gradwire.core.payload import Payload
-from gradwire.core.registry import register
-from gradwire.core.requests import CommGenerator, Request, Sum
-from gradwire.core.segments import Segments
+from gradwire.core import CommGenerator, Payload, Request, Segments, Sum, register
 from gradwire.exchanges.batch import META, RankBatch, Simulated
 from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
 from gradwire.kernels.groups import over, over_

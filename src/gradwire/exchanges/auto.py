@@ -9,10 +9,8 @@ Differs:  no paper to differ from
 Spec:     auto
 """
 
-from gradwire.codecs.codec import Codec
-from gradwire.core.registry import register, registered
-from gradwire.core.requests import CommGenerator
-from gradwire.core.segments import Segments
+from gradwire.codecs import Codec
+from gradwire.core import CommGenerator, Segments, register, registered
 from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
 
 

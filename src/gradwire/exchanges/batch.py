@@ -13,12 +13,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Decoded, Memory
-from gradwire.core.keys import Key
-from gradwire.core.payload import Payload
-from gradwire.core.requests import Request
-from gradwire.core.segments import Segments, by_rank
+from gradwire.codecs import Codec, Decoded, Memory
+from gradwire.core import Key, Payload, Request, Segments, by_rank
 
 META = torch.device("meta")
 

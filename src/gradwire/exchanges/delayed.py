@@ -11,11 +11,8 @@ Spec:     delayed
 
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import StateSpec
-from gradwire.core.registry import register
-from gradwire.core.requests import CommGenerator
-from gradwire.core.segments import Segments
+from gradwire.codecs import Codec, StateSpec
+from gradwire.core import CommGenerator, Segments, register
 from gradwire.exchanges.auto import Auto
 from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
 

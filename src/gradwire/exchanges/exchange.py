@@ -10,18 +10,12 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from gradwire.codecs import Codec, Decoded, EncodeInput, Entries, Memory, StateSpec
 from gradwire.codecs.addends import clip_for_sum
-from gradwire.codecs.codec import Codec
-from gradwire.codecs.decoding import Entries
 from gradwire.codecs.encoding import Encoded
-from gradwire.codecs.stage import Decoded, EncodeInput, Memory, StateSpec
-from gradwire.core.keys import Key
+from gradwire.core import CommGenerator, Key, Named, Payload, Segments
 from gradwire.core.layout import Flat, Scattered
-from gradwire.core.payload import Payload
 from gradwire.core.renamed import renamed_attributes
-from gradwire.core.requests import CommGenerator
-from gradwire.core.segments import Segments
-from gradwire.core.spec import Named
 from gradwire.exchanges.batch import Simulate
 from gradwire.exchanges.servers import server_slice
 

@@ -11,12 +11,9 @@ Spec:     majority
 
 import torch
 
-from gradwire.codecs.codec import Codec
+from gradwire.codecs import Codec
 from gradwire.codecs.quantizers import Sign
-from gradwire.core.payload import Payload
-from gradwire.core.registry import register
-from gradwire.core.requests import CommGenerator, Gather
-from gradwire.core.segments import Segments
+from gradwire.core import CommGenerator, Gather, Payload, Segments, register
 from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
 from gradwire.kernels.groups import over
 

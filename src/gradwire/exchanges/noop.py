@@ -10,11 +10,8 @@ Spec:     noop
 
 from collections.abc import Iterator
 
-from gradwire.codecs.codec import Codec
-from gradwire.core.payload import Payload
-from gradwire.core.registry import register
-from gradwire.core.requests import CommGenerator, Request
-from gradwire.core.segments import Segments
+from gradwire.codecs import Codec
+from gradwire.core import CommGenerator, Payload, Request, Segments, register
 from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
 
 

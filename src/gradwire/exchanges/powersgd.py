@@ -18,15 +18,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec
+from gradwire.codecs import Codec, Decoded, Memory, StateSpec
 from gradwire.codecs.quantizers import FP32
-from gradwire.codecs.stage import Decoded, Memory, StateSpec
-from gradwire.core.arguments import check_argument, is_count
+from gradwire.core import CommGenerator, Key, Segments, Sum, check_argument, is_count, register
 from gradwire.core.graph_refs import cached_on_device
-from gradwire.core.keys import Key
-from gradwire.core.registry import register
-from gradwire.core.requests import CommGenerator, Sum
-from gradwire.core.segments import Segments, matrix_shape
+from gradwire.core.segments import matrix_shape
 from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message
 from gradwire.kernels import philox
 

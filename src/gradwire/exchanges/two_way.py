@@ -16,15 +16,21 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Decoded, EncodeInput, Memory, StateSpec
+from gradwire.codecs import Codec, Decoded, EncodeInput, Memory, StateSpec
+from gradwire.core import (
+    CommGenerator,
+    CorruptMessageError,
+    Gather,
+    Key,
+    Payload,
+    Request,
+    Segments,
+    SendRecv,
+    by_rank,
+    register,
+)
 from gradwire.core.decode_cache import memoized, shares_decoded
-from gradwire.core.keys import Key
 from gradwire.core.layout import Flat
-from gradwire.core.payload import CorruptMessageError, Payload
-from gradwire.core.registry import register
-from gradwire.core.requests import CommGenerator, Gather, Request, SendRecv
-from gradwire.core.segments import Segments, by_rank
 from gradwire.exchanges.batch import RankBatch, Simulated, blank, stacked, starts_of
 from gradwire.exchanges.exchange import Aggregate, CommContext, Exchange, Message, ProductOutput
 from gradwire.exchanges.servers import SERVER_ERROR, server_slice

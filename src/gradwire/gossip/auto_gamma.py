@@ -34,10 +34,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import EncodeInput
-from gradwire.core.keys import Key
-from gradwire.core.segments import Segments
+from gradwire.codecs import Codec, EncodeInput
+from gradwire.core import Key, Segments
 from gradwire.gossip.gossip import densify
 from gradwire.gossip.optimal_gamma import Fidelity, modes, optimal_step
 from gradwire.kernels import philox

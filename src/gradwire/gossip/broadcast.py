@@ -10,9 +10,8 @@ from typing import ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Memory
-from gradwire.core.requests import CommGenerator
+from gradwire.codecs import Codec, Memory
+from gradwire.core import CommGenerator
 from gradwire.gossip.gossip import GossipMethod, MixResult, VectorMemory, decode_message, encode_message, send_to_all
 from gradwire.gossip.message import GossipContext, Received
 

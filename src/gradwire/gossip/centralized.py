@@ -10,11 +10,9 @@ Spec:     centralized
 
 from torch import Tensor
 
+from gradwire.codecs import Codec, Memory
 from gradwire.codecs.addends import as_addend
-from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Memory
-from gradwire.core.registry import register
-from gradwire.core.requests import CommGenerator, Sum
+from gradwire.core import CommGenerator, Sum, register
 from gradwire.gossip.gossip import MixResult, VectorMemory, encode_message
 from gradwire.gossip.message import Diverged, GossipContext
 from gradwire.gossip.requirements import require_cast

@@ -21,11 +21,9 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
+from gradwire.codecs import Codec, Memory, StateSpec
 from gradwire.codecs import codec as as_codec
-from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Memory, StateSpec
-from gradwire.core.registry import register
-from gradwire.core.requests import CommGenerator
+from gradwire.core import CommGenerator, register
 from gradwire.gossip import auto_gamma
 from gradwire.gossip.auto_gamma import Measurement
 from gradwire.gossip.broadcast import BroadcastRules, NeighborMessages

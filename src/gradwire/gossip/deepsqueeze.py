@@ -12,9 +12,8 @@ Spec:     deepsqueeze(ring), deepsqueeze(ring, gamma=0.05)
 
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Memory
-from gradwire.core.registry import register
+from gradwire.codecs import Codec, Memory
+from gradwire.core import register
 from gradwire.gossip.broadcast import BroadcastMethod, NeighborMessages
 from gradwire.gossip.gossip import MixResult
 from gradwire.gossip.requirements import require_consensus_step, require_contraction, require_doubly_stochastic

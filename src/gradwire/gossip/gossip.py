@@ -13,12 +13,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Decoded, EncodeInput, Memory, StateSpec
-from gradwire.core.payload import Payload
-from gradwire.core.registry import registered
-from gradwire.core.requests import CommGenerator
-from gradwire.core.spec import Named, parse
+from gradwire.codecs import Codec, Decoded, EncodeInput, Memory, StateSpec
+from gradwire.core import CommGenerator, Named, Payload, parse, registered
 from gradwire.gossip.message import GossipContext, GossipMessage, Received, exchange_messages
 from gradwire.topology import Graph, Topology, graph
 

@@ -14,11 +14,8 @@ from dataclasses import field, replace
 import torch
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Memory, StateSpec
-from gradwire.core.arguments import check_argument, is_count
-from gradwire.core.registry import register
-from gradwire.core.requests import CommGenerator
+from gradwire.codecs import Codec, Memory, StateSpec
+from gradwire.core import CommGenerator, check_argument, is_count, register
 from gradwire.gossip.gossip import GossipMethod, MixResult, gossip_method
 from gradwire.gossip.message import GossipContext
 from gradwire.topology import Graph, Topology

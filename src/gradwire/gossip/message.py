@@ -16,10 +16,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gradwire.core.keys import Key
-from gradwire.core.payload import CorruptMessageError, Payload, byte_tensor
-from gradwire.core.requests import CommGenerator, SendRecv
-from gradwire.core.segments import Segments
+from gradwire.core import CommGenerator, CorruptMessageError, Key, Payload, Segments, SendRecv, byte_tensor
 from gradwire.topology import Topology
 
 HEADER = struct.Struct("<IIII")

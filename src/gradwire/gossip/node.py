@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec
-from gradwire.core.keys import Key
-from gradwire.core.requests import CommGenerator
-from gradwire.core.segments import Segments
+from gradwire.codecs import Codec
+from gradwire.core import CommGenerator, Key, Segments
 from gradwire.gossip.gossip import GossipMethod
 from gradwire.gossip.message import GossipContext
 from gradwire.gossip.optimal_gamma import modes

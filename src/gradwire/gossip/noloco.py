@@ -14,9 +14,8 @@ Spec:     local_gossip(noloco(one_peer_exponential), H=50), noloco(ring, rate=0.
 
 from torch import Tensor
 
-from gradwire.codecs.stage import Memory
-from gradwire.core.arguments import check_argument
-from gradwire.core.registry import register
+from gradwire.codecs import Memory
+from gradwire.core import check_argument, register
 from gradwire.gossip.broadcast import NeighborMessages
 from gradwire.gossip.dpsgd import WholeModels
 from gradwire.gossip.gossip import MixResult

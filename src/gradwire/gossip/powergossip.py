@@ -19,13 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Memory, StateSpec
-from gradwire.core.arguments import check_argument, is_count
-from gradwire.core.payload import Payload, as_bytes, from_bytes
-from gradwire.core.registry import register
-from gradwire.core.requests import CommGenerator
-from gradwire.core.segments import Segments, matrix_shape
+from gradwire.codecs import Codec, Memory, StateSpec
+from gradwire.core import CommGenerator, Payload, Segments, as_bytes, check_argument, from_bytes, is_count, register
+from gradwire.core.segments import matrix_shape
 from gradwire.gossip.gossip import GossipMethod, MixResult
 from gradwire.gossip.message import GossipContext, exchange_messages
 from gradwire.gossip.requirements import require_static_symmetric

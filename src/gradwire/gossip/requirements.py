@@ -1,8 +1,8 @@
 """What gossip methods require of codecs, graphs and consensus steps; each function raises a ValueError otherwise."""
 
-from gradwire.codecs.codec import Codec
+from gradwire.codecs import Codec
 from gradwire.codecs.quantizers.cast import Cast
-from gradwire.core.arguments import is_number
+from gradwire.core import is_number
 from gradwire.gossip.gossip import GossipMethod
 from gradwire.topology import Topology
 

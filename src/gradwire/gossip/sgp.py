@@ -14,10 +14,8 @@ Spec:     sgp(exponential), sgp(one_peer_exponential)
 import torch
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Memory, StateSpec
-from gradwire.core.registry import register
-from gradwire.core.requests import CommGenerator
+from gradwire.codecs import Codec, Memory, StateSpec
+from gradwire.core import CommGenerator, register
 from gradwire.gossip.gossip import GossipMethod, MixResult, decode_message, encode_message, send_to_all
 from gradwire.gossip.message import GossipContext
 from gradwire.gossip.requirements import require_cast

@@ -16,11 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradwire.codecs import Codec, EncodeInput
 from gradwire.codecs.addends import dtype_of
-from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import EncodeInput
-from gradwire.core.keys import PER_RANK, Key
-from gradwire.core.segments import by_rank
+from gradwire.core import PER_RANK, Key, by_rank
 from gradwire.gossip import auto_gamma
 from gradwire.gossip.broadcast import BroadcastRules, NeighborMessages
 from gradwire.gossip.centralized import Centralized

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.codecs.codec import Codec
-from gradwire.codecs.stage import Memory
-from gradwire.core.registry import register
+from gradwire.codecs import Codec, Memory
+from gradwire.core import register
 from gradwire.gossip.broadcast import BroadcastMethod, NeighborMessages
 from gradwire.gossip.gossip import MixResult
 from gradwire.gossip.requirements import require_static_symmetric, require_unbiased

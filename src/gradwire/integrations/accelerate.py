@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwire.engine.method import Spec
+from gradwire.engine import Spec
 from gradwire.integrations.checkpoint import load, save
 from gradwire.integrations.compress import compress_from
 from gradwire.integrations.ddp import find_ddp

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from gradwire.comm.backend import Backend
 from gradwire.comm.rates import LinkSpec
-from gradwire.engine.method import Spec
+from gradwire.engine import Spec
 from gradwire.integrations.setup import Options
 
 AUTO = "auto"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.collectives import AllGatherOp, AllToAllOp
-from gradwire.core.payload import byte_tensor, raw_bytes
+from gradwire.core import byte_tensor, raw_bytes
 from gradwire.engine.checkpoint import num_savers
 from gradwire.integrations import checksums
 from gradwire.integrations.consistency import agree, errors_on_all_ranks

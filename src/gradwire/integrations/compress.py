@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from gradwire.comm.backend import Backend
 from gradwire.comm.host_layout import Across
 from gradwire.core.renamed import renamed_argument
-from gradwire.engine.method import Spec
-from gradwire.engine.plan import BUCKET_BYTES, Rule
+from gradwire.engine import Rule, Spec
+from gradwire.engine.plan import BUCKET_BYTES
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.auto import described_link
@@ -87,24 +87,7 @@ def compress(
     Returns:
         A handle: ``report()``, ``state_dict()``, ``set(...)``, ``off()``; callable in plain loops.
     """
-    return compress_from(
-        COMPRESS,
-        model,
-        spec,
-        optimizer=optimizer,
-        process_group=process_group,
-        across=across,
-        link=link,
-        feedback=feedback,
-        exchange=exchange,
-        granularity=granularity,
-        rules=rules,
-        bundle=bundle,
-        scaler=scaler,
-        seed=seed,
-        bucket_mb=bucket_mb,
-        rollback=rollback,
-    )
+    return compress_from(COMPRESS, **locals())  # all of the arguments
 
 
 @renamed_argument("launch_mb", "bucket_mb")

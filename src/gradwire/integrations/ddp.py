@@ -27,10 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.comm.rates import LinkSpec
 from gradwire.core.layout import same_memory, without_gaps
-from gradwire.engine.gradients import FixedGrads, Grads
-from gradwire.engine.method import Spec
-from gradwire.engine.plan import Plan
-from gradwire.engine.step import BucketResult, StepResult
+from gradwire.engine import BucketResult, Grads, Plan, Spec, StepResult
+from gradwire.engine.gradients import FixedGrads
 from gradwire.integrations.auto import AUTO, find_tuner
 from gradwire.integrations.comm_worker import AnyFuture, T
 from gradwire.integrations.setup import Setup

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.codecs import Codec
-from gradwire.codecs.stage import Stage
-from gradwire.core.spec import parse
-from gradwire.engine.method import Method, Spec
+from gradwire.codecs import Codec, Stage
+from gradwire.core import parse
+from gradwire.engine import Method, Spec
 from gradwire.exchanges import Exchange
 from gradwire.local.method import LocalMethod, local_method
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from gradwire.comm.backend import Backend
-from gradwire.core.requests import Max, Scope
-from gradwire.engine.gradients import Grads
-from gradwire.engine.step import StepResult
+from gradwire.core import Max, Scope
+from gradwire.engine import Grads, StepResult
 from gradwire.integrations.model import local_part
 
 

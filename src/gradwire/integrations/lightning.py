@@ -9,7 +9,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from gradwire.core.renamed import renamed
-from gradwire.engine.method import Spec
+from gradwire.engine import Spec
 from gradwire.integrations.checkpoint import gather_states
 from gradwire.integrations.compress import compress_from
 from gradwire.integrations.ddp import find_ddp

@@ -14,8 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gradwire.comm.backend import Backend
 from gradwire.comm.host_layout import Across
 from gradwire.core.renamed import renamed_argument
-from gradwire.engine.method import Spec
-from gradwire.engine.plan import Plan
+from gradwire.engine import Plan, Spec
 from gradwire.integrations import grad_scaler
 from gradwire.integrations.auto import described_link
 from gradwire.integrations.consistency import errors_on_all_ranks, find_backend

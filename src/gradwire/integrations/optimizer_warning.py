@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
+from gradwire.engine import Plan
 from gradwire.engine.method import starves_adaptive
-from gradwire.engine.plan import Plan
 from gradwire.integrations.entry_point import EntryPoint
 from gradwire.integrations.trainer_warnings import warn_user
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradwire.comm.collectives import Traffic
+from gradwire.engine import Lane
 from gradwire.engine.drive import Accounting, Clock
-from gradwire.engine.lane import Lane
-from gradwire.engine.sharded import AnyEngine
+from gradwire.engine.hosts import AnyEngine
 from gradwire.engine.state import LaneState
 
 

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.comm.backend import Backend
-from gradwire.core.spec import parse
-from gradwire.engine.hosts import HostEngine
-from gradwire.engine.method import Method, Spec, method
+from gradwire.core import parse
+from gradwire.engine import Engine, Method, Plan, Rule, Spec, method
+from gradwire.engine.hosts import AnyEngine, HostEngine
 from gradwire.engine.partition import assign_owners
-from gradwire.engine.plan import BUCKET_BYTES, Plan, Rule, build, default_rules, uncompressed
+from gradwire.engine.plan import BUCKET_BYTES, build, default_rules, uncompressed
 from gradwire.engine.precompile import precompile
-from gradwire.engine.sharded import AnyEngine, ShardEngine
-from gradwire.engine.step import Engine
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.consistency import agree, errors_on_all_ranks
@@ -107,8 +105,7 @@ class Setup:
     @property
     def plan_world(self) -> int:
         """The number of ranks, or of hosts, between which plans compress."""
-        layout = self.backend.host_layout
-        return self.backend.world if layout is None else len(layout.hosts)
+        return self.backend.size_of("across")
 
     @property
     def stays_on_device(self) -> bool:
@@ -145,16 +142,15 @@ class Setup:
 
     def engine(self, plan: Plan, seed: int) -> AnyEngine:
         """This rank's side of a plan."""
-        backend, options = self.backend, self.options
+        backend, options, layout = self.backend, self.options, self.backend.host_layout
         precompile(plan, self.device, first=backend.rank == 0)
-        if backend.host_layout is None:
-            return Engine(plan, backend.rank, backend.world, seed, self.device, options.rollback)
-        if self.sharded or backend.host_layout.ranks_per_host == 1:
-            return ShardEngine(plan, backend.host_layout, backend.rank, seed, self.device, options.rollback)
+        rank, shard = (backend.rank, 0) if layout is None else layout.place_of(backend.rank)
+        shards = 1 if layout is None else layout.ranks_per_host
+        if self.sharded or layout is None or shards == 1:
+            return Engine(plan, rank, self.plan_world, seed, self.device, options.rollback, None, shard, shards)
         # Owners follow from rules, not from specs: then nothing changes hands when the spec changes.
         lossy = build(self._shapes, (*options.rules, *self._defaults("sign")), plan.world, options.bucket_bytes)
-        owned = assign_owners(lossy, backend.host_layout.ranks_per_host)
-        return HostEngine(plan, owned, backend.host_layout, backend.rank, seed, self.device, options.rollback)
+        return HostEngine(plan, assign_owners(lossy, shards), layout, backend.rank, seed, self.device, options.rollback)
 
     def text_of(self, spec: Spec) -> str:
         """The rules that a spec stands for, as text."""

@@ -10,17 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwire.comm.backend import UncountedBackend
+from gradwire.comm.backend import UncountedBackend, written
 from gradwire.comm.collectives import Collective
 from gradwire.comm.host_layout import Across, HostLayout, given_hosts
 from gradwire.core.layout import same_memory
 from gradwire.core.renamed import renamed_argument
+from gradwire.engine import Grads, Spec, StepResult
 from gradwire.engine.batched import Batched
 from gradwire.engine.drive import profile
-from gradwire.engine.gradients import Grads
 from gradwire.engine.lockstep import Lockstep, move
-from gradwire.engine.method import Spec
-from gradwire.engine.step import StepResult
 from gradwire.integrations.entry_point import LOCKSTEP
 from gradwire.integrations.model import refuse_later, refuse_sparse, trainable
 from gradwire.integrations.preconditioning import attach_optimizer, check_optimizer
@@ -48,8 +46,8 @@ class SimulatedBackend(UncountedBackend):
         self.group = group
         self.rank, self.world, self.host_layout = rank, group.world, group.host_layout
 
-    def move(self, collective: Collective) -> Tensor:
-        return move([collective] * self.world)[0]
+    def move(self, collective: Collective, out: Tensor | None = None) -> Tensor:
+        return written(move([collective] * self.world)[0], out)
 
 
 class SimulatedGroup:

@@ -8,7 +8,7 @@ import torch
 
 from gradwire.comm.collectives import AllReduceOp
 from gradwire.core.renamed import renamed
-from gradwire.engine.method import Spec
+from gradwire.engine import Spec
 from gradwire.integrations.accelerate import compress_prepared
 from gradwire.integrations.checkpoint import load, save
 from gradwire.integrations.checksums import checksum

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.comm.collectives import Traffic
-from gradwire.engine import checkpoint
+from gradwire.engine import Engine, Grads, Spec, StepResult, checkpoint
 from gradwire.engine.capture import graphs_on
 from gradwire.engine.cuda_graphs import StepExecutor
 from gradwire.engine.drive import Clock
-from gradwire.engine.gradients import Grads, by_name
-from gradwire.engine.method import Spec
-from gradwire.engine.sharded import AnyEngine, commits_alone
+from gradwire.engine.gradients import by_name
+from gradwire.engine.hosts import AnyEngine, commits_alone
 from gradwire.engine.state import spans
-from gradwire.engine.step import Engine, StepResult
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations import grad_scaler
@@ -160,7 +158,8 @@ class Wire:
                 only the gradients of M micro-batches passes the sum over those of (gradient / M)^2. A loop that clips
                 its gradients multiplies this by the square of the same factor.
         """
-        self.engine.observe({name: local_part(x) for name, x in second_moments.items()})
+        parts = {name: local_part(x) for name, x in second_moments.items()}
+        self.engine.observe({name: x for name, x in parts.items() if x.numel()})  # an empty shard has no moments
 
     # -- changing the spec -----------------------------------------------------------------------------------------
 

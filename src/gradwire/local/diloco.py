@@ -12,7 +12,7 @@ Spec:     diloco(H=30), diloco(H=100, rate=0.7, momentum=0.9), diloco(H=30, alph
 """
 
 from gradwire.codecs.quantizers import Int4
-from gradwire.core.registry import register
+from gradwire.core import register
 from gradwire.engine.presets import dense
 from gradwire.local.method import First, LocalMethod
 

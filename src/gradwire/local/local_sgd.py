@@ -12,7 +12,7 @@ Spec:     local_sgd(H=8), post_local_sgd(H=8, start=1000)
 """
 
 from gradwire.codecs.quantizers import FP32
-from gradwire.core.registry import register
+from gradwire.core import register
 from gradwire.engine.presets import dense
 from gradwire.local.method import First, LocalMethod
 

@@ -8,12 +8,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwire.codecs.codec import Codec, codec
-from gradwire.codecs.stage import Quantizer
-from gradwire.core.arguments import check_argument, is_count
-from gradwire.core.registry import registered
-from gradwire.core.spec import parse
-from gradwire.engine.method import Method, Spec, method
+from gradwire.codecs import Codec, Quantizer, codec
+from gradwire.core import check_argument, is_count, parse, registered
+from gradwire.engine import Method, Spec, method
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 

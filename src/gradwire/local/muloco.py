@@ -9,10 +9,10 @@ Differs:  momentum 0.6 is that of the paper's runs with one worker. Muon is the 
 Spec:     muloco(H=30), muloco(H=30, values=int4), muloco(H=30, values=int2)
 """
 
+from gradwire.codecs import Quantizer
 from gradwire.codecs.quantizers import FP32, Int4
-from gradwire.codecs.stage import Quantizer
-from gradwire.core.registry import register
-from gradwire.engine.method import method
+from gradwire.core import register
+from gradwire.engine import method
 from gradwire.local.method import First, LocalMethod
 
 

@@ -17,8 +17,8 @@ Spec:     sparseloco(H=5), sparseloco(H=30, k=64, chunk=4096, scales='bf16'), sp
 
 from gradwire.codecs.quantizers import Int4, Sign
 from gradwire.codecs.selectors import ChunkTopK
-from gradwire.core.registry import register
-from gradwire.engine.method import Method
+from gradwire.core import register
+from gradwire.engine import Method
 from gradwire.exchanges import AllGather
 from gradwire.feedback import Residual
 from gradwire.local.method import First, LocalMethod

@@ -13,10 +13,10 @@ Differs:  values are int4 where the paper has floats of four bits; H is 30, wher
 Spec:     streaming_diloco(H=30, fragments=3), streaming_diloco(H=100, fragments=('blocks.[0-2].*', '*'), delay=5)
 """
 
+from gradwire.codecs import Quantizer
 from gradwire.codecs.quantizers import Int4
-from gradwire.codecs.stage import Quantizer
-from gradwire.core.registry import register
-from gradwire.engine.method import method
+from gradwire.core import register
+from gradwire.engine import method
 from gradwire.local.method import First, LocalMethod
 
 

@@ -4,9 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import ClassVar
 
-from gradwire.core.arguments import is_count
-from gradwire.core.registry import registered
-from gradwire.core.spec import Named, parse
+from gradwire.core import Named, is_count, parse, registered
 from gradwire.topology.checks import MixingRows, Promise
 from gradwire.topology.topology import Topology
 from gradwire.topology.weights import neighbors, require_rule, weigh

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.alphabeta import Kind
-from gradwire.comm.backend import CountingBackend
+from gradwire.comm.backend import CountingBackend, written
 from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, Collective
 
 
@@ -37,7 +37,10 @@ class LoopbackBackend(CountingBackend):
         self.rank, self.world, self.device = 0, world, device
         self.calls: list[CollectiveCall] = []
 
-    def move(self, collective: Collective) -> Tensor:
+    def move(self, collective: Collective, out: Tensor | None = None) -> Tensor:
+        return written(self._result(collective), out)
+
+    def _result(self, collective: Collective) -> Tensor:
         x = collective.tensor
         if isinstance(collective, AllReduceOp):
             self.calls.append(CollectiveCall("all_reduce", x.nbytes, x.dtype))
@@ -49,6 +52,3 @@ class LoopbackBackend(CountingBackend):
         own = collective.out[0]
         self.calls.append(CollectiveCall("all_to_all", x.nbytes - own))
         return x[:own].repeat(self.world)
-
-    def move_into(self, collective: Collective, out: Tensor) -> None:
-        out.copy_(self.move(collective))

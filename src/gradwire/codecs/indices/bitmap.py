@@ -12,8 +12,8 @@ Spec:     bitmap
 from torch import Tensor
 
 from gradwire.codecs.stage import IndexCoder
-from gradwire.core.payload import CorruptMessageError, first_bytes
-from gradwire.core.registry import register
+from gradwire.core import CorruptMessageError, register
+from gradwire.core.payload import first_bytes
 from gradwire.kernels.rice import find_bits, set_bits
 
 

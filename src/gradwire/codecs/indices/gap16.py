@@ -15,8 +15,7 @@ Spec:     gap16
 from torch import Tensor
 
 from gradwire.codecs.stage import IndexCoder
-from gradwire.core.keys import Key
-from gradwire.core.registry import register
+from gradwire.core import Key, register
 from gradwire.kernels.gap16 import FILLER, drop_to_fit, gap16_decode, gap16_encode
 
 

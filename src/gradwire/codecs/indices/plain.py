@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import IndexCoder
-from gradwire.core.payload import as_bytes, first_bytes, from_bytes
-from gradwire.core.registry import register
+from gradwire.core import as_bytes, from_bytes, register
+from gradwire.core.payload import first_bytes
 
 
 class PlainCoder(IndexCoder):

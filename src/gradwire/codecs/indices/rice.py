@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import IndexCoder
-from gradwire.core.arguments import check_argument
+from gradwire.core import check_argument, register
 from gradwire.core.payload import first_bytes
-from gradwire.core.registry import register
 from gradwire.kernels import rice
 from gradwire.kernels.dispatch import offers
 

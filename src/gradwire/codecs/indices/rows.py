@@ -26,9 +26,7 @@ from torch import Tensor
 
 from gradwire.codecs.indices.rice import Rice
 from gradwire.codecs.stage import IndexCoder
-from gradwire.core.payload import CorruptMessageError
-from gradwire.core.registry import register
-from gradwire.core.segments import Segments
+from gradwire.core import CorruptMessageError, Segments, register
 from gradwire.kernels.rows import Runs, decode_in_rows, encode_in_rows, narrow_enough
 
 _IN_ROWS, _AS_RICE = 0, 1

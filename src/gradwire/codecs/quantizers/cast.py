@@ -17,10 +17,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import Quantizer
-from gradwire.core.keys import Key
-from gradwire.core.payload import as_bytes, from_bytes
-from gradwire.core.registry import register
-from gradwire.core.traits import Traits
+from gradwire.core import Key, Traits, as_bytes, from_bytes, register
 from gradwire.kernels.quantize import cast_decode, cast_encode
 
 

@@ -15,9 +15,7 @@ Spec:     natural
 from torch import Tensor
 
 from gradwire.codecs.stage import Quantizer
-from gradwire.core.keys import Key
-from gradwire.core.registry import register
-from gradwire.core.traits import Traits
+from gradwire.core import Key, Traits, register
 from gradwire.kernels import quantize
 from gradwire.kernels.bits import packed_bytes
 

@@ -20,11 +20,8 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import Quantizer
-from gradwire.core.arguments import check_argument, is_count
-from gradwire.core.keys import Key
+from gradwire.core import Key, Traits, check_argument, is_count, register
 from gradwire.core.layout import Flat
-from gradwire.core.registry import register
-from gradwire.core.traits import Traits
 from gradwire.kernels import quantize
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.groups import num_blocks

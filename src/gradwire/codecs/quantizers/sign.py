@@ -20,12 +20,8 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import FeedbackKernel, MergeKernel, MomentumKernel, Quantizer
-from gradwire.core.arguments import check_argument, is_count
-from gradwire.core.keys import Key
+from gradwire.core import Key, Traits, as_bytes, check_argument, from_bytes, is_count, register
 from gradwire.core.layout import Flat
-from gradwire.core.payload import as_bytes, from_bytes
-from gradwire.core.registry import register
-from gradwire.core.traits import Traits
 from gradwire.kernels import fused, quantize
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.groups import block_lengths, blocks_of, num_blocks

@@ -19,10 +19,7 @@ import math
 from torch import Tensor
 
 from gradwire.codecs.stage import Quantizer
-from gradwire.core.arguments import check_argument
-from gradwire.core.keys import Key
-from gradwire.core.registry import register
-from gradwire.core.traits import Traits
+from gradwire.core import Key, Traits, check_argument, register
 from gradwire.kernels import quantize
 
 

@@ -15,10 +15,7 @@ Spec:     twobit, twobit(per=64)
 from torch import Tensor
 
 from gradwire.codecs.stage import Quantizer
-from gradwire.core.arguments import check_argument, is_count
-from gradwire.core.keys import Key
-from gradwire.core.registry import register
-from gradwire.core.traits import Traits
+from gradwire.core import Key, Traits, check_argument, is_count, register
 from gradwire.kernels import quantize
 from gradwire.kernels.bits import packed_bytes
 from gradwire.kernels.groups import blocks_of, num_blocks

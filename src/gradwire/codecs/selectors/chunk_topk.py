@@ -15,10 +15,7 @@ Spec:     chunk_topk(4), chunk_topk(1, chunk=64)
 from torch import Tensor
 
 from gradwire.codecs.stage import EncodeInput, Selector
-from gradwire.core.arguments import check_argument, is_count
-from gradwire.core.keys import Key
-from gradwire.core.registry import register
-from gradwire.core.traits import Traits
+from gradwire.core import Key, Traits, check_argument, is_count, register
 from gradwire.kernels.chunks import chunk_topk
 
 

@@ -5,8 +5,7 @@ from abc import abstractmethod
 from torch import Tensor
 
 from gradwire.codecs.stage import EncodeInput, Selector
-from gradwire.core.keys import Key
-from gradwire.core.traits import Traits
+from gradwire.core import Key, Traits
 from gradwire.kernels.select import share, trim
 
 

@@ -16,11 +16,8 @@ Spec:     randomk(0.01), randomk(0.01, shared=False), randomk(0.01, unbiased=Tru
 from torch import Tensor
 
 from gradwire.codecs.stage import EncodeInput, Selector
-from gradwire.core.arguments import check_argument, check_fraction
+from gradwire.core import Key, Traits, check_argument, check_fraction, register
 from gradwire.core.decode_cache import memoized
-from gradwire.core.keys import Key
-from gradwire.core.registry import register
-from gradwire.core.traits import Traits
 from gradwire.kernels.select import draw_places, share
 
 

@@ -18,10 +18,7 @@ Spec:     sampled_topk(0.001)
 from torch import Tensor
 
 from gradwire.codecs.stage import EncodeInput, Selector
-from gradwire.core.arguments import check_argument, check_fraction, is_count, is_number
-from gradwire.core.keys import Key
-from gradwire.core.registry import register
-from gradwire.core.traits import Traits
+from gradwire.core import Key, Traits, check_argument, check_fraction, is_count, is_number, register
 from gradwire.kernels.sampled import Adaptation, sampled_topk
 from gradwire.kernels.select import each, share
 

@@ -20,9 +20,7 @@ from torch import Tensor
 
 from gradwire.codecs.selectors.passing import PassingSelector
 from gradwire.codecs.stage import EncodeInput
-from gradwire.core.arguments import check_argument, check_fraction, is_number
-from gradwire.core.registry import register
-from gradwire.core.traits import Traits
+from gradwire.core import Traits, check_argument, check_fraction, is_number, register
 from gradwire.kernels.groups import largest, spread
 
 

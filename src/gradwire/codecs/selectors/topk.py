@@ -15,10 +15,7 @@ Spec:     topk(0.01)
 from torch import Tensor
 
 from gradwire.codecs.stage import EncodeInput, Selector
-from gradwire.core.arguments import check_fraction
-from gradwire.core.keys import Key
-from gradwire.core.registry import register
-from gradwire.core.traits import Traits
+from gradwire.core import Key, Traits, check_fraction, register
 from gradwire.kernels.fused import topk
 from gradwire.kernels.select import share
 

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from gradwire.codecs.selectors.passing import PassingSelector
 from gradwire.codecs.stage import EncodeInput, Memory
-from gradwire.core.arguments import check_argument, check_fraction, is_number
-from gradwire.core.registry import register
+from gradwire.core import check_argument, check_fraction, is_number, register
 
 _MOMENT = "second_moment"
 

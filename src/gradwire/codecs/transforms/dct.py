@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.stage import Transform
-from gradwire.core.arguments import check_argument, is_count
+from gradwire.core import Key, Segments, check_argument, is_count, register
 from gradwire.core.graph_refs import cached_on_device
-from gradwire.core.keys import Key
-from gradwire.core.registry import register
-from gradwire.core.segments import Segments, matrix_shape
+from gradwire.core.segments import matrix_shape
 
 
 @register("dct", kind="transform")

@@ -15,10 +15,7 @@ Spec:     hadamard, hadamard(block=256)
 from torch import Tensor
 
 from gradwire.codecs.stage import Transform
-from gradwire.core.arguments import check_argument, is_count
-from gradwire.core.keys import Key
-from gradwire.core.registry import register
-from gradwire.core.segments import Segments
+from gradwire.core import Key, Segments, check_argument, is_count, register
 from gradwire.kernels.hadamard import random_signs, rotate, widened_places
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradwire.codecs.addends import dtype_of
 from gradwire.comm.collectives import AllReduceOp, Traffic, traffic
-from gradwire.engine.drive import interleave
+from gradwire.engine import interleave
 from gradwire.engine.lockstep import Lockstep
 from gradwire.gossip import GossipMethod
 from gradwire.gossip.centralized import Centralized

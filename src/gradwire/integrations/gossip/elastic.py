@@ -11,9 +11,8 @@ from gradwire.comm.backend import delegated
 from gradwire.comm.collectives import Traffic
 from gradwire.comm.peer_edges import UNCOUNTED
 from gradwire.comm.peer_mesh import PeerMesh
-from gradwire.core.payload import CorruptMessageError, Payload, byte_tensor, raw_bytes
-from gradwire.core.requests import Request, SendRecv
-from gradwire.engine.drive import execute, interleave
+from gradwire.core import CorruptMessageError, Payload, Request, SendRecv, byte_tensor, raw_bytes
+from gradwire.engine import execute, interleave
 from gradwire.integrations.elastic_place import ElasticPlace
 from gradwire.integrations.gossip.flat_params import FlatParams, GossipOptions
 from gradwire.integrations.gossip.handle import RankHandle

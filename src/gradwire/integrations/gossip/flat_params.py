@@ -5,10 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gradwire.codecs import Codec
+from gradwire.codecs import Codec, Stage
 from gradwire.codecs import codec as as_codec
-from gradwire.codecs.stage import Stage
-from gradwire.core.segments import Segments
+from gradwire.core import Segments
 from gradwire.engine.checkpoint import fingerprint_of
 from gradwire.gossip import GossipMethod, Node, gossip_method
 from gradwire.integrations.model import trainable

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from gradwire.comm.backend import Backend
 from gradwire.comm.collectives import AllReduceOp, Traffic
-from gradwire.engine.drive import among_hosts, execute, interleave
+from gradwire.engine import execute, interleave
 from gradwire.integrations.consistency import agree, errors_on_all_ranks
 from gradwire.integrations.gossip.flat_params import FlatParams, GossipOptions
 from gradwire.integrations.gossip.handle import RankHandle
@@ -63,8 +63,7 @@ class GossipSync(RankHandle):
         return self.share.gather(mixed, x)
 
     def _run(self, x: Tensor) -> Tensor:
-        protocol = interleave([self.node.run(x)])
-        (mixed,) = execute(protocol if self.link.host_layout is None else among_hosts(protocol), self.link, self.clock)
+        (mixed,) = execute(interleave([self.node.run(x)]), self.link, self.clock)
         return mixed
 
     def reduce_over_processes(self, numbers: Tensor, op: str) -> tuple[Tensor, int]:

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from gradwire.comm.backend import Backend
 from gradwire.comm.host_layout import HostLayout
-from gradwire.core.payload import Payload, as_bytes, from_bytes
-from gradwire.core.requests import SendRecv, Sum
-from gradwire.core.segments import Segments
+from gradwire.core import Payload, Segments, SendRecv, Sum, as_bytes, from_bytes
 from gradwire.engine.partition import Atom, balance
 from gradwire.integrations.ddp import find_ddp
 from gradwire.integrations.gossip.flat_params import FlatParams, GossipOptions

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradwire.comm.peer_agreement import Snapshot
 from gradwire.comm.peer_mesh import PeerMesh
-from gradwire.core.payload import byte_tensor, raw_bytes
+from gradwire.core import byte_tensor, raw_bytes
 from gradwire.gossip import Node
 from gradwire.integrations.gossip.flat_params import FlatParams
 

@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from gradwire.comm.backend import Backend
 from gradwire.comm.host_layout import Across
 from gradwire.core.renamed import renamed_argument
-from gradwire.engine.method import Spec
-from gradwire.engine.plan import BUCKET_BYTES, Rule
+from gradwire.engine import Rule, Spec
+from gradwire.engine.plan import BUCKET_BYTES
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.compress import connect_model

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradwire.engine import StepResult
 from gradwire.engine.checkpoint import Saved, is_own, of_shard
-from gradwire.engine.step import StepResult
 from gradwire.integrations.comm_worker import CompletedFuture
 from gradwire.integrations.consistency import errors_on_all_ranks
 from gradwire.integrations.local.outer import on_host

@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from gradwire.comm.backend import UncountedBackend, delegated
-from gradwire.comm.collectives import AllGatherOp, Collective
+from gradwire.comm.backend import UncountedBackend, alone, delegated, written
+from gradwire.comm.collectives import Collective
 from gradwire.comm.elastic_rounds import ElasticRounds
 from gradwire.comm.peer_mesh import PeerMesh
-from gradwire.core.payload import byte_tensor, raw_bytes
-from gradwire.engine.step import StepResult
+from gradwire.core import byte_tensor, raw_bytes
+from gradwire.engine import StepResult, execute
 from gradwire.exchanges import AllGather, AllReduce, Auto
 from gradwire.integrations.elastic_place import ElasticPlace
-from gradwire.integrations.local.elastic_message import RoundMessage
+from gradwire.integrations.local.elastic_message import MissedRound, RoundTransport, in_one_message
 from gradwire.integrations.setup import Options
 from gradwire.integrations.wire import Wire
 from gradwire.local.method import LocalMethod
@@ -42,8 +42,8 @@ class ElasticLink(UncountedBackend):
     def __init__(self, mesh: PeerMesh, world: int) -> None:
         self.edges, self.rank, self.world = mesh.edges, mesh.rank, world
 
-    def move(self, collective: Collective) -> Tensor:
-        return collective.tensor[None] if isinstance(collective, AllGatherOp) else collective.tensor
+    def move(self, collective: Collective, out: Tensor | None = None) -> Tensor:
+        return written(alone(collective), out)
 
 
 class ElasticGroup:
@@ -69,19 +69,18 @@ class ElasticGroup:
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
-    def exchange(self, wire: Wire, differences: dict[str, Tensor], buffers: Tensor | None) -> StepResult:
+    def exchange(self, wire: Wire, differences: dict[str, Tensor], buffers: Tensor) -> StepResult:
         """A round of the workers that are there; one that was missed leads to nothing."""
         for _ in range(self.link.world):
             if self._is_left_behind() and self._join():
                 break
             _renumber(wire, self.rounds.step)
-            mine = RoundMessage(wire, differences, buffers)
-            began = time.perf_counter()
-            messages = self.rounds.exchange(mine.body, mine.fits)
-            wire.clock.wire += time.perf_counter() - began
-            if messages is not None:
-                return mine.finish(messages, self._handle.outer)
-            self.missed += 1
+            wire.setup.check_model()
+            step = in_one_message(wire.engine.unwrapped, differences, buffers, self._handle.outer)
+            try:
+                return execute(step, RoundTransport(self.rounds, self.link.world), wire.clock)
+            except MissedRound:
+                self.missed += 1
             leader = self.rounds.leader  # who may be gone
             if leader is not None and leader != self.rounds.rank and self._copy(leader, at_least=self.rounds.step):
                 break

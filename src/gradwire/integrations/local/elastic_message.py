@@ -1,80 +1,84 @@
 """The message of one worker of an elastic group in a round, and what the messages of all lead to."""
 
 import struct
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradwire.core.payload import Payload, byte_tensor, raw_bytes
-from gradwire.core.requests import Finished, Gather, Request, advance, run
-from gradwire.engine.drive import interleave
-from gradwire.engine.step import StepResult
+from gradwire.comm.elastic_rounds import ElasticRounds
+from gradwire.core import Gather, Payload, Request, Sum, byte_tensor, raw_bytes
+from gradwire.core.requests import intercept, run
+from gradwire.engine import Engine, Grads, RoundGenerator, StepResult, interleave
+from gradwire.engine.drive import T
 from gradwire.integrations.local.outer import OuterWeights
-from gradwire.integrations.wire import Wire
 
 
-class RoundMessage:
-    """The bytes of all buckets and buffers, which travel as one message.
+class MissedRound(Exception):
+    """The message of this worker did not count."""
 
-    Attributes:
-        body: What is sent.
-    """
 
-    def __init__(self, wire: Wire, differences: dict[str, Tensor], buffers: Tensor | None) -> None:
-        self._wire, self._differences = wire, differences
-        self._buffers = torch.zeros(0) if buffers is None else buffers
-        wire.setup.check_model()
-        began = time.perf_counter()
-        engine = wire.engine.unwrapped
-        self._steps = interleave([engine.run_bucket(i, differences) for i in range(len(engine.plan.buckets))])
-        asked = advance(self._steps)
-        assert not isinstance(asked, Finished)
-        self._asked = asked
-        self.body = _pack([*(_content(one) for bucket in asked for one in bucket), self._buffers])
-        wire.clock.work(time.perf_counter() - began, decoding=False)
+class RoundTransport:
+    """Answers the requests of a round, whose contents travel as one message."""
 
-    def fits(self, body: bytes) -> bool:
-        """Whether a message has the parts that this one has; encoded ones may have other lengths."""
-        try:
-            parts = _unpack(body)
-        except (struct.error, RuntimeError, ValueError, TypeError):  # torch has the last of lengths beyond 2**63
-            return False
-        asked = [*(one for bucket in self._asked for one in bucket), None]
-        mine = _unpack(self.body)
-        alike = (
-            isinstance(one, Gather) or a.numel() == b.numel() for one, a, b in zip(asked, mine, parts, strict=False)
-        )
-        return len(parts) == len(mine) and all(alike)
+    def __init__(self, rounds: ElasticRounds, world: int) -> None:
+        self._rounds, self._world = rounds, world
 
-    def finish(self, messages: Mapping[int, bytes], outer: OuterWeights) -> StepResult:
-        """Decode the messages, keep the error, and return the mean difference."""
-        engine, began = self._wire.engine.unwrapped, time.perf_counter()
+    def answer(self, requests: Sequence[Request]) -> list[Any]:
+        """The answers of all messages that count.
+
+        Raises:
+            MissedRound: That of this worker does not.
+        """
+        mine = [_content(one) for one in requests]
+
+        def fits(body: bytes) -> bool:
+            """Whether a message has the parts that this one has; encoded ones may have other lengths."""
+            try:
+                parts = _unpack(body)
+            except (struct.error, RuntimeError, ValueError, TypeError):  # torch has the last of lengths beyond 2**63
+                return False
+            triples = zip(requests, mine, parts, strict=False)
+            alike = (isinstance(one, Gather) or x.nbytes == part.numel() for one, x, part in triples)
+            return len(parts) == len(mine) and all(alike)
+
+        messages = self._rounds.exchange(_pack(mine), fits)
+        if messages is None:
+            raise MissedRound
         parts = {rank: _unpack(body) for rank, body in messages.items()}
-        columns = [{rank: part[i] for rank, part in parts.items()} for i in range(len(parts[engine.rank]))]
-        *answers, buffers = columns
-        found = iter(answers)
-        done = advance(
-            self._steps, [[_answer(one, next(found), engine.world) for one in bucket] for bucket in self._asked]
-        )
-        assert isinstance(done, Finished)
-        skipped = engine.skipped
-        result = run(engine.finish(done.value, self._differences), _refuse)
-        if engine.skipped == skipped and self._buffers.numel():
-            total = _sum(self._buffers, buffers)
-            run(outer.average_buffers(self._buffers, len(buffers)), lambda _: [total])
-        self._wire.clock.work(time.perf_counter() - began, decoding=True)
-        return result
+        columns = ({rank: part[i] for rank, part in parts.items()} for i in range(len(mine)))
+        return [_answer(one, column, self._world) for one, column in zip(requests, columns, strict=True)]
 
 
-def _refuse(requests: list[Request]) -> Any:
-    raise AssertionError(f"a round has one exchange, and {requests} need another")
+def in_one_message(engine: Engine, grads: Grads, buffers: Tensor, outer: OuterWeights) -> RoundGenerator[StepResult]:
+    """A step whose buckets make their requests together; the model's buffers are averaged with them."""
+    buckets = [engine.run_bucket(i, grads) for i in range(len(engine.plan.buckets))]
+    *results, total = yield from _together([*buckets, _total(buffers)])
+    result = yield from engine.finish(results, grads)
+    if not result.skipped:
+        run(outer.average_buffers(buffers, engine.world), lambda _: [total])
+    return result
+
+
+def _total(x: Tensor) -> RoundGenerator[Any]:
+    (total,) = yield [Sum(x)]
+    return total
+
+
+def _together(steps: Sequence[RoundGenerator[T]]) -> RoundGenerator[list[T]]:
+    """The requests of all steps in one list."""
+
+    def serve(rounds: list[list[Request]]) -> Generator[list[Request], list[Any], list[list[Any]]]:
+        answers = iter((yield [request for requests in rounds for request in requests]))
+        return [[next(answers) for _ in requests] for requests in rounds]
+
+    return intercept(interleave(steps), serve)
 
 
 def _content(request: Request) -> Tensor:
-    return request.payload.data if isinstance(request, Gather) else request.tensor  # type: ignore[union-attr]
+    assert isinstance(request, Gather | Sum), f"a round has one exchange, and {request} needs another"
+    return request.payload.data if isinstance(request, Gather) else request.tensor
 
 
 def _answer(request: Request, parts: Mapping[int, Tensor], world: int) -> Any:
@@ -84,16 +88,11 @@ def _answer(request: Request, parts: Mapping[int, Tensor], world: int) -> Any:
         padded = {rank: nn.functional.pad(x, (0, size - x.numel())) for rank, x in parts.items()}
         device = request.payload.data.device
         return [Payload(padded[rank].to(device)) if rank in padded else None for rank in range(world)]
-    total = _sum(_content(request), parts)
-    return total if len(parts) == world else (total.float() * (world / len(parts))).to(total.dtype)
-
-
-def _sum(like: Tensor, parts: Mapping[int, Tensor]) -> Tensor:
-    """In the order of ranks."""
+    like = _content(request)
     total = torch.zeros_like(like)
     for rank in sorted(parts):
         total += parts[rank].view(like.dtype).view_as(like).to(like.device)
-    return total
+    return total if len(parts) == world else (total.float() * (world / len(parts))).to(total.dtype)
 
 
 def _pack(tensors: Sequence[Tensor]) -> bytes:

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from gradwire.engine import StepResult
 from gradwire.engine.gradients import by_name
-from gradwire.engine.step import StepResult
 from gradwire.integrations.comm_worker import AnyFuture
 from gradwire.integrations.local.outer import OuterWeights
 from gradwire.integrations.setup import Setup

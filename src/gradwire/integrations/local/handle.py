@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwire.core.spec import parse
+from gradwire.core import parse
+from gradwire.engine import Spec, StepResult, execute, method
 from gradwire.engine.checkpoint import Saved
-from gradwire.engine.drive import among_hosts, execute
-from gradwire.engine.method import Spec, method
-from gradwire.engine.step import StepResult
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.comm_worker import CompletedFuture
@@ -124,16 +122,12 @@ class LocalSync:
                 fragment.wire.worker.submit(work) if self.method.delay else CompletedFuture([work()])
             )
         if self.start.compares(self.steps):
-            setup = self.wire.setup
-            rounds = self.outer.average_if_different(setup.plan_world if setup.sharded else self.link.world)
-            # Of a sharded replica, each rank compares with those that hold the same shards.
-            rounds = among_hosts(rounds) if setup.sharded else rounds
-            self.start.count_comparison(execute(rounds, self.link, self.wire.clock))
+            execute(self.start.compare(self.outer, self.wire.setup.sharded), self.link, self.wire.clock)
         self.arrive()
 
     def _end_round(self, wire: Wire, differences: dict[str, Tensor], buffers: Tensor | None) -> StepResult:
         """The mean difference of a fragment; then ranks agree on the next round, where that is measured."""
-        if self.group is not None:
+        if self.group is not None and buffers is not None:  # it has one fragment
             return self.group.exchange(wire, differences, buffers)
         measured = None if self.measured is None or self.measured.chosen is not None else self.measured
         if measured is not None:

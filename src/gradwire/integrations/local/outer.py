@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.core.payload import Payload, byte_tensor, raw_bytes
-from gradwire.core.requests import Gather, Sum
-from gradwire.engine.drive import RoundGenerator
+from gradwire.core import Gather, Payload, Scope, Sum, byte_tensor, raw_bytes
+from gradwire.engine import RoundGenerator
 from gradwire.integrations.model import local_part, reshard
 from gradwire.local.method import LocalMethod, OuterFactory
 
@@ -90,16 +89,16 @@ class OuterWeights:
             self.weights[name].copy_(self._part(name))
 
     @torch.no_grad()
-    def average_if_different(self, world: int) -> RoundGenerator[int]:
+    def average_if_different(self, world: int, scope: Scope) -> RoundGenerator[int]:
         """After a start on the same batches: where ranks differ, by rounding, all take the mean. Returns bytes sent."""
         parts = {name: self._part(name) for name in self._local}
         own = torch.cat([p.flatten().float() for p in parts.values()])
         digest = hashlib.sha256(raw_bytes(own)).digest()
         mine = byte_tensor(digest).to(own.device)
-        (digests,) = yield [Gather(Payload(mine))]
+        (digests,) = yield [Gather(Payload(mine), scope=scope)]
         if all(torch.equal(other.data[: mine.numel()], digests[0].data[: mine.numel()]) for other in digests):
             return mine.numel()
-        (total,) = yield [Sum(own)]
+        (total,) = yield [Sum(own, scope)]
         means = total.div(world).split([p.numel() for p in parts.values()])
         for (name, p), mean in zip(parts.items(), means, strict=True):
             self.weights[name].copy_(mean.view_as(p))
@@ -116,7 +115,7 @@ class OuterWeights:
         """Average the buffers of all ranks. Where the mean is not finite, the last one stays."""
         if not self.buffers:
             return
-        (total,) = yield [Sum(own)]
+        (total,) = yield [Sum(own, "world")]
         parts = total.div(world).split([x.numel() for x in self.buffers.values()])
         for x, mean in zip(self.buffers.values(), parts, strict=True):
             x.copy_(torch.where(mean.isfinite(), mean, x.flatten()).view_as(x))

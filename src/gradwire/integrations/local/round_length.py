@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradwire.comm.backend import Backend
-from gradwire.core.payload import Payload, as_bytes, from_bytes
-from gradwire.core.requests import Gather
-from gradwire.engine.drive import RoundGenerator
+from gradwire.core import Gather, Payload, as_bytes, from_bytes
+from gradwire.engine import RoundGenerator
 from gradwire.local.method import LocalMethod
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ class MeasuredRounds:
 def _gather(numbers: list[float], device: torch.device) -> RoundGenerator[list[list[float]]]:
     """The numbers of all ranks."""
     mine = torch.tensor(numbers, dtype=torch.float64, device=device)
-    (payloads,) = yield [Gather(Payload(as_bytes(mine)))]
+    (payloads,) = yield [Gather(Payload(as_bytes(mine)), scope="world")]
     return [from_bytes(payload.data[: mine.nbytes], torch.float64).tolist() for payload in payloads]
 
 

@@ -9,8 +9,7 @@ from torch import nn
 
 from gradwire.comm.host_layout import Across
 from gradwire.core.renamed import renamed_argument
-from gradwire.engine.method import Spec
-from gradwire.engine.step import StepResult
+from gradwire.engine import Spec, StepResult
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.comm_worker import CompletedFuture
@@ -78,13 +77,7 @@ class SimulatedLocal:
         for fragments in zip(*[rank.advance() for rank in self.ranks], strict=True):
             self._exchange(fragments)
         if self.ranks[0].start.compares(self.ranks[0].steps):
-            world = len(self.ranks)
-            for rank, sent in zip(
-                self.ranks,
-                self.group.drive([rank.outer.average_if_different(world) for rank in self.ranks]),
-                strict=True,
-            ):
-                rank.start.count_comparison(sent)
+            self.group.drive([rank.start.compare(rank.outer) for rank in self.ranks])
         for rank in self.ranks:
             rank.arrive()
 
@@ -97,9 +90,8 @@ class SimulatedLocal:
         ranks, first = self.ranks, fragments[0]
         results = self._rounds[first.number].run([rank.outer.differences(first.names) for rank in ranks])
         if not (results[0].skipped or first.number):
-            flat = [rank.outer.flat_buffers() for rank in ranks]
-            pairs = zip(ranks, flat, strict=True)
-            self.group.drive([rank.outer.average_buffers(own, len(ranks)) for rank, own in pairs])
+            outers = [rank.outer for rank in ranks]
+            self.group.drive([outer.average_buffers(outer.flat_buffers(), len(ranks)) for outer in outers])
         for fragment, result in zip(fragments, results, strict=True):
             # Optimizers may write to gradients, and these may belong to all ranks.
             updates = {name: x.clone() for name, x in result.updates.items()}

@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 
 from gradwire.comm.backend import Backend
 from gradwire.comm.collectives import Traffic
+from gradwire.core import Scope
+from gradwire.engine import RoundGenerator
+from gradwire.integrations.local.outer import OuterWeights
 from gradwire.integrations.wire import Wire
 from gradwire.local.method import LocalMethod
 
@@ -64,6 +67,8 @@ class Start:
             return False
         return steps == start or (0 < steps < start and self.sends(steps) and not self.sends(steps - 1))
 
-    def count_comparison(self, sent: int) -> None:
-        """Note the bytes by which ranks compared their weights."""
+    def compare(self, outer: OuterWeights, sharded: bool = False) -> RoundGenerator[None]:
+        """Compare weights with all ranks; of a sharded replica, with those that hold the same shards."""
+        scope: Scope = "across" if sharded else "world"
+        sent = yield from outer.average_if_different(self.link.size_of(scope), scope)
         self.payload, self.traffic = self.payload + sent, self.link.traffic

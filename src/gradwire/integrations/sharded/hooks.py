@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.engine.gradients import Grads
-from gradwire.engine.plan import Plan
-from gradwire.engine.sharded import commits_alone
-from gradwire.engine.step import BucketResult, StepResult
+from gradwire.engine import BucketResult, Grads, Plan, StepResult
+from gradwire.engine.hosts import commits_alone
 from gradwire.integrations.comm_worker import AnyFuture
 from gradwire.integrations.ddp import BackwardPass, after_backward
 from gradwire.integrations.model import local_part

@@ -12,13 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from gradwire.codecs.codec import Codec, codec
-from gradwire.codecs.stage import EncodeInput
+from gradwire.codecs import Codec, EncodeInput, codec
 from gradwire.comm.collectives import AllToAllOp
 from gradwire.comm.torch_backend import TorchBackend, connect
-from gradwire.core.keys import Key
-from gradwire.core.payload import Payload
-from gradwire.core.segments import Segments
+from gradwire.core import Key, Payload, Segments
 from gradwire.integrations.consistency import agree, errors_on_all_ranks
 from gradwire.integrations.sharded.fsdp import explain_errors, param_groups
 

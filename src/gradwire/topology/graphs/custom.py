@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from gradwire.core.registry import register
+from gradwire.core import register
 from gradwire.topology.checks import MixingRows, Promise
 from gradwire.topology.graph import Graph, Undirected
 from gradwire.topology.topology import sparse_rows

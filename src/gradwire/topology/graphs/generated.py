@@ -10,9 +10,8 @@ from itertools import combinations, compress
 
 import torch
 
-from gradwire.core.arguments import check_argument, check_fraction, is_count
-from gradwire.core.keys import SHARED, Key
-from gradwire.core.registry import register
+from gradwire.core import Key, check_argument, check_fraction, is_count, register
+from gradwire.core.keys import SHARED
 from gradwire.kernels.philox import uniform
 from gradwire.topology.checks import MixingRows, networkx
 from gradwire.topology.graph import Graph, Undirected

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from gradwire.core.registry import register
+from gradwire.core import register
 from gradwire.topology.checks import networkx
 from gradwire.topology.graph import Undirected
 
