@@ -86,6 +86,32 @@ def _add_held(
 
 
 @triton.jit
+def _multiply(indices, out, factor, cuts, tiles, first, room, ranks, TILE: tl.constexpr, CHUNK: tl.constexpr):
+    """Multiply means by the factor, where there is one: a factor counts only where something was sent.
+
+    A mean of zero is the same as no mean but for a factor that is not finite. Only where a tile has such factors are
+    entries looked at again.
+    """
+    odd = tl.zeros([CHUNK], tl.int32)
+    for i in range(0, TILE, CHUNK):
+        at = i + tl.arange(0, CHUNK)
+        total, times = tl.load(out + at, mask=at < room, other=0.0), tl.load(factor + at, mask=at < room, other=0.0)
+        unsure = (total == 0.0) & ~(tl.abs(times) < float("inf"))
+        tl.store(out + at, tl.where(unsure, total, total * times), mask=at < room)
+        odd += unsure.to(tl.int32)
+    tl.debug_barrier()
+    if tl.max(odd, 0) > 0:
+        for turn in range(ranks):
+            start, stop = tl.load(cuts + turn * (tiles + 1)), tl.load(cuts + turn * (tiles + 1) + 1)
+            for i in range(start, stop, CHUNK):
+                j = i + tl.arange(0, CHUNK)
+                at, some = _place(indices, j, j < stop, first, room)
+                total, times = tl.load(out + at, mask=some, other=1.0), tl.load(factor + at, mask=some, other=0.0)
+                unsure = (total == 0.0) & ~(tl.abs(times) < float("inf"))
+                tl.store(out + at, total * times, mask=some & unsure)
+
+
+@triton.jit
 def _add_in_turn(
     values, indices, out, factor, cuts, tiles, first, room, ranks, world,
     WHOLE: tl.constexpr, TIMES: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
@@ -99,10 +125,13 @@ def _add_in_turn(
             total = tl.load(out + at, mask=some, other=0.0) + tl.load(values + j, mask=some, other=0.0)
             tl.store(out + at, total, mask=some)
         tl.debug_barrier()
-    if TIMES or not WHOLE:
+    if not WHOLE:
         for i in range(0, TILE, CHUNK):
             at = i + tl.arange(0, CHUNK)
-            _finish(out, at, at < room, factor, world, WHOLE, TIMES)
+            _finish(out, at, at < room, factor, world, WHOLE, False)
+    if TIMES:
+        tl.debug_barrier()
+        _multiply(indices, out, factor, cuts, tiles, first, room, ranks, TILE, CHUNK)
 
 
 @triton.jit
