@@ -51,17 +51,6 @@ def entered(g, v, u, m, decay, RULE: tl.constexpr):
 
 
 @triton.jit
-def target_of(
-    grad, residual, momentum, at, live, m, decay, RULE: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
-    """The target at these places, the new momentum, and where the gradient is not finite; nothing is written."""
-    v = fetch(residual, at, live, MASKED)
-    g = v if RULE == READ else fetch(grad, at, live, MASKED)
-    u = fetch(momentum, at, live, MASKED) if RULE >= MOMENTUM else v
-    return entered(g, v, u, m, decay, RULE)
-
-
-@triton.jit
 def enter(
     grad, residual, momentum, new_residual, new_momentum, at, live, m, decay,
     RULE: tl.constexpr, KEEP: tl.constexpr, MASKED: tl.constexpr,
@@ -70,7 +59,10 @@ def enter(
 
     Without KEEP, the caller stores the target.
     """
-    v, u, bad = target_of(grad, residual, momentum, at, live, m, decay, RULE, MASKED)
+    v = fetch(residual, at, live, MASKED)
+    g = v if RULE == READ else fetch(grad, at, live, MASKED)
+    u = fetch(momentum, at, live, MASKED) if RULE >= MOMENTUM else v
+    v, u, bad = entered(g, v, u, m, decay, RULE)
     if RULE != READ:
         if RULE != PLAIN:
             put(new_momentum, at, u, live, MASKED)

@@ -63,28 +63,26 @@ def rule_of(momentum: Momentum) -> int:
 
 @triton.jit
 def _advance_tile(
-    grad, last, denominator, out, nonfinite, left, beta, rest,
-    DIVIDES: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    grad, last, denominator, out, nonfinite, left, beta, rest, RULE: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.arange(0, BLOCK)
-    live = at < left
-    x, m = fetch(grad, at, live, MASKED), fetch(last, at, live, MASKED)
-    d = fetch(denominator, at, live, MASKED) if DIVIDES else m
-    u, bad = _next(x, m, d, beta, rest, DIVIDES)
-    put(out, at, u, live, MASKED)
+    x, _, m, d = fetched(grad, last, last, denominator, at, at < left, RULE, MASKED)
+    u, bad = _next(x, m, d, beta, rest, RULE == DIVIDED)
+    put(out, at, u, at < left, MASKED)
     report(bad, nonfinite)
 
 
 @triton.jit
 def _advance(
-    grad, last, denominator, out, nonfinite, n, beta, rest, DIVIDES: tl.constexpr, BLOCK: tl.constexpr
+    grad, last, denominator, out, nonfinite, n, beta, rest, RULE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     base = tl.program_id(0).to(tl.int64) * BLOCK
     grad, last, denominator, out = grad + base, last + base, denominator + base, out + base
     if base + BLOCK <= n:
-        _advance_tile(grad, last, denominator, out, nonfinite, n - base, beta, rest, DIVIDES, False, BLOCK)
+        _advance_tile(grad, last, denominator, out, nonfinite, n - base, beta, rest, RULE, False, BLOCK)
     else:
-        _advance_tile(grad, last, denominator, out, nonfinite, n - base, beta, rest, DIVIDES, True, BLOCK)
+        _advance_tile(grad, last, denominator, out, nonfinite, n - base, beta, rest, RULE, True, BLOCK)
 
 
 @placed
@@ -94,17 +92,7 @@ def next_momentum_(grad: Tensor, momentum: Momentum, out: Tensor) -> Tensor:
         return definition(definitions.next_momentum_)(grad, momentum, out)
     nonfinite = torch.zeros((), dtype=torch.uint8, device=grad.device)
     _advance[(-(-n // BLOCK),)](
-        grad,
-        last,
-        last if denominator is None else denominator,
-        out,
-        nonfinite,
-        n,
-        beta,
-        1.0 - beta,
-        denominator is not None,
-        BLOCK,
-        num_warps=8,
-        enable_fp_fusion=False,
-    )
+        grad, last, last if denominator is None else denominator, out, nonfinite, n, beta, 1.0 - beta,
+        rule_of(momentum), BLOCK, num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
     return nonfinite.view(torch.bool)

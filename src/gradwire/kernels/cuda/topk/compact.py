@@ -134,8 +134,7 @@ def compact(
     slab = tl.arange(0, _SLABS)
     word = tl.load(words + slab, mask=slab < tiles * PARTS, other=0)
     total, above = tl.sum(word & _NUMBER, 0), tl.sum(word >> COUNTED, 0)
-    if above > 0:
-        tl.atomic_add(line + OVER, above.to(tl.int64), sem="relaxed")
+    tl.atomic_add(line + OVER, above.to(tl.int64), mask=above > 0, sem="relaxed")
     first = tl.zeros([], tl.int64)
     if total > 0:
         first = tl.atomic_add(line + FOUND, total.to(tl.int64), sem="relaxed")

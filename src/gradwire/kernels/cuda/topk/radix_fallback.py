@@ -136,57 +136,42 @@ def count_digits(
     SHIFT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the next digit of each last winner; LAST holds how many of the winners agree with it so far."""
-    if tl.load(flags + 1) != 0:
-        for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
-            _count_digits(x, table, chunk_segment, state, digits, larger, tied, out, n, chunk, SHIFT, BITS, BLOCK)
-
-
-@triton.jit
-def _count_digits(
-    x, table, chunk_segment, state, digits, larger, tied, out, n, chunk,
-    SHIFT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    segment = tl.load(chunk_segment + chunk)
-    entry, line, bins = table + segment * COLUMNS, state + segment * COLUMNS, digits + segment * DIGIT_BINS
-    if tl.load(line + OUTCOME) == MISSED:
-        if SHIFT + BITS == 31:
-            _first(x, chunk, entry, line, bins, larger, tied, out, n, SHIFT, BITS, BLOCK)
-        else:
-            known, wanted = tl.load(line + KEY).to(tl.int32), tl.load(line + LAST)
-            base, start, stop = stretch(chunk, entry, BLOCK)
-            counts = tl.zeros([1 << BITS], tl.int32)
-            for i in range(0, (stop - base).to(tl.int32), _STRIDE):
-                value, inside = tile_of(x, base + i, start, stop, n, _STRIDE)
-                key = key_of(value.to(tl.float32))
-                agrees = inside & ((key >> (SHIFT + BITS)) == known)
-                counts += tl.histogram((key >> SHIFT) & ((1 << BITS) - 1), 1 << BITS, mask=agrees)
-            tl.atomic_add(bins + tl.arange(0, 1 << BITS), counts.to(tl.int64), mask=counts > 0, sem="relaxed")
-            if is_last(line, tl.load(entry + CHUNKS)):
-                _choose(line, bins, known, wanted, SHIFT, BITS)
-                tl.debug_barrier()
-                tl.store(bins + tl.arange(0, DIGIT_BINS), tl.zeros([DIGIT_BINS], tl.int64))
+    for chunk in range(tl.program_id(0), chunks * (tl.load(flags + 1) != 0), tl.num_programs(0)):
+        segment = tl.load(chunk_segment + chunk)
+        entry, line, bins = table + segment * COLUMNS, state + segment * COLUMNS, digits + segment * DIGIT_BINS
+        if tl.load(line + OUTCOME) == MISSED:
+            if SHIFT + BITS == 31:
+                _first(x, chunk, entry, line, bins, larger, tied, out, n, SHIFT, BITS, BLOCK)
+            else:
+                known, wanted = tl.load(line + KEY).to(tl.int32), tl.load(line + LAST)
+                base, start, stop = stretch(chunk, entry, BLOCK)
+                counts = tl.zeros([1 << BITS], tl.int32)
+                for i in range(0, (stop - base).to(tl.int32), _STRIDE):
+                    value, inside = tile_of(x, base + i, start, stop, n, _STRIDE)
+                    key = key_of(value.to(tl.float32))
+                    agrees = inside & ((key >> (SHIFT + BITS)) == known)
+                    counts += tl.histogram((key >> SHIFT) & ((1 << BITS) - 1), 1 << BITS, mask=agrees)
+                tl.atomic_add(bins + tl.arange(0, 1 << BITS), counts.to(tl.int64), mask=counts > 0, sem="relaxed")
+                if is_last(line, tl.load(entry + CHUNKS)):
+                    _choose(line, bins, known, wanted, SHIFT, BITS)
+                    tl.debug_barrier()
+                    tl.store(bins + tl.arange(0, DIGIT_BINS), tl.zeros([DIGIT_BINS], tl.int64))
 
 
 @triton.jit
 def count_ties(x, table, chunk_segment, state, larger, tied, out, flags, n, chunks, BLOCK: tl.constexpr):
     """How many of each chunk lie above the last winner, and how many tie with it; then, where they go."""
-    if tl.load(flags + 1) != 0:
-        for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
-            _count_ties(x, table, chunk_segment, state, larger, tied, out, n, chunk, BLOCK)
-
-
-@triton.jit
-def _count_ties(x, table, chunk_segment, state, larger, tied, out, n, chunk, BLOCK: tl.constexpr):
-    segment = tl.load(chunk_segment + chunk)
-    entry, line = table + segment * COLUMNS, state + segment * COLUMNS
-    if tl.load(line + OUTCOME) == MISSED:
-        low = tl.load(line + KEY).to(tl.int32)
-        base, start, stop = stretch(chunk, entry, BLOCK)
-        both = tl.zeros([_STRIDE], tl.int32)
-        for i in range(0, (stop - base).to(tl.int32), _STRIDE):
-            value, inside = tile_of(x, base + i, start, stop, n, _STRIDE)
-            both += _compared(key_of(value.to(tl.float32)), inside, low)
-        tl.store(larger + chunk, tl.sum(both & 0xFFFF, 0))
-        tl.store(tied + chunk, tl.sum(both >> 16, 0))
-        if is_last(line, tl.load(entry + CHUNKS)):
-            _share_out(entry, larger, tied, out, tl.load(line + LAST))
+    for chunk in range(tl.program_id(0), chunks * (tl.load(flags + 1) != 0), tl.num_programs(0)):
+        segment = tl.load(chunk_segment + chunk)
+        entry, line = table + segment * COLUMNS, state + segment * COLUMNS
+        if tl.load(line + OUTCOME) == MISSED:
+            low = tl.load(line + KEY).to(tl.int32)
+            base, start, stop = stretch(chunk, entry, BLOCK)
+            both = tl.zeros([_STRIDE], tl.int32)
+            for i in range(0, (stop - base).to(tl.int32), _STRIDE):
+                value, inside = tile_of(x, base + i, start, stop, n, _STRIDE)
+                both += _compared(key_of(value.to(tl.float32)), inside, low)
+            tl.store(larger + chunk, tl.sum(both & 0xFFFF, 0))
+            tl.store(tied + chunk, tl.sum(both >> 16, 0))
+            if is_last(line, tl.load(entry + CHUNKS)):
+                _share_out(entry, larger, tied, out, tl.load(line + LAST))

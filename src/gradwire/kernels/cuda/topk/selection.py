@@ -32,11 +32,12 @@ _THRESHOLD = {"num_warps": 4, "maxnreg": 96}
 _RADIX = {"num_warps": 8, "maxnreg": 80}
 _WRITE = {"num_warps": 4, "maxnreg": 96}
 
+Numbers = tuple[int, ...]
 Memories = tuple[Tensor, Tensor | None]  # the residual, and the momentum if there is one
 
 
 @placed
-def topk(x: Tensor, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Tensor:
+def topk(x: Tensor, lengths: Numbers, counts: Numbers) -> Tensor:
     chosen = plan(lengths, counts, x.device)
     if chosen.total == 0 or not readable(x):
         return definition(fused.topk)(x, lengths, counts)
@@ -45,28 +46,15 @@ def topk(x: Tensor, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Tensor
 
 @placed
 def accumulate_topk_(
-    grad: Tensor,
-    residual: Tensor,
-    momentum: Tensor | None,
-    rule: Accumulation,
-    lengths: tuple[int, ...],
-    counts: tuple[int, ...],
+    grad: Tensor, residual: Tensor, momentum: Tensor | None, rule: Accumulation, lengths: Numbers, counts: Numbers
 ) -> Selected:
-    chosen = plan(lengths, counts, grad.device)
-    if chosen.total == 0 or not readable(grad, residual, momentum):
-        return definition(fused.accumulate_topk_)(grad, residual, momentum, rule, lengths, counts)
-    memories = residual, momentum
-    return _Selection(memories, chosen).run(_read(grad, memories, rule))
+    both = residual, momentum
+    return carry_topk_(grad, both, both, rule, lengths, counts)
 
 
 @placed
 def carry_topk_(
-    grad: Tensor,
-    before: Memories,
-    after: Memories,
-    rule: Accumulation,
-    lengths: tuple[int, ...],
-    counts: tuple[int, ...],
+    grad: Tensor, before: Memories, after: Memories, rule: Accumulation, lengths: Numbers, counts: Numbers
 ) -> Selected:
     chosen = plan(lengths, counts, grad.device)
     if chosen.total == 0 or not readable(grad, *before, *after):
@@ -76,13 +64,7 @@ def carry_topk_(
 
 @placed
 def send_topk_(
-    grad: Tensor,
-    before: Memories,
-    after: Memories,
-    mask: bool,
-    rule: Accumulation,
-    lengths: tuple[int, ...],
-    counts: tuple[int, ...],
+    grad: Tensor, before: Memories, after: Memories, mask: bool, rule: Accumulation, lengths: Numbers, counts: Numbers
 ) -> Selected:
     chosen = plan(lengths, counts, grad.device)
     if chosen.total == 0 or not readable(grad, *before, *after):
@@ -99,8 +81,8 @@ def momentum_topk_(
     out: Tensor | None,
     subtract: int,
     decay: float,
-    lengths: tuple[int, ...],
-    counts: tuple[int, ...],
+    lengths: Numbers,
+    counts: Numbers,
 ) -> Selected:
     last, denominator, beta = momentum
     chosen, place = plan(lengths, counts, last.device), by_tile(grad, BLOCK) or end_to_end(grad)

@@ -184,7 +184,7 @@ def _plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.devic
 def _slots(count: Tensor, size: Tensor) -> int:
     """Twice as many slots as a slab of sparse segments has candidates, and a few more: most slabs need no others."""
     mean = SLAB.value * 1.5 * int(count.sum()) / max(int(size.sum()), 1)
-    return min(max(triton.next_power_of_2(int(2 * mean + 6)), 8), 128)
+    return int(min(max(triton.next_power_of_2(int(2 * mean + 6)), 8), 128))
 
 
 class Pool:
