@@ -53,8 +53,8 @@ def _write_candidates(
         bits = tl.load(kept + first + at, mask=live, other=0)
         won = live & wins(bits & NEVER, place, low, last)
         slot = to + tl.cumsum(won.to(tl.int32), 0) - 1
-        wide = x.dtype.element_ty == tl.float32
-        value = bits.to(tl.float32, bitcast=True) if wide else tl.load(x + start + place, mask=won, other=0.0)
+        lies = x + start + place
+        value = bits.to(tl.float32, bitcast=True) if x.dtype.element_ty == tl.float32 else tl.load(lies, mask=won)
         _store(x, momentum, start + place, value, slot, won, indices, values, VALUES, SUBTRACT)
         to += tl.sum(won.to(tl.int32), 0)
 
