@@ -150,9 +150,9 @@ def mislead(monkeypatch, low, high):
     def launch_and_replace(kernel, programs, facts, fresh, rest, **options):
         launch(kernel, programs, facts, fresh, rest, **options)
         if kernel is selection.sample:
-            dense = rest[0][:, workspace.KIND.value] == workspace.DENSE.value
-            rest[2][:, workspace.LOW.value] = keys[0]
-            rest[2][:, workspace.HIGH.value] = torch.where(dense, max(keys), 0x7FFFFFFF)
+            dense = rest[1][:, workspace.KIND.value] == workspace.DENSE.value
+            rest[3][:, workspace.LOW.value] = keys[0]
+            rest[3][:, workspace.HIGH.value] = torch.where(dense, max(keys), 0x7FFFFFFF)
 
     monkeypatch.setattr(selection, "launch", launch_and_replace)
 
@@ -201,6 +201,20 @@ def test_magnitudes_that_crowd_into_one_bin(spread):
     same(cuda.topk(x.to(DEVICE), lengths, counts), plain(fused.topk, x, lengths, counts))
     x[::7] /= 1.5
     same(cuda.topk(x.to(DEVICE), lengths, counts), plain(fused.topk, x, lengths, counts))
+
+
+@pytest.mark.parametrize("lengths", [(100_000,), (70, 60_001, 0, 5003)], ids=str)
+def test_winners_that_lie_together(lengths):
+    """Some slabs have more candidates than slots, and most have none."""
+    n = sum(lengths)
+    counts = tuple(m // 100 for m in lengths)
+    x = draw("normal", n)
+    x[n // 3 : n // 3 + n // 90] *= 50
+    v, v2 = torch.zeros(n), torch.zeros(n, device=DEVICE)
+    expected = plain(fused.send_topk_, x, (v, None), (v, None), False, Accumulation(), lengths, counts)
+    found = cuda.send_topk_(x.to(DEVICE), (v2, None), (v2, None), False, Accumulation(), lengths, counts)
+    for a, b in zip((*found, v2), (*expected, v), strict=True):
+        same(a, b)
 
 
 @pytest.mark.parametrize("larger", [(), (199_000,), (70_000, 140_001)], ids=str)

@@ -251,6 +251,22 @@ def test_entries_times_a_factor(density, ranks, cuts):
     assert int(around.isnan().sum()) == gap * (len(sizes) + 1)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize("density", [0.004, 0.3])
+def test_factors_that_are_not_finite_count_where_something_was_sent(density, bad):
+    n, draw = 5000, torch.Generator().manual_seed(1)
+    chosen = [(torch.rand(n, generator=draw) < density).nonzero().flatten() for _ in range(2)]
+    bounds, indices = (0, chosen[0].numel(), sum(x.numel() for x in chosen)), torch.cat(chosen)
+    values, factor = torch.randn(indices.numel(), generator=draw).round(), torch.rand(n, generator=draw)
+    factor[::3] = bad
+    expected, out = torch.full((n,), torch.nan), torch.ones(n, device=DEVICE)
+    plain(momentum.scatter_product_, expected, values, indices, bounds, 2, factor)
+    cuda.scatter_product_(out, values.to(DEVICE), indices.to(DEVICE), bounds, 2, factor.to(DEVICE))
+    same(out.isnan(), expected.isnan())
+    same(out.nan_to_num(), expected.nan_to_num())
+
+
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("table", TABLES)
 def test_signs_of_blocks(table, norm):

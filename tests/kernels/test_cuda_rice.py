@@ -16,6 +16,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("there is no GPU, and TRITON_INTERPRET=1 is not set", allow_module_level=True)
 
 from gradwire.kernels import cuda
+from gradwire.kernels.cuda import rice_writer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -58,6 +59,13 @@ def test_codes(kind, count, n):
     data, length = cuda.rice_encode(indices.to(DEVICE), n, before=5, after=3)
     assert int(length) == int(used)
     assert torch.equal(data.cpu(), torch.nn.functional.pad(expected, (5, 3)))
+
+
+@pytest.mark.parametrize("kind, count, n", [("random", 3 * 512 * 256 + 77, 2**20), ("clustered", 5003, 2**33)])
+def test_sizes_by_groups(kind, count, n, monkeypatch):
+    """Of very many blocks, groups are added up first."""
+    monkeypatch.setattr(rice_writer, "_MANY", 2)
+    test_codes(kind, count if DEVICE == "cuda" else min(count, 140_003), n)
 
 
 @pytest.mark.parametrize("kind, count, n", CASES)

@@ -35,28 +35,19 @@ def put(pointer, at, x, live, MASKED: tl.constexpr):
 
 
 @triton.jit
-def target_of(
-    grad, residual, momentum, at, live, m, decay, RULE: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
-    """The target at these places, the new momentum, and where the gradient is not finite; nothing is written."""
-    v = fetch(residual, at, live, MASKED)
-    u, bad = v, at < 0
-    if RULE != READ:
-        g = fetch(grad, at, live, MASKED)
-        finite = tl.abs(g) < float("inf")
-        bad = ~finite
-        g = tl.where(finite, g, 0.0)
-        if RULE == PLAIN:
-            v = g + decay * v
-        else:
-            u = fetch(momentum, at, live, MASKED)
-            if RULE == NESTEROV:
-                u = m * (u + g)
-                v = v + u + g
-            else:
-                u = m * u + g
-                v = v + u
-    return v, u, bad
+def entered(g, v, u, m, decay, RULE: tl.constexpr):
+    """Of a gradient, a residual and a momentum: the target, the new momentum, and where the gradient is not finite."""
+    finite = (tl.abs(g) < float("inf")) | (RULE == READ)
+    g = tl.where(finite, g, 0.0)
+    if RULE == PLAIN:
+        v = g + decay * v
+    elif RULE == NESTEROV:
+        u = m * (u + g)
+        v = v + u + g
+    elif RULE == MOMENTUM:
+        u = m * u + g
+        v = v + u
+    return v, u, ~finite
 
 
 @triton.jit
@@ -68,7 +59,10 @@ def enter(
 
     Without KEEP, the caller stores the target.
     """
-    v, u, bad = target_of(grad, residual, momentum, at, live, m, decay, RULE, MASKED)
+    v = fetch(residual, at, live, MASKED)
+    g = v if RULE == READ else fetch(grad, at, live, MASKED)
+    u = fetch(momentum, at, live, MASKED) if RULE >= MOMENTUM else v
+    v, u, bad = entered(g, v, u, m, decay, RULE)
     if RULE != READ:
         if RULE != PLAIN:
             put(new_momentum, at, u, live, MASKED)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from gradwire.core.layout import Flat
 from gradwire.kernels import momentum as definitions
-from gradwire.kernels.cuda.accumulate import PLAIN, READ, memory_of, put, readable, report, target_of
+from gradwire.kernels.cuda.accumulate import PLAIN, READ, memory_of, put, readable, report
 from gradwire.kernels.cuda.codes import message, store_codes
-from gradwire.kernels.cuda.momentum import AVERAGE, averaged, rule_of
+from gradwire.kernels.cuda.momentum import averaged, rule_of
 from gradwire.kernels.cuda.places import TOGETHER, by_block, end_to_end, place_of, vector_of
 from gradwire.kernels.cuda.segment_stats import MEAN, ROOT
 from gradwire.kernels.cuda.tables import Grid, definition, grid, placed
@@ -30,14 +30,10 @@ def _target(
     RULE: tl.constexpr, KEEP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The target at these places, and where the gradient is not finite. KEEP: the next momentum goes to ``out``."""
-    if RULE >= AVERAGE:
-        v, u, bad = averaged(grad, residual, last, denominator, at, live, beta, rest, decay, RULE, MASKED)
-        if KEEP:
-            put(out, at, u, live, MASKED)
-        return v, bad
-    else:
-        v, _, bad = target_of(grad, residual, residual, at, live, 0.0, decay, RULE, MASKED)
-        return v, bad
+    v, u, bad = averaged(grad, residual, last, denominator, at, live, beta, rest, decay, RULE, MASKED)
+    if KEEP:
+        put(out, at, u, live, MASKED)
+    return v, bad
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.kernels import momentum as definitions
-from gradwire.kernels.cuda.accumulate import fetch, put, readable, report
+from gradwire.kernels.cuda.accumulate import MOMENTUM, READ, entered, fetch, put, readable, report
 from gradwire.kernels.cuda.tables import BLOCK, definition, placed
 from gradwire.kernels.momentum import Momentum
 
@@ -15,17 +15,36 @@ DIVIDED = tl.constexpr(5)  # the same, of the gradient over the denominator
 
 
 @triton.jit
-def advanced(
-    grad, last, denominator, at, live, beta, rest, DIVIDES: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
-    """The next momentum at these places, and where the gradient is not finite."""
-    # All is asked for before anything is divided: a division has branches, which no load is moved across.
-    x, m = fetch(grad, at, live, MASKED), fetch(last, at, live, MASKED)
-    if DIVIDES:
-        d = fetch(denominator, at, live, MASKED)
-        x = tl.div_rn(x, tl.where(d > 0, d, 1.0))
+def _next(g, last, denominator, beta, rest, DIVIDES: tl.constexpr):
+    """The next momentum, and where the gradient is not finite."""
+    x = tl.div_rn(g, tl.where(denominator > 0, denominator, 1.0)) if DIVIDES else g
     finite = tl.abs(x) < float("inf")
-    return beta * m + rest * tl.where(finite, x, 0.0), ~finite
+    return beta * last + rest * tl.where(finite, x, 0.0), ~finite
+
+
+@triton.jit
+def fetched(
+    grad, residual, last, denominator, at, live, RULE: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Gradient, residual, momentum and denominator at these places; the residual for what the rule does not read.
+
+    All is asked for before anything is divided: a division has branches, which no load is moved across.
+    """
+    v = fetch(residual, at, live, MASKED)
+    g = v if RULE == READ else fetch(grad, at, live, MASKED)
+    u = fetch(last, at, live, MASKED) if RULE >= MOMENTUM else v
+    d = fetch(denominator, at, live, MASKED) if RULE == DIVIDED else v
+    return g, v, u, d
+
+
+@triton.jit
+def target_from(g, v, u, d, m, rest, decay, RULE: tl.constexpr):
+    """Of what `fetched` gives: the target, the next momentum, and where the gradient is not finite."""
+    if RULE >= AVERAGE:
+        u, bad = _next(g, u, d, m, rest, RULE == DIVIDED)
+        return tl.where(tl.abs(u) < float("inf"), u, 0.0) + decay * v, u, bad
+    else:
+        return entered(g, v, u, m, decay, RULE)
 
 
 @triton.jit
@@ -33,9 +52,8 @@ def averaged(
     grad, residual, last, denominator, at, live, beta, rest, decay, RULE: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """The target at these places, the next momentum, and where the gradient is not finite; nothing is written."""
-    v = fetch(residual, at, live, MASKED)
-    u, bad = advanced(grad, last, denominator, at, live, beta, rest, RULE == DIVIDED, MASKED)
-    return tl.where(tl.abs(u) < float("inf"), u, 0.0) + decay * v, u, bad
+    g, v, u, d = fetched(grad, residual, last, denominator, at, live, RULE, MASKED)
+    return target_from(g, v, u, d, beta, rest, decay, RULE)
 
 
 def rule_of(momentum: Momentum) -> int:
@@ -44,20 +62,27 @@ def rule_of(momentum: Momentum) -> int:
 
 
 @triton.jit
+def _advance_tile(
+    grad, last, denominator, out, nonfinite, left, beta, rest, RULE: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.arange(0, BLOCK)
+    x, _, m, d = fetched(grad, last, last, denominator, at, at < left, RULE, MASKED)
+    u, bad = _next(x, m, d, beta, rest, RULE == DIVIDED)
+    put(out, at, u, at < left, MASKED)
+    report(bad, nonfinite)
+
+
+@triton.jit
 def _advance(
-    grad, last, denominator, out, nonfinite, n, beta, rest, DIVIDES: tl.constexpr, BLOCK: tl.constexpr
+    grad, last, denominator, out, nonfinite, n, beta, rest, RULE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     base = tl.program_id(0).to(tl.int64) * BLOCK
-    at = tl.arange(0, BLOCK)
-    live = at < n - base
+    grad, last, denominator, out = grad + base, last + base, denominator + base, out + base
     if base + BLOCK <= n:
-        u, bad = advanced(grad + base, last + base, denominator + base, at, live, beta, rest, DIVIDES, False)
-        put(out + base, at, u, live, False)
-        report(bad, nonfinite)
+        _advance_tile(grad, last, denominator, out, nonfinite, n - base, beta, rest, RULE, False, BLOCK)
     else:
-        u, bad = advanced(grad + base, last + base, denominator + base, at, live, beta, rest, DIVIDES, True)
-        put(out + base, at, u, live, True)
-        report(bad, nonfinite)
+        _advance_tile(grad, last, denominator, out, nonfinite, n - base, beta, rest, RULE, True, BLOCK)
 
 
 @placed
@@ -67,17 +92,7 @@ def next_momentum_(grad: Tensor, momentum: Momentum, out: Tensor) -> Tensor:
         return definition(definitions.next_momentum_)(grad, momentum, out)
     nonfinite = torch.zeros((), dtype=torch.uint8, device=grad.device)
     _advance[(-(-n // BLOCK),)](
-        grad,
-        last,
-        last if denominator is None else denominator,
-        out,
-        nonfinite,
-        n,
-        beta,
-        1.0 - beta,
-        denominator is not None,
-        BLOCK,
-        num_warps=8,
-        enable_fp_fusion=False,
-    )
+        grad, last, last if denominator is None else denominator, out, nonfinite, n, beta, 1.0 - beta,
+        rule_of(momentum), BLOCK, num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
     return nonfinite.view(torch.bool)

@@ -1,7 +1,8 @@
 """Rice codes, block by block in parallel: positions to bytes; `rice_reader` reads them.
 
 Where a block's bits lie follows from the sizes of all blocks before it. Every program adds those up for itself: they
-are a few bytes for each 512 positions, and a launch of its own would take longer.
+are a few bytes for each 512 positions, and a launch of its own would take longer. Only where there are very many blocks
+is there one more launch, which adds up groups of them.
 """
 
 import torch
@@ -21,6 +22,8 @@ _MOST_EXCESS = tl.constexpr(1023)
 _CAPPED = tl.constexpr(32)  # in a header
 _NEVER = tl.constexpr(1 << 62)
 WIDE = tl.constexpr(1024)  # blocks whose sizes are added up together
+_GROUP = tl.constexpr(256)  # blocks of a group,
+_MANY = 4096  # if there are more than so many
 BITS = tl.constexpr(2048)  # hold a block's quotients, wherever in a byte they start
 
 
@@ -119,6 +122,28 @@ def sum_to(sizes, block, blocks):
 
 
 @triton.jit
+def _sum_groups(sizes, sums, blocks, groups):
+    """Add up the sizes of a group, of one of the three kinds."""
+    kind, group = tl.program_id(0) // groups, tl.program_id(0) % groups
+    at = group * _GROUP + tl.arange(0, _GROUP)
+    size = tl.load(sizes + kind * blocks + at, mask=at < blocks, other=0)
+    tl.store(sums + kind * groups + group, tl.sum(size, 0))
+
+
+@triton.jit
+def _sums_to(sizes, sums, kind, block, blocks, groups):
+    """`sum_to`, of one of the three kinds of sizes; by groups, if there are any."""
+    sizes += kind * blocks
+    if groups > 0:
+        before, whole = sum_to(sums + kind * groups, block // _GROUP, groups)
+        at = block // _GROUP * _GROUP + tl.arange(0, _GROUP)
+        before += tl.sum(tl.load(sizes + at, mask=at < block, other=0), 0)
+    else:
+        before, whole = sum_to(sizes, block, blocks)
+    return before, whole
+
+
+@triton.jit
 def _sent(gaps, header):
     """The quotients as they are sent, and which of them are escapes."""
     bits, capped, _ = split(header)
@@ -180,15 +205,15 @@ def _clear(out, start, stop, block, blocks):
 
 
 @triton.jit
-def _write(indices, data, sizes, flags, used, before, room, count, blocks, WIDTH: tl.constexpr):
+def _write(indices, data, sizes, sums, flags, used, groups, before, room, count, blocks, WIDTH: tl.constexpr):
     """Write a block's codes, and zeros wherever no code is."""
     block = tl.program_id(0)
     out = data + before
     first = block.to(tl.int64) * BLOCK
     size = tl.minimum(count - first, BLOCK)
-    start, all_quotients = sum_to(sizes, block, blocks)
-    remainders, all_remainders = sum_to(sizes + blocks, block, blocks)
-    escape, all_escapes = sum_to(sizes + 2 * blocks, block, blocks)
+    start, all_quotients = _sums_to(sizes, sums, 0, block, blocks, groups)
+    remainders, all_remainders = _sums_to(sizes, sums, 1, block, blocks, groups)
+    escape, all_escapes = _sums_to(sizes, sums, 2, block, blocks, groups)
     middle = 2 * blocks + (all_quotients + 7) // 8
     stop = middle + (all_remainders + 7) // 8
     end = stop + WIDTH * all_escapes
@@ -229,11 +254,15 @@ def _encode(indices: Tensor, room: int, width: int, before: int = 0) -> tuple[Te
     if count == 0:
         return data.zero_(), torch.zeros((), dtype=torch.int64, device=device)
     blocks = num_blocks(count)
-    sizes = torch.empty(3 * blocks, dtype=torch.int32, device=device)
+    groups = -(-blocks // _GROUP.value) if blocks > _MANY else 0
+    sizes, sums = torch.empty(3 * (blocks + groups), dtype=torch.int32, device=device).split((3 * blocks, 3 * groups))
     flags = torch.empty(blocks * BITS.value, dtype=torch.uint8, device=device)
     used = torch.empty((), dtype=torch.int64, device=device)
     indices = indices.contiguous()
     facts, codes = (before, room, count, width, *form(indices)), (count, blocks, width)
     launch(_choose, blocks, facts, (indices, data, sizes), (before, *codes), num_warps=2)
-    launch(_write, blocks, facts, (indices, data, sizes, flags, used), (before, room, *codes), num_warps=4)
+    if groups:
+        launch(_sum_groups, 3 * groups, facts, (sizes, sums), (blocks, groups), num_warps=1)
+    fresh = (indices, data, sizes, sums, flags, used)
+    launch(_write, blocks, facts, fresh, (groups, before, room, *codes), num_warps=4)
     return data, used

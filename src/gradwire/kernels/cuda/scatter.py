@@ -47,13 +47,17 @@ def _cut(indices, cuts, bounds, first, n, tiles, blocks, steps, TILE: tl.constex
 
 
 @triton.jit
-def _finish(out, at, live, factor, world, WHOLE: tl.constexpr, TIMES: tl.constexpr):
-    """Make means of sums. WHOLE: nothing is divided. TIMES: means are multiplied by a factor."""
+def _finish(out, at, live, factor, world, SENT: tl.constexpr, WHOLE: tl.constexpr, TIMES: tl.constexpr):
+    """Make means of sums. WHOLE: nothing is divided. TIMES: means are multiplied by a factor.
+
+    SENT: something was sent to all these places. Where nothing was, a factor need not be finite, and does not count.
+    """
     total = tl.load(out + at, mask=live, other=0.0)
     if not WHOLE:
         total = tl.div_rn(total, tl.zeros_like(total) + world)
     if TIMES:
-        total = total * tl.load(factor + at, mask=live, other=0.0)
+        times = tl.load(factor + at, mask=live, other=0.0)
+        total = tl.where((total != 0.0) | (tl.abs(times) < float("inf")) | SENT, total * times, total)
     tl.debug_barrier()  # of several entries for one place, all must find the sum
     tl.store(out + at, total, mask=live)
 
@@ -82,7 +86,7 @@ def _add_held(
         tl.store(to, total, mask=mine)
         tl.debug_barrier()
     if TIMES or not WHOLE:
-        _finish(out, at, some, factor, world, WHOLE, TIMES)
+        _finish(out, at, some, factor, world, True, WHOLE, TIMES)
 
 
 @triton.jit
@@ -102,7 +106,15 @@ def _add_in_turn(
     if TIMES or not WHOLE:
         for i in range(0, TILE, CHUNK):
             at = i + tl.arange(0, CHUNK)
-            _finish(out, at, at < room, factor, world, WHOLE, TIMES)
+            _finish(out, at, at < room, factor, world, False, WHOLE, TIMES)
+    if TIMES:
+        tl.debug_barrier()
+        for turn in range(ranks):
+            start, stop = tl.load(cuts + turn * (tiles + 1)), tl.load(cuts + turn * (tiles + 1) + 1)
+            for k in range(start, stop, CHUNK):
+                at, some = _place(indices, k + tl.arange(0, CHUNK), k + tl.arange(0, CHUNK) < stop, first, room)
+                zero = tl.load(out + at, mask=some, other=1.0) == 0.0
+                _finish(out, at, some & zero, factor, world, True, True, TIMES)
 
 
 @triton.jit

@@ -2,9 +2,9 @@
 
 1. `sample` and `refine`: a sample of the target says in which range of keys each segment's last winner lies. A key is
    the bits of a magnitude, which order as magnitudes do.
-2. `mark`: the pass over memory. It accumulates the gradient, or the momentum that this makes, and marks candidates,
-   the entries in that range.
-3. `compact`: candidates are put aside, chunk by chunk, and counted in fine bins.
+2. `mark`: the pass over memory. It accumulates the gradient, or the momentum that this makes, and sets candidates,
+   the entries in that range, aside in slots of the slab where they lie.
+3. `compact`: candidates are brought together, chunk by chunk, and counted in bins.
 4. `narrow` and `threshold`: the last winner is searched among the few candidates of one bin (`binary_search`). Where
    they are many, the bin is cut into finer ones first.
 5. `radix_fallback`: six launches that pass over every segment, unless its range held too few or too many, or very many

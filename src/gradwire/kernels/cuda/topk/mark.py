@@ -1,22 +1,20 @@
-"""The one pass over all memory: update the target, and mark the candidates for selection.
+"""The one pass over all memory: update the target, and set candidates for selection aside.
 
-A candidate is an entry whose key, the bits of its magnitude, lies in the segment's range. The pass only streams. It
-leaves a word for every `SPAN` entries of a row: a bit for each four of them, set where there is a candidate, and above
-the bits two numbers: of candidates, and of gradient entries that are not finite. Where many are selected, a second word
-says how many entries lie above the range. `compact` reads the words, and of the entries only those marked.
+A candidate is an entry whose key, the bits of its magnitude, lies in the segment's range. One warp works on a slab of
+`SLAB` entries, so that no thread waits for another. It leaves a word for each row of the slab: how many candidates
+there are and, above `COUNTED` bits, how many entries lie above the range where many are selected. Candidates go to the
+slab's own slots, which no other program writes to; where there are more than slots, `compact` reads the slab again.
 """
 
 import triton
 import triton.language as tl
 
-from gradwire.kernels.cuda.accumulate import enter, put, report
-from gradwire.kernels.cuda.momentum import AVERAGE, averaged
+from gradwire.kernels.cuda.accumulate import MOMENTUM, READ, put
+from gradwire.kernels.cuda.momentum import fetched, target_from
 from gradwire.kernels.cuda.places import place_of
-from gradwire.kernels.cuda.topk.workspace import COLUMNS, COUNT, HIGH, LENGTH, LOW, SPAN, START
+from gradwire.kernels.cuda.topk.workspace import COLUMNS, COUNT, HIGH, LENGTH, LOW, PARTS, SLAB, START
 
-GROUP = tl.constexpr(4)  # entries behind one bit
-COUNTED = tl.constexpr(16)  # where in a word the number of candidates starts,
-BAD = tl.constexpr(24)  # and that of entries whose gradient is not finite
+COUNTED = tl.constexpr(16)  # bits of the number of candidates in a word
 NEVER = tl.constexpr(0x7FFFFFFF)
 
 
@@ -26,35 +24,8 @@ def key_of(x):
 
 
 @triton.jit
-def _enter(
-    grad, residual, momentum, denominator, new_residual, new_momentum, at, live, m, rest, decay,
-    RULE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Write new memories at these places. Gives the target there, and where the gradient is not finite."""
-    if RULE >= AVERAGE:
-        v, u, bad = averaged(grad, residual, momentum, denominator, at, live, m, rest, decay, RULE, MASKED)
-        put(new_momentum, at, u, live, MASKED)
-        put(new_residual, at, v, live, MASKED)
-        return v, bad
-    else:
-        return enter(grad, residual, momentum, new_residual, new_momentum, at, live, m, decay, RULE, True, MASKED)
-
-
-@triton.jit
-def _mark(hit, bad, row, words, BLOCK: tl.constexpr):
-    """Write down a row's candidates, and how many entries are bad; both are [BLOCK / SPAN, SPAN]."""
-    number = hit.to(tl.int32) + (bad.to(tl.int32) << (BAD - COUNTED))
-    number = tl.sum(tl.reshape(number, [BLOCK // SPAN, SPAN // GROUP, GROUP]), 2)
-    bit = tl.arange(0, SPAN // GROUP)[None, :]
-    marks = tl.where(number & 0xFF != 0, 1 << bit, 0)
-    word = tl.sum(marks + (number << COUNTED), 1)
-    tl.store(words + row * (BLOCK // SPAN) + tl.arange(0, BLOCK // SPAN), word)
-
-
-@triton.jit
-def _line(row, base, row_segment, table, state, BLOCK: tl.constexpr):
-    """All that a tile must know of a row: the range of keys, and where the segment starts and ends in the tile."""
-    segment = tl.load(row_segment + row)
+def _line(segment, base, table, state):
+    """All that a slab must know of a row: the range of keys, and where the segment starts and ends in the slab."""
     entry, line = table + segment * COLUMNS, state + segment * COLUMNS
     wanted = tl.load(entry + COUNT) > 0
     low = tl.where(wanted, tl.load(line + LOW).to(tl.int32), NEVER)
@@ -62,60 +33,70 @@ def _line(row, base, row_segment, table, state, BLOCK: tl.constexpr):
     start = tl.load(entry + START) - base
     end = start + tl.load(entry + LENGTH)
     # As int32, which is kinder to registers.
-    return low, high, tl.maximum(start, 0).to(tl.int32), tl.minimum(end, BLOCK).to(tl.int32)
+    first = tl.minimum(tl.maximum(start, 0), SLAB).to(tl.int32)
+    return low, high, first, tl.minimum(tl.maximum(end, 0), SLAB).to(tl.int32)
 
 
 @triton.jit
-def _tile(
+def _slab(
     grad, residual, momentum, denominator, new_residual, new_momentum, nonfinite, n, m, rest, decay, tile_row,
-    row_segment, table, state, words, over,
-    RULE: tl.constexpr, HOW: tl.constexpr, REPORT: tl.constexpr, DENSE: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    tile_segment, row_segment, table, state, words, slot_bits, slot_at,
+    RULE: tl.constexpr, HOW: tl.constexpr, DENSE: tl.constexpr, MASKED: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0).to(tl.int64)
-    base = tile * BLOCK
-    at = tl.arange(0, BLOCK // SPAN)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
-    row, stop = tl.load(tile_row + tile), tl.load(tile_row + tile + 1)
-    # Ask for the row before waiting for the data: one wait instead of four.
-    low, high, first, end = _line(row, base, row_segment, table, state, BLOCK)
-    v, bad = _enter(
-        place_of(grad, tile, base, HOW), residual + base, momentum + base, denominator + base, new_residual + base,
-        new_momentum + base, at, at < n - base, m, rest, decay, RULE, MASKED,
+    slab = tl.program_id(0).to(tl.int64)
+    tile, part, base = slab // PARTS, slab % PARTS, slab * SLAB
+    at = tl.arange(0, SLAB)
+    live = at < n - base
+    row, stop, segment = tl.load(tile_row + tile), tl.load(tile_row + tile + 1), tl.load(tile_segment + tile)
+    # All data is asked for before the segment is waited for, and what is known of that before the data is.
+    g, v, u, d = fetched(
+        place_of(grad, tile, tile * (SLAB * PARTS), HOW) + part * SLAB, residual + base, momentum + base,
+        denominator + base, at, live, RULE, MASKED,
     )  # fmt: skip
-    if REPORT:
-        report(bad, nonfinite)
-    key = key_of(v)
+    low, high, first, end = _line(segment, base, table, state)
+    v, u, bad = target_from(g, v, u, d, m, rest, decay, RULE)
+    if RULE != READ:
+        if RULE >= MOMENTUM:
+            put(new_momentum + base, at, u, live, MASKED)
+        put(new_residual + base, at, v, live, MASKED)
+        if tl.sum(bad.to(tl.int32), 0) > 0:
+            tl.store(nonfinite, 1)
+    bits = v.to(new_residual.dtype.element_ty).to(tl.float32).to(tl.int32, bitcast=True)
+    key = bits & NEVER
     while row < stop:
-        inside = (at >= first) & (at < end)
-        hit = inside & (key >= low)
+        hit = (at >= first) & (at < end) & (key >= low)
+        word = tl.zeros([], tl.int32)
         if DENSE:
             sure = hit & (key >= high) & (high != NEVER)
             hit = hit & ~sure
-            number = tl.sum(sure.to(tl.int32), 1)
-            tl.store(over + row * (BLOCK // SPAN) + tl.arange(0, BLOCK // SPAN), number)
-        _mark(hit, inside & bad, row, words, BLOCK)
+            word = tl.sum(sure.to(tl.int32), 0) << COUNTED
+        one = hit.to(tl.int32)
+        number = tl.sum(one, 0)
+        to = row.to(tl.int64) * PARTS + part
+        tl.store(words + to, word + number)
+        if (number > 0) & (number <= SLOTS):
+            slot = tl.cumsum(one, 0) - one
+            tl.store(slot_bits + to * SLOTS + slot, bits, mask=hit)
+            tl.store(slot_at + to * SLOTS + slot, at.to(tl.int16), mask=hit)
         row += 1
         if row < stop:
-            low, high, first, end = _line(row, base, row_segment, table, state, BLOCK)
+            low, high, first, end = _line(tl.load(row_segment + row), base, table, state)
 
 
 @triton.jit
 def mark(
     grad, residual, momentum, denominator, new_residual, new_momentum, nonfinite, n, m, rest, decay, tile_row,
-    row_segment, table, state, words, over,
-    RULE: tl.constexpr, HOW: tl.constexpr, REPORT: tl.constexpr, DENSE: tl.constexpr, BLOCK: tl.constexpr,
+    tile_segment, row_segment, table, state, words, slot_bits, slot_at,
+    RULE: tl.constexpr, HOW: tl.constexpr, DENSE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """REPORT: some segment has no other program, so this one must report an entry that is not finite.
-
-    HOW: how the gradient lies, see `places`.
-    """
-    if (tl.program_id(0).to(tl.int64) + 1) * BLOCK <= n:
-        _tile(
+    """HOW: how the gradient lies, see `places`."""
+    if (tl.program_id(0).to(tl.int64) + 1) * SLAB <= n:
+        _slab(
             grad, residual, momentum, denominator, new_residual, new_momentum, nonfinite, n, m, rest, decay, tile_row,
-            row_segment, table, state, words, over, RULE, HOW, REPORT, DENSE, False, BLOCK,
+            tile_segment, row_segment, table, state, words, slot_bits, slot_at, RULE, HOW, DENSE, False, SLOTS,
         )  # fmt: skip
     else:
-        _tile(
+        _slab(
             grad, residual, momentum, denominator, new_residual, new_momentum, nonfinite, n, m, rest, decay, tile_row,
-            row_segment, table, state, words, over, RULE, HOW, REPORT, DENSE, True, BLOCK,
+            tile_segment, row_segment, table, state, words, slot_bits, slot_at, RULE, HOW, DENSE, True, SLOTS,
         )  # fmt: skip

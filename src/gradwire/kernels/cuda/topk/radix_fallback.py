@@ -3,7 +3,7 @@
 The first launch proves or refutes the guess of `threshold`, which is right where very many are equal. If it is wrong,
 the last winner's key is found a digit at a time: programs count the digits of all entries that agree with it so far,
 and the one that comes last in a segment decides. Then each chunk counts its winners and its ties. Segments that
-`threshold` has done with are passed over.
+`threshold` has done with are passed over, and a few programs look at one byte where it has done with all.
 """
 
 import triton
@@ -35,6 +35,7 @@ from gradwire.kernels.cuda.topk.workspace import (
 DIGITS = ((25, 6), (19, 6), (13, 6), (7, 6), (0, 7))
 _STRIDE = tl.constexpr(4096)  # entries that are looked at together
 _MANY = tl.constexpr(1024)  # chunks, likewise
+PROGRAMS = 528  # as many as an H200 runs side by side, and few where nothing is left to do
 
 
 @triton.jit
@@ -131,46 +132,46 @@ def _first(x, chunk, entry, line, bins, larger, tied, out, n, SHIFT: tl.constexp
 
 @triton.jit
 def count_digits(
-    x, table, chunk_segment, state, digits, larger, tied, out, n,
+    x, table, chunk_segment, state, digits, larger, tied, out, flags, n, chunks,
     SHIFT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the next digit of each last winner; LAST holds how many of the winners agree with it so far."""
-    chunk = tl.program_id(0)
-    segment = tl.load(chunk_segment + chunk)
-    entry, line, bins = table + segment * COLUMNS, state + segment * COLUMNS, digits + segment * DIGIT_BINS
-    if tl.load(line + OUTCOME) == MISSED:
-        if SHIFT + BITS == 31:
-            _first(x, chunk, entry, line, bins, larger, tied, out, n, SHIFT, BITS, BLOCK)
-        else:
-            known, wanted = tl.load(line + KEY).to(tl.int32), tl.load(line + LAST)
-            base, start, stop = stretch(chunk, entry, BLOCK)
-            counts = tl.zeros([1 << BITS], tl.int32)
-            for i in range(0, (stop - base).to(tl.int32), _STRIDE):
-                value, inside = tile_of(x, base + i, start, stop, n, _STRIDE)
-                key = key_of(value.to(tl.float32))
-                agrees = inside & ((key >> (SHIFT + BITS)) == known)
-                counts += tl.histogram((key >> SHIFT) & ((1 << BITS) - 1), 1 << BITS, mask=agrees)
-            tl.atomic_add(bins + tl.arange(0, 1 << BITS), counts.to(tl.int64), mask=counts > 0, sem="relaxed")
-            if is_last(line, tl.load(entry + CHUNKS)):
-                _choose(line, bins, known, wanted, SHIFT, BITS)
-                tl.debug_barrier()
-                tl.store(bins + tl.arange(0, DIGIT_BINS), tl.zeros([DIGIT_BINS], tl.int64))
+    for chunk in range(tl.program_id(0), chunks * (tl.load(flags + 1) != 0), tl.num_programs(0)):
+        segment = tl.load(chunk_segment + chunk)
+        entry, line, bins = table + segment * COLUMNS, state + segment * COLUMNS, digits + segment * DIGIT_BINS
+        if tl.load(line + OUTCOME) == MISSED:
+            if SHIFT + BITS == 31:
+                _first(x, chunk, entry, line, bins, larger, tied, out, n, SHIFT, BITS, BLOCK)
+            else:
+                known, wanted = tl.load(line + KEY).to(tl.int32), tl.load(line + LAST)
+                base, start, stop = stretch(chunk, entry, BLOCK)
+                counts = tl.zeros([1 << BITS], tl.int32)
+                for i in range(0, (stop - base).to(tl.int32), _STRIDE):
+                    value, inside = tile_of(x, base + i, start, stop, n, _STRIDE)
+                    key = key_of(value.to(tl.float32))
+                    agrees = inside & ((key >> (SHIFT + BITS)) == known)
+                    counts += tl.histogram((key >> SHIFT) & ((1 << BITS) - 1), 1 << BITS, mask=agrees)
+                tl.atomic_add(bins + tl.arange(0, 1 << BITS), counts.to(tl.int64), mask=counts > 0, sem="relaxed")
+                if is_last(line, tl.load(entry + CHUNKS)):
+                    _choose(line, bins, known, wanted, SHIFT, BITS)
+                    tl.debug_barrier()
+                    tl.store(bins + tl.arange(0, DIGIT_BINS), tl.zeros([DIGIT_BINS], tl.int64))
 
 
 @triton.jit
-def count_ties(x, table, chunk_segment, state, larger, tied, out, n, BLOCK: tl.constexpr):
+def count_ties(x, table, chunk_segment, state, larger, tied, out, flags, n, chunks, BLOCK: tl.constexpr):
     """How many of each chunk lie above the last winner, and how many tie with it; then, where they go."""
-    chunk = tl.program_id(0)
-    segment = tl.load(chunk_segment + chunk)
-    entry, line = table + segment * COLUMNS, state + segment * COLUMNS
-    if tl.load(line + OUTCOME) == MISSED:
-        low = tl.load(line + KEY).to(tl.int32)
-        base, start, stop = stretch(chunk, entry, BLOCK)
-        both = tl.zeros([_STRIDE], tl.int32)
-        for i in range(0, (stop - base).to(tl.int32), _STRIDE):
-            value, inside = tile_of(x, base + i, start, stop, n, _STRIDE)
-            both += _compared(key_of(value.to(tl.float32)), inside, low)
-        tl.store(larger + chunk, tl.sum(both & 0xFFFF, 0))
-        tl.store(tied + chunk, tl.sum(both >> 16, 0))
-        if is_last(line, tl.load(entry + CHUNKS)):
-            _share_out(entry, larger, tied, out, tl.load(line + LAST))
+    for chunk in range(tl.program_id(0), chunks * (tl.load(flags + 1) != 0), tl.num_programs(0)):
+        segment = tl.load(chunk_segment + chunk)
+        entry, line = table + segment * COLUMNS, state + segment * COLUMNS
+        if tl.load(line + OUTCOME) == MISSED:
+            low = tl.load(line + KEY).to(tl.int32)
+            base, start, stop = stretch(chunk, entry, BLOCK)
+            both = tl.zeros([_STRIDE], tl.int32)
+            for i in range(0, (stop - base).to(tl.int32), _STRIDE):
+                value, inside = tile_of(x, base + i, start, stop, n, _STRIDE)
+                both += _compared(key_of(value.to(tl.float32)), inside, low)
+            tl.store(larger + chunk, tl.sum(both & 0xFFFF, 0))
+            tl.store(tied + chunk, tl.sum(both >> 16, 0))
+            if is_last(line, tl.load(entry + CHUNKS)):
+                _share_out(entry, larger, tied, out, tl.load(line + LAST))

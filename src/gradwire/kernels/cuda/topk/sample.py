@@ -10,8 +10,7 @@ keys are taken to be spread evenly inside a bin. A wrong range costs time, and n
 import triton
 import triton.language as tl
 
-from gradwire.kernels.cuda.accumulate import target_of
-from gradwire.kernels.cuda.momentum import AVERAGE, averaged
+from gradwire.kernels.cuda.momentum import averaged
 from gradwire.kernels.cuda.places import origin_of
 from gradwire.kernels.cuda.topk.mark import NEVER, key_of
 from gradwire.kernels.cuda.topk.workspace import (
@@ -30,6 +29,7 @@ from gradwire.kernels.cuda.topk.workspace import (
     LENGTH,
     LOW,
     ROWS,
+    SAMPLED,
     SMALL,
     SPARSE,
     START,
@@ -40,9 +40,8 @@ _WIDTH = tl.constexpr(1 << _SHIFT.value)  # keys of a bin
 _LOWEST = tl.constexpr(27 << 3)  # bin 0 is for all below 2^-100
 _FINE = tl.constexpr(_SHIFT.value - 10)  # bits of a key below its fine bin: as many fine bins as there are bins
 _RUN = tl.constexpr(64)  # neighbors that are sampled together
-_CHUNKS = tl.constexpr(64)  # of a segment, at least, that are sampled if there are so many
-_SPARSE_BITS = tl.constexpr(14)  # of a key below its fine bin: 512 bins for a factor of two
-_ALL_BITS = tl.constexpr(21)  # bins for all there is
+_SPARSE_BITS = tl.constexpr(17)  # of a candidate's key below its bin: 64 bins for a factor of two
+_ALL_BITS = tl.constexpr(24)  # bins for all there is
 
 
 @triton.jit
@@ -81,7 +80,7 @@ def _set_range(entry, line, bins):
         doubt = 4 * tl.sqrt(due * (1 - share)) + taken / 256 + 4  # four standard deviations, and uneven bins
         low = _key_at(counts, reached, due + doubt)
         high = tl.maximum(_key_at(counts, reached, due - doubt), low + 1)
-        bits = ((high - low).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126 - 10  # 1024 bins or fewer
+        bits = ((high - low).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126 - 7  # 128 bins or fewer
     else:
         # Half as many again, four standard deviations, and a few more where hardly any are due.
         rank = 1.5 * due + 4 * tl.sqrt(due) + 4
@@ -110,11 +109,15 @@ def _sampled(
     at = tl.load(entry + START) + run[:, None] * (tl.load(entry + LENGTH) // (chunks * ROWS))
     at = tl.reshape(at + tl.arange(0, _RUN)[None, :], [ROWS * _RUN])
     grad = origin_of(grad, at, HOW, BLOCK)
-    if RULE >= AVERAGE:
-        v, _, _ = averaged(grad, residual, momentum, denominator, at, at >= 0, m, rest, decay, RULE, False)
-    else:
-        v, _, _ = target_of(grad, residual, momentum, at, at >= 0, m, decay, RULE, False)
+    v, _, _ = averaged(grad, residual, momentum, denominator, at, at >= 0, m, rest, decay, RULE, False)
     return key_of(v)
+
+
+@triton.jit
+def _sampled_of(chunks):
+    """How many chunks of a segment are sampled."""
+    every = chunks // SAMPLED + 1
+    return (chunks + every - 1) // every
 
 
 @triton.jit
@@ -125,45 +128,44 @@ def _count(bins, bin, live):
 
 @triton.jit
 def sample(
-    grad, residual, momentum, denominator, table, chunk_segment, state, coarse, m, rest, decay,
+    grad, residual, momentum, denominator, sampled, table, chunk_segment, state, coarse, m, rest, decay,
     RULE: tl.constexpr, HOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    chunk = tl.program_id(0)
+    chunk = tl.load(sampled + tl.program_id(0))
     segment = tl.load(chunk_segment + chunk)
     entry, line, bins = table + segment * COLUMNS, state + segment * COLUMNS, coarse + segment * BINS
     mine, chunks = chunk - tl.load(entry + CHUNK), tl.load(entry + CHUNKS)
-    every = chunks // _CHUNKS + 1
     if tl.load(entry + KIND) == SMALL:
         tl.store(line + LOW, 0)
         tl.store(line + HIGH, NEVER)
         tl.store(line + BITS, _ALL_BITS)
-    elif mine % every == 0:
+    else:
         key = _sampled(
             grad, residual, momentum, denominator, entry, mine, chunks, m, rest, decay, RULE, HOW, BLOCK
         )  # fmt: skip
         _count(bins, tl.minimum(tl.maximum((key >> _SHIFT) - _LOWEST, 0), BINS - 1), key >= 0)
-        if is_last(line, (chunks + every - 1) // every):
+        if is_last(line, _sampled_of(chunks)):
             _set_range(entry, line, bins)
 
 
 @triton.jit
 def refine(
-    grad, residual, momentum, denominator, table, chunk_segment, state, coarse, m, rest, decay,
+    grad, residual, momentum, denominator, sampled, table, chunk_segment, state, coarse, m, rest, decay,
     RULE: tl.constexpr, HOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Count the bin at the lower end of the range in fine bins, where few are selected."""
-    chunk = tl.program_id(0)
+    chunk = tl.load(sampled + tl.program_id(0))
     segment = tl.load(chunk_segment + chunk)
     entry, line, bins = table + segment * COLUMNS, state + segment * COLUMNS, coarse + segment * BINS
     mine, chunks = chunk - tl.load(entry + CHUNK), tl.load(entry + CHUNKS)
-    every, begin = chunks // _CHUNKS + 1, tl.load(line + KEY).to(tl.int32)
-    if (tl.load(entry + KIND) == SPARSE) & (mine % every == 0) & (tl.load(line + BITS) == _SPARSE_BITS):
+    begin = tl.load(line + KEY).to(tl.int32)
+    if (tl.load(entry + KIND) == SPARSE) & (tl.load(line + BITS) == _SPARSE_BITS):
         key = _sampled(
             grad, residual, momentum, denominator, entry, mine, chunks, m, rest, decay, RULE, HOW, BLOCK
         )  # fmt: skip
         fine = tl.minimum(tl.maximum((key - begin) >> _FINE, 0), BINS - 1)
         _count(bins, fine, (key >= begin) & (key - begin < _WIDTH))
-        if is_last(line, (chunks + every - 1) // every):
+        if is_last(line, _sampled_of(chunks)):
             counts = tl.load(bins + tl.arange(0, BINS), volatile=True)
             reached = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
             lowest = tl.sum((reached >= tl.load(line + LAST)).to(tl.int32), 0) - 1

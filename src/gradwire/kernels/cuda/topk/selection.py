@@ -16,27 +16,28 @@ from gradwire.kernels.cuda.places import TOGETHER, by_tile, end_to_end, vector_o
 from gradwire.kernels.cuda.tables import BLOCK, definition, placed
 from gradwire.kernels.cuda.topk.compact import compact
 from gradwire.kernels.cuda.topk.mark import mark
-from gradwire.kernels.cuda.topk.radix_fallback import DIGITS, count_digits, count_ties
+from gradwire.kernels.cuda.topk.radix_fallback import DIGITS, PROGRAMS, count_digits, count_ties
 from gradwire.kernels.cuda.topk.sample import refine, sample
 from gradwire.kernels.cuda.topk.threshold import narrow, threshold
-from gradwire.kernels.cuda.topk.workspace import Scratch, SelectionPlan, plan, stream_of
+from gradwire.kernels.cuda.topk.workspace import PARTS, Scratch, SelectionPlan, plan, stream_of
 from gradwire.kernels.cuda.topk.write import write
 from gradwire.kernels.fused import Accumulation, Selected
 from gradwire.kernels.momentum import Momentum
 
 # Fewer registers than the compiler would take, so that more programs wait for memory side by side.
-_MARK = {"num_warps": 8, "maxnreg": 48, "enable_fp_fusion": False}
-_AVERAGE = {"num_warps": 8, "maxnreg": 64, "enable_fp_fusion": False}  # of one more vector
-_COMPACT = {"num_warps": 4, "maxnreg": 80}
+_MARK = {"num_warps": 1, "maxnreg": 96, "enable_fp_fusion": False}
+_AVERAGE = {"num_warps": 1, "maxnreg": 128, "enable_fp_fusion": False}  # of one more vector
+_COMPACT = {"num_warps": 8, "maxnreg": 80}
 _THRESHOLD = {"num_warps": 4, "maxnreg": 96}
 _RADIX = {"num_warps": 8, "maxnreg": 80}
-_WRITE = {"num_warps": 4, "maxnreg": 80}
+_WRITE = {"num_warps": 4, "maxnreg": 96}
 
+Numbers = tuple[int, ...]
 Memories = tuple[Tensor, Tensor | None]  # the residual, and the momentum if there is one
 
 
 @placed
-def topk(x: Tensor, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Tensor:
+def topk(x: Tensor, lengths: Numbers, counts: Numbers) -> Tensor:
     chosen = plan(lengths, counts, x.device)
     if chosen.total == 0 or not readable(x):
         return definition(fused.topk)(x, lengths, counts)
@@ -45,28 +46,15 @@ def topk(x: Tensor, lengths: tuple[int, ...], counts: tuple[int, ...]) -> Tensor
 
 @placed
 def accumulate_topk_(
-    grad: Tensor,
-    residual: Tensor,
-    momentum: Tensor | None,
-    rule: Accumulation,
-    lengths: tuple[int, ...],
-    counts: tuple[int, ...],
+    grad: Tensor, residual: Tensor, momentum: Tensor | None, rule: Accumulation, lengths: Numbers, counts: Numbers
 ) -> Selected:
-    chosen = plan(lengths, counts, grad.device)
-    if chosen.total == 0 or not readable(grad, residual, momentum):
-        return definition(fused.accumulate_topk_)(grad, residual, momentum, rule, lengths, counts)
-    memories = residual, momentum
-    return _Selection(memories, chosen).run(_read(grad, memories, rule))
+    both = residual, momentum
+    return carry_topk_(grad, both, both, rule, lengths, counts)
 
 
 @placed
 def carry_topk_(
-    grad: Tensor,
-    before: Memories,
-    after: Memories,
-    rule: Accumulation,
-    lengths: tuple[int, ...],
-    counts: tuple[int, ...],
+    grad: Tensor, before: Memories, after: Memories, rule: Accumulation, lengths: Numbers, counts: Numbers
 ) -> Selected:
     chosen = plan(lengths, counts, grad.device)
     if chosen.total == 0 or not readable(grad, *before, *after):
@@ -76,13 +64,7 @@ def carry_topk_(
 
 @placed
 def send_topk_(
-    grad: Tensor,
-    before: Memories,
-    after: Memories,
-    mask: bool,
-    rule: Accumulation,
-    lengths: tuple[int, ...],
-    counts: tuple[int, ...],
+    grad: Tensor, before: Memories, after: Memories, mask: bool, rule: Accumulation, lengths: Numbers, counts: Numbers
 ) -> Selected:
     chosen = plan(lengths, counts, grad.device)
     if chosen.total == 0 or not readable(grad, *before, *after):
@@ -99,8 +81,8 @@ def momentum_topk_(
     out: Tensor | None,
     subtract: int,
     decay: float,
-    lengths: tuple[int, ...],
-    counts: tuple[int, ...],
+    lengths: Numbers,
+    counts: Numbers,
 ) -> Selected:
     last, denominator, beta = momentum
     chosen, place = plan(lengths, counts, last.device), by_tile(grad, BLOCK) or end_to_end(grad)
@@ -158,15 +140,15 @@ class _Selection:
         """Find ranges; then accumulate and mark."""
         p, tiles, (vectors, rule, numbers, how) = self.plan, self.plan.grid, read
         facts = (self.facts, rule, numbers, how, *form(*vectors))
-        sampled = (p.table, p.chunk_segment, scratch.state, scratch.coarse, *numbers, rule, how, BLOCK)
-        launch(sample, p.chunks, facts, vectors, sampled, num_warps=8)
-        launch(refine, p.chunks, facts, vectors, sampled, num_warps=8)
+        sampled = (p.sampled, p.table, p.chunk_segment, scratch.state, scratch.coarse, *numbers, rule, how, BLOCK)
+        launch(sample, p.sampled.numel(), facts, vectors, sampled, num_warps=8)
+        launch(refine, p.sampled.numel(), facts, vectors, sampled, num_warps=8)
         marked = (
-            scratch.nonfinite, tiles.n, *numbers, tiles.tile_row, tiles.row_segment, p.table, scratch.state,
-            scratch.words, scratch.over, rule, how, p.unselected, p.dense, BLOCK,
+            scratch.flags, tiles.n, *numbers, tiles.tile_row, tiles.tile_segment, tiles.row_segment, p.table,
+            scratch.state, scratch.words, scratch.slot_bits, scratch.slot_at, rule, how, p.dense, p.slots,
         )  # fmt: skip
         options = _AVERAGE if rule >= AVERAGE.value else _MARK
-        launch(mark, tiles.tiles, facts, (*vectors, self.x, self.spare), marked, **options)
+        launch(mark, tiles.tiles * PARTS.value, facts, (*vectors, self.x, self.spare), marked, **options)
 
     def _finish(self, scratch: Scratch, values: bool, subtract: int) -> Selected:
         p, x, facts, n = self.plan, self.x, self.facts, self.plan.grid.n
@@ -174,23 +156,24 @@ class _Selection:
         chosen = torch.empty(p.total if values else 0, dtype=x.dtype, device=x.device)
         nonfinite = torch.empty((), dtype=torch.bool, device=x.device)
         around = (p.table, p.chunk_segment, scratch.state)
-        candidates = (scratch.base, scratch.number, scratch.key, scratch.place)
+        candidates = (scratch.base, scratch.number, scratch.kept, scratch.place)
         winners = (scratch.sure, scratch.out)
         counted = (
-            *around, scratch.fine, scratch.nonfinite, scratch.words, scratch.over, *candidates, scratch.bound_place,
-            scratch.sure, p.dense, BLOCK,
+            *around, scratch.fine, scratch.words, scratch.slot_bits, scratch.slot_at, *candidates, scratch.sure,
+            p.slots, BLOCK,
         )  # fmt: skip
         launch(compact, p.chunks, facts, (x,), counted, **_COMPACT)
         launch(narrow, p.chunks, facts, (p.table,), (*around[1:], scratch.fine, *candidates[:3]), **_THRESHOLD)
-        searched = (*around, *candidates, scratch.bound_key, scratch.bound_place, *winners, BLOCK)
+        searched = (*around, *candidates, scratch.bound_key, scratch.bound_place, *winners, scratch.flags, BLOCK)
         launch(threshold, p.chunks, facts, (x,), searched, **_THRESHOLD)
+        programs, over = min(p.chunks, PROGRAMS), (scratch.number, *winners, scratch.flags, n, p.chunks)
         for digit in DIGITS:
-            again = (*around, scratch.digits, scratch.number, *winners, n, *digit, BLOCK)
-            launch(count_digits, p.chunks, (facts, digit), (x,), again, **_RADIX)
-        launch(count_ties, p.chunks, facts, (x,), (*around, scratch.number, *winners, n, BLOCK), **_RADIX)
+            again = (*around, scratch.digits, *over, *digit, BLOCK)
+            launch(count_digits, programs, (facts, digit), (x,), again, **_RADIX)
+        launch(count_ties, programs, facts, (x,), (*around, *over, BLOCK), **_RADIX)
         fresh = (x, self.spare, indices, chosen, nonfinite)
         written = (
-            p.table, p.chunk_segment, scratch.state, *candidates, *winners, scratch.nonfinite, n,
+            p.table, p.chunk_segment, scratch.state, *candidates, *winners, scratch.flags, n,
             values, subtract, BLOCK,
         )  # fmt: skip
         launch(write, p.chunks, (facts, values, subtract), fresh, written, **_WRITE)

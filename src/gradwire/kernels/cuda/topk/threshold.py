@@ -17,7 +17,6 @@ from gradwire.kernels.cuda.topk.sample import is_last
 from gradwire.kernels.cuda.topk.workspace import (
     ABOVE,
     APART,
-    BINS,
     BITS,
     BOUND,
     CHUNK,
@@ -26,6 +25,7 @@ from gradwire.kernels.cuda.topk.workspace import (
     COUNT,
     CUT,
     EXACT,
+    FINE_BINS,
     FOUND,
     KEY,
     LAST,
@@ -64,7 +64,7 @@ def bins_of(line):
 
 
 @triton.jit
-def narrow(table, chunk_segment, state, fine, base, count, keys):
+def narrow(table, chunk_segment, state, fine, base, count, kept):
     """Count the candidates of the bin that holds the last winner in finer bins, where they are many."""
     chunk = tl.program_id(0)
     segment = tl.load(chunk_segment + chunk)
@@ -73,34 +73,34 @@ def narrow(table, chunk_segment, state, fine, base, count, keys):
     usable = (found >= need) & (need > 0) & (found <= tl.load(entry + ROOM))
     if usable & (tl.load(line + WITHIN) > _FEW):
         low, bits, cut, top = bins_of(line)
-        fine += segment * BINS * APART
+        fine += segment * FINE_BINS * APART
         begin, finer = low + (cut << bits), tl.where(cut == top, bits, tl.maximum(bits - _FINER, 0))
         number = tl.load(count + chunk)
-        keys += tl.load(entry + SLOT) + tl.load(base + chunk)
+        kept += tl.load(entry + SLOT) + tl.load(base + chunk)
         for j in range(0, number, WIDE):
             at = j + tl.arange(0, WIDE)
-            key = tl.load(keys + at, mask=at < number, other=0)
+            key = tl.load(kept + at, mask=at < number, other=0) & NEVER
             inside = (at < number) & (fine_bin(key, low, bits, top) == cut)
-            bin = fine_bin(tl.where(inside, key, begin), begin, finer, BINS - 1)
+            bin = fine_bin(tl.where(inside, key, begin), begin, finer, FINE_BINS - 1)
             tl.atomic_add(fine + bin * APART, 1, mask=inside, sem="relaxed")
         if is_last(line, tl.load(entry + CHUNKS)):
-            cut_bins(line, fine, need, tl.load(line + ABOVE))
+            cut_bins(line, fine, need, tl.load(line + ABOVE), FINE_BINS)
             tl.store(line + LOW, begin.to(tl.int64))
             tl.store(line + BITS, finer.to(tl.int64))
-            tl.store(line + TOP, tl.where(cut == top, BINS - 1, BINS).to(tl.int64))
+            tl.store(line + TOP, tl.where(cut == top, FINE_BINS - 1, FINE_BINS).to(tl.int64))
 
 
 @triton.jit
-def _count_winners(chunk, entry, line, low, bits, cut, top, base, count, keys, places, bound_keys, bound_places, sure):
+def _count_winners(chunk, entry, line, low, bits, cut, top, base, count, kept, places, bound_keys, bound_places, sure):
     """Add a chunk's sure winners to those above the range; put candidates in the cut bin aside."""
     slot, number = tl.load(entry + SLOT), tl.load(count + chunk)
-    keys += slot + tl.load(base + chunk)
+    kept += slot + tl.load(base + chunk)
     places += slot + tl.load(base + chunk)
     winners = tl.zeros([WIDE], tl.int32)
     for j in range(0, number, WIDE):
         at = j + tl.arange(0, WIDE)
         live = at < number
-        key = tl.load(keys + at, mask=live, other=0)
+        key = tl.load(kept + at, mask=live, other=0) & NEVER
         bin = fine_bin(key, low, bits, top)
         winners += (live & (bin > cut)).to(tl.int32)
         unsure = live & (bin == cut)
@@ -173,7 +173,7 @@ def _guess(x, entry, line):
 
 @triton.jit
 def threshold(
-    x, table, chunk_segment, state, base, count, keys, places, bound_keys, bound_places, sure, out,
+    x, table, chunk_segment, state, base, count, kept, places, bound_keys, bound_places, sure, out, flags,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
@@ -188,13 +188,14 @@ def threshold(
         _count_zeros(chunk, entry, count, sure, BLOCK)
     elif not missed:
         _count_winners(
-            chunk, entry, line, low, bits, cut, top, base, count, keys, places, bound_keys, bound_places, sure
+            chunk, entry, line, low, bits, cut, top, base, count, kept, places, bound_keys, bound_places, sure
         )
     if is_last(line, tl.load(entry + CHUNKS)):
         if zeros:
             _admit_zeros(entry, line, need - found, count, sure, out)
         elif missed:
             _guess(x, entry, line)
+            tl.store(flags + 1, 1)
         else:
             _decide(entry, line, low, bits, cut, top, need, bound_keys, bound_places, sure, out, BLOCK)
         tl.debug_barrier()

@@ -10,6 +10,7 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -58,11 +59,15 @@ MISSED = tl.constexpr(1)  # candidates were too few or too many
 ZEROS = tl.constexpr(2)  # too few, but there are no others: zeros win, too
 PROVEN = tl.constexpr(3)  # candidates were of no use, but a guess of the last winner was right
 
-BINS = tl.constexpr(1024)
+BINS = tl.constexpr(1024)  # of a sample
+FEW_BINS = tl.constexpr(128)  # of candidates: a warp counts these in a fifth of the time that 1024 take,
+FINE_BINS = tl.constexpr(1024)  # and of those in one of these bins
 APART = tl.constexpr(8)  # words from one fine bin to the next: many programs count there, and neighbors would wait
 DIGIT_BINS = tl.constexpr(128)  # the most values of a digit; see `radix`
-SPAN = tl.constexpr(64)  # entries that one word describes; see `mark`
+SLAB = tl.constexpr(512)  # entries of a program of `mark`
+PARTS = tl.constexpr(BLOCK // SLAB.value)  # slabs of a tile
 ROWS = tl.constexpr(32)  # in a chunk, the work of one program after the first pass
+SAMPLED = tl.constexpr(64)  # chunks of a segment, at least, that are sampled if there are so many
 
 _serial = itertools.count()
 _recent: dict[
@@ -75,24 +80,25 @@ _MANY = 16  # of so many entries one or more: the segment is dense
 
 
 class Scratch(NamedTuple):
-    """Memory of a selection in flight. Candidates are (key, place) pairs; see `compact`."""
+    """Memory of a selection in flight. Candidates are (bits, place) pairs; see `compact`."""
 
     serial: int  # no other scratch has the same
     state: Tensor  # int64[segments, 16]
-    fine: Tensor  # int32[segments, BINS, APART], of candidates
+    fine: Tensor  # int32[segments, FINE_BINS, APART], of candidates
     coarse: Tensor  # int32[segments, BINS], of a sample
     digits: Tensor  # int64[segments, DIGIT_BINS], of everything
-    words: Tensor  # int32[rows, BLOCK / SPAN], where candidates are; see `mark`
-    over: Tensor  # int32, likewise, where a segment is dense: how many lie above the range
+    words: Tensor  # int32[rows, PARTS], how many candidates there are; see `mark`
+    slot_bits: Tensor  # int32[rows, PARTS, slots], candidates as `mark` finds them,
+    slot_at: Tensor  # int16, likewise, and where in the slab
     base: Tensor  # int64[chunks], where a chunk's candidates start
     number: Tensor  # int32[chunks], how many there are
-    key: Tensor  # int32[slots], magnitudes as bits, which order alike
-    place: Tensor  # int32 or int64[slots], in the segment
+    kept: Tensor  # int32[room], the bits of values; those of magnitudes order alike
+    place: Tensor  # int32 or int64[room], in the segment
     bound_key: Tensor
     bound_place: Tensor
     sure: Tensor  # int32[chunks], winners in the chunk; or how many tie there
     out: Tensor  # int64[chunks], where winners go
-    nonfinite: Tensor  # uint8[1]
+    flags: Tensor  # uint8[2]: some gradient entry was not finite; some segment needs `radix`
 
 
 class SelectionPlan(NamedTuple):
@@ -102,12 +108,13 @@ class SelectionPlan(NamedTuple):
     grid: Grid
     total: int  # results
     chunks: int
-    slots: int
-    unselected: bool  # some segment has entries, but none of them is wanted
+    room: int  # for candidates
+    slots: int  # for those of a slab
     dense: bool  # some segment is dense
     place: torch.dtype
     table: Tensor
     chunk_segment: Tensor  # int32[chunks]
+    sampled: Tensor  # int32, the chunks that are sampled
     pool: "Pool"
 
 
@@ -157,19 +164,27 @@ def _plan(lengths: tuple[int, ...], counts: tuple[int, ...], device: torch.devic
     table = torch.zeros(len(lengths), COLUMNS.value, dtype=torch.int64)
     table[:, : len(columns)] = torch.stack(columns, 1)
     segment = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(chunks)
+    mine = torch.arange(segment.numel(), dtype=torch.int32) - _before(chunks)[segment]
     return SelectionPlan(
         next(_serial),
         tiles,
         int(count.sum()),
         segment.numel(),
         int(room.sum()),
-        bool(((size > 0) & (count == 0)).any()),
+        _slots(count[kind == SPARSE.value], size[kind == SPARSE.value]),
         bool(dense.any()),
         torch.int32 if max(lengths, default=0) < 2**31 else torch.int64,
         table.to(device),
         segment.to(device),
+        (mine % (chunks // SAMPLED.value + 1)[segment] == 0).nonzero().flatten().int().to(device),
         Pool(),
     )
+
+
+def _slots(count: Tensor, size: Tensor) -> int:
+    """Twice as many slots as a slab of sparse segments has candidates, and a few more: most slabs need no others."""
+    mean = SLAB.value * 1.5 * int(count.sum()) / max(int(size.sum()), 1)
+    return int(min(max(triton.next_power_of_2(int(2 * mean + 6)), 8), 128))
 
 
 class Pool:
@@ -203,7 +218,7 @@ def stream_of(device: torch.device) -> int | None:
 
 def _scratch(plan: SelectionPlan) -> Scratch:
     device, segments = plan.table.device, plan.table.shape[0]
-    words = plan.grid.rows * (BLOCK // SPAN.value)
+    words = plan.grid.rows * PARTS.value
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -214,20 +229,21 @@ def _scratch(plan: SelectionPlan) -> Scratch:
     return Scratch(
         next(_serial),
         zeros(segments, COLUMNS.value, dtype=torch.int64),
-        zeros(segments, BINS.value, APART.value),
+        zeros(segments, FINE_BINS.value, APART.value),
         zeros(segments, BINS.value),
         zeros(segments, DIGIT_BINS.value, dtype=torch.int64),
         empty(words),
-        empty(words if plan.dense else 0),
+        empty(words * plan.slots),
+        empty(words * plan.slots, torch.int16),
         empty(plan.chunks, torch.int64),
         empty(plan.chunks),
-        empty(plan.slots),
-        empty(plan.slots, plan.place),
-        empty(plan.slots),
-        empty(plan.slots, plan.place),
+        empty(plan.room),
+        empty(plan.room, plan.place),
+        empty(plan.room),
+        empty(plan.room, plan.place),
         empty(plan.chunks),
         empty(plan.chunks, torch.int64),
-        zeros(1, dtype=torch.uint8),
+        zeros(2, dtype=torch.uint8),
     )
 
 
@@ -235,4 +251,4 @@ def _before(x: Tensor) -> Tensor:
     return x.cumsum(0) - x
 
 
-assert BLOCK % SPAN.value == 0
+assert BLOCK % SLAB.value == 0

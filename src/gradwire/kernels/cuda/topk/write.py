@@ -41,7 +41,7 @@ def _store(x, momentum, at, value, to, won, indices, values, VALUES: tl.constexp
 
 @triton.jit
 def _write_candidates(
-    x, momentum, chunk, entry, low, last, to, base, count, keys, places, indices, values,
+    x, momentum, chunk, entry, low, last, to, base, count, kept, places, indices, values,
     VALUES: tl.constexpr, SUBTRACT: tl.constexpr,
 ):  # fmt: skip
     first, number = tl.load(entry + SLOT) + tl.load(base + chunk), tl.load(count + chunk)
@@ -50,9 +50,11 @@ def _write_candidates(
         at = j + tl.arange(0, WIDE)
         live = at < number
         place = tl.load(places + first + at, mask=live, other=0).to(tl.int64)
-        won = live & wins(tl.load(keys + first + at, mask=live, other=-1), place, low, last)
+        bits = tl.load(kept + first + at, mask=live, other=0)
+        won = live & wins(bits & NEVER, place, low, last)
         slot = to + tl.cumsum(won.to(tl.int32), 0) - 1
-        value = tl.load(x + start + place, mask=won, other=0.0)
+        lies = x + start + place
+        value = bits.to(tl.float32, bitcast=True) if x.dtype.element_ty == tl.float32 else tl.load(lies, mask=won)
         _store(x, momentum, start + place, value, slot, won, indices, values, VALUES, SUBTRACT)
         to += tl.sum(won.to(tl.int32), 0)
 
@@ -81,8 +83,8 @@ def _write_chunk(
 
 @triton.jit
 def write(
-    x, momentum, indices, values, was_nonfinite, table, chunk_segment, state, base, count, keys, places,
-    sure, out, nonfinite, n,
+    x, momentum, indices, values, was_nonfinite, table, chunk_segment, state, base, count, kept, places,
+    sure, out, flags, n,
     VALUES: tl.constexpr, SUBTRACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
@@ -90,10 +92,10 @@ def write(
     entry, line = table + segment * COLUMNS, state + segment * COLUMNS
     outcome, to, ties = tl.load(line + OUTCOME), tl.load(out + chunk), tl.load(sure + chunk)
     low, last = tl.load(line + KEY).to(tl.int32), tl.load(line + LAST)
-    kept = tl.load(entry + KIND) != DENSE
-    if kept & ((outcome == EXACT) | ((outcome == ZEROS) & (ties == 0))):
+    sparse = tl.load(entry + KIND) != DENSE
+    if sparse & ((outcome == EXACT) | ((outcome == ZEROS) & (ties == 0))):
         _write_candidates(
-            x, momentum, chunk, entry, low, last, to, base, count, keys, places, indices, values, VALUES, SUBTRACT
+            x, momentum, chunk, entry, low, last, to, base, count, kept, places, indices, values, VALUES, SUBTRACT
         )
     else:
         exact = outcome == EXACT  # then the last winner's place is known, else how many ties win in each chunk
@@ -102,7 +104,7 @@ def write(
             last = tl.where(exact, last, tl.load(entry + LENGTH))
             ties = tl.where(exact, NEVER, ties)
             _write_chunk(x, momentum, chunk, entry, low, last, ties, to, indices, values, n, VALUES, SUBTRACT, BLOCK)
-    if VALUES:  # noqa: SIM102 - known when compiling
-        if chunk == 0:
-            tl.store(was_nonfinite, tl.load(nonfinite))
-            tl.store(nonfinite, 0)
+    if chunk == 0:
+        tl.store(was_nonfinite, tl.load(flags))
+        tl.store(flags, 0)
+        tl.store(flags + 1, 0)
