@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwire
+from gradwire.feedback import PreconditionedMomentum
 from gradwire.engine.lane import is_refresh
 
 WORLD, START, STEPS, RATE, DECAY, BETA = 3, 4, 10, 0.01, 0.1, 0.9
@@ -243,6 +244,20 @@ def test_a_start_that_is_all_alone_is_refused(alone: int) -> None:
 def test_a_start_may_have_a_table_of_codecs() -> None:
     made = gradwire.method(f"onebit_adam(start={START}, first={{0: fp32, 2: int4, 8: int8}})")
     assert [(step, str(chosen)) for step, chosen in made.table] == [(0, "fp32"), (2, "int4"), (START, "sign(per=4096)")]
+
+
+@pytest.mark.parametrize(("start", "codecs"), [(450, "{0: twobit, 270: int4,"), (1, "{0: int4,"), (0, "sign")])
+def test_two_bits_are_sent_before_the_variance_is_measured(start: int, codecs: str) -> None:
+    assert str(gradwire.method(f"onebit_adam(start={start})")).startswith(codecs)
+    assert str(gradwire.method(f"zero_one_adam(start={max(start, 1)})")).startswith("{0: int4,")
+
+
+@pytest.mark.parametrize(("ratio", "masks"), [(0.001, True), (0.01, True), (0.05, False), (0.1, False), (1.0, False)])
+def test_momentum_is_masked_where_few_entries_are_sent(ratio: float, masks: bool) -> None:
+    assert gradwire.method(f"dgc_adam({ratio})").feedback == PreconditionedMomentum(masking=masks)
+    assert gradwire.method(f"dgc_adam({ratio}, masking={not masks})").feedback == PreconditionedMomentum(
+        masking=not masks
+    )
 
 
 def test_entries_become_fewer_after_the_start() -> None:

@@ -52,7 +52,7 @@ class Training:
 
 
 def test_gradients_and_then_momentum_are_a_start_and_what_follows() -> None:
-    whole = Training(ONEBIT).run(STEPS)
+    whole = Training(ONEBIT.replace(")", ", first=int4)")).run(STEPS)
     parts = Training("int4", feedback="none", exchange="two_way").run(START).set(ONEBIT).run(STEPS - START)
     assert all(map(torch.equal, parts.weights(), whole.weights()))
 

@@ -305,9 +305,9 @@ def test_a_candidate_compresses(spec: str) -> None:
 
 
 def test_candidates_and_their_options_are_read() -> None:
-    assert set(automatic()) == set(CANDIDATES) - {"dgc(0.001)", "zero_one_adam", SPARSE}
+    assert set(automatic()) == set(CANDIDATES) - {"dgc(0.001)", "onebit_adam", SPARSE}
     assert (
-        {"zero_one_adam", SPARSE} == {*weighed("AdamW")} - {*weighed("sgd")} == {*weighed("adamw")} - {*weighed("Muon")}
+        {"onebit_adam", SPARSE} == {*weighed("AdamW")} - {*weighed("sgd")} == {*weighed("adamw")} - {*weighed("Muon")}
     )
     assert weighed("adamw", across=True) == weighed("sgd"), "hosts of several workers cannot"
     assert arguments("topk(0.001) | fp16; bundle=none; exchange=allgather") == (

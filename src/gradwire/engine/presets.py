@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from gradwire.codecs import Codec, Quantizer, Stage, codec
-from gradwire.codecs.quantizers import FP32, Int4, Sign
+from gradwire.codecs.quantizers import FP32, Int4, Sign, TwoBit
 from gradwire.codecs.selectors import ChunkTopK, TopK
 from gradwire.codecs.stage import IndexCoder
 from gradwire.codecs.transforms import DCT
@@ -34,6 +34,7 @@ from gradwire.feedback import (
     Residual,
 )
 
+_MASKED = 0.05  # of the entries: where fewer are sent, dgc_adam masks its momentum
 Start: TypeAlias = "Stage | Codec | Mapping[int, Stage | Codec]"  # how gradients are sent before momentum is
 
 
@@ -68,17 +69,20 @@ def onebit_adam(
     start: int = 256,
     beta: float = 0.9,
     per: int = 4096,
-    first: Start = Int4(),  # noqa: B008 - a frozen value
+    first: "Start | None" = None,
     floor: float = 0.1,
     divide: str = "before",
     alone: int = 0,
 ) -> Method:
     """1-bit Adam (Tang et al., ICML 2021): signs of AdamW's momentum; before, ``first`` for ``start`` steps.
 
-    The variance is frozen after the start; its root is at least ``floor`` of a tensor's mean. Momentum is divided by
-    it ``before`` compression, or ``after`` as in the paper. Both legs keep their errors; ``per`` entries share a scale.
-    For ``alone`` steps of the start nothing is sent; then all ranks go on from rank 0's weights and moments.
+    By default the first three fifths of the start are sent as ``twobit``, and the rest, which measures the variance, as
+    ``int4``. The variance is frozen after the start; its root is at least ``floor`` of a tensor's mean. Momentum is
+    divided by it ``before`` compression, or ``after`` as in the paper. Both legs keep their errors; ``per`` entries
+    share a scale. For ``alone`` steps of the start nothing is sent; then all ranks go on from rank 0's weights and
+    moments.
     """
+    first = {0: TwoBit()} | {3 * start // 5: Int4()} if first is None else first
     return _started(start, alone, first, codec(Sign(per=per)), CommonMomentum(beta, floor, divide), TwoWay())
 
 
@@ -107,7 +111,7 @@ def dgc_adam(
     ratio: float = 0.01,
     start: int = 256,
     beta: float = 0.9,
-    masking: bool = True,
+    masking: bool | None = None,
     values: Quantizer = Sign(per=64),  # noqa: B008 - a frozen value
     first: Start = Int4(),  # noqa: B008 - a frozen value
     floor: float = 0.1,
@@ -118,11 +122,13 @@ def dgc_adam(
     """Deep Gradient Compression in front of AdamW: ``first`` for ``start`` steps, then the largest entries.
 
     With ratio 1 and exact values it is Adam with a variance that is frozen after the start. ``decay`` of the error is
-    kept from step to step; ``masking`` is Deep Gradient Compression's, and harms where a tenth of the entries is sent.
-    For ``ramp`` steps after the start more entries are sent: a quarter of all, a quarter of those, and so on.
+    kept from step to step; ``masking`` is Deep Gradient Compression's. It harms where a tenth of the entries is sent,
+    so that by default it is on below a ratio of 0.05. For ``ramp`` steps after the start more entries are sent: a quarter
+    of all, a quarter of those, and so on.
     """
     chain = codec(values) if ratio == 1.0 else TopK(ratio) | values
-    made = _started(start, alone, first, chain, PreconditionedMomentum(beta, masking, floor, decay), Auto())
+    masks = ratio < _MASKED if masking is None else masking
+    made = _started(start, alone, first, chain, PreconditionedMomentum(beta, masks, floor, decay), Auto())
     densities = _ramp(ratio, ramp) if ramp else {}
     if not densities:
         return made

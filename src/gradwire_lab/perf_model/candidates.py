@@ -1,7 +1,7 @@
 """Candidates: the ways to synchronize that are weighed against dense training, from the one that loses least.
 
 Some need what only the owner of a training can arrange: momentum correction, as in ``dgc``, an optimizer without
-momentum; ``zero_one_adam`` an optimizer of gradwire's; local steps another call. They are weighed in advice, but never
+momentum; ``onebit_adam`` an optimizer of gradwire's; local steps another call. They are weighed in advice, but never
 chosen by ``auto``.
 """
 
@@ -17,7 +17,7 @@ SPARSE = "sparseloco(H=1, keep=1.0, start=256, scales='bf16')"  # whose message 
 CANDIDATES = (
     "int8",
     "int4",
-    "zero_one_adam",
+    "onebit_adam",
     SPARSE,
     "powersgd(4)",
     "sign",

@@ -23,7 +23,7 @@ from gradwire_lab.perf_model.model import DENSE, ModelProfile
 # far from the speed of a copy they are. Eight reads or writes of four bytes; the slowest timed kernel is at 3.5.
 _LOW_RANK_BYTES, _LOW_RANK_SLOWDOWN = 32, 3.5
 _LOW_RANK_START = 1e-3  # seconds of each bucket: many small kernels
-# Of int8 and zero_one_adam, the fused kernels were not timed: those of int4 and sign stand in; chunks are as top-k is.
+# Of int8 and onebit_adam, the fused kernels were not timed: those of int4 and sign stand in; chunks are as top-k is.
 ASSUMED = ("powersgd", "int8", "onebit_adam", "zero_one_adam", "sparseloco")
 
 

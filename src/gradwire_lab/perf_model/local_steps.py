@@ -20,6 +20,7 @@ WAITING = 0.1  # of its computing: what a step may take beside it
 TOO_SLOW = 0.3  # the same: what no step should take
 MAX_LOSS = 0.02  # of dense training's: how much more loss is accepted
 TASK, STEPS = "WikiText-2 as bytes, gpt of 10.9 M", 1500  # that most of them were trained on, and for how long
+_MOST = TASK, "AdamW"
 START = "int4"  # how gradients of a start are sent
 MESSAGES = (START, SPARSE)  # what is measured for them; the message of all rounds is that of one step
 TRAINED = (  # as they were trained
@@ -48,15 +49,15 @@ class LossEstimate:
 
 def expected_loss(spec: str) -> LossEstimate | None:
     """Of local steps, by the training with rounds of the same length; None where there was none."""
-    trained = (one for one in _alike(spec) if (one.task, one.optimizer) == (TASK, "AdamW"))
+    trained = (one for one in _alike(spec) if (one.task, one.optimizer) == _MOST)
     found = next((one for one in trained if length(one.spec) == length(spec)), None)
     return None if found is None else LossEstimate(-found.gain, (found,))
 
 
 def elsewhere(optimizer: str) -> list[AccuracyRecord]:
-    """Trainings of other models with such rounds, and with another optimizer of this name."""
+    """Trainings with such rounds and this optimizer, or of other models with AdamW."""
     rounds = [one for one in accuracy_records() if local_rounds(one.spec.partition(";")[0])]
-    return [one for one in rounds if one.task != TASK or one.optimizer == optimizer != "AdamW"]
+    return [one for one in rounds if one.optimizer in ("AdamW", optimizer) and (one.task, one.optimizer) != _MOST]
 
 
 def _alike(spec: str) -> list[AccuracyRecord]:
