@@ -13,9 +13,10 @@ The folder of --text has train.txt and test.txt. The spec "dense" averages float
 of a run, with their defaults: "lr_after" (1.0, a factor of the learning rate after the start), "codec", "feedback" and
 "exchange" (those of the spec), "inner" ("adamw", or "muon" for the matrices of the blocks), "workers" (8), "batch" (16
 sequences a worker), "warm_up" (steps in which the learning rate rises; null: 5 % of all), "beta2" (0.95, AdamW's
-second), "final" (0.1, the share of the learning rate at the end). Where a start sends nothing (first=None, or a phase of it as in first={0: None, 75: int4}), all workers take
-the same batches. A run ends with a whole round, so that it may be up to H - 1 steps shorter. A spec of gossip, as in
-"local_gossip(choco(ring), H={H})", has no start, and the mean of all models is evaluated.
+second), "final" (0.1, the share of the learning rate at the end). Where a start sends nothing (first=None, or a phase
+of it as in first={0: None, 75: int4}), all workers take the same batches. A run ends with a whole round, so that it may
+be up to H - 1 steps shorter. A spec of gossip, as in "local_gossip(choco(ring), H={H})", has no start, and the mean of
+all models is evaluated.
 """
 
 import argparse
