@@ -231,7 +231,7 @@ def test_no_checkpoint_is_promised_where_there_is_none(tmp_path):
         (["plan", "digits", "ring8", "--spec", "sign"], "write --set 'gossip.codec=sign' instead"),
         (["train", "ptb-lstm700", "--workers", "1", "--runs", "{tmp}"], "pass --data DIR"),
         (["train", "digits", "--model", "mine.py:make"], "there is no file mine.py"),
-        (["evaluate", "{tmp}"], "is no run folder"),
+        (["evaluate", "{tmp}"], "is not a run folder"),
         (["show", "auto"], "`gradwire advise`"),
         (["train", "digits", "--spec", ""], "cannot read the spec ''"),
         (["train", "digits", "--devices", "gpu", "--runs", "{tmp}"], "there is no device 'gpu'"),

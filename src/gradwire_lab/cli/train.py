@@ -104,7 +104,7 @@ def evaluate(
     """Evaluate a checkpoint of a run."""
     with refusing("evaluate", ValueError, OSError):
         if not (run / "recipe.toml").is_file():
-            raise ValueError(f"{run} is no run folder: it has no recipe.toml; name one such as runs/digits-0")
+            raise ValueError(f"{run} is not a run folder: it has no recipe.toml; name one such as runs/digits-0")
         where = run_modes.device_of(0, run_modes.devices_of(device, 1))
         recipe = load(run / "recipe.toml", model, data, allow_code)
         score = examine(run, recipe, "last" if last else "best", split, where)

@@ -155,7 +155,7 @@ def _entry(name: str, text: str) -> Entry:
     try:
         raw = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ValueError(f"the recipe {name} is no TOML: {error}") from None
+        raise ValueError(f"the recipe {name} is not TOML: {error}") from None
     for word in raw:
         if word not in (*WORDS, *TABLES):
             raise ValueError(f"the recipe {name} has no {word!r}; {nearest(word, (*WORDS, *TABLES))}")
