@@ -231,6 +231,8 @@ def _hint(name: str) -> str:
 
     if any(sign in name for sign in "()|"):
         return f"if it is a spec, write --set 'sync.spec={name}'"
+    if name.endswith(".py"):
+        return f"a model of your own is named with its function: --model {name}:make"
     if name in MODELS:
         return f"it is a model: write --model {name}, or `gradwire recipes` lists recipes"
     near = difflib.get_close_matches(name, registered(), n=1)
