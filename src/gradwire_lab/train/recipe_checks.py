@@ -24,7 +24,9 @@ def check(recipe: Recipe) -> None:
     if recipe.gossip.method:
         _check_gossip(recipe)
     elif recipe.gossip.elastic:
-        raise ValueError("gossip.elastic needs a method of gossip; name one, as in gossip.method = 'choco'")
+        raise ValueError(
+            "gossip.elastic needs a method of gossip; name one that can be elastic, as in gossip.method = 'choco'"
+        )
     if recipe.own_models and recipe.train.precision == "fp16":
         raise ValueError(
             "workers with models of their own would each scale the loss by another factor; use train.precision = 'bf16'"
