@@ -169,6 +169,8 @@ def test_new_writes_a_file_that_commands_import(home: Path, kind: str, shown: li
     assert "own/mine.py\n" in written.output and "gradwire show" in written.output and "--own" in written.output
     done = run("show", *shown, "--import", "own/mine.py")
     assert done.exit_code == 0 and "mine" in done.output, done.output
+    card = "".join(run("codecs", "mine", "--import", "own/mine.py").output.split())
+    assert card.endswith("own/mine.py"), "where it lives"
     again, taken, odd = (run("new", kind, name, "--folder", "own") for name in ("mine", "residual", "My"))
     assert all(one.exit_code == 2 for one in (again, taken, odd))
     assert "'mine'" in again.stderr and "'residual'" in taken.stderr and "'My'" in odd.stderr

@@ -217,6 +217,17 @@ def test_a_spec_that_workers_who_gossip_do_not_use_is_told(capsys):
     assert "sync.spec = 'topk(0.01) | sign' is not used" in capsys.readouterr().err
 
 
+def test_data_beside_a_model_that_are_not_trained_on_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def make(): ...\n\n\ndef data(): ...\n")
+    (tmp_path / "alone.py").write_text("def make(): ...\n")
+    _note_unused(recipe_files.resolve(["digits"], ["model.name=mine.py:make"]))
+    assert "trains on digits; mine.py:data is not used" in capsys.readouterr().err
+    for used in (["model.name=mine.py:make", "data.name=mine.py:data"], ["model.name=alone.py:make"], []):
+        _note_unused(recipe_files.resolve(["digits"], used))
+        assert not capsys.readouterr().err
+
+
 def test_no_checkpoint_is_promised_where_there_is_none(tmp_path):
     assert "there is no checkpoint in" in _left(tmp_path)
 
@@ -231,7 +242,7 @@ def test_no_checkpoint_is_promised_where_there_is_none(tmp_path):
         (["plan", "digits", "ring8", "--spec", "sign"], "write --set 'gossip.codec=sign' instead"),
         (["train", "ptb-lstm700", "--workers", "1", "--runs", "{tmp}"], "pass --data DIR"),
         (["train", "digits", "--model", "mine.py:make"], "there is no file mine.py"),
-        (["evaluate", "{tmp}"], "is no run folder"),
+        (["evaluate", "{tmp}"], "is not a run folder"),
         (["show", "auto"], "`gradwire advise`"),
         (["train", "digits", "--spec", ""], "cannot read the spec ''"),
         (["train", "digits", "--devices", "gpu", "--runs", "{tmp}"], "there is no device 'gpu'"),

@@ -16,6 +16,7 @@ from gradwire_lab.cli import compare as command
 from gradwire_lab.cli.main import app as whole
 from gradwire_lab.report.load import finished, load
 from gradwire_lab.train.compare import Arm, CellFailed, OutOfTime, arms, grid, outcome, run_grid
+from gradwire_lab.train.grid_time import GridTime
 from gradwire_lab.train.grid_worker import TrainCommand
 from run_folders import write_run
 
@@ -128,6 +129,18 @@ def test_the_time_left_warns_of_kernels_until_every_spec_was_trained(tmp_path: P
     assert "left" not in said[0], "nothing is known yet"
     assert ["kernels are compiled" in line for line in said] == [False, True, False, False]
     assert all("left in all" in line for line in said[1:])
+
+
+def test_the_time_left_leaves_out_kernels_that_were_compiled() -> None:
+    left = GridTime(["fp32", "int8", "int4"] * 3)
+    assert left.text == "", "nothing is known yet"
+    left.finish("fp32", trained=4, whole=10)
+    assert left.text == "about 0:01:20 left", "eight more such"
+    left.finish("int8", trained=6, whole=40)  # which compiled for 28 seconds
+    assert left.text == "about 0:01:17 left", "2 x 4 + 2 x 6 + 3 x 5, and 6 to start each of seven"
+    left.skip("int4")
+    left.finish("fp32", trained=3, whole=9)
+    assert left.text == "about 0:00:54 left", "3 + 2 x 6 + 2 x 4.5, and 6 to start each of five"
 
 
 def test_the_budget_stops_before_the_next_cell(tmp_path: Path) -> None:

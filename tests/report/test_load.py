@@ -43,7 +43,7 @@ def test_a_log_that_is_damaged_within_is_refused(tmp_path: Path) -> None:
     whole = log.read_text()
     for damaged in ("{broken\n" + whole, "3\n" + whole, "broken"):
         log.write_text(damaged)
-        with pytest.raises(ValueError, match=r"line 1 of .*run\.jsonl is no JSON.*leave that run out"):
+        with pytest.raises(ValueError, match=r"line 1 of .*run\.jsonl is not a record in JSON.*leave that run out"):
             load(folder)
     log.write_text(whole)
     for file in ("environment.json", "recipe.toml"):

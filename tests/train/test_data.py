@@ -165,7 +165,7 @@ def test_idx_files_zipped_or_not(tmp_path: Path) -> None:
     ("content", "sentence"),
     [
         (b"12", "is damaged"),
-        (gzip.compress(b"no idx", mtime=0), "no idx file"),
+        (gzip.compress(b"no idx", mtime=0), "is not an idx file"),
         (gzip.compress(idx(np.zeros((2, 3), np.uint8))[:-1], mtime=0), r"announces \(2, 3\) values but holds 5"),
     ],
 )

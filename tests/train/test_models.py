@@ -223,7 +223,7 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     assert build(f"{path}:named", {}, {"classes": 5}).weight.shape == (5, 2)  # torchvision's word for it
     with pytest.raises(ValueError, match="no function called 'number'"):
         load(f"{path}:number")
-    with pytest.raises(TypeError, match=r"no torch\.nn\.Module") as caught:
+    with pytest.raises(TypeError, match=r"is not a torch\.nn\.Module") as caught:
         build(f"{path}:wrong")
     assert isinstance(caught.value, ValueError)  # which commands say without a traceback
     with pytest.raises(ValueError, match=r"name the function in it too, as in .*mine\.py:make"):

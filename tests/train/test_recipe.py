@@ -247,7 +247,7 @@ def test_a_regime_rules_rate_decay_and_momentum(fragments):
 @pytest.mark.parametrize(
     ("regime", "names", "sentence"),
     [
-        ({0: {"lrr": 1e-3}}, [], "sets 'lrr', which is no setting; did you mean 'lr'?"),
+        ({0: {"lrr": 1e-3}}, [], "sets 'lrr', which is not a setting; did you mean 'lr'?"),
         (lambda epoch: {"lr": 0.1} if epoch < 5 else {"wd": 0.1}, [], "sets 'wd'"),
         ({0: {"optimizer": "Adam"}}, [], "did you mean 'adamw'?"),
         ({0: {"optimizer": "SGD"}, 3: {"optimizer": "AdamW"}}, [], "changes optimizer"),

@@ -14,7 +14,6 @@ import typer
 from rich.text import Text
 
 from gradwire.comm.rates import LinkSpec
-from gradwire.core.plugins import load_file
 from gradwire.engine import method
 from gradwire_lab.bench.network import calibrate, calibration_cache, devices, workloads
 from gradwire_lab.bench.network.workloads import Workload
@@ -58,7 +57,7 @@ from gradwire_lab.train.models import build
 from gradwire_lab.train.recipe import Recipe
 from gradwire_lab.train.recipe_files import resolve
 from gradwire_lab.train.spec_lists import split_specs
-from gradwire_lab.train.user_files import hashes, named_files
+from gradwire_lab.train.user_files import data_beside, hashes, named_files
 
 _SECONDS = 6.0  # to be spent on microbenchmarks, unless single ones take longer
 _LONGEST_TIMEOUT = 86400.0
@@ -270,19 +269,11 @@ def _subject(recipes: list[str] | None, model: str, workers: int) -> tuple[Calla
             raise ValueError(f"{model} brings its own batches; leave the recipe {' '.join(recipes)} or --model out")
         return partial(workloads.load, model), {"model": model, "source": workloads.source(model)}
     names = [f"model.name={model}"] if model else []
-    if not recipes and (data := _data_beside(model)):
+    if not recipes and (data := data_beside(model)):
         names.append(f"data.name={data}")
     recipe = resolve(recipes or ["digits"], names)
     facts = {"recipe": recipe.model_dump_json(), "workers": str(workers), "files": str(hashes(named_files(recipe)))}
     return partial(recipe_workload, recipe, workers), facts
-
-
-def _data_beside(model: str) -> str:
-    """The function ``data`` in the file of a model, if there is one."""
-    place = model.rpartition(":")[0]
-    if not (place.endswith(".py") and hasattr(load_file(Path(place)), "data")):
-        return ""
-    return f"{place}:data"
 
 
 def recipe_workload(recipe: Recipe, world: int) -> Workload:

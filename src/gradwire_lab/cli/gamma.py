@@ -19,7 +19,7 @@ def gamma(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell, which are averaged.")] = 2,
     only: Annotated[str, typer.Option(help="Run only codecs whose name holds this.")] = "",
 ) -> None:
-    """Compare ``gamma=auto`` with the best of a grid of gammas on noisy quadratics, and print a table of Markdown."""
+    """Compare gamma=auto with the best of a grid of gammas on noisy quadratics, and print a table in Markdown."""
     lines = json_lines(results)
     done = {(line["graph"], line["codec"], len(line["seeds"])) for line in lines}
     missing = [

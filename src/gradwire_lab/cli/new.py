@@ -41,7 +41,7 @@ def _write(kind: str, name: str, folder: Path, shown: str) -> None:
     with refusing(f"new {kind}", ValueError, OSError):
         path = folder / f"{name}.py"
         if not re.fullmatch(r"[a-z]\w*", name):
-            raise ValueError(f"{name!r} is no name of a spec; write small letters, digits and underscores")
+            raise ValueError(f"{name!r} may not stand in a spec; write small letters, digits and underscores")
         if name in registered():
             raise ValueError(f"there is a {name!r} already; pick another name")
         if path.exists():

@@ -117,6 +117,6 @@ def check_picture(path: Path | None) -> None:
     if not all(map(find_spec, ("altair", "vl_convert"))):
         raise ValueError(_LACKS_CHARTS)
     if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"a picture is a PNG or an SVG, and {path} is none; name it {path.stem or 'picture'}.png")
+        raise ValueError(f"a picture is a PNG or an SVG, but {path} is not; name it {path.stem or 'picture'}.png")
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent} for the picture; make it first")

@@ -1,5 +1,6 @@
 """``gradwire codecs`` and ``gradwire show``: what there is, and what a spec stands for."""
 
+import sys
 from typing import Annotated
 
 import typer
@@ -100,8 +101,14 @@ def _card_table(card: Card) -> Table:
             table.add_row(label.lower(), Text("\n".join(lines)))
     if card.kind in ("selector", "quantizer", "indices", "transform"):
         table.add_row("bits", size_of(card))
-    table.add_row("module", card.module)
+    table.add_row(*_place(card.module))
     return table
+
+
+def _place(module: str) -> tuple[str, Text]:
+    """Where a name comes from; a file of ``--import`` is a module under a name that nobody has written."""
+    own = module.partition(".")[0] != "gradwire"
+    return ("file", Text(str(sys.modules[module].__file__))) if own else ("module", Text(module))
 
 
 # -- show --------------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ from gradwire_lab.train.resume_check import check_resume
 from gradwire_lab.train.run_folder import begun, locked, noting_failure
 from gradwire_lab.train.run_recipe import TrainJob
 from gradwire_lab.train.run_recipe import evaluate as examine
-from gradwire_lab.train.user_files import hashes, named_files
+from gradwire_lab.train.user_files import data_beside, hashes, named_files
 
 INTERRUPTED = 130
 
@@ -104,7 +104,7 @@ def evaluate(
     """Evaluate a checkpoint of a run."""
     with refusing("evaluate", ValueError, OSError):
         if not (run / "recipe.toml").is_file():
-            raise ValueError(f"{run} is no run folder: it has no recipe.toml; name one such as runs/digits-0")
+            raise ValueError(f"{run} is not a run folder: it has no recipe.toml; name one such as runs/digits-0")
         where = run_modes.device_of(0, run_modes.devices_of(device, 1))
         recipe = load(run / "recipe.toml", model, data, allow_code)
         score = examine(run, recipe, "last" if last else "best", split, where)
@@ -188,13 +188,17 @@ def _start(job: TrainJob, workers: int | None, in_process: int | None, devices: 
 
 
 def _note_unused(recipe: Recipe) -> None:
-    """Say that a recipe's spec does not compress the messages of workers that gossip."""
+    """Say what is not used: the spec of workers that gossip, and data that the model's file has."""
     if recipe.sync.spec not in ("dense", "fp32") and recipe.gossip.method and not recipe.gossip.codec:
         typer.echo(
             f"these workers gossip in float32: sync.spec = {recipe.sync.spec!r} is not used; to compress, write "
             "--set gossip.codec=CODEC",
             err=True,
         )
+    beside = data_beside(recipe.model.name)
+    if beside and ":" not in recipe.data.name:
+        name = recipe.data.name
+        typer.echo(f"trains on {name}; {beside} is not used, unless you add --set data.name={beside}", err=True)
 
 
 def _note_changed(folder: Path, recipe: Recipe) -> None:

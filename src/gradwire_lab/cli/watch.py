@@ -121,7 +121,7 @@ def _no_record(run: Path) -> str:
         return f"there is no folder {run}; start a training first, or name the folder that `gradwire train` prints"
     inside = _runs_inside(run)
     if inside:
-        return f"{run} is no run folder, but holds some; name one of them, such as {inside[0]}"
+        return f"{run} is not a run folder, but it holds some; name one of them, such as {inside[0]}"
     return f"{run} has no record of a training: no {LOG}, or an empty one; start one in it, or name another folder"
 
 

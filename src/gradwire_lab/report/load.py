@@ -265,7 +265,7 @@ def _object(text: str) -> dict[str, Any]:
     content = dict(json.loads(text or "{}"))
     command = content.get("command")
     if not isinstance(command, list | str | None) or not all(isinstance(word, str) for word in command or ()):
-        raise ValueError("its command is no list of words")
+        raise ValueError("its command is not a list of words")
     return content
 
 

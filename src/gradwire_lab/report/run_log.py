@@ -31,7 +31,7 @@ def records(log: Path) -> list[Record]:
         except (TypeError, ValueError, RecursionError):
             if number == len(lines) and line.startswith("{"):
                 break
-            raise ValueError(f"line {number} of {log} is no JSON of a record; {REMEDY}") from None
+            raise ValueError(f"line {number} of {log} is not a record in JSON; {REMEDY}") from None
     return checked
 
 
@@ -43,18 +43,18 @@ def _record(line: str) -> Record:
     """
     record = dict(json.loads(line))
     if not all(isinstance(record.get(key, {}), dict | None) for key in ("rules", "layers")):
-        raise ValueError("an account is no table")
+        raise ValueError("an account is not a table")
     needed = NEEDED.get(str(record.get("event")), ())
     rules, layers = record.get("rules") or {}, record.get("layers") or {}
     inside = [number for pair in rules.values() for number in pair] + list(layers.values())
     fields = [record[key] for key in COUNTS if key in record]
     fields += [record[key] for key in NUMBERS if record.get(key) is not None]
     if not all(map(_is_number, (*fields, *(record.get(key) for key in needed), *inside))):
-        raise ValueError("a field is no number")
+        raise ValueError("a field is not a number")
     if any(len(pair) != 2 for pair in rules.values()) or record.get("world") == 0:
         raise ValueError("a field is out of range")
     if not all(isinstance(word, str) for word in record.get("command") or ()):
-        raise ValueError("a command is no list of words")
+        raise ValueError("a command is not a list of words")
     return record
 
 

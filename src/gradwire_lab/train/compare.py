@@ -1,7 +1,7 @@
 """A grid of specs and seeds: run what is missing, then compare each spec with the first.
 
 Each cell of the grid is a run folder. One that has its closing record is never run again; one that was interrupted
-goes on from its checkpoint; and what is left when the time is up waits for the next command.
+resumes from its checkpoint; and what is left when the time is up waits for the next command.
 """
 
 import json
@@ -18,9 +18,9 @@ from gradwire_lab.report.load import CELL, finished, load
 from gradwire_lab.report.run_groups import Group, Task, task_name
 from gradwire_lab.report.slug import run_title, slug
 from gradwire_lab.report.versions import fingerprint
+from gradwire_lab.train.grid_time import GridTime
 from gradwire_lab.train.run_folder import begun
 from gradwire_lab.train.spec_lists import split_specs
-from gradwire_lab.train.time_left import TimeLeft
 
 
 class CellFailed(Exception):
@@ -146,7 +146,7 @@ def run_grid(
 ) -> Progress:
     """Run every cell that is not finished, ``jobs`` at once, until all are or the time is up.
 
-    A cell that fails is logged and left behind; the others go on, unless it is the first and has no result. Each
+    A cell that fails is logged and left behind; the others are trained, unless it is the first and has no result. Each
     cell's folder notes what was asked of it, so that no later grid mistakes it for another, and the command, which
     tables name as their source.
 
@@ -157,18 +157,19 @@ def run_grid(
     for cell in cells:
         _check(cell)
     end = None if budget_seconds is None else clock() + budget_seconds
-    progress, halted, left = Progress(), Event(), TimeLeft(len(cells), jobs)
+    progress, halted, left = Progress(), Event(), GridTime((cell.arm for cell in cells), jobs)
 
     def take(number: int, cell: GridCell) -> None:
         place = f"[{number}/{len(cells)}] {cell.name}"
         if finished(cell.folder):
             progress.skipped.append(cell)
-            left.skip()
+            left.skip(cell.arm)
             log(f"{place}: finished before")
         elif halted.is_set() or progress.left or (end is not None and clock() >= end):
             progress.left.append(cell)
         else:
-            verb, since = "continues" if began(cell.folder) else "starts", time.monotonic()
+            resumed, since = began(cell.folder), time.monotonic()
+            verb = "continues" if resumed else "starts"
             trained = {other.arm for other in (*progress.skipped, *progress.ran)}
             log(
                 ", ".join(filter(None, (f"{place}: {verb}", _estimate(left, all(one.arm in trained for one in cells)))))
@@ -177,7 +178,7 @@ def run_grid(
             (cell.folder / CELL).write_text(json.dumps(cell.asked | {"command": command}, indent=2) + "\n")
             try:
                 _run(cell, run_cell, progress, log, halted)
-                left.finish(time.monotonic() - since)
+                _note_time(left, cell, time.monotonic() - since, resumed)
             except BaseException:
                 halted.set()  # before this thread takes the next
                 raise
@@ -194,7 +195,16 @@ def run_grid(
     return progress
 
 
-def _estimate(left: TimeLeft, compiled: bool) -> str:
+def _note_time(left: GridTime, cell: GridCell, seconds: float, resumed: bool) -> None:
+    """A training that failed, or that had begun before this command, does not tell what others will take."""
+    final = load(cell.folder).final if finished(cell.folder) and not resumed else None
+    if final is None:
+        left.skip(cell.arm)
+    else:
+        left.finish(cell.arm, min(float(final["seconds"]), seconds), seconds)
+
+
+def _estimate(left: GridTime, compiled: bool) -> str:
     """The time that is left; the first training with a spec may take longer than others did."""
     more = "" if compiled else "; where kernels are compiled for the first time, up to a minute more for a spec"
     return left.text and f"{left.text} in all{more}"

@@ -63,7 +63,7 @@ def load(path: Path) -> dict[str, Any]:
     try:
         result = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"{path} is no TOML: {error}") from None
+        raise ValueError(f"{path} is not TOML: {error}") from None
     for keys, allowed in ((result, KEYS), *((entry, CELL_KEYS) for entry in result.get("cell", []))):
         for key in keys:
             if key not in allowed:

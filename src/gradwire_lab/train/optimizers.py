@@ -27,7 +27,7 @@ def apply_regime(recipe: Recipe, regime: Regime | None) -> Recipe:
     first, *later = every = stages(regime, math.ceil(recipe.train.epochs))
     for key in (key for settings in every for key in settings):
         if key not in REGIME:
-            raise ValueError(f"the model's regime sets {key!r}, which is no setting; {nearest(key, REGIME)}")
+            raise ValueError(f"the model's regime sets {key!r}, which is not a setting; {nearest(key, REGIME)}")
     changes = {"name" if key == "optimizer" else key: value for key, value in first.items()}
     if "name" in changes:
         changes["name"] = str(changes["name"]).lower()

@@ -24,13 +24,15 @@ def check(recipe: Recipe) -> None:
     if recipe.gossip.method:
         _check_gossip(recipe)
     elif recipe.gossip.elastic:
-        raise ValueError("gossip.elastic is a way to gossip; name one that can, as in gossip.method = 'choco'")
-    if recipe.own_models and recipe.train.precision == "fp16":
-        raise ValueError("workers with models of their own would scale losses apart; use train.precision = 'bf16'")
-    if recipe.optimizer.name == "adamw" and corrects_momentum(recipe):
         raise ValueError(
-            "AdamW has momentum of its own, and this feedback applies momentum too; choose another of both"
+            "gossip.elastic needs a method of gossip; name one that can be elastic, as in gossip.method = 'choco'"
         )
+    if recipe.own_models and recipe.train.precision == "fp16":
+        raise ValueError(
+            "workers with models of their own would each scale the loss by another factor; use train.precision = 'bf16'"
+        )
+    if recipe.optimizer.name == "adamw" and corrects_momentum(recipe):
+        raise ValueError("AdamW has momentum of its own, and this feedback applies momentum too; change one of them")
 
 
 def _refuse_unlike(recipe: Recipe) -> None:
@@ -54,10 +56,12 @@ def _refuse_gossip(spec: str) -> None:
 
     name = spec.partition("(")[0].strip()
     if name in registered("local"):
-        raise ValueError(f"{spec!r} is of local steps, and no way to compress; write --set 'local.spec={spec}' instead")
+        raise ValueError(
+            f"{spec!r} takes local steps, and does not compress gradients; write --set 'local.spec={spec}' instead"
+        )
     if name in registered("gossip"):
         raise ValueError(
-            f"{spec!r} is a way to gossip, and no spec; write --set gossip.method={name} instead, and its graph as "
+            f"{spec!r} is a method of gossip, not a spec; write --set gossip.method={name} instead, and its graph as "
             "gossip.graph"
         )
 

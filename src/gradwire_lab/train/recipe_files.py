@@ -155,7 +155,7 @@ def _entry(name: str, text: str) -> Entry:
     try:
         raw = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ValueError(f"the recipe {name} is no TOML: {error}") from None
+        raise ValueError(f"the recipe {name} is not TOML: {error}") from None
     for word in raw:
         if word not in (*WORDS, *TABLES):
             raise ValueError(f"the recipe {name} has no {word!r}; {nearest(word, (*WORDS, *TABLES))}")
@@ -231,6 +231,8 @@ def _hint(name: str) -> str:
 
     if any(sign in name for sign in "()|"):
         return f"if it is a spec, write --set 'sync.spec={name}'"
+    if name.endswith(".py"):
+        return f"a model of your own is named with its function: --model {name}:make"
     if name in MODELS:
         return f"it is a model: write --model {name}, or `gradwire recipes` lists recipes"
     near = difflib.get_close_matches(name, registered(), n=1)

@@ -22,6 +22,15 @@ def named_files(recipe: Recipe) -> list[Path]:
     return [Path(place) for place in places if place.endswith(".py")] + _plugin_files(recipe)
 
 
+def data_beside(model: str) -> str:
+    """``mine.py:data`` for a model ``mine.py:make`` whose file defines that function, else nothing. Nothing is run."""
+    place = model.rpartition(":")[0]
+    if not place.endswith(".py") or not Path(place).is_file():
+        return ""
+    defined = any(isinstance(node, ast.FunctionDef) and node.name == "data" for node in _tree(Path(place)).body)
+    return f"{place}:data" if defined else ""
+
+
 def _plugin_files(recipe: Recipe) -> list[Path]:
     """The files of ``--import`` that register a name which the recipe has, or none at all."""
     words = {*re.findall(r"\w+", recipe.model_dump_json())}
@@ -47,15 +56,19 @@ def sources(path: Path) -> list[Path]:
 
 
 def _imported(file: Path, root: Path) -> Iterator[Path]:
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
+    for node in ast.walk(_tree(file)):
         for start, parts in _module_paths(node, file, root):
             for end in range(1, len(parts) + 1):
                 place = start.joinpath(*parts[:end])
                 yield from (place.with_name(f"{place.name}.py"), place / "__init__.py")
+
+
+def _tree(file: Path) -> ast.Module:
+    """What a file holds; nothing, where Python cannot read it, since that is reported when the file is run."""
+    try:
+        return ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
 
 
 def _module_paths(node: ast.AST, file: Path, root: Path) -> list[tuple[Path, list[str]]]:

@@ -41,7 +41,7 @@ def bytes_by_rule(task: Task) -> Figure | None:
     return Figure(
         "bytes-by-rule",
         "Bytes that a rank encodes in a step, by rule",
-        "A rule says how some tensors are compressed. Filled: encoded; hollow: the same gradients in float32. The "
+        "A rule sets how some tensors are compressed. Filled: encoded; hollow: the same gradients in float32. The "
         "longer the line, the higher the ratio.",
         figure.finish(drawn, 40 + round(figure.ROW_HEIGHT * lanes)),
     )
@@ -93,7 +93,7 @@ def bytes_by_layer(task: Task) -> Figure | None:
         figure.chart(rows)
         .mark_point(filled=True, size=45, opacity=0.9)
         .encode(
-            alt.X("layer:N", title="layer, about the last first", sort=names, axis=axis),
+            alt.X("layer:N", title="layer, roughly from the last to the first", sort=names, axis=axis),
             alt.Y("bytes:Q", title="bytes in a step (log)", scale=scale, axis=heights),
             figure.color(task),
             figure.shape(task),
@@ -104,7 +104,7 @@ def bytes_by_layer(task: Task) -> Figure | None:
         "bytes-by-layer",
         "Bytes that a rank encodes in a step, by layer",
         "At the end of the run, in the order of sending: what each tensor takes, at most where the data decide; "
-        "tensors compressed as one share by length.",
+        "tensors that are compressed as one share its bytes by length.",
         figure.finish(drawn),
     )
 

@@ -29,7 +29,8 @@ FEW_POINTS = 30  # of one curve, which are then marked
 
 
 def metric_curve(task: Task) -> Figure | None:
-    caption = f"After each epoch, {seeds(task)}; the band spans the seeds."
+    band = "; the band spans the seeds" if any(len(group.runs) > 1 for group in task.groups) else ""
+    caption = f"After each epoch, {seeds(task)}{band}."
     return _metric_figure(task, "metric-by-epoch", "by epoch", caption, "epoch", "epoch")
 
 

@@ -33,7 +33,7 @@ class Augment:
         if self.border not in ("zero", "reflect"):
             raise ValueError(f"there is no border called {self.border!r}; choose 'zero' or 'reflect'")
         if self.crop < 0 or self.cutout < 0:
-            raise ValueError(f"crop={self.crop}, cutout={self.cutout} are no numbers of pixels; give 0 or more")
+            raise ValueError(f"crop={self.crop}, cutout={self.cutout} are not numbers of pixels; give 0 or more")
 
     def draw(self, n: int, height: int, width: int, generator: Generator) -> Tensor:
         """The moves [n, MOVES] of n images; each kind draws its own numbers, whether the others are in use or not."""

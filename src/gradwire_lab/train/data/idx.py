@@ -38,7 +38,7 @@ def read(path: Path) -> Tensor:
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is damaged: {error}. Download it again") from error
     if len(raw) < 4 or raw[:3] != b"\0\0\x08" or len(raw) < 4 + 4 * raw[3]:
-        raise ValueError(f"{path} is no idx file of unsigned bytes. Download it again")
+        raise ValueError(f"{path} is not an idx file of unsigned bytes. Download it again")
     head = 4 + 4 * raw[3]
     shape = struct.unpack(f">{raw[3]}I", raw[4:head])
     if len(raw) - head != math.prod(shape):

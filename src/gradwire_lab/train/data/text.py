@@ -144,4 +144,4 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8 text: {error}; convert it first") from None
+        raise ValueError(f"{path} is not UTF-8 text: {error}; convert it first") from None

@@ -73,7 +73,7 @@ def build(
             torch.manual_seed(seed)
         model = _call(maker, text, options or {}, known)
     if not isinstance(model, nn.Module):
-        raise Misfit(f"{text} returned {model!r}, which is no torch.nn.Module")
+        raise Misfit(f"{text} returned {model!r}, which is not a torch.nn.Module")
     return model
 
 
