@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import gradwire
-from gradwire.feedback import PreconditionedMomentum
 from gradwire.engine.lane import is_refresh
+from gradwire.feedback import PreconditionedMomentum
 
 WORLD, START, STEPS, RATE, DECAY, BETA = 3, 4, 10, 0.01, 0.1, 0.9
 REFRESHED = (6, 10, 14, 22)  # with refresh=2: 0, 1, 2, 4, 6, 10, 14, 22; of those, after the start

@@ -134,7 +134,7 @@ def test_presets_that_nobody_has_trained_with_are_shown_but_not_taken(tmp_path: 
 WRITTEN = {
     "int4; exchange=two_way; bundle=none": '"int4", exchange="two_way", bundle=None',
     "onebit_adam": '"onebit_adam", optimizer=gradwire.AdamW(model.parameters())',
-    "onebit_adam": '"onebit_adam", optimizer=gradwire.AdamW(model.parameters())',
+    "zero_one_adam": '"zero_one_adam", optimizer=gradwire.AdamW(model.parameters())',
 }
 
 

@@ -123,8 +123,8 @@ def dgc_adam(
 
     With ratio 1 and exact values it is Adam with a variance that is frozen after the start. ``decay`` of the error is
     kept from step to step; ``masking`` is Deep Gradient Compression's. It harms where a tenth of the entries is sent,
-    so that by default it is on below a ratio of 0.05. For ``ramp`` steps after the start more entries are sent: a quarter
-    of all, a quarter of those, and so on.
+    so that by default it is on below a ratio of 0.05. For ``ramp`` steps after the start more entries are sent: a
+    quarter of all, a quarter of those, and so on.
     """
     chain = codec(values) if ratio == 1.0 else TopK(ratio) | values
     masks = ratio < _MASKED if masking is None else masking
