@@ -190,7 +190,13 @@ def _needs(spec: str) -> str:
     if not made.feedback.needs_denominator:
         return ""
     later = ", and a few later ones," if made.refresh else ""
-    first = f"The first {made.gradient_steps} steps{later} send {made.table[0][1]}. " if made.gradient_steps else ""
+    codecs = " and ".join(str(chosen) for step, chosen in made.table if step < made.gradient_steps)
+    first = (
+        f"The first {made.gradient_steps} steps{later} send gradients as {codecs}; with start=N they are N. Take as "
+        "many as the learning rate's warm-up has. "
+        if made.gradient_steps
+        else ""
+    )
     return f" {first}It needs gradwire.AdamW in place of torch's; give it the arguments of yours."
 
 
