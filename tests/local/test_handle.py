@@ -200,7 +200,10 @@ def test_the_first_rounds_tell_how_long_others_should_be(monkeypatch: pytest.Mon
     assert outer.method.H == 6 and "2 of 6" in str(outer)
     resumed = gradwire.local(again, fixtures.sgd(again), "local_sgd(H=2)", auto=True)
     resumed.load_state_dict(outer.state_dict())
-    assert resumed.method.H == 6 and resumed.inside == 2
+    for handle in (outer, resumed):
+        assert handle.method.H == 6 and handle.inside == 2
+        handle.set("int8")
+        assert handle.method.H == 6 and handle.inside == 2, "another codec keeps the rounds"
 
 
 def test_the_slowest_rank_tells_what_computing_takes_and_the_last_one_what_a_message_takes() -> None:

@@ -47,6 +47,20 @@ def test_a_round_that_has_begun_ends_first() -> None:
     assert lengths == [(3, 1), (3, 2), (3, 0), (3, 1), (3, 2), (3, 0), (2, 1), (2, 0), (2, 1), (2, 0)]
 
 
+def test_another_codec_lets_a_round_that_has_begun_end() -> None:
+    spec = "local_schedule({0: local_sgd(H=3), 4: local_sgd(H=2, rate=0.5)})"
+    nets, optimizers, outer = local_replicas(spec, WORLD)
+    train(nets, optimizers, outer, range(4))
+    for rank in outer.ranks:
+        rank.set("int8")
+    found = []
+    for step in range(4, 8):
+        train(nets, optimizers, outer, range(step, step + 1))
+        rank = outer.ranks[0]
+        found.append((rank.method.H, rank.inside, rank.optimizer.param_groups[0]["lr"]))
+    assert found == [(3, 2, 1.0), (3, 0, 1.0), (2, 1, 0.5), (2, 0, 0.5)]
+
+
 @pytest.mark.parametrize(
     ("steps", "expected"), [(0, (0, 0)), (2, (0, 0)), (6, (2, 6)), (7, (2, 6)), (8, (3, 8)), (11, (4, 10))]
 )

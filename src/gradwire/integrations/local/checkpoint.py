@@ -77,7 +77,7 @@ def load(handle: "LocalSync", states: Sequence[Saved]) -> None:
     handle.unfinished.clear()
     if handle.measured is not None and "H" in local:
         handle.measured.chosen = int(local["H"])
-        handle.method = replace(handle.method, H=handle.measured.chosen)
+        handle.schedule = handle.method = replace(handle.method, H=handle.measured.chosen)
     _load_pending_results(handle, local)
     if mine is not None:
         handle.outer.load_model_tensors(_below(mine, f"{_KEY}own/"))

@@ -141,7 +141,7 @@ class LocalSync:
             execute(self.uneven_steps.agree(wire.device), self.link, wire.clock)
         if measured is not None:
             execute(measured.agree(wire.device, self.method.H), self.link, wire.clock)
-            self.method = replace(self.method, H=measured.chosen or self.method.H)
+            self.schedule = self.method = replace(self.method, H=measured.chosen or self.method.H)
         if self.method.delay and wire.device.type == "cuda":
             torch.cuda.current_stream(wire.device).synchronize()  # this thread's, which the training does not wait for
         return StepResult(updates, is_skipped)
@@ -221,7 +221,7 @@ class LocalSync:
             wire.setup.note = f"; {chosen}{', uneven' * (self.uneven_steps is not None)}"
             wire.set(chosen.message)
         self.arrive(early=True)  # the next message must not meet this one
-        self.schedule, self.method = chosen, chosen.after(self.steps)
+        self.schedule, self.method = chosen, chosen.after(self.steps - self.inside)  # as when the round began
         self.inside = min(self.inside, self.method.H - 1)
         if self.uneven_steps is not None:
             self.uneven_steps = UnevenSteps(chosen.H, self.link.rank, self.link.world)

@@ -118,7 +118,7 @@ def check_rounds(chosen: LocalMethod, link: Backend, uneven: bool, measured: boo
 
 def take_rounds(handle: "LocalSync", steps: int) -> None:
     """Take the rounds that begin after so many inner steps, where the schedule has others."""
-    chosen = handle.schedule.after(steps) if handle.schedule.later else handle.method
+    chosen = handle.schedule.after(steps)
     if chosen != handle.method:
         handle.method = chosen
         handle.outer.configure(chosen)
