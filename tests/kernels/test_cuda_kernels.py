@@ -217,6 +217,14 @@ def test_winners_that_lie_together(lengths):
         same(a, b)
 
 
+def test_very_many_of_the_largest_numbers_among_zeros():
+    """Their bin ends above the highest key there is."""
+    lengths, counts = (60_000,), (1_400,)
+    x = torch.zeros(60_000)
+    x[torch.randperm(60_000, generator=torch.Generator().manual_seed(0))[:1_500]] = torch.linspace(2e38, 3e38, 1_500)
+    same(cuda.topk(x.to(DEVICE), lengths, counts), plain(fused.topk, x, lengths, counts))
+
+
 @pytest.mark.parametrize("larger", [(), (199_000,), (70_000, 140_001)], ids=str)
 def test_most_chunks_of_equals_have_no_winner(larger):
     x = torch.ones(200_000)

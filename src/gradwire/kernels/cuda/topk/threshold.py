@@ -119,7 +119,8 @@ def _decide(entry, line, low, bits, cut, top, need, keys, places, sure, out, BLO
     start, length, count = tl.load(entry + START), tl.load(entry + LENGTH), tl.load(line + BOUND).to(tl.int32)
     keys += tl.load(entry + SLOT)
     places += tl.load(entry + SLOT)
-    high = tl.where(cut == top, NEVER, low + (tl.minimum(cut + 1, top) << bits) - 1)
+    end = low + (tl.minimum(cut + 1, top).to(tl.int64) << bits)  # a bin may end above all keys
+    high = tl.where(cut == top, NEVER, tl.minimum(end - 1, NEVER)).to(tl.int32)
     key, last = search(keys, places, count, need - tl.load(line + ABOVE), low + (cut << bits), high, length)
     tl.store(line + KEY, key.to(tl.int64))
     tl.store(line + LAST, last)
