@@ -70,6 +70,9 @@ def test_odd_recipes_are_refused(overrides: tuple[str, ...], named: str) -> None
 def test_a_plan_counts_rounds() -> None:
     done = CliRunner().invoke(app, ["plan", "digits", "--set", "local.spec=sparseloco(H=5)"])
     assert done.exit_code == 0 and "H=5" in done.output and "rounds" in done.output
+    schedule = "local.spec=local_schedule({0: local_sgd(H=2), 100: diloco(H=5)})"
+    text = " ".join(CliRunner().invoke(app, ["plan", "digits", "--set", schedule]).output.split())
+    assert "then 102 rounds" in text and "outer weights with momentum" in text, text
 
 
 def test_a_plan_tells_what_a_billion_parameters_take() -> None:

@@ -99,8 +99,10 @@ class Engine:
 
     def run(self, grads: Grads, unscale: float = 1.0) -> RoundGenerator[StepResult]:
         """A whole step: all buckets in order, then the commit. Gradients are multiplied by ``unscale`` first."""
-        shards = factor_inside(self, grads, unscale) if self.shards > 1 else None
-        factor = self.gradient_factor(grads, unscale) if shards is None else (yield from shards)
+        if self.shards > 1:
+            factor = yield from factor_inside(self, grads, unscale)
+        else:
+            factor = self.gradient_factor(grads, unscale)
         results = []
         for i in range(len(self.plan.buckets)):
             results.append((yield from self.run_bucket(i, grads, factor)))

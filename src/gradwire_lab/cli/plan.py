@@ -103,8 +103,9 @@ def _local(
 def _local_memory(rounds: LocalMethod, parameters: int) -> str:
     """What a worker holds beside its model and inner optimizer, in float32."""
     vector, phases = 4 * parameters, (rounds, *(chosen for _, chosen in rounds.later))
-    outer, errors = vector * (1 + (rounds.momentum > 0)), vector * len(rounds.message.feedback.memories)
-    momentum = " with momentum" if rounds.momentum else ""
+    has_momentum = any(one.momentum for one in phases)
+    outer, errors = vector * (1 + has_momentum), vector * len(rounds.message.feedback.memories)
+    momentum = " with momentum" if has_momentum else ""
     error = f", errors {in_bytes(errors)}" if errors else ""
     error += f", what is kept of them {in_bytes(vector)}" if any(one.keep for one in phases) else ""
     return (
