@@ -42,6 +42,15 @@ def test_processes_go_on_inside_a_round_where_virtual_workers_stopped_bit_for_bi
     assert {record["rounds"] for record in steps} >= {0, 1, 2}
 
 
+def test_a_schedule_has_one_name_in_all_sessions_of_a_run(tmp_path: Path) -> None:
+    """Reports group runs by it."""
+    schedule = "local.spec=local_schedule({0: local_sgd(H=1), 2: local_sgd(H=2)})"
+    for steps in (4, 6):
+        train(recipe_of("digits", schedule, f"train.iterations={steps}"), 2, tmp_path, resume=steps > 4)
+    first, second = [record for record in read(tmp_path) if record["event"] == "start"]
+    assert first["spec"] == second["spec"] and "from step 2 H=2" in first["spec"]
+
+
 def test_local_steps_learn_digits(tmp_path: Path) -> None:
     recipe = recipe_of(
         "digits", "local.spec=diloco(H=5)", "local.codec=int8", "train.epochs=8", "train.batch=80", "optimizer.lr=0.02"
