@@ -102,7 +102,7 @@ def _show(found: Sequence[grid.Row], as_json: bool, markdown: bool) -> None:
     title = "silent: the same step without communication; dense: the better of torch's fp32 and 16 bits"
     table = make_table(title, results_table.COLUMNS, ("model", "link", "method"))
     for row in found:
-        table.add_row(*results_table.words(row))
+        table.add_row(*results_table.row_cells(row))
     show(table)
     for row in found:
         if "failed" in row:
