@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import gradwire
-from gradwire.integrations.preconditioning import steps_alone
+from gradwire.integrations.adamw_moments import steps_alone
 from gradwire_lab.train.models.gpt import GPT
 
 SPECS = (

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from gradwire_lab.bench import calls
-from gradwire_lab.bench.fixed_gradients import MODELS, Weights, shapes_of
+from gradwire_lab.bench.fixed_gradients import MODELS, FixedGradients, shapes_of
 from gradwire_lab.cli.main import bench as app
 
 
@@ -49,7 +49,7 @@ def test_bytes_that_cannot_be_avoided(spec: str, needed: float) -> None:
 
 
 def test_addresses_move() -> None:
-    weights = Weights([(40, 50)], torch.device("cpu"))
+    weights = FixedGradients([(40, 50)], torch.device("cpu"))
     (p,) = weights.weights
     weights.fill_in_place()
     first = p.grad

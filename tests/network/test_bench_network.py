@@ -115,7 +115,7 @@ def test_speed_ups_are_over_the_better_dense_way() -> None:
     assert found["int8"]["multiple"] == 2.0 and found["int8"]["speedup"] == 2.5
     assert found["int8"]["honest"] == pytest.approx(1.03)
     assert found["ddp-bf16"]["multiple"] is None
-    assert results_table.words(found["ddp-bf16"])[4] == "refused"
+    assert results_table.row_cells(found["ddp-bf16"])[4] == "refused"
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:

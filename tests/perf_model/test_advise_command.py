@@ -1,6 +1,7 @@
 """The adviser as people meet it: a table, a verdict, JSON, and sentences for what cannot be."""
 
 import json
+import runpy
 import time
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,6 @@ from typer.testing import CliRunner
 import gradwire
 from gradwire_lab.bench.network import calibrate, calibration_cache, devices, workloads
 from gradwire_lab.cli import output
-from gradwire_lab.cli.accuracy_records import collected
 from gradwire_lab.cli.advise import recipe_workload
 from gradwire_lab.cli.main import app
 from gradwire_lab.perf_model.accuracy_records import (
@@ -399,11 +399,10 @@ def test_evidence_is_looked_up_by_what_a_spec_means() -> None:
 
 def test_evidence_is_what_the_published_runs_say() -> None:
     published = Path(__file__).parents[2] / "docs" / "results"
+    collected = runpy.run_path(str(published / "accuracy_records.py"))["collected"]
     for folder in ("resnet9", "resnet9-choices"):
         told = list(collected([published / folder]))
         assert told
         for one in told:
             held = [other for other in records_of(one.spec) if other.task == one.task]
-            assert held == [one], (
-                f"write down what python -m gradwire_lab.cli.accuracy_records docs/results/{folder} says"
-            )
+            assert held == [one], f"write down what python docs/results/accuracy_records.py docs/results/{folder} says"

@@ -25,12 +25,12 @@ def test_late_gradients_travel_last_and_share_no_bucket_with_others() -> None:
     """A small one takes a large one along; 1-D tensors are in the last bucket, as always."""
     rules, size = default_rules("int4"), 4 * 60
     assert names(build(SHAPES, rules, 2, size)) == [["head"], ["b"], ["a", "position"], ["norm", "table"]]
-    late = names(build(SHAPES, rules, 2, size, late=LATE))
+    late = names(build(SHAPES, rules, 2, size, reduced_last=LATE))
     assert late == [["b"], ["a"], ["head"], ["norm", "position", "table"]]
 
 
 def test_where_all_gradients_are_late_there_are_still_several_buckets() -> None:
-    plan = build(SHAPES, default_rules("fp32"), 2, 4 * 200, late=SHAPES)
+    plan = build(SHAPES, default_rules("fp32"), 2, 4 * 200, reduced_last=SHAPES)
     assert names(plan) == [["head"], ["norm", "b", "a", "position", "table"]]
 
 

@@ -69,7 +69,7 @@ def test_ranks_of_different_shards_do_not_run_at_once() -> None:
 def test_shards_of_a_mesh_send_different_codes_of_equal_gradients() -> None:
     """All four ranks of a mesh have the same rows and the same gradient; replicas agree, and shards differ."""
     layout = HostLayout.of([[0, 1], [2, 3]])
-    plan = build({"weight": (30, 40)}, default_rules("qsgd"), 2, held={"weight": (30, 40)})
+    plan = build({"weight": (30, 40)}, default_rules("qsgd"), 2, local_shapes={"weight": (30, 40)})
     places = [layout.place_of(rank) for rank in range(4)]
     engines = [Engine(plan, replica, 2, 0, torch.device("cpu"), shard=shard, shards=2) for replica, shard in places]
     grad = torch.randn(30, 40, generator=torch.Generator().manual_seed(0))

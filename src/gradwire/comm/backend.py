@@ -65,12 +65,12 @@ class Backend(ABC):
         tensor.copy_(self.run(BroadcastOp(tensor, scope)))
 
 
-def alone(collective: Collective) -> Tensor:
+def of_one_rank(collective: Collective) -> Tensor:
     """The result of a collective among one rank."""
     return collective.tensor[None] if isinstance(collective, AllGatherOp) else collective.tensor
 
 
-def written(result: Tensor, out: Tensor | None) -> Tensor:
+def copied_to(result: Tensor, out: Tensor | None) -> Tensor:
     """A result, in ``out`` if that is given."""
     return result if out is None else out.copy_(result)
 
@@ -109,4 +109,4 @@ class SingleBackend(CountingBackend):
     stream_ordered = True
 
     def move(self, collective: Collective, out: Tensor | None = None) -> Tensor:
-        return written(alone(collective), out)
+        return copied_to(of_one_rank(collective), out)

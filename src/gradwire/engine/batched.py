@@ -216,7 +216,7 @@ def costs(rounds: Sequence[Sequence[Request]], world: int, first: bool) -> list[
     """What a round costs each rank, given the requests by lane and rank. The status travels with a bucket's first."""
     lanes = list(rounds)
     if first:
-        lanes.append([_status_beside(rounds[0][0], world)] * world)
+        lanes.append([status_beside(rounds[0][0], world)] * world)
     alike = [lane[0] for lane in lanes if not isinstance(lane[0], SendRecv)]  # sums and gathers cost all the same
     cost = _cost(alike, world) if alike else Traffic()
     shards = [[request for request in lane if isinstance(request, SendRecv)] for lane in lanes]
@@ -226,7 +226,7 @@ def costs(rounds: Sequence[Sequence[Request]], world: int, first: bool) -> list[
     return [cost + traffic(_all_to_all(own, world), rank, world) for rank, own in enumerate(by_rank)]
 
 
-def _status_beside(other: Request, world: int) -> Request:
+def status_beside(other: Request, world: int) -> Request:
     """The status as `request_for` makes it; arithmetic without content would take longer than all the rest."""
     if isinstance(other, Sum):
         return Sum(torch.empty(1, dtype=other.tensor.dtype, device=META))

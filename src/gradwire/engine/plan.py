@@ -138,8 +138,8 @@ def build(
     rules: Sequence[Rule],
     world: int,
     bucket_bytes: int = BUCKET_BYTES,
-    held: Shapes | None = None,
-    late: Container[str] = (),
+    local_shapes: Shapes | None = None,
+    reduced_last: Container[str] = (),
 ) -> Plan:
     """Assign every parameter to the first rule that matches it, and lay out lanes and buckets.
 
@@ -148,16 +148,17 @@ def build(
         rules: In order.
         world: Number of ranks.
         bucket_bytes: Bytes of gradients that travel together.
-        held: The shapes of what this rank holds, where that is less. Empty parts are left out.
-        late: Names of parameters whose gradients come when backward is over, wherever they are registered.
+        local_shapes: Those of what this rank holds, where that is less. Empty parts are left out.
+        reduced_last: Names of parameters whose gradients come when backward is over, wherever they are registered.
     """
     methods = [method(rule.spec, rule.feedback, rule.exchange) for rule in rules]
     for rule in rules:
         _refuse_idle(rule, shapes)
     chosen = {name: _first(rules, name, shape) for name, shape in shapes.items()}
     modelwide = {i for i, rule in enumerate(rules) if rule.granularity == "model"}
-    shapes = shapes if held is None else {name: shape for name, shape in held.items() if math.prod(shape)}
-    groups = _bucket_groups(shapes, chosen, modelwide, bucket_bytes, late)
+    if local_shapes is not None:
+        shapes = {name: shape for name, shape in local_shapes.items() if math.prod(shape)}
+    groups = _bucket_groups(shapes, chosen, modelwide, bucket_bytes, reduced_last)
     buckets = []
     for group in groups:
         by_rule = sorted(group, key=lambda name: chosen[name])  # stable: keeps backward's order
@@ -189,14 +190,14 @@ def _first(rules: Sequence[Rule], name: str, shape: tuple[int, ...]) -> int:
 
 
 def _bucket_groups(
-    shapes: Shapes, chosen: Mapping[str, int], modelwide: set[int], bucket_bytes: int, late: Container[str]
+    shapes: Shapes, chosen: Mapping[str, int], modelwide: set[int], bucket_bytes: int, reduced_last: Container[str]
 ) -> list[list[str]]:
-    """Names by bucket. What is late, or compressed as one with the rest of the model, can only travel last."""
+    """Names by bucket. What is reduced last, or compressed as one with the rest of the model, can only travel last."""
     names = list(reversed(list(shapes)))
     apart = [name for name in names if chosen[name] not in modelwide]
-    groups = _cut([name for name in apart if name not in late], shapes, bucket_bytes)
-    # Nothing else is computed while late ones travel, so fewer buckets are better: a small one takes a large one along.
-    groups += _cut([name for name in apart if name in late], shapes, bucket_bytes, overfull=True)
+    groups = _cut([name for name in apart if name not in reduced_last], shapes, bucket_bytes)
+    # Nothing else is computed while those travel, so fewer buckets are better: a small one takes a large one along.
+    groups += _cut([name for name in apart if name in reduced_last], shapes, bucket_bytes, overfull=True)
     groups = groups or [[]]
     groups[-1] += [name for name in names if chosen[name] in modelwide]
     return groups

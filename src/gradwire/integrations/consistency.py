@@ -40,10 +40,12 @@ def agree(
     """
     described = json.dumps(list(model.items())).encode()
     fingerprint = f"{len(model)} tensors, fingerprint {hashlib.sha256(described).hexdigest()[:12]}"
-    compare(link, {"spec": spec, "model": fingerprint, "step": step, "error": error, "call": call}, model)
+    gather_notes(link, {"spec": spec, "model": fingerprint, "step": step, "error": error, "call": call}, model)
 
 
-def compare(link: Backend, mine: Mapping[str, Any], model: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+def gather_notes(
+    link: Backend, mine: Mapping[str, Any], model: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
     """Send all ranks a note, and refuse what must not differ; the notes of all.
 
     Args:
@@ -113,7 +115,7 @@ def find_backend(
         return backend
     with errors_on_all_ranks(backend):
         given = given_hosts(across)
-    notes = compare(backend, {"spec": f"across={given or across}", "place": launcher_place(os.environ)})
+    notes = gather_notes(backend, {"spec": f"across={given or across}", "place": launcher_place(os.environ)})
     places = [None if note["place"] is None else tuple(note["place"]) for note in notes]
     layout = HostLayout.from_launcher(places) if given is None else HostLayout.of(given)
     layout.check(backend.world)

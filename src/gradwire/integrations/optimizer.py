@@ -16,6 +16,7 @@ from gradwire.comm.host_layout import Across
 from gradwire.core.renamed import renamed_argument
 from gradwire.engine import Plan, Spec
 from gradwire.integrations import grad_scaler
+from gradwire.integrations.adamw_moments import attach_optimizer, check_optimizer
 from gradwire.integrations.auto import described_link
 from gradwire.integrations.consistency import errors_on_all_ranks, find_backend
 from gradwire.integrations.ddp import make_wire
@@ -23,7 +24,6 @@ from gradwire.integrations.entry_point import WRAPPED_OPTIMIZER, EntryPoint
 from gradwire.integrations.model import refuse_unfrozen, trainable
 from gradwire.integrations.optimizer_warning import is_adaptive, warn_if_starved
 from gradwire.integrations.ownership import check_order, refuse_averaged, refuse_local, register_wire
-from gradwire.integrations.preconditioning import attach_optimizer, check_optimizer
 from gradwire.integrations.setup import Options, Setup, check_options, check_scaler
 from gradwire.integrations.wire import Wire
 

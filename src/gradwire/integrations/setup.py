@@ -79,7 +79,7 @@ class Setup:
         check_model: Raises where the model has come to train other parameters.
         note: What else must be the same on all ranks.
         sharded: Whether each rank has a part of every parameter; hosts are replicas then.
-        late: Names of parameters whose gradients come when backward is over.
+        reduced_last: Names of parameters whose gradients come when backward is over.
         entry: What the user called.
         written: The specs as the user wrote them, by the label of their rule; for errors.
     """
@@ -93,7 +93,7 @@ class Setup:
     check_model: Callable[[], None] = lambda: None
     note: str = ""
     sharded: bool = False
-    late: Container[str] = frozenset()
+    reduced_last: Container[str] = frozenset()
     entry: EntryPoint = COMPRESS
     written: Mapping[str, str] = field(default_factory=dict)
 
@@ -178,14 +178,15 @@ class Setup:
 
         Large gradients stay apart: they are read where they lie, while several together take a copy.
         """
-        shapes, size = self._shapes, self.options.bucket_bytes
-        held = {name: tuple(local_part(p).shape) for name, p in self.parameters.items()} if self.sharded else None
-        plan = build(shapes, rules, self.plan_world, size, held)
+        shapes, size, parts = self._shapes, self.options.bucket_bytes, None
+        if self.sharded:
+            parts = {name: tuple(local_part(p).shape) for name, p in self.parameters.items()}
+        plan = build(shapes, rules, self.plan_world, size, parts)
         # Slices of servers are cut out of buckets.
         shared = any(x.keeps_server_error for lane in plan.lanes for _, _, x in lane.step_table)
         fixed = shared or any(rule.granularity == "bucket" for rule in rules)
         if self.sharded and not fixed:
-            return build(shapes, rules, self.plan_world, size, held, self.late)
+            return build(shapes, rules, self.plan_world, size, parts, self.reduced_last)
         fixed |= self.backend.host_layout is not None
         large = any(4 * p.numel() > size for p in self.parameters.values())
         if self.hooked or self.device.type != "cuda" or fixed or large:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwire.comm.backend import UncountedBackend, written
+from gradwire.comm.backend import UncountedBackend, copied_to
 from gradwire.comm.collectives import Collective
 from gradwire.comm.host_layout import Across, HostLayout, given_hosts
 from gradwire.core.layout import same_memory
@@ -19,9 +19,9 @@ from gradwire.engine import Grads, Spec, StepResult
 from gradwire.engine.batched import Batched
 from gradwire.engine.drive import profile
 from gradwire.engine.lockstep import Lockstep, move
+from gradwire.integrations.adamw_moments import attach_optimizer, check_optimizer
 from gradwire.integrations.entry_point import LOCKSTEP
 from gradwire.integrations.model import refuse_later, refuse_sparse, trainable
-from gradwire.integrations.preconditioning import attach_optimizer, check_optimizer
 from gradwire.integrations.setup import Options, Setup
 from gradwire.integrations.wire import Wire, write_missing
 
@@ -47,7 +47,7 @@ class SimulatedBackend(UncountedBackend):
         self.rank, self.world, self.host_layout = rank, group.world, group.host_layout
 
     def move(self, collective: Collective, out: Tensor | None = None) -> Tensor:
-        return written(move([collective] * self.world)[0], out)
+        return copied_to(move([collective] * self.world)[0], out)
 
 
 class SimulatedGroup:
@@ -123,7 +123,7 @@ class SimulatedWorkers(SimulatedGroup):
         if options.get("scaler") is not None:
             raise ValueError("lockstep takes no GradScaler; unscale the gradients of all replicas before the call")
         LOCKSTEP.refuse_local_steps(spec)
-        group, wires = assemble(len(models), across), list[Wire]()
+        group, wires = lockstep_group(len(models), across), list[Wire]()
         leader = None
         for rank, (model, optimizer) in enumerate(zip_longest(models, optimizers)):
             refuse_sparse(model)
@@ -141,7 +141,7 @@ class SimulatedWorkers(SimulatedGroup):
             model.load_state_dict(models[0].state_dict())
 
 
-def assemble(world: int, across: Across | None) -> Lockstep:
+def lockstep_group(world: int, across: Across | None) -> Lockstep:
     """The group of so many ranks in this process; ``across="hosts"`` has all of them on one host."""
     if across is None:
         return Lockstep(world)

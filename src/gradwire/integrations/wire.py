@@ -38,12 +38,13 @@ class Wire:
         setup: What plans of this model depend on.
     """
 
-    def __init__(self, setup: Setup, spec: Spec) -> None:
+    def __init__(self, setup: Setup, spec: Spec, beside: "Wire | None" = None) -> None:
+        """Make a wire; ``beside`` another one of the same link, it shares that one's thread and account."""
         self.setup, self.parameters = setup, dict(setup.parameters)
         self.link, self.scaler = setup.backend, setup.options.scaler
         self.device = setup.device  # where gradients are compressed
-        self.clock = Clock()
-        self.worker = CommWorker(self.device)
+        self.clock: Clock = Clock() if beside is None else beside.clock
+        self.worker: CommWorker = CommWorker(self.device) if beside is None else beside.worker
         self._delayed_step: Future[StepResult] | None = None  # a delayed step that is under way
         self.before_step: Callable[[], None] = lambda: None  # is called before a step's first gradient is compressed
         self.adaptive = False  # whether an optimizer that normalizes its steps follows
@@ -53,6 +54,8 @@ class Wire:
         self._feedback: Feedback | None = None  # of the main rule
         self.first_step = self._first_skipped = 0  # where this wire's own account begins
         self._start(spec)
+        if beside is not None:
+            self._engine.unwrapped.accounting = beside.engine.unwrapped.accounting
         setup.broadcast()
         self.link.traffic = Traffic()  # the account of bytes begins with the first step
 

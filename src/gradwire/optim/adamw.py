@@ -6,7 +6,7 @@ holds momentum, in units of gradients, and the wire gives the frozen denominator
     p = p - lr * weight_decay * p - lr / (1 - beta1^t) * p.grad / denominator
 
 All other parameters are updated as by ``torch.optim.AdamW``, and without a wire all of them are. Momentum is compressed
-by `feedback/common_momentum.py` and `feedback/preconditioned_momentum.py`; `integrations/preconditioning.py` freezes
+by `feedback/common_momentum.py` and `feedback/preconditioned_momentum.py`; `integrations/adamw_moments.py` freezes
 the variance and hands momentum over.
 """
 

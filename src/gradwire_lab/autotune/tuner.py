@@ -26,7 +26,7 @@ from gradwire.integrations.wire import Wire
 from gradwire_lab.autotune.wire_costs import StepTimes, WireCosts
 from gradwire_lab.perf_model.advice import ENOUGH
 from gradwire_lab.perf_model.candidates import automatic
-from gradwire_lab.perf_model.cluster import steady
+from gradwire_lab.perf_model.cluster import require_steady
 from gradwire_lab.perf_model.local_steps import TOO_SLOW, LocalAdvice, local_steps
 from gradwire_lab.perf_model.model import DENSE, ModelProfile
 from gradwire_lab.perf_model.timing import now, slowest
@@ -66,7 +66,7 @@ class AutoTuner:
 
     def __init__(self, wire: Wire, ddp: DistributedDataParallel | None, link: LinkSpec | None) -> None:
         self.wire, self._ddp = wire, ddp
-        self._described = None if link is None else steady(link)
+        self._described = None if link is None else require_steady(link)
         self.decisions: list[Decision] = []
         self._hook: DDPHookState | None = None
         self._chosen = "fp32"

@@ -22,7 +22,7 @@ from gradwire.engine import method
 from gradwire.integrations import DistributedOptimizer, compress
 from gradwire.kernels.dispatch import faster
 from gradwire_lab.bench import plain
-from gradwire_lab.bench.fixed_gradients import MODELS, Weights, shapes_of
+from gradwire_lab.bench.fixed_gradients import MODELS, FixedGradients, shapes_of
 from gradwire_lab.bench.network.devices import of_rank
 from gradwire_lab.launch import launch
 from gradwire_lab.perf_model.timing import Stopwatch, now
@@ -111,7 +111,7 @@ def _rows(bench: CallBench, rank: int, world: int) -> Iterator[dict[str, Any]]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(rank)
-    weights = Weights(shapes_of(bench.model, bench.size), device)
+    weights = FixedGradients(shapes_of(bench.model, bench.size), device)
     about = {
         "model": bench.model,
         "params": weights.total,
@@ -131,7 +131,7 @@ def _rows(bench: CallBench, rank: int, world: int) -> Iterator[dict[str, Any]]:
         yield about | row | {"floor_ms": floor, **ratios, "gb_per_s": speed / 1e9}
 
 
-def _timed(bench: CallBench, weights: Weights, world: int) -> Iterator[dict[str, Any]]:
+def _timed(bench: CallBench, weights: FixedGradients, world: int) -> Iterator[dict[str, Any]]:
     """Plain torch first, then every spec; ``call_ms`` is the call without what it costs without gradwire."""
     took = _time(bench, weights, _plain_step(weights))
     alone = {"without_ms": 0.0, "call_ms": took["ms"], "bytes_per_param": _PLAIN_BYTES, "to_kernels": None}
@@ -159,7 +159,9 @@ def _timed(bench: CallBench, weights: Weights, world: int) -> Iterator[dict[str,
 # -- what is called ----------------------------------------------------------------------------------------------------
 
 
-def _caller(entry_point: str, weights: Weights, spec: str | None, world: int) -> tuple[Callable[[], object], Any]:
+def _caller(
+    entry_point: str, weights: FixedGradients, spec: str | None, world: int
+) -> tuple[Callable[[], object], Any]:
     """The call of one step and its handle; without a spec, the same call without gradwire."""
     if entry_point == "ddp":
         ddp = DistributedDataParallel(weights)
@@ -177,7 +179,7 @@ def _caller(entry_point: str, weights: Weights, spec: str | None, world: int) ->
     return wire, wire
 
 
-def _plain_step(weights: Weights) -> Callable[[], None]:
+def _plain_step(weights: FixedGradients) -> Callable[[], None]:
     memories = [(torch.zeros_like(g).view(-1), torch.zeros_like(g).view(-1)) for g in weights.fixed]
 
     def step() -> None:
@@ -198,7 +200,7 @@ def _bytes_per_param(spec: str, wire: Any, params: int) -> float:
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
-def _time(bench: CallBench, weights: Weights, call: Callable[[], object]) -> Timing:
+def _time(bench: CallBench, weights: FixedGradients, call: Callable[[], object]) -> Timing:
     """Milliseconds of a call: the median, the slowest, and the median until it returns to the host."""
     fill, pairs = _preparation(bench, weights), []
     for number in range(WARM_CALLS + bench.repeats):
@@ -210,7 +212,7 @@ def _time(bench: CallBench, weights: Weights, call: Callable[[], object]) -> Tim
     return {"ms": statistics.median(times), "worst_ms": max(times), "host_ms": statistics.median(host)}
 
 
-def _to_kernels(bench: CallBench, weights: Weights, call: Callable[[], object]) -> float | None:
+def _to_kernels(bench: CallBench, weights: FixedGradients, call: Callable[[], object]) -> float | None:
     """How many times as long as its kernels a call takes, in the median; None where kernels run by themselves."""
     if bench.device != "cpu":
         return None
@@ -248,7 +250,7 @@ def _kernel_clock() -> Iterator[list[float]]:
         table.update(before)
 
 
-def _preparation(bench: CallBench, weights: Weights) -> Callable[[], None]:
+def _preparation(bench: CallBench, weights: FixedGradients) -> Callable[[], None]:
     moving = bench.addresses == "moving"
     if bench.entry_point == "ddp":
         return partial(weights.zero_grad, moving)

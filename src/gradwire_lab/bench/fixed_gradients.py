@@ -16,7 +16,7 @@ ONE = 355_000_000  # entries of the single tensor, as many as GPT-2 medium has
 Shapes = Sequence[tuple[int, ...]]
 
 
-class Weights(nn.Module):
+class FixedGradients(nn.Module):
     """Parameters of given shapes, and the gradients that they get at every step.
 
     Called as a model, it returns a loss whose gradients are these, so that a backward pass costs next to nothing.

@@ -1,6 +1,5 @@
 """``gradwire bench network``, ``link`` and ``forecast``: steps over shaped, emulated and computed links."""
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -92,21 +91,16 @@ def network(
 
 def _show(found: Sequence[grid.Row], as_json: bool, markdown: bool) -> None:
     """Print what was found, in one of three forms."""
-    if as_json:
-        for row in found:
-            typer.echo(json.dumps(row))
-        return
-    if markdown:
+    if markdown and not as_json:
         typer.echo(results_table.markdown(found))
         return
     title = "silent: the same step without communication; dense: the better of torch's fp32 and 16 bits"
-    table = make_table(title, results_table.COLUMNS, ("model", "link", "method"))
+    results = ResultRows(as_json, make_table(title, results_table.COLUMNS, ("model", "link", "method")))
     for row in found:
-        table.add_row(*results_table.words(row))
-    show(table)
-    for row in found:
-        if "failed" in row:
-            typer.echo(f"{row['link']}, {row['world']} ranks, {row['method']}: {row['failed']}")
+        results.add(row, results_table.row_cells(row))
+    results.show(
+        *(f"{row['link']}, {row['world']} ranks, {row['method']}: {row['failed']}" for row in found if "failed" in row)
+    )
 
 
 def _where(throttled: bool) -> grid.Where:

@@ -16,7 +16,7 @@ from gradwire.comm import liveness
 from gradwire.comm.backend import Backend
 from gradwire.comm.collectives import AllGatherOp, AllReduceOp
 from gradwire.comm.torch_backend import connect
-from gradwire.integrations.consistency import compare
+from gradwire.integrations.consistency import gather_notes
 from gradwire.version import VERSION
 from gradwire_lab.cli.output import refusing
 from gradwire_lab.launch import join_group
@@ -125,7 +125,7 @@ def between_ranks(where: LauncherRank, timeout: float) -> list[Finding]:
     try:
         with join_group(where, "gloo", limit, limit):
             link = connect(timeout=limit)
-            compare(link, {"spec": f"torch {torch.__version__}"})
+            gather_notes(link, {"spec": f"torch {torch.__version__}"})
             return [Finding("ranks", f"{link.world} agree on versions"), *ports(link), clocks(link), speed(link)]
     except RuntimeError:  # a rank never came, and torch says so in many ways
         return [Finding("ranks", "not all came", timeout_message(timeout))]

@@ -24,8 +24,7 @@ from gradwire_lab.cli.output import make_table
 from gradwire_lab.report.numbers import in_bytes
 from gradwire_lab.train.compression import arguments, method_of
 from gradwire_lab.train.data import Task, TextTask, load
-from gradwire_lab.train.gossip_workers import method_of as gossip_method_of
-from gradwire_lab.train.gossip_workers import nodes
+from gradwire_lab.train.gossip_workers import gossip_method_of, nodes
 from gradwire_lab.train.loading import batch_of, check_sizes, loader_of
 from gradwire_lab.train.models import build as build_model
 from gradwire_lab.train.models.regime import regime_of

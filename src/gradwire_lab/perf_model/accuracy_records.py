@@ -1,7 +1,7 @@
 """Accuracy records: what the project's own trainings say of the accuracy under a spec.
 
 `accuracy_records.jsonl` holds a line for each task, optimizer and spec that was compared with dense training. Lines of
-run folders are made by ``python -m gradwire_lab.cli.accuracy_records RUNS...``; those of a GPT are the means of rows
+run folders are made by ``python docs/results/accuracy_records.py RUNS...``; those of a GPT are the means of rows
 under ``docs/results``, which a test compares them with.
 """
 

@@ -37,7 +37,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for link in (self.link, self.inside):
-            steady(link)
+            require_steady(link)
         if self.workers < 1:
             raise ValueError(f"cannot predict a training of {self.workers} workers; give 1 or more")
         if self.per_host < 1 or self.workers % self.per_host:
@@ -79,7 +79,7 @@ class Cluster:
         return seconds(call.kind, call.nbytes, world, cost) + extra
 
 
-def steady(link: LinkSpec) -> LinkSpec:
+def require_steady(link: LinkSpec) -> LinkSpec:
     """A link, if forecasts know its kind.
 
     Raises:

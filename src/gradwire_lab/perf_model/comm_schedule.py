@@ -20,15 +20,16 @@ from gradwire.codecs.stage import EncodeInput
 from gradwire.comm.backend import Backend
 from gradwire.core.keys import Key
 from gradwire.core.payload import Payload
-from gradwire.core.requests import CommGenerator, Gather, Max, Request, SendRecv, Sum
+from gradwire.core.requests import CommGenerator, Gather, Max, Request
 from gradwire.core.segments import Segments
+from gradwire.engine.batched import status_beside
 from gradwire.engine.drive import Clock, execute, interleave
 from gradwire.engine.lane import Lane
 from gradwire.engine.plan import Plan
 from gradwire.exchanges import Aggregate, CommContext
+from gradwire.exchanges.batch import META, blank
 from gradwire_lab.perf_model.loopback import CollectiveCall, LoopbackBackend
 
-META = torch.device("meta")
 SETTLED = 10**9  # a step at which all warm-up is over
 _EXACT = 16  # ranks; larger worlds are extrapolated, since an exchange may cut its buffer into a slice for each rank
 
@@ -138,7 +139,7 @@ def _answer(requests: Sequence[Request], backend: LoopbackBackend) -> list[Any]:
     varying = sum(one is not known for one, known in zip(requests, sized, strict=True))
     extra: list[Request] = [Max(torch.empty(varying, dtype=torch.int64, device=META))] if varying else []
     if not backend.calls:
-        extra.append(_status(requests[0], backend.world))
+        extra.append(status_beside(requests[0], backend.world))
     return backend.answer([*sized, *extra])[: len(requests)]
 
 
@@ -146,15 +147,6 @@ def _sized(request: Request) -> Request:
     if isinstance(request, Gather) and request.size is None:
         return replace(request, size=request.payload.nbytes)
     return request
-
-
-def _status(first: Request, world: int) -> Request:
-    """The status of a step, which travels with the first request of a bucket."""
-    if isinstance(first, Gather):
-        return Gather(_message(1), 1)
-    if isinstance(first, SendRecv):
-        return SendRecv(dict.fromkeys(range(world), _message(1)), dict.fromkeys(range(world), 1))
-    return Sum(first.tensor.new_empty(1))
 
 
 class _SizeOnlyCodec:
@@ -191,11 +183,7 @@ class _SizeOnlyCodec:
         return _vector(total)
 
     def _message(self, segments: Segments) -> Payload:
-        return _message(self._codec.size(segments))
-
-
-def _message(nbytes: int) -> Payload:
-    return Payload(torch.empty(nbytes, dtype=torch.uint8, device=META))
+        return blank(self._codec.size(segments))
 
 
 def _vector(n: int) -> Tensor:

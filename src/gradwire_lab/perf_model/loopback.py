@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.alphabeta import Kind
-from gradwire.comm.backend import CountingBackend, written
+from gradwire.comm.backend import CountingBackend, copied_to
 from gradwire.comm.collectives import AllGatherOp, AllReduceOp, AllToAllOp, Collective
 
 
@@ -38,7 +38,7 @@ class LoopbackBackend(CountingBackend):
         self.calls: list[CollectiveCall] = []
 
     def move(self, collective: Collective, out: Tensor | None = None) -> Tensor:
-        return written(self._result(collective), out)
+        return copied_to(self._result(collective), out)
 
     def _result(self, collective: Collective) -> Tensor:
         x = collective.tensor

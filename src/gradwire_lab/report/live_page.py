@@ -11,7 +11,7 @@ from typing import Any
 
 from gradwire_lab.report.charts.curves import loss_curve
 from gradwire_lab.report.load import RunRecord
-from gradwire_lab.report.page import Section, bound, bundle, content, spec
+from gradwire_lab.report.page import Section, bundle, content, render, spec
 from gradwire_lab.report.progress import QUIET, progress, quiet_seconds
 from gradwire_lab.report.run_groups import Group, Task, task_name, tasks
 from gradwire_lab.report.slug import slug
@@ -60,7 +60,7 @@ def live_page(run: RunRecord, reload: int | None) -> str:
     # Accuracy against bytes compares runs: of one it would be a single point.
     sections, specs = content(found, without="metric-over-bytes") if found else _first_steps(run)
     title = run.folder.resolve().name
-    return bound(title, _subtitle(run, reload), sections, specs, progress(run), reload)
+    return render(title, _subtitle(run, reload), sections, specs, progress(run), reload)
 
 
 def replace_file(path: Path, text: str) -> None:

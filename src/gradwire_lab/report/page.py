@@ -50,7 +50,7 @@ def page(tasks: Sequence[Task], title: str = "gradwire report") -> str:
     """
     if not tasks:
         raise ValueError("no run has finished an epoch yet, so there is nothing to report")
-    return bound(title, _subtitle(tasks), *content(tasks))
+    return render(title, _subtitle(tasks), *content(tasks))
 
 
 def content(tasks: Sequence[Task], without: str = "") -> tuple[list[Section], dict[str, dict[str, Any]]]:
@@ -60,7 +60,7 @@ def content(tasks: Sequence[Task], without: str = "") -> tuple[list[Section], di
     return [_section(task, drawn[task.name]) for task in tasks], specs
 
 
-def bound(
+def render(
     title: str,
     subtitle: str,
     sections: Sequence[Section],

@@ -7,7 +7,7 @@ from typing import Any
 from gradwire_lab.report.charts.figure import Figure
 from gradwire_lab.report.charts.heatmap import speedups
 from gradwire_lab.report.numbers import in_seconds, ratio
-from gradwire_lab.report.page import Section, bound, spec
+from gradwire_lab.report.page import Section, render, spec
 from gradwire_lab.report.slug import slug
 from gradwire_lab.report.summary import TableCell, TableColumn
 
@@ -45,7 +45,7 @@ def page(places: Mapping[str, Sequence[Row]], note: str, title: str = "gradwire 
     maps = [_maps(place, rows, drawn[place], note) for place, rows in places.items()]
     tables = [_table(place, rows) for place, rows in places.items()]
     cells = sum(map(len, places.values()))
-    return bound(
+    return render(
         title, f"{cells} cells, all computed: nothing on this page was measured on a cluster", [*maps, *tables], specs
     )
 

@@ -25,7 +25,7 @@ from gradwire_lab.train.checkpoint import part, prefixed
 from gradwire_lab.train.data import Batch, Task
 from gradwire_lab.train.evaluation import Score, evaluate_model
 from gradwire_lab.train.forward_backward import Passes
-from gradwire_lab.train.gossip_workers import GossipWorkers, Weights, method_of
+from gradwire_lab.train.gossip_workers import GossipWorkers, Weights, gossip_method_of
 from gradwire_lab.train.loading import evaluation_batches, recurrent
 from gradwire_lab.train.local_rows import LocalRows
 from gradwire_lab.train.optimizers import plain_optimizer, set_hyperparameters
@@ -140,7 +140,7 @@ class GossipStrategy:
     def start_fields(self) -> dict[str, Any]:
         if isinstance(self.workers.handle, LocalRows):
             return self.workers.handle.start_fields()
-        method = method_of(self.recipe)
+        method = gossip_method_of(self.recipe)
         codec = "" if method.compresses else f" with {self.recipe.gossip.codec or 'fp32'}"
         graph = method.graph.on(len(self.workers.handle.hosts))
         return {"spec": f"{method}{codec}", "method": f"{method}{codec} on {graph}"}
@@ -154,7 +154,7 @@ class GossipStrategy:
         neighbors = report.messages / max(1, report.rounds)
         dense = 4.0 * handle.nodes[0].tensors.total * report.rounds
         around = 2 * (report.world - 1) / report.world  # how often each number goes around a ring
-        central = isinstance(method_of(self.recipe), Centralized)
+        central = isinstance(gossip_method_of(self.recipe), Centralized)
         payload = report.sent / max(1e-9, around if central else neighbors)
         return {
             **account(report.sent, report.received, payload, dense, around * dense, handle.clock),

@@ -24,7 +24,7 @@ from gradwire_lab.train.workers import Workers, views
 Weights = tuple[Tensor, Mapping[str, Tensor]]  # a row of parameters, and buffers
 
 
-def method_of(recipe: Recipe) -> GossipMethod:
+def gossip_method_of(recipe: Recipe) -> GossipMethod:
     """The method that [gossip] names, on its graph."""
     plan = recipe.gossip
     words = [] if plan.method == "centralized" else [plan.graph]
@@ -55,11 +55,11 @@ def check_graph(recipe: Recipe, world: int) -> None:
     """Refuse a graph that cannot have so many workers, before anything is written; hosts are not known yet."""
     across = recipe.gossip.across
     if recipe.gossip.method and across != "hosts":
-        method_of(recipe).graph.on(world if isinstance(across, str) else len(across))
+        gossip_method_of(recipe).graph.on(world if isinstance(across, str) else len(across))
 
 
 def _handle(model: nn.Module, recipe: Recipe, rank_info: RankInfo) -> GossipHandle:
-    plan, method = recipe.gossip, method_of(recipe)
+    plan, method = recipe.gossip, gossip_method_of(recipe)
     across = None if plan.across == "ranks" else plan.across
     options: dict[str, Any] = {"granularity": plan.granularity, "overlap": plan.overlap, "seed": recipe.train.seed}
     if rank_info.virtual:

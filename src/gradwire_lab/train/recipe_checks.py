@@ -68,9 +68,9 @@ def _refuse_gossip(spec: str) -> None:
 
 def _check_gossip(recipe: Recipe) -> None:
     from gradwire.codecs import codec
-    from gradwire_lab.train.gossip_workers import method_of
+    from gradwire_lab.train.gossip_workers import gossip_method_of
 
-    method = method_of(recipe)
+    method = gossip_method_of(recipe)
     if recipe.gossip.codec:
         codec(recipe.gossip.codec)
     if recipe.gossip.elastic and recipe.gossip.across != "ranks":

@@ -114,6 +114,6 @@ def _averaged(recipe: Recipe, world: int) -> float:
     if not recipe.gossip.method:
         return world
     from gradwire.gossip.lr_scaling import rate_scale
-    from gradwire_lab.train.gossip_workers import method_of
+    from gradwire_lab.train.gossip_workers import gossip_method_of
 
-    return rate_scale(method_of(recipe).graph.on(world))
+    return rate_scale(gossip_method_of(recipe).graph.on(world))

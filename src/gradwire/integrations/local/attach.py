@@ -130,13 +130,13 @@ def local(
         chosen = COMPRESS.rounds(spec, codec, feedback, exchange)
         inner = model if ddp is None else ddp.module
         options = Options(None, None, granularity, rules, bundle, None, seed, bucket_mb, rollback)
-        setup = set_up(inner, backend, options, sharded=replicas is not None)
+        setup = setup_of(inner, backend, options, sharded=replicas is not None)
         refuse_wires(setup.parameters, backend.world)
-        optimizers = as_list(optimizer, chosen, warn=backend.rank == 0)
+        optimizers = checked_optimizers(optimizer, chosen, warn=backend.rank == 0)
     if replicas is not None:
         replicas.take_over(backend)
     handle = LocalSync(inner, setup, chosen, outer, outer_device, uneven, measured=auto)
-    watch(handle, optimizers, handle.average_gradients)
+    hook_steps(handle, optimizers, handle.average_gradients)
     register_local(handle, setup.parameters, backend.world)
     return handle
 
@@ -153,7 +153,7 @@ def _local_elastic(
     refuse_wrapped(model)
     refuse_sparse(model)
     chosen, parameters = elastic_method(chosen, options), trainable(model.named_parameters())
-    optimizers = as_list(optimizer, chosen, warn=place.rank == 0)
+    optimizers = checked_optimizers(optimizer, chosen, warn=place.rank == 0)
     refuse_wires(parameters, place.world)
     numbers = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
     shapes = {name: tuple(p.shape) for name, p in parameters.items()}
@@ -164,12 +164,12 @@ def _local_elastic(
     except BaseException:
         group.mesh.close()
         raise
-    watch(handle, optimizers, handle.average_gradients)
+    hook_steps(handle, optimizers, handle.average_gradients)
     register_local(handle, parameters, place.world)
     return handle
 
 
-def as_list(given: Optimizers, chosen: LocalMethod, warn: bool = True) -> list[Optimizer]:
+def checked_optimizers(given: Optimizers, chosen: LocalMethod, warn: bool = True) -> list[Optimizer]:
     """The optimizers of one worker; warns, if it is to, where the method is meant for others."""
     optimizers = [given] if isinstance(given, Optimizer) else list(given)
     for one in optimizers:
@@ -186,7 +186,7 @@ def as_list(given: Optimizers, chosen: LocalMethod, warn: bool = True) -> list[O
     return optimizers
 
 
-def watch(handle: LocalSync, optimizers: Sequence[Optimizer], before_step: Callable[[], None]) -> None:
+def hook_steps(handle: LocalSync, optimizers: Sequence[Optimizer], before_step: Callable[[], None]) -> None:
     """Have optimizers call something before their steps, and refuse two steps of one without a call of the handle."""
     for number, optimizer in enumerate(optimizers):
 
@@ -214,7 +214,7 @@ def _run(closure: Callable[[], Any], then: Callable[[], None]) -> Any:
     return loss
 
 
-def set_up(model: nn.Module, backend: Backend, options: Options, sharded: bool = False) -> Setup:
+def setup_of(model: nn.Module, backend: Backend, options: Options, sharded: bool = False) -> Setup:
     """What the plans of a model depend on; its parameters and buffers start as rank 0's, or as the first replica's."""
     refuse_wrapped(model)
     refuse_sparse(model)

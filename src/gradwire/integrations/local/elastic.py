@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from gradwire.comm.backend import UncountedBackend, alone, delegated, written
+from gradwire.comm.backend import UncountedBackend, copied_to, delegated, of_one_rank
 from gradwire.comm.collectives import Collective
 from gradwire.comm.elastic_rounds import ElasticRounds
 from gradwire.comm.peer_mesh import PeerMesh
@@ -43,7 +43,7 @@ class ElasticLink(UncountedBackend):
         self.edges, self.rank, self.world = mesh.edges, mesh.rank, world
 
     def move(self, collective: Collective, out: Tensor | None = None) -> Tensor:
-        return written(alone(collective), out)
+        return copied_to(of_one_rank(collective), out)
 
 
 class ElasticGroup:

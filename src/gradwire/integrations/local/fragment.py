@@ -62,19 +62,23 @@ class Fragment:
         return by_name([lane for lane, _ in lanes], [residual for _, residual in lanes])
 
     @property
-    def dense(self) -> float:
+    def dense(self) -> int:
         """Float32 bytes of the inner steps whose differences were sent, as this rank would have encoded them."""
-        report = self.wire.report()
-        return report.dense * self.steps / max(1, report.steps)
+        return step_bytes([self.wire]) * self.steps
+
+
+def step_bytes(wires: Sequence[Wire]) -> int:
+    """Float32 bytes of what this rank encodes of a step; of ranks that share a host, their shares."""
+    return 4 * sum(lane.tensors.total for wire in wires for lane in wire.engine.unwrapped.plan.lanes)
 
 
 def fragments_of(setup: Setup, chosen: LocalMethod) -> list[Fragment]:
-    """The fragments of a model. Their messages travel one after the other, by the thread of the first."""
+    """The fragments of a model. Their messages travel one after the other, on one account."""
     parts = split_names(setup.parameters, chosen.fragments)
     fragments: list[Fragment] = []
     for number, names in enumerate(parts):
-        wire = Wire(setup if len(parts) == 1 else _part(setup, names), chosen.message)
-        wire.worker = fragments[0].wire.worker if fragments else wire.worker
+        first = fragments[0].wire if fragments else None
+        wire = Wire(setup if len(parts) == 1 else _part(setup, names), chosen.message, beside=first)
         fragments.append(Fragment(number, wire))
     return fragments
 

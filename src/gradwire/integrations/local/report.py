@@ -1,11 +1,11 @@
 """Report of local steps: bytes of the start, bytes of the rounds, and both against a float32 gradient in every step."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradwire.integrations.local.fragment import Fragment
+from gradwire.integrations.local.fragment import Fragment, step_bytes
 from gradwire.integrations.local.start import Start
 from gradwire.integrations.report import Report, count, in_start, times
 from gradwire.integrations.wire import Wire
@@ -101,9 +101,10 @@ class LocalReport:
 
 def summarize(wires: Sequence[Wire], fragments: Sequence[Fragment], start: Start, steps: int) -> LocalReport:
     """The report of the start and of the rounds after so many inner steps. Both share a link."""
-    reports = [wire.report() for wire in wires]
+    whole = wires[0].report()  # all fragments are on its account
     before = {name: getattr(start.traffic, name) for name in ("sent", "received", "collectives")}
-    rounds = replace(_merged(reports), **{name: getattr(reports[0], name) - n for name, n in before.items()})
+    after = {name: getattr(whole, name) - n for name, n in before.items()}
+    rounds = replace(whole, skipped=sum(wire.report().skipped for wire in wires), **after)
     taken, dense = max(one.steps for one in fragments), sum(one.dense for one in fragments)
     first = None
     if start.wire is not None:
@@ -116,27 +117,8 @@ def summarize(wires: Sequence[Wire], fragments: Sequence[Fragment], start: Start
 
 def _with_unsent(sent: Report, wires: Sequence[Wire], start: Start) -> Report:
     """The report of the start: what was sent, and steps without traffic."""
-    lanes = [lane for wire in wires for lane in wire.engine.unwrapped.plan.lanes]  # of ranks of a host, their shares
-    each = 4 * sum(lane.tensors.total for lane in lanes)
-    steps, dense = sent.steps + start.unsent, sent.dense + each * start.unsent
+    steps, dense = sent.steps + start.unsent, sent.dense + step_bytes(wires) * start.unsent
     return replace(sent, steps=steps, payload=sent.payload + start.payload, dense=dense)
-
-
-def _merged(reports: Sequence[Report]) -> Report:
-    """The report of all fragments, whose rounds are those of the first."""
-    first, *others = reports
-    for other in others:
-        both: dict[str, Any] = {name: getattr(first, name) + getattr(other, name) for name in ("skipped", *_SUMMED)}
-        both |= {name: _added(getattr(first, name), getattr(other, name)) for name in ("rules", "rule_seconds")}
-        first = replace(first, **both)
-    return first
-
-
-def _added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Pairs of numbers by rule, added up."""
-    rules = dict.fromkeys((*one, *other))
-    pairs = {rule: [table[rule] for table in (one, other) if rule in table] for rule in rules}
-    return {rule: tuple(map(sum, zip(*found, strict=True))) for rule, found in pairs.items()}
 
 
 def _over(dense: float, sent: float) -> float:

@@ -14,11 +14,11 @@ from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
 from gradwire.integrations.comm_worker import CompletedFuture
 from gradwire.integrations.entry_point import LOCKSTEP
-from gradwire.integrations.local.attach import Optimizers, as_list, set_up, watch
+from gradwire.integrations.local.attach import Optimizers, checked_optimizers, hook_steps, setup_of
 from gradwire.integrations.local.fragment import Fragment
 from gradwire.integrations.local.handle import LocalSync
 from gradwire.integrations.setup import Options
-from gradwire.integrations.simulated import SimulatedBackend, SimulatedGroup, assemble
+from gradwire.integrations.simulated import SimulatedBackend, SimulatedGroup, lockstep_group
 from gradwire.local.method import LocalMethod, OuterFactory
 
 
@@ -44,14 +44,14 @@ class SimulatedLocal:
             raise ValueError(
                 f"local_lockstep got {len(models)} models and {len(optimizers)} optimizers; pass one of each per worker"
             )
-        inner = [as_list(given, chosen, warn=rank == 0) for rank, given in enumerate(optimizers)]
+        inner = [checked_optimizers(given, chosen, warn=rank == 0) for rank, given in enumerate(optimizers)]
         for model in models[1:]:
             model.load_state_dict(models[0].state_dict())
-        self.group = assemble(len(models), across)
+        self.group = lockstep_group(len(models), across)
         self.ranks = [
             LocalSync(
                 model,
-                set_up(model, SimulatedBackend(self.group, rank), Options(**options)),
+                setup_of(model, SimulatedBackend(self.group, rank), Options(**options)),
                 chosen,
                 outer,
                 outer_device,
@@ -63,7 +63,7 @@ class SimulatedLocal:
         starters = [rank.start.wire for rank in self.ranks if rank.start.wire is not None]
         self._start = SimulatedGroup(starters, self.group)
         for rank, own in zip(self.ranks, inner, strict=True):
-            watch(rank, own, partial(lambda one: one.start.require_averaged(one.steps), rank))
+            hook_steps(rank, own, partial(lambda one: one.start.require_averaged(one.steps), rank))
 
     def average_gradients(self) -> None:
         """In the start: average ``p.grad`` over all replicas; later it has no effect. Call it before the steps."""

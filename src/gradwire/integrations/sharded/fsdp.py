@@ -21,7 +21,7 @@ def param_groups(model: nn.Module) -> list[Any]:
     return [group for state in states.values() for group in _groups_of(state)]
 
 
-def late_names(model: nn.Module) -> frozenset[str]:
+def names_reduced_last(model: nn.Module) -> frozenset[str]:
     """Names of the parameters that FSDP reduces when backward is over: those that no inner module is sharded with."""
     inner = getattr(model, "_orig_mod", model)
     state = _state(inner)

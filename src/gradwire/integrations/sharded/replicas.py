@@ -15,7 +15,7 @@ from gradwire.comm.host_layout import HostLayout
 from gradwire.comm.torch_backend import backend_of, subgroup
 from gradwire.integrations.sharded.fsdp import (
     explain_errors,
-    late_names,
+    names_reduced_last,
     native_group,
     param_groups,
     take_over_averaging,
@@ -32,13 +32,13 @@ class Replicas:
         group: The ranks that hold the same shards as this one.
         own: The ranks that hold this replica.
         param_groups: FSDP's.
-        late: Names of parameters that FSDP reduces when backward is over.
+        reduced_last: Names of parameters that FSDP reduces when backward is over.
     """
 
     group: dist.ProcessGroup
     own: tuple[int, ...]
     param_groups: Sequence[Any]
-    late: frozenset[str]
+    reduced_last: frozenset[str]
 
     def connect(self) -> Backend:
         """A backend of our own to all ranks of all replicas, whose hosts are the replicas."""
@@ -82,7 +82,7 @@ def find_replicas(model: nn.Module, across: object) -> Replicas | None:
         group = native
     else:
         return None
-    return Replicas(group, _own_ranks(model, group), groups, late_names(model))
+    return Replicas(group, _own_ranks(model, group), groups, names_reduced_last(model))
 
 
 def _own_ranks(model: nn.Module, group: dist.ProcessGroup) -> tuple[int, ...]:

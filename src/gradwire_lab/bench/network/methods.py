@@ -34,7 +34,7 @@ from gradwire.engine import method
 from gradwire.integrations import compress
 from gradwire.integrations.consistency import find_backend
 from gradwire.integrations.gossip import GossipSync, gossip
-from gradwire.integrations.local.attach import set_up
+from gradwire.integrations.local.attach import setup_of
 from gradwire.integrations.local.handle import LocalSync
 from gradwire.integrations.setup import Options
 from gradwire.integrations.wire import Wire
@@ -172,7 +172,7 @@ def local_method_of(name: str) -> tuple[LocalMethod, dict[str, Any]]:
 
 def _local(name: str, model: nn.Module) -> BuiltMethod:
     chosen, options = local_method_of(name)
-    setup = set_up(model, find_backend(None, None, None), Options(**options))
+    setup = setup_of(model, find_backend(None, None, None), Options(**options))
     setup.shared = {}  # as for DDP: all ranks built the same model
     outer = LocalSync(model, setup, chosen)
     return BuiltMethod(model, outer, lambda: outer.wire.link.traffic, period=chosen.H, delay=chosen.delay)

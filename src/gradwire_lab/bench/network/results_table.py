@@ -33,7 +33,7 @@ def _compared(row: Row, rows: Iterable[Row]) -> dict[str, float | None]:
     return {"multiple": multiple, "speedup": min(dense) / multiple if dense else None, "honest": honest}
 
 
-def words(row: Row) -> tuple[str, ...]:
+def row_cells(row: Row) -> tuple[str, ...]:
     """The cells of a table's row."""
     start = (row["model"], row["link"], str(row["world"]), row["method"])
     if "failed" in row:
@@ -54,7 +54,7 @@ def markdown(found: Sequence[Row]) -> str:
     rows = [
         COLUMNS,
         tuple("--:" if i in (2, *range(4, 10)) else "---" for i in range(len(COLUMNS))),
-        *map(words, found),
+        *map(row_cells, found),
     ]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
 

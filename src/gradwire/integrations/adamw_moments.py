@@ -1,4 +1,4 @@
-"""Preconditioning: what a wire takes from AdamW, and gives back, when it compresses momentum.
+"""AdamW moments: what a wire takes from AdamW, and gives back, when it compresses momentum.
 
 A method with ``gradient_steps`` sends gradients first, and AdamW steps as it always does. Then its variance is frozen:
 the wire takes over the denominators and the momentum, which are the same on all ranks. From there on it compresses
@@ -26,7 +26,7 @@ _DENOMINATOR = "denominator"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
-class Preconditioning:
+class AdamWMoments:
     """Moves AdamW's moments into the memories of a wire when its gradient steps are over.
 
     Attributes:
@@ -37,7 +37,7 @@ class Preconditioning:
 
     def __init__(self, wire: Wire, optimizer: AdamW) -> None:
         self.wire, self.optimizer = wire, optimizer
-        self.leader: Preconditioning | None = None
+        self.leader: AdamWMoments | None = None
         self._engine: Engine | None = None  # that was looked at before
         self._apart = False  # whether ranks have stepped alone, and have not met since
         self._steady = math.inf  # the step from which on nothing happens before a step
@@ -146,7 +146,7 @@ class Preconditioning:
         inner = self.wire.engine.unwrapped
         inner.accounting.encoded[inner.plan.lanes[-1].label] += tensor.nbytes
 
-    def _copy(self, leader: "Preconditioning") -> None:
+    def _copy(self, leader: "AdamWMoments") -> None:
         """Take over another rank's weights, moments and gradients, and count what a broadcast would cost."""
         link = self.wire.link
         for mine, theirs in zip(self._tensors(), leader._tensors(), strict=True):
@@ -230,12 +230,12 @@ def _check_lane(optimizer: AdamW, parameters: Mapping[str, nn.Parameter], lane: 
         )
 
 
-def attach_optimizer(wire: Wire, optimizer: Optimizer | None) -> Preconditioning | None:
+def attach_optimizer(wire: Wire, optimizer: Optimizer | None) -> AdamWMoments | None:
     """Let a wire and the optimizer share moments, if the wire's plan may need them."""
     if not isinstance(optimizer, AdamW):
         return None
     _refuse_hosts(wire)
-    made = Preconditioning(wire, optimizer)
+    made = AdamWMoments(wire, optimizer)
     wire.before_step = made.before_step
     return made
 

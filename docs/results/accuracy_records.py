@@ -1,4 +1,4 @@
-"""``python -m gradwire_lab.cli.accuracy_records RUNS...``: lines for `accuracy_records.jsonl`, from finished runs."""
+"""``python docs/results/accuracy_records.py RUNS...``: lines for `accuracy_records.jsonl` of `perf_model`."""
 
 import json
 import math
