@@ -123,3 +123,34 @@ def test_the_text_names_all_rounds() -> None:
 def test_another_codec_keeps_the_schedule() -> None:
     chosen = local_method(SPEC.replace(", keep=1.0", ""), "int8")
     assert chosen.after(4).H == 3 and chosen.after(4).message == chosen.message
+
+
+@pytest.mark.parametrize("change", ["set", "off"])
+@pytest.mark.parametrize("steps", [3, 5])
+def test_another_message_leaves_the_schedule_and_errors_alone(change: str, steps: int) -> None:
+    nets, optimizers, outer = local_replicas(SPEC, WORLD, bundle=None)
+    train(nets, optimizers, outer, range(steps))
+    before = [fixtures.memories(rank.wire) for rank in outer.ranks]
+    for rank in outer.ranks:
+        rank.off() if change == "off" else rank.set("topk(0.1)")
+    assert all(fixtures.same(fixtures.memories(rank.wire), x) for rank, x in zip(outer.ranks, before, strict=True))
+    lengths = []
+    for step in range(steps, 10):
+        train(nets, optimizers, outer, range(step, step + 1))
+        lengths.append((outer.ranks[0].method.H, outer.ranks[0].inside))
+    assert lengths == [(1, 0), (1, 0), (1, 0), (1, 0), (3, 1), (3, 2), (3, 0), (3, 1), (3, 2), (3, 0)][steps:]
+    assert outer.ranks[0].optimizer.param_groups[0]["lr"] == 0.5
+    states = outer_of(outer)
+    assert all(fixtures.same(one, states[0]) for one in states)
+
+
+def test_another_schedule_counts_from_the_first_step_of_the_training() -> None:
+    nets, optimizers, outer = local_replicas("diloco(H=2)", WORLD)
+    train(nets, optimizers, outer, range(4))
+    for rank in outer.ranks:
+        rank.set("local_schedule({0: diloco(H=2), 3: diloco(H=3), 9: diloco(H=1)})")
+    found = []
+    for step in range(4, 12):
+        train(nets, optimizers, outer, range(step, step + 1))
+        found.append((outer.ranks[0].method.H, outer.ranks[0].inside))
+    assert found == [(3, 1), (3, 2), (3, 0), (3, 1), (3, 2), (3, 0), (1, 0), (1, 0)]

@@ -94,8 +94,10 @@ def _local(
     """The message of a round, and how many of them there are."""
     rounds = local_method(recipe.local.spec, **recipe.local.message)
     rules = default_rules(rounds.message, **recipe.local.layout)
-    count, _ = rounds.rounds_within(last)
+    count, end = rounds.rounds_within(last)
     yield Text(f"{rounds}: {min(last, rounds.start):,} steps of the start, then {count:,} rounds, each of which sends")
+    if last > max(end, rounds.start):
+        yield Text(f"the last {last - end} steps are of a round that does not end: they change no outer weights")
     yield from _tables(build(shapes, rules, world, int(recipe.sync.bucket_mb * 2**20)), count)
     yield Text(_local_memory(rounds, sum(map(math.prod, shapes.values()))))
 
@@ -103,8 +105,9 @@ def _local(
 def _local_memory(rounds: LocalMethod, parameters: int) -> str:
     """What a worker holds beside its model and inner optimizer, in float32."""
     vector, phases = 4 * parameters, (rounds, *(chosen for _, chosen in rounds.later))
-    outer, errors = vector * (1 + (rounds.momentum > 0)), vector * len(rounds.message.feedback.memories)
-    momentum = " with momentum" if rounds.momentum else ""
+    has_momentum = any(one.momentum for one in phases)
+    outer, errors = vector * (1 + has_momentum), vector * len(rounds.message.feedback.memories)
+    momentum = " with momentum" if has_momentum else ""
     error = f", errors {in_bytes(errors)}" if errors else ""
     error += f", what is kept of them {in_bytes(vector)}" if any(one.keep for one in phases) else ""
     return (

@@ -115,7 +115,7 @@ class LocalRows:
     # -- records and checkpoints ---------------------------------------------------------------------------------------
 
     def start_fields(self) -> dict[str, Any]:
-        method = str(self.ranks[0].method)
+        method = str(self.ranks[0].schedule)
         return {"spec": method, "method": method}
 
     def account(self) -> dict[str, Any]:

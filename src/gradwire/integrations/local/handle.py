@@ -24,10 +24,10 @@ from gradwire.integrations.local.outer import OuterWeights
 from gradwire.integrations.local.report import LocalReport, summarize
 from gradwire.integrations.local.round_length import MeasuredRounds, UnevenSteps, check_rounds, take_rounds
 from gradwire.integrations.local.start import Start
-from gradwire.integrations.setup import Setup, feedback_after
+from gradwire.integrations.setup import Setup
 from gradwire.integrations.wire import Wire
 from gradwire.local.fragments import split_names
-from gradwire.local.method import LocalMethod, OuterFactory
+from gradwire.local.method import LocalMethod, OuterFactory, message_after
 
 
 class LocalSync:
@@ -213,9 +213,8 @@ class LocalSync:
             made: Any = parse(spec) if isinstance(spec, str) else spec
             rounds = isinstance(made, LocalMethod)
             base, message = (made, made.message) if rounds else (self.schedule, made)
-            feedback = feedback_after(message, feedback, self.method.message.feedback)
             kept = {name: getattr(self.method, name) for name in ("start", "first", "fragments")}
-            chosen = replace(base, **kept).with_message(method(message, feedback, exchange))
+            chosen = replace(base, **kept).with_message(message_after(self.method.message, message, feedback, exchange))
             check_rounds(chosen, self.link, self.uneven_steps is not None, self.measured is not None)
         for wire in self.wires:
             wire.setup.note = f"; {chosen}{', uneven' * (self.uneven_steps is not None)}"
