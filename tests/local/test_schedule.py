@@ -113,6 +113,15 @@ def test_schedules_that_make_no_sense_are_refused(spec: str, named: str) -> None
     assert named in str(refused.value)
 
 
+def test_an_optimizer_of_ones_own_keeps_its_rate() -> None:
+    own = lambda weights: torch.optim.SGD(weights, lr=0.1)  # noqa: E731
+    with pytest.raises(ValueError, match="outer= makes an optimizer"):
+        local_replicas("local_schedule({0: local_sgd(H=1), 4: local_sgd(H=3, rate=0.5)})", 1, outer=own)
+    nets, optimizers, outer = local_replicas("local_schedule({0: local_sgd(H=1), 4: local_sgd(H=3)})", 1, outer=own)
+    train(nets, optimizers, outer, range(7))
+    assert outer.ranks[0].method.H == 3 and outer.ranks[0].optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_the_text_names_all_rounds() -> None:
     made, again = parse(SPEC), parse(SPEC)
     text = str(made)

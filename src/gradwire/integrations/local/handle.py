@@ -66,6 +66,11 @@ class LocalSync:
         with errors_on_all_ranks(self.link):
             split_names(setup.parameters, chosen.fragments)
             check_rounds(chosen, self.link, uneven, measured)
+            if make is not None and _rates_change(chosen):
+                raise ValueError(
+                    "outer= makes an optimizer with a rate and momentum of its own, and these rounds change theirs; leave "
+                    "outer out, or write one rate and momentum and let a scheduler of torch change outer.optimizer"
+                )
         self.measured = MeasuredRounds() if measured else None
         table = chosen.gradient_table
         self.start = Start(chosen, Wire(replace(setup), table) if table else None, setup.backend)
@@ -271,6 +276,10 @@ class LocalSync:
         """Leave an elastic group. A process group is the caller's."""
         if self.group is not None:
             self.group.mesh.close()
+
+
+def _rates_change(chosen: LocalMethod) -> bool:
+    return any((one.rate, one.momentum) != (chosen.rate, chosen.momentum) for _, one in chosen.later)
 
 
 def _refuse_change(group: ElasticGroup | None, spec: object) -> None:
