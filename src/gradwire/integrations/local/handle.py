@@ -68,8 +68,9 @@ class LocalSync:
             check_rounds(chosen, self.link, uneven, measured)
             if make is not None and _rates_change(chosen):
                 raise ValueError(
-                    "outer= makes an optimizer with a rate and momentum of its own, and these rounds change theirs; leave "
-                    "outer out, or write one rate and momentum and let a scheduler of torch change outer.optimizer"
+                    "outer= makes an optimizer with a rate and momentum of its own, and these rounds change theirs; "
+                    "leave outer out, or write one rate and momentum, and let a scheduler of torch change the rate of "
+                    "outer.optimizer"
                 )
         self.measured = MeasuredRounds() if measured else None
         table = chosen.gradient_table
