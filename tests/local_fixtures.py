@@ -18,10 +18,11 @@ def local_replicas(
 def train(nets: Any, optimizers: Any, outer: Any, steps: range, same: bool = False) -> None:
     """So many steps of all replicas; with ``same``, on the first one's batches where nothing is sent."""
     for step in steps:
-        for rank, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
-            optimizer.zero_grad()
+        for rank, net in enumerate(nets):
+            net.zero_grad()
             fixtures.loss(net, 0 if same and outer.same_batches else rank, step).backward()
         outer.average_gradients()
         for optimizer in optimizers:
-            optimizer.step()
+            for part in optimizer if isinstance(optimizer, list) else [optimizer]:
+                part.step()
         outer()

@@ -1,5 +1,7 @@
 """Draw docs/headline-sgd.svg and docs/headline-adamw.svg: what each spec loses, and how much smaller its messages are.
 
+It also draws docs/loss-bits.svg: test loss against the bits that all workers encode for a token.
+
     python docs/results/headlines.py
 
 It reads the rows of docs/results-tables.md, and of warm-up-h200.jsonl and muon-h200.jsonl beside this file, and needs
@@ -18,6 +20,7 @@ from scipy.stats import t
 
 DOCS = Path(__file__).parent.parent
 BEST = 0.004, 450  # rate and warm-up of dense training
+DENSE = 85_287  # bits of float32 gradients that eight workers encode for each token of their batch
 TUNED = {  # runs of AdamW, each at the best rate and warm-up that were tried, and what the figure calls them
     ("int4", *BEST): "int4",
     ("zero one", *BEST): "zero_one_adam(start=215)",
@@ -60,17 +63,21 @@ def adaptive() -> list[dict[str, object]]:
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     usual = {"text": "wikitext-2", "final": 0.1}
     small = [line for line in lines if line["parameters"] < 2e7 and all(line.get(k, v) == v for k, v in usual.items())]
-    rows = []
+    rows: list[dict[str, object]] = []
     for inner, tuned in (("adamw", TUNED), ("muon", MUON)):
         own = [line for line in small if line.get("inner", "adamw") == inner]
         best = [line for line in own if (line["spec"], line["lr"], line["warm_up"]) == ("dense", *BEST)]
         dense = {line["seed"]: line["test_loss"] for line in best}
+        optimizer, mean = {"adamw": "AdamW", "muon": "Muon"}[inner], sum(dense.values()) / len(dense)
+        rows.append({"spec": f"dense {optimizer}", "optimizer": optimizer, "ratio": 1.0, "loss": mean})
         for (name, rate, warm_up), title in tuned.items():
             wanted = {"keep": {"keep", "keep, 2e-3"}}.get(name, {name})
             found = [
                 line for line in own if line["name"] in wanted and (line["lr"], line["warm_up"]) == (rate, warm_up)
             ]
-            rows.append(_lost(title, [line for line in found if line.get("start") in (None, 0, 55, 225)], dense))
+            runs = [line for line in found if line.get("start") in (None, 0, 55, 225)]
+            loss = sum(line["test_loss"] for line in runs) / len(runs)
+            rows.append(_lost(title, runs, dense) | {"optimizer": optimizer, "loss": loss})
     return rows
 
 
@@ -103,6 +110,36 @@ def figure(rows: list[dict[str, object]], title: str, caption: list[str], axis: 
     )
 
 
+def loss_against_bits(rows: list[dict[str, Any]]) -> altair.LayerChart:
+    """Points of a mean over seeds each; the names of specs stand beside them."""
+    values = [row | {"bits": DENSE / row["ratio"], "name": row["spec"].removeprefix("Muon, ")} for row in rows]
+    chart = altair.Chart(altair.Data(values=values)).encode(
+        altair.X("bits:Q", title="bits that all workers encode for a token, start included")
+        .scale(type="log", domain=[150, 1_000_000])
+        .axis(values=[300, 1_000, 3_000, 10_000, 30_000, 100_000], format=",d"),
+        altair.Y("loss:Q", title="test loss, nats a byte").scale(domain=[0.985, 1.045]),
+        altair.Color("optimizer:N", title=None).scale(range=["#1f5fbf", "#c0561f"]),
+    )
+    points = chart.mark_point(filled=True, size=80, opacity=1)
+    texts = [  # one that would lie on another stands below its point
+        chart.transform_filter(f"{'' if below else '!'}test(/start=55/, datum.spec)")
+        .mark_text(align="left", dx=7, dy=12 if below else -3, fontSize=11)
+        .encode(altair.Text("name:N"))
+        for below in (False, True)
+    ]
+    return altair.layer(points, *texts).properties(
+        width=620,
+        height=340,
+        background="white",
+        padding={"left": 8, "top": 8, "right": 12, "bottom": 8},
+        title=altair.Title(
+            "A GPT of 10.9 M parameters: loss against bits per token",
+            subtitle=["WikiText-2 as bytes, 8 workers, 1,500 steps; means over the seeds of the figure above."],
+            anchor="start",
+        ),
+    )
+
+
 def headline(rows: list[dict[str, object]]) -> str:
     """The smallest messages whose loss has an interval."""
     best = max((row for row in rows if row["low"] < row["high"]), key=lambda row: row["ratio"])
@@ -116,17 +153,20 @@ def main() -> None:
         ["Test accuracy against dense training, 8 workers. Bars are 95 % intervals over pairs of seeds."],
         "points of accuracy against dense; right is better",
     )
+    rows = adaptive()
+    compressed = [row for row in rows if row["ratio"] != 1.0]
     second = figure(
-        adaptive(),
-        f"A GPT of 10.9 M parameters, AdamW or Muon: messages {headline(adaptive())} %",
+        compressed,
+        f"A GPT of 10.9 M parameters, AdamW or Muon: messages {headline(compressed)} %",
         [
             "Test loss on WikiText-2 against dense with the same optimizer, 8 workers, 1,500 steps; 95 % intervals.",
             "Starts are counted. Dense and each spec have the best rate and warm-up that were tried for it.",
         ],
         "test loss above dense, percent; left is better",
     )
-    for name, chart in (("sgd", first), ("adamw", second)):
-        (DOCS / f"headline-{name}.svg").write_text(vl_convert.vegalite_to_svg(chart.to_dict()))
+    third = loss_against_bits(rows)
+    for name, chart in (("headline-sgd", first), ("headline-adamw", second), ("loss-bits", third)):
+        (DOCS / f"{name}.svg").write_text(vl_convert.vegalite_to_svg(chart.to_dict()))
 
 
 if __name__ == "__main__":

@@ -136,6 +136,13 @@ def test_show_takes_local_steps():
     assert "6,000,000 bytes by each of 4 ranks in a round, 5.0x less" in text
 
 
+def test_show_takes_a_schedule_of_rounds():
+    done = run("show", "local_schedule({0: diloco(H=2), 30: diloco(H=5)})")
+    text = " ".join(done.stdout.split())
+    assert "from step 0 round 2 local steps" in text and "from step 30 round 5 local steps" in text
+    assert "2.0x smaller than float32 in each step" in text and "5.0x smaller than float32 in each step" in text
+
+
 def test_show_takes_feedback_and_exchange():
     done = run("show", "sign", "--feedback", "ef21", "--exchange", "two_way")
     assert done.exit_code == 0

@@ -272,6 +272,7 @@ def test_those_count_who_all_have_heard(heard: dict[int, tuple[int, ...]], membe
         ({"spec": "diloco(H=3, start=2)"}, "start=2"),
         ({"spec": "diloco(H=3, delay=2)"}, "delay=2"),
         ({"spec": "streaming_diloco(H=4, fragments=2, delay=0)"}, "fragments=2"),
+        ({"spec": "local_schedule({0: diloco(H=2), 4: diloco(H=4)})"}, "is a local_schedule"),
         ({"codec": "int8", "exchange": "two_way"}, "two_way"),
         ({"spec": "local_sgd(H=2)", "codec": "topk(0.1)", "feedback": "ef21"}, "ef21"),
         ({"rollback": False}, "rollback"),

@@ -11,6 +11,7 @@ import local_fixtures
 from gradwire.core.payload import Payload, as_bytes
 from gradwire.core.requests import run
 from gradwire.integrations.local import round_length
+from gradwire.local import local_method
 from local_fixtures import train
 
 SPARSE = "sparseloco(H=2, k=4, chunk=32)"
@@ -155,7 +156,11 @@ def test_messages_of_a_chunk_have_the_size_that_their_card_says() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "named"),
-    [("diloco(H=4, delay=2)", "delay=2"), ("streaming_diloco(H=4, fragments=2, delay=0)", "fragments=2")],
+    [
+        ("diloco(H=4, delay=2)", "delay=2"),
+        ("streaming_diloco(H=4, fragments=2, delay=0)", "fragments=2"),
+        ("local_schedule({0: diloco(H=2), 4: diloco(H=4)})", "is a local_schedule"),
+    ],
 )
 def test_uneven_rounds_have_no_delay_and_no_fragments(spec: str, named: str) -> None:
     net = fixtures.model()
@@ -258,6 +263,21 @@ def test_a_codec_alone_keeps_the_rounds() -> None:
         rank.set("int8")
     assert outer.ranks[0].method.H == 3 and "int8" in outer.ranks[0].wire.spec
     train(nets, optimizers, outer, range(3))
+
+
+def test_a_codec_alone_keeps_the_feedback_and_the_mean_over_senders() -> None:
+    sparse = local_method("sparseloco(H=5)", "chunk_topk(32) | int4").message
+    assert str(sparse.feedback) == "residual(decay=0.95)" and str(sparse.exchange) == "allgather(mean='senders')"
+    whole = local_method("sparseloco(H=5)", "int4").message  # all ranks send all entries
+    assert str(whole.feedback) == "residual(decay=0.95)" and str(whole.exchange) == "auto"
+    given = local_method("sparseloco(H=5)", "topk(0.1)", "ef21", "allgather").message
+    assert (str(given.feedback), str(given.exchange)) == ("ef21", "allgather")
+    assert str(local_method("diloco(H=5)", "int4").message.feedback) == "residual"
+    _, _, outer = local_replicas(SPARSE)
+    for rank in outer.ranks:
+        rank.set("topk(0.1)")
+    message = outer.ranks[0].method.message
+    assert str(message.feedback) == "residual(decay=0.95)" and str(message.exchange) == "allgather(mean='senders')"
 
 
 def test_off_sends_what_is_owed() -> None:

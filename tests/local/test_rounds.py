@@ -22,6 +22,11 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.parameters(), lr=0.01)
 
 
+def muon(net: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices, others = ([p for p in net.parameters() if (p.dim() == 2) is wanted] for wanted in (True, False))
+    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
+
+
 def momentum(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 
@@ -79,13 +84,15 @@ def test_inner_optimizers_keep_their_own_state(make: Any) -> None:
 # -- recursions --------------------------------------------------------------------------------------------------------
 
 
-def restated(H: int, rounds: int, agree: Any, steps_before: int = 0, kept: Any = lambda rank: 0.0) -> Tensor:
-    """Outer weights after so many rounds of AdamW, by ``agree(weights, differences by worker)``.
+def restated(
+    H: int, rounds: int, agree: Any, steps_before: int = 0, kept: Any = lambda rank: 0.0, make: Any = adamw
+) -> Tensor:
+    """Outer weights after so many rounds of inner steps, by ``agree(weights, differences by worker)``.
 
     Workers begin a round at the outer weights less what they have ``kept``.
     """
     nets = [fixtures.model() for _ in range(WORLD)]
-    optimizers = [adamw(net) for net in nets]
+    optimizers = [part for net in nets for part in (make(net) if make is muon else [make(net)])]
     w = weights(nets[0])
     for step in range(steps_before + H * rounds):
         for rank, net in enumerate(nets):
@@ -107,8 +114,8 @@ def restated(H: int, rounds: int, agree: Any, steps_before: int = 0, kept: Any =
     return w
 
 
-def outer_weights(spec: str, steps: int, **options: Any) -> Tensor:
-    nets, optimizers, outer = local_replicas(spec, WORLD, adamw, **options)
+def outer_weights(spec: str, steps: int, make: Any = adamw, **options: Any) -> Tensor:
+    nets, optimizers, outer = local_replicas(spec, WORLD, make, **options)
     train(nets, optimizers, outer, range(steps))
     assert all(torch.equal(weights(net), weights(nets[0])) for net in nets)
     assert torch.equal(flat(outer.ranks[0].outer.weights.values()), weights(nets[0]))
@@ -125,17 +132,19 @@ def test_post_local_sgd_averages_gradients_first() -> None:
     torch.testing.assert_close(outer_weights("post_local_sgd(H=3, start=4)", 10), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_diloco_is_nesterov_on_the_mean_difference() -> None:
+@pytest.mark.parametrize(("name", "mu", "make", "atol"), [("diloco", 0.9, adamw, 1e-5), ("muloco", 0.6, muon, 5e-4)])
+def test_diloco_and_muloco_are_nesterov_on_the_mean_difference(name: str, mu: float, make: Any, atol: float) -> None:
+    """Muon computes in bfloat16, which rounds differences up."""
     buffer = torch.zeros(())
 
     def agree(w: Tensor, d: Tensor) -> Tensor:
         nonlocal buffer
         g = d.mean(0)
-        buffer = 0.9 * buffer + g
-        return w - 0.7 * (g + 0.9 * buffer)
+        buffer = mu * buffer + g
+        return w - 0.7 * (g + mu * buffer)
 
-    expected = restated(3, 4, agree)
-    torch.testing.assert_close(outer_weights("diloco(H=3)", 12), expected, rtol=1e-4, atol=1e-5)
+    expected = restated(3, 4, agree, make=make)
+    torch.testing.assert_close(outer_weights(f"{name}(H=3)", 12, make), expected, rtol=1e-4, atol=atol)
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.5, 1.0])
@@ -164,6 +173,9 @@ def test_sparseloco_sends_signs_of_the_largest_and_averages_over_senders(keep: f
     )
     train(nets, optimizers, outer, range(12))
     for net, error, rank in zip(nets, errors, outer.ranks, strict=True):
+        (fragment,) = rank.fragments
+        mine = fragment.errors()  # of each rank, what it has put in less what it has sent
+        torch.testing.assert_close(flat(mine[name] for name, _ in net.named_parameters()), error, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(weights(net), expected - keep * error, rtol=1e-4, atol=1e-5)
         with rank.averaged():
             torch.testing.assert_close(weights(net), expected, rtol=1e-4, atol=1e-5)

@@ -127,6 +127,15 @@ def test_schedules_that_make_no_sense_are_refused(spec: str, named: str) -> None
     assert named in str(refused.value)
 
 
+def test_an_optimizer_of_ones_own_keeps_its_rate() -> None:
+    own = lambda weights: torch.optim.SGD(weights, lr=0.1)  # noqa: E731
+    with pytest.raises(ValueError, match="outer= makes an optimizer"):
+        local_replicas("local_schedule({0: local_sgd(H=1), 4: local_sgd(H=3, rate=0.5)})", 1, outer=own)
+    nets, optimizers, outer = local_replicas("local_schedule({0: local_sgd(H=1), 4: local_sgd(H=3)})", 1, outer=own)
+    train(nets, optimizers, outer, range(7))
+    assert outer.ranks[0].method.H == 3 and outer.ranks[0].optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_the_text_names_all_rounds() -> None:
     made, again = parse(SPEC), parse(SPEC)
     text = str(made)
@@ -137,3 +146,34 @@ def test_the_text_names_all_rounds() -> None:
 def test_another_codec_keeps_the_schedule() -> None:
     chosen = local_method(SPEC.replace(", keep=1.0", ""), "int8")
     assert chosen.after(4).H == 3 and chosen.after(4).message == chosen.message
+
+
+@pytest.mark.parametrize("change", ["set", "off"])
+@pytest.mark.parametrize("steps", [3, 5])
+def test_another_message_leaves_the_schedule_and_errors_alone(change: str, steps: int) -> None:
+    nets, optimizers, outer = local_replicas(SPEC, WORLD, bundle=None)
+    train(nets, optimizers, outer, range(steps))
+    before = [fixtures.memories(rank.wire) for rank in outer.ranks]
+    for rank in outer.ranks:
+        rank.off() if change == "off" else rank.set("topk(0.1)")
+    assert all(fixtures.same(fixtures.memories(rank.wire), x) for rank, x in zip(outer.ranks, before, strict=True))
+    lengths = []
+    for step in range(steps, 10):
+        train(nets, optimizers, outer, range(step, step + 1))
+        lengths.append((outer.ranks[0].method.H, outer.ranks[0].inside))
+    assert lengths == [(1, 0), (1, 0), (1, 0), (1, 0), (3, 1), (3, 2), (3, 0), (3, 1), (3, 2), (3, 0)][steps:]
+    assert outer.ranks[0].optimizer.param_groups[0]["lr"] == 0.5
+    states = outer_of(outer)
+    assert all(fixtures.same(one, states[0]) for one in states)
+
+
+def test_another_schedule_counts_from_the_first_step_of_the_training() -> None:
+    nets, optimizers, outer = local_replicas("diloco(H=2)", WORLD)
+    train(nets, optimizers, outer, range(4))
+    for rank in outer.ranks:
+        rank.set("local_schedule({0: diloco(H=2), 3: diloco(H=3), 9: diloco(H=1)})")
+    found = []
+    for step in range(4, 12):
+        train(nets, optimizers, outer, range(step, step + 1))
+        found.append((outer.ranks[0].method.H, outer.ranks[0].inside))
+    assert found == [(3, 1), (3, 2), (3, 0), (3, 1), (3, 2), (3, 0), (1, 0), (1, 0)]

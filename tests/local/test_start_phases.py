@@ -78,6 +78,23 @@ def test_phases_have_one_account() -> None:
     assert report.sent == outer.ranks[0].link.traffic.sent
 
 
+def normed() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(10, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 5))
+
+
+def test_a_model_is_evaluated_with_its_own_statistics_until_a_round_has_averaged_them() -> None:
+    nets, optimizers, outer = local_replicas("diloco(H=2, start=3)", 2, adamw, net=normed)
+    train(nets, optimizers, outer, range(3))
+    own = [net[1].running_mean.clone() for net in nets]
+    assert not torch.equal(own[0], own[1])
+    for steps in (range(0), range(3, 4)):
+        train(nets, optimizers, outer, steps)
+        for rank, net, mean in zip(outer.ranks, nets, own, strict=True):
+            with rank.averaged():
+                assert torch.equal(net[1].running_mean, mean)
+
+
 def test_gradients_are_sent_as_the_table_says() -> None:
     nets, optimizers, outer = local_replicas("diloco(H=2, start=4, first={0: fp32, 1: None, 2: int8})", 1, bundle=None)
     n = sum(p.numel() for p in nets[0].parameters())

@@ -61,6 +61,21 @@ def test_local_steps_learn_digits(tmp_path: Path) -> None:
     assert score.value == pytest.approx(final["value"])  # of outer weights
 
 
+@pytest.mark.parametrize("stop", [3, 6])
+def test_rounds_that_change_go_on_where_they_were_stopped(stop: int, tmp_path: Path) -> None:
+    """Two rounds of two steps, then two of three: each stop is inside a round."""
+    spec = "local.spec=local_schedule({0: diloco(H=2), 3: diloco(H=3, rate=0.5)})"
+    through = train(recipe_of("digits", spec, "train.iterations=10"), 2, tmp_path / "through")
+    train(recipe_of("digits", spec, f"train.iterations={stop}"), 2, tmp_path / "broken")
+    resumed = train(recipe_of("digits", spec, "train.iterations=10"), 2, tmp_path / "broken", resume=True)
+    assert through["rounds"] == resumed["rounds"] == 4 and through["payload"] == resumed["payload"]
+    for rank in range(2):
+        mine, theirs = (saved(tmp_path / name, f"rank-{rank}.safetensors") for name in ("through", "broken"))
+        assert [key for key in mine if key != "loss" and not torch.equal(mine[key], theirs[key])] == []
+    methods = [record["method"] for record in read(tmp_path / "broken") if record["event"] == "start"]
+    assert len(methods) == 2 and methods[0] == methods[1] and "from step 3 H=3" in methods[0]
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
@@ -79,9 +94,12 @@ def test_odd_recipes_are_refused(overrides: tuple[str, ...], named: str) -> None
 def test_a_plan_counts_rounds() -> None:
     done = CliRunner().invoke(app, ["plan", "digits", "--set", "local.spec=sparseloco(H=5)"])
     assert done.exit_code == 0 and "H=5" in done.output and "rounds" in done.output
-    schedule = "local.spec=local_schedule({0: local_sgd(H=2), 100: diloco(H=5)})"
-    text = " ".join(CliRunner().invoke(app, ["plan", "digits", "--set", schedule]).output.split())
-    assert "then 102 rounds" in text and "outer weights with momentum" in text, text
+    assert "that does not end" not in done.output
+    spec = "local_schedule({0: diloco(H=2), 10: local_sgd(H=7)})"
+    done = CliRunner().invoke(app, ["plan", "digits", "--set", f"local.spec={spec}", "--set", "train.iterations=20"])
+    text = " ".join(done.output.split())
+    assert "then 6 rounds" in text and "the last 3 steps are of a round that does not end" in text
+    assert "outer weights with momentum 574 kB" in text
 
 
 def test_a_plan_tells_what_a_billion_parameters_take() -> None:

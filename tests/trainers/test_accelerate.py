@@ -185,13 +185,13 @@ def warned_once(rank: int, world: int, folder: Path) -> None:
     assert sum(one.category is gradwire.OptimizerWarning for one in seen) == (rank == 0)
 
 
-def local_steps(rank: int, world: int, folder: Path) -> None:
+def stop_inside(rank: int, world: int, folder: Path, spec: str) -> tuple[Any, Any, Any, Any]:
     """Saved inside a round, and loaded into another model, with the optimizer of each rank."""
     from gradwire.integrations.accelerate import attach_local
 
     plain = fixtures.model()
     adam = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    outer = gradwire.local(plain, adam, "diloco(H=2, start=1)")
+    outer = gradwire.local(plain, adam, spec)
     for step in range(7):
         adam.zero_grad()
         fixtures.loss(plain, rank, step).backward()
@@ -201,16 +201,28 @@ def local_steps(rank: int, world: int, folder: Path) -> None:
         accelerator = accelerator_of(rank, world)
         net = fixtures.model(seed=start)
         model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
-        handle = attach_local(accelerator, model, "diloco(H=2, start=1)")
+        handle = attach_local(accelerator, model, spec)
         if start:
-            accelerator.load_state(str(folder / "local"))
+            accelerator.load_state(str(folder))
         for step in range(start, stop):
             accelerator.backward(fixtures.loss(model, rank, step))
             optimizer.step()
             optimizer.zero_grad()
         if not start:
-            accelerator.save_state(str(folder / "local"))
+            accelerator.save_state(str(folder))
     assert handle.steps == 7 and fixtures.same(fixtures.tensors(net), fixtures.tensors(plain))
+    return handle, accelerator, model, optimizer
+
+
+def scheduled(rank: int, world: int, folder: Path) -> None:
+    """A start, two rounds of one step, then one of four, which is open when the state is saved."""
+    spec = "local_schedule({0: diloco(H=1, start=1), 3: diloco(H=4, rate=0.5)})"
+    handle, *_ = stop_inside(rank, world, folder / "schedule", spec)
+    assert (handle.method.H, handle.inside) == (4, 0) and handle.optimizer.param_groups[0]["lr"] == 0.5
+
+
+def local_steps(rank: int, world: int, folder: Path) -> None:
+    _, accelerator, model, optimizer = stop_inside(rank, world, folder / "local", "diloco(H=2, start=1)")
     accelerator.state.destroy_process_group = lambda group=None: None  # which serves the next case
     with warnings.catch_warnings(record=True) as none:
         warnings.simplefilter("always")
@@ -229,6 +241,7 @@ TWO_RANKS = {
     "remedies": remedies,
     "warned once": warned_once,
     "local steps": local_steps,
+    "a schedule of rounds": scheduled,
     "one line": one_line,
     "resumed": resumed,
     "bfloat16": bfloat16,

@@ -213,42 +213,62 @@ def local_fit(spec: str) -> Any:
     return callback
 
 
+def scheduled(rank: int, world: int, folder: Path) -> None:
+    """Rounds that grow, stopped inside the second one, which is the first of the longer ones."""
+    spec = "local_schedule({0: diloco(H=1, start=3), 4: diloco(H=4, rate=0.5)})"
+    *_, callback = fit_twice(rank, world, folder / "schedule.ckpt", spec)
+    assert (callback.outer.method.H, callback.outer.inside) == (4, 0)
+
+
 def local_steps(rank: int, world: int, folder: Path) -> None:
-    """A fit of two epochs, the second one resumed inside a round, computes what a plain loop computes."""
+    first, second, _ = fit_twice(rank, world, folder / "local.ckpt", "diloco(H=4, start=3)")
+    # 6 and 12 steps, of which 3 are the start, leave 3 and 1 of a round
+    for seen, k, ends in ((first, "3 steps", "3 or 7"), (second, "1 step", "11 or 15")):
+        before, *texts = [text for text in seen if "inside a round" in text] or [""]
+        assert len(texts) == (rank == 0)
+        assert rank or before.endswith(f"set max_steps={ends}"), before
+        assert rank or (f"whose {k} " in texts[0] and f"{ends} steps" in texts[0])
+        assert rank or "callback.outer.averaged()" in texts[0]
+
+
+def fit_twice(rank: int, world: int, file: Path, spec: str) -> tuple[list[str], list[str], Any]:
+    """A fit of two epochs, the second one resumed inside a round, computes what a plain loop computes.
+
+    Returns the warnings of both, and the callback of the second.
+    """
     from lightning.pytorch import Trainer
 
     from gradwire.integrations.lightning import LightningLocalSteps
 
     net = fixtures.model()
     optimizer = fixtures.sgd(net, momentum=0.9)
-    outer = gradwire.local(net, optimizer, "diloco(H=4, start=3)")
+    outer = gradwire.local(net, optimizer, spec)
     for batch in [*examples(rank).split(BATCH)] * 2:
         optimizer.zero_grad()
         net(batch).square().mean().backward()
         optimizer.step()
         outer()
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    for epochs, start in ((1, None), (2, folder / "local.ckpt")):
-        callback, fitted = LightningLocalSteps("diloco(H=4, start=3)"), module(0.9)
+    warned = []
+    for epochs, start in ((1, None), (2, file)):
+        callback, fitted = LightningLocalSteps(spec), module(0.9)
         where: dict[str, Any] = {"accelerator": "cpu", "devices": world, "strategy": "ddp"}
         options = {"use_distributed_sampler": False, **where, **quiet}
         trainer = Trainer(max_epochs=epochs, callbacks=[callback], **options)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             trainer.fit(fitted, DataLoader(TensorDataset(examples(rank)), BATCH), ckpt_path=start)
-        first, *texts = [str(one.message) for one in seen if "inside a round" in str(one.message)] or [""]
-        assert len(texts) == (rank == 0), "6 and 12 steps, of which 3 are the start, leave 3 and 1 of a round"
-        assert rank or first.endswith("set max_steps=3 or 7" if start is None else "set max_steps=11 or 15"), first
-        k, ends = ("3 steps", "3 or 7 steps") if start is None else ("1 step", "11 or 15 steps")
-        assert rank or (f"whose {k} " in texts[0] and ends in texts[0] and "callback.outer.averaged()" in texts[0])
+        warned.append([str(one.message) for one in seen])
         if start is None:
-            trainer.save_checkpoint(folder / "local.ckpt")
+            trainer.save_checkpoint(file)
     assert callback.outer is not None and callback.outer.steps == 2 * STEPS
     assert fixtures.same(fixtures.tensors(fitted.net), fixtures.tensors(net))
+    return warned[0], warned[1], callback
 
 
 TWO_RANKS = {
     "local steps": local_steps,
+    "a schedule of rounds": scheduled,
     "two epochs": two_epochs,
     "accumulated and clipped": accumulated,
     "bfloat16": bfloat16,

@@ -157,6 +157,23 @@ def local_steps(rank: int, world: int, folder: Path) -> None:
     assert fixtures.same(through.outer.state_dict(), again.outer.state_dict())
 
 
+def scheduled(rank: int, world: int, folder: Path) -> None:
+    """Rounds of two steps, then one of three, which ends with the training; stopped inside either."""
+    spec, adam = "local_schedule({0: diloco(H=2), 3: diloco(H=3, rate=0.5)})", {"optim": "adamw_torch"}
+    place = {"save_strategy": "steps", "save_steps": 3}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        through, model = train(rank, world, folder / "schedule", 7, spec=spec, **adam, **place)
+    assert not [one for one in seen if "inside a round" in str(one.message)] and equal_on_ranks(model)
+    for step in (3, 6):
+        saved = str(folder / "schedule" / f"checkpoint-{step}")
+        again, other = train(rank, world, folder / f"from {step}", 7, saved, spec=spec, resume=saved, **adam)
+        assert again.outer.method.H == 3 and fixtures.same(through.outer.state_dict(), again.outer.state_dict())
+        assert fixtures.same(fixtures.tensors(model), fixtures.tensors(other))
+    elsewhere = fixtures.error_text(lambda: train(rank, world, folder / "without", 7, saved, spec=spec, **adam))
+    assert "holds no state of local steps" in elsewhere and "resume=FOLDER" in elsewhere, elsewhere
+
+
 def in_the_start(rank: int, world: int, folder: Path) -> None:
     """A training that never leaves its start, or has no round, is warned of when it begins."""
     onebit = "onebit_adam"
@@ -229,6 +246,7 @@ def onebit_adam_as_in_a_loop(rank: int, world: int, folder: Path) -> None:
 TWO_RANKS = {
     "onebit_adam as in a loop": onebit_adam_as_in_a_loop,
     "local steps": local_steps,
+    "a schedule of rounds": scheduled,
     "remedies": remedies,
     "in the start": in_the_start,
     "warned once": warned_once,

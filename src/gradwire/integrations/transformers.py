@@ -12,6 +12,7 @@ from gradwire.engine import Spec
 from gradwire.integrations.accelerate import compress_prepared
 from gradwire.integrations.checkpoint import load, save
 from gradwire.integrations.checksums import checksum
+from gradwire.integrations.consistency import errors_on_all_ranks
 from gradwire.integrations.ddp import find_ddp
 from gradwire.integrations.entry_point import TRANSFORMERS
 from gradwire.integrations.local.handle import LocalSync
@@ -134,7 +135,10 @@ class TrainerLocalSteps(TrainerCallback):
         self.outer = local_prepared(TRANSFORMERS, self.trainer.model_wrapped, [optimizer], self.spec, **self.options)
         if state.global_step:
             given = args.resume_from_checkpoint
-            load(self.outer, self.resume or (given if isinstance(given, str) else None) or _checkpoint(args, state))
+            folder = Path(self.resume or (given if isinstance(given, str) else None) or _checkpoint(args, state))
+            with errors_on_all_ranks(self.outer.link):
+                _check_state(folder)
+            load(self.outer, folder)
         warn_of_last_steps(self.outer, self.spec, state.max_steps)
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -144,6 +148,14 @@ class TrainerLocalSteps(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if self.outer is not None:
             warn_inside_round(self.outer, "callback.outer")
+
+
+def _check_state(folder: Path) -> None:
+    if not any(folder.glob("wire-*.safetensors")):
+        raise ValueError(
+            f"{folder} holds no state of local steps; if the checkpoint lies elsewhere, pass "
+            "TrainerLocalSteps(..., resume=FOLDER), and if it is of another training, start from its model"
+        )
 
 
 def _checksum(wire: Wire) -> str:

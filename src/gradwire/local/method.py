@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from gradwire.codecs import Codec, Quantizer, codec
 from gradwire.core import check_argument, is_count, parse, registered
 from gradwire.engine import Method, Spec, method
-from gradwire.exchanges import Exchange
+from gradwire.exchanges import AllGather, Exchange
 from gradwire.feedback import Feedback
 
 OuterFactory: TypeAlias = Callable[[Sequence[nn.Parameter]], Optimizer]
@@ -188,11 +188,30 @@ def local_method(
     feedback: str | Feedback | None = None,
     exchange: str | Exchange | None = None,
 ) -> LocalMethod:
-    """Make a round of a spec; a codec, feedback or exchange given with it wins over the spec's own."""
+    """Make a round of a spec; a codec, feedback or exchange given with it wins over the spec's own.
+
+    A codec that comes alone keeps the spec's feedback, if that keeps errors, and its mean over senders.
+    """
     made: Any = parse(spec) if isinstance(spec, str) else spec
     if not isinstance(made, LocalMethod):
         raise ValueError(
             f"{spec!r} has no number of local steps; write one of {', '.join(registered('local'))} as in "
             "'sparseloco(H=5)', and pass a codec of your own as codec="
         )
-    return made.with_message(method(made.message if codec is None else codec, feedback, exchange))
+    return made.with_message(message_after(made.message, made.message if codec is None else codec, feedback, exchange))
+
+
+def message_after(
+    current: Method, spec: "Spec", feedback: str | Feedback | None, exchange: str | Exchange | None
+) -> Method:
+    """Another message. A codec alone keeps the current feedback, if that keeps errors, and the mean over senders."""
+    made: Any = parse(spec) if isinstance(spec, str) else spec
+    alone = method(made, feedback, exchange)
+    if isinstance(made, Method):
+        return alone
+    if feedback is None and current.feedback.keeps_error:
+        alone = replace(alone, feedback=current.feedback)
+    is_sparse = all(one.selector is not None and not one.selector.receivers_redraw for _, one in alone.table)
+    if exchange is None and is_sparse and not isinstance(made, Exchange) and isinstance(current.exchange, AllGather):
+        alone = replace(alone, exchange=current.exchange)
+    return alone

@@ -6,10 +6,10 @@ Formula:  for each fragment f, at steps t with t mod H = f H / fragments:  g_f =
           delay steps later:  b_f = momentum b_f + g_f;  w_f = w_f - rate (g_f + momentum b_f)
                               x_rf = alpha x_rf + (1 - alpha) w_f
 Wire:     one difference of each fragment in H steps, four bits a value
-Traits:   as the quantizer; two floats per parameter, the outer weights and b
-Differs:  values are int4 where the paper has floats of four bits; H is 30, where most of its runs have 100. Layers are
-          dealt to fragments in turn, as its strided pattern does; names up to a number, such as blocks.3, are a layer.
-          A fragment's first round is shorter than H.
+Traits:   as the quantizer; three floats per parameter, the outer weights, b, and errors, which values=fp32 has none of
+Differs:  values are int4 with error feedback where the paper has floats of four bits and none; feedback='none'
+          leaves it out. H is 30, where most of its runs have 100. Layers are dealt to fragments in turn, as its strided
+          pattern does; names up to a number, such as blocks.3, are a layer. A fragment's first round is shorter than H.
 Spec:     streaming_diloco(H=30, fragments=3), streaming_diloco(H=100, fragments=('blocks.[0-2].*', '*'), delay=5)
 """
 

@@ -93,8 +93,10 @@ def _local(
     """The message of a round, and how many of them there are."""
     rounds = local_method(recipe.local.spec, **recipe.local.message)
     rules = default_rules(rounds.message, **recipe.local.layout)
-    count, _ = rounds.rounds_within(last)
+    count, end = rounds.rounds_within(last)
     yield Text(f"{rounds}: {min(last, rounds.start):,} steps of the start, then {count:,} rounds, each of which sends")
+    if last > max(end, rounds.start):
+        yield Text(f"the last {last - end} steps are of a round that does not end: they change no outer weights")
     yield from _tables(build(shapes, rules, world, int(recipe.sync.bucket_mb * 2**20)), count)
     yield Text(_local_memory(rounds, sum(map(math.prod, shapes.values()))))
 

@@ -58,7 +58,10 @@ def show(spec: Spec, feedback: Feedback = None, exchange: Exchange = None, worke
         if isinstance(rounds, LocalMethod):
             rounds = local_method(rounds, None, feedback, exchange)
             console.print(Text(f"{spec} = {rounds}", style="bold"))
-            console.print(_facts(rounds.message, workers, rounds.H))
+            for step, chosen in ((0, rounds), *rounds.later):
+                if rounds.later:
+                    console.print(Text(f"from step {step}", style="bold"))
+                console.print(_facts(chosen.message, workers, chosen.H))
             return
     whole = checked_method("show", spec, feedback, exchange)
     console.print(Text(f"{spec} = {whole}", style="bold"))

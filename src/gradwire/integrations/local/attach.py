@@ -73,8 +73,10 @@ def local(
             the start of a method that has one, its ``step()`` averages gradients first.
         spec: The round: ``"sparseloco(H=5)"``, ``"diloco(H=30)"``, ``"local_sgd(H=8)"``, ...
         codec: How differences are encoded, such as ``"int4"``; by default as in the spec.
-        feedback: What happens to the error of the codec; by default what the codec or the spec needs.
-        exchange: ``"allgather"``, ``"two_way"``, ...; by default as the codec or the spec needs.
+        feedback: What happens to the error of the codec; by default the spec's, if that keeps errors, or what the codec
+            needs.
+        exchange: ``"allgather"``, ``"two_way"``, ...; by default as the codec or the spec needs. The spec's mean over
+            senders stays where the codec selects entries.
         outer: Makes the optimizer of the outer weights: ``lambda weights: torch.optim.Adam(weights, 1e-3)``. By default
             SGD with the rate and momentum of the spec.
         outer_device: Where outer weights and their momentum are kept: ``"cpu"`` to spare a GPU; by default with the
@@ -132,7 +134,7 @@ def local(
         options = Options(None, None, granularity, rules, bundle, None, seed, bucket_mb, rollback)
         setup = setup_of(inner, backend, options, sharded=replicas is not None)
         refuse_wires(setup.parameters, backend.world)
-        optimizers = checked_optimizers(optimizer, chosen, warn=backend.rank == 0)
+        optimizers = checked_optimizers(optimizer, chosen, inner, warn=backend.rank == 0)
     if replicas is not None:
         replicas.take_over(backend)
     handle = LocalSync(inner, setup, chosen, outer, outer_device, uneven, measured=auto)
@@ -153,7 +155,7 @@ def _local_elastic(
     refuse_wrapped(model)
     refuse_sparse(model)
     chosen, parameters = elastic_method(chosen, options), trainable(model.named_parameters())
-    optimizers = checked_optimizers(optimizer, chosen, warn=place.rank == 0)
+    optimizers = checked_optimizers(optimizer, chosen, model, warn=place.rank == 0)
     refuse_wires(parameters, place.world)
     numbers = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
     shapes = {name: tuple(p.shape) for name, p in parameters.items()}
@@ -169,12 +171,13 @@ def _local_elastic(
     return handle
 
 
-def checked_optimizers(given: Optimizers, chosen: LocalMethod, warn: bool = True) -> list[Optimizer]:
-    """The optimizers of one worker; warns, if it is to, where the method is meant for others."""
+def checked_optimizers(given: Optimizers, chosen: LocalMethod, model: nn.Module, warn: bool = True) -> list[Optimizer]:
+    """The optimizers of one worker's model; warns, if it is to, where the method is meant for others."""
     optimizers = [given] if isinstance(given, Optimizer) else list(given)
     for one in optimizers:
         if not isinstance(one, Optimizer):
             raise TypeError(f"{type(one).__name__} is no optimizer of torch; pass the one that steps the model")
+    _check_stepped(optimizers, model, chosen.start)
     kinds = [type(one).__name__ for one in optimizers]
     if warn and chosen.inner and not any(chosen.inner.lower() in kind.lower() for kind in kinds):
         warnings.warn(
@@ -184,6 +187,25 @@ def checked_optimizers(given: Optimizers, chosen: LocalMethod, warn: bool = True
             stacklevel=3,
         )
     return optimizers
+
+
+def _check_stepped(optimizers: Sequence[Optimizer], model: nn.Module, start: int) -> None:
+    """Refuse optimizers of another model, and a start in which one that was not passed steps without the mean."""
+    names, stepped = {id(p): name for name, p in model.named_parameters() if p.requires_grad}, set[int]()
+    for one in optimizers:
+        mine = {id(p) for group in one.param_groups for p in group["params"]} & names.keys()
+        if not mine:
+            raise ValueError(
+                f"{type(one).__name__} steps no parameter of this model; pass one that was made from "
+                "model.parameters(), after fully_shard if that was called"
+            )
+        stepped |= mine
+    left = [name for p, name in names.items() if p not in stepped]
+    if start and optimizers and left:
+        raise ValueError(
+            f"in the start, optimizers average gradients before they step, and {left[0]!r} is stepped by none of those "
+            "that were passed; pass all of them as a list, or freeze it by requires_grad_(False)"
+        )
 
 
 def hook_steps(handle: LocalSync, optimizers: Sequence[Optimizer], before_step: Callable[[], None]) -> None:

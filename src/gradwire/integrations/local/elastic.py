@@ -200,10 +200,11 @@ def _renumber(wire: Wire, step: int) -> None:
 def elastic_method(chosen: LocalMethod, options: Options) -> LocalMethod:
     """The method with messages that all receive; what has no such rounds is refused."""
     if chosen.start or chosen.delay or chosen.fragments != 1 or chosen.later:
+        parts = f"start={chosen.start}, delay={chosen.delay} and fragments={chosen.fragments}"
         raise ValueError(
-            "elastic=True has rounds of the whole model from the first step on, applied at once, and this one has "
-            f"start={chosen.start}, delay={chosen.delay} and fragments={chosen.fragments}; write 0, 0, 1 and no "
-            "local_schedule, or leave elastic out"
+            "elastic=True has rounds of the whole model from the first step on, applied at once, and this one "
+            f"{'is a local_schedule' if chosen.later else f'has {parts}'}; write 0, 0, 1 and no local_schedule, or "
+            "leave elastic out"
         )
     if not options.rollback:
         raise ValueError("elastic=True keeps errors of rounds that were missed; leave rollback=False out")

@@ -24,10 +24,10 @@ from gradwire.integrations.local.outer import OuterWeights
 from gradwire.integrations.local.report import LocalReport, summarize
 from gradwire.integrations.local.round_length import MeasuredRounds, UnevenSteps, check_rounds, take_rounds
 from gradwire.integrations.local.start import Start
-from gradwire.integrations.setup import Setup, feedback_after
+from gradwire.integrations.setup import Setup
 from gradwire.integrations.wire import Wire
 from gradwire.local.fragments import split_names
-from gradwire.local.method import LocalMethod, OuterFactory
+from gradwire.local.method import LocalMethod, OuterFactory, message_after
 
 
 class LocalSync:
@@ -66,6 +66,12 @@ class LocalSync:
         with errors_on_all_ranks(self.link):
             split_names(setup.parameters, chosen.fragments)
             check_rounds(chosen, self.link, uneven, measured)
+            if make is not None and _rates_change(chosen):
+                raise ValueError(
+                    "outer= makes an optimizer with a rate and momentum of its own, and these rounds change theirs; "
+                    "leave outer out, or write one rate and momentum, and let a scheduler of torch change the rate of "
+                    "outer.optimizer"
+                )
         self.measured = MeasuredRounds() if measured else None
         table = chosen.gradient_table
         self.start = Start(chosen, Wire(replace(setup), table) if table else None, setup.backend)
@@ -213,9 +219,8 @@ class LocalSync:
             made: Any = parse(spec) if isinstance(spec, str) else spec
             rounds = isinstance(made, LocalMethod)
             base, message = (made, made.message) if rounds else (self.schedule, made)
-            feedback = feedback_after(message, feedback, self.method.message.feedback)
             kept = {name: getattr(self.method, name) for name in ("start", "first", "fragments")}
-            chosen = replace(base, **kept).with_message(method(message, feedback, exchange))
+            chosen = replace(base, **kept).with_message(message_after(self.method.message, message, feedback, exchange))
             check_rounds(chosen, self.link, self.uneven_steps is not None, self.measured is not None)
         for wire in self.wires:
             wire.setup.note = f"; {chosen}{', uneven' * (self.uneven_steps is not None)}"
@@ -272,6 +277,10 @@ class LocalSync:
         """Leave an elastic group. A process group is the caller's."""
         if self.group is not None:
             self.group.mesh.close()
+
+
+def _rates_change(chosen: LocalMethod) -> bool:
+    return any((one.rate, one.momentum) != (chosen.rate, chosen.momentum) for _, one in chosen.later)
 
 
 def _refuse_change(group: ElasticGroup | None, spec: object) -> None:

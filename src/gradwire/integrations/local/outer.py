@@ -84,9 +84,11 @@ class OuterWeights:
 
     @torch.no_grad()
     def copy_from_model(self) -> None:
-        """Set the outer weights to those of the model, which are the same on all ranks."""
+        """In the start: take the model's weights, which are the same on all ranks, and this rank's own buffers."""
         for name in self._local:
             self.weights[name].copy_(self._part(name))
+        for name, x in self._local_buffers.items():
+            self.buffers[name].copy_(x)
 
     @torch.no_grad()
     def average_if_different(self, world: int, scope: Scope) -> RoundGenerator[int]:

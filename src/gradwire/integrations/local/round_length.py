@@ -107,10 +107,10 @@ def check_rounds(chosen: LocalMethod, link: Backend, uneven: bool, measured: boo
         raise ValueError(f"keep={chosen.keep} needs errors of each rank's own; write keep=0, or leave across out")
     option = "uneven=True" if uneven else "auto=True"
     if (uneven or measured) and (chosen.delay or chosen.fragments != 1 or chosen.later):
+        given = "is a local_schedule" if chosen.later else f"has delay={chosen.delay} and fragments={chosen.fragments}"
         raise ValueError(
-            f"{option} ends a round at once and for the whole model, and chooses its steps; this one has "
-            f"delay={chosen.delay} and fragments={chosen.fragments}; write delay=0, fragments=1 and no local_schedule, "
-            f"or leave {option} out"
+            f"{option} ends a round at once and for the whole model, and chooses its steps; this one {given}; write "
+            f"delay=0, fragments=1 and no local_schedule, or leave {option} out"
         )
     if uneven and measured:
         raise ValueError("auto=True measures one H, and uneven=True gives each rank its own; leave one of them out")

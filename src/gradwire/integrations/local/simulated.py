@@ -44,7 +44,11 @@ class SimulatedLocal:
             raise ValueError(
                 f"local_lockstep got {len(models)} models and {len(optimizers)} optimizers; pass one of each per worker"
             )
-        inner = [checked_optimizers(given, chosen, warn=rank == 0) for rank, given in enumerate(optimizers)]
+        refused = sorted({"uneven", "auto", "elastic"} & options.keys())
+        if refused:
+            raise ValueError(f"replicas of one process have one speed and one life; leave {refused[0]}= out")
+        pairs = zip(models, optimizers, strict=True)
+        inner = [checked_optimizers(given, chosen, model, warn=not i) for i, (model, given) in enumerate(pairs)]
         for model in models[1:]:
             model.load_state_dict(models[0].state_dict())
         self.group = lockstep_group(len(models), across)

@@ -1,0 +1,45 @@
+"""Inner optimizers: which ones `local` takes, and which it refuses."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fixtures
+import gradwire
+from local_fixtures import local_replicas
+
+
+def two_optimizers(net: nn.Module) -> list[torch.optim.Optimizer]:
+    first, second = ([p for p in net.parameters() if (p.dim() == 2) is wanted] for wanted in (True, False))
+    return [torch.optim.SGD(first, lr=0.1), torch.optim.AdamW(second, lr=0.01)]
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    net, other = fixtures.model(), fixtures.model()
+    with pytest.raises(ValueError, match=r"SGD steps no parameter of this model.*model\.parameters\(\)"):
+        gradwire.local(net, fixtures.sgd(other), "diloco(H=2)")
+    with pytest.raises(ValueError, match="SGD steps no parameter"):
+        gradwire.local(net, [*two_optimizers(net), fixtures.sgd(other)], "diloco(H=2)")
+    with pytest.raises(ValueError, match="SGD steps no parameter"):
+        gradwire.local_lockstep([net, other], [fixtures.sgd(net), fixtures.sgd(net)], "diloco(H=2)")
+
+
+def test_a_start_wants_all_optimizers() -> None:
+    """One that it does not know would step by the gradients of this rank alone."""
+    net = fixtures.model()
+    both = two_optimizers(net)
+    with pytest.raises(ValueError, match=r"'0\.bias' is stepped by none.*as a list"):
+        gradwire.local(net, both[0], "diloco(H=2, start=3)")
+    assert gradwire.local(net, both, "diloco(H=2, start=3)").starting
+    gradwire.local(net, both[0], "diloco(H=2)")
+    for name, p in net.named_parameters():
+        p.requires_grad_(not name.endswith("bias"))
+    assert gradwire.local(net, both[0], "diloco(H=2, start=3)").starting
+
+
+@pytest.mark.parametrize("option", [{"uneven": True}, {"auto": True}, {"elastic": True}])
+def test_replicas_of_one_process_refuse_what_needs_processes(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"leave {next(iter(option))}= out"):
+        local_replicas("diloco(H=2)", 2, **option)
