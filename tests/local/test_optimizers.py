@@ -39,6 +39,29 @@ def test_a_start_wants_all_optimizers() -> None:
     assert gradwire.local(net, both[0], "diloco(H=2, start=3)").starting
 
 
+def test_a_parameter_that_begins_to_train_is_refused_at_the_next_round() -> None:
+    net = fixtures.model()
+    net.get_parameter("0.weight").requires_grad_(False)
+    optimizer = fixtures.sgd(net)
+    outer = gradwire.local(net, optimizer, "diloco(H=2)")
+    for step in range(2):
+        fixtures.loss(net, 0, step).backward()
+        optimizer.step()
+        outer()
+    net.get_parameter("0.weight").requires_grad_(True)
+    outer()
+    with pytest.raises(RuntimeError, match=r"'0\.weight' began to train"):
+        outer()
+
+
+def test_steps_inside_of_averaged_are_refused() -> None:
+    nets, _, outer = local_replicas("diloco(H=2)", 1)
+    with outer.ranks[0].averaged(), pytest.raises(RuntimeError, match=r"averaged\(\)"):
+        outer()
+    outer()
+    assert outer.ranks[0].steps == 1 and nets[0].training
+
+
 @pytest.mark.parametrize("option", [{"uneven": True}, {"auto": True}, {"elastic": True}])
 def test_replicas_of_one_process_refuse_what_needs_processes(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"leave {next(iter(option))}= out"):

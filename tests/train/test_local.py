@@ -1,13 +1,16 @@
 """Recipes whose workers take local steps: in one process or in several, resumed, planned."""
 
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from gradwire_lab.cli.main import app
 from gradwire_lab.train import run_modes
+from gradwire_lab.train.display import summary
 from gradwire_lab.train.recipe_files import load
 from gradwire_lab.train.record import open_folder
 from gradwire_lab.train.run_folder import read
@@ -57,6 +60,10 @@ def test_local_steps_learn_digits(tmp_path: Path) -> None:
     )
     final = train(recipe, 4, tmp_path)
     assert final["value"] > 0.8 and final["payload_ratio"] > 15
+    console = Console(file=StringIO(), width=150)
+    for since, words in ((final["since_round"], ""), (3, "the last 3 steps ended no round")):
+        console.print(summary({**final, "since_round": since}))
+        assert words in console.file.getvalue() and ("ended no round" in console.file.getvalue()) is bool(words)
     score = evaluate(tmp_path, load(tmp_path / "recipe.toml"), "last", "test", "cpu")
     assert score.value == pytest.approx(final["value"])  # of outer weights
 
@@ -68,7 +75,11 @@ def test_rounds_that_change_go_on_where_they_were_stopped(stop: int, tmp_path: P
     through = train(recipe_of("digits", spec, "train.iterations=10"), 2, tmp_path / "through")
     train(recipe_of("digits", spec, f"train.iterations={stop}"), 2, tmp_path / "broken")
     resumed = train(recipe_of("digits", spec, "train.iterations=10"), 2, tmp_path / "broken", resume=True)
-    assert through["rounds"] == resumed["rounds"] == 4 and through["payload"] == resumed["payload"]
+    assert (
+        through["since_round"] == 0
+        and through["rounds"] == resumed["rounds"] == 4
+        and through["payload"] == resumed["payload"]
+    )
     for rank in range(2):
         mine, theirs = (saved(tmp_path / name, f"rank-{rank}.safetensors") for name in ("through", "broken"))
         assert [key for key in mine if key != "loss" and not torch.equal(mine[key], theirs[key])] == []

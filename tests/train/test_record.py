@@ -36,6 +36,13 @@ def test_tensorboard_draws_what_was_recorded(tmp_path):
     assert set(curves["loss"]) == {1, 2, 4, 6, 8, 10}
 
 
+def test_curves_of_local_steps_are_drawn_by_round_too(tmp_path):
+    train(recipe_of("digits", "local.spec=diloco(H=4)"), 2, tmp_path)
+    curves = scalars(tmp_path)
+    assert set(curves["loss"]) == {1, 2, 4, 6, 8, 10}
+    assert curves["by_round/loss"] == {1: curves["loss"][6], 2: curves["loss"][10]}  # the last one of a round
+
+
 def step_record(step: int, loss: float) -> dict[str, Any]:
     return {"event": "step", "step": step, "epoch": step / 10, "loss": loss, "lr": 0.1}
 

@@ -130,6 +130,9 @@ def summary(final: Record) -> Table:
     table.add_row("seconds", f"{final['seconds']:.1f}, of which {parts}")
     if final["skipped"]:
         table.add_row("skipped", f"{final['skipped']} steps, whose gradients were not finite")
+    if left := final.get("since_round"):
+        lost = f"the last {left} steps ended no round" if left > 1 else "the last step ended no round"
+        table.add_row("lost", f"{lost}, and the outer weights, which were evaluated, lack what was learned in them")
     return table
 
 

@@ -123,7 +123,8 @@ class LocalRows:
         (sent, received, payload, dense, rounds, skipped), world = self.counters()[0], len(self.hosts)
         ring = 2 * (world - 1) / world * dense
         bytes_and_seconds = account(sent, received, payload, dense, ring, self.ranks[0].wire.clock)
-        return {**bytes_and_seconds, "rounds": int(rounds), "skipped": int(skipped)}
+        since = max(fragment.age for fragment in self.ranks[0].fragments)
+        return {**bytes_and_seconds, "rounds": int(rounds), "skipped": int(skipped), "since_round": since}
 
     def state_dicts(self) -> list[dict[str, Tensor]]:
         self._write(self._rows)  # the model of a process may show another, which was evaluated

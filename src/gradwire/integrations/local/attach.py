@@ -26,7 +26,7 @@ from gradwire.integrations.elastic_place import LOOPBACK, ElasticPlace, elastic_
 from gradwire.integrations.entry_point import COMPRESS
 from gradwire.integrations.local.elastic import ElasticGroup, elastic_method
 from gradwire.integrations.local.handle import LocalSync
-from gradwire.integrations.model import is_plain, refuse_sparse, refuse_wrapped, trainable
+from gradwire.integrations.model import is_plain, refuse_later, refuse_sparse, refuse_wrapped, trainable
 from gradwire.integrations.optimizer_warning import OptimizerWarning
 from gradwire.integrations.ownership import refuse_wires, register_local
 from gradwire.integrations.setup import Options, Setup
@@ -161,7 +161,8 @@ def _local_elastic(
     shapes = {name: tuple(p.shape) for name, p in parameters.items()}
     group = ElasticGroup(place, f"{chosen}; {options}; {shapes}", numbers)
     try:
-        handle = LocalSync(model, Setup(parameters, group.link, options), chosen, outer, outer_device, group=group)
+        setup = Setup(parameters, group.link, options, check_model=_later(model))
+        handle = LocalSync(model, setup, chosen, outer, outer_device, group=group)
         group.begin(handle)
     except BaseException:
         group.mesh.close()
@@ -243,4 +244,9 @@ def setup_of(model: nn.Module, backend: Backend, options: Options, sharded: bool
     shared = dict((*model.named_parameters(), *model.named_buffers()))
     accepts = (lambda _: True) if sharded else is_plain
     parameters = trainable(model.named_parameters(), accepts)
-    return Setup(parameters, backend, options, shared=shared, sharded=sharded)
+    return Setup(parameters, backend, options, shared=shared, check_model=_later(model, sharded), sharded=sharded)
+
+
+def _later(model: nn.Module, sharded: bool = False) -> Callable[[], None]:
+    """Refuse, at the next round, parameters that begin to train: no message would have them."""
+    return partial(refuse_later, model, {id(p) for p in model.parameters() if p.requires_grad}, sharded)

@@ -155,6 +155,10 @@ class LocalSync:
     def advance(self) -> list[Fragment]:
         """Count an inner step. Returns the fragments whose messages are due."""
         self.start.require_averaged(self.steps)
+        if self.outer.is_shown:
+            raise RuntimeError(
+                "outer() was called inside of averaged(), which takes steps back at its end; train outside"
+            )
         self.unfinished.clear()
         self.steps += 1
         if self.steps <= self.method.start:

@@ -23,6 +23,7 @@ class OuterWeights:
         optimizer: Steps the weights by the mean difference.
         kept: By how much the model was ahead of the weights when the round began, by name; nothing, unless the method
             keeps errors.
+        is_shown: Whether the model has the outer weights, for evaluation.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class OuterWeights:
         self._given = make is not None
         self.optimizer = (make or method.outer)(list(self.weights.values()))
         self.kept: dict[str, Tensor] = {}
+        self.is_shown = False
 
     @torch.no_grad()
     def differences(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
@@ -128,11 +130,12 @@ class OuterWeights:
         own, kept = self.model_tensors(), self.kept
         self.restart()
         self.restart_buffers()
+        self.is_shown = True
         try:
             yield
         finally:
             self.load_model_tensors(own)
-            self.kept = kept
+            self.kept, self.is_shown = kept, False
 
     def configure(self, method: LocalMethod) -> None:
         """Take over another method's rate and momentum, unless the optimizer is the user's own; the state stays."""
