@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import typer
 
+from gradwire.core.spec import parse
 from gradwire_lab.cli.main import app
+from gradwire_lab.train.compare import arms
+from gradwire_lab.train.recipe_files import resolve
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -75,3 +78,13 @@ def test_commands_are_found_and_mistakes_are_noticed() -> None:
     assert len(SHOWN) > 25 and len(NAMED) > 60
     assert "--sped" in refusal(["train", "--sped", "int8"]) and "trian" in refusal(["trian"])
     assert unknown(["train", "--sped", "int8"]) == ["--sped"] and unknown(["trian"]) and unknown(["bench", "setp"])
+
+
+LISTS = [words[words.index("--specs") + 1] for _, words in SHOWN + NAMED if "compare" in words and "--specs" in words]
+
+
+@pytest.mark.parametrize("specs", [text for text in LISTS if "..." not in text])
+def test_lists_of_specs_are_lists_of_specs(specs: str) -> None:
+    for arm in arms(specs):
+        assert parse(arm.spec)
+        resolve(["digits"], [f"sync.spec={arm.spec}", *(key for key in arm.overrides if "median" not in key)])

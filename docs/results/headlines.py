@@ -97,9 +97,13 @@ def figure(rows: list[dict[str, object]], title: str, caption: list[str], axis: 
         altair.Y("name:N", sort=None, title=None).axis(labelLimit=400, labelFontSize=12, grid=True)
     )
     color = altair.value("#1f5fbf")
-    bars = chart.mark_rule(strokeWidth=3).encode(altair.X("low:Q", title=axis), altair.X2("high:Q"), color=color)
+    bars = chart.mark_rule(strokeWidth=3).encode(
+        altair.X("low:Q", title=axis).axis(labelFlush=False), altair.X2("high:Q"), color=color
+    )
     points = chart.mark_point(filled=True, size=80, opacity=1).encode(altair.X("mean:Q"), color=color)
-    numbers = chart.mark_text(dy=-11, fontSize=11).encode(altair.X("mean:Q"), altair.Text("mean:Q", format="+.2f"))
+    written = chart.encode(altair.X("mean:Q"), altair.Text("mean:Q", format="+.2f"))
+    halo = written.mark_text(dy=-11, fontSize=11, stroke="white", strokeWidth=5)  # the line at 0 crosses no number
+    numbers = halo + written.mark_text(dy=-11, fontSize=11)
     level = altair.Chart(altair.Data(values=[{"mean": 0}])).mark_rule(strokeDash=[4, 3]).encode(altair.X("mean:Q"))
     return (level + bars + points + numbers).properties(
         width=440,

@@ -161,6 +161,7 @@ def test_show_takes_feedback_and_exchange():
         (["topk(0,01)"], "decimals have a point, not a comma"),
         (["topk(1%)"], "0.01 for one percent"),
         (["topk(0.01) + sign"], "stages are joined by |"),
+        (["int4; exchange=two_way"], "exchange stands beside a spec, as the argument exchange= or as --set"),
         (["fp32, sign"], "specs of a list are separated by semicolons"),
         (["residual"], "not a way to compress"),
         (["topk(0.01)", "--exchange", "allreduce"], "allreduce adds payloads"),

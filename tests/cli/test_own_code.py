@@ -73,6 +73,20 @@ def test_the_example_of_the_page_on_plots_is_compared_without_a_recipe(home: Pat
     assert (home / "runs" / "mine-int8-0").is_dir() and (home / "runs" / "mine-results.md").is_file()
 
 
+def test_a_training_without_a_recipe_has_the_name_of_the_models_file(home: Path) -> None:
+    words = ["--model", "mine.py:make", "--set", "data.name=mine.py:data", "--set", "train.iterations=1"]
+    assert run("train", *words, "--in-process", "2", "--suffix", "quick").exit_code == 0
+    assert [folder.name for folder in (home / "runs").iterdir()] == ["mine-quick-0"]
+
+
+def test_a_class_that_lacks_a_method_is_refused_where_it_is_registered(home: Path) -> None:
+    lines = (home / "crowd.py").read_text()
+    (home / "crowd.py").write_text(lines[: lines.index("    @property")])
+    refused = run("show", "crowd", "--import", "crowd.py")
+    assert refused.exit_code == 2
+    assert "Crowd'> lacks traits, which every quantizer has; write for example traits = Traits()" in refused.stderr
+
+
 def test_compare_trains_a_model_of_ones_own(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[list[str]] = []
 

@@ -69,6 +69,7 @@ def test_every_link_reads_back_as_itself(rate: float | None, delay: float, share
         ("1e300gbit", "impossible"),
         ("100mbps", "'mbps' in '100mbps' is no unit of rate; use tbit, gbit, mbit, kbit, bit"),
         ("100", "'100' has no unit; append tbit, gbit, mbit, kbit, bit"),
+        ("100mbit,5", "'5' has no unit; append tbit, gbit, mbit, kbit, bit, or for a delay s, ms, us"),
         ("fast", "cannot read 'fast'"),
         ("", "cannot read ''"),
         ("-20ms", "a time of -0.02 s is impossible"),

@@ -89,6 +89,10 @@ def test_specs_are_parted_and_may_carry_settings() -> None:
         Arm("fp32"),
         Arm("topk(0.01)|sign", ("optimizer.lr=0.1", "sync.granularity=model")),
     )
+    assert arms("fp32; int4; exchange=two_way; bundle=none @ optimizer.lr=0.1") == (
+        Arm("fp32"),
+        Arm("int4", ("sync.exchange=two_way", "sync.bundle=none", "optimizer.lr=0.1")),
+    )
     with pytest.raises(ValueError, match="no spec"):
         arms(" ; ")
     with pytest.raises(ValueError, match="share a run folder"):

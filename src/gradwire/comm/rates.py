@@ -114,6 +114,9 @@ class LinkSpec:
         parts: dict[str, list[float]] = {"rate": [], "time": [], "loss": []}
         for part in text.split(","):
             unit = _split(part)[1]
+            if not unit:
+                units = f"{', '.join(RATE.units)}, or for a delay {', '.join(TIME.units)}"
+                raise ValueError(f"{part.strip()!r} has no unit; append {units}")
             quantity = TIME if unit in TIME.units else LOSS if unit == "%" else RATE
             parts[quantity.name].append(quantity.parse(part))
         rates, times, losses = parts.values()

@@ -26,13 +26,16 @@ def register(name: str, kind: str) -> Callable[[T], T]:
     A file that is imported again, or a cell of a notebook that is run again, replaces what it registered before.
 
     Raises:
-        ValueError: The name is registered already.
+        ValueError: The name is registered already, or the class lacks a method.
     """
     assert kind in KINDS, kind
 
     def enter(entry: T) -> T:
         if name in _ENTRIES and _origin(_ENTRIES[name][1]) != _origin(entry):
             raise ValueError(f"the name {name!r} is registered twice; pick another for {entry!r}")
+        if lacking := sorted(getattr(entry, "__abstractmethods__", ())):
+            missing, example = " and ".join(lacking), "; write for example traits = Traits()" * ("traits" in lacking)
+            raise ValueError(f"{entry!r} lacks {missing}, which every {kind} has{example}")
         if isinstance(entry, type) and "__dataclass_fields__" not in vars(entry):
             dataclass(frozen=True)(entry)
         assert callable(entry)

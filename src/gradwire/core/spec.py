@@ -45,6 +45,9 @@ def _hint(text: str) -> str:
         return ": decimals have a point, not a comma"
     if "%" in text:
         return ": a share is a number, 0.01 for one percent"
+    if option := re.search(r";\s*(\w+)\s*=", text):
+        name = option[1]
+        return f": {name} stands beside a spec, as the argument {name}= or as --set sync.{name}=VALUE"
     if text.count("(") != text.count(")"):
         return ": it opens and closes different numbers of parentheses"
     return ""

@@ -18,7 +18,7 @@ from gradwire_lab.cli.options import AllowCode, Data, Devices, InProcess, Model,
 from gradwire_lab.cli.output import refuse, refusing, show
 from gradwire_lab.report.load import finished
 from gradwire_lab.report.run_groups import Group, Task
-from gradwire_lab.report.slug import run_title
+from gradwire_lab.report.slug import USUAL, run_title
 from gradwire_lab.report.statistics import Estimate
 from gradwire_lab.report.summary import RATIOS, cells, columns, headline
 from gradwire_lab.report.table import markdown_with_note
@@ -30,7 +30,6 @@ from gradwire_lab.train.recipe import Recipe, SyncTable
 from gradwire_lab.train.recipe_files import resolve, toml_files
 from gradwire_lab.train.user_files import hashes, named_files
 
-USUAL = ["digits"]  # the recipe, where none is named
 # What a narrow terminal does without, first to last.
 SPARE = ("ranks", "seeds", "95 % interval", "payload ratio", "sent by a rank", "wall time", "wire ratio")
 
@@ -39,7 +38,8 @@ def compare(
     specs: Annotated[
         str,
         typer.Option(
-            help="Specs, separated by semicolons; the first is the baseline. 'SPEC @ key=value' sets a key for one."
+            help="Specs, separated by semicolons; the first is the baseline. 'SPEC; exchange=two_way' sets a key of "
+            "[sync] for one, 'SPEC @ optimizer.lr=0.1' any key."
         ),
     ],
     recipes: RecipeNames = None,
@@ -68,8 +68,8 @@ def compare(
     resumed, so the same command continues where it stopped. With --model and without a recipe, folders have the name of
     the model's file, and the settings of the recipe digits hold.
     """
-    name = run_title(recipes or ()) or Path(model.partition(":")[0]).stem or run_title(USUAL)
-    recipes = recipes or USUAL
+    name = run_title(recipes or (), model)
+    recipes = recipes or list(USUAL)
     deadline = None if budget_seconds is None else time.monotonic() + budget_seconds
     named = {"--data": data, "--workers": workers, "--in-process": in_process, "--devices": devices}
     options = [part for name, value in named.items() if value for part in (name, str(value))]

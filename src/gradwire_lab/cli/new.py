@@ -43,7 +43,7 @@ def _write(kind: str, name: str, folder: Path, shown: str) -> None:
         if not re.fullmatch(r"[a-z]\w*", name):
             raise ValueError(f"{name!r} may not stand in a spec; write small letters, digits and underscores")
         if name in registered():
-            raise ValueError(f"there is a {name!r} already; pick another name")
+            raise ValueError(f"the name {name!r} is taken already; pick another name")
         if path.exists():
             raise ValueError(f"{path} is there already; pick another name or --folder")
         folder.mkdir(parents=True, exist_ok=True)

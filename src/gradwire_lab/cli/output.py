@@ -31,7 +31,7 @@ def make_table(
 
 def show(*parts: RenderableType | Callable[[int], Table], width: int = _WIDTH) -> None:
     """Print for a terminal, or in a fixed width. What is made for a width is made for this one."""
-    console = Console(width=None if sys.stdout.isatty() else width)
+    console = Console(width=None if sys.stdout.isatty() else width, highlight=False)  # no colors inside of numbers
     for part in (part(console.width) if callable(part) else part for part in parts):
         unlimited = console.options.update(width=10_000)
         wide = isinstance(part, Table) and Measurement.get(console, unlimited, part).minimum > console.width

@@ -31,7 +31,7 @@ from gradwire_lab.cli.plan import parts
 from gradwire_lab.launch import RankError
 from gradwire_lab.launcher_env import launcher_rank
 from gradwire_lab.report.run_log import parsed
-from gradwire_lab.report.slug import run_title
+from gradwire_lab.report.slug import USUAL, run_title
 from gradwire_lab.signals import sigterm_interrupts
 from gradwire_lab.train import checkpoint, run_modes
 from gradwire_lab.train.display import Display
@@ -74,9 +74,10 @@ def train(
     """Train a recipe.
 
     --workers starts processes on this machine. Under torchrun, mpirun, horovodrun or srun, the command is one rank.
-    --in-process simulates workers in lockstep on one device, with the same arithmetic and the same bytes.
+    --in-process simulates workers in lockstep on one device, with the same arithmetic and the same bytes. With --model
+    and without a recipe, the folder has the name of the model's file, and the settings of the recipe digits hold.
     """
-    names = recipes or ["digits"]
+    names, title = recipes or list(USUAL), run_title(recipes or (), model)
     with refusing("train", ValueError, OSError):
         if link and in_process:
             raise ValueError("simulated workers have no link to emulate; leave --link or --in-process out")
@@ -87,8 +88,8 @@ def train(
         if not in_process:
             # A bad link is an error here, and not of every rank.
             set_emulated_link(link or os.environ.get(VARIABLE, ""))
-        place = folder or runs / "-".join(filter(None, (run_title(names), suffix, str(recipe.train.seed))))
-        job = TrainJob(recipe, place, (), resume, run_title(names))
+        place = folder or runs / "-".join(filter(None, (title, suffix, str(recipe.train.seed))))
+        job = TrainJob(recipe, place, (), resume, title)
         _start(job, workers, in_process, devices, overwrite)
 
 
@@ -126,7 +127,7 @@ def plan(
     """Print what a training would do: steps, optimizer, lanes, and the bytes of a step."""
     with refusing("plan", ValueError, OSError):
         keys = {"sync.spec": spec, "data.root": data or None, "model.name": model or None}
-        recipe = _resolve(recipes or ["digits"], overrides, keys, allow_code)
+        recipe = _resolve(recipes or list(USUAL), overrides, keys, allow_code)
         if toml:
             typer.echo(dumps(recipe), nl=False)
             return

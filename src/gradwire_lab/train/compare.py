@@ -5,6 +5,7 @@ resumes from its checkpoint; and what is left when the time is up waits for the 
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -83,15 +84,18 @@ class Progress:
 
 
 def arms(text: str) -> tuple[Arm, ...]:
-    """Read ``"fp32; topk(0.01) @ sync.granularity=model"``: semicolons separate specs, @ settings.
+    """Read ``"fp32; int4; exchange=two_way; topk(0.01) @ optimizer.lr=0.02"``.
+
+    Semicolons separate specs, and a spec from keys of ``[sync]``. An @ stands before any other key.
 
     Raises:
         ValueError: There is no spec, or one twice.
     """
     parsed = []
     for part in split_specs(text):
-        spec, *overrides = (piece.strip() for piece in part.split("@"))
-        parsed.append(Arm(spec, tuple(overrides)))
+        spec, *rest = re.split("([;@])", part)
+        settings = ("sync." * (mark == ";") + key.strip() for mark, key in zip(rest[::2], rest[1::2], strict=True))
+        parsed.append(Arm(spec.strip(), tuple(settings)))
     if not parsed:
         raise ValueError("there is no spec to compare; write for example --specs 'fp32; topk(0.01)|sign'")
     by_folder: dict[str, Arm] = {}
