@@ -374,6 +374,53 @@ def test_any_other_optimizer_is_refused(make: Any) -> None:
         gradwire.compress(model, "onebit_adam", optimizer=optimizer)
 
 
+def one_step(model: nn.Module, wire: gradwire.Wire, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    loss(model, 0, step).backward()
+    wire()
+    optimizer.step()
+
+
+def test_another_adamw_than_the_given_one_is_refused() -> None:
+    model = Net()
+    given, other = gradwire.AdamW(model.parameters()), gradwire.AdamW(model.parameters())
+    wire = gradwire.compress(model, "onebit_adam(start=2)", optimizer=given)
+    with pytest.raises(ValueError, match=r"another gradwire\.AdamW"):
+        one_step(model, wire, other, 0)
+
+
+def test_an_adamw_of_some_parameters_is_refused() -> None:
+    model = Net()
+    with pytest.raises(ValueError, match=r"does not step 'second\.weight'"):
+        gradwire.compress(model, "onebit_adam", optimizer=gradwire.AdamW(model.first.parameters()))
+    rule = gradwire.Rule("int4", name="second.weight")
+    gradwire.compress(model, "onebit_adam", optimizer=gradwire.AdamW(model.first.parameters()), rules=[rule])
+
+
+def test_a_parameter_without_a_variance_is_named() -> None:
+    model = Net()
+    optimizer = gradwire.AdamW(model.parameters())
+    wire = gradwire.compress(model, "onebit_adam(start=0)", optimizer=optimizer)
+    with pytest.raises(RuntimeError, match=r"not stepped '(first|second)\.weight' yet.*requires_grad_\(False\)"):
+        one_step(model, wire, optimizer, 0)
+
+
+def test_a_wire_that_goes_on_without_its_optimizers_state_says_so() -> None:
+    state: dict[str, Tensor] = {}
+    for _ in range(2):
+        model = Net()
+        optimizer = gradwire.AdamW(model.parameters())
+        wire = gradwire.compress(model, "onebit_adam(start=2, per=32)", optimizer=optimizer)
+        if state:
+            wire.load_state_dict(state)
+            with pytest.raises(RuntimeError, match="load the optimizer's state beside the wire's"):
+                one_step(model, wire, optimizer, 3)
+            return
+        for step in range(3):
+            one_step(model, wire, optimizer, step)
+        state = wire.state_dict()
+
+
 def test_another_beta_is_refused() -> None:
     model = Net()
     with pytest.raises(ValueError, match=r"0\.8"):
@@ -425,6 +472,48 @@ def test_specs_that_starve_an_adaptive_optimizer_are_warned_of_once(spec: str, m
     with pytest.warns(gradwire.OptimizerWarning, match=make.__name__) as seen:
         step_once(spec, make)
     assert len([one for one in seen if one.category is gradwire.OptimizerWarning]) == 1
+
+
+class Own(torch.optim.Optimizer):
+    """Its options say nothing of the second moment that it keeps."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                square = self.state[p].setdefault("exp_avg_sq", torch.zeros_like(p))
+                square.lerp_(p.grad.square(), 0.01)
+                p.addcdiv_(p.grad, square.sqrt() + 1e-8, value=-group["lr"])
+
+
+@pytest.mark.parametrize("make", [Own, torch.optim.Adadelta, torch.optim.Adafactor])
+def test_an_optimizer_whose_state_alone_tells_is_warned_of_in_its_second_step(make: Any) -> None:
+    with pytest.warns(gradwire.OptimizerWarning, match=make.__name__) as seen:
+        step_once("topk(0.01) | sign", make)
+    assert len([one for one in seen if one.category is gradwire.OptimizerWarning]) == 1
+
+
+class Muon(Own):
+    """Muon itself takes matrices alone."""
+
+
+class Mixed(torch.optim.SGD):
+    """Its first group is stepped without a second moment."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        first, *others = params
+        super().__init__([{"params": [first]}, {"params": others, "betas": (0.9, 0.95)}], lr)
+
+
+@pytest.mark.parametrize(("make", "remedy"), [(Mixed, "onebit_adam"), (Muon, "gradwire.local(model, optimizer, ")])
+def test_any_group_counts_and_muon_has_a_remedy_of_its_own(make: Any, remedy: str) -> None:
+    with pytest.warns(gradwire.OptimizerWarning) as seen:
+        step_once("topk(0.01) | sign", make)
+    (text,) = [str(one.message) for one in seen if one.category is gradwire.OptimizerWarning]
+    assert remedy in text and ("'int4'" in text) == (make is Mixed)
 
 
 @pytest.mark.parametrize(

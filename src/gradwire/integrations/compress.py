@@ -18,6 +18,7 @@ from gradwire.engine import Rule, Spec
 from gradwire.engine.plan import BUCKET_BYTES
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
+from gradwire.integrations.adamw_checks import check_optimizer
 from gradwire.integrations.auto import described_link
 from gradwire.integrations.consistency import errors_on_all_ranks, find_backend
 from gradwire.integrations.ddp import find_ddp, find_replicated, make_wire, refuse_replicated
@@ -25,7 +26,7 @@ from gradwire.integrations.entry_point import COMPRESS, EntryPoint
 from gradwire.integrations.model import is_plain, is_whole, refuse_later, refuse_sparse, refuse_wrapped, trainable
 from gradwire.integrations.optimizer import check_at_first_step
 from gradwire.integrations.ownership import refuse_averaged, refuse_local
-from gradwire.integrations.preconditioning import attach_optimizer, check_optimizer
+from gradwire.integrations.preconditioning import attach_optimizer
 from gradwire.integrations.setup import Options, Setup, check_options
 from gradwire.integrations.wire import Wire
 
