@@ -160,6 +160,59 @@ def test_methods_equal_their_recursions(spec: str, options: dict[str, Any], meth
     close(found.weights(), plain(method, STEPS, floor))
 
 
+def gradient(weight: Tensor, rank: int, step: int) -> Tensor:
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    x, y = torch.randn(16, 24, generator=draw), torch.randn(16, 16, generator=draw)
+    (grad,) = torch.autograd.grad((x @ weight.T - y).square().mean(), weight)
+    return grad
+
+
+def two_legs(weight: Tensor, steps: int, *, divide_first: bool) -> Tensor:
+    """1-bit Adam, its Algorithm 1: workers and servers, each with an error. A server has a third of the matrix."""
+    m, v, d = (torch.zeros_like(weight) for _ in range(3))
+    errors, served = [torch.zeros_like(weight) for _ in range(WORLD)], torch.zeros_like(weight)
+    for step in range(steps):
+        grads = [gradient(weight, rank, step) for rank in range(WORLD)]
+        if step < START:
+            g = sum(grads) / WORLD
+            m, v = BETA * m + (1 - BETA) * g, 0.999 * v + 0.001 * g * g
+            move = m / ((v / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8)
+        else:
+            if step == START:
+                d = floored(v, START, 0.1)
+                m = m / d if divide_first else m
+            sent = []
+            for rank in range(WORLD):
+                target = BETA * m + (1 - BETA) * (grads[rank] / d if divide_first else grads[rank]) + errors[rank]
+                sent.append(sign(target, 32))
+                errors[rank] = target - sent[-1]
+            target = sum(sent) / WORLD + served
+            m = sign(target, 32)
+            served = target - m
+            move = m if divide_first else m / d
+        with torch.no_grad():
+            weight.mul_(1 - RATE * DECAY).sub_(RATE / (1 - BETA ** (step + 1)) * move)
+    return weight.detach()
+
+
+@pytest.mark.parametrize("divide", ["before", "after"])
+def test_onebit_adam_keeps_the_errors_of_workers_and_servers(divide: str) -> None:
+    models = [nn.Linear(24, 16, bias=False) for _ in range(WORLD)]
+    optimizers = [gradwire.AdamW(model.parameters(), RATE, weight_decay=DECAY) for model in models]
+    spec = f"onebit_adam(start={START}, per=32, first=fp32, divide={divide!r})"
+    workers = gradwire.lockstep(models, spec, optimizers=optimizers)
+    expected = two_legs(models[0].weight.detach().clone().requires_grad_(), STEPS, divide_first=divide == "before")
+    for step in range(STEPS):
+        for rank, model in enumerate(models):
+            model.weight.grad = gradient(model.weight, rank, step)
+        workers()
+        for optimizer in optimizers:
+            optimizer.step()
+    for model in models:
+        close([model.weight.detach()], [expected])
+    assert any("served" in name for name in workers.wires[0].state_dict())
+
+
 SPECS = [
     f"onebit_adam(start={START}, per=32)",
     f"onebit_adam(start={START}, per=32, divide='after')",
@@ -288,6 +341,32 @@ def test_parameters_of_16_bits_are_rounded_once_a_step() -> None:
     momentum = model.second.weight.grad.float() / denominator / (1 - BETA**2)
     expected = before.float() * (1 - RATE * DECAY) - RATE * momentum
     torch.testing.assert_close(model.second.weight.detach(), expected.bfloat16(), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("spec", SPECS[:4])
+def test_a_scaler_changes_nothing_of_accumulated_and_clipped_steps(spec: str, fused: bool) -> None:
+    nets = [Net(), Net()]
+    one = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    for model, scaler in zip(nets, (None, one), strict=True):
+        optimizer = gradwire.AdamW(model.parameters(), RATE, weight_decay=DECAY, fused=fused)
+        wire = gradwire.compress(model, spec, optimizer=optimizer, scaler=scaler)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for part in (0, 1):  # two passes make a step
+                whole = loss(model, part, step) / 2
+                (whole if scaler is None else scaler.scale(whole)).backward()
+            wire()
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+    assert one.get_scale() > 2.0**10
+    assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
 
 
 @pytest.mark.parametrize("divide", ["before", "after"])

@@ -145,6 +145,15 @@ def onebit_adam(rank: int, world: int, folder: Path) -> None:
         assert equal(after.wire, net, loop(rank, world, epochs=2, spec=spec)), "resuming changes nothing"
 
 
+def warned_once(rank: int, world: int, folder: Path) -> None:
+    """Though the callback checks the optimizer when a fit begins, and the wire checks it when it steps."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fit(rank, world, adaptive=True)
+    found = [str(one.message) for one in seen if one.category is gradwire.OptimizerWarning]
+    assert len(found) == (rank == 0) and all("configure_optimizers" in text for text in found), found
+
+
 def scaled(rank: int, world: int, folder: Path) -> None:
     """Lightning's GradScaler, and an overflow on one rank, which makes both back off."""
     from lightning.pytorch.callbacks import LambdaCallback
@@ -266,6 +275,7 @@ def local_steps(rank: int, world: int, folder: Path) -> None:
 
 TWO_RANKS = {
     "onebit_adam": onebit_adam,
+    "warned once": warned_once,
     "local steps": local_steps,
     "two epochs": two_epochs,
     "accumulated and clipped": accumulated,
