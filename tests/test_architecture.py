@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adapters": {"integrations"},  # old names, for one release
     "perf_model": BELOW_ENGINE | {"engine", "local"},  # it weighs rounds of local steps as well
     "autotune": LIBRARY | {"perf_model"},  # `auto` decides by the same costs as `advise`
-    "train": LIBRARY | {"report", "perf_model", "autotune"},  # `compare` reads its run folders back
+    "train": LIBRARY | {"optim", "report", "perf_model", "autotune"},  # `compare` reads its run folders back
     "bench": LIBRARY | {"optim", "train", "network", "perf_model", "autotune"},  # it measures training steps, on hosts
     "network": LIBRARY,
     "report": set(),

@@ -122,6 +122,21 @@ def test_show_expands_a_preset_by_step():
         assert f"topk({ratio}) | fp32 | rice" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("topk(0.01) | sign", "SGD; it starves AdamW"),
+        ("powersgd(2)", "SGD; it starves AdamW"),
+        ("zero_one_adam", "gradwire.AdamW"),
+        ("dgc(0.001)", "gradwire.SGD, or SGD without momentum"),
+        ("int4", None),
+    ],
+)
+def test_show_names_the_optimizer(spec: str, words: str | None):
+    text = " ".join(run("show", spec).stdout.split())
+    assert "optimizer" not in text if words is None else f"optimizer {words}" in text
+
+
 def test_show_counts_low_rank_factors():
     done = run("show", "powersgd(2)", "--workers", "8")
     assert "16,000 bytes for a million parameters, 250.0x" in done.stdout  # 2 * (1000 + 1000) float32

@@ -59,6 +59,8 @@ def test_a_plan_needs_no_data(words, said):
 
 
 def test_a_plan_says_from_which_step_its_lanes_are():
+    starved = run("plan", "pydoc-gpt", "--spec", "topk(0.01)").stdout
+    assert "AdamW normalizes them" in starved and "AdamW normalizes" not in run("plan", "pydoc-gpt").stdout
     ramped = run("plan", "digits", "--spec", "dgc(0.01)", "--set", "sync.ramp=5").stdout
     assert "lanes from step 100 on" in ramped  # 20 steps an epoch
     short = run("plan", "digits", "--spec", "dgc(0.01)", "--set", "sync.ramp=5", "--set", "train.iterations=50").stdout

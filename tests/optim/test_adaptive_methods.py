@@ -160,6 +160,59 @@ def test_methods_equal_their_recursions(spec: str, options: dict[str, Any], meth
     close(found.weights(), plain(method, STEPS, floor))
 
 
+def gradient(weight: Tensor, rank: int, step: int) -> Tensor:
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    x, y = torch.randn(16, 24, generator=draw), torch.randn(16, 16, generator=draw)
+    (grad,) = torch.autograd.grad((x @ weight.T - y).square().mean(), weight)
+    return grad
+
+
+def two_legs(weight: Tensor, steps: int, *, divide_first: bool) -> Tensor:
+    """1-bit Adam, its Algorithm 1: workers and servers, each with an error. A server has a third of the matrix."""
+    m, v, d = (torch.zeros_like(weight) for _ in range(3))
+    errors, served = [torch.zeros_like(weight) for _ in range(WORLD)], torch.zeros_like(weight)
+    for step in range(steps):
+        grads = [gradient(weight, rank, step) for rank in range(WORLD)]
+        if step < START:
+            g = sum(grads) / WORLD
+            m, v = BETA * m + (1 - BETA) * g, 0.999 * v + 0.001 * g * g
+            move = m / ((v / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8)
+        else:
+            if step == START:
+                d = floored(v, START, 0.1)
+                m = m / d if divide_first else m
+            sent = []
+            for rank in range(WORLD):
+                target = BETA * m + (1 - BETA) * (grads[rank] / d if divide_first else grads[rank]) + errors[rank]
+                sent.append(sign(target, 32))
+                errors[rank] = target - sent[-1]
+            target = sum(sent) / WORLD + served
+            m = sign(target, 32)
+            served = target - m
+            move = m if divide_first else m / d
+        with torch.no_grad():
+            weight.mul_(1 - RATE * DECAY).sub_(RATE / (1 - BETA ** (step + 1)) * move)
+    return weight.detach()
+
+
+@pytest.mark.parametrize("divide", ["before", "after"])
+def test_onebit_adam_keeps_the_errors_of_workers_and_servers(divide: str) -> None:
+    models = [nn.Linear(24, 16, bias=False) for _ in range(WORLD)]
+    optimizers = [gradwire.AdamW(model.parameters(), RATE, weight_decay=DECAY) for model in models]
+    spec = f"onebit_adam(start={START}, per=32, first=fp32, divide={divide!r})"
+    workers = gradwire.lockstep(models, spec, optimizers=optimizers)
+    expected = two_legs(models[0].weight.detach().clone().requires_grad_(), STEPS, divide_first=divide == "before")
+    for step in range(STEPS):
+        for rank, model in enumerate(models):
+            model.weight.grad = gradient(model.weight, rank, step)
+        workers()
+        for optimizer in optimizers:
+            optimizer.step()
+    for model in models:
+        close([model.weight.detach()], [expected])
+    assert any("served" in name for name in workers.wires[0].state_dict())
+
+
 SPECS = [
     f"onebit_adam(start={START}, per=32)",
     f"onebit_adam(start={START}, per=32, divide='after')",
@@ -290,6 +343,32 @@ def test_parameters_of_16_bits_are_rounded_once_a_step() -> None:
     torch.testing.assert_close(model.second.weight.detach(), expected.bfloat16(), rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("spec", SPECS[:4])
+def test_a_scaler_changes_nothing_of_accumulated_and_clipped_steps(spec: str, fused: bool) -> None:
+    nets = [Net(), Net()]
+    one = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    for model, scaler in zip(nets, (None, one), strict=True):
+        optimizer = gradwire.AdamW(model.parameters(), RATE, weight_decay=DECAY, fused=fused)
+        wire = gradwire.compress(model, spec, optimizer=optimizer, scaler=scaler)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for part in (0, 1):  # two passes make a step
+                whole = loss(model, part, step) / 2
+                (whole if scaler is None else scaler.scale(whole)).backward()
+            wire()
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+    assert one.get_scale() > 2.0**10
+    assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
+
+
 @pytest.mark.parametrize("divide", ["before", "after"])
 def test_the_optimizers_state_has_the_common_momentum(divide: str) -> None:
     found = Training(f"onebit_adam(start={START}, per=32, floor=0.9, divide={divide!r})").run(STEPS)
@@ -374,6 +453,53 @@ def test_any_other_optimizer_is_refused(make: Any) -> None:
         gradwire.compress(model, "onebit_adam", optimizer=optimizer)
 
 
+def one_step(model: nn.Module, wire: gradwire.Wire, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    loss(model, 0, step).backward()
+    wire()
+    optimizer.step()
+
+
+def test_another_adamw_than_the_given_one_is_refused() -> None:
+    model = Net()
+    given, other = gradwire.AdamW(model.parameters()), gradwire.AdamW(model.parameters())
+    wire = gradwire.compress(model, "onebit_adam(start=2)", optimizer=given)
+    with pytest.raises(ValueError, match=r"another gradwire\.AdamW"):
+        one_step(model, wire, other, 0)
+
+
+def test_an_adamw_of_some_parameters_is_refused() -> None:
+    model = Net()
+    with pytest.raises(ValueError, match=r"does not step 'second\.weight'"):
+        gradwire.compress(model, "onebit_adam", optimizer=gradwire.AdamW(model.first.parameters()))
+    rule = gradwire.Rule("int4", name="second.weight")
+    gradwire.compress(model, "onebit_adam", optimizer=gradwire.AdamW(model.first.parameters()), rules=[rule])
+
+
+def test_a_parameter_without_a_variance_is_named() -> None:
+    model = Net()
+    optimizer = gradwire.AdamW(model.parameters())
+    wire = gradwire.compress(model, "onebit_adam(start=0)", optimizer=optimizer)
+    with pytest.raises(RuntimeError, match=r"not stepped '(first|second)\.weight' yet.*requires_grad_\(False\)"):
+        one_step(model, wire, optimizer, 0)
+
+
+def test_a_wire_that_goes_on_without_its_optimizers_state_says_so() -> None:
+    state: dict[str, Tensor] = {}
+    for _ in range(2):
+        model = Net()
+        optimizer = gradwire.AdamW(model.parameters())
+        wire = gradwire.compress(model, "onebit_adam(start=2, per=32)", optimizer=optimizer)
+        if state:
+            wire.load_state_dict(state)
+            with pytest.raises(RuntimeError, match="load the optimizer's state beside the wire's"):
+                one_step(model, wire, optimizer, 3)
+            return
+        for step in range(3):
+            one_step(model, wire, optimizer, step)
+        state = wire.state_dict()
+
+
 def test_another_beta_is_refused() -> None:
     model = Net()
     with pytest.raises(ValueError, match=r"0\.8"):
@@ -425,6 +551,48 @@ def test_specs_that_starve_an_adaptive_optimizer_are_warned_of_once(spec: str, m
     with pytest.warns(gradwire.OptimizerWarning, match=make.__name__) as seen:
         step_once(spec, make)
     assert len([one for one in seen if one.category is gradwire.OptimizerWarning]) == 1
+
+
+class Own(torch.optim.Optimizer):
+    """Its options say nothing of the second moment that it keeps."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                square = self.state[p].setdefault("exp_avg_sq", torch.zeros_like(p))
+                square.lerp_(p.grad.square(), 0.01)
+                p.addcdiv_(p.grad, square.sqrt() + 1e-8, value=-group["lr"])
+
+
+@pytest.mark.parametrize("make", [Own, torch.optim.Adadelta, torch.optim.Adafactor])
+def test_an_optimizer_whose_state_alone_tells_is_warned_of_in_its_second_step(make: Any) -> None:
+    with pytest.warns(gradwire.OptimizerWarning, match=make.__name__) as seen:
+        step_once("topk(0.01) | sign", make)
+    assert len([one for one in seen if one.category is gradwire.OptimizerWarning]) == 1
+
+
+class Muon(Own):
+    """Muon itself takes matrices alone."""
+
+
+class Mixed(torch.optim.SGD):
+    """Its first group is stepped without a second moment."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        first, *others = params
+        super().__init__([{"params": [first]}, {"params": others, "betas": (0.9, 0.95)}], lr)
+
+
+@pytest.mark.parametrize(("make", "remedy"), [(Mixed, "onebit_adam"), (Muon, "gradwire.local(model, optimizer, ")])
+def test_any_group_counts_and_muon_has_a_remedy_of_its_own(make: Any, remedy: str) -> None:
+    with pytest.warns(gradwire.OptimizerWarning) as seen:
+        step_once("topk(0.01) | sign", make)
+    (text,) = [str(one.message) for one in seen if one.category is gradwire.OptimizerWarning]
+    assert remedy in text and ("'int4'" in text) == (make is Mixed)
 
 
 @pytest.mark.parametrize(

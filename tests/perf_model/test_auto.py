@@ -51,6 +51,19 @@ def train(model: nn.Module, wire: gradwire.Wire, steps: int, seed: int, plain: b
         optimizer.step()
 
 
+def test_auto_weighs_what_was_trained_with_the_optimizer() -> None:
+    model = nn.Linear(8, 8, bias=False)
+    wire = gradwire.compress(model, "dense")
+    costs = WireCosts(wire, overlaps=True, ddp_reduces=False, link=None)
+    assert "topk(0.01) | sign" in costs.specs
+    for make, fitting in ((torch.optim.AdamW, {"int8", "int4"}), (torch.optim.Muon, {"int8"})):
+        model(torch.ones(1, 8)).sum().backward()
+        wire()
+        make(model.parameters()).step()
+        assert {*costs.specs} == fitting
+    assert wire.adaptive == {"AdamW", "Muon"}
+
+
 def tuner_of(wire: gradwire.Wire) -> AutoTuner:
     assert isinstance(wire.tuner, AutoTuner)
     return wire.tuner

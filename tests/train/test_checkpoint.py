@@ -20,6 +20,7 @@ KINDS = [
     ("digits", ("sync.spec=topk(0.05)|terngrad", "optimizer.momentum=0.9", "data.crop=1", "train.save_every=3")),
     ("pydoc-lstm", ("sync.spec=randomk(0.1)", "sync.feedback=residual", "train.save_every=3")),  # within an epoch
     ("pydoc-gpt", ("sync.spec=sign", "train.save_every=3")),
+    ("pydoc-gpt", ("sync.spec=zero_one_adam(start=2, per=16, refresh=1)", "train.save_every=3", "train.iterations=6")),
     ("digits", ("train.precision=fp16", "sync.spec=topk(0.05)", "optimizer.lr=1e-3", "train.save_every=3")),
 ]
 

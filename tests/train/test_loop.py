@@ -51,6 +51,7 @@ def test_training_teaches(tmp_path):
         ("digits", ("data.crop=1", "data.flip=true", "data.partition=sorted", "sync.spec=qsgd", "train.buffers=first")),
         ("pydoc-lstm", ("sync.spec=topk(0.01)", "schedule.kind=plateau")),
         ("pydoc-gpt", ("sync.spec=sign",)),
+        ("pydoc-gpt", ("sync.spec=dgc_adam(0.1, start=2)",)),
     ],
 )
 def test_all_kinds_of_recipes_train(tmp_path, name, overrides):
@@ -151,6 +152,7 @@ def test_a_model_brings_its_regime(tmp_path):
     [
         ("own", ("sync.spec=topk(0.05)", "sync.bundle=fp32")),
         ("pydoc-lstm", ("sync.spec=dgc(0.05)", "sync.bundle=fp32")),
+        ("pydoc-gpt", ("sync.spec=onebit_adam(start=3, alone=1, per=16)", "sync.bundle=fp32", "train.iterations=6")),
     ],
 )
 def test_virtual_workers_equal_real_ones(tmp_path, name, overrides):

@@ -125,6 +125,8 @@ def test_a_file_of_ones_own_extends_those_of_the_package(tmp_path):
         ("data.sizes=[[0, 6, 8]]", r"such as \[\[0, 24\], \[10, 32\]\]"),
         ("data.sizes=[[0, 0]]", "pairs"),
         ("sync.spec=choco(ring)", "write --set gossip.method=choco instead"),
+        ("sync.spec=onebit_adam", "'onebit_adam' compresses the momentum of AdamW.*--set optimizer.name=adamw"),
+        ("sync.rules=[{spec='dgc_adam'}]", "'dgc_adam' compresses the momentum of AdamW"),
         ("epochs=3", "'epochs=3' names no table of the recipe; write table.key=value, as in train.epochs=500"),
         ("train.epochs", "'train.epochs' names no value; write table.key=value"),
     ],

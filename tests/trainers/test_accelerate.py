@@ -171,6 +171,34 @@ def remedies(rank: int, world: int, folder: Path) -> None:
     assert "torch.optim.SGD was given" in onebit and "common_momentum" not in onebit, onebit
 
 
+def onebit_adam(rank: int, world: int, folder: Path) -> None:
+    """Saved inside the start and after it, and loaded into other models, with the optimizer that was prepared."""
+    from gradwire.integrations.accelerate import attach
+
+    spec = {"spec": "onebit_adam(start=3, per=16)", "bucket_mb": fixtures.BUCKET_MB}
+    plain = fixtures.model()
+    adam = gradwire.AdamW(plain.parameters(), lr=0.01)
+    wire = gradwire.compress(plain, optimizer=adam, **spec)
+    for step in range(8):
+        adam.zero_grad()
+        fixtures.loss(plain, rank, step).backward()
+        wire()
+        adam.step()
+    for start, stop in ((0, 2), (2, 5), (5, 8)):
+        accelerator = accelerator_of(rank, world)
+        net = fixtures.model(seed=start)
+        model, optimizer = accelerator.prepare(net, gradwire.AdamW(net.parameters(), lr=0.01))
+        other = attach(accelerator, model, **spec)
+        if start:
+            accelerator.load_state(str(folder / "onebit"))
+        for step in range(start, stop):
+            accelerator.backward(fixtures.loss(model, rank, step))
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.save_state(str(folder / "onebit"))
+    assert equal(other, net, (wire, plain)), "resuming changes nothing"
+
+
 def warned_once(rank: int, world: int, folder: Path) -> None:
     """Though every change of the filters makes Python forget which warnings it has shown."""
     from gradwire.integrations.accelerate import attach
@@ -239,6 +267,7 @@ def local_steps(rank: int, world: int, folder: Path) -> None:
 
 TWO_RANKS = {
     "remedies": remedies,
+    "onebit_adam": onebit_adam,
     "warned once": warned_once,
     "local steps": local_steps,
     "a schedule of rounds": scheduled,

@@ -29,7 +29,11 @@ def examples(rank: int) -> Tensor:
     return torch.cat([fixtures.batch(rank, step, BATCH) for step in range(STEPS)])
 
 
-def module(momentum: float) -> Any:
+def adamw(model: nn.Module) -> gradwire.AdamW:
+    return gradwire.AdamW(model.parameters(), lr=0.01)
+
+
+def module(momentum: float, adaptive: bool = False) -> Any:
     from lightning.pytorch import LightningModule
 
     class Small(LightningModule):
@@ -41,7 +45,7 @@ def module(momentum: float) -> Any:
             return self.net(batch[0]).square().mean()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return fixtures.sgd(self, momentum=momentum)
+            return adamw(self) if adaptive else fixtures.sgd(self, momentum=momentum)
 
     return Small()
 
@@ -53,6 +57,7 @@ def fit(
     spec: str = SPEC,
     start: Path | None = None,
     momentum: float = 0.0,
+    adaptive: bool = False,
     more: Sequence[Any] = (),
     **options: Any,
 ) -> tuple[Any, Any, Any]:
@@ -67,16 +72,18 @@ def fit(
     where = {"accelerator": "cpu", "devices": world, "strategy": "ddp" if world > 1 else "auto"}
     options = {"use_distributed_sampler": False, **where, **quiet, **options}
     trainer = Trainer(max_epochs=epochs, callbacks=[compression, *more], **options)
-    fitted = module(momentum)
+    fitted = module(momentum, adaptive)
     trainer.fit(fitted, DataLoader(TensorDataset(examples(rank)), BATCH), ckpt_path=start)
     return trainer, compression, fitted.net
 
 
-def loop(rank: int, world: int, epochs: int = 1, passes: int = 1, clip: float = 0.0) -> tuple[gradwire.Wire, nn.Module]:
+def loop(
+    rank: int, world: int, epochs: int = 1, passes: int = 1, clip: float = 0.0, spec: str = SPEC
+) -> tuple[gradwire.Wire, nn.Module]:
     """The same without Lightning."""
     net = fixtures.model()
-    wire = gradwire.compress(net, SPEC, bucket_mb=fixtures.BUCKET_MB)
-    optimizer = fixtures.sgd(net)
+    optimizer = adamw(net) if spec.startswith("onebit") else fixtures.sgd(net)
+    wire = gradwire.compress(net, spec, optimizer=optimizer, bucket_mb=fixtures.BUCKET_MB)
     for _ in range(epochs):
         for step, batch in enumerate(examples(rank).split(BATCH)):
             (net(batch).square().mean() / passes).backward()
@@ -126,6 +133,25 @@ def resumed(rank: int, world: int, folder: Path) -> None:
     _, feedback_after, net = fit(rank, world, epochs=2, start=folder / "stopped.ckpt")
     assert equal(feedback_after.wire, net, loop(rank, world, epochs=2)), "resuming changes nothing"
     assert feedback_after.wire.report().steps == STEPS, "the report is of the second fit alone"
+
+
+def onebit_adam(rank: int, world: int, folder: Path) -> None:
+    """Stopped inside the start, and after it."""
+    for start in (8, 4):
+        spec, saved = f"onebit_adam(start={start}, per=16)", folder / f"onebit-{start}.ckpt"
+        stopped, _, _ = fit(rank, world, epochs=1, spec=spec, adaptive=True)
+        stopped.save_checkpoint(saved)
+        _, after, net = fit(rank, world, epochs=2, spec=spec, adaptive=True, start=saved)
+        assert equal(after.wire, net, loop(rank, world, epochs=2, spec=spec)), "resuming changes nothing"
+
+
+def warned_once(rank: int, world: int, folder: Path) -> None:
+    """Though the callback checks the optimizer when a fit begins, and the wire checks it when it steps."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fit(rank, world, adaptive=True)
+    found = [str(one.message) for one in seen if one.category is gradwire.OptimizerWarning]
+    assert len(found) == (rank == 0) and all("configure_optimizers" in text for text in found), found
 
 
 def scaled(rank: int, world: int, folder: Path) -> None:
@@ -267,6 +293,8 @@ def fit_twice(rank: int, world: int, file: Path, spec: str) -> tuple[list[str], 
 
 
 TWO_RANKS = {
+    "onebit_adam": onebit_adam,
+    "warned once": warned_once,
     "local steps": local_steps,
     "a schedule of rounds": scheduled,
     "two epochs": two_epochs,

@@ -243,7 +243,22 @@ def onebit_adam_as_in_a_loop(rank: int, world: int, folder: Path) -> None:
     assert equal_on_ranks(model) and fixtures.same(fixtures.tensors(model), fixtures.tensors(net))
 
 
+def onebit_adam_resumed(rank: int, world: int, folder: Path) -> None:
+    """Inside the start, and after it."""
+    saving = {"save_strategy": "steps", "save_steps": 2, "spec": "onebit_adam(start=3, per=16)"}
+    states = []
+    place = folder / "onebit-saved"
+    for start in (None, "checkpoint-2", "checkpoint-4"):
+        model = gpt()
+        adam = gradwire.AdamW(model.parameters(), 0.01, weight_decay=0.1)
+        begin = None if start is None else str(place / start)
+        compression, _ = train(rank, world, place, 6, begin, model=model, optimizer=adam, **saving)
+        states.append(state_of(compression, model))
+    assert all(fixtures.same(states[0], state) for state in states[1:])
+
+
 TWO_RANKS = {
+    "onebit_adam resumed": onebit_adam_resumed,
     "onebit_adam as in a loop": onebit_adam_as_in_a_loop,
     "local steps": local_steps,
     "a schedule of rounds": scheduled,

@@ -3,6 +3,7 @@
 compress, wire           `gradwire.compress` and its handle, which plain loops call
 ddp                      the communication hook of DistributedDataParallel
 optimizer                `gradwire.DistributedOptimizer` and `gradwire.SGD`
+adamw_moments, adamw_checks   what a wire shares with `gradwire.AdamW`, and which ones it refuses
 simulated                `gradwire.lockstep`: replicas of one process
 gossip, local            `gradwire.gossip`, `gradwire.local`
 sharded, dcp             models under FSDP2, and their checkpoints

@@ -6,7 +6,7 @@ momentum, by default over the denominators, and AdamW applies what the group agr
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from gradwire.engine.plan import Plan
 from gradwire.engine.state import LaneState
 from gradwire.engine.step import Engine
 from gradwire.exchanges.servers import SERVER_ERROR, server_slice
-from gradwire.integrations.entry_point import EntryPoint
+from gradwire.integrations.adamw_checks import spec_of
 from gradwire.integrations.wire import Wire
 from gradwire.optim import AdamW
 
@@ -59,7 +59,7 @@ class AdamWMoments:
             if self._engine is not None:  # its spec was another one
                 self._store_all(self._engine)
         alone = steps_alone(inner.plan)
-        self._apart = self._apart or inner.step < alone
+        self._apart = inner.step < alone or (self._apart and self.leader is None)
         if self.leader is not None and inner.step == alone - 1:
             self._copy(self.leader)
         for lane, state in zip(inner.plan.lanes, inner.states, strict=True):
@@ -89,9 +89,16 @@ class AdamWMoments:
         tensors = [state.tensors[_DENOMINATOR] for _, state in frozen]
         known = self._denominators[0]
         if len(known) != len(tensors) or any(a is not b for a, b in zip(known, tensors, strict=True)):
-            views = {p: view for lane, state in frozen for p, view in self._views(lane, state, _DENOMINATOR)}
-            self._denominators = tensors, views
+            self._denominators = tensors, self._found(frozen)
         return self._denominators[1]
+
+    def _found(self, frozen: Sequence[tuple[Lane, LaneState]]) -> dict[nn.Parameter, Tensor]:
+        views = {p: view for lane, state in frozen for p, view in self._views(lane, state, _DENOMINATOR)}
+        if any("step" not in self.optimizer.state[p] for p in views):
+            raise RuntimeError(
+                "the wire has frozen a variance, and AdamW has no moments; load the optimizer's state beside the wire's"
+            )
+        return views
 
     @torch.no_grad()
     def store_momentum(self) -> None:
@@ -122,6 +129,11 @@ class AdamWMoments:
         before = state.tensors[_DENOMINATOR].clone()
         for name, place in lane.slices.items():
             p = self.wire.parameters[name]
+            if "exp_avg_sq" not in self.optimizer.state[p]:
+                raise RuntimeError(
+                    f"AdamW has not stepped {name!r} yet, and its variance is to be frozen; give the method a longer "
+                    "start, load the optimizer's state first, or freeze what is never used by requires_grad_(False)"
+                )
             denominator = self.optimizer.denominator(p, lane.feedback.floor).flatten()
             momentum = self.optimizer.state[p]["exp_avg"].flatten().float()
             state.tensors[_DENOMINATOR][place] = denominator
@@ -147,12 +159,17 @@ class AdamWMoments:
         inner.accounting.encoded[inner.plan.lanes[-1].label] += tensor.nbytes
 
     def _copy(self, leader: "AdamWMoments") -> None:
-        """Take over another rank's weights, moments and gradients, and count what a broadcast would cost."""
-        link = self.wire.link
+        """Take over another rank's weights, moments and gradients, and count what a broadcast would cost.
+
+        It would come after the step, when also an optimizer that has not stepped yet has moments.
+        """
+        link, moments = self.wire.link, len(_MOMENTS) - (not self.optimizer.defaults["amsgrad"])
         for mine, theirs in zip(self._tensors(), leader._tensors(), strict=True):
             mine.copy_(theirs)
-            self._count(mine)
-            link.traffic += traffic(BroadcastOp(mine), link.rank, link.world)
+        for p in self.wire.parameters.values():
+            for _ in range(1 + moments):
+                self._count(p)
+                link.traffic += traffic(BroadcastOp(p), link.rank, link.world)
         for p, q in zip(self.wire.parameters.values(), leader.wire.parameters.values(), strict=True):
             if p.grad is not None and q.grad is not None:
                 p.grad.copy_(q.grad)
@@ -176,58 +193,15 @@ def _frozen(inner: Engine) -> list[tuple[Lane, LaneState]]:
     return [(lane, state) for lane, state in lanes if _needs(lane, inner.step - 1)]
 
 
-def check_optimizer(
-    optimizer: Optimizer | None,
-    parameters: Mapping[str, nn.Parameter],
-    entry: EntryPoint,
-    plan: Plan,
-    written: Mapping[str, str],
-) -> None:
-    """Refuse a plan that compresses momentum where no `gradwire.AdamW` with the same betas applies it.
-
-    Args:
-        optimizer: That steps the parameters, if it is known.
-        parameters: By name.
-        entry: What the user called.
-        plan: Of the specs.
-        written: The specs as the user wrote them, by the label of their rule.
-    """
-    for lane in plan.lanes:
-        if lane.feedback.needs_denominator:
-            if not isinstance(optimizer, AdamW):
-                raise ValueError(
-                    f"{_spec(lane, written)} compresses the momentum of gradwire.AdamW, but {_described(optimizer)}; "
-                    f"{entry.adamw}"
-                )
-            _check_lane(optimizer, parameters, lane, _spec(lane, written))
-
-
-def _spec(lane: Lane, written: Mapping[str, str]) -> str:
-    """What the user wrote for a lane."""
-    return written.get(lane.label, str(lane.feedback))
-
-
-def _described(optimizer: Optimizer | None) -> str:
-    if optimizer is None:
-        return "no optimizer was given"
-    kind = type(optimizer)  # whose name alone may be AdamW, too
-    return f"{kind.__module__.removesuffix(f'.{kind.__name__.lower()}')}.{kind.__name__} was given"
-
-
-def _check_lane(optimizer: AdamW, parameters: Mapping[str, nn.Parameter], lane: Lane, spec: str) -> None:
-    beta = getattr(lane.feedback, "beta", None)
-    betas = {id(p): group["betas"] for group in optimizer.param_groups for p in group["params"]}
-    for name in lane.tensors.names:
-        found = betas.get(id(parameters[name]))
-        if found is None or float(found[0]) != beta:
+def check_same(optimizer: Optimizer, wire: Wire) -> None:
+    """Refuse another AdamW than the one that shares its moments with the wire."""
+    if any(lane.feedback.needs_denominator for lane in wire.engine.full_plan.lanes):
+        attached = getattr(optimizer, "frozen", None)
+        if not isinstance(attached, AdamWMoments) or attached.wire is not wire:
             raise ValueError(
-                f"{spec} has beta={beta}, but AdamW has betas={found} for {name!r}; give both the same, and groups "
-                "with other betas a rule of their own, gradwire.Rule('onebit_adam(beta=0.8)', name='head.*')"
+                "another gradwire.AdamW steps than the one that the wire was given, and what the wire hands out is "
+                "momentum; step by that one"
             )
-    if any(exchange.delays for _, _, exchange in lane.step_table):
-        raise ValueError(
-            f"{spec} needs the momentum of the same step, as {lane.feedback} does; use an exchange that is not delayed"
-        )
 
 
 def attach_optimizer(wire: Wire, optimizer: Optimizer | None) -> AdamWMoments | None:
@@ -251,7 +225,7 @@ def _refuse_hosts(wire: Wire) -> None:
     lane = next((lane for lane in wire.engine.full_plan.lanes if lane.feedback.needs_denominator), None)
     if lane is None:
         return
-    spec = _spec(lane, wire.setup.written)
+    spec = spec_of(lane, wire.setup.written)
     if wire.setup.sharded:
         raise ValueError(
             f"{spec} needs the moments of whole parameters, and those of a sharded model lie on several "

@@ -18,7 +18,8 @@ from gradwire.engine import Rule, Spec
 from gradwire.engine.plan import BUCKET_BYTES
 from gradwire.exchanges import Exchange
 from gradwire.feedback import Feedback
-from gradwire.integrations.adamw_moments import attach_optimizer, check_optimizer
+from gradwire.integrations.adamw_checks import check_optimizer
+from gradwire.integrations.adamw_moments import attach_optimizer
 from gradwire.integrations.auto import described_link
 from gradwire.integrations.consistency import errors_on_all_ranks, find_backend
 from gradwire.integrations.ddp import find_ddp, find_replicated, make_wire, refuse_replicated

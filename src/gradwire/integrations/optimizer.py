@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,8 @@ from gradwire.comm.host_layout import Across
 from gradwire.core.renamed import renamed_argument
 from gradwire.engine import Plan, Spec
 from gradwire.integrations import grad_scaler
-from gradwire.integrations.adamw_moments import attach_optimizer, check_optimizer
+from gradwire.integrations.adamw_checks import check_optimizer
+from gradwire.integrations.adamw_moments import attach_optimizer, check_same
 from gradwire.integrations.auto import described_link
 from gradwire.integrations.consistency import errors_on_all_ranks, find_backend
 from gradwire.integrations.ddp import make_wire
@@ -175,7 +176,9 @@ def check_wire(optimizer: Optimizer, wire: Wire) -> None:
         if not wire.setup.hooked:
             refuse_averaged(wire.parameters, wire)
         check_plan(optimizer, wire.parameters, wire.setup.entry, wire.engine.full_plan, wire.setup.written)
-        wire.adaptive = wire.adaptive or is_adaptive(optimizer)
+        check_same(optimizer, wire)
+        if is_adaptive(optimizer):
+            wire.adaptive.add(type(optimizer).__name__)
         if wire.link.rank == 0:
             warn_if_starved(optimizer, wire.engine.full_plan, wire, wire.setup.entry)
 
@@ -188,7 +191,8 @@ def check_at_first_step(wire: Wire) -> None:
     _register_hook()
 
 
-_checked: weakref.WeakKeyDictionary[Wire, weakref.WeakKeyDictionary[Optimizer, Plan]] = weakref.WeakKeyDictionary()
+_Plans: TypeAlias = weakref.WeakKeyDictionary[Optimizer, tuple[Plan, bool]]  # and whether the optimizer had stepped
+_checked: weakref.WeakKeyDictionary[Wire, _Plans] = weakref.WeakKeyDictionary()
 
 
 @lru_cache(maxsize=1)
@@ -198,16 +202,18 @@ def _register_hook() -> None:
 
 
 def _check_wires(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Check an optimizer that is about to step against the plans of all wires, once each."""
+    """Check an optimizer that is about to step against the plans of all wires, once each, and once it has stepped."""
     if torch.compiler.is_compiling() or isinstance(optimizer, DistributedOptimizer):
         return
     for reference in _checked.keyrefs():
         wire = reference()
         if wire is None:
             continue
-        if _checked[wire].get(optimizer) is not (plan := wire.executor.engine.full_plan):
+        plan, has_stepped = wire.executor.engine.full_plan, bool(optimizer.state)
+        before, had_stepped = _checked[wire].get(optimizer, (None, False))
+        if before is not plan or had_stepped != has_stepped:
             check_wire(optimizer, wire)
-            _checked[wire][optimizer] = plan
+            _checked[wire][optimizer] = plan, has_stepped
         check_order(wire, optimizer)
 
 

@@ -16,7 +16,7 @@ from gradwire.integrations.trainer_warnings import warn_user
 
 _ADAPTIVE_OPTIONS = {"betas", "alpha", "lr_decay"}  # Adam's kind and Lion, RMSprop, Adagrad
 _told: "WeakKeyDictionary[object, set[str]]" = WeakKeyDictionary()  # what was said of a wire or an optimizer
-_STATES = {"exp_avg_sq", "square_avg", "exp_avg_sq_row"}
+_STATES = {"exp_avg_sq", "square_avg", "exp_avg_sq_row", "row_var"}  # also Adadelta and Adafactor
 
 
 class OptimizerWarning(UserWarning):
@@ -24,12 +24,18 @@ class OptimizerWarning(UserWarning):
 
 
 def is_adaptive(optimizer: Optimizer) -> bool:
-    """Whether steps are divided by a second moment, or normalized otherwise."""
-    group = optimizer.param_groups[0]
-    averaged = "t0" in group  # ASGD's alpha is another thing
-    by_option = bool(_ADAPTIVE_OPTIONS & group.keys()) and not averaged
+    """Whether steps are divided by a second moment, or normalized otherwise.
+
+    Options tell that of torch's optimizers, also before the first step; of others, what they have remembered by then.
+    """
+    options = [group.keys() for group in optimizer.param_groups]
+    by_option = any(_ADAPTIVE_OPTIONS & keys and "t0" not in keys for keys in options)  # ASGD's alpha is another thing
     by_state = any(_STATES & state.keys() for state in optimizer.state.values())
-    return by_option or by_state or type(optimizer).__name__ == "Muon"
+    return by_option or by_state or _is_muon(optimizer)
+
+
+def _is_muon(optimizer: Optimizer) -> bool:
+    return "muon" in type(optimizer).__name__.lower()
 
 
 def warn_if_starved(optimizer: Optimizer, plan: Plan, wire: object, entry: EntryPoint) -> None:
@@ -44,21 +50,32 @@ def warn_if_starved(optimizer: Optimizer, plan: Plan, wire: object, entry: Entry
         wire: That compresses.
         entry: What the user called.
     """
-    lanes = [
-        lane for lane in plan.lanes if starves_adaptive(lane.step_table[-1][1], lane.feedback, lane.step_table[-1][2])
-    ]
-    if not lanes or not is_adaptive(optimizer):
+    why = why_starved(plan, type(optimizer).__name__)
+    if not why or not is_adaptive(optimizer):
         return
-    lane = lanes[0]
-    _, codec, exchange = lane.step_table[-1]
-    spec = exchange if exchange.compresses_in_protocol else codec
-    text = (
-        f"{spec} under {lane.feedback} sends entries rarely, and {type(optimizer).__name__} normalizes them as if they "
-        "were one step's gradient: expect a far worse loss than that of dense training. Use 'int8' or 'int4', "
-        f"or 'onebit_adam': {entry.adamw}"
-    )
+    text = f"{why} {_remedy(optimizer, entry)}"
     told = [_told.setdefault(one, set()) for one in (wire, optimizer)]
     if not any(text in texts for texts in told):
         warn_user(text, OptimizerWarning)
     for texts in told:
         texts.add(text)
+
+
+def why_starved(plan: Plan, optimizer: str) -> str:
+    """What a plan would do to an adaptive optimizer of this name; nothing, if it does not starve it."""
+    for lane in plan.lanes:
+        _, codec, exchange = lane.step_table[-1]
+        if starves_adaptive(codec, lane.feedback, exchange):
+            spec = exchange if exchange.compresses_in_protocol else codec
+            return (
+                f"{spec} under {lane.feedback} sends entries rarely, and {optimizer} normalizes them as if they were "
+                "one step's gradient: expect a far worse loss than that of dense training."
+            )
+    return ""
+
+
+def _remedy(optimizer: Optimizer, entry: EntryPoint) -> str:
+    if _is_muon(optimizer):
+        rounds = repr("sparseloco(H=1, keep=1.0)")
+        return f"Use 'int8', or {entry.local_steps.format(spec=rounds)}"
+    return f"Use 'int8' or 'int4', or 'onebit_adam': {entry.adamw}"

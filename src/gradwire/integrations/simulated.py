@@ -19,7 +19,8 @@ from gradwire.engine import Grads, Spec, StepResult
 from gradwire.engine.batched import Batched
 from gradwire.engine.drive import profile
 from gradwire.engine.lockstep import Lockstep, move
-from gradwire.integrations.adamw_moments import attach_optimizer, check_optimizer
+from gradwire.integrations.adamw_checks import check_optimizer
+from gradwire.integrations.adamw_moments import attach_optimizer
 from gradwire.integrations.entry_point import LOCKSTEP
 from gradwire.integrations.model import refuse_later, refuse_sparse, trainable
 from gradwire.integrations.setup import Options, Setup

@@ -47,7 +47,7 @@ class Wire:
         self.worker: CommWorker = CommWorker(self.device) if beside is None else beside.worker
         self._delayed_step: Future[StepResult] | None = None  # a delayed step that is under way
         self.before_step: Callable[[], None] = lambda: None  # is called before a step's first gradient is compressed
-        self.adaptive = False  # whether an optimizer that normalizes its steps follows
+        self.adaptive: set[str] = set()  # the names of optimizers that follow, and normalize their steps
         self.tuner: Tuner | None = None  # chooses the spec, where it is ``auto``
         self.last_event = ""  # of a plain loop: "backward", "call", "second call" or "step"
         self.is_off = False

@@ -59,7 +59,10 @@ class WireCosts:
     @property
     def specs(self) -> tuple[str, ...]:
         """What may be tried: nothing that lost accuracy, or that the optimizer would suffer from."""
-        return free_of_losses(automatic(self.wire.adaptive), "adamw" if self.wire.adaptive else "sgd")
+        found = automatic(bool(self.wire.adaptive))
+        for name in self.wire.adaptive or {"SGD"}:
+            found = free_of_losses(found, name)
+        return found
 
     def free_coding(self, dense: StepTimes) -> Calibration:
         """A calibration by dense steps, as if coding cost nothing."""

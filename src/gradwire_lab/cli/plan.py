@@ -18,6 +18,7 @@ from gradwire.engine import Plan, build, default_rules
 from gradwire.gossip import SGP, Centralized, Choco, Node, PowerGossip, auto_gamma
 from gradwire.gossip.message import HEADER
 from gradwire.integrations.auto import AUTO
+from gradwire.integrations.optimizer_warning import why_starved
 from gradwire.local import LocalMethod, local_method
 from gradwire_lab.cli.fitted_table import FittedTable
 from gradwire_lab.cli.output import make_table
@@ -66,7 +67,10 @@ def parts(recipe: Recipe, world: int) -> Iterator[RenderableType | FittedTable]:
         yield "only hosts compress: read workers, and ranks, as hosts"
     if recipe.sync.spec == AUTO:
         yield "auto decides while it trains; these are the dense steps that it begins with"
-    yield from _tables(build(shapes, rules, world, int(recipe.sync.bucket_mb * 2**20)), last)
+    made = build(shapes, rules, world, int(recipe.sync.bucket_mb * 2**20))
+    if recipe.optimizer.name == "adamw" and (why := why_starved(made, "AdamW")):
+        yield Text(f"{why} Use int8, int4 or onebit_adam")
+    yield from _tables(made, last)
 
 
 def _optimizer(recipe: Recipe, world: int, steps: int, by_model: bool) -> str:

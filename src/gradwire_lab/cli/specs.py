@@ -11,6 +11,7 @@ from rich.text import Text
 from gradwire.codecs import Codec
 from gradwire.core.spec import parse
 from gradwire.engine import Method, Rule, build, method
+from gradwire.engine.method import starves_adaptive
 from gradwire.local.method import LocalMethod, local_method
 from gradwire_lab.cli.docstring_cards import ALONE, HEADINGS, Card, card_named, cards, size_of
 from gradwire_lab.cli.options import Exchange, Feedback, Ranks, Spec
@@ -131,6 +132,8 @@ def _facts(whole: Method, workers: int, H: int = 0) -> Table:
     if H:
         table.add_row("round", f"{H} local step{'s' * (H > 1)}, then one message:")
     table.add_row("feedback", f"{whole.feedback}; all memory together is {4 * floats:.3g} bytes per parameter")
+    if not H and (optimizer := _optimizer(whole)):
+        table.add_row("optimizer", optimizer)
     for step, codec, exchange in lane.step_table:
         if len(lane.step_table) > 1:
             table.add_row("")
@@ -149,6 +152,16 @@ def _facts(whole: Method, workers: int, H: int = 0) -> Table:
             table.add_row("", _second_leg(str(exchange), payload, dense, workers))
         table.add_row("sent", _cost(sent, ring, varies, ranks, less))
     return table
+
+
+def _optimizer(whole: Method) -> str:
+    """Which optimizers a spec is for, if it is not for all."""
+    if whole.feedback.needs_denominator:
+        return "gradwire.AdamW"
+    if getattr(whole.feedback, "momentum", 0.0) > 0:
+        return "gradwire.SGD, or SGD without momentum"
+    starves = starves_adaptive(whole.last, whole.feedback, whole.exchange)
+    return "SGD; it starves AdamW and others that divide by a second moment: int8 or int4 with these" if starves else ""
 
 
 def _cost(cost: float, dense: float, varies: bool, per: str, than: str) -> str:

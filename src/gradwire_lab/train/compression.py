@@ -53,6 +53,13 @@ def corrects_momentum(recipe: Recipe) -> bool:
     return isinstance(method_of(recipe).feedback, MomentumCorrection)
 
 
+def needs_adamw(recipe: Recipe) -> str:
+    """The first spec that, as ``onebit_adam`` does, compresses the momentum of `gradwire.AdamW`; empty without one."""
+    rules = [(rule.spec, method(rule.spec, rule.feedback, rule.exchange)) for rule in recipe.sync.rules]
+    methods = [(recipe.sync.spec, method_of(recipe)), *rules]
+    return next((spec for spec, made in methods if made.feedback.needs_denominator), "")
+
+
 def uses_variance(recipe: Recipe) -> bool:
     """Whether the selector wants to know how much gradients vary within a batch."""
     return isinstance(method_of(recipe).last.selector, Variance)

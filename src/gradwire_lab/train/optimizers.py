@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.integrations import SGD
+from gradwire.optim import AdamW
 from gradwire_lab.train.call_with_options import nearest
-from gradwire_lab.train.compression import corrects_momentum
+from gradwire_lab.train.compression import corrects_momentum, needs_adamw
 from gradwire_lab.train.models.regime import Regime, stages
 from gradwire_lab.train.recipe import OptimizerTable, Recipe, read
 
@@ -49,11 +50,13 @@ def _lasting(recipe: Recipe) -> tuple[str, ...]:
 
 
 def optimizer_of(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
-    """SGD or AdamW; where momentum is corrected before compression, the SGD that leaves it at that."""
+    """SGD or AdamW; where momentum is compressed, the SGD that leaves it at that, or the AdamW that shares its own."""
     plan = recipe.optimizer
     groups = decay_groups(model, plan.weight_decay, plan.decay_norms)
     if corrects_momentum(recipe):
         return SGD(groups, lr=plan.lr, momentum=plan.momentum, nesterov=plan.nesterov)
+    if needs_adamw(recipe):
+        return AdamW(groups, lr=plan.lr, betas=(plan.beta1, plan.beta2), eps=plan.eps)
     return plain_optimizer(plan, groups)
 
 

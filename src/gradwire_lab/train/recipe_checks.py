@@ -8,7 +8,7 @@ def check(recipe: Recipe) -> None:
     """What only other parts of the package can judge."""
     from gradwire.engine import method
     from gradwire_lab.train import models
-    from gradwire_lab.train.compression import corrects_momentum, method_of
+    from gradwire_lab.train.compression import corrects_momentum, method_of, needs_adamw
 
     models.load(recipe.model.name)
     maker_of(recipe.data.name)
@@ -33,6 +33,12 @@ def check(recipe: Recipe) -> None:
         )
     if recipe.optimizer.name == "adamw" and corrects_momentum(recipe):
         raise ValueError("AdamW has momentum of its own, and this feedback applies momentum too; change one of them")
+    sends_gradients = not (recipe.gossip.method or recipe.local.spec)
+    if sends_gradients and recipe.optimizer.name != "adamw" and (spec := needs_adamw(recipe)):
+        raise ValueError(
+            f"{spec!r} compresses the momentum of AdamW, and the recipe steps by {recipe.optimizer.name}; "
+            "write --set optimizer.name=adamw, with a rate that suits it, as in --set optimizer.lr=1e-3"
+        )
 
 
 def _refuse_unlike(recipe: Recipe) -> None:

@@ -52,12 +52,12 @@ class SyncStrategy:
 
     def __init__(self, recipe: Recipe, rank_info: RankInfo, model: nn.Module, task: Task, ramp_steps: int) -> None:
         self.recipe, self.rank_info, self.model, self.task = recipe, rank_info, model, task
-        self.workers = SyncWorkers(model, rank_info, recipe, ramp_steps)
+        self.optimizer = optimizer_of(recipe, model)
+        self.workers = SyncWorkers(model, rank_info, recipe, ramp_steps, self.optimizer)
         self.scaler = self.workers.scaler
         observed = recipe.train.accumulate > 1 and uses_variance(recipe)
         observe = (lambda worker, moments: self.workers.wires[worker].observe(moments)) if observed else None
         self.passes = Passes(recipe, self.workers, pass_mode(recipe, self.workers, observed), observe)
-        self.optimizer = optimizer_of(recipe, model)
         self.elsewhere: dict[int, int] = {}
         self.skipped_before = 0
         self._decisions = 0  # of `auto`: how many have been recorded

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gradwire.comm.collectives import AllReduceOp
 from gradwire.core.segments import Segments
@@ -29,16 +30,20 @@ class SyncWorkers(Workers):
         wires: One for each.
     """
 
-    def __init__(self, model: nn.Module, rank_info: RankInfo, recipe: Recipe, ramp_steps: int) -> None:
+    def __init__(
+        self, model: nn.Module, rank_info: RankInfo, recipe: Recipe, ramp_steps: int, optimizer: Optimizer
+    ) -> None:
         self._group: SimulatedGroup | None = None
         self.scaler = torch.amp.GradScaler(rank_info.device.type) if recipe.train.precision == "fp16" else None
         self.local_clip = recipe.optimizer.local_clip
         if rank_info.virtual:
-            simulated = lockstep([model] * rank_info.world, **arguments(recipe, ramp_steps))
+            models, optimizers = [model] * rank_info.world, [optimizer] * rank_info.world
+            simulated = lockstep(models, optimizers=optimizers, **arguments(recipe, ramp_steps))
             self.wires = simulated.wires
             self._group = SimulatedGroup(self.wires, simulated.group)
         else:
-            self.wires = [compress(model, scaler=self.scaler, **arguments(recipe, ramp_steps))]
+            options = arguments(recipe, ramp_steps)
+            self.wires = [compress(model, optimizer=optimizer, scaler=self.scaler, **options)]
         super().__init__(model, rank_info)  # after the parameters and buffers of rank 0 have come
         self._rows: list[Tensor] = []
 
