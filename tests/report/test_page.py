@@ -103,6 +103,15 @@ def test_charts_for_a_paper(runs: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert refused.exit_code == 2 and "'int9'" in refused.stderr and "terngrad" in refused.stderr
 
 
+@pytest.mark.parametrize("named", ["sign; exchange=two_way", "sign @ sync.exchange=two_way", "sign, exchange two_way"])
+def test_a_spec_with_settings_has_the_name_that_compare_takes(tmp_path: Path, named: str) -> None:
+    for way in ("two_way", "allgather"):
+        write_run(tmp_path, "sign", name=way, settings={"sync.exchange": way})
+    done = CliRunner().invoke(app, [str(tmp_path), "--latex", str(tmp_path / "table.tex"), "--specs", named])
+    assert done.exit_code == 0, done.output
+    assert "allgather" not in (tmp_path / "table.tex").read_text()
+
+
 @pytest.mark.parametrize("width", [240, 320, 560])
 @pytest.mark.parametrize("title", ["--no-title", "--title-in-figures"])
 def test_a_figure_has_the_width_that_was_asked_for_and_holds_all_of_its_legend(

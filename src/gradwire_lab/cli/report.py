@@ -13,6 +13,7 @@ from gradwire_lab.cli.output import needing_charts, refusing
 from gradwire_lab.report import table
 from gradwire_lab.report.load import load, nothing_in, sort_out
 from gradwire_lab.report.run_groups import Group, Task, tasks
+from gradwire_lab.train.compare import arms
 from gradwire_lab.train.spec_lists import split_specs
 
 PAGE = Path("report.html")
@@ -98,7 +99,15 @@ def _chosen(found: list[Task], specs: list[str]) -> list[Task]:
 
 
 def _is(group: Group, spec: str) -> bool:
-    return spec.replace(" ", "") in (group.label.replace(" ", ""), group.spec.replace(" ", ""))
+    known = group.label.replace(" ", ""), group.spec.replace(" ", "")
+    return any(name.replace(" ", "") in known for name in (spec, _label_of(spec)))
+
+
+def _label_of(spec: str) -> str:
+    """``int4, exchange two_way`` for ``int4; exchange=two_way``, as `gradwire compare` takes it."""
+    (arm,) = arms(spec)
+    settings = (setting.partition("=") for setting in arm.overrides)
+    return ", ".join([arm.spec, *(f"{key.rpartition('.')[2]} {value}" for key, _, value in settings)])
 
 
 def _runs_in(paths: list[Path]) -> list[Path]:
