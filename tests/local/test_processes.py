@@ -202,7 +202,7 @@ def uneven(rank: int, world: int, folder: str) -> tuple[list[int], list[dict[str
     gradwire.load(other, folder)
     second.load_state_dict(moments)
     for a, b, c in ((net, first, outer), (again, second, other)):
-        take_steps(a, b, c, rank, range(4 + steps[rank] // 2, 4 + steps[rank]))
+        take_steps(a, b, c, rank, range(c.steps, 4 + steps[rank]))  # the state has the place in this rank's data
         found.append({name: x.detach() for name, x in c.outer.weights.items()})
     return steps, found
 
