@@ -49,6 +49,7 @@ CHOSEN = {
         "test_any_range_gives_the_same[ties-1e-30]",
         "test_any_range_gives_the_same[near-3.0]",
         "test_any_range_of_half_gives_the_same[normal-(0.5, 0.9)]",
+        "test_very_many_of_the_largest_numbers_among_zeros",
         "test_many_equals_in_several_chunks",
         "test_most_chunks_of_equals_have_no_winner[(70000, 140001)]",
         "test_streams_share_a_plan_and_no_scratch",
@@ -78,7 +79,7 @@ CHOSEN = {
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which all of them run")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="all of them are being interpreted")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)  # it takes forty seconds of a core, at low priority
 def test_triton_kernels() -> None:
     chosen = [f"{HERE / file}::{name}".removesuffix("::") for file, names in CHOSEN.items() for name in names]
     run = subprocess.run(
