@@ -167,7 +167,7 @@ def calls(
     addresses: Annotated[
         str, typer.Option(help="same: gradients stay in place; moving: they are freed and allocated.")
     ] = "same",
-    ranks: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
+    ranks: Annotated[int, typer.Option("--workers", "--ranks", min=1, help="Number of ranks.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Number of calls that a median is taken of.")] = 20,
     jsonl: Annotated[
         Path | None, typer.Option(help="Append every row to this file; - prints rows, not a table.")
