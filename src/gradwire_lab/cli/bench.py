@@ -33,7 +33,7 @@ def kernels(
         list[int] | None, typer.Option(min=1, help="Number of elements. May be repeated; by default 25.6 M.")
     ] = None,
     resnet50: Annotated[
-        bool, typer.Option("--resnet50", help="Time ResNet-50's 161 tensors too, layer by layer.")
+        bool, typer.Option("--resnet50", help="Also time ResNet-50's 161 tensors, layer by layer.")
     ] = False,
     only: Annotated[str, typer.Option(help="Time only kernels whose name holds this.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Number of runs that a median is taken of.")] = 10,

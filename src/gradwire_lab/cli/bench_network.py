@@ -52,7 +52,7 @@ def network(
 ) -> None:
     """Time the same training step over shaped links, by torch's methods and ours.
 
-    As root, every rank is a host of its own, in a network namespace; otherwise, ranks share an emulated link. What
+    As root, every rank is a separate host, in a network namespace; otherwise, ranks share an emulated link. What
     timed out in an earlier run is measured again with a longer --timeout.
     """
     names = method or list(methods.ALL)

@@ -32,7 +32,7 @@ InProcess = Annotated[
     int | None, typer.Option("--in-process", min=1, help="Number of workers that one process simulates, on one device.")
 ]
 Link = Annotated[str, typer.Option(help="Emulate this link between workers: 100mbit,20ms.")]
-Model = Annotated[str, typer.Option(help="A function of yours that makes the model: file.py:make.")]
+Model = Annotated[str, typer.Option(help="Your own function that makes the model: file.py:make.")]
 NewFolder = Annotated[Path, typer.Option("--folder", help="The folder for the file.")]
 NewName = Annotated[str, typer.Argument(help="The name in specs: letters, digits and underscores.")]
 Overrides = Annotated[

@@ -46,7 +46,7 @@ def report(
         bool, typer.Option("--title-in-figures/--no-title", help="Draw titles and captions into charts.")
     ] = True,
     all_versions: Annotated[
-        bool, typer.Option("--all-versions", help="Show runs of earlier versions of a model or data file, too.")
+        bool, typer.Option("--all-versions", help="Also show runs of earlier versions of a model or data file.")
     ] = False,
 ) -> None:
     """Write one self-contained HTML page about some runs, or charts and tables for a paper."""
