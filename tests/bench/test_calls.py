@@ -65,7 +65,7 @@ def test_addresses_move() -> None:
 
 def test_ranks_write_rows(tmp_path: Path) -> None:
     path = tmp_path / "calls.jsonl"
-    words = ["calls", "--ranks", "2", "--model", "one", "--size", "5000", "--spec", "int4", "--repeats", "1"]
+    words = ["calls", "--workers", "2", "--model", "one", "--size", "5000", "--spec", "int4", "--repeats", "1"]
     done = CliRunner().invoke(app, [*words, "--entry-point", "hosts", "--jsonl", str(path)])
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -81,7 +81,7 @@ def test_ranks_write_rows(tmp_path: Path) -> None:
         (("--entry-point", "window"), "'window'"),
         (("--addresses", "none"), "'none'"),
         (("--spec", "nonsense(3)"), "nonsense"),
-        (("--entry-point", "hosts", "--ranks", "3"), "--ranks 4"),
+        (("--entry-point", "hosts", "--ranks", "3"), "--workers 4"),
         (("--device", "foo"), "'foo'"),
     ],
 )

@@ -1,15 +1,18 @@
 """`bench kernels` times everything it names, and bad input to a bench gets a sentence before anything is measured."""
 
 import json
+import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from numba.core import event
 from typer.testing import CliRunner
 
-from gradwire_lab.bench import cases, kernels, plain, selections
+from gradwire_lab.bench import cases, kernels, memory, plain, selections
 from gradwire_lab.bench.kernel_inputs import KernelInputs
 from gradwire_lab.cli.main import bench as app
 
@@ -87,6 +90,31 @@ def test_every_case_takes_segments(name: str) -> None:
     assert case.bytes > 0
     for _ in range(2):
         case.run()
+
+
+def test_kernels_that_are_compiled_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    rows = kernels.measure(CPU, [(3000,)], "sign_", repeats=1)
+    with caplog.at_level(logging.WARNING, "gradwire"):
+        next(rows)
+        for _ in range(2):
+            with event.trigger_event("numba:compile"):
+                assert caplog.text.count("compiling CPU kernels") == 1
+        assert len(list(rows)) > 1
+    assert caplog.text.count("compiling CPU kernels") == caplog.text.count("were compiled in 0 s") == 1
+
+
+def test_lines_of_a_process_that_weighs_memory_are_passed_on_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    child = tmp_path / "child"
+    child.write_text('#!/bin/sh\necho gradwire: compiling >&2\necho other >&2\necho \'{"spec": "sign"}\'\n')
+    child.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(child))
+    assert list(memory.measure(("sign", "sign"), "cpu", 1000)) == [{"spec": "sign"}] * 2
+    assert capfd.readouterr().err == "gradwire: compiling\n"
+    child.write_text("#!/bin/sh\necho gradwire: compiling >&2\necho no room >&2\nexit 3\n")
+    with pytest.raises(RuntimeError, match="'sign' could not be measured: no room"):
+        list(memory.measure(("sign",), "cpu", 1000))
 
 
 def test_the_table_fits_and_rows_are_told_as_they_come() -> None:

@@ -5,7 +5,6 @@ and is cached on disk: only the first attachment on a machine takes long. Then a
 """
 
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -77,10 +76,11 @@ def compile_notice(device: torch.device, first: bool) -> Iterator[None]:
         return
     from numba.core import event
 
-    class Notice(event.Listener):
+    class Notice(event.TimingListener):
         shown = False
 
         def on_start(self, event: Any) -> None:
+            super().on_start(event)  # type: ignore[no-untyped-call]
             if not self.shown:
                 self.shown = True
                 _log.warning(
@@ -88,11 +88,8 @@ def compile_notice(device: torch.device, first: bool) -> Iterator[None]:
                     "happens once for each kind of kernel, since they are kept on disk"
                 )
 
-        def on_end(self, event: Any) -> None:
-            """The end of a single kernel is not logged."""
-
-    notice, began = Notice(), time.perf_counter()
+    notice = Notice()  # type: ignore[no-untyped-call]
     with event.install_listener("numba:compile", notice):
         yield
-    if notice.shown:
-        _log.warning("gradwire: CPU kernels were compiled in %.0f s", time.perf_counter() - began)
+    if notice.done:
+        _log.warning("gradwire: CPU kernels were compiled in %.0f s", notice.duration)

@@ -99,7 +99,7 @@ def check(bench: CallBench, ranks: int) -> None:
     for spec in bench.specs:
         method(spec)
     if bench.entry_point == "hosts" and ranks > 1 and ranks % 2:
-        raise ValueError(f"{ranks} ranks do not make two equal hosts; take --ranks {ranks + 1}")
+        raise ValueError(f"{ranks} ranks do not make two equal hosts; take --workers {ranks + 1}")
 
 
 def _run_rank(rank: int, world: int, bench: CallBench) -> list[dict[str, Any]]:

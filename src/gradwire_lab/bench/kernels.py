@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradwire.engine.precompile import compile_notice
 from gradwire.kernels.dispatch import reference_only
 from gradwire_lab.bench import cases
 from gradwire_lab.bench.kernel_inputs import Case, KernelInputs
@@ -63,14 +64,16 @@ def measure(
     Raises:
         ValueError: No kernel has such a name.
     """
-    for lengths, names in [(lengths, chosen(only, lengths)) for lengths in tables]:
-        inputs, took = KernelInputs(lengths, torch.device(device)), dict[str, float]()
-        for name in names:
-            row = _row(name, cases.CASES[name](inputs), inputs, repeats)
-            took[name] = row["ms"]
-            row["to_torch"] = took[COMPOSED[name]] / row["ms"] if COMPOSED.get(name) in took else None
-            row["to_gaussian"] = row["ms"] / took[GAUSSIAN[name]] if GAUSSIAN.get(name) in took else None
-            yield row
+    device = torch.device(device)
+    with compile_notice(device, first=True):
+        for lengths, names in [(lengths, chosen(only, lengths)) for lengths in tables]:
+            inputs, took = KernelInputs(lengths, device), dict[str, float]()
+            for name in names:
+                row = _row(name, cases.CASES[name](inputs), inputs, repeats)
+                took[name] = row["ms"]
+                row["to_torch"] = took[COMPOSED[name]] / row["ms"] if COMPOSED.get(name) in took else None
+                row["to_gaussian"] = row["ms"] / took[GAUSSIAN[name]] if GAUSSIAN.get(name) in took else None
+                yield row
 
 
 def _row(name: str, case: Case, inputs: KernelInputs, repeats: int) -> dict[str, Any]:

@@ -63,17 +63,30 @@ def measure(specs: Sequence[str], device: str, size: int) -> Iterator[dict[str, 
     Raises:
         RuntimeError: A spec could not be measured.
     """
+    logged = set[str]()
     for spec in specs:
         if device == "cuda":  # its allocator counts each by itself
             yield weigh(spec, torch.device(device, 0), size)
             continue
-        job = json.dumps({"spec": spec, "device": device, "size": size})
-        done = subprocess.run(
-            [sys.executable, "-m", "gradwire_lab.bench.memory", job], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(f"{spec!r} could not be measured: {done.stderr.strip().splitlines()[-1]}")
-        yield json.loads(done.stdout.splitlines()[-1])
+        yield _apart(json.dumps({"spec": spec, "device": device, "size": size}), spec, logged)
+
+
+def _apart(job: str, spec: str, logged: set[str]) -> dict[str, Any]:
+    """One spec in a process of its own; what it logs is passed on as it comes, each line once."""
+    command = [sys.executable, "-m", "gradwire_lab.bench.memory", job]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stderr is not None
+        errors = [""]
+        for line in filter(str.strip, child.stderr):
+            errors.append(line.strip())
+            if line.startswith("gradwire: ") and line not in logged:
+                logged.add(line)
+                sys.stderr.write(line)
+        output = child.stdout.read()
+    if child.returncode:
+        raise RuntimeError(f"{spec!r} could not be measured: {errors[-1]}")
+    row: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return row
 
 
 def weigh(spec: str, device: torch.device, size: int) -> dict[str, Any]:

@@ -101,16 +101,14 @@ def advise(
     max_loss: Annotated[
         float, typer.Option(min=0, help="Percent by which local steps may lose more than dense training.")
     ] = 2.0,
-    overlap: Annotated[
-        bool, typer.Option(help="Whether messages leave during the backward pass, as under DDP.")
-    ] = True,
+    overlap: Annotated[bool, typer.Option(help="Send messages during the backward pass, as under DDP.")] = True,
     probe_timeout: Annotated[float, typer.Option(help="Seconds that a probe waits for other ranks.")] = 10.0,
     patience: Annotated[float | None, typer.Option(hidden=True)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict whether compression pays, which spec to take, and what to expect of it.
 
-    Specs that lost more than a percent in the project's own trainings, or that were never trained with, are shown, but
+    Specs that lost more than a percent in the project's own trainings, or that were not tested there, are shown, but
     taken only if --specs names them.
     Computing and compressing are measured here, on the processors of this machine or with --device cuda on its GPUs,
     in the format of --dtype. --link gives the link. Without it, start this by torchrun on all hosts: a short probe

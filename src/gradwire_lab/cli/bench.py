@@ -33,7 +33,7 @@ def kernels(
         list[int] | None, typer.Option(min=1, help="Number of elements. May be repeated; by default 25.6 M.")
     ] = None,
     resnet50: Annotated[
-        bool, typer.Option("--resnet50", help="Time ResNet-50's 161 tensors too, layer by layer.")
+        bool, typer.Option("--resnet50", help="Also time ResNet-50's 161 tensors, layer by layer.")
     ] = False,
     only: Annotated[str, typer.Option(help="Time only kernels whose name holds this.")] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Number of runs that a median is taken of.")] = 10,
@@ -167,7 +167,7 @@ def calls(
     addresses: Annotated[
         str, typer.Option(help="same: gradients stay in place; moving: they are freed and allocated.")
     ] = "same",
-    ranks: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
+    ranks: Annotated[int, typer.Option("--workers", "--ranks", min=1, help="Number of ranks.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Number of calls that a median is taken of.")] = 20,
     jsonl: Annotated[
         Path | None, typer.Option(help="Append every row to this file; - prints rows, not a table.")

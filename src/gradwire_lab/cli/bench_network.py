@@ -39,7 +39,9 @@ def network(
         float | None,
         typer.Option(help="Seconds of a turn after which a method is given up; else 300, or what plain DDP may need."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="JSONL to append to; what it holds is not measured again.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A file to append JSON lines to; rows in it are not measured again.")
+    ] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Measure again what failed.")] = False,
     throttled: Annotated[
         bool, typer.Option("--throttled", help="Emulate the link, even where hosts could be made.")
@@ -50,7 +52,7 @@ def network(
 ) -> None:
     """Time the same training step over shaped links, by torch's methods and ours.
 
-    As root, every rank is a host of its own, in a network namespace; otherwise, ranks share an emulated link. What
+    As root, every rank is a separate host, in a network namespace; otherwise, ranks share an emulated link. What
     timed out in an earlier run is measured again with a longer --timeout.
     """
     names = method or list(methods.ALL)
@@ -163,12 +165,12 @@ def emulation_error(
 
 
 def forecast(
-    results: Annotated[Path, typer.Argument(help="What bench network --out wrote.")],
-    out: Annotated[Path | None, typer.Option(help="JSONL of every comparison.")] = None,
+    results: Annotated[Path, typer.Argument(help="The file that bench network --out wrote.")],
+    out: Annotated[Path | None, typer.Option(help="A file for all comparisons, one JSON object a line.")] = None,
 ) -> None:
     """Compare the steps that advise predicts with those that bench network measured.
 
-    It calibrates first, so run nothing else meanwhile.
+    The command calibrates first, so run nothing else meanwhile.
     """
     with refusing("bench forecast", ValueError, HostsUnavailableError):
         rows = grid.read(results)

@@ -45,8 +45,8 @@ def doctor(
 ) -> None:
     """Check versions, backends, interfaces, ports, clocks and the link between ranks, and print what to fix.
 
-    Alone it looks at this machine. Started by torchrun, mpirun or srun, as a training is, it also looks at the other
-    ranks, and rank 0 prints what holds for all. The exit code is 1 where something is to be fixed.
+    Alone it checks this machine. If torchrun, mpirun or srun starts it, as they start a training, it also checks the
+    other ranks, and rank 0 prints what holds for all. The exit code is 1 if something needs to be fixed.
     """
     with refusing("doctor", ValueError):
         where = launcher_rank(os.environ)

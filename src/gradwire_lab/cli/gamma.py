@@ -14,7 +14,7 @@ from gradwire_lab.train.time_left import TimeLeft
 
 def gamma(
     results: Annotated[
-        Path, typer.Option(help="File of results, one JSON object a line; what it holds is not redone.")
+        Path, typer.Option(help="File of results, one JSON object a line; cells in it are not run again.")
     ],
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell, which are averaged.")] = 2,
     only: Annotated[str, typer.Option(help="Run only codecs whose name holds this.")] = "",

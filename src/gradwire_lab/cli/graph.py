@@ -1,4 +1,4 @@
-"""``gradwire graph torus --size 16``: what a graph is worth, and what it looks like."""
+"""``gradwire graph torus --workers 16``: what a graph is worth, and what it looks like."""
 
 import math
 from html import escape
@@ -17,15 +17,16 @@ from gradwire_lab.cli.output import refusing
 WIDEST = 64  # characters of a picture; larger graphs are drawn in blocks
 SHADES = ".-:+#"
 SIDE = 480  # of a drawing, in pixels
+ROUND = 206.4  # from the middle of a drawing to its ranks
 
 
 def graph(
     name: Annotated[str, typer.Argument(help="A graph as in specs: ring, torus, 'erdos_renyi(0.3, seed=1)', ...")],
-    size: Annotated[int, typer.Option("--size", "-n", help="Number of ranks.")],
+    size: Annotated[int, typer.Option("--workers", "--size", "-n", help="Number of ranks.")],
     delta: Annotated[
         float | None, typer.Option(help="A codec's contraction in (0, 1]: print CHOCO's theoretical step for it.")
     ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Draw ranks and edges into this SVG, too.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Also draw ranks and edges into this SVG.")] = None,
 ) -> None:
     """Print the properties of a gossip graph, and draw it."""
     try:
@@ -81,21 +82,43 @@ def picture(topology: Topology) -> str:
 
 
 def drawing(topology: Topology) -> str:
-    """The graph as SVG: ranks on a circle, edges as lines, with an arrow to the receiver where only one end sends."""
-    angles = [2 * math.pi * rank / topology.size for rank in range(topology.size)]
-    places = [(SIDE / 2 * (1 + 0.86 * math.sin(a)), SIDE / 2 * (1 - 0.86 * math.cos(a))) for a in angles]
-    radius = max(2.0, min(14.0, SIDE / topology.size))
+    """The graph as SVG: ranks on a circle, edges as lines, with an arrow to the receiver where only one end sends.
+
+    The hub of a star is in the middle. Up to 40 ranks, dots are so small that no edge passes behind a third one.
+    Numbers that do not fit into a dot stand outside the circle.
+    """
     arrows = _arrows(topology)
+    hub = _hub(topology, arrows)
+    around = [rank for rank in range(topology.size) if rank != hub]
+    turns = {rank: place / len(around) for place, rank in enumerate(around)}
+    places = [_place(turns.get(rank), ROUND) for rank in range(topology.size)]
+    gap = ROUND * (1 - math.cos(2 * math.pi / topology.size)) if hub is None and topology.size > 2 else SIDE
+    radius = max(2.0, min(14.0, SIDE / topology.size, 0.8 * gap))
     lines = [
         _line(places[sender], places[receiver], radius, (sender, receiver) in arrows)
         for receiver, sender in sorted(arrows)
         if (sender, receiver) not in arrows or sender > receiver  # an edge both ways is drawn once
     ]
     dots = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}"/>' for x, y in places]
-    names = [f'<text x="{x:.1f}" y="{y:.1f}" dy="0.35em">{rank}</text>' for rank, (x, y) in enumerate(places)]
-    shapes = [*lines, *dots, *(names if radius > 8 else [])]
+    inside = radius > 7
+    spots = places if inside else [_place(turns.get(rank), ROUND + radius + 11) for rank in range(topology.size)]
+    kind = "" if inside else ' class="outside"'
+    names = [f'<text{kind} x="{x:.1f}" y="{y:.1f}" dy="0.35em">{rank}</text>' for rank, (x, y) in enumerate(spots)]
+    shapes = [*lines, *dots, *(names if topology.size <= WIDEST else [])]
     text = (resources.files("gradwire_lab.cli") / "graph_svg.txt").read_text(encoding="utf-8")
     return text.format(side=SIDE, title=escape(str(topology)), shapes="\n".join(shapes))
+
+
+def _hub(topology: Topology, arrows: set[tuple[int, int]]) -> int | None:
+    """The rank that is an end of every edge, where there is one and only one; a rank without any is one, too."""
+    ends = [rank for rank in range(topology.size) if all(rank in arrow for arrow in arrows)]
+    return ends[0] if len(ends) == 1 else None
+
+
+def _place(turn: float | None, distance: float) -> tuple[float, float]:
+    """A share of a turn from the top, at a distance from the middle; without one, the middle itself."""
+    far, angle = (0.0, 0.0) if turn is None else (distance, 2 * math.pi * turn)
+    return SIDE / 2 + far * math.sin(angle), SIDE / 2 - far * math.cos(angle)
 
 
 def _line(start: tuple[float, float], end: tuple[float, float], radius: float, both: bool) -> str:
@@ -110,7 +133,9 @@ def _legend(topology: Topology) -> str:
     if topology.size > WIDEST:
         return "rows receive from columns; the darker a block, the more of its ranks do"
     mark = "#" if topology.period == 1 else "digit: in that round"
-    return f"rows receive from columns ({mark}); o is the rank itself"
+    ranks, steps = range(topology.size), range(topology.period)
+    bare = any(not topology.self_weight(rank, step) for rank in ranks for step in steps)
+    return f"rows receive from columns ({mark}); o is the rank itself{', x where it keeps nothing' if bare else ''}"
 
 
 def _blocks(topology: Topology, side: int) -> str:

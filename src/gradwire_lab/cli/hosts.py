@@ -11,14 +11,14 @@ from gradwire_lab.network.namespaces import HostsUnavailableError, sweep
 
 
 def run(
-    command: Annotated[list[str], typer.Argument(help="What every rank runs, after --.")],
+    command: Annotated[list[str], typer.Argument(help="The command that every rank runs, after --.")],
     hosts: Annotated[int, typer.Option(help="Number of hosts.")] = 2,
     rate: Annotated[str, typer.Option(help="Rate of each link, in each direction: 100mbit; by default unshaped.")] = "",
     delay: Annotated[str, typer.Option(help="Delay from one host to another, one way: 20ms.")] = "0s",
-    jitter: Annotated[str, typer.Option(help="By how much the delay varies: 2ms.")] = "0s",
+    jitter: Annotated[str, typer.Option(help="Variation of the delay: 2ms.")] = "0s",
     loss: Annotated[str, typer.Option(help="Share of frames lost: 0.1% or 0.001.")] = "0",
     per_host: Annotated[int, typer.Option(help="Ranks in each host.")] = 1,
-    subnet: Annotated[str | None, typer.Option(help="A private IPv4 network; by default one that is free.")] = None,
+    subnet: Annotated[str | None, typer.Option(help="A private IPv4 network; by default a free one.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds for the whole run.")] = None,
 ) -> None:
     """Run a command in every host, as ranks that find each other the way torchrun's do.

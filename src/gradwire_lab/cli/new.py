@@ -12,27 +12,27 @@ from gradwire_lab.cli.output import refusing
 
 
 def codec(name: NewName, folder: NewFolder = Path(".")) -> None:
-    """Write NAME.py: a quantizer that works, with its card, to be changed into your own."""
+    """Write NAME.py: a quantizer that works, with its card. Change it into your own."""
     _write("codec", name, folder, f"'topk(0.01) | {name}'")
 
 
 def selector(name: NewName, folder: NewFolder = Path(".")) -> None:
-    """Write NAME.py: a selector that works, with its card, to be changed into your own."""
+    """Write NAME.py: a selector that works, with its card. Change it into your own."""
     _write("selector", name, folder, f"'{name}(16) | sign'")
 
 
 def transform(name: NewName, folder: NewFolder = Path(".")) -> None:
-    """Write NAME.py: a transform that works, with its card, to be changed into your own."""
+    """Write NAME.py: a transform that works, with its card. Change it into your own."""
     _write("transform", name, folder, f"'{name} | sign(per=64)'")
 
 
 def exchange(name: NewName, folder: NewFolder = Path(".")) -> None:
-    """Write NAME.py: an exchange that works, with its card, to be changed into your own."""
+    """Write NAME.py: an exchange that works, with its card. Change it into your own."""
     _write("exchange", name, folder, f"int4 --exchange {name}")
 
 
 def feedback(name: NewName, folder: NewFolder = Path(".")) -> None:
-    """Write NAME.py: a feedback that works, with its card, to be changed into your own."""
+    """Write NAME.py: a feedback that works, with its card. Change it into your own."""
     _write("feedback", name, folder, f"'topk(0.01)' --feedback {name}")
 
 

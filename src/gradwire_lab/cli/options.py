@@ -32,9 +32,9 @@ InProcess = Annotated[
     int | None, typer.Option("--in-process", min=1, help="Number of workers that one process simulates, on one device.")
 ]
 Link = Annotated[str, typer.Option(help="Emulate this link between workers: 100mbit,20ms.")]
-Model = Annotated[str, typer.Option(help="A function of yours that makes the model: file.py:make.")]
-NewFolder = Annotated[Path, typer.Option("--folder", help="Where the file goes.")]
-NewName = Annotated[str, typer.Argument(help="Its name in specs: letters, digits and underscores.")]
+Model = Annotated[str, typer.Option(help="Your own function that makes the model: file.py:make.")]
+NewFolder = Annotated[Path, typer.Option("--folder", help="The folder for the file.")]
+NewName = Annotated[str, typer.Argument(help="The name in specs: letters, digits and underscores.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="Set a key of the recipe: train.epochs=5. May be repeated.")
 ]

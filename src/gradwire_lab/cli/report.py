@@ -22,7 +22,8 @@ PAGE = Path("report.html")
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold some.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The page; report.html if no option names an output.")
+        Path | None,
+        typer.Option("--output", "-o", help="The file of the page; report.html if no option names an output."),
     ] = None,
     title: Annotated[str, typer.Option(help="Title of the page.")] = "gradwire report",
     png: Annotated[Path | None, typer.Option(help="A folder for the charts as PNG; no browser needed.")] = None,
@@ -45,7 +46,7 @@ def report(
         bool, typer.Option("--title-in-figures/--no-title", help="Draw titles and captions into charts.")
     ] = True,
     all_versions: Annotated[
-        bool, typer.Option("--all-versions", help="Show runs of earlier versions of a model or data file, too.")
+        bool, typer.Option("--all-versions", help="Also show runs of earlier versions of a model or data file.")
     ] = False,
 ) -> None:
     """Write one self-contained HTML page about some runs, or charts and tables for a paper."""

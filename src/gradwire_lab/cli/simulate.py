@@ -23,8 +23,10 @@ _MARKED = "Marked dense: compression loses there."
 
 
 def simulate(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("simulation.html"),
-    rows: Annotated[Path, typer.Option(help="Every cell, one JSON object a line.")] = Path("simulation.jsonl"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file of the page.")] = Path("simulation.html"),
+    rows: Annotated[Path, typer.Option(help="The file of all cells, one JSON object a line.")] = Path(
+        "simulation.jsonl"
+    ),
     workers: Annotated[
         list[int] | None, typer.Option(min=2, help="Number of workers. May be repeated; by default 8, 64, 512, 4096.")
     ] = None,
@@ -44,7 +46,7 @@ def simulate(
     slowdown: Annotated[float, typer.Option(help="How many times slower those steps are.")] = 2.0,
     seed: Annotated[int, typer.Option(help="Seed of jitter and stragglers.")] = 0,
 ) -> None:
-    """Predict what auto would gain on clusters that are not at hand, and where compression loses."""
+    """Predict what auto would gain on simulated clusters, and where compression loses."""
     with refusing("simulate", ValueError, OSError), needing_charts("simulate"):
         for path in (output, rows):
             if path.is_dir():

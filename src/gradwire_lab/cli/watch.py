@@ -27,7 +27,7 @@ PATIENCE = 20.0  # seconds in which a training that was started just before make
 
 def watch(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")],
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print once, and exit.")] = False,
     page: Annotated[
         Path | None,
